@@ -1,0 +1,82 @@
+"""The only place where tokens, labels and masks are shifted for the MTP depths.
+
+In: whole sequences (before any context-parallel slicing) and, where documents matter, the document of every slot.
+Out: the same values d slots later, for every depth d = 1 .. D at once; a shift stops at the end of its document.
+
+Six slots, two documents [a b c] [d e f], two depths:
+    values   a b c | d e f
+    depth 1  b c 0 | e f 0
+    depth 2  c 0 0 | f 0 0
+
+Letters in names: D depths, B batch, S sequence.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+NO_DOCUMENT = -1
+"""The document of a padding slot: nothing is shifted into it or out of it."""
+
+
+def shift_left(values_BS: Tensor, depths: int, document_BS: Tensor | None = None) -> Tensor:
+    """Values d slots later, for d = 1 .. D; 0 where that slot lies outside the document.
+
+    Args:
+        values_BS: tokens, labels or a mask, any dtype.
+        depths: D, at least 1.
+        document_BS: a number for every slot, equal within a document and `NO_DOCUMENT` on padding; without it every
+            row is one document.
+
+    Returns:
+        Tensor [D, B, S] of the dtype of `values_BS`.
+    """
+    shifted_DBS = _windows(values_BS, depths, 0)
+    return torch.where(_inside(values_BS, depths, document_BS), shifted_DBS, torch.zeros_like(shifted_DBS[:1]))
+
+
+def inside_document(like_BS: Tensor, depths: int, document_BS: Tensor | None = None) -> Tensor:
+    """Bool [D, B, S]: whether the slot d later lies in the same document, that is, was not shifted in from outside."""
+    return _inside(like_BS, depths, document_BS).expand(depths, *like_BS.shape)
+
+
+def documents_from_eod(tokens_BS: Tensor, eod: int) -> Tensor:
+    """Documents of an unpacked stream, [B, S]; the EOD token is the last of its document."""
+    is_end_BS = (tokens_BS == eod).long()
+    return is_end_BS.cumsum(dim=1) - is_end_BS
+
+
+def documents_from_offsets(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, slots: int) -> Tensor:
+    """Documents of a packed (THD) batch, [1, slots].
+
+    Args:
+        cu_seqlens: [documents + 1], cumulative lengths without padding.
+        cu_seqlens_padded: [documents + 1], cumulative lengths with padding: where documents really start. None where
+            the pack has no padding.
+        slots: length of the packed row.
+    """
+    starts = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    slot = torch.arange(slots, device=cu_seqlens.device)
+    document = torch.searchsorted(starts[1:].contiguous(), slot, right=True)
+    known = document < lengths.numel()
+    nearest = document.clamp(max=lengths.numel() - 1)
+    filled = known & (slot < starts[nearest] + lengths[nearest])
+    return torch.where(filled, document, torch.full_like(document, NO_DOCUMENT)).unsqueeze(0)
+
+
+def _inside(like_BS: Tensor, depths: int, document_BS: Tensor | None) -> Tensor:
+    if document_BS is None:
+        slots = like_BS.size(1)
+        slot_S = torch.arange(slots, device=like_BS.device)
+        depth_D = torch.arange(1, depths + 1, device=like_BS.device)
+        return (slot_S[None, :] + depth_D[:, None] < slots).unsqueeze(1)
+    later_DBS = _windows(document_BS, depths, NO_DOCUMENT)
+    return (later_DBS == document_BS) & (document_BS != NO_DOCUMENT)
+
+
+def _windows(values_BS: Tensor, depths: int, fill: int) -> Tensor:
+    """[D, B, S] view: values d slots later, `fill` beyond the end."""
+    slots = values_BS.size(1)
+    padded = pad(values_BS, (0, depths), value=fill)
+    return padded.unfold(1, slots, 1)[:, 1:].transpose(0, 1)

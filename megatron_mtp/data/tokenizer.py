@@ -1,0 +1,213 @@
+"""Tokenizers: train a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909), load any Hugging Face folder, encode.
+
+In:  an iterable of texts, or a folder with a tokenizer.
+Out: a folder that both `transformers.AutoTokenizer` and Megatron's `--tokenizer-type HuggingFaceTokenizer
+     --tokenizer-model FOLDER` load, and an `Encoder` that turns texts into token ids inside a worker process.
+
+`transformers` takes seconds to import and is imported where it is needed, so that a worker starts without it.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EOD_TOKEN = "<|endoftext|>"
+# Megatron masks the loss wherever a label is the padding token, so padding must not share an id with the document end.
+PAD_TOKEN = "<|padding|>"
+SMALLEST_VOCAB = 256 + 2  # every byte, EOD_TOKEN and PAD_TOKEN
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+
+Encode = Callable[[list[str]], list[list[int]]]
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Path:
+    """Train a byte-level BPE on `texts` and save it as `folder`; the same texts always give the same files.
+
+    The vocabulary has exactly `vocab_size` entries: `<|endoftext|>` (id 0, the end of a document), `<|padding|>`
+    (id 1), the 256 bytes, then the merges. Every string survives encoding and decoding unchanged.
+
+    Raises:
+        ValueError: `vocab_size` is below 258, or the texts are too few to fill it; `folder` holds other files.
+    """
+    folder = Path(folder)
+    if vocab_size < SMALLEST_VOCAB:
+        raise ValueError(
+            f"--vocab-size: {vocab_size} has no room for the 256 bytes and 2 special tokens; "
+            f"give {SMALLEST_VOCAB} or more."
+        )
+    _refuse_foreign_files(folder)
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD_TOKEN, PAD_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    if bpe.get_vocab_size() < vocab_size:
+        raise ValueError(
+            f"--vocab-size: the corpus has text for only {bpe.get_vocab_size()} of {vocab_size} entries; "
+            f"give --vocab-size {bpe.get_vocab_size()} or less, or more text in --input."
+        )
+    _publish(bpe, folder)
+    return folder
+
+
+def load_tokenizer(
+    folder: str | Path, eod_token: str | None = None, trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
+    """Load a local Hugging Face tokenizer whose `eos_token` is the token that ends a document.
+
+    `eod_token` replaces the folder's own `eos_token`. Nothing is fetched from the network.
+
+    Raises:
+        ValueError: no such folder, no tokenizer in it, no `eos_token`, or `eod_token` is not in its vocabulary.
+    """
+    from transformers import AutoTokenizer
+
+    if not os.path.isdir(folder):
+        raise ValueError(
+            f"--tokenizer: there is no folder '{folder}'; give a Hugging Face tokenizer folder, or leave the flag out "
+            "to train one of --vocab-size entries from the corpus."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # each tokenizer class raises its own: OSError, ValueError, KeyError, ImportError
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"--tokenizer: '{folder}' holds no tokenizer that transformers can load ({reason}); "
+            "give a folder with tokenizer.json and tokenizer_config.json."
+        ) from error
+    if eod_token is not None:
+        if eod_token not in tokenizer.get_vocab():
+            raise ValueError(
+                f"--eod-token: '{eod_token}' is not in the vocabulary of '{folder}'; "
+                f"give one of its tokens, such as {tokenizer.all_special_tokens or 'its end-of-text token'}."
+            )
+        tokenizer.eos_token = eod_token
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"--tokenizer: '{folder}' names no eos_token to end documents with; "
+            "name one of its tokens with --eod-token."
+        )
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A picklable recipe for encoding texts in another process.
+
+    Attributes:
+        folder: the tokenizer's folder.
+        eod_token, eod_id: the token that ends a document; no text is ever encoded to it.
+        vocab_size: entries, the highest id plus one when ids have gaps.
+        backend_json: the fast tokenizer as JSON, so that a worker need not import `transformers`; None for a slow one.
+    """
+
+    folder: str
+    eod_token: str
+    eod_id: int
+    vocab_size: int
+    backend_json: str | None
+    trust_remote_code: bool = False
+
+    @classmethod
+    def from_folder(
+        cls, folder: str | Path, eod_token: str | None = None, trust_remote_code: bool = False
+    ) -> "Encoder":
+        """Load the folder (errors as in `load_tokenizer`) and keep what a worker needs."""
+        tokenizer = load_tokenizer(folder, eod_token, trust_remote_code)
+        return cls(
+            folder=os.path.abspath(folder),
+            eod_token=str(tokenizer.eos_token),
+            eod_id=int(tokenizer.eos_token_id),
+            vocab_size=max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1),
+            backend_json=tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else None,
+            trust_remote_code=trust_remote_code,
+        )
+
+    def start(self) -> Encode:
+        """Return the function that encodes a list of texts to a list of id lists, without BOS, EOS or the EOD id.
+
+        The function raises ValueError when a text contains the EOD token in a way that cannot be spelt otherwise.
+        """
+        encode = self._fast(self.backend_json) if self.backend_json is not None else self._slow()
+        return lambda texts: [
+            self._without_eod(encode, text, ids) for text, ids in zip(texts, encode(texts), strict=True)
+        ]
+
+    def _fast(self, backend_json: str) -> Encode:
+        backend = Tokenizer.from_str(backend_json)
+        backend.no_truncation()
+        backend.no_padding()
+        # A source file that spells out "<|endoftext|>" must not end the document there.
+        backend.encode_special_tokens = True
+        return lambda texts: [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _slow(self) -> Encode:
+        tokenizer = load_tokenizer(self.folder, self.eod_token, self.trust_remote_code)
+        return lambda texts: [
+            tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids for text in texts
+        ]
+
+    def _without_eod(self, encode: Encode, text: str, ids: list[int]) -> list[int]:
+        """Encode a text again with its EOD tokens cut in two, if the tokenizer turned one of them into the EOD id.
+
+        Happens where the token is not marked special, or is a whole piece of a Unigram model: "a</s>b" is then
+        encoded as "a<" followed by "/s>b".
+        """
+        if self.eod_id not in ids:
+            return ids
+        pieces = text.split(self.eod_token)
+        halves = [
+            (self.eod_token[1:] if number else "") + piece + (self.eod_token[:1] if number < len(pieces) - 1 else "")
+            for number, piece in enumerate(pieces)
+        ]
+        ids = [i for half_ids in encode([half for half in halves if half]) for i in half_ids]
+        if self.eod_id in ids:
+            raise ValueError(
+                f"--eod-token: '{self.eod_token}' also stands inside documents, so it cannot mark their ends; "
+                "name a special token of the tokenizer."
+            )
+        return ids
+
+
+def _refuse_foreign_files(folder: Path) -> None:
+    others = sorted({p.name for p in folder.iterdir()} - TOKENIZER_FILES) if folder.exists() else []
+    if others:
+        raise ValueError(
+            f"--tokenizer-output: '{folder}' holds other files ({', '.join(others[:3])}) that would be lost; "
+            "name a folder of its own."
+        )
+
+
+def _publish(bpe: Tokenizer, folder: Path) -> None:
+    """Write the files beside `folder`, then rename: a reader sees the whole tokenizer or none."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": EOD_TOKEN,
+        "eos_token": EOD_TOKEN,
+        "pad_token": PAD_TOKEN,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+    }
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    bpe.save(str(partial / "tokenizer.json"))
+    (partial / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)

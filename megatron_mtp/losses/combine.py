@@ -1,0 +1,63 @@
+"""One scalar out of the trunk's and the depths' per-token losses: masks, weights and normaliser in one place.
+
+Megatron's schedule divides what is returned here either by this microbatch's token count (default) or, with
+`--calculate-per-token-loss`, every gradient by the token count of the global batch. So the scalar is
+
+    default     sum_main + T * (lambda / D) * sum_d mean_d      then divided by T
+    per token   sum_main +     (lambda / D) * sum_d sum_d       then divided by the global T
+
+with T the main tokens. The second is the paper's normaliser (arXiv:2412.19437, eq. 24 divides every depth by T), and
+does not depend on how a global batch is cut. An empty mask gives loss 0 and gradient 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.data.batch import DepthBatch
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """A masked sum and the number of tokens in it, both scalars on the device."""
+
+    total: Tensor
+    tokens: Tensor
+
+    def report(self) -> Tensor:
+        """[2], float: what Megatron's logs add up over microbatches and ranks, then divide.
+
+        The smallest of counts stands for none, so that a depth without tokens logs 0 and not NaN.
+        """
+        return torch.stack([self.total.detach().float(), self.tokens.float().clamp(min=1e-20)])
+
+
+def sum_losses(losses_BS: Tensor, mask_BS: Tensor) -> LossSum:
+    """The sum over unmasked slots; whatever a masked slot's loss is, it does not count."""
+    mask_BS = mask_BS.float()
+    return LossSum(torch.sum(losses_BS.float() * mask_BS), mask_BS.sum())
+
+
+def combine(main: LossSum, depths: Sequence[LossSum], scaling_factor: float, per_token: bool) -> Tensor:
+    """The scalar to return to Megatron's schedule, before its division by tokens.
+
+    Args:
+        main: the trunk's.
+        depths: of depth 1 .. D; may be empty.
+        scaling_factor: lambda, `mtp_loss_scaling_factor`.
+        per_token: whether `--calculate-per-token-loss` is on.
+    """
+    if not depths:
+        return main.total
+    weight = scaling_factor / len(depths)
+    if per_token:
+        return main.total + weight * torch.stack([depth.total for depth in depths]).sum()
+    means = torch.stack([depth.total / depth.tokens.clamp(min=1) for depth in depths])
+    return main.total + weight * main.tokens.int() * means.sum()
+
+
+def sum_depths(depth_losses: Sequence[Tensor], batch: DepthBatch) -> list[LossSum]:
+    """The masked sum of every depth; `depth_losses` holds [B, S] each."""
+    return [sum_losses(*pair) for pair in zip(depth_losses, batch.loss_mask_DBS, strict=True)]

@@ -1,0 +1,1 @@
+"""The trunk with its MTP block: hidden states in, one hidden state per depth out."""

@@ -1,0 +1,263 @@
+"""The MTP block: the trunk's hidden state in, one per depth out (DeepSeek-V3, arXiv:2412.19437, eq. 21-23).
+
+Depth d = 1 .. D at slot i, h_0 the trunk's hidden state after its final norm:
+
+    x   = eh_proj([enorm(embedding(t_{i+d})); hnorm(h_{d-1})])     embedding half first
+    h_d = final_layernorm(tf_layer(x))                             what depth d+1 and the output head receive
+
+The parallel architecture (Gloeckle et al., arXiv:2404.19737) has h_d = final_layernorm(tf_layer_d(h_0)) instead.
+
+The modules come from a spec, so that the same classes hold TE modules on a GPU and portable ones elsewhere. The block
+knows neither the trunk's class nor the loss. Letters in names: D depths, S sequence, B batch, H hidden.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+SHARDED_TF_LAYER = "transformer_layer"
+"""The name of `tf_layer` in checkpoints: Megatron's own MTP writes it, whatever its module is called."""
+
+
+@dataclass(frozen=True)
+class MultiTokenPredictionLayerSubmodules:
+    """What a depth is built from; the embedding-side modules are None for a parallel head."""
+
+    tf_layer: ModuleSpec
+    final_layernorm: Callable[..., torch.nn.Module]
+    enorm: Callable[..., torch.nn.Module] | None = None
+    hnorm: Callable[..., torch.nn.Module] | None = None
+    eh_proj: type | None = None
+
+
+def mtp_layer_submodules(tf_layer: ModuleSpec, architecture: str, use_te: bool) -> MultiTokenPredictionLayerSubmodules:
+    """The spec of one depth around an inner transformer layer (dense or MoE), for TE or for portable modules."""
+    backend: BackendSpecProvider = _te_backend() if use_te else LocalSpecProvider()
+    norm = backend.layer_norm()
+    if architecture == "parallel":
+        return MultiTokenPredictionLayerSubmodules(tf_layer, final_layernorm=norm)
+    return MultiTokenPredictionLayerSubmodules(
+        tf_layer, final_layernorm=norm, enorm=norm, hnorm=norm, eh_proj=backend.column_parallel_linear()
+    )
+
+
+def _te_backend() -> BackendSpecProvider:
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What every transformer layer of a microbatch gets beside its hidden state; the same at every depth."""
+
+    attention_mask: Tensor | None = None
+    rotary_pos_emb: Tensor | None = None
+    rotary_pos_cos: Tensor | None = None
+    rotary_pos_sin: Tensor | None = None
+    packed_seq_params: PackedSeqParams | None = None
+
+
+class MultiTokenPredictionLayer(MegatronModule):
+    """One depth: from the hidden state of the depth before (and the embedding of the token it adds) to its own."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MultiTokenPredictionLayerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        norm: dict[str, Any] = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        if submodules.eh_proj is not None:
+            assert submodules.enorm is not None
+            assert submodules.hnorm is not None
+            self.enorm = submodules.enorm(**norm)
+            self.hnorm = submodules.hnorm(**norm)
+            self.eh_proj = build_module(
+                submodules.eh_proj,
+                2 * config.hidden_size,
+                config.hidden_size,
+                config=config,
+                init_method=config.init_method,
+                gather_output=False,
+                bias=False,
+                skip_bias_add=False,
+                is_expert=False,
+                tp_comm_buffer_name="mtp_eh_proj",
+                tp_group=pg_collection.tp,
+            )
+        self.tf_layer = build_module(
+            submodules.tf_layer,
+            config=config,
+            vp_stage=vp_stage,
+            layer_number=layer_number,
+            is_mtp_layer=True,
+            pg_collection=pg_collection,
+        )
+        self.final_layernorm = submodules.final_layernorm(**norm)
+
+    @property
+    def mtp_model_layer(self) -> torch.nn.Module:
+        """`tf_layer`, by the name under which Megatron's schedule and CUDA graphs look for it."""
+        return self.tf_layer
+
+    def forward(
+        self,
+        hidden_SBH: Tensor,
+        embedded_SBH: Tensor | None,
+        attention: AttentionInputs,
+        padding_mask_BS: Tensor | None = None,
+    ) -> Tensor:
+        """The hidden state of this depth.
+
+        Args:
+            hidden_SBH: of the depth before, after its final norm; sequence-parallel slices where that is on.
+            embedded_SBH: embedding of the token d slots later; None for a parallel head.
+            padding_mask_BS: True where the slot was shifted in from outside; MoE routers leave it out.
+        """
+        run = self._checkpointed if self._recomputes() else self._run
+        return run(hidden_SBH, embedded_SBH, attention, padding_mask_BS)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Entries under the keys that Megatron's own MTP writes, so that checkpoints pass in both directions."""
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        apply_prefix_mapping(entries, {f"{prefix}tf_layer.": f"{prefix}{SHARDED_TF_LAYER}."})
+        return entries
+
+    def _recomputes(self) -> bool:
+        return self.training and self.config.recompute_granularity == "full"
+
+    def _checkpointed(
+        self,
+        hidden_SBH: Tensor,
+        embedded_SBH: Tensor | None,
+        attention: AttentionInputs,
+        padding_mask_BS: Tensor | None,
+    ) -> Tensor:
+        def run(hidden: Tensor, embedded: Tensor | None, mask: Tensor | None) -> Tensor:
+            return self._run(hidden, embedded, attention, mask)
+
+        return tensor_parallel.checkpoint(
+            run, self.config.distribute_saved_activations, hidden_SBH, embedded_SBH, padding_mask_BS
+        )
+
+    def _run(
+        self,
+        hidden_SBH: Tensor,
+        embedded_SBH: Tensor | None,
+        attention: AttentionInputs,
+        padding_mask_BS: Tensor | None,
+    ) -> Tensor:
+        with self._rng_of_sequence_slice():
+            if embedded_SBH is not None:
+                with get_fp8_context(self.config):
+                    hidden_SBH = self._merge(embedded_SBH, hidden_SBH)
+            with get_fp8_context(self.config):
+                hidden_SBH, _ = self.tf_layer(
+                    hidden_states=hidden_SBH,
+                    attention_mask=attention.attention_mask,
+                    rotary_pos_emb=attention.rotary_pos_emb,
+                    rotary_pos_cos=attention.rotary_pos_cos,
+                    rotary_pos_sin=attention.rotary_pos_sin,
+                    packed_seq_params=attention.packed_seq_params,
+                    padding_mask=padding_mask_BS,
+                )
+        # The schedule frees what a stage sent on, which a view would not allow.
+        return make_viewless_tensor(self.final_layernorm(hidden_SBH), requires_grad=True, keep_graph=True)
+
+    def _merge(self, embedded_SBH: Tensor, hidden_SBH: Tensor) -> Tensor:
+        both_SB2H = torch.cat((self.enorm(embedded_SBH), self.hnorm(hidden_SBH)), dim=-1)
+        merged, _ = self.eh_proj(both_SB2H)
+        merged_SBH = tensor_parallel.gather_from_tensor_model_parallel_region(merged, group=self.tp_group)
+        if self.config.sequence_parallel:
+            return tensor_parallel.scatter_to_sequence_parallel_region(merged_SBH, group=self.tp_group)
+        return merged_SBH
+
+    def _rng_of_sequence_slice(self) -> Any:
+        """Each sequence-parallel rank holds other slots, and must drop other ones out."""
+        if self.config.sequence_parallel:
+            return tensor_parallel.get_cuda_rng_tracker().fork()
+        return nullcontext()
+
+
+class MultiTokenPredictionBlock(MegatronModule):
+    """D depths, one after another; with `mtp_use_repeated_layer` one layer serves them all."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MultiTokenPredictionLayerSubmodules,
+        pg_collection: ProcessGroupCollection,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert config.mtp_num_layers is not None
+        self.depths = config.mtp_num_layers
+        self.chained = submodules.eh_proj is not None
+        physical = 1 if config.mtp_use_repeated_layer else self.depths
+        self.layers = torch.nn.ModuleList(
+            MultiTokenPredictionLayer(config, submodules, number, pg_collection, vp_stage)
+            for number in range(1, physical + 1)
+        )
+
+    def forward(
+        self,
+        hidden_SBH: Tensor,
+        tokens_DBS: Tensor,
+        position_ids_BS: Tensor,
+        embedding: Callable[..., Tensor],
+        attention: AttentionInputs,
+        padding_mask_DBS: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Hidden states of depth 1 .. D, each [S, B, H].
+
+        Args:
+            hidden_SBH: the trunk's, after its final norm.
+            tokens_DBS: at depth d and slot i the token t_{i+d}, 0 where it lies outside the document.
+            position_ids_BS: of the slots; positions are not shifted.
+            embedding: the shared embedding, called with `input_ids` and `position_ids`.
+            padding_mask_DBS: True where the slot was shifted in from outside.
+        """
+        states: list[Tensor] = []
+        state_SBH = hidden_SBH
+        for depth in range(self.depths):
+            layer = self.layers[depth % len(self.layers)]
+            mask_BS = None if padding_mask_DBS is None else padding_mask_DBS[depth]
+            if self.chained:
+                embedded_SBH = embedding(input_ids=tokens_DBS[depth], position_ids=position_ids_BS)
+                state_SBH = layer(state_SBH, embedded_SBH, attention, mask_BS)
+            else:
+                state_SBH = layer(hidden_SBH, None, attention, mask_BS)
+            states.append(state_SBH)
+        return states
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Entries of every layer under `layers.{depth - 1}`; depths are not split over pipeline stages."""
+        entries: ShardedStateDict = {}
+        for index, layer in enumerate(self.layers):
+            entries.update(layer.sharded_state_dict(f"{prefix}layers.{index}.", sharded_offsets, metadata))
+        return entries

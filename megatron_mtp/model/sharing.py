@@ -1,0 +1,55 @@
+"""What the MTP stage shares with the rest of the model: the input embedding and the output head.
+
+The block sits on the last pipeline stage. With more than one stage that stage owns a *copy* of the input embedding:
+initialised equal, gradients summed over the embedding group, written to checkpoints once. A tied head uses the copy and
+owns no weight; an untied one owns its weight, which MTP shares with the trunk. Copying, summing and writing once are
+Megatron's (`LanguageModule`), and hang on the attributes that `attach_embedding` sets.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+def attach_embedding(model: GPTModel) -> None:
+    """Give a stage without an input embedding its copy; a tied head then draws on the copy alone."""
+    if model.pre_process:
+        return
+    model.embedding = LanguageModelEmbedding(
+        config=model.config,
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_sequence_length,
+        position_embedding_type="none",
+        tp_group=model.pg_collection.tp,
+    )
+    if model.post_process and model.share_embeddings_and_output_weights:
+        model.output_layer.weight = None
+
+
+def embedding_ranks(pipeline_ranks: list[int], config: TransformerConfig, tied: bool) -> list[int]:
+    """Ranks of a pipeline that hold the word embedding: the first, the MTP stage's, and with a tied head the last."""
+    ranks = {pipeline_ranks[0], *get_mtp_ranks(pipeline_ranks, config)}
+    if tied:
+        ranks.add(pipeline_ranks[-1])
+    return sorted(ranks)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output head shared by the trunk and every depth, over this rank's slice of the vocabulary.
+
+    Attributes:
+        project: hidden states [S, B, H] to logits [S, B, V / TP].
+        cross_entropy: labels [B, S] and logits [S, B, V / TP] to losses [B, S].
+        tp_group: ranks that hold the other slices.
+    """
+
+    project: Callable[[Tensor], Tensor]
+    cross_entropy: Callable[[Tensor, Tensor], Tensor]
+    tp_group: torch.distributed.ProcessGroup

@@ -1,0 +1,198 @@
+"""The Megatron GPT trunk with an MTP block on its last stage, and the builder that `pretrain()` calls for it.
+
+The trunk is Megatron's `GPTModel`, built without Megatron's own MTP. On the stage that holds MTP it gets our block and
+the shared embedding. Given an `Objective`, the last stage returns what the objective makes of the trunk's and the
+depths' hidden states; without one it is a plain GPT.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.training.models import gpt as megatron_gpt
+from torch import Tensor
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.model.mtp import (
+    AttentionInputs,
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionLayerSubmodules,
+    mtp_layer_submodules,
+)
+from megatron_mtp.model.sharing import Head, attach_embedding
+
+
+class Objective(Protocol):
+    """What the last stage does with the hidden states; its result is the model's output."""
+
+    def __call__(self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, batch: DepthBatch) -> Any: ...
+
+
+class MTPGPTModel(GPTModel):
+    """A GPT stage that holds an MTP block where `mtp_submodules` is given and the stage is the one for it."""
+
+    def __init__(self, *, mtp_submodules: MultiTokenPredictionLayerSubmodules | None, **gpt_arguments: Any) -> None:
+        self._trunk_is_built = False
+        super().__init__(mtp_block_spec=None, **gpt_arguments)
+        self._trunk_is_built = True
+        self.mtp_process = mtp_submodules is not None and mtp_on_this_rank(
+            layout=self.config.pipeline_model_parallel_layout,
+            mtp_num_layers=self.config.mtp_num_layers,
+            ignore_virtual=False,
+            vp_stage=self.vp_stage,
+        )
+        if self.mtp_process:
+            assert mtp_submodules is not None
+            attach_embedding(self)
+            self.mtp = MultiTokenPredictionBlock(self.config, mtp_submodules, self.pg_collection, self.vp_stage)
+        if self.pre_process or self.post_process or self.mtp_process:
+            self.setup_embeddings_and_output_layer()
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Megatron's, which copies the embedding between stages: only once the MTP stage has its own."""
+        if self._trunk_is_built:
+            super().setup_embeddings_and_output_layer()
+
+    def _postprocess(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        *,
+        output_processor: Objective | None = None,
+        output_processor_context: DepthBatch | None = None,
+        **trunk_outputs: Any,
+    ) -> Any:
+        """Called by `GPTModel.forward` after the decoder, with everything that forward knows."""
+        depth_hidden: list[Tensor] = []
+        if self.mtp_process and output_processor_context is not None:
+            depth_hidden = self._depths(hidden_states, output_processor_context, trunk_outputs)
+        if not self.post_process:
+            return torch.cat([hidden_states, *depth_hidden]) if depth_hidden else hidden_states
+        head = self._head(trunk_outputs["runtime_gather_output"])
+        if output_processor is not None:
+            assert output_processor_context is not None
+            return output_processor(hidden_states, depth_hidden, head, output_processor_context)
+        logits_SBV = head.project(hidden_states)
+        if trunk_outputs["labels"] is None:
+            return logits_SBV.transpose(0, 1).contiguous()
+        return head.cross_entropy(trunk_outputs["labels"], logits_SBV)
+
+    def _depths(self, hidden_SBH: Tensor, batch: DepthBatch, trunk_outputs: dict[str, Any]) -> list[Tensor]:
+        attention = AttentionInputs(
+            attention_mask=trunk_outputs["attention_mask"],
+            rotary_pos_emb=trunk_outputs["rotary_pos_emb"],
+            rotary_pos_cos=trunk_outputs["rotary_pos_cos"],
+            rotary_pos_sin=trunk_outputs["rotary_pos_sin"],
+            packed_seq_params=trunk_outputs["packed_seq_params"],
+        )
+        shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
+        return self.mtp(
+            hidden_SBH, batch.tokens_DBS, trunk_outputs["position_ids"], self.embedding, attention, shifted_in_DBS
+        )
+
+    def _head(self, runtime_gather_output: bool | None) -> Head:
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+
+        def project(hidden_SBH: Tensor) -> Tensor:
+            logits_SBV, _ = self.output_layer(hidden_SBH, weight=weight, runtime_gather_output=runtime_gather_output)
+            return self._scale_logits(logits_SBV)
+
+        return Head(project, self.compute_language_model_loss, self.pg_collection.tp)
+
+
+@dataclass(kw_only=True)
+class MTPGPTModelConfig(megatron_gpt.GPTModelConfig):
+    """Megatron's model configuration with ours beside it."""
+
+    builder: ClassVar[str] = "megatron_mtp.model.trunk.MTPGPTModelBuilder"
+    mtp: MTPConfig = field(default_factory=MTPConfig)
+
+
+class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
+    """Megatron's builder, for `MTPGPTModel` in place of `GPTModel`."""
+
+    def build_model(
+        self,
+        pg_collection: ProcessGroupCollection,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
+    ) -> GPTModel:
+        """One pipeline stage; the arguments are those of Megatron's builder."""
+        config = self._model_config
+        layer_spec = _layer_spec(config, vp_stage)
+        if pre_process is None:
+            pre_process = megatron_gpt.is_vp_first_stage(
+                vp_stage=vp_stage, vp_size=config.virtual_pipeline_model_parallel_size
+            ) and megatron_gpt.is_pp_first_stage(pg_collection.pp)
+        if post_process is None:
+            post_process = megatron_gpt.is_vp_last_stage(
+                vp_stage=vp_stage, vp_size=config.virtual_pipeline_model_parallel_size
+            ) and megatron_gpt.is_pp_last_stage(pg_collection.pp)
+        return MTPGPTModel(
+            mtp_submodules=_mtp_submodules(config, layer_spec, vp_stage),
+            config=config.transformer,
+            transformer_layer_spec=layer_spec,
+            vocab_size=_padded_vocab_size(config),
+            max_sequence_length=config.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            **{name: getattr(config, name) for name in _PASSED_ON},
+        )
+
+
+_PASSED_ON = (
+    "fp16_lm_cross_entropy",
+    "parallel_output",
+    "share_embeddings_and_output_weights",
+    "position_embedding_type",
+    "rotary_percent",
+    "rotary_base",
+    "rope_scaling",
+    "rope_scaling_factor",
+    "seq_len_interpolation_factor",
+    "scatter_embedding_sequence_parallel",
+)
+
+
+def _layer_spec(config: MTPGPTModelConfig, vp_stage: int | None) -> Any:
+    """The trunk's layers: the user's `--spec`, or Megatron's choice for this configuration."""
+    spec = config.transformer_layer_spec
+    if spec is None:
+        return megatron_gpt.default_layer_spec(config, vp_stage)
+    if isinstance(spec, ModuleSpec):
+        return spec
+    return spec(config)
+
+
+def _padded_vocab_size(config: MTPGPTModelConfig) -> int:
+    assert config.vocab_size is not None
+    if not config.should_pad_vocab:
+        return config.vocab_size
+    return megatron_gpt.calculate_padded_vocab_size(
+        config.vocab_size, config.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
+    )
+
+
+def _mtp_submodules(
+    config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
+) -> MultiTokenPredictionLayerSubmodules | None:
+    """The depths repeat the kind of the trunk's last layer, dense or MoE."""
+    transformer = config.transformer
+    if transformer.mtp_num_layers is None:
+        return None
+    use_te = transformer.transformer_impl == "transformer_engine"
+    if isinstance(layer_spec, ModuleSpec):
+        last_layer = layer_spec
+    else:
+        last_layer = gpt_layer_specs.get_gpt_decoder_layer_specs(
+            transformer, use_transformer_engine=use_te, normalization=transformer.normalization, vp_stage=vp_stage
+        )[-1]
+    return mtp_layer_submodules(last_layer, config.mtp.mtp_architecture, use_te)

@@ -1,0 +1,133 @@
+"""What Megatron needs to run without CUDA, over gloo: a named list of substitutions, each with its reason.
+
+Megatron assumes a CUDA device in its device strings, its streams and events, its random number state and the names of
+tensor types. `install()` answers each of these for the CPU, in this process alone; nothing is substituted when a CUDA
+device is present. The rows below are the whole of it.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_mtp.platform import stand_ins
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """One attribute that is replaced, and why."""
+
+    owner: Any
+    name: str
+    replacement: Any
+    reason: str
+
+
+SUBSTITUTIONS: list[Substitution] = []
+"""What is substituted in this process; empty until `install()`."""
+
+_FACTORIES = (
+    "tensor as_tensor empty zeros ones full arange linspace rand randn randint randperm eye triu_indices "
+    "empty_like zeros_like ones_like full_like rand_like randn_like empty_strided"
+).split()
+
+
+def installed() -> bool:
+    return bool(SUBSTITUTIONS)
+
+
+def install() -> None:
+    """Substitute every row, once: torch's before Megatron is imported, since its modules copy `torch.compile`."""
+    if installed():
+        return
+    import torch._dynamo  # noqa: F401  (it catalogues torch's functions when imported, and must find the original ones)
+
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it for TP and CP
+    for rows in (_cuda_rows, _tensor_rows, _megatron_rows):
+        for row in rows():
+            setattr(row.owner, row.name, row.replacement)
+            SUBSTITUTIONS.append(row)
+
+
+def _cuda_rows() -> list[Substitution]:
+    return [
+        *_rows(
+            torch.cuda,
+            "Megatron asserts that there is a CUDA device, asks how many there are, and picks one by its rank",
+            is_available=stand_ins.yes,
+            device_count=stand_ins.local_ranks,
+            current_device=stand_ins.cpu_device,
+            set_device=stand_ins.nothing,
+            get_device_name=stand_ins.cpu_name,
+            get_device_properties=stand_ins.cpu_properties,
+            get_device_capability=stand_ins.cpu_capability,
+        ),
+        *_rows(
+            torch.accelerator, "the RNG tracker asks for the index of its device", current_device_index=stand_ins.zero
+        ),
+        *_rows(
+            torch.cuda,
+            "overlap of copies and communication is written with streams and events, which a CPU does not have",
+            Stream=stand_ins.CpuStream,
+            Event=stand_ins.CpuEvent,
+            stream=stand_ins.on_stream,
+            set_stream=stand_ins.nothing,
+            current_stream=stand_ins.CpuStream,
+            default_stream=stand_ins.CpuStream,
+            synchronize=stand_ins.nothing,
+            is_current_stream_capturing=stand_ins.no,
+        ),
+        *_rows(
+            torch.cuda,
+            "the allocator's figures are logged and its cache is emptied between steps; the CPU has neither",
+            empty_cache=stand_ins.nothing,
+            memory_stats=stand_ins.memory_stats,
+            memory_allocated=stand_ins.zero,
+            max_memory_allocated=stand_ins.zero,
+            memory_reserved=stand_ins.zero,
+            max_memory_reserved=stand_ins.zero,
+            device_memory_used=stand_ins.zero,
+            reset_peak_memory_stats=stand_ins.nothing,
+        ),
+        *_rows(
+            torch.cuda,
+            "dropout and initialisation draw from the CUDA generator, whose state is saved with every checkpoint",
+            get_rng_state=stand_ins.get_rng_state,
+            set_rng_state=stand_ins.set_rng_state,
+            manual_seed=torch.manual_seed,
+        ),
+        *_rows(torch.cuda, "gradient norms are made with the tensor type's constructor", FloatTensor=torch.FloatTensor),
+    ]
+
+
+def _tensor_rows() -> list[Substitution]:
+    on_cpu = {name: stand_ins.without_cuda_device(getattr(torch, name)) for name in _FACTORIES}
+    moved = "batches, gradients and the model are moved to the device"
+    return [
+        *_rows(torch, "tensors are made with device='cuda'", **on_cpu),
+        *_rows(torch.Tensor, moved, to=stand_ins.to, cuda=stand_ins.itself, record_stream=stand_ins.nothing),
+        *_rows(torch.nn.Module, moved, cuda=stand_ins.itself),
+        *_rows(torch.Tensor, "pinned memory is a CUDA allocation", pin_memory=stand_ins.itself),
+        *_rows(
+            torch.Tensor,
+            "the optimizers sort parameters by names such as torch.cuda.FloatTensor",
+            type=stand_ins.type_name,
+        ),
+        *_rows(torch, "compiling small fusions takes longer than a short run", compile=stand_ins.not_compiled),
+    ]
+
+
+def _megatron_rows() -> list[Substitution]:
+    from megatron.core.tensor_parallel import random
+
+    return _rows(
+        random,
+        "it reaches past torch.cuda's functions into the CUDA generators themselves",
+        _get_cuda_rng_state=stand_ins.get_rng_state,
+        _set_cuda_rng_state=stand_ins.set_rng_state,
+    )
+
+
+def _rows(owner: Any, reason: str, **replacements: Any) -> list[Substitution]:
+    return [Substitution(owner, name, replacement, reason) for name, replacement in replacements.items()]

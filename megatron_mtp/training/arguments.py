@@ -1,0 +1,113 @@
+"""Arguments: Megatron's parser with our flags, the flags this machine needs, the checks before a model is built.
+
+Every check raises ValueError with one sentence that names the flag, the value and the remedy.
+"""
+
+import importlib.util
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import fields
+
+from megatron.training.arguments import parse_and_validate_args, parse_args
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.data.checks import check_data_prefixes
+
+CPU_FLAGS = (
+    "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-persist-layer-norm "
+    "--no-masked-softmax-fusion --no-rope-fusion"
+)
+"""What Megatron needs to be told where there is no CUDA device."""
+
+NO_TE_FLAGS = "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion"
+"""What it needs on a CUDA device without Transformer Engine."""
+
+
+def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Megatron's `extra_args_provider`: one flag for every field of `MTPConfig`."""
+    group = parser.add_argument_group("multi-token prediction (megatron-mtp)")
+    for field in fields(MTPConfig):
+        flag = "--" + field.name.replace("_", "-")
+        group.add_argument(flag, dest=field.name, default=field.default, **field.metadata)
+    return parser
+
+
+def mtp_config_from_args(args: Namespace) -> MTPConfig:
+    """Raises ValueError where a flag has a value that is not allowed."""
+    return MTPConfig(**{field.name: getattr(args, field.name) for field in fields(MTPConfig)})
+
+
+def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
+    """Append the flags that this machine needs to `argv`; returns a line that says so, or None if it needs none."""
+    if on_cpu:
+        argv += CPU_FLAGS.split()
+        return f"no CUDA device: running on the CPU over gloo, with {CPU_FLAGS}"
+    if importlib.util.find_spec("transformer_engine") is None:
+        argv += NO_TE_FLAGS.split()
+        return f"no Transformer Engine: running with Megatron's own modules, {NO_TE_FLAGS}"
+    return None
+
+
+def parse_checked_args() -> Namespace:
+    """Parse, check and validate `sys.argv`; Megatron's global arguments and tokenizer are set when this returns."""
+    check_flags(parse_args(add_mtp_arguments))
+    args = parse_and_validate_args(extra_args_provider=add_mtp_arguments)
+    if args.rank == 0:
+        check_data(args)
+    return args
+
+
+def check_flags(args: Namespace) -> None:
+    """What can be said of the flags alone."""
+    settings = mtp_config_from_args(args)
+    depths = args.mtp_num_layers
+    if depths is None:
+        return
+    if depths < 1:
+        raise ValueError(
+            f"--mtp-num-layers is {depths}; give 1 or more, or leave the flag out to train without depths."
+        )
+    factor = args.mtp_loss_scaling_factor
+    if factor is not None and factor < 0:
+        raise ValueError(f"--mtp-loss-scaling-factor is {factor}; give 0 or more (0.1 is Megatron's default).")
+    if args.position_embedding_type not in ("rope", "none"):
+        raise ValueError(
+            f"--position-embedding-type is {args.position_embedding_type}, which MTP cannot use, since a depth sees "
+            "later tokens at earlier slots; give rope or none."
+        )
+    if settings.mtp_architecture == "parallel" and args.mtp_use_repeated_layer:
+        raise ValueError(
+            "--mtp-use-repeated-layer was given with --mtp-architecture parallel, where one repeated layer would make "
+            "all depths the same; drop one of the two."
+        )
+    if args.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            "--overlap-moe-expert-parallel-comm was given with --mtp-num-layers, whose depths its schedule does not "
+            "know; drop the flag."
+        )
+
+
+def check_data(args: Namespace) -> None:
+    """Whether the corpus is there, whole, and made with a vocabulary that fits."""
+    if args.mock_data or args.sft or (args.skip_train and args.data_path is None):
+        return
+    prefixes = _prefixes(args)
+    if not prefixes:
+        raise ValueError(
+            "--data-path is missing; give the prefix of a .bin/.idx pair (tools/data/preprocess.py makes one), or "
+            "--mock-data."
+        )
+    check_data_prefixes(prefixes, args.padded_vocab_size)
+
+
+def _prefixes(args: Namespace) -> list[str]:
+    blend, per_split = get_blend_and_blend_per_split(args)
+    blends = [blend] if blend is not None else list(per_split or [])
+    return [prefix for one in blends if one is not None for prefix in one[0]]
+
+
+def fail(program: str, error: ValueError) -> None:
+    """One sentence, and the exit status that argparse has for bad input."""
+    print(f"{program}: error: {error}", file=sys.stderr)
+    sys.exit(2)

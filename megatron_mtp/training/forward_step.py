@@ -1,0 +1,215 @@
+"""The forward step that Megatron's schedule calls for every microbatch: a batch in, the loss function's input out.
+
+`ForwardStep` is what `pretrain()` takes as `forward_step_func`. Batches come from Megatron's loader and broadcasts; the
+depths are added on whole sequences, before they are cut for context parallelism.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers, get_tokenizer
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from megatron.training.utils import is_first_or_last_pipeline_stage
+from torch import Tensor
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.data.batch import add_depths, depth_batch, mask_ignored_labels
+from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
+from megatron_mtp.losses import LOSSES
+from megatron_mtp.losses.combine import combine
+from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
+
+SPIKE = 10
+"""`--check-for-spiky-loss` calls a loss spiky that is this many times the largest seen."""
+
+
+@dataclass
+class ForwardStep:
+    """Megatron's `forward_step_func`, with the settings and the metrics of this run."""
+
+    settings: MTPConfig
+    metrics: Metrics
+
+    def __call__(self, data_iterator: Iterator[Any] | None, model: torch.nn.Module) -> tuple[Any, Any]:
+        """The model's output and the function that makes a loss of it."""
+        timers = get_timers()
+        timers("batch-generator", log_level=2).start()
+        batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+        timers("batch-generator").stop()
+
+        depths = None if batch["labels"] is None else depth_batch(batch)
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            batch["attention_mask"],
+            labels=batch["labels"],
+            packed_seq_params=_packed_seq_params(batch),
+            output_processor=NextTokensObjective(LOSSES["ce"], self._measures_acceptance()),
+            output_processor_context=depths,
+        )
+        return output, self.loss
+
+    def loss(self, output: ObjectiveOutput) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Megatron's loss function: the loss, the microbatch's tokens, and what to log, each as [sum, tokens]."""
+        args = get_args()
+        loss = combine(output.main, output.depths, args.mtp_loss_scaling_factor, args.calculate_per_token_loss)
+        _validate(loss)
+        report = {"lm loss": output.main.report()}
+        for depth, sums in enumerate(output.depths, start=1):
+            report[f"mtp_{depth} loss"] = sums.report()
+        self.metrics.add(report, output.acceptance)
+        return loss, output.main.tokens.detach().int(), report
+
+    def _measures_acceptance(self) -> bool:
+        """Always in evaluation; in training on the steps that were asked for."""
+        args = get_args()
+        if args.context_parallel_size > 1:
+            return False  # a draft's target then stands on another rank
+        if not torch.is_grad_enabled():
+            return True
+        interval = self.settings.mtp_acceptance_interval
+        return interval > 0 and (args.curr_iteration + 1) % interval == 0
+
+
+def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
+    """This rank's part of the next microbatch; every entry None on a stage that needs none.
+
+    Keys are Megatron's (`tokens`, `labels`, `loss_mask`, `position_ids` [B, S], `attention_mask`, `cu_seqlens`, ...),
+    and `depth_*` [B, S, D] where there are labels.
+    """
+    args = get_args()
+    packed = args.sft or args.dataloader_inter_document_masking
+    holds_mtp = holds_mtp_depths(vp_stage)
+    needs_tokens = is_first_or_last_pipeline_stage(vp_stage) or holds_mtp
+    if not needs_tokens and not packed:
+        return dict.fromkeys(_BATCH_KEYS)
+
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch: dict[str, Any] = {}
+    if tp_rank == 0:
+        assert data_iterator is not None
+        loaded = next(data_iterator)
+        for key in _BATCH_KEYS:
+            value = loaded.get(key)
+            batch[key] = None if value is None else value.cuda(non_blocking=True)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=packed,
+        is_hybrid_cp=args.hybrid_context_parallel,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=holds_mtp,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    batch = flatten_batch_for_packed_sequences(batch)
+    if batch["labels"] is not None:
+        mask_ignored_labels(batch)
+        if args.mtp_num_layers:
+            add_depths(batch, args.mtp_num_layers, _documents(batch))
+    if not needs_tokens:
+        return batch
+    return get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=args.hybrid_context_parallel,
+        cp_group=mpu.get_context_parallel_group(),
+        hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
+        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
+    )
+
+
+def holds_mtp_depths(vp_stage: int | None) -> bool:
+    """Whether the depths live on this pipeline stage."""
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = get_args()
+    if args.pipeline_model_parallel_layout is None:
+        layout = None
+    else:
+        layout = core_transformer_config_from_args(args).pipeline_model_parallel_layout
+    return mtp_on_this_rank(layout=layout, mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
+
+
+_BATCH_KEYS = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "position_ids",
+    "attention_mask",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_seqlen",
+    "local_cp_size",
+    "hybrid_cp_group",
+)
+
+
+def _documents(batch: dict[str, Any]) -> Tensor | None:
+    """Which document every slot belongs to, where Megatron's flags say that documents matter."""
+    args = get_args()
+    if batch["cu_seqlens"] is not None:
+        padded = batch["cu_seqlens_padded"]
+        return documents_from_offsets(
+            batch["cu_seqlens"].squeeze(0), None if padded is None else padded.squeeze(0), batch["labels"].size(1)
+        )
+    if (args.reset_attention_mask or args.eod_mask_loss) and batch["tokens"] is not None:
+        return documents_from_eod(batch["tokens"], get_tokenizer().eod)
+    return None
+
+
+def _packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
+    if batch["cu_seqlens"] is None:
+        return None
+    cu_seqlens = batch["cu_seqlens"].squeeze(0)
+    padded = None if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"].squeeze(0)
+    update_seqlen_stats_from_cu_seqlens(cu_seqlens)
+    offsets = cu_seqlens if padded is None else padded  # attention kernels walk the slots, padding included
+    longest = int(batch["max_seqlen"].item())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        local_cp_size=None if batch["local_cp_size"] is None else int(batch["local_cp_size"].item()),
+        cp_group=batch["hybrid_cp_group"],
+    )
+
+
+def _validate(loss: Tensor) -> None:
+    """Megatron's checks of a microbatch's loss, which its own forward step makes too."""
+    args = get_args()
+    machine = get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        for rejects, message in ((torch.isnan, "found NaN in the loss"), (torch.isinf, "found Inf in the loss")):
+            machine.validate_result(result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=True)
+    if args.check_for_spiky_loss:
+        machine.validate_result(
+            result=loss,
+            rejection_func=partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss"),
+            message="Spiky loss",
+            tolerance=0.0,
+            fatal=False,
+        )

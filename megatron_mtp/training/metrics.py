@@ -1,0 +1,142 @@
+"""Losses and acceptance by depth, gathered over a run: console table, TensorBoard, W&B, metrics.jsonl.
+
+One `Metrics` belongs to one run and is handed to its forward step; nothing is kept in a class or module. Losses reach
+the console and the writers by themselves (Megatron's loop logs what the loss function reports); here they are kept for
+the file, together with acceptance, which the loop does not know.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.training import get_args, print_rank_last
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+from megatron.training.utils import is_last_rank
+from torch import Tensor
+
+from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates, acceptance_rates
+from megatron_mtp.training.plot import plot_metrics
+
+FILE = "metrics.jsonl"
+PLOT = "metrics.png"
+
+
+@dataclass
+class Window:
+    """Sums since the last report, on the device."""
+
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    acceptance_4D: Tensor | None = None
+
+    def add(self, report: dict[str, Tensor], acceptance: AcceptanceCounts | None) -> None:
+        for name, sum_and_tokens in report.items():
+            self.losses[name] = self.losses.get(name, 0) + sum_and_tokens
+        if acceptance is not None:
+            stacked_4D = acceptance.stacked()
+            self.acceptance_4D = stacked_4D if self.acceptance_4D is None else self.acceptance_4D + stacked_4D
+
+    def reduce(self) -> tuple[dict[str, float], AcceptanceRates | None]:
+        """Mean losses and rates over all data- and context-parallel ranks of this stage."""
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        losses = {}
+        for name, sum_and_tokens in self.losses.items():
+            torch.distributed.all_reduce(sum_and_tokens, group=group)
+            losses[name] = (sum_and_tokens[0] / sum_and_tokens[1]).item()
+        if self.acceptance_4D is None:
+            return losses, None
+        torch.distributed.all_reduce(self.acceptance_4D, group=group)
+        return losses, acceptance_rates(self.acceptance_4D)
+
+
+class Metrics:
+    """Gathers every microbatch's report and writes them out: training each log interval, evaluation at its end."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._training = Window()
+        self._evaluation = Window()
+        self._steps: int | None = None  # training steps begun, counted from the start of the run that is resumed
+
+    def add(self, report: dict[str, Tensor], acceptance: AcceptanceCounts | None) -> None:
+        """Take in a microbatch, in training (where gradients are recorded) or in evaluation."""
+        if not torch.is_grad_enabled():
+            self._evaluation.add(report, acceptance)
+            return
+        args = get_args()
+        step = args.curr_iteration + 1
+        if self._steps is not None and step > self._steps and self._steps % args.log_interval == 0:
+            self._end_interval()
+        self._steps = step
+        self._training.add(report, acceptance)
+
+    def end_evaluation(self, model: Any) -> None:
+        """Megatron's `non_loss_data_func`, called on every rank when an evaluation is through."""
+        window, self._evaluation = self._evaluation, Window()
+        self._publish("evaluation", window, " validation")
+
+    def close(self) -> None:
+        """Write what training has left, and the plot."""
+        self._end_interval()
+        if self.folder is not None and is_last_rank() and (self.folder / FILE).exists():
+            plot_metrics(self.folder / FILE, self.folder / PLOT)
+
+    def _end_interval(self) -> None:
+        window, self._training = self._training, Window()
+        self._publish("training", window, "")
+
+    def _publish(self, split: str, window: Window, suffix: str) -> None:
+        if not window.losses:
+            return
+        losses, rates = window.reduce()
+        iteration = get_args().iteration if self._steps is None else self._steps
+        self._write(split, iteration, losses, rates)
+        if rates is not None:
+            _log_acceptance(rates, iteration, suffix)
+            print_rank_last(table(losses, rates))
+
+    def _write(self, split: str, iteration: int, losses: dict[str, float], rates: AcceptanceRates | None) -> None:
+        if self.folder is None or not is_last_rank():
+            return
+        row: dict[str, Any] = {"iteration": iteration, "split": split, **losses}
+        if rates is not None:
+            row |= _named(rates)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def table(losses: dict[str, float], rates: AcceptanceRates) -> str:
+    """What a person looks at after an evaluation: loss and acceptance by depth, and tokens per target forward."""
+    lines = [
+        "+-------+------------+------------+-------------------+-------------------+",
+        "| depth |       loss | acceptance | given the earlier | sampled (min p,q) |",
+        "+-------+------------+------------+-------------------+-------------------+",
+        f"| trunk | {losses['lm loss']:10.4f} |            |                   |                   |",
+    ]
+    reached = 1.0
+    for depth, (conditional, overlap) in enumerate(zip(rates.conditional, rates.overlap, strict=True), start=1):
+        reached *= conditional
+        lines.append(
+            f"| {depth:5d} | {losses[f'mtp_{depth} loss']:10.4f} | {reached:10.1%} | {conditional:17.1%} "
+            f"| {overlap:17.1%} |"
+        )
+    lines += [lines[0], f"expected accepted length: {rates.length:.3f} tokens per target forward"]
+    return "\n".join(lines)
+
+
+def _named(rates: AcceptanceRates) -> dict[str, float]:
+    named = {f"mtp_{depth} acceptance": rate for depth, rate in enumerate(rates.conditional, start=1)}
+    named |= {f"mtp_{depth} overlap": rate for depth, rate in enumerate(rates.overlap, start=1)}
+    return {**named, "expected accepted length": rates.length}
+
+
+def _log_acceptance(rates: AcceptanceRates, iteration: int, suffix: str) -> None:
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    for name, value in _named(rates).items():
+        if writer:
+            writer.add_scalar(name + suffix, value, iteration)
+        if wandb and is_last_rank():
+            wandb.log({name + suffix: value}, iteration)

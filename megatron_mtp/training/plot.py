@@ -1,0 +1,39 @@
+"""The plot of a run: loss and acceptance by depth over training steps, from metrics.jsonl."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def plot_metrics(source: Path, target: Path) -> None:
+    """Draw `source` (metrics.jsonl) into `target` (PNG); an existing plot is replaced when the new one is whole."""
+    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line]
+    evaluation = [row for row in rows if row["split"] == "evaluation"]
+    figure, (loss_axes, acceptance_axes) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    names = sorted({name for row in rows for name in row if name.endswith(" loss")})
+    for index, name in enumerate(names):
+        _line(loss_axes, [row for row in rows if row["split"] == "training"], name, f"C{index}", alpha=0.5)
+        _line(loss_axes, evaluation, name, f"C{index}", marker="o", label=f"{name} (evaluation)")
+    loss_axes.set(title="loss by depth", xlabel="step", ylabel="nats per token")
+    for index, name in enumerate(sorted({n for row in evaluation for n in row if n.endswith(" acceptance")})):
+        _line(acceptance_axes, evaluation, name, f"C{index + 1}", marker="o", label=f"{name} given the earlier depths")
+    acceptance_axes.set(title="acceptance by depth", xlabel="step", ylabel="rate", ylim=(0, 1))
+    for axes in (loss_axes, acceptance_axes):
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    beside = target.with_suffix(".partial.png")
+    figure.savefig(beside, dpi=120)
+    plt.close(figure)
+    beside.replace(target)
+
+
+def _line(axes: Any, rows: list[dict[str, Any]], name: str, color: str, **style: Any) -> None:
+    points = [(row["iteration"], row[name]) for row in rows if name in row]
+    if points:
+        axes.plot(*zip(*points, strict=True), color=color, **style)

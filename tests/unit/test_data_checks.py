@@ -1,0 +1,138 @@
+"""checks.py: datasets written by Megatron's own builder, then damaged one way each."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_mtp.data import checks
+from megatron_mtp.data.checks import check_data_prefixes, data_prefixes
+
+
+def write_dataset(prefix: Path, documents: list[list[int]], dtype: type[np.integer] = np.uint16) -> str:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for tokens in documents:
+        builder.add_document(np.array(tokens), [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return write_dataset(tmp_path / "c", [[5, 6, 0], [9, 0]])
+
+
+def refusal(prefix: str, vocab_size: int = 10) -> str:
+    with pytest.raises(ValueError, match=r"^--data-path: ") as error:
+        check_data_prefixes([prefix], vocab_size)
+    message = str(error.value)
+    assert prefix in message
+    assert "\n" not in message
+    assert "preprocess" in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("data_path", "prefixes"),
+    [
+        (["a"], ["a"]),
+        (["a", "b"], ["a", "b"]),
+        (["0.3", "a", "0.7", "b"], ["a", "b"]),
+        (["30", "a"], ["a"]),
+        (["a", "b", "c"], ["a", "b", "c"]),
+        (["1", " a "], ["a"]),
+    ],
+)
+def test_data_prefixes_agrees_with_megatron(data_path: list[str], prefixes: list[str]) -> None:
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    assert data_prefixes(data_path) == prefixes
+    blend = get_blend_from_list(data_path)
+    assert blend is not None
+    assert blend[0] == prefixes
+
+
+def test_half_weighted_blend_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"--data-path: in '0\.3 a b c' some datasets have a weight and some have none"
+    ):
+        data_prefixes(["0.3", "a", "b", "c"])
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_whole_datasets_pass(tmp_path: Path, dtype: type[np.integer]) -> None:
+    prefixes = [write_dataset(tmp_path / name, [[5, 6, 0], [9, 0]], dtype) for name in ("a", "b")]
+    check_data_prefixes([*prefixes, "s3://bucket/left/to/megatron"], vocab_size=10)
+
+
+def test_missing_files(prefix: str, tmp_path: Path) -> None:
+    assert f"there is no dataset '{tmp_path}/none'" in refusal(f"{tmp_path}/none")
+    (tmp_path / "c.idx").rename(tmp_path / "kept")
+    assert "c.bin' has no '" in refusal(prefix)
+    (tmp_path / "kept").rename(tmp_path / "c.idx")
+    (tmp_path / "c.bin").unlink()
+    assert "c.idx' has no '" in refusal(prefix)
+
+
+@pytest.mark.parametrize("documents", [[], [[]]])
+def test_empty_dataset(tmp_path: Path, documents: list[list[int]]) -> None:
+    empty = write_dataset(tmp_path / "e", documents)
+    assert f"is empty ({len(documents)} documents, 0 tokens)" in refusal(empty)
+
+
+def test_damaged_index(prefix: str) -> None:
+    index = Path(f"{prefix}.idx")
+    whole = index.read_bytes()
+    # magic 9, version 8, dtype 1, counts 8 + 8; then 2 lengths of 4, 2 offsets of 8 and 3 bounds of 8 bytes
+    assert len(whole) == 34 + 8 + 16 + 24
+    for damaged in (b"", whole[:20], b"PK" + whole[2:], whole[:17] + b"\x07" + whole[18:]):
+        index.write_bytes(damaged)
+        assert "is not an index that Megatron wrote" in refusal(prefix)
+    for damaged in (whole[:-1], whole[:34]):
+        index.write_bytes(damaged)
+        assert f"has {len(damaged)} bytes where 82 belong: it was cut off" in refusal(prefix)
+    index.write_bytes(whole[:18] + struct.pack("<Q", 2**60) + whole[26:])
+    assert "it was cut off" in refusal(prefix)
+
+
+def test_bin_that_does_not_belong_to_the_index(prefix: str) -> None:
+    with open(f"{prefix}.bin", "ab") as file:
+        file.write(b"\0\0")
+    assert "c.bin' has 12 bytes where its index lists 10" in refusal(prefix)
+
+
+def test_token_beyond_the_vocabulary(prefix: str) -> None:
+    check_data_prefixes([prefix], vocab_size=10)
+    message = refusal(prefix, vocab_size=9)
+    assert "holds the token id 9, but the tokenizer has ids up to 8 (vocabulary of 9)" in message
+    assert "--tokenizer-model (or --vocab-size)" in message
+
+
+def test_negative_token(tmp_path: Path) -> None:
+    assert "holds the token id -1" in refusal(write_dataset(tmp_path / "n", [[1, -1]], np.int32))
+
+
+def test_sidecar_is_believed_only_if_it_belongs_to_the_bin(prefix: str) -> None:
+    sidecar = Path(f"{prefix}.json")
+    sidecar.write_text(json.dumps({"tokens": 5, "max_token_id": 70}))
+    assert "token id 70" in refusal(prefix)
+    for other in (json.dumps({"tokens": 6, "max_token_id": 70}), "[]", "{", json.dumps({"tokens": 5})):
+        sidecar.write_text(other)
+        check_data_prefixes([prefix], vocab_size=10)
+
+
+def test_long_datasets_are_scanned_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 slices of 2 of 100 tokens start at 0, 14, 28, 42, 56, 70, 84, 98: the last token is seen, the 50th is not."""
+    monkeypatch.setattr(checks, "SCAN_TOKENS", 16)
+    monkeypatch.setattr(checks, "SLICES", 8)
+    tokens = np.ones(100, dtype=int)
+    tokens[50] = 30
+    check_data_prefixes([write_dataset(tmp_path / "a", [tokens.tolist()])], vocab_size=10)
+    tokens[99] = 20
+    assert "token id 20" in refusal(write_dataset(tmp_path / "b", [tokens.tolist()]))
+    monkeypatch.setattr(checks, "SCAN_TOKENS", 100)
+    assert "token id 30" in refusal(write_dataset(tmp_path / "c", [tokens.tolist()]))

@@ -8,11 +8,11 @@ Without a CUDA device it runs on the CPU over gloo. `python pretrain_gpt.py --he
 
 import sys
 
-from megatron_mtp.platform import prepare
+if __name__ == "__main__":  # the processes that write checkpoints import this file, and need nothing of it
+    from megatron_mtp.platform import prepare
 
-ON_CPU = prepare()
+    on_cpu = prepare()
 
-from megatron_mtp.training.run import main  # noqa: E402  (Megatron must see the prepared platform)
+    from megatron_mtp.training.run import main  # Megatron must find the platform prepared
 
-if __name__ == "__main__":
-    main(sys.argv, ON_CPU)
+    main(sys.argv, on_cpu)

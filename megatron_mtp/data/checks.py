@@ -117,8 +117,10 @@ def _read_index(prefix: str) -> Index:
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
     magic, version, code, sequences, bounds = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
-    if magic != MAGIC or version != 1 or code not in TOKEN_DTYPES:
-        raise ValueError(f"--data-path: '{path}' is not an index that Megatron wrote (wrong first bytes); {REBUILD}.")
+    if size < HEADER.size or magic != MAGIC or version != 1 or code not in TOKEN_DTYPES:
+        raise ValueError(
+            f"--data-path: '{path}' is not an index that Megatron wrote, or was cut off at its start; {REBUILD}."
+        )
     expected = HEADER.size + sequences * (4 + 8) + bounds * 8
     if size not in (expected, expected + sequences):
         raise ValueError(f"--data-path: '{path}' has {size} bytes where {expected} belong: it was cut off; {REBUILD}.")

@@ -115,6 +115,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             pg_collection=pg_collection,
         )
         self.final_layernorm = submodules.final_layernorm(**norm)
+        self.register_load_state_dict_pre_hook(_read_other_names)
 
     @property
     def mtp_model_layer(self) -> torch.nn.Module:
@@ -202,6 +203,14 @@ class MultiTokenPredictionLayer(MegatronModule):
         return nullcontext()
 
 
+def _read_other_names(layer: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Plain state dicts of Megatron's own MTP call `tf_layer` otherwise: transformer_layer to 0.18, then as below."""
+    for name in list(state):
+        for other in ("transformer_layer.", "mtp_model_layer."):
+            if name.startswith(prefix + other):
+                state[f"{prefix}tf_layer.{name.removeprefix(prefix + other)}"] = state.pop(name)
+
+
 class MultiTokenPredictionBlock(MegatronModule):
     """D depths, one after another; with `mtp_use_repeated_layer` one layer serves them all."""
 
@@ -215,12 +224,16 @@ class MultiTokenPredictionBlock(MegatronModule):
         super().__init__(config=config)
         assert config.mtp_num_layers is not None
         self.depths = config.mtp_num_layers
+        self.tp_group = pg_collection.tp
         self.chained = submodules.eh_proj is not None
         physical = 1 if config.mtp_use_repeated_layer else self.depths
         self.layers = torch.nn.ModuleList(
             MultiTokenPredictionLayer(config, submodules, number, pg_collection, vp_stage)
             for number in range(1, physical + 1)
         )
+        if config.mtp_detach_heads:
+            for parameter in self.parameters():
+                parameter.grad_norm_group = "mtp"  # Megatron's optimizer clips such gradients by themselves
 
     def forward(
         self,
@@ -240,6 +253,10 @@ class MultiTokenPredictionBlock(MegatronModule):
             embedding: the shared embedding, called with `input_ids` and `position_ids`.
             padding_mask_DBS: True where the slot was shifted in from outside.
         """
+        if self.config.mtp_detach_heads:
+            hidden_SBH = hidden_SBH.detach()
+        if padding_mask_DBS is not None and self.config.sequence_parallel:
+            padding_mask_DBS = self._own_slots(padding_mask_DBS)
         states: list[Tensor] = []
         state_SBH = hidden_SBH
         for depth in range(self.depths):
@@ -247,11 +264,17 @@ class MultiTokenPredictionBlock(MegatronModule):
             mask_BS = None if padding_mask_DBS is None else padding_mask_DBS[depth]
             if self.chained:
                 embedded_SBH = embedding(input_ids=tokens_DBS[depth], position_ids=position_ids_BS)
+                if self.config.mtp_detach_heads:
+                    embedded_SBH = embedded_SBH.detach()
                 state_SBH = layer(state_SBH, embedded_SBH, attention, mask_BS)
             else:
                 state_SBH = layer(hidden_SBH, None, attention, mask_BS)
             states.append(state_SBH)
         return states
+
+    def _own_slots(self, mask_DBS: Tensor) -> Tensor:
+        """This sequence-parallel rank's slots."""
+        return mask_DBS.chunk(self.tp_group.size(), dim=2)[self.tp_group.rank()]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -259,5 +282,6 @@ class MultiTokenPredictionBlock(MegatronModule):
         """Entries of every layer under `layers.{depth - 1}`; depths are not split over pipeline stages."""
         entries: ShardedStateDict = {}
         for index, layer in enumerate(self.layers):
+            assert isinstance(layer, MultiTokenPredictionLayer)
             entries.update(layer.sharded_state_dict(f"{prefix}layers.{index}.", sharded_offsets, metadata))
         return entries

@@ -5,13 +5,17 @@ the shared embedding. Given an `Objective`, the last stage returns what the obje
 depths' hidden states; without one it is a plain GPT.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training.models import gpt as megatron_gpt
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.model.initialise import fill_absent_layers
 from megatron_mtp.model.mtp import (
     AttentionInputs,
     MultiTokenPredictionBlock,
@@ -31,16 +36,26 @@ from megatron_mtp.model.sharing import Head, attach_embedding
 class Objective(Protocol):
     """What the last stage does with the hidden states; its result is the model's output."""
 
-    def __call__(self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, batch: DepthBatch) -> Any: ...
+    def __call__(
+        self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, depth_head: Head, batch: DepthBatch
+    ) -> Any: ...
 
 
 class MTPGPTModel(GPTModel):
     """A GPT stage that holds an MTP block where `mtp_submodules` is given and the stage is the one for it."""
 
-    def __init__(self, *, mtp_submodules: MultiTokenPredictionLayerSubmodules | None, **gpt_arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        mtp_submodules: MultiTokenPredictionLayerSubmodules | None,
+        mtp_init: str = "random",
+        absent_mtp_layers: tuple[int, ...] = (),
+        **gpt_arguments: Any,
+    ) -> None:
         self._trunk_is_built = False
         super().__init__(mtp_block_spec=None, **gpt_arguments)
         self._trunk_is_built = True
+        self._mtp_init, self._absent = mtp_init, absent_mtp_layers
         self.mtp_process = mtp_submodules is not None and mtp_on_this_rank(
             layout=self.config.pipeline_model_parallel_layout,
             mtp_num_layers=self.config.mtp_num_layers,
@@ -59,7 +74,20 @@ class MTPGPTModel(GPTModel):
         if self._trunk_is_built:
             super().setup_embeddings_and_output_layer()
 
-    def _postprocess(  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
+        """Layers that are absent from the checkpoint are made as `mtp_init` says; from then on they are like others."""
+        if self.mtp_process and self._absent:
+            state_dict = fill_absent_layers(dict(state_dict), self.state_dict(), self.mtp, self._absent, self._mtp_init)
+        self._absent = ()
+        return super().load_state_dict(state_dict, strict=strict, **kwargs)
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> ShardedStateDict:
+        """Megatron's, less the layers that are absent from the checkpoint that is about to be loaded."""
+        entries = super().sharded_state_dict(prefix, *args, **kwargs)
+        absent = tuple(f"{prefix}mtp.layers.{index}." for index in self._absent)
+        return {name: entry for name, entry in entries.items() if not (absent and name.startswith(absent))}
+
+    def _postprocess(
         self,
         hidden_states: Tensor,
         *,
@@ -76,7 +104,8 @@ class MTPGPTModel(GPTModel):
         head = self._head(trunk_outputs["runtime_gather_output"])
         if output_processor is not None:
             assert output_processor_context is not None
-            return output_processor(hidden_states, depth_hidden, head, output_processor_context)
+            depth_head = self._head(trunk_outputs["runtime_gather_output"], detached=self.config.mtp_detach_heads)
+            return output_processor(hidden_states, depth_hidden, head, depth_head, output_processor_context)
         logits_SBV = head.project(hidden_states)
         if trunk_outputs["labels"] is None:
             return logits_SBV.transpose(0, 1).contiguous()
@@ -95,8 +124,10 @@ class MTPGPTModel(GPTModel):
             hidden_SBH, batch.tokens_DBS, trunk_outputs["position_ids"], self.embedding, attention, shifted_in_DBS
         )
 
-    def _head(self, runtime_gather_output: bool | None) -> Head:
+    def _head(self, runtime_gather_output: bool | None, detached: bool = False) -> Head:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if detached:
+            weight = (self.output_layer.weight if weight is None else weight).detach()
 
         def project(hidden_SBH: Tensor) -> Tensor:
             logits_SBV, _ = self.output_layer(hidden_SBH, weight=weight, runtime_gather_output=runtime_gather_output)
@@ -111,6 +142,7 @@ class MTPGPTModelConfig(megatron_gpt.GPTModelConfig):
 
     builder: ClassVar[str] = "megatron_mtp.model.trunk.MTPGPTModelBuilder"
     mtp: MTPConfig = field(default_factory=MTPConfig)
+    absent_mtp_layers: tuple[int, ...] = ()
 
 
 class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
@@ -136,6 +168,8 @@ class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
             ) and megatron_gpt.is_pp_last_stage(pg_collection.pp)
         return MTPGPTModel(
             mtp_submodules=_mtp_submodules(config, layer_spec, vp_stage),
+            mtp_init=config.mtp.mtp_init or "random",
+            absent_mtp_layers=config.absent_mtp_layers,
             config=config.transformer,
             transformer_layer_spec=layer_spec,
             vocab_size=_padded_vocab_size(config),
@@ -166,10 +200,12 @@ def _layer_spec(config: MTPGPTModelConfig, vp_stage: int | None) -> Any:
     """The trunk's layers: the user's `--spec`, or Megatron's choice for this configuration."""
     spec = config.transformer_layer_spec
     if spec is None:
-        return megatron_gpt.default_layer_spec(config, vp_stage)
-    if isinstance(spec, ModuleSpec):
-        return spec
-    return spec(config)
+        spec = megatron_gpt.default_layer_spec(config, vp_stage)
+    elif not isinstance(spec, ModuleSpec):
+        spec = spec(config)
+    if config.attention_backend == AttnBackend.local and isinstance(spec, ModuleSpec):
+        spec.submodules.self_attention.submodules.core_attention = DotProductAttention
+    return spec
 
 
 def _padded_vocab_size(config: MTPGPTModelConfig) -> int:

@@ -7,12 +7,17 @@ import importlib.util
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
+from pathlib import Path
 
+from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
+from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_mtp.checkpoint.mcore_store import absent_layers
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.checks import check_data_prefixes
+from megatron_mtp.model.trunk import MTPGPTModelConfig
 
 CPU_FLAGS = (
     "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-persist-layer-norm "
@@ -49,13 +54,16 @@ def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
     return None
 
 
-def parse_checked_args() -> Namespace:
+def parse_checked_args() -> tuple[Namespace, MTPGPTModelConfig]:
     """Parse, check and validate `sys.argv`; Megatron's global arguments and tokenizer are set when this returns."""
     check_flags(parse_args(add_mtp_arguments))
     args = parse_and_validate_args(extra_args_provider=add_mtp_arguments)
     if args.rank == 0:
         check_data(args)
-    return args
+    model_config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
+    model_config.mtp = mtp_config_from_args(args)
+    model_config.absent_mtp_layers = check_checkpoint(args)
+    return args, model_config
 
 
 def check_flags(args: Namespace) -> None:
@@ -99,6 +107,24 @@ def check_data(args: Namespace) -> None:
             "--mock-data."
         )
     check_data_prefixes(prefixes, args.padded_vocab_size)
+
+
+def check_checkpoint(args: Namespace) -> tuple[int, ...]:
+    """The MTP layers that the checkpoint to load lacks; where there are some, a new run starts from its weights."""
+    settings = mtp_config_from_args(args)
+    load_arg = "load" if checkpoint_exists(args.load) else "pretrained_checkpoint"
+    if args.mtp_num_layers is None or not checkpoint_exists(getattr(args, load_arg)):
+        return ()
+    folder = Path(get_load_checkpoint_path_by_args(args, load_arg))
+    layers = 1 if args.mtp_use_repeated_layer else args.mtp_num_layers
+    absent = absent_layers(folder, layers, settings.mtp_architecture == "sequential", settings.mtp_init)
+    if absent:
+        args.finetune = True  # the stored optimizer knows nothing of the new depths
+        if args.rank == 0:
+            print(
+                f"> depths that {folder} lacks: --mtp-init {settings.mtp_init}; starting as with --finetune", flush=True
+            )
+    return absent
 
 
 def _prefixes(args: Namespace) -> list[str]:

@@ -35,10 +35,11 @@ class NextTokensObjective:
     measure_acceptance: bool
 
     def __call__(
-        self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, batch: DepthBatch
+        self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, depth_head: Head, batch: DepthBatch
     ) -> ObjectiveOutput:
+        """Called by the model; `depth_head` is the head as the depths see it, detached where they must not train it."""
         depth_losses = [
-            self.depth_loss(state_SBH, labels_BS, head)
+            self.depth_loss(state_SBH, labels_BS, depth_head)
             for state_SBH, labels_BS in zip(depth_hidden, batch.labels_DBS, strict=True)
         ]
         return ObjectiveOutput(

@@ -12,15 +12,13 @@ from megatron.core.enums import ModelType
 from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
-    gpt_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_mtp.model.sharing import embedding_ranks
-from megatron_mtp.model.trunk import MTPGPTModelConfig
-from megatron_mtp.training.arguments import fail, mtp_config_from_args, parse_checked_args, set_machine_flags
+from megatron_mtp.training.arguments import fail, parse_checked_args, set_machine_flags
 from megatron_mtp.training.forward_step import ForwardStep, holds_mtp_depths
 from megatron_mtp.training.metrics import Metrics
 
@@ -32,13 +30,11 @@ def main(argv: list[str], on_cpu: bool) -> None:
     if note and os.environ["RANK"] == "0":
         print(f"> {note}", flush=True)
     try:
-        args = parse_checked_args()
+        args, model_config = parse_checked_args()
     except ValueError as error:
         fail(Path(argv[0]).name, error)
         return
-    settings = mtp_config_from_args(args)
-    model_config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
-    model_config.mtp = settings
+    settings = model_config.mtp
     metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir))
     pretrain(
         pretrain_cfg_container_from_args(args, model_config),

@@ -1,0 +1,71 @@
+"""What a Megatron distributed checkpoint holds of MTP, read from its index without loading a tensor."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core import dist_checkpointing
+
+_MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(\w+)")
+
+
+@dataclass(frozen=True)
+class StoredDepths:
+    """The MTP layers of a checkpoint.
+
+    Attributes:
+        layers: physical layers; one where a repeated layer serves all depths.
+        chained: whether they merge embeddings (the sequential architecture); None without layers.
+    """
+
+    layers: int
+    chained: bool | None
+
+
+def stored_depths(folder: Path) -> StoredDepths | None:
+    """The MTP layers of the checkpoint in an iteration's folder; None where it is not a distributed checkpoint."""
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        return None
+    found = [
+        match.groups()
+        for key in dist_checkpointing.load_tensors_metadata(str(folder))
+        if (match := _MTP_LAYER.match(key))
+    ]
+    layers = len({index for index, _ in found})
+    return StoredDepths(layers, any(name == "eh_proj" for _, name in found) if layers else None)
+
+
+def absent_layers(folder: Path, layers: int, chained: bool, init: str | None) -> tuple[int, ...]:
+    """Indices of the MTP layers that the checkpoint lacks, and that `--mtp-init` must make.
+
+    Args:
+        folder: of one iteration.
+        layers: physical MTP layers of the model to be built.
+        chained: whether its architecture is the sequential one.
+        init: what `--mtp-init` says.
+
+    Raises:
+        ValueError: the checkpoint has other depths than the model, and nothing says how to make the missing ones.
+    """
+    stored = stored_depths(folder)
+    if stored is None:
+        return ()
+    if stored.layers > layers:
+        raise ValueError(
+            f"--mtp-num-layers asks for {layers} MTP layer(s), but the checkpoint {folder} (--load) has "
+            f"{stored.layers}; give --mtp-num-layers {stored.layers}, or --mtp-use-repeated-layer if it was trained so."
+        )
+    if stored.layers and stored.chained != chained:
+        trained = "sequential" if stored.chained else "parallel"
+        raise ValueError(
+            f"--mtp-architecture does not fit the checkpoint {folder} (--load), whose depths are {trained}; give "
+            f"--mtp-architecture {trained}."
+        )
+    absent = tuple(range(stored.layers, layers))
+    if absent and init is None:
+        has = f"has {stored.layers} MTP layer(s)" if stored.layers else "has no MTP weights"
+        raise ValueError(
+            f"--mtp-num-layers asks for {layers} MTP layer(s), but the checkpoint {folder} (--load) {has}; say with "
+            "--mtp-init random or --mtp-init last-layer how to initialise the missing ones."
+        )
+    return absent

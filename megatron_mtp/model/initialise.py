@@ -1,0 +1,76 @@
+"""Depths that a loaded checkpoint does not have: as in a new model, or made from the trunk's last layer.
+
+`last-layer` starts each missing depth as one more step of the trunk: its transformer layer is the trunk's last, its
+final norm the trunk's, its input norms are 1, and eh_proj = [0 | I] passes the hidden state on and drops the embedding.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.model.mtp import MultiTokenPredictionBlock
+
+
+def fill_absent_layers(
+    loaded: dict[str, Any],
+    own: dict[str, Any],
+    block: MultiTokenPredictionBlock,
+    absent: tuple[int, ...],
+    init: str,
+) -> dict[str, Any]:
+    """The loaded state with entries for the MTP layers that it lacks.
+
+    Args:
+        loaded: a stage's state dict, as read.
+        own: the stage's state dict as initialised.
+        block: the stage's MTP block.
+        absent: indices of the layers to make.
+        init: 'random' or 'last-layer'.
+
+    Raises:
+        ValueError: the stage has no trunk layer that could be copied.
+    """
+    filled = dict(loaded)
+    for prefix in (f"mtp.layers.{index}." for index in absent):
+        for name, value in own.items():
+            if name.startswith(prefix):
+                made = value if init == "random" else _from_trunk(name.removeprefix(prefix), value, loaded, block)
+                filled[name] = made
+    return filled
+
+
+def _from_trunk(name: str, value: Any, loaded: dict[str, Any], block: MultiTokenPredictionBlock) -> Any:
+    """The value of one entry of a depth; `name` is relative to the depth, `value` as initialised."""
+    if name.startswith("tf_layer."):
+        return _copied(f"{_last_trunk_layer(loaded)}{name.removeprefix('tf_layer.')}", value, loaded)
+    if name.startswith("final_layernorm."):
+        return _copied(f"decoder.{name}", value, loaded)
+    if name == "eh_proj.weight":
+        return _pass_hidden_state(value, block)
+    return value  # enorm and hnorm: 1, as initialised
+
+
+def _last_trunk_layer(loaded: dict[str, Any]) -> str:
+    numbers = [int(name.split(".")[2]) for name in loaded if name.startswith("decoder.layers.")]
+    if not numbers:
+        raise ValueError(
+            "--mtp-init last-layer was given, but the pipeline stage of the MTP depths holds no trunk layer to copy; "
+            "give --mtp-init random, or a layout with a trunk layer on that stage."
+        )
+    return f"decoder.layers.{max(numbers)}."
+
+
+def _copied(source: str, value: Any, loaded: dict[str, Any]) -> Any:
+    """The trunk's entry; `_extra_state` of kernels may not be stored, and then stays as it is."""
+    return loaded.get(source, value)
+
+
+def _pass_hidden_state(weight: Tensor, block: MultiTokenPredictionBlock) -> Tensor:
+    """[0 | I]: this tensor-parallel rank's rows of it, weight [H / TP, 2H]."""
+    rows, columns = weight.shape
+    first_row = block.tp_group.rank() * rows
+    passing = torch.zeros_like(weight)
+    row = torch.arange(rows, device=weight.device)
+    passing[row, columns // 2 + first_row + row] = 1
+    return passing

@@ -163,10 +163,11 @@ def _write_tokens(
     highest = 0
     with (
         _chunk_encoder(encoder, json_key, min(workers, len(chunks))) as encode_chunks,
-        tqdm(total=size, unit="B", unit_scale=True, desc="tokenising", mininterval=pause, smoothing=0) as bar,
+        tqdm(total=size, unit="B", unit_scale=True, desc="importing Megatron", mininterval=pause, smoothing=0) as bar,
     ):
         encoded = encode_chunks(chunks)
         builder = _dataset_builder(partial["bin"], encoder.vocab_size)  # the workers start while this imports Megatron
+        bar.set_description("tokenising")
         tokens: list[np.ndarray] = []
         for part, part_tokens in _pairs(chunks, encoded):
             tokens.append(part_tokens)

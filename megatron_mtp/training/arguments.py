@@ -21,7 +21,7 @@ from megatron_mtp.model.trunk import MTPGPTModelConfig
 
 CPU_FLAGS = (
     "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-persist-layer-norm "
-    "--no-masked-softmax-fusion --no-rope-fusion"
+    "--no-masked-softmax-fusion --no-rope-fusion --num-workers 0"
 )
 """What Megatron needs to be told where there is no CUDA device."""
 

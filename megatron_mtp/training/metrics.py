@@ -59,6 +59,7 @@ class Metrics:
         self._training = Window()
         self._evaluation = Window()
         self._steps: int | None = None  # training steps begun, counted from the start of the run that is resumed
+        self._has_written = False
 
     def add(self, report: dict[str, Tensor], acceptance: AcceptanceCounts | None) -> None:
         """Take in a microbatch, in training (where gradients are recorded) or in evaluation."""
@@ -104,8 +105,32 @@ class Metrics:
         if rates is not None:
             row |= _named(rates)
         self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._has_written:
+            _drop_rows_after(self.folder / FILE, get_args().iteration)
+            self._has_written = True
         with open(self.folder / FILE, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def _drop_rows_after(path: Path, iteration: int) -> None:
+    """Rows of steps that a resumed run makes again; those of an earlier run, which is not resumed, stay beside."""
+    if not path.exists():
+        return
+    if iteration == 0:
+        path.replace(path.with_suffix(".old.jsonl"))
+        return
+    rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    beside = path.with_suffix(".partial.jsonl")
+    beside.write_text("".join(row for row in rows if _iteration(row) <= iteration), encoding="utf-8")
+    beside.replace(path)
+
+
+def _iteration(row: str) -> float:
+    """Of a line of the file; one that a killed run left half-written counts as made again."""
+    try:
+        return int(json.loads(row)["iteration"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")
 
 
 def table(losses: dict[str, float], rates: AcceptanceRates) -> str:

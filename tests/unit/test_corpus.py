@@ -11,6 +11,7 @@ import string
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -143,24 +144,29 @@ def test_jsonl_is_one_document_per_line(tmp_path: Path, letters: Path, capsys: p
 # --- interrupted, repeated -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["while tokenising", "before the last rename"])
+@pytest.mark.parametrize("moment", ["while tokenising", "after the first rename, over an old dataset"])
 def test_kill_leaves_no_index_and_the_next_run_completes(tmp_path: Path, letters: Path, moment: str) -> None:
     import megatron.core.datasets.indexed_dataset  # noqa: F401  (in this process, so that the child need not import it)
 
-    flags = ("--input", write(tmp_path / "text", {"1.txt": "ab", "2.txt": "b"}), "--tokenizer", letters)
-    flags += ("--output-prefix", tmp_path / "c", "--no-shuffle", "--workers", 1)
+    text = write(tmp_path / "text", {"1.txt": "ab", "2.txt": "b"})
+    flags = ["--input", text, "--tokenizer", letters, "--output-prefix", tmp_path / "c", "--no-shuffle", "--workers", 1]
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def rename_and_die(source: str, target: str, rename: Callable[[str, str], None] = os.replace) -> None:
+        rename(source, target)
+        die()
+
+    if moment != "while tokenising":
+        assert run(*flags) == 0
+        flags.append("--overwrite")
     child = os.fork()
     if child == 0:
-        rename = os.replace
-        if moment == "while tokenising":
-            corpus._encode_chunk = die  # type: ignore[assignment]
-        else:
-            os.replace = lambda a, b: die() if str(b).endswith(".idx") else rename(a, b)  # type: ignore[assignment]
-        run(*flags)
+        signal.alarm(60)  # a child that hangs fails the test instead of stopping the suite
+        where = (corpus, "_encode_chunk", die) if moment == "while tokenising" else (os, "replace", rename_and_die)
+        with mock.patch.object(*where):
+            run(*flags)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     left = os.listdir(tmp_path)
@@ -184,8 +190,8 @@ def test_failure_keeps_the_old_dataset_whole(tmp_path: Path, letters: Path) -> N
 def test_done_is_skipped_and_other_settings_are_refused(
     tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    flags = ("--input", write(tmp_path / "text", {"1.txt": "ab"}), "--tokenizer", letters)
-    flags += ("--output-prefix", tmp_path / "c", "--workers", 1)
+    text = write(tmp_path / "text", {"1.txt": "ab"})
+    flags = ["--input", text, "--tokenizer", letters, "--output-prefix", tmp_path / "c", "--workers", 1]
     assert run(*flags) == 0
     made = (tmp_path / "c.idx").stat().st_mtime_ns
     capsys.readouterr()
@@ -209,10 +215,12 @@ def test_find_files_takes_each_file_once_in_a_fixed_order(tmp_path: Path) -> Non
     write(tmp_path, {"b/2.py": "x", "b/c/1.py": "x", "a.py": "x", "b/n.md": "x", "b/.git/3.py": "x"})
     (tmp_path / "b/loop").symlink_to(tmp_path / "b")
     (tmp_path / "b/again.py").symlink_to(tmp_path / "a.py")
+    (tmp_path / "b/also").symlink_to(tmp_path / "b/c")
     (tmp_path / "b/gone.py").symlink_to(tmp_path / "nowhere")
     inputs = [str(tmp_path / "*.py"), str(tmp_path / "b"), str(tmp_path / "b/c")]
     found = [str(path.relative_to(tmp_path)) for path in find_files(inputs, ["*.py"])]
-    assert found == ["a.py", "b/.git/3.py", "b/2.py", "b/c/1.py"]
+    assert found == ["a.py", "b/.git/3.py", "b/2.py", "b/also/1.py"]
+    assert len(list(corpus._walk(str(tmp_path / "b"), ["*.py"], set()))) == 4, "each folder is entered once"
     assert [path.name for path in find_files([str(tmp_path / "b/n.md")], ["*.py"])] == ["n.md"]
 
 
@@ -272,9 +280,10 @@ def test_bpe_is_deterministic_exact_and_round_trips(tmp_path: Path) -> None:
     assert folders[0].joinpath("tokenizer.json").read_bytes() == folders[1].joinpath("tokenizer.json").read_bytes()
     tokenizer = load_tokenizer(folders[0])
     assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (400, 0, 1)
-    text = " \r\n\tdef \x00 é 漢字 🎉 <|endoftext|>"
-    encode = Encoder.from_folder(folders[0]).start()
-    assert tokenizer.decode(encode([text])[0]) == text
+    text = " \r\n\tdef \x00 é 漢字 🎉 <|endoftext|><|padding|>"
+    ids = Encoder.from_folder(folders[0]).start()([text])[0]
+    assert tokenizer.decode(ids) == text
+    assert not {0, 1} & set(ids), "special tokens spelt out in a text are text"
     assert sorted(os.listdir(tmp_path)) == ["one", "two"]
 
 
@@ -282,7 +291,12 @@ def test_megatron_builds_the_trained_tokenizer(tmp_path: Path) -> None:
     """Padding must not be the EOD: Megatron masks the loss of every padding label."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-    arguments = {"chat_template": None, "vocab_file": None, "merge_file": None, "special_tokens": None}
+    arguments: dict[str, object] = {
+        "chat_template": None,
+        "vocab_file": None,
+        "merge_file": None,
+        "special_tokens": None,
+    }
     arguments |= {"trust_remote_code": False, "metadata_path": None, "pad_vocab_size": True, "padded_vocab_size": None}
     arguments |= {"tokenizer_hf_no_use_fast": False, "tokenizer_hf_no_include_special_tokens": False, "rank": 1}
     arguments |= {"make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 1}

@@ -85,10 +85,18 @@ def preprocess(args: argparse.Namespace) -> None:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line (None: sys.argv); exits with status 2 on an unknown or malformed flag."""
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__.split("\n")[0] if __doc__ else None,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="files, folders, quoted globs; .jsonl: one a line")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders, quoted globs; a .jsonl file holds one document a line",
+    )
     add(
         "--include",
         nargs="+",
@@ -100,7 +108,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--tokenizer", metavar="FOLDER", help="an existing Hugging Face tokenizer")
-    which.add_argument("--vocab-size", type=int, default=8192, metavar="N", help="train a BPE of N (default: 8192)")
+    which.add_argument(
+        "--vocab-size",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="without --tokenizer: train a byte-level BPE of N entries (default: 8192)",
+    )
     add("--tokenizer-output", metavar="FOLDER", help="where the trained one goes (default: PREFIX-tokenizer)")
     add("--eod-token", metavar="TOKEN", help="token that ends a document (default: the tokenizer's eos_token)")
     add("--trust-remote-code", action="store_true", help="run the tokenizer folder's own Python code")

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Make .venv with everything that the quickstart and the tests need. Skips what is done; safe to interrupt.
+#   scripts/setup.sh
+# Needs Python 3.12 or newer (on the PATH or under pyenv) with pip, and nothing else.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+find_python() {
+    local candidate
+    for candidate in python3.12 python3.13 python3 python \
+        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.13*/bin/python; do
+        # A pyenv shim may be on the PATH and still find no interpreter behind it: only running it tells.
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "setup.sh: no Python 3.12 or newer with pip found on the PATH or under pyenv; install one (for example 'pyenv install 3.12') and run this again." >&2
+    exit 1
+}
+
+wanted=$(cat pyproject.toml constraints.txt | cksum)
+if [ "$(cat .venv/installed 2>/dev/null)" = "$wanted" ]; then
+    exit 0
+fi
+
+python=$(find_python)
+echo "setup: installing into .venv with $("$python" --version)"
+[ -x .venv/bin/python ] && .venv/bin/python -c '' 2>/dev/null || { rm -rf .venv; "$python" -m venv .venv; }
+# uv installs in seconds what takes pip minutes; where it cannot be had, pip does it.
+if .venv/bin/python -m pip install --quiet --disable-pip-version-check uv 2>/dev/null &&
+    VIRTUAL_ENV=.venv .venv/bin/uv pip install --quiet --constraint constraints.txt --editable '.[dev]'; then
+    :
+else
+    .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+fi
+echo "$wanted" >.venv/installed
+echo "setup: done in $SECONDS s"

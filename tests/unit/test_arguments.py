@@ -1,0 +1,118 @@
+"""Bad input ends the program with one sentence before a model is built; this machine's flags are added and said."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+from megatron.training.global_vars import unset_global_variables
+
+from megatron_mtp.training.arguments import CPU_FLAGS, NO_TE_FLAGS, set_machine_flags
+from megatron_mtp.training.run import main
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 99"
+)
+ROPE, MOCK, DEPTHS = "--position-embedding-type rope", "--mock-data", "--mtp-num-layers 2"
+
+
+@pytest.fixture(autouse=True)
+def _no_globals_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    unset_global_variables()
+    unset_num_microbatches_calculator()
+
+
+def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """The sentence with which the program ends."""
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *MODEL.split(), *flags.split()])
+    with pytest.raises(SystemExit) as exit_info:
+        main(sys.argv, on_cpu=True)
+    assert exit_info.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (f"{ROPE} {MOCK} --mtp-num-layers 0", "--mtp-num-layers is 0; give 1 or more"),
+        (f"{ROPE} {MOCK} --mtp-num-layers -1", "--mtp-num-layers is -1; give 1 or more"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-scaling-factor -0.1", "--mtp-loss-scaling-factor is -0.1; give 0 or more"),
+        (f"{MOCK} {DEPTHS}", "--position-embedding-type is learned_absolute"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-architecture diagonal", "--mtp-architecture is 'diagonal'; choose one of"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-init zeros", "--mtp-init is 'zeros'; choose one of random, last-layer"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-acceptance-interval -3", "--mtp-acceptance-interval is -3; give 0"),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --mtp-architecture parallel --mtp-use-repeated-layer",
+            "--mtp-use-repeated-layer was given with --mtp-architecture parallel",
+        ),
+        (f"{ROPE} {DEPTHS}", "--data-path is missing; give the prefix"),
+        (f"{ROPE} {DEPTHS} --data-path /nowhere/corpus", "--data-path"),
+    ],
+)
+def test_bad_flags_are_one_sentence(
+    flags: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = refusal(flags, monkeypatch, capsys)
+    assert sentence.startswith("pretrain_gpt.py: error: ")
+    assert says in sentence
+
+
+def test_vocabulary_must_fit_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    builder = IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=DType.optimal_dtype(5000))
+    builder.add_document(torch.tensor([1, 2, 4000]), [3])
+    builder.finalize(str(tmp_path / "corpus.idx"))
+    sentence = refusal(f"{ROPE} {DEPTHS} --data-path {tmp_path}/corpus", monkeypatch, capsys)
+    assert "--data-path" in sentence
+    assert "4000" in sentence
+    assert "vocabulary" in sentence
+
+
+@pytest.fixture
+def checkpoint(megatron: None, tmp_path: Path) -> Path:
+    """A checkpoint of a trunk with one sequential depth, as far as its index says."""
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    names = ["decoder.final_layernorm.weight", "mtp.layers.0.eh_proj.weight", "mtp.layers.0.enorm.weight"]
+    state = {name: ShardedTensor.from_rank_offsets(name, torch.zeros(4)) for name in names}
+    dist_checkpointing.save(state, str(folder))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (DEPTHS, "has 1 MTP layer(s); say with --mtp-init random or --mtp-init last-layer"),
+        (f"{DEPTHS} --mtp-init random --mtp-architecture parallel", "give --mtp-architecture sequential"),
+    ],
+)
+def test_other_depths_than_stored_need_a_word(
+    flags: str, says: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refusal(f"{ROPE} {MOCK} {flags} --load {checkpoint}", monkeypatch, capsys)
+
+
+def test_machine_flags_come_last_and_are_said() -> None:
+    argv = ["pretrain_gpt.py", "--transformer-impl", "transformer_engine"]
+    note = set_machine_flags(argv, on_cpu=True)
+    assert argv[3:] == CPU_FLAGS.split()
+    assert note is not None
+    assert note.startswith("no CUDA device")
+
+
+def test_without_transformer_engine_a_gpu_gets_megatrons_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    argv = ["pretrain_gpt.py"]
+    set_machine_flags(argv, on_cpu=False)
+    assert argv[1:] == NO_TE_FLAGS.split()

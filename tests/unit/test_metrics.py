@@ -1,0 +1,106 @@
+"""A run's numbers reach the table, the file and the plot, each counted once."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_mtp.training import metrics as metrics_module
+from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates
+from megatron_mtp.training.metrics import FILE, PLOT, Metrics, table
+
+
+@pytest.fixture
+def args(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    args = Namespace(curr_iteration=0, iteration=0, log_interval=2, train_iters=4)
+    monkeypatch.setattr(metrics_module, "get_args", lambda: args)
+    return args
+
+
+def counts(valid: list[float], reached: list[float], accepted: list[float]) -> AcceptanceCounts:
+    return AcceptanceCounts(*(torch.tensor(numbers) for numbers in (valid, reached, accepted, [0.0] * len(valid))))
+
+
+def report(total: float, tokens: float) -> dict[str, torch.Tensor]:
+    return {"lm loss": torch.tensor([total, tokens]), "mtp_1 loss": torch.tensor([2 * total, tokens])}
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+
+
+def train(metrics: Metrics, args: Namespace, first: int, last: int) -> None:
+    """Steps `first` .. `last`, two microbatches each; step n has a mean loss of n."""
+    for step in range(first, last + 1):
+        args.curr_iteration = step - 1
+        metrics.add(report(4.0 * step, 4), None)
+        metrics.add(report(2.0 * step, 2), None)
+
+
+def test_training_rows_average_an_interval_by_tokens(args: Namespace, tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    train(metrics, args, 1, 4)
+    metrics.close()
+    assert [(row["iteration"], row["lm loss"], row["mtp_1 loss"]) for row in rows(tmp_path)] == [
+        (2, 1.5, 3.0),
+        (4, 3.5, 7.0),
+    ]
+    assert (tmp_path / PLOT).read_bytes().startswith(b"\x89PNG")
+
+
+def test_evaluation_adds_counts_before_it_divides(
+    args: Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = Metrics(tmp_path)
+    with torch.no_grad():
+        metrics.add(report(2.0, 2), counts([10], [10], [1]))
+        metrics.add(report(4.0, 1), counts([90], [90], [89]))
+        metrics.end_evaluation(model=None)
+    (row,) = rows(tmp_path)
+    assert row["split"] == "evaluation"
+    assert row["lm loss"] == 2.0
+    assert row["mtp_1 acceptance"] == pytest.approx(0.9)
+    assert row["expected accepted length"] == pytest.approx(1.9)
+    assert "1.900 tokens per target forward" in capsys.readouterr().out
+
+
+def test_a_resumed_run_does_not_count_steps_twice(args: Namespace, tmp_path: Path) -> None:
+    first = Metrics(tmp_path)
+    train(first, args, 1, 4)
+    first.close()
+    with open(tmp_path / FILE, "a") as file:
+        file.write('{"iteration": 5, "spl')  # killed here
+    args.iteration = 2
+    resumed = Metrics(tmp_path)
+    train(resumed, args, 3, 4)
+    resumed.close()
+    assert [row["iteration"] for row in rows(tmp_path)] == [2, 4]
+
+
+def test_a_new_run_keeps_the_old_file_beside(args: Namespace, tmp_path: Path) -> None:
+    for _ in range(2):
+        metrics = Metrics(tmp_path)
+        train(metrics, args, 1, 2)
+        metrics.close()
+    assert len(rows(tmp_path)) == 1
+    assert (tmp_path / "metrics.old.jsonl").exists()
+
+
+def test_two_runs_in_one_process_do_not_see_each_other(args: Namespace, tmp_path: Path) -> None:
+    one, other = Metrics(tmp_path / "one"), Metrics(tmp_path / "other")
+    train(one, args, 1, 2)
+    other.close()
+    one.close()
+    assert not (tmp_path / "other").exists()
+    assert [row["lm loss"] for row in rows(tmp_path / "one")] == [1.5]
+
+
+def test_table_multiplies_the_conditional_rates() -> None:
+    text = table(
+        {"lm loss": 2.5, "mtp_1 loss": 3.0, "mtp_2 loss": 3.5},
+        AcceptanceRates(conditional=[0.8, 0.5], overlap=[0.7, 0.4], length=2.2),
+    )
+    assert "|     1 |     3.0000 |      80.0% |             80.0% |             70.0% |" in text
+    assert "|     2 |     3.5000 |      40.0% |             50.0% |             40.0% |" in text

@@ -1,0 +1,49 @@
+"""On a CPU, what asks for CUDA gets the CPU; every substitution says why it is there."""
+
+import pytest
+import torch
+
+from megatron_mtp.platform import cpu, prepare, stand_ins
+
+pytestmark = pytest.mark.skipif(
+    not cpu.installed(), reason="there is a CUDA device here: nothing is substituted; run on a machine without one"
+)
+
+
+def test_tensors_asked_for_on_cuda_are_on_the_cpu() -> None:
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.tensor([1.0], device=torch.device("cuda", 0)).device.type == "cpu"
+    assert torch.ones(2).to("cuda").cuda().device.type == "cpu"
+    assert torch.ones(2).to(device="cuda", dtype=torch.float64).dtype == torch.float64
+    assert torch.nn.Linear(2, 2).cuda().weight.device.type == "cpu"
+
+
+def test_tensor_types_carry_the_names_that_optimizers_look_for() -> None:
+    assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+    assert torch.ones(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+    assert torch.ones(1).type(torch.float64).dtype == torch.float64
+
+
+def test_random_state_is_the_cpu_generators() -> None:
+    state = torch.cuda.get_rng_state()
+    drawn = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_events_measure_milliseconds() -> None:
+    start, end = stand_ins.CpuEvent(), stand_ins.CpuEvent()
+    start.seconds, end.seconds = 1.0, 1.25
+    assert start.elapsed_time(end) == 250.0
+
+
+def test_every_substitution_has_a_reason_and_is_in_place() -> None:
+    for row in cpu.SUBSTITUTIONS:
+        assert len(row.reason) > 20
+        assert getattr(row.owner, row.name) is row.replacement or callable(row.replacement)
+
+
+def test_preparing_twice_changes_nothing() -> None:
+    before = list(cpu.SUBSTITUTIONS)
+    assert prepare() is True
+    assert before == cpu.SUBSTITUTIONS

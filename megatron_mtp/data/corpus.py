@@ -1,17 +1,13 @@
-"""Text to Megatron's indexed dataset: find files, list and choose documents, tokenise in parallel, write.
+"""Documents to Megatron's indexed dataset: tokenised in parallel, written beside and renamed.
 
-In:  files, folders, globs; a `.jsonl` file holds one document per line, any other file is one document.
 Out: PREFIX.bin  the tokens of all documents, one after the other, each document ended by the EOD id
      PREFIX.idx  Megatron's index: one sequence per document
      PREFIX.json the sidecar: counts, highest token id, tokenizer and the settings that made them
 PREFIX.idx appears last: where it stands, all three are whole.
 """
 
-import fnmatch
-import glob
 import json
 import os
-import random
 import sys
 import threading
 import time
@@ -22,101 +18,18 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from megatron_mtp.data.documents import Document, parts, read_document
 from megatron_mtp.data.tokenizer import Encode, Encoder
 
 # The work of one task: enough to pay for handing it over, little enough to balance the workers and their memory.
 CHUNK_BYTES = 1 << 20
-# A longer file is encoded in parts.
-PART_BYTES = 4 << 20
-
-
-class Document(NamedTuple):
-    """Where one document's text lies: `size` bytes from `start`.
-
-    `line` counts from 1 in JSONL and is 0 elsewhere. `ends` is False for a part of a long file, except its last.
-    """
-
-    path: str
-    start: int
-    size: int
-    line: int = 0
-    ends: bool = True
-
 
 EncodeChunks = Callable[[list[list[Document]]], Iterator[list[np.ndarray]]]
-
-
-def find_files(inputs: Sequence[str], include: Sequence[str]) -> list[Path]:
-    """Return every file that `inputs` name, each once, in an order that depends on the names alone.
-
-    Folders are searched recursively for names matching a pattern of `include`; links are followed, once. A file that
-    is named itself, or by a glob, is taken whatever its name.
-
-    Raises:
-        ValueError: an input matches nothing, or no file is found at all.
-    """
-    found: dict[str, Path] = {}
-    seen_folders: set[str] = set()
-    for value in inputs:
-        for path in _expand(value):
-            for file in _walk(path, include, seen_folders) if os.path.isdir(path) else [path]:
-                found.setdefault(os.path.realpath(file), Path(file))
-    if not found:
-        raise ValueError(
-            f"--input: no file in {', '.join(map(repr, inputs))} matches --include {' '.join(include)}; "
-            "give a folder with such files, or another --include."
-        )
-    return sorted(found.values(), key=str)
-
-
-def list_documents(files: Iterable[Path]) -> list[Document]:
-    """List the documents of the files in order; empty files and blank JSONL lines are left out."""
-    documents: list[Document] = []
-    for path in files:
-        if path.suffix == ".jsonl":
-            documents.extend(_json_lines(str(path)))
-        else:
-            documents.append(Document(str(path), 0, os.path.getsize(path)))
-    return [document for document in documents if document.size]
-
-
-def choose_documents(documents: Sequence[Document], max_bytes: int | None, seed: int, shuffle: bool) -> list[Document]:
-    """Shuffle by `seed`, stop once `max_bytes` are reached (None: never), and restore the order unless `shuffle`.
-
-    The sample is thus spread over the whole corpus either way, and at most one document larger than `max_bytes`.
-    """
-    order = list(range(len(documents)))
-    random.Random(seed).shuffle(order)
-    chosen, total = [], 0
-    for index in order:
-        if max_bytes is not None and total >= max_bytes:
-            break
-        chosen.append(index)
-        total += documents[index].size
-    return [documents[index] for index in (chosen if shuffle else sorted(chosen))]
-
-
-def read_document(document: Document, json_key: str) -> str:
-    """Read a document's text as UTF-8, invalid bytes replaced.
-
-    Raises:
-        ValueError: the file cannot be read; a JSONL line is not an object with a string under `json_key`.
-    """
-    try:
-        with open(document.path, "rb") as file:
-            file.seek(document.start)
-            raw = file.read(document.size)
-    except OSError as error:
-        raise ValueError(
-            f"--input: cannot read '{document.path}' ({error.strerror}); remove it or allow reading it."
-        ) from error
-    text = raw.decode("utf-8", errors="replace")
-    return _json_text(document, text, json_key) if document.line else text
 
 
 def write_corpus(
@@ -154,7 +67,7 @@ def write_corpus(
 def _write_tokens(
     documents: Sequence[Document], encoder: Encoder, partial: dict[str, str], json_key: str, workers: int
 ) -> dict[str, Any]:
-    chunks = list(_chunks(part for document in documents for part in _parts(document)))
+    chunks = list(_chunks(part for document in documents for part in parts(document)))
     size = sum(document.size for document in documents)
     # A log file gets a line now and then, a terminal a moving bar.
     pause = 0.2 if sys.stderr.isatty() else 10.0
@@ -252,24 +165,6 @@ def _work(chunk: list[Document]) -> list[np.ndarray]:
     return _encode_chunk(_worker["encode"], chunk, _worker["json_key"])
 
 
-def _parts(document: Document) -> Iterator[Document]:
-    """Cut a long file after newlines, or between characters where there is none near."""
-    start, stop = document.start, document.start + document.size
-    if document.line or document.size <= PART_BYTES:
-        yield document
-        return
-    with open(document.path, "rb") as file:
-        while stop - start > PART_BYTES:
-            file.seek(start + PART_BYTES)
-            near = file.read(1 << 16)
-            inside = len(near) - len(near.lstrip(bytes(range(0x80, 0xC0))))  # bytes that continue a UTF-8 character
-            end = min(start + PART_BYTES + (near.find(b"\n") + 1 or inside), stop)
-            yield Document(document.path, start, end - start, ends=end == stop)
-            start = end
-    if start < stop:
-        yield Document(document.path, start, stop - start)
-
-
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
     chunk: list[Document] = []
     size = 0
@@ -281,47 +176,3 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-def _expand(value: str) -> list[str]:
-    path = os.path.expanduser(value)
-    matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
-    if not matches:
-        raise ValueError(f"--input: '{value}' matches no file or folder; give a path or a quoted glob that exists.")
-    return matches
-
-
-def _walk(folder: str, include: Sequence[str], seen_folders: set[str]) -> Iterator[str]:
-    for root, folders, names in os.walk(folder, followlinks=True):
-        if os.path.realpath(root) in seen_folders:
-            folders.clear()
-            continue
-        seen_folders.add(os.path.realpath(root))
-        folders.sort()
-        for name in sorted(names):
-            path = os.path.join(root, name)
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in include) and os.path.isfile(path):
-                yield path
-
-
-def _json_lines(path: str) -> Iterator[Document]:
-    start = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield Document(path, start, len(line), number)
-            start += len(line)
-
-
-def _json_text(document: Document, line: str, json_key: str) -> str:
-    place = f"'{document.path}', line {document.line}"
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"--input: {place} is not JSON ({error}); give one JSON object per line.") from error
-    text = fields.get(json_key) if isinstance(fields, dict) else None
-    if isinstance(text, str):
-        # JSON can spell half a surrogate pair, which no tokenizer can encode.
-        return text.encode("utf-8", errors="replace").decode("utf-8")
-    keys = ", ".join(fields) if isinstance(fields, dict) else type(fields).__name__
-    raise ValueError(f"--json-key: {place} has no text under '{json_key}' (it has: {keys}); name the key of the text.")

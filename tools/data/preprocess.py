@@ -12,14 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mtp.data.checks import read_sidecar
-from megatron_mtp.data.corpus import (
-    Document,
-    choose_documents,
-    find_files,
-    list_documents,
-    read_document,
-    write_corpus,
-)
+from megatron_mtp.data.corpus import write_corpus
+from megatron_mtp.data.documents import Document, choose_documents, find_files, list_documents, read_document
 from megatron_mtp.data.tokenizer import SMALLEST_VOCAB, TOKENIZER_FILES, Encoder, train_bpe
 
 EXAMPLES = """examples:

@@ -3,6 +3,8 @@
 `prepare()` is called once, before anything of Megatron is imported.
 """
 
+import warnings
+
 import torch
 
 from megatron_mtp.platform import cpu
@@ -12,6 +14,8 @@ def prepare() -> bool:
     """Make Megatron runnable on this machine; returns whether it runs on the CPU."""
     on_cpu = cpu.installed() or not torch.cuda.is_available()
     if on_cpu:
+        # On a machine without a GPU nobody misses these kernels, and every import says that they are not there.
+        warnings.filterwarnings("ignore", message="(?i).*(apex|transformer.engine).*", category=UserWarning)
         cpu.install()
     from megatron_mtp.platform import wheel
 

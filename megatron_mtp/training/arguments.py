@@ -4,8 +4,9 @@ Every check raises ValueError with one sentence that names the flag, the value a
 """
 
 import importlib.util
+import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import fields
 from pathlib import Path
 
@@ -29,8 +30,25 @@ NO_TE_FLAGS = "--transformer-impl local --no-persist-layer-norm --no-rope-fusion
 """What it needs on a CUDA device without Transformer Engine."""
 
 
+EXAMPLES = """examples:
+  # two depths, one process (without a CUDA device: on the CPU)
+  python pretrain_gpt.py --num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 256 \\
+      --max-position-embeddings 256 --position-embedding-type rope --micro-batch-size 8 --train-iters 100 --lr 1e-3 \\
+      --data-path DATA --tokenizer-type HuggingFaceTokenizer --tokenizer-model DATA-tokenizer --mtp-num-layers 2
+
+  # the same over two pipeline stages
+  torchrun --nproc-per-node 2 pretrain_gpt.py ... --pipeline-model-parallel-size 2 --mtp-num-layers 2
+
+  # depths for a model that has none
+  python pretrain_gpt.py ... --load CHECKPOINT --save NEW --mtp-num-layers 2 --mtp-init last-layer
+"""
+
+
 def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Megatron's `extra_args_provider`: one flag for every field of `MTPConfig`."""
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    _repair_help(parser)
     group = parser.add_argument_group("multi-token prediction (megatron-mtp)")
     for field in fields(MTPConfig):
         flag = "--" + field.name.replace("_", "-")
@@ -133,7 +151,17 @@ def _prefixes(args: Namespace) -> list[str]:
     return [prefix for one in blends if one is not None for prefix in one[0]]
 
 
+def _repair_help(parser: ArgumentParser) -> None:
+    """A help text of megatron-core 0.19 has a bare percent sign, over which `--help` fails."""
+    for action in parser._actions:
+        try:
+            (action.help or "") % vars(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
+
+
 def fail(program: str, error: ValueError) -> None:
     """One sentence, and the exit status that argparse has for bad input."""
-    print(f"{program}: error: {error}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{program}: error: {error}", file=sys.stderr)
     sys.exit(2)

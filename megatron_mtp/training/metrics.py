@@ -60,43 +60,48 @@ class Metrics:
         self._evaluation = Window()
         self._steps: int | None = None  # training steps begun, counted from the start of the run that is resumed
         self._has_written = False
+        self._closing = False
 
     def add(self, report: dict[str, Tensor], acceptance: AcceptanceCounts | None) -> None:
         """Take in a microbatch, in training (where gradients are recorded) or in evaluation."""
-        if not torch.is_grad_enabled():
-            self._evaluation.add(report, acceptance)
-            return
         args = get_args()
+        evaluating = not torch.is_grad_enabled()
         step = args.curr_iteration + 1
-        if self._steps is not None and step > self._steps and self._steps % args.log_interval == 0:
+        interval_is_over = self._steps is not None and self._steps % args.log_interval == 0
+        if interval_is_over and (evaluating or step > self._steps):
             self._end_interval()
-        self._steps = step
-        self._training.add(report, acceptance)
+        if evaluating:
+            self._evaluation.add(report, acceptance)
+        else:
+            self._steps = step
+            self._training.add(report, acceptance)
 
     def end_evaluation(self, model: Any) -> None:
         """Megatron's `non_loss_data_func`, called on every rank when an evaluation is through."""
         window, self._evaluation = self._evaluation, Window()
-        self._publish("evaluation", window, " validation")
+        self._publish("evaluation", window)
 
     def close(self) -> None:
-        """Write what training has left, and the plot."""
+        """Write what is left of an interval, and the plot; Megatron has closed its writers by now."""
+        self._closing = True
         self._end_interval()
         if self.folder is not None and is_last_rank() and (self.folder / FILE).exists():
             plot_metrics(self.folder / FILE, self.folder / PLOT)
 
     def _end_interval(self) -> None:
         window, self._training = self._training, Window()
-        self._publish("training", window, "")
+        self._publish("training", window)
 
-    def _publish(self, split: str, window: Window, suffix: str) -> None:
+    def _publish(self, split: str, window: Window) -> None:
         if not window.losses:
             return
         losses, rates = window.reduce()
         iteration = get_args().iteration if self._steps is None else self._steps
         self._write(split, iteration, losses, rates)
         if rates is not None:
-            _log_acceptance(rates, iteration, suffix)
             print_rank_last(table(losses, rates))
+            if not self._closing:
+                _log_acceptance(rates, iteration, " validation" if split == "evaluation" else "")
 
     def _write(self, split: str, iteration: int, losses: dict[str, float], rates: AcceptanceRates | None) -> None:
         if self.folder is None or not is_last_rank():

@@ -36,14 +36,18 @@ def main(argv: list[str], on_cpu: bool) -> None:
         return
     settings = model_config.mtp
     metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir))
-    pretrain(
-        pretrain_cfg_container_from_args(args, model_config),
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        ForwardStep(settings, metrics),
-        get_embedding_ranks=get_embedding_ranks,
-        non_loss_data_func=metrics.end_evaluation,
-    )
+    try:
+        pretrain(
+            pretrain_cfg_container_from_args(args, model_config),
+            datasets_provider,
+            ModelType.encoder_or_decoder,
+            ForwardStep(settings, metrics),
+            get_embedding_ranks=get_embedding_ranks,
+            non_loss_data_func=metrics.end_evaluation,
+        )
+    except SystemExit:  # --exit-interval and its like end the loop so, on all ranks together
+        metrics.close()
+        raise
     metrics.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

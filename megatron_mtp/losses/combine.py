@@ -35,9 +35,10 @@ class LossSum:
 
 
 def sum_losses(losses_BS: Tensor, mask_BS: Tensor) -> LossSum:
-    """The sum over unmasked slots; whatever a masked slot's loss is, it does not count."""
+    """The sum over unmasked slots; a masked slot does not count, whatever its loss."""
     mask_BS = mask_BS.float()
-    return LossSum(torch.sum(losses_BS.float() * mask_BS), mask_BS.sum())
+    counted_BS = losses_BS.float().masked_fill(mask_BS == 0, 0) * mask_BS
+    return LossSum(counted_BS.sum(), mask_BS.sum())
 
 
 def combine(main: LossSum, depths: Sequence[LossSum], scaling_factor: float, per_token: bool) -> Tensor:

@@ -45,7 +45,7 @@ class Head:
     """The output head shared by the trunk and every depth, over this rank's slice of the vocabulary.
 
     Attributes:
-        project: hidden states [S, B, H] to logits [S, B, V / TP].
+        project: hidden states [S, B, H] to logits [S, B, V / TP], new ones that the caller may overwrite.
         cross_entropy: labels [B, S] and logits [S, B, V / TP] to losses [B, S].
         tp_group: ranks that hold the other slices.
     """

@@ -5,6 +5,7 @@ tensor types. `install()` answers each of these for the CPU, in this process alo
 device is present. The rows below are the whole of it.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,8 @@ def install() -> None:
         for row in rows():
             setattr(row.owner, row.name, row.replacement)
             SUBSTITUTIONS.append(row)
+    # Dropout's generator and the CPU's are two on a GPU and one here, of which Megatron would warn at every use.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 
 def _cuda_rows() -> list[Substitution]:
@@ -113,6 +116,11 @@ def _tensor_rows() -> list[Substitution]:
             torch.Tensor,
             "the optimizers sort parameters by names such as torch.cuda.FloatTensor",
             type=stand_ins.type_name,
+        ),
+        *_rows(
+            torch.utils.data.DataLoader,
+            "it draws a seed when it starts, which on a GPU is not dropout's generator: a resumed run would differ",
+            __init__=stand_ins.with_own_generator(torch.utils.data.DataLoader.__init__),
         ),
         *_rows(torch, "compiling small fusions takes longer than a short run", compile=stand_ins.not_compiled),
     ]

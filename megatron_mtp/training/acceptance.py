@@ -21,7 +21,7 @@ class AcceptanceCounts:
     """Sums over slots, each [D], float; add them over microbatches and ranks before asking for rates.
 
     Attributes:
-        valid: slots that have a label at depth d.
+        valid: slots that are not masked at depth d; one that is never reaches the depths after it.
         reached: of these, the ones where depths 1 .. d-1 were accepted.
         accepted: of these, the ones where depth d is accepted too.
         overlap: sum over valid slots of sum_v min(p, q).

@@ -107,6 +107,11 @@ def check_flags(args: Namespace) -> None:
             "--mtp-use-repeated-layer was given with --mtp-architecture parallel, where one repeated layer would make "
             "all depths the same; drop one of the two."
         )
+    if "quantile_balancing" in (args.moe_router_load_balancing_type or ()):
+        raise ValueError(
+            "--moe-router-load-balancing-type is quantile_balancing, which cannot leave out the slots that a depth "
+            "shifts in; give another type, such as aux_loss or none."
+        )
     if args.overlap_moe_expert_parallel_comm:
         raise ValueError(
             "--overlap-moe-expert-parallel-comm was given with --mtp-num-layers, whose depths its schedule does not "

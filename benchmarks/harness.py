@@ -1,0 +1,278 @@
+"""What every benchmark shares: the machine, interleaved timing, peaks of memory, goals, and the report.
+
+Comes in: the sides to compare, as functions that do one step each. Goes out: seconds of every round, a peak, and a
+report whose last line is one JSON object
+
+    {"benchmark": ..., "command": ..., "hardware": ..., "versions": ..., "results": ..., "goals": [...]}
+
+Nothing here knows of Megatron, and nothing is imported that would stop `megatron_mtp.platform.prepare()` from coming
+first.
+"""
+
+import ctypes
+import gc
+import itertools
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+MIB = 2**20
+PACKAGES = ("torch", "megatron-core", "megatron-mtp", "transformer-engine")
+OPERATORS: dict[str, Callable[[float, float], bool]] = {"<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One figure that was promised: what was measured against what it has to be; `value` is None if it was not."""
+
+    what: str
+    value: float | None
+    goal: float
+    op: str = "<="
+
+    def __post_init__(self) -> None:
+        if self.op not in OPERATORS:
+            raise ValueError(
+                f"the operator of goal '{self.what}' is '{self.op}'; choose one of {', '.join(OPERATORS)}."
+            )
+
+    @property
+    def met(self) -> bool:
+        return self.value is not None and OPERATORS[self.op](self.value, self.goal)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "met": self.met}
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What one step took: seconds of the clock, and of all this process's threads (less disturbed by other load)."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One side's seconds over another's, from rounds in which both ran.
+
+    Attributes:
+        ratio: of the two medians.
+        paired_ratio: median of the ratios within each round, which a load that comes and goes disturbs less.
+        paired_quartiles: 25 % and 75 % of those ratios.
+    """
+
+    ratio: float
+    paired_ratio: float
+    paired_quartiles: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory that a step held above what was held before it; `why` says what None stands for."""
+
+    mib: float | None
+    why: str | None = None
+
+
+def hardware(on_cpu: bool) -> dict[str, Any]:
+    """The machine in words, and how busy others keep it."""
+    return {
+        "device": cpu_name() if on_cpu else torch.cuda.get_device_name(),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """As the kernel calls it; the architecture where it does not say."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of what is measured; None for a package that is not installed."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def interleave(
+    sides: Mapping[str, Callable[[], object]],
+    repeats: int,
+    warm_up: int = 2,
+    synchronize: Callable[[], None] = lambda: None,
+) -> dict[str, list[Spent]]:
+    """Time of every step, the sides taking turns within each round: A B, B A, A B, ...
+
+    Args:
+        sides: name to what does one step.
+        repeats: rounds that are timed, each with one step of every side.
+        warm_up: rounds before them.
+        synchronize: waits until the device has done what it was given (`torch.cuda.synchronize`).
+    """
+    spent: dict[str, list[Spent]] = {name: [] for name in sides}
+    with _garbage_kept():
+        for number, order in enumerate(rounds(list(sides), warm_up + repeats)):
+            gc.collect()
+            for name in order:
+                one = _spent(sides[name], synchronize)
+                if number >= warm_up:
+                    spent[name].append(one)
+    return spent
+
+
+def rounds(names: Sequence[str], count: int) -> Iterator[list[str]]:
+    """The order of every round, each starting one further: for [a, b, c] that is abc, bca, cab, abc, ..."""
+    for number in range(count):
+        start = number % len(names)
+        yield [*names[start:], *names[:start]]
+
+
+def _spent(step: Callable[[], object], synchronize: Callable[[], None]) -> Spent:
+    synchronize()
+    wall, cpu = time.perf_counter(), time.process_time()
+    step()
+    synchronize()
+    return Spent(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """No collection in the middle of a step, and none of what was there before."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def compare(seconds: Sequence[float], base: Sequence[float]) -> Comparison:
+    """How much longer `seconds` are than `base`, whose entries are of the same rounds."""
+    ratios = [one / other for one, other in zip(seconds, base, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
+    return Comparison(
+        ratio=statistics.median(seconds) / statistics.median(base),
+        paired_ratio=statistics.median(ratios),
+        paired_quartiles=(low, high),
+    )
+
+
+def allocated_peak(step: Callable[[], object], on_cpu: bool) -> Peak:
+    """What torch's allocator handed out; the same from step to step, so that one step is enough."""
+    gc.collect()
+    return Peak(round((_profiled_peak if on_cpu else _cuda_peak)(step) / MIB, 1))
+
+
+def _cuda_peak(step: Callable[[], object]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _profiled_peak(step: Callable[[], object]) -> int:
+    """The CPU's allocator keeps no peak; the profiler notes every allocation and release."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    assert profiler.profiler is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes, initial=0))
+
+
+def resident_peak(step: Callable[[], object], on_cpu: bool, repeats: int = 3) -> Peak:
+    """What the process held in memory, the allocator's waste included: the median over `repeats` steps."""
+    if not on_cpu:
+        return Peak(None, "the step's memory is the device's")
+    try:
+        return Peak(round(statistics.median(_resident_peak(step) for _ in range(repeats)) / MIB, 1))
+    except OSError as error:
+        return Peak(None, f"not to be had here: {error}")
+
+
+def _resident_peak(step: Callable[[], object]) -> int:
+    """Raises OSError where the kernel keeps no high-water mark, or does not let it be reset."""
+    gc.collect()
+    _give_back_freed_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to what is resident now
+    before = _from_status("VmRSS")
+    step()
+    return _from_status("VmHWM") - before
+
+
+def _give_back_freed_memory() -> None:
+    """Else a step would find the pages of the last one, and seem to need none."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        raise OSError("its C library has no malloc_trim")
+    trim(0)
+
+
+def _from_status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Columns flush right; floats with three decimals."""
+    cells = [list(header), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def report(
+    benchmark: str, machine: dict[str, Any], results: dict[str, Any], goals: Sequence[Goal], tables: Sequence[str] = ()
+) -> None:
+    """Print the tables, the goals in words, and as the last line everything as one JSON object."""
+    sys.stderr.flush()
+    command = shlex.join(["python", *sys.argv])
+    for text in (f"{benchmark} on {machine['device']}: {command}", *tables):
+        print(f"\n{text}")
+    print()
+    for goal in goals:
+        print(f"{'met  ' if goal.met else 'UNMET'}  {goal.what}: {_cell(goal.value)} {goal.op} {goal.goal}")
+    summary = {
+        "benchmark": benchmark,
+        "command": command,
+        "hardware": machine,
+        "versions": versions(),
+        "results": results,
+        "goals": [goal.as_dict() for goal in goals],
+    }
+    print(json.dumps(summary), flush=True)

@@ -1,0 +1,172 @@
+"""One process, a world of one: tiny models of ours and of Megatron with the same weights, and batches for them.
+
+Import it only after `megatron_mtp.platform.prepare()` (conftest.py does that).
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+from torch import Tensor
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.losses import LOSSES
+from megatron_mtp.losses.combine import combine
+from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
+from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
+
+VOCABULARY, SLOTS, ROWS = 96, 16, 3
+LAMBDA = 0.3
+
+MOE: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_load_balancing_type": "none",
+}
+
+
+def join_world_of_one() -> None:
+    if torch.distributed.is_initialized():
+        return
+    backend = "gloo" if torch.cuda.current_device() == torch.device("cpu") else "nccl"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1234)
+
+
+def transformer_config(depths: int | None, **changes: Any) -> TransformerConfig:
+    """A Llama-like transformer of two layers; `changes` are fields of TransformerConfig."""
+    fields: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "transformer_impl": "local",
+        "mtp_num_layers": depths,
+        "mtp_loss_scaling_factor": LAMBDA,
+    }
+    return TransformerConfig(**{**fields, **changes})
+
+
+def our_model(
+    depths: int | None, tied: bool = False, architecture: str = "sequential", position: str = "rope", **changes: Any
+) -> MTPGPTModel:
+    config = MTPGPTModelConfig(
+        transformer=transformer_config(depths, **changes),
+        mtp=MTPConfig(mtp_architecture=architecture),
+        **_gpt_fields(tied, position),
+    )
+    model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    assert isinstance(model, MTPGPTModel)
+    randomise(model)
+    return model.cuda()
+
+
+def megatron_model(depths: int | None, tied: bool = False, position: str = "rope", **changes: Any) -> GPTModel:
+    config = GPTModelConfig(transformer=transformer_config(depths, **changes), **_gpt_fields(tied, position))
+    return GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups()).cuda()
+
+
+def _gpt_fields(tied: bool, position: str) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "seq_length": SLOTS,
+        "position_embedding_type": position,
+        "share_embeddings_and_output_weights": tied,
+    }
+
+
+def randomise(model: torch.nn.Module, seed: int = 1) -> None:
+    """Weights large enough that every part of the model shows in the loss; norms around 1, but no norm is 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 else 0.2 * noise)
+
+
+def megatron_name(name: str) -> str:
+    """Our parameter's name in Megatron's own MTP."""
+    return name.replace(".tf_layer.", ".mtp_model_layer.")
+
+
+def copy_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    """Every parameter, by name; both sides must have the same ones."""
+    source = {megatron_name(name): parameter for name, parameter in ours.named_parameters()}
+    target = dict(theirs.named_parameters())
+    assert source.keys() == target.keys()
+    with torch.no_grad():
+        for name, parameter in target.items():
+            parameter.copy_(source[name])
+
+
+def make_batch(depths: int, loss_mask_BS: Tensor | None = None, seed: int = 2) -> dict[str, Any]:
+    """Whole sequences and their depths; the default mask has holes (about a fifth of the slots, a first and a last)."""
+    generator = torch.Generator().manual_seed(seed)
+    stream_BS = torch.randint(1, VOCABULARY, (ROWS, SLOTS + 1), generator=generator).cuda()
+    if loss_mask_BS is None:
+        loss_mask_BS = (torch.rand(ROWS, SLOTS, generator=generator) > 0.2).float()
+        loss_mask_BS[0, 0] = loss_mask_BS[1, -1] = 0
+    batch: dict[str, Any] = {
+        "tokens": stream_BS[:, :-1].contiguous(),
+        "labels": stream_BS[:, 1:].contiguous(),
+        "loss_mask": loss_mask_BS.cuda(),
+        "position_ids": torch.arange(SLOTS).expand(ROWS, SLOTS).contiguous().cuda(),
+        "attention_mask": torch.ones(1, 1, SLOTS, SLOTS).tril().logical_not().cuda(),
+    }
+    if depths:
+        add_depths(batch, depths, None)
+    return batch
+
+
+def forward_ours(model: MTPGPTModel, batch: dict[str, Any], depths: DepthBatch | None = None) -> ObjectiveOutput:
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        output_processor=NextTokensObjective(LOSSES["ce"], False),
+        output_processor_context=depth_batch(batch) if depths is None else depths,
+    )
+    assert isinstance(output, ObjectiveOutput)
+    return output
+
+
+def loss_of(output: ObjectiveOutput, factor: float = LAMBDA) -> Tensor:
+    """The loss of the microbatch, as Megatron's schedule makes it of what `combine` returns."""
+    return combine(output.main, output.depths, factor, per_token=False) / output.main.tokens.clamp(min=1)
+
+
+def mean_losses(output: ObjectiveOutput) -> Tensor:
+    """[1 + D], the trunk's first."""
+    return torch.stack([sums.total / sums.tokens.clamp(min=1) for sums in (output.main, *output.depths)]).detach()
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    grads = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        grads[name] = parameter.grad
+    return grads
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """max |a - b| / max |b|; 0 where both are zero throughout."""
+    largest = theirs.abs().max().item()
+    difference = (ours - theirs).abs().max().item()
+    return difference if largest == 0 else difference / largest

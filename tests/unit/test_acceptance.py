@@ -1,0 +1,145 @@
+"""training/acceptance.py with a head that passes logits through: three words, rates that a person can count.
+
+At slot i depth d drafts the token for which the trunk's word stands at slot i + d.
+"""
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.model.sharing import Head
+from megatron_mtp.training.acceptance import AcceptanceCounts, acceptance_rates, count_acceptance
+
+WORDS = 3
+
+
+@pytest.fixture
+def head(megatron: None) -> Head:
+    def project(logits_SBV: Tensor) -> Tensor:
+        return logits_SBV.clone()  # a head makes new logits, which the measurement may overwrite
+
+    def no_loss(labels_BS: Tensor, logits_SBV: Tensor) -> Tensor:
+        raise AssertionError("acceptance needs no loss")
+
+    return Head(project, no_loss, parallel_state.get_tensor_model_parallel_group())
+
+
+def words(*rows: list[int]) -> Tensor:
+    """Logits [S, B, V] whose argmax is the given word at each slot, one list a row."""
+    return torch.nn.functional.one_hot(torch.tensor(rows), WORDS).float().transpose(0, 1).cuda()
+
+
+def document(rows: int, slots: int, depths: int, mask_BS: Tensor | None = None) -> DepthBatch:
+    batch = {
+        "tokens": None,
+        "labels": torch.ones(rows, slots, dtype=torch.long).cuda(),
+        "loss_mask": (torch.ones(rows, slots) if mask_BS is None else mask_BS).cuda(),
+    }
+    add_depths(batch, depths, None)
+    return depth_batch(batch)
+
+
+def lists(counts: AcceptanceCounts) -> list[list[float]]:
+    return [counts.valid.tolist(), counts.reached.tolist(), counts.accepted.tolist()]
+
+
+def test_a_depth_counts_where_the_depths_before_it_were_accepted(head: Head) -> None:
+    trunk = words([0, 1, 2, 1])
+    first = words([1, 0, 1, 0])  # the trunk says 1 2 1: yes no yes; slot 3 has no label
+    second = words([2, 1, 0, 0])  # the trunk says 2 1: yes, and yes where depth 1 was wrong; slots 2, 3 have no label
+    counts = count_acceptance(trunk, [first, second], head, document(1, 4, 2))
+    assert lists(counts) == [[3, 2], [3, 1], [2, 1]]
+    rates = acceptance_rates(counts.stacked())
+    assert rates.conditional == pytest.approx([2 / 3, 1])
+    assert rates.length == pytest.approx(1 + 2 / 3 + 2 / 3 * 1)
+
+
+def test_rates_and_expected_length_of_summed_counts() -> None:
+    valid, reached, accepted, overlap = [10.0, 8.0, 6.0], [10.0, 4.0, 1.0], [5.0, 1.0, 0.0], [7.0, 2.0, 3.0]
+    rates = acceptance_rates(torch.tensor([valid, reached, accepted, overlap]))
+    assert rates.conditional == [0.5, 0.25, 0]
+    assert rates.overlap == pytest.approx([0.7, 0.25, 0.5])
+    assert rates.length == 1 + 0.5 + 0.5 * 0.25
+
+
+def test_a_depth_that_was_never_reached_has_rate_zero() -> None:
+    rates = acceptance_rates(torch.tensor([[4.0, 0], [4, 0], [0, 0], [1, 0]]))
+    assert (rates.conditional, rates.overlap, rates.length) == ([0, 0], [0.25, 0], 1)
+
+
+def test_overlap_is_the_sum_of_the_smaller_probabilities(head: Head) -> None:
+    target = torch.tensor([[0.2, 0.3, 0.5], [0.5, 0.25, 0.25], [0.1, 0.1, 0.8]])  # the trunk's, slots 0 1 2
+    draft = torch.tensor([[0.25, 0.25, 0.5], [0.6, 0.3, 0.1], [1 / 3, 1 / 3, 1 / 3]])
+    # slot 0 against the trunk's slot 1: .25 + .25 + .25; slot 1 against slot 2: .1 + .1 + .1; slot 2 has no label
+    counts = count_acceptance(
+        target.log().unsqueeze(1).cuda(), [draft.log().unsqueeze(1).cuda()], head, document(1, 3, 1)
+    )
+    assert counts.overlap.tolist() == pytest.approx([0.75 + 0.3])
+    assert acceptance_rates(counts.stacked()).overlap == pytest.approx([(0.75 + 0.3) / 2])
+
+
+def test_a_perfect_drafter_is_always_accepted(head: Head) -> None:
+    slots, depths = 7, 3
+    trunk_SBV = torch.randn(slots, 2, WORDS, generator=torch.Generator().manual_seed(3)).cuda()
+    ahead = [trunk_SBV.roll(-depth, dims=0) for depth in range(1, depths + 1)]
+    rates = acceptance_rates(count_acceptance(trunk_SBV, ahead, head, document(2, slots, depths)).stacked())
+    assert rates.conditional == [1, 1, 1]
+    assert rates.overlap == pytest.approx([1, 1, 1])
+    assert rates.length == 4
+
+
+@pytest.mark.parametrize("garbage", [0, 1, 2])
+def test_slots_beyond_the_document_do_not_count(head: Head, garbage: int) -> None:
+    """Two documents of two slots: only their first slots have a second label, none has a third."""
+    batch = {"tokens": None, "labels": torch.ones(1, 4, dtype=torch.long).cuda(), "loss_mask": torch.ones(1, 4).cuda()}
+    add_depths(batch, 2, torch.tensor([[0, 0, 1, 1]]).cuda())
+    trunk = words([0, 1, 0, 2])
+    drafts = [words([1, garbage, 2, garbage]), words([garbage] * 4)]
+    counts = count_acceptance(trunk, drafts, head, depth_batch(batch))
+    assert lists(counts) == [[2, 0], [2, 0], [2, 0]]
+    assert counts.overlap[1] == 0
+
+
+def test_the_mask_decides_and_not_the_label(head: Head) -> None:
+    mask_BS = torch.tensor([[1.0, 1, 0, 1]])  # the label at slot 2 is masked: depth 1 at slot 1, depth 2 at slot 0
+    counts = count_acceptance(
+        words([0, 1, 2, 0]), [words([1, 2, 0, 0]), words([2, 0, 0, 0])], head, document(1, 4, 2, mask_BS)
+    )
+    assert lists(counts) == [[2, 1], [2, 0], [2, 0]]  # at slot 1 depth 2 is right, but depth 1 was not judged there
+
+
+def test_counts_are_the_same_as_a_loop_over_slots(head: Head) -> None:
+    rows, slots, depths = 3, 30, 3
+    generator = torch.Generator().manual_seed(4)
+
+    def random_words() -> Tensor:
+        return torch.randint(0, WORDS, (rows, slots), generator=generator)
+
+    trunk, drafts = random_words(), [random_words() for _ in range(depths)]
+    mask_BS = (torch.rand(rows, slots, generator=generator) > 0.1).float()
+    expected = [[0.0] * depths for _ in range(3)]
+    for row in range(rows):
+        for slot in range(slots):
+            accepted = True
+            for depth in range(1, depths + 1):
+                valid = slot + depth < slots and mask_BS[row, slot + depth] > 0
+                reached = valid and accepted
+                accepted = reached and bool(drafts[depth - 1][row, slot] == trunk[row, slot + depth])
+                for count, met in zip(expected, (valid, reached, accepted), strict=True):
+                    count[depth - 1] += met
+    counts = count_acceptance(
+        words(*trunk.tolist()),
+        [words(*draft.tolist()) for draft in drafts],
+        head,
+        document(rows, slots, depths, mask_BS),
+    )
+    assert lists(counts) == expected
+    assert expected[2][2] > 0, "the example never comes to the last depth"
+
+
+def test_measuring_keeps_no_graph(head: Head) -> None:
+    trunk = words([0, 1, 2]).requires_grad_()
+    counts = count_acceptance(trunk, [words([1, 2, 0]).requires_grad_()], head, document(1, 3, 1))
+    assert not counts.stacked().requires_grad

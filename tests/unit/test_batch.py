@@ -1,0 +1,80 @@
+"""data/batch.py: what depth d sees and predicts at slot i, in literal numbers."""
+
+from typing import Any
+
+import torch
+
+from megatron_mtp.data.batch import add_depths, depth_batch, mask_ignored_labels
+
+SIX = {
+    "tokens": torch.tensor([[10, 11, 12, 13, 14, 15]]),
+    "labels": torch.tensor([[11, 12, 13, 14, 15, 16]]),
+    "loss_mask": torch.tensor([[1.0, 1, 0, 1, 1, 1]]),
+}
+
+
+def test_depth_d_sees_the_token_d_later_and_predicts_the_one_after_it() -> None:
+    batch: dict[str, Any] = dict(SIX)
+    add_depths(batch, 2, None)
+    depths = depth_batch(batch)
+    assert depths.tokens_DBS is not None
+    assert depths.tokens_DBS.tolist() == [[[11, 12, 13, 14, 15, 0]], [[12, 13, 14, 15, 0, 0]]]
+    assert depths.labels_DBS.tolist() == [[[12, 13, 14, 15, 16, 0]], [[13, 14, 15, 16, 0, 0]]]
+    assert depths.loss_mask_DBS.tolist() == [[[1, 0, 1, 1, 1, 0]], [[0, 1, 1, 1, 0, 0]]]
+    assert depths.inside_DBS.int().tolist() == [[[1, 1, 1, 1, 1, 0]], [[1, 1, 1, 1, 0, 0]]]
+    assert depths.labels_BS is batch["labels"]
+    assert depths.loss_mask_BS is batch["loss_mask"]
+
+
+def test_no_depth_crosses_a_document() -> None:
+    batch: dict[str, Any] = dict(SIX)
+    add_depths(batch, 2, torch.tensor([[0, 0, 0, 1, 1, 1]]))
+    depths = depth_batch(batch)
+    assert depths.tokens_DBS is not None
+    assert depths.tokens_DBS.tolist() == [[[11, 12, 0, 14, 15, 0]], [[12, 0, 0, 15, 0, 0]]]
+    assert depths.labels_DBS.tolist() == [[[12, 13, 0, 15, 16, 0]], [[13, 0, 0, 16, 0, 0]]]
+    assert depths.loss_mask_DBS.tolist() == [[[1, 0, 0, 1, 1, 0]], [[0, 0, 0, 1, 0, 0]]]
+    assert depths.inside_DBS.int().tolist() == [[[1, 1, 0, 1, 1, 0]], [[1, 0, 0, 1, 0, 0]]]
+
+
+def test_added_tensors_have_the_sequence_second_so_that_one_slicing_serves_all() -> None:
+    batch: dict[str, Any] = {name: value.repeat(3, 1) for name, value in SIX.items()}
+    add_depths(batch, 2, None)
+    added = {name for name in batch if name.startswith("depth_")}
+    assert added == {"depth_tokens", "depth_labels", "depth_loss_mask", "depth_inside"}
+    assert {tuple(batch[name].shape) for name in added} == {(3, 6, 2)}
+    for name in batch:  # what context parallelism does, here for the middle of the sequence
+        batch[name] = batch[name][:, 2:4]
+    depths = depth_batch(batch)
+    assert depths.tokens_DBS is not None
+    assert depths.tokens_DBS[:, 0].tolist() == [[13, 14], [14, 15]]
+    assert depths.labels_DBS[:, 0].tolist() == [[14, 15], [15, 16]]
+    assert depths.labels_DBS.is_contiguous()
+
+
+def test_labels_of_minus_100_are_masked_at_every_depth() -> None:
+    batch: dict[str, Any] = dict(SIX, labels=torch.tensor([[11, 12, 13, -100, 15, -100]]))
+    mask_ignored_labels(batch)
+    assert batch["labels"].tolist() == [[11, 12, 13, 0, 15, 0]]
+    assert batch["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 0]]
+    assert SIX["loss_mask"].tolist() == [[1, 1, 0, 1, 1, 1]], "the tensor that was given is left alone"
+    add_depths(batch, 1, None)
+    depths = depth_batch(batch)
+    assert depths.labels_DBS.tolist() == [[[12, 13, 0, 15, 0, 0]]]
+    assert depths.loss_mask_DBS.tolist() == [[[1, 0, 0, 1, 0, 0]]]
+
+
+def test_a_stage_without_tokens_still_gets_labels() -> None:
+    batch: dict[str, Any] = dict(SIX, tokens=None)
+    add_depths(batch, 1, None)
+    depths = depth_batch(batch)
+    assert depths.tokens_DBS is None
+    assert depths.labels_DBS.tolist() == [[[12, 13, 14, 15, 16, 0]]]
+
+
+def test_a_batch_without_depths_has_none() -> None:
+    depths = depth_batch(dict(SIX))
+    for tensor in (depths.tokens_DBS, depths.labels_DBS, depths.loss_mask_DBS, depths.inside_DBS):
+        assert tensor is not None
+        assert tensor.shape == (0, 1, 6)
+    assert depths.labels_BS is SIX["labels"]

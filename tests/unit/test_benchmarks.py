@@ -1,0 +1,128 @@
+"""benchmarks/: the harness with numbers that a person can check, and one smoke run of the step's benchmark."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks import harness  # noqa: E402
+from benchmarks.harness import Goal, Peak, compare, interleave, rounds  # noqa: E402
+
+KEYS = {"benchmark", "command", "hardware", "versions", "results", "goals"}
+
+
+@pytest.mark.parametrize(
+    ("value", "op", "met"),
+    [(1.05, "<=", True), (1.051, "<=", False), (1.05, ">=", True), (1.0, ">=", False), (None, "<=", False)],
+)
+def test_a_goal_is_met_or_not(value: float | None, op: str, met: bool) -> None:
+    goal = Goal("ratio at D=1", value, 1.05, op)
+    assert goal.as_dict() == {"what": "ratio at D=1", "value": value, "goal": 1.05, "op": op, "met": met}
+
+
+def test_a_goal_with_another_operator_is_refused() -> None:
+    with pytest.raises(ValueError, match="'<'; choose one of <=, >="):
+        Goal("ratio", 1.0, 1.05, "<")
+
+
+def test_sides_take_turns_in_going_first() -> None:
+    assert list(rounds(["a", "b"], 3)) == [["a", "b"], ["b", "a"], ["a", "b"]]
+    assert list(rounds(["a", "b", "c"], 3)) == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+
+
+def test_interleave_times_every_round_but_those_of_the_warm_up() -> None:
+    ran: list[str] = []
+    sides = {name: lambda name=name: ran.append(name) for name in "ab"}
+    spent = interleave(sides, repeats=3, warm_up=1, synchronize=lambda: ran.append("."))
+    assert "".join(ran) == ".a..b." + ".b..a." + ".a..b." + ".b..a."
+    assert {name: len(values) for name, values in spent.items()} == {"a": 3, "b": 3}
+    assert all(one.wall > 0 and one.cpu >= 0 for values in spent.values() for one in values)
+
+
+def test_compare_gives_the_ratio_of_medians_and_the_ratios_by_round() -> None:
+    comparison = compare([2.0, 4.0, 6.0], [1.0, 2.0, 2.0])  # by round 2, 2, 3
+    assert comparison == harness.Comparison(ratio=2.0, paired_ratio=2.0, paired_quartiles=(2.0, 2.5))
+    assert compare([3.0], [2.0]) == harness.Comparison(1.5, 1.5, (1.5, 1.5))
+
+
+def test_compare_is_not_moved_by_a_load_that_meets_both_sides_of_a_round() -> None:
+    comparison = compare([1.0, 1.0, 9.0, 9.0], [1.0, 1.0, 9.0, 9.0])
+    assert comparison.paired_quartiles == (1.0, 1.0)
+
+
+def two_tensors_at_once() -> None:
+    torch.ones(2**20) + torch.ones(2**20)  # 4 MiB each, and 4 for the sum
+
+
+def two_tensors_in_turn() -> None:
+    for _ in range(2):
+        torch.ones(2**20)
+
+
+def test_the_allocated_peak_counts_what_is_held_together() -> None:
+    assert harness.allocated_peak(two_tensors_at_once, on_cpu=True) == Peak(12.0)
+    assert harness.allocated_peak(two_tensors_in_turn, on_cpu=True) == Peak(4.0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux keeps the high-water mark here")
+def test_the_resident_peak_is_that_of_the_step() -> None:
+    peak = harness.resident_peak(lambda: torch.ones(2**24), on_cpu=True)  # 64 MiB
+    assert peak.mib is None or 60 <= peak.mib < 80
+
+
+def test_a_machine_without_a_resident_peak_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/proc/self/clear_refs")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    peak = harness.resident_peak(lambda: None, on_cpu=True)
+    assert peak.mib is None
+    assert "Permission denied: '/proc/self/clear_refs'" in str(peak.why)
+
+
+def test_the_cpu_is_called_as_the_kernel_calls_it(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Some CPU @ 2.0: GHz\nmodel name\t: other\n")
+    assert harness.cpu_name(tmp_path / "cpuinfo") == "Some CPU @ 2.0: GHz"
+    assert harness.cpu_name(tmp_path / "none")
+
+
+def test_versions_name_what_is_measured_and_what_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "PACKAGES", ("torch", "no-such-package"))
+    assert harness.versions() | {"python": "", "torch": ""} == {"python": "", "torch": "", "no-such-package": None}
+
+
+def test_a_table_is_flush_right() -> None:
+    assert harness.table(("side", "s"), [("ours", 0.25), ("b", None)]) == (
+        "side      s\n----  -----\nours  0.250\n   b      -"
+    )
+
+
+def test_a_report_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    goals = [Goal("ratio at D=1", 1.5, 1.05), Goal("ratio at D=2", 1.0, 1.05)]
+    harness.report("name", {"device": "machine"}, {"D=1": 1.5}, goals, ["a table"])
+    *words, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last).keys() == KEYS
+    assert "a table" in words
+    assert "UNMET  ratio at D=1: 1.500 <= 1.05" in words
+    assert "met    ratio at D=2: 1.000 <= 1.05" in words
+
+
+def test_train_step_runs_and_ends_with_its_report() -> None:
+    script = str(REPOSITORY / "benchmarks" / "train_step.py")
+    run = subprocess.run([sys.executable, script, "--quick", "--depths", "1"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    summary = json.loads(run.stdout.splitlines()[-1])
+    assert summary.keys() == KEYS
+    assert summary["benchmark"] == "train_step"
+    assert summary["command"].endswith("train_step.py --quick --depths 1")
+    result = summary["results"]["D=1"]
+    assert result["first_step"]["megatron-mtp"] == pytest.approx(result["first_step"]["Megatron"], rel=1e-3)
+    assert result["allocated_peak"].keys() == result["resident_peak"].keys() == {"megatron-mtp", "Megatron"}
+    (goal,) = summary["goals"]
+    assert (goal["value"], goal["goal"], goal["op"]) == (result["ratio"], 1.05, "<=")

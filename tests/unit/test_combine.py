@@ -1,0 +1,119 @@
+"""losses/combine.py: one scalar out of all losses, in numbers that a person can check."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.losses.combine import LossSum, combine, sum_depths, sum_losses
+
+
+def loss_sum(total: float, tokens: int) -> LossSum:
+    return LossSum(torch.tensor(total), torch.tensor(float(tokens)))
+
+
+MAIN = loss_sum(8.0, 4)  # mean 2
+DEPTHS = [loss_sum(9.0, 3), loss_sum(10.0, 2)]  # means 3 and 5
+
+
+def test_default_is_the_main_mean_plus_lambda_over_d_times_the_depths_means() -> None:
+    scalar = combine(MAIN, DEPTHS, 0.5, per_token=False)
+    assert scalar.item() / 4 == 2 + 0.5 / 2 * (3 + 5)  # the schedule divides by the 4 main tokens
+
+
+def test_per_token_adds_sums_which_the_schedule_divides_by_the_main_tokens() -> None:
+    assert combine(MAIN, DEPTHS, 0.5, per_token=True).item() == 8 + 0.5 / 2 * (9 + 10)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_without_depths_the_loss_is_the_trunks(per_token: bool) -> None:
+    assert combine(MAIN, [], 0.5, per_token).item() == 8
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("factor", [0.0, 0.1])
+def test_a_depth_without_tokens_adds_nothing(factor: float, per_token: bool) -> None:
+    alone = combine(MAIN, [DEPTHS[0], loss_sum(0, 0)], factor, per_token)
+    assert alone.item() == pytest.approx(8 + factor / 2 * (9 if per_token else 4 * 3))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("main_tokens", [0, 2])
+def test_an_empty_mask_gives_gradient_zero_and_not_nan(main_tokens: int, per_token: bool) -> None:
+    losses_BS = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+    depth_losses_BS = torch.tensor([[4.0, 5.0, 6.0]], requires_grad=True)
+    mask_BS = torch.zeros(1, 3)
+    main_mask_BS = (torch.arange(3) < main_tokens).float().unsqueeze(0)
+    main, empty = sum_losses(losses_BS, main_mask_BS), sum_losses(depth_losses_BS, mask_BS)
+    loss = combine(main, [empty, empty], 0.3, per_token)
+    loss.backward()
+    assert loss.item() == [0, 1, 3][main_tokens]
+    assert losses_BS.grad is not None
+    assert losses_BS.grad.tolist() == main_mask_BS.tolist()
+    assert depth_losses_BS.grad is not None
+    assert depth_losses_BS.grad.tolist() == [[0, 0, 0]]
+
+
+def test_a_masked_slot_does_not_count_whatever_its_loss() -> None:
+    mask_BS = torch.tensor([[1, 0, 1, 0]])
+    sums = sum_losses(torch.tensor([[1.0, 3e38, 2.0, -7.0]]), mask_BS)
+    assert (sums.total.item(), sums.tokens.item()) == (3, 2)
+
+
+def test_sums_are_made_in_float32() -> None:
+    sums = sum_losses(torch.full((1, 4096), 1.0, dtype=torch.bfloat16), torch.ones(1, 4096, dtype=torch.bool))
+    assert (sums.total.item(), sums.tokens.item()) == (4096, 4096)
+
+
+def test_every_depth_has_its_own_mask() -> None:
+    none_BS = torch.zeros(1, 3)
+    batch = DepthBatch(none_BS, none_BS, None, none_BS, torch.tensor([[[1.0, 1, 0]], [[1.0, 0, 0]]]), none_BS)
+    first, second = sum_depths([torch.tensor([[1.0, 2, 4]]), torch.tensor([[8.0, 16, 32]])], batch)
+    assert (first.total.item(), first.tokens.item()) == (3, 2)
+    assert (second.total.item(), second.tokens.item()) == (8, 1)
+    with pytest.raises(ValueError, match="zip"):
+        sum_depths([torch.tensor([[1.0, 2, 4]])], batch)
+
+
+def gradient_of_cut(cut: list[int], per_token: bool) -> Tensor:
+    """Gradient of 12 slots' losses for a global batch cut into microbatches of these sizes, as Megatron sums it."""
+    losses = torch.arange(24, dtype=torch.float64).view(2, 12).requires_grad_()  # the trunk's and one depth's
+    masks = torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1], [1, 1, 0, 0, 1, 0, 1, 0, 0, 1, 1, 0]])
+    start, total, tokens = 0, torch.tensor(0.0), torch.tensor(0.0)
+    for size in cut:
+        slots = slice(start, start + size)
+        main, depth = (sum_losses(losses[row : row + 1, slots], masks[row : row + 1, slots]) for row in (0, 1))
+        scalar = combine(main, [depth], 0.5, per_token)
+        total = total + (scalar if per_token else scalar / main.tokens / len(cut))
+        start, tokens = start + size, tokens + main.tokens
+    (total / tokens if per_token else total).backward()
+    assert losses.grad is not None
+    return losses.grad
+
+
+def test_per_token_gradients_do_not_depend_on_the_cut_into_microbatches() -> None:
+    whole = gradient_of_cut([12], per_token=True)
+    assert whole[0].tolist() == pytest.approx([m / 10 for m in (1, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1)])
+    assert whole[1].tolist() == pytest.approx([m / 20 for m in (1, 1, 0, 0, 1, 0, 1, 0, 0, 1, 1, 0)])
+    for cut in ([6, 6], [4, 4, 4], [1, 11], [5, 3, 4]):
+        assert torch.allclose(gradient_of_cut(cut, per_token=True), whole)
+
+
+def test_default_gradients_do_depend_on_it() -> None:
+    """What the per-token mode is for; if this fails, the test above proves nothing."""
+    assert not torch.allclose(gradient_of_cut([5, 7], per_token=False), gradient_of_cut([12], per_token=False))
+
+
+def test_report_is_sum_and_tokens_and_logs_zero_where_there_are_none() -> None:
+    assert MAIN.report().tolist() == [8, 4]
+    total, tokens = loss_sum(0, 0).report()
+    assert (total / tokens).item() == 0
+    total, tokens = loss_sum(0, 0).report() + loss_sum(9.0, 3).report()
+    assert math.isclose((total / tokens).item(), 3)
+
+
+def test_report_holds_no_graph() -> None:
+    sums = sum_losses(torch.ones(1, 2, requires_grad=True), torch.ones(1, 2))
+    assert not sums.report().requires_grad

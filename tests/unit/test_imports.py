@@ -1,0 +1,86 @@
+"""Which room of the package may import which: read from the source, so that no import need be run."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import megatron_mtp
+
+PACKAGE = Path(megatron_mtp.__file__).parent
+LOW = {"config", "platform"}
+ALLOWED: dict[str, set[str]] = {
+    "config": set(),
+    "platform": {"platform"},
+    "data": LOW | {"data"},
+    "model": LOW | {"data", "model"},
+    "losses": {"config", "data", "model", "losses"},
+    "checkpoint": LOW | {"data", "model", "losses", "checkpoint", "drafting"},
+    "drafting": LOW | {"data", "model", "losses", "checkpoint", "drafting"},
+    "training": LOW | {"data", "model", "losses", "checkpoint", "drafting", "training"},
+}
+"""Room to the rooms that its files may import from."""
+
+WITHOUT_MEGATRON = ["config.py", "data/shift.py", "data/batch.py", "losses/combine.py"]
+"""Plain torch: readable, and usable, without knowing Megatron."""
+
+
+def imported_modules(source: str, package: str) -> list[str]:
+    """Dotted names that the source imports anywhere, inside functions too; `package` resolves relative imports."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: 1 - node.level or None] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            names += [f"{base}.{alias.name}" for alias in node.names]
+    return names
+
+
+def wrong_imports(file: str, source: str) -> list[str]:
+    """Imports of our own rooms that the file, named by its path in the package, may not have."""
+    parts = Path(file).with_suffix("").parts
+    package = ".".join(("megatron_mtp", *parts[:-1]))
+
+    def is_wrong(name: str) -> bool:
+        top, *rest = name.split(".")
+        if top == "megatron_mtp":
+            return rest[0] not in ALLOWED[parts[0]]
+        return top == "megatron" and file in WITHOUT_MEGATRON
+
+    return [name for name in imported_modules(source, package) if is_wrong(name)]
+
+
+def files() -> list[str]:
+    paths = (str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+    return sorted(path for path in paths if path != "__init__.py")
+
+
+@pytest.mark.parametrize("file", files())
+def test_a_file_imports_only_from_rooms_below_it(file: str) -> None:
+    assert wrong_imports(file, (PACKAGE / file).read_text(encoding="utf-8")) == []
+
+
+def test_the_plain_modules_are_where_this_test_looks_for_them() -> None:
+    assert set(WITHOUT_MEGATRON) <= set(files())
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "wrong"),
+    [
+        ("data/shift.py", "from megatron_mtp.model import mtp", ["megatron_mtp.model.mtp"]),
+        ("data/shift.py", "from megatron_mtp import model", ["megatron_mtp.model"]),
+        ("data/shift.py", "from ..model.mtp import x", ["megatron_mtp.model.mtp.x"]),
+        ("data/shift.py", "def f():\n    import megatron_mtp.losses.combine", ["megatron_mtp.losses.combine"]),
+        ("data/shift.py", "from megatron.core import mpu", ["megatron.core.mpu"]),
+        ("model/mtp.py", "from megatron_mtp.losses import LOSSES", ["megatron_mtp.losses.LOSSES"]),
+        ("drafting/draft.py", "import megatron_mtp.training.run as run", ["megatron_mtp.training.run"]),
+        ("checkpoint/a.py", "from megatron_mtp.training.run import main", ["megatron_mtp.training.run.main"]),
+        ("platform/cpu.py", "from megatron_mtp.config import MTPConfig", ["megatron_mtp.config.MTPConfig"]),
+        ("model/mtp.py", "from megatron.core import mpu\nfrom . import sharing\nfrom ..data import batch", []),
+        ("training/run.py", "from megatron_mtp.checkpoint.mcore_store import x", []),
+    ],
+)
+def test_the_check_sees_a_planted_import(file: str, source: str, wrong: list[str]) -> None:
+    assert wrong_imports(file, source) == wrong

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
@@ -66,6 +67,7 @@ class MTPGPTModel(GPTModel):
             assert mtp_submodules is not None
             attach_embedding(self)
             self.mtp = MultiTokenPredictionBlock(self.config, mtp_submodules, self.pg_collection, self.vp_stage)
+            self._tell_precision()
         if self.pre_process or self.post_process or self.mtp_process:
             self.setup_embeddings_and_output_layer()
 
@@ -73,6 +75,12 @@ class MTPGPTModel(GPTModel):
         """Megatron's, which copies the embedding between stages: only once the MTP stage has its own."""
         if self._trunk_is_built:
             super().setup_embeddings_and_output_layer()
+
+    def _tell_precision(self) -> None:
+        """Hand the depths' TE modules their part of the quantisation recipe, as Megatron does for the trunk's."""
+        for name, module in self.mtp.named_modules(prefix="mtp"):
+            if hasattr(module, "finish_init"):
+                module.finish_init(get_quant_config_or_none(name, self.config.quant_recipe))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
         """Layers that are absent from the checkpoint are made as `mtp_init` says; from then on they are like others."""

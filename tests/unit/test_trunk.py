@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron_single import (
     MOE,
@@ -130,3 +131,11 @@ def test_two_models_of_a_process_share_no_state() -> None:
     assert all(parameter.grad is None for parameter in first.parameters())
     assert step(first, make_batch(2)) == alone
     assert not MTPLossLoggingHelper.tracker, "Megatron's class-level tracker is not used"
+
+
+def test_every_module_hears_of_the_quantisation_recipe_once(megatron: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TE modules have `finish_init`; here Megatron's linear layer stands in for them."""
+    told: list[torch.nn.Module] = []
+    monkeypatch.setattr(ColumnParallelLinear, "finish_init", lambda module, recipe: told.append(module), raising=False)
+    model = our_model(2)
+    assert told == [module for module in model.modules() if isinstance(module, ColumnParallelLinear)]

@@ -130,6 +130,16 @@ def without_cuda_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return on_cpu
 
 
+def with_own_generator(init: Callable[..., None]) -> Callable[..., None]:
+    """`DataLoader.__init__`, with a generator of the loader's own where none is given."""
+
+    @functools.wraps(init)
+    def own(loader: Any, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> None:
+        init(loader, *args, generator=torch.Generator() if generator is None else generator, **kwargs)
+
+    return own
+
+
 def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`Tensor.to` takes its device by position too."""
     if args and _names_cuda(args[0]):

@@ -1,0 +1,9 @@
+"""One set of records for all tests of a session."""
+
+import pytest
+from records import Records
+
+
+@pytest.fixture(scope="session")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return Records(tmp_path_factory.mktemp("layouts"))

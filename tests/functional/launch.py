@@ -1,0 +1,74 @@
+"""Runs whole commands the way a user would, one or several processes; a failure shows the end of what they printed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 300
+
+TINY_RUN = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --mtp-num-layers 2 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0"
+).split()
+"""A model that trains in 30 ms a step on two cores."""
+
+
+def python(script: str | Path, *arguments: str) -> list[str]:
+    """The command of a single process; `script` is relative to the repository."""
+    return [sys.executable, str(ROOT / script), *arguments]
+
+
+def torchrun(processes: int, script: str | Path, *arguments: str) -> list[str]:
+    """The command of several processes on this machine, on a port that is free."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*launcher, str(ROOT / script), *arguments]
+
+
+def pretrain(*flags: str, processes: int = 1) -> list[str]:
+    """`pretrain_gpt.py` with the tiny model and these flags beside."""
+    arguments = [*TINY_RUN, *flags]
+    if processes == 1:
+        return python("pretrain_gpt.py", *arguments)
+    return torchrun(processes, "pretrain_gpt.py", *arguments)
+
+
+def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a command; everything it prints goes to `log`."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in ranks}
+    with open(log, "wb") as output:
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a command at once, with every process that it has started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def finish(process: subprocess.Popen[bytes], log: Path) -> str:
+    """What it printed, once it has ended well; AssertionError otherwise."""
+    try:
+        status = process.wait(TIMEOUT)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        status = f"killed after {TIMEOUT} s"
+    printed = log.read_text(errors="replace")
+    assert status == 0, f"exit status {status}; the end of {log}:\n{printed[-4000:]}"
+    return printed
+
+
+def run(command: list[str], log: Path) -> str:
+    """What a command printed."""
+    return finish(start(command, log), log)

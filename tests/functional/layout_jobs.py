@@ -1,0 +1,307 @@
+"""Jobs in one process set: models are built, trained for a step, saved and loaded by Megatron's own machinery.
+
+    torchrun --nproc-per-node 2 layout_worker.py FOLDER train/tied-d1/tp2 move/tied-d1/tp2/pp2 ...
+
+Importing takes longer than any job, hence many jobs a process; Megatron's global state is torn down between them.
+Rank 0 writes FOLDER/records/<job>.pt: losses, and whole tensors put together from all ranks. test_layouts.py and
+test_interop.py compare them.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_mtp.platform import prepare
+
+ON_CPU = prepare()
+
+from layouts import LAYOUTS, MODELS, SINGLE, Layout  # noqa: E402
+from megatron.core import mpu  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue  # noqa: E402
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
+from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.rerun_state_machine import RerunDataIterator  # noqa: E402
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: E402
+from megatron.core.utils import get_model_config, unwrap_model  # noqa: E402
+from megatron.training import get_args, get_timers  # noqa: E402
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
+from megatron.training.checkpointing import save_checkpoint  # noqa: E402
+from megatron.training.initialize import initialize_megatron  # noqa: E402
+from megatron.training.training import destroy_global_state, setup_model_and_optimizer, train_step  # noqa: E402
+
+from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags  # noqa: E402
+from megatron_mtp.training.forward_step import ForwardStep  # noqa: E402
+from megatron_mtp.training.metrics import Metrics  # noqa: E402
+from megatron_mtp.training.run import _join_single_process, get_embedding_ranks  # noqa: E402
+
+SEQUENCE, MICRO_BATCH, MICROBATCHES, VOCABULARY = 32, 2, 4, 128
+COMMON = f"""
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --position-embedding-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
+    --micro-batch-size {MICRO_BATCH} --global-batch-size {MICRO_BATCH * MICROBATCHES}
+    --train-iters 10 --lr 1e-2 --clip-grad 1.0 --adam-eps 1e-3
+    --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --make-vocab-size-divisible-by 8
+"""
+NEW_RUN = "--finetune --no-load-optim --no-load-rng"
+
+
+def init(folder: Path, model_name: str, block: str) -> None:
+    """Save new weights of a model, as FOLDER/init/<block>/<model>; the norms are not left at 1."""
+    model, *_ = build(model_name, LAYOUTS[SINGLE], block)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model[0].parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
+    get_args().save = str(folder / "init" / block / model_name)
+    save_checkpoint(1, model, None, None, 0)
+
+
+def train(folder: Path, model_name: str, layout_name: str, fault: str = "") -> dict[str, Any]:
+    """One training step from the weights of `init`, saved as FOLDER/trained/<model>-<layout>."""
+    start = folder / "init" / "ours" / model_name
+    model, optimizer, scheduler = build(
+        model_name, LAYOUTS[layout_name], flags=f"--load {start} {NEW_RUN}", fault=fault
+    )
+    record = one_step(model, optimizer, scheduler)
+    if not fault:
+        get_args().save = str(folder / "trained" / f"{model_name}-{layout_name}")
+        save_checkpoint(1, model, optimizer, scheduler, 0)
+    return record
+
+
+def move(folder: Path, model_name: str, source: str, target: str) -> dict[str, Any]:
+    """Load in the target layout what `train` saved in the source layout, and take the next step.
+
+    Megatron converts no state between the distributed optimizer and the plain one: then there are only weights.
+    """
+    load = f"--load {folder / 'trained' / f'{model_name}-{source}'} --no-load-rng"
+    if LAYOUTS[source].flags != LAYOUTS[target].flags:
+        model, *_ = build(model_name, LAYOUTS[target], flags=f"{load} --no-load-optim")
+        return whole_tensors(model, "loaded")
+    model, optimizer, scheduler = build(model_name, LAYOUTS[target], flags=load)
+    return whole_tensors(model, "loaded") | one_step(model, optimizer, scheduler)
+
+
+def forward(folder: Path, model_name: str, block: str, source: str) -> dict[str, Any]:
+    """Losses of one microbatch by our block or Megatron's own, from the weights that `source` made."""
+    load = folder / "init" / source / model_name
+    model, *_ = build(model_name, LAYOUTS[SINGLE], block, f"--load {load} {NEW_RUN}")
+    losses = our_losses(model[0]) if block == "ours" else megatron_losses(model[0])
+    return {"losses": losses, **whole_tensors(model, "weights")}
+
+
+def save_entries(folder: Path, model_name: str, layout_name: str, block: str) -> dict[str, Any]:
+    """Whether the entries of a checkpoint can be made on every rank: the errors, by rank."""
+    model, *_ = build(model_name, LAYOUTS[layout_name], block)
+    try:
+        unwrap_model(model[0]).sharded_state_dict()
+        error = None
+    except AssertionError as assertion:
+        error = f"AssertionError: {assertion}"
+    return {"errors": gather(error)}
+
+
+JOBS: dict[str, Callable[..., dict[str, Any] | None]] = {
+    "init": init,
+    "train": train,
+    "move": move,
+    "forward": forward,
+    "save_entries": save_entries,
+}
+
+
+def build(
+    model_name: str, layout: Layout, block: str = "ours", flags: str = "", fault: str = ""
+) -> tuple[list[torch.nn.Module], Any, Any]:
+    """Model chunks, optimizer and scheduler, as `pretrain()` makes them; `block` is 'ours' or 'megatron'."""
+    sizes = f"--tensor-model-parallel-size {layout.tp} --pipeline-model-parallel-size {layout.pp}"
+    sys.argv = ["layout_worker.py", *f"{COMMON} {MODELS[model_name]} {sizes} {layout.flags} {flags}".split()]
+    set_machine_flags(sys.argv, ON_CPU)
+    args, model_config = parse_checked_args()
+    initialize_megatron(get_embedding_ranks=FAULTS.get(fault, get_embedding_ranks))
+    if block == "megatron":
+        model_config = gpt_config_from_args(args)
+    container = pretrain_cfg_container_from_args(args, model_config)
+    args.curr_iteration = 0
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return setup_model_and_optimizer(ModelType.encoder_or_decoder, cfg_container=container, pg_collection=groups)
+
+
+FAULTS: dict[str, Callable[[list[int]], list[int]]] = {"no-embedding-group": lambda pipeline_ranks: pipeline_ranks[:1]}
+
+
+def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Megatron's training step; gradients are read between the backward pass and the optimizer."""
+    args = get_args()
+    config = get_model_config(model[0])
+    config.grad_scale_func, config.timers = optimizer.scale_loss, get_timers()
+    config.finalize_model_grads_func = finalize_model_grads
+    record: dict[str, Any] = {}
+    optimizer_step = optimizer.step
+
+    def read_gradients_and_step() -> Any:
+        complete_gradients(model)
+        with gradients_as_weights(model):
+            record.update(whole_tensors(model, "gradients"))
+        return optimizer_step()
+
+    optimizer.step = read_gradients_and_step
+    forward_step = ForwardStep(mtp_config_from_args(args), Metrics(None))
+    data = own_microbatches()
+    forward_backward = get_forward_backward_func()
+    losses, *_, grad_norm, _, _ = train_step(
+        forward_step, data, model, optimizer, scheduler, config, forward_backward, iteration=0
+    )
+    of_ranks = gather({name: value.item() for name, value in losses.items()})
+    record |= {"losses": next(filter(None, reversed(of_ranks))), "grad_norm": float(grad_norm)}
+    return record | whole_tensors(model, "weights")
+
+
+def microbatches() -> list[dict[str, torch.Tensor]]:
+    """The global batch; holes in the loss masks, more of them in later microbatches."""
+    generator = torch.Generator().manual_seed(5)
+    causal = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril().logical_not()
+    batches = []
+    for index in range(MICROBATCHES):
+        stream_BS = torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
+        mask_BS = torch.rand(MICRO_BATCH, SEQUENCE, generator=generator) > 0.15 * index
+        batches.append(
+            {
+                "tokens": stream_BS[:, :-1].contiguous(),
+                "labels": stream_BS[:, 1:].contiguous(),
+                "loss_mask": mask_BS.float(),
+                "position_ids": torch.arange(SEQUENCE).expand(MICRO_BATCH, -1).contiguous(),
+                "attention_mask": causal.expand(MICRO_BATCH, -1, -1, -1).contiguous(),
+            }
+        )
+    return batches
+
+
+def own_microbatches() -> RerunDataIterator | None:
+    """Those of this data-parallel rank, as Megatron's sampler deals them out; only the first tensor rank reads data."""
+    if mpu.get_tensor_model_parallel_rank() != 0:
+        return None
+    own = microbatches()[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
+    return RerunDataIterator(iter(own))
+
+
+def our_losses(model: torch.nn.Module) -> dict[str, float]:
+    args = get_args()
+    output, _ = ForwardStep(mtp_config_from_args(args), Metrics(None))(iter(microbatches()), model)
+    sums = {"lm loss": output.main} | {f"mtp_{depth} loss": sums for depth, sums in enumerate(output.depths, start=1)}
+    return {name: (value.total / value.tokens).item() for name, value in sums.items()}
+
+
+def megatron_losses(model: torch.nn.Module) -> dict[str, float]:
+    """Megatron's own MTP leaves the losses of the depths in a tracker."""
+    batch = microbatches()[0]
+    labels, loss_mask = batch.pop("labels"), batch.pop("loss_mask")
+    MTPLossLoggingHelper.tracker.clear()
+    losses_BS = model(
+        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=labels, loss_mask=loss_mask
+    )
+    losses = {"lm loss": ((losses_BS * loss_mask).sum() / loss_mask.sum()).item()}
+    depth_losses = MTPLossLoggingHelper.tracker["loss_values"].tolist()
+    return losses | {f"mtp_{depth} loss": loss for depth, loss in enumerate(depth_losses, start=1)}
+
+
+def complete_gradients(model: list[torch.nn.Module]) -> None:
+    """With the distributed optimizer a rank holds the reduced gradient of its slices alone: gather all slices."""
+    for chunk in model:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                slices = shard_buffer(bucket.grad_data, group.size())
+                own = slices[group.rank()].clone()
+                bucket.grad_data.fill_(float("nan"))
+                torch.distributed.all_gather(slices, own, group=group)
+
+
+@contextmanager
+def gradients_as_weights(model: list[torch.nn.Module]) -> Iterator[None]:
+    """Let every parameter hold its gradient, so that what knows how weights are cut knows it of gradients."""
+    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    weights = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.main_grad
+    yield
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data = weight
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a whole tensor, as one rank holds it."""
+
+    key: str
+    shape: tuple[int, ...]
+    where: tuple[int | slice, ...]
+    data: torch.Tensor
+
+
+def whole_tensors(model: list[torch.nn.Module], name: str) -> dict[str, Any]:
+    """Every tensor of the model put together from all ranks, by its key in checkpoints, as {name: tensors}.
+
+    `<name> apart` is beside it: by key, how far two ranks that hold the same part differ, relative to the whole.
+    """
+    entries: dict[str, Any] = {
+        str(index): unwrap_model(chunk).sharded_state_dict() for index, chunk in enumerate(model)
+    }
+    apply_factories(entries)
+    own = [
+        Piece(entry.key, tuple(entry.global_shape), entry.global_slice(), entry.data.detach().cpu().clone())
+        for entry in nested_values(entries)
+        if isinstance(entry, ShardedTensor)
+    ]
+    pieces = [piece for pieces in gather(own) for piece in pieces]
+    wholes = {piece.key: torch.full(piece.shape, float("nan"), dtype=piece.data.dtype) for piece in pieces}
+    for piece in pieces:
+        wholes[piece.key][piece.where] = piece.data
+    missing = [key for key, whole in wholes.items() if whole.isnan().any()]
+    if missing:
+        raise ValueError(f"no rank holds a part of {missing}")
+    apart = dict.fromkeys(wholes, 0.0)
+    for piece in pieces:
+        whole = wholes[piece.key]
+        difference = (whole[piece.where] - piece.data).abs().max() / whole.abs().max().clamp(min=1e-30)
+        apart[piece.key] = max(apart[piece.key], difference.item())
+    return {name: wholes, f"{name} apart": apart}
+
+
+def gather(value: Any) -> list[Any]:
+    """The value of every rank, on every rank."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def main(target: str, jobs: list[str]) -> None:
+    folder = Path(target)
+    _join_single_process()
+    get_write_results_queue("fork")  # made by spawning otherwise, which imports everything a second time
+    for job in jobs:
+        started = time.perf_counter()
+        name, *arguments = job.split("/")
+        record = JOBS[name](folder, *arguments)
+        if record is not None and torch.distributed.get_rank() == 0:
+            file = folder / "records" / f"{'-'.join([name, *arguments])}.pt"
+            file.parent.mkdir(exist_ok=True)
+            torch.save(record, file)
+        torch.distributed.barrier()
+        destroy_global_state()
+        print(f"> job {job}: {time.perf_counter() - started:.2f} s", flush=True)
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,17 @@
+"""Checkpoints pass between Megatron's own MTP and ours, in both directions, without a converter."""
+
+import pytest
+from layouts import MODELS
+from records import Records
+from torch import equal
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("saved_by", ["megatron", "ours"])
+def test_both_read_the_same_weights_and_compute_the_same_losses(records: Records, model: str, saved_by: str) -> None:
+    ours = records.of(f"forward/{model}/ours/{saved_by}")
+    megatron = records.of(f"forward/{model}/megatron/{saved_by}")
+    assert ours["losses"] == pytest.approx(megatron["losses"], rel=1e-6)
+    assert ours["weights"].keys() == megatron["weights"].keys()
+    assert [name for name, weight in ours["weights"].items() if not equal(weight, megatron["weights"][name])] == []
+    assert any(name.startswith("mtp.layers.0.transformer_layer.") for name in ours["weights"])

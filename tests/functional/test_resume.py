@@ -1,0 +1,122 @@
+"""Whole commands: a run that stops, or is killed, and resumes ends with the bits of one that was never interrupted."""
+
+import json
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+TRACKER = "latest_checkpointed_iteration.txt"
+STEPS, HALF = 6, 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run of six steps with dropout, so that a lost random state would show; it saves every third step."""
+
+    folder: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def saved_step(self) -> str:
+        return (self.checkpoints / TRACKER).read_text()
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+    def copy(self, folder: Path) -> "Run":
+        return Run(shutil.copytree(self.folder, folder))
+
+    def command(self, *flags: str) -> list[str]:
+        return launch.pretrain(
+            *f"--train-iters {STEPS} --save-interval {HALF} --eval-interval 100 --eval-iters 0".split(),
+            *"--log-interval 1 --attention-dropout 0.1 --hidden-dropout 0.1".split(),
+            *("--save", str(self.checkpoints), "--load", str(self.checkpoints)),
+            *("--mtp-metrics-dir", str(self.folder), *flags),
+        )
+
+    def run(self) -> str:
+        return launch.run(self.command(), self.log)
+
+    def losses(self) -> dict[int, dict[str, float]]:
+        """Of every step, with all their digits; a step that was taken twice counts as it was the last time."""
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().split("\n") if line]
+        return {row.pop("iteration"): row for row in rows if row["split"] == "training"}
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Everything in the last checkpoint that is a tensor: weights and optimizer state."""
+        file = self.folder / "whole.pt"
+        dcp_to_torch_save(self.checkpoints / f"iter_{STEPS:07d}", file)
+        return dict(_tensors(torch.load(file, weights_only=False)))
+
+
+def _tensors(state: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
+    if isinstance(state, torch.Tensor):
+        return [(name, state)]
+    if not isinstance(state, dict):
+        return []
+    return [pair for key, value in state.items() for pair in _tensors(value, f"{name}.{key}")]
+
+
+def printed_steps(log: str) -> list[int]:
+    """The steps that a command took."""
+    return [int(step) for step in re.findall(rf"iteration +(\d+)/ +{STEPS} \|", log)]
+
+
+def assert_same_end(run: Run, uninterrupted: Run) -> None:
+    """Not from the printed losses: Megatron's second line after a start is the mean of two steps (0.19.2)."""
+    assert run.losses() == uninterrupted.losses()
+    ours, theirs = run.checkpoint(), uninterrupted.checkpoint()
+    assert len(theirs) > 40
+    assert ours.keys() == theirs.keys()
+    assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_and_stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """A whole run, and half of one, which ended after the third step; side by side, since one keeps one core busy."""
+    whole, half = (Run(tmp_path_factory.mktemp(name)) for name in ("uninterrupted", "stopped"))
+    of_whole = launch.start(whole.command(), whole.log)
+    of_half = launch.start(half.command("--exit-interval", str(HALF)), half.log)
+    assert printed_steps(launch.finish(of_whole, whole.log)) == [1, 2, 3, 4, 5, 6]
+    assert printed_steps(launch.finish(of_half, half.log)) == [1, 2, 3]
+    return whole, half
+
+
+def test_a_stopped_run_resumes_to_the_same_bits(uninterrupted_and_stopped: tuple[Run, Run], tmp_path: Path) -> None:
+    uninterrupted, stopped = uninterrupted_and_stopped
+    assert stopped.saved_step == str(HALF)
+    run = stopped.copy(tmp_path / "resumed")
+    assert printed_steps(run.run()) == [4, 5, 6]
+    assert_same_end(run, uninterrupted)
+
+
+def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
+    uninterrupted_and_stopped: tuple[Run, Run], tmp_path: Path
+) -> None:
+    uninterrupted, stopped = uninterrupted_and_stopped
+    run = stopped.copy(tmp_path / "killed")
+    half_written = run.checkpoints / f"iter_{STEPS:07d}"
+    process = launch.start(run.command(), run.log)
+    while process.poll() is None and not half_written.exists():
+        time.sleep(0.001)
+    launch.kill(process)
+    assert half_written.exists()
+    assert run.saved_step == str(HALF), "killed too late: the save was through"
+    for file in half_written.iterdir():
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    (half_written / "__0_0.distcp").write_bytes(b"half a file")
+    assert printed_steps(run.run()) == [4, 5, 6]
+    assert run.saved_step == str(STEPS)
+    assert_same_end(run, uninterrupted)

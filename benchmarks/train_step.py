@@ -16,7 +16,6 @@ the benchmark ends with an error.
 import argparse
 import itertools
 import math
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -63,6 +62,7 @@ from megatron_mtp.model.trunk import MTPGPTModelConfig  # noqa: E402
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags  # noqa: E402
 from megatron_mtp.training.forward_step import ForwardStep, holds_mtp_depths  # noqa: E402
 from megatron_mtp.training.metrics import Metrics  # noqa: E402
+from megatron_mtp.training.run import join_single_process  # noqa: E402
 
 GOAL = 1.05
 """A step of ours costs at most so many steps of Megatron's."""
@@ -186,9 +186,7 @@ def resolve(wanted: argparse.Namespace) -> tuple[Sizes, int]:
 
 def set_up_megatron(sizes: Sizes, depths: int) -> None:
     """Megatron's global arguments and process groups, as a run of `pretrain_gpt.py` has them."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "0")
+    join_single_process()
     flags = {name: value for name, value in asdict(sizes).items() if name not in ("vocab_size", "dtype")}
     flags |= {
         "vocab_size": sizes.vocab_size - 1,  # NullTokenizer adds its end of document

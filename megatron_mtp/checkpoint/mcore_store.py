@@ -1,11 +1,14 @@
-"""What a Megatron distributed checkpoint holds of MTP, read from its index without loading a tensor."""
+"""What a Megatron checkpoint folder holds: its newest whole iteration, and that one's MTP layers by its index alone."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core import dist_checkpointing
 
+TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"^iter_(\d{7})$")
 _MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(\w+)")
 
 
@@ -20,6 +23,31 @@ class StoredDepths:
 
     layers: int
     chained: bool | None
+
+
+def repair_tracker(folder: Path) -> int | None:
+    """Name the newest whole iteration in a tracker that a killed run left empty; returns it, None if nothing was amiss.
+
+    Megatron writes the tracker in place, and ends (with status 0) over an empty one.
+
+    Raises:
+        ValueError: the tracker is empty, and there is no whole iteration to name.
+    """
+    tracker = folder / TRACKER
+    if not tracker.is_file() or tracker.read_text().strip():
+        return None
+    numbers = [int(match.group(1)) for path in folder.iterdir() if (match := _ITERATION.match(path.name))]
+    # `metadata.json` is the last file of an iteration to be written.
+    whole = [number for number in numbers if (folder / f"iter_{number:07d}" / "metadata.json").exists()]
+    if not whole:
+        raise ValueError(
+            f"--load is {folder}, whose {TRACKER} is empty and which has no whole iteration; give another checkpoint, "
+            "or remove the folder to start anew."
+        )
+    beside = tracker.with_name(f"{TRACKER}.{os.getpid()}.partial")
+    beside.write_text(str(max(whole)))
+    beside.replace(tracker)
+    return max(whole)
 
 
 def stored_depths(folder: Path) -> StoredDepths | None:

@@ -15,7 +15,7 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_mtp.checkpoint.mcore_store import absent_layers
+from megatron_mtp.checkpoint.mcore_store import absent_layers, repair_tracker
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.checks import check_data_prefixes
 from megatron_mtp.model.trunk import MTPGPTModelConfig
@@ -74,7 +74,10 @@ def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
 
 def parse_checked_args() -> tuple[Namespace, MTPGPTModelConfig]:
     """Parse, check and validate `sys.argv`; Megatron's global arguments and tokenizer are set when this returns."""
-    check_flags(parse_args(add_mtp_arguments))
+    given = parse_args(add_mtp_arguments)
+    check_flags(given)
+    if given.load is not None and (iteration := repair_tracker(Path(given.load))) is not None and given.rank == 0:
+        print(f"> a save to {given.load} was cut short; going on from iteration {iteration}, its newest whole one")
     args = parse_and_validate_args(extra_args_provider=add_mtp_arguments)
     if args.rank == 0:
         check_data(args)
@@ -87,6 +90,16 @@ def parse_checked_args() -> tuple[Namespace, MTPGPTModelConfig]:
 def check_flags(args: Namespace) -> None:
     """What can be said of the flags alone."""
     settings = mtp_config_from_args(args)
+    if args.eval_interval is None:
+        raise ValueError(
+            "--eval-interval is missing; give the number of steps between evaluations (more than --train-iters for "
+            "none before the end)."
+        )
+    if args.logits_load_dir is not None:
+        raise ValueError(
+            "--logits-load-dir was given, but training on a teacher's stored logits is left to Megatron's own script; "
+            "drop the flag, or use that script."
+        )
     depths = args.mtp_num_layers
     if depths is None:
         return

@@ -43,7 +43,7 @@ from megatron.training.training import destroy_global_state, setup_model_and_opt
 from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags  # noqa: E402
 from megatron_mtp.training.forward_step import ForwardStep  # noqa: E402
 from megatron_mtp.training.metrics import Metrics  # noqa: E402
-from megatron_mtp.training.run import _join_single_process, get_embedding_ranks  # noqa: E402
+from megatron_mtp.training.run import get_embedding_ranks, join_single_process  # noqa: E402
 
 SEQUENCE, MICRO_BATCH, MICROBATCHES, VOCABULARY = 32, 2, 4, 128
 COMMON = f"""
@@ -291,7 +291,7 @@ def gather(value: Any) -> list[Any]:
 
 def main(target: str, jobs: list[str]) -> None:
     folder = Path(target)
-    _join_single_process()
+    join_single_process()
     get_write_results_queue("fork")  # made by spawning otherwise, which imports everything a second time
     for job in jobs:
         started = time.perf_counter()

@@ -17,7 +17,7 @@ from megatron_mtp.training.run import main
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 99"
+    "--micro-batch-size 1 --train-iters 1 --eval-interval 1 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 99"
 )
 ROPE, MOCK, DEPTHS = "--position-embedding-type rope", "--mock-data", "--mtp-num-layers 2"
 
@@ -127,3 +127,9 @@ def test_help_shows_our_flags_and_examples(monkeypatch: pytest.MonkeyPatch, caps
     shown = capsys.readouterr().out
     for flag in ("--mtp-architecture", "--mtp-init", "--mtp-acceptance-interval", "--mtp-metrics-dir", "torchrun"):
         assert flag in shown
+
+
+def test_evaluations_need_an_interval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron divides by it, evaluations or not."""
+    monkeypatch.setattr(sys.modules[__name__], "MODEL", MODEL.replace("--eval-interval 1", ""))
+    assert "--eval-interval is missing" in refusal(f"{ROPE} {MOCK} {DEPTHS}", monkeypatch, capsys)

@@ -94,9 +94,9 @@ DEFAULTS = {
 REPEATS = {"cpu": 15, "cuda": 50, "quick": 2}
 
 MEGATRON_FLAGS = (
-    "--lr 1e-4 --train-iters 1000000 --position-embedding-type rope --normalization RMSNorm --swiglu "
-    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --mock-data --tokenizer-type NullTokenizer "
-    "--num-workers 0"
+    "--lr 1e-4 --train-iters 1000000 --eval-interval 1000000 --position-embedding-type rope --normalization RMSNorm "
+    "--swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --mock-data "
+    "--tokenizer-type NullTokenizer --num-workers 0"
 )
 
 

@@ -51,7 +51,7 @@ COMMON = f"""
     --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
     --micro-batch-size {MICRO_BATCH} --global-batch-size {MICRO_BATCH * MICROBATCHES}
-    --train-iters 10 --lr 1e-2 --clip-grad 1.0 --adam-eps 1e-3
+    --train-iters 10 --eval-interval 10 --lr 1e-2 --clip-grad 1.0 --adam-eps 1e-3
     --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --make-vocab-size-divisible-by 8
 """
 NEW_RUN = "--finetune --no-load-optim --no-load-rng"

@@ -6,6 +6,7 @@ Every check raises ValueError with one sentence that names the flag, the value a
 import importlib.util
 import os
 import sys
+import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import fields
 from pathlib import Path
@@ -29,6 +30,9 @@ CPU_FLAGS = (
 NO_TE_FLAGS = "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion"
 """What it needs on a CUDA device without Transformer Engine."""
 
+
+SPOKEN_AFTER = 20.0
+"""Seconds that other ranks leave the first rank to say what is wrong."""
 
 EXAMPLES = """examples:
   # two depths, one process (without a CUDA device: on the CPU)
@@ -75,10 +79,16 @@ def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
 def parse_checked_args() -> tuple[Namespace, MTPGPTModelConfig]:
     """Parse, check and validate `sys.argv`; Megatron's global arguments and tokenizer are set when this returns."""
     given = parse_args(add_mtp_arguments)
-    check_flags(given)
+    if not given.use_checkpoint_args:
+        check_flags(given)
     if given.load is not None and (iteration := repair_tracker(Path(given.load))) is not None and given.rank == 0:
-        print(f"> a save to {given.load} was cut short; going on from iteration {iteration}, its newest whole one")
+        print(
+            f"> a save to {given.load} was cut short; going on from iteration {iteration}, its newest whole one",
+            flush=True,
+        )
     args = parse_and_validate_args(extra_args_provider=add_mtp_arguments)
+    if args.use_checkpoint_args:
+        check_flags(args)  # only now are they known
     if args.rank == 0:
         check_data(args)
     model_config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
@@ -179,7 +189,9 @@ def _repair_help(parser: ArgumentParser) -> None:
 
 
 def fail(program: str, error: ValueError) -> None:
-    """One sentence, and the exit status that argparse has for bad input."""
+    """One sentence, from the first rank alone, and the exit status that argparse has for bad input."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"{program}: error: {error}", file=sys.stderr)
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(SPOKEN_AFTER)  # torchrun ends all ranks over the first that ends, which may not have spoken by then
     sys.exit(2)

@@ -19,3 +19,10 @@ def test_a_run_over_two_processes_trains_and_evaluates(flags: str, tmp_path: Pat
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert log.count("expected accepted length") == 4  # at steps 2 and 4, and in the end on validation and test data
+
+
+def test_bad_input_over_two_processes_is_said_once(tmp_path: Path) -> None:
+    command = launch.pretrain("--mtp-architecture", "diagonal", "--eval-interval", "2", processes=2)
+    process = launch.start(command, tmp_path / "log")
+    assert process.wait(launch.TIMEOUT) != 0
+    assert (tmp_path / "log").read_text().count("error: --mtp-architecture is 'diagonal'") == 1

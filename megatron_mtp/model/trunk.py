@@ -19,6 +19,12 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models import gpt as megatron_gpt
 from torch import Tensor
 
@@ -32,6 +38,7 @@ from megatron_mtp.model.mtp import (
     mtp_layer_submodules,
 )
 from megatron_mtp.model.sharing import Head, attach_embedding
+from megatron_mtp.platform.portable import with_portable_modules
 
 
 class Objective(Protocol):
@@ -179,7 +186,7 @@ class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
             mtp_init=config.mtp.mtp_init or "random",
             absent_mtp_layers=config.absent_mtp_layers,
             config=config.transformer,
-            transformer_layer_spec=layer_spec,
+            transformer_layer_spec=_block_spec(config, layer_spec, vp_stage),
             vocab_size=_padded_vocab_size(config),
             max_sequence_length=config.seq_length,
             pre_process=pre_process,
@@ -216,6 +223,16 @@ def _layer_spec(config: MTPGPTModelConfig, vp_stage: int | None) -> Any:
     return spec
 
 
+def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None) -> Any:
+    """The trunk's layers and final norm, with portable modules where Megatron's local ones would stand."""
+    if config.transformer.transformer_impl != "local":
+        return layer_spec
+    if isinstance(layer_spec, ModuleSpec) and layer_spec.module is TransformerLayer:
+        layers = get_num_layers_to_build(config.transformer, vp_stage)
+        layer_spec = TransformerBlockSubmodules([layer_spec] * layers, LayerNormImpl)
+    return with_portable_modules(layer_spec)
+
+
 def _padded_vocab_size(config: MTPGPTModelConfig) -> int:
     assert config.vocab_size is not None
     if not config.should_pad_vocab:
@@ -239,4 +256,5 @@ def _mtp_submodules(
         last_layer = gpt_layer_specs.get_gpt_decoder_layer_specs(
             transformer, use_transformer_engine=use_te, normalization=transformer.normalization, vp_stage=vp_stage
         )[-1]
-    return mtp_layer_submodules(last_layer, config.mtp.mtp_architecture, use_te)
+    submodules = mtp_layer_submodules(last_layer, config.mtp.mtp_architecture, use_te)
+    return submodules if use_te else with_portable_modules(submodules)

@@ -40,6 +40,7 @@ SINGLE = "single"
 LAYOUTS: dict[str, Layout] = {
     SINGLE: Layout(),
     "tp2": Layout(tp=2),
+    "tp2-sp": Layout(tp=2, flags="--sequence-parallel"),
     "pp2": Layout(pp=2),
     "dp2": Layout(dp=2, flags=DISTRIBUTED_OPTIMIZER),
     "tp2-pp2": Layout(tp=2, pp=2, models=DEEP),

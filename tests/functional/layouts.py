@@ -12,10 +12,15 @@ MODELS: dict[str, str] = {
     "tied-d3": "--mtp-num-layers 3",
     "untied-d3": "--mtp-num-layers 3 --untie-embeddings-and-output-weights",
     "repeated-d3": "--mtp-num-layers 3 --mtp-use-repeated-layer",
+    "moe-d2": (
+        "--mtp-num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
+        "--moe-token-dispatcher-type allgather --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1"
+    ),
 }
 """Megatron's flags of a model, beside `layout_jobs.COMMON`."""
 
 ALL = tuple(MODELS)
+DENSE = tuple(name for name in MODELS if not name.startswith("moe"))
 DEEP = ("tied-d3", "untied-d3")
 
 
@@ -39,7 +44,7 @@ DISTRIBUTED_OPTIMIZER = "--use-distributed-optimizer --dist-ckpt-optim-fully-res
 SINGLE = "single"
 LAYOUTS: dict[str, Layout] = {
     SINGLE: Layout(),
-    "tp2": Layout(tp=2),
+    "tp2": Layout(tp=2, models=DENSE),  # Megatron wants sequence parallelism with experts and tensor parallelism
     "tp2-sp": Layout(tp=2, flags="--sequence-parallel"),
     "pp2": Layout(pp=2),
     "dp2": Layout(dp=2, flags=DISTRIBUTED_OPTIMIZER),

@@ -48,8 +48,10 @@ LAYOUTS: dict[str, Layout] = {
     "tp2-sp": Layout(tp=2, flags="--sequence-parallel"),
     "pp2": Layout(pp=2),
     "dp2": Layout(dp=2, flags=DISTRIBUTED_OPTIMIZER),
+    "ep2": Layout(dp=2, flags="--expert-model-parallel-size 2", models=("moe-d2",)),
     "tp2-pp2": Layout(tp=2, pp=2, models=DEEP),
     "pp2-dp2": Layout(pp=2, dp=2, flags=DISTRIBUTED_OPTIMIZER, models=DEEP),
+    "pp2-ep2": Layout(pp=2, dp=2, flags="--expert-model-parallel-size 2", models=("moe-d2",)),
 }
 
 CASES = [(model, name) for name, layout in LAYOUTS.items() if name != SINGLE for model in layout.models]

@@ -116,6 +116,9 @@ class MTPGPTModel(GPTModel):
             depth_hidden = self._depths(hidden_states, output_processor_context, trunk_outputs)
         if not self.post_process:
             return torch.cat([hidden_states, *depth_hidden]) if depth_hidden else hidden_states
+        if not self.mtp_process and self.config.mtp_num_layers and output_processor_context is not None:
+            # The depths have a pipeline stage of their own, which has sent all hidden states as one.
+            hidden_states, *depth_hidden = hidden_states.chunk(1 + self.config.mtp_num_layers)
         head = self._head(trunk_outputs["runtime_gather_output"])
         if output_processor is not None:
             assert output_processor_context is not None

@@ -93,7 +93,8 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     """
     args = get_args()
     packed = args.sft or args.dataloader_inter_document_masking
-    holds_mtp = holds_mtp_depths(vp_stage)
+    # The last stage wants the tokens, too, where the depths have a stage of their own: documents end at a token.
+    holds_mtp = holds_mtp_depths(vp_stage) or bool(args.mtp_num_layers and mpu.is_pipeline_last_stage())
     needs_tokens = is_first_or_last_pipeline_stage(vp_stage) or holds_mtp
     if not needs_tokens and not packed:
         return dict.fromkeys(_BATCH_KEYS)

@@ -159,10 +159,17 @@ def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> di
 
     optimizer.step = read_gradients_and_step
     forward_step = ForwardStep(mtp_config_from_args(args), Metrics(None))
-    data = own_microbatches()
+    data = own_microbatches(len(model))
     forward_backward = get_forward_backward_func()
     losses, *_, grad_norm, _, _ = train_step(
-        forward_step, data, model, optimizer, scheduler, config, forward_backward, iteration=0
+        forward_step,
+        data if len(model) > 1 else data[0],
+        model,
+        optimizer,
+        scheduler,
+        config,
+        forward_backward,
+        iteration=0,
     )
     of_ranks = gather({name: value.item() for name, value in losses.items()})
     record |= {"losses": next(filter(None, reversed(of_ranks))), "grad_norm": float(grad_norm)}
@@ -189,12 +196,15 @@ def microbatches() -> list[dict[str, torch.Tensor]]:
     return batches
 
 
-def own_microbatches() -> RerunDataIterator | None:
-    """Those of this data-parallel rank, as Megatron's sampler deals them out; only the first tensor rank reads data."""
+def own_microbatches(chunks: int) -> list[RerunDataIterator | None]:
+    """Those of this data-parallel rank, as Megatron's sampler deals them out, for every chunk of the model.
+
+    Only the first tensor rank reads data.
+    """
     if mpu.get_tensor_model_parallel_rank() != 0:
-        return None
-    own = microbatches()[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
-    return RerunDataIterator(iter(own))
+        return [None] * chunks
+    rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    return [RerunDataIterator(iter(microbatches()[rank::ranks])) for _ in range(chunks)]
 
 
 def our_losses(model: torch.nn.Module) -> dict[str, float]:

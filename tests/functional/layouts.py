@@ -47,10 +47,12 @@ LAYOUTS: dict[str, Layout] = {
     "tp2": Layout(tp=2, models=DENSE),  # Megatron wants sequence parallelism with experts and tensor parallelism
     "tp2-sp": Layout(tp=2, flags="--sequence-parallel"),
     "pp2": Layout(pp=2),
+    "pp2-vpp2": Layout(pp=2, flags="--num-virtual-stages-per-pipeline-rank 2", models=DEEP),
     "dp2": Layout(dp=2, flags=DISTRIBUTED_OPTIMIZER),
     "ep2": Layout(dp=2, flags="--expert-model-parallel-size 2", models=("moe-d2",)),
     "tp2-pp2": Layout(tp=2, pp=2, models=DEEP),
     "pp2-dp2": Layout(pp=2, dp=2, flags=DISTRIBUTED_OPTIMIZER, models=DEEP),
+    "pp4-mtp-stage": Layout(pp=4, flags="--pipeline-model-parallel-layout Ett|tt|mmm|L", models=DEEP),
     "pp2-ep2": Layout(pp=2, dp=2, flags="--expert-model-parallel-size 2", models=("moe-d2",)),
 }
 

@@ -122,6 +122,11 @@ def _tensor_rows() -> list[Substitution]:
             "it draws a seed when it starts, which on a GPU is not dropout's generator: a resumed run would differ",
             __init__=stand_ins.with_own_generator(torch.utils.data.DataLoader.__init__),
         ),
+        *_rows(
+            torch.distributed,
+            "the MoE dispatcher turns its split sizes from tensors into numbers as it fetches them from a GPU",
+            all_to_all_single=stand_ins.with_numbers_for_splits(torch.distributed.all_to_all_single),
+        ),
         *_rows(torch, "compiling small fusions takes longer than a short run", compile=stand_ins.not_compiled),
     ]
 

@@ -140,6 +140,21 @@ def with_own_generator(init: Callable[..., None]) -> Callable[..., None]:
     return own
 
 
+def with_numbers_for_splits(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
+    """The same collective; split sizes may be tensors."""
+
+    @functools.wraps(all_to_all_single)
+    def exchange(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def numbers(value: Any) -> Any:
+            return value.tolist() if isinstance(value, torch.Tensor) else value
+
+        return all_to_all_single(
+            output, input, *map(numbers, args), **{name: numbers(value) for name, value in kwargs.items()}
+        )
+
+    return exchange
+
+
 def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`Tensor.to` takes its device by position too."""
     if args and _names_cuda(args[0]):

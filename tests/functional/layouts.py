@@ -6,21 +6,24 @@ Plain data, since both the tests and the jobs that they start (layout_jobs.py) r
 
 from dataclasses import dataclass
 
+_EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 0.1"
+)
 MODELS: dict[str, str] = {
     "tied-d1": "--mtp-num-layers 1",
     "untied-d1": "--mtp-num-layers 1 --untie-embeddings-and-output-weights",
     "tied-d3": "--mtp-num-layers 3",
     "untied-d3": "--mtp-num-layers 3 --untie-embeddings-and-output-weights",
     "repeated-d3": "--mtp-num-layers 3 --mtp-use-repeated-layer",
-    "moe-d2": (
-        "--mtp-num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
-        "--moe-token-dispatcher-type allgather --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1"
-    ),
+    "moe-d2": f"--mtp-num-layers 2 {_EXPERTS} --moe-token-dispatcher-type allgather",
+    "moe-alltoall-d2": f"--mtp-num-layers 2 {_EXPERTS} --moe-token-dispatcher-type alltoall",
 }
 """Megatron's flags of a model, beside `layout_jobs.COMMON`."""
 
+MOE = ("moe-d2", "moe-alltoall-d2")
 ALL = tuple(MODELS)
-DENSE = tuple(name for name in MODELS if not name.startswith("moe"))
+DENSE = tuple(name for name in MODELS if name not in MOE)
 DEEP = ("tied-d3", "untied-d3")
 
 
@@ -49,7 +52,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp2": Layout(pp=2),
     "pp2-vpp2": Layout(pp=2, flags="--num-virtual-stages-per-pipeline-rank 2", models=DEEP),
     "dp2": Layout(dp=2, flags=DISTRIBUTED_OPTIMIZER),
-    "ep2": Layout(dp=2, flags="--expert-model-parallel-size 2", models=("moe-d2",)),
+    "ep2": Layout(dp=2, flags="--expert-model-parallel-size 2", models=MOE),
     "tp2-pp2": Layout(tp=2, pp=2, models=DEEP),
     "pp2-dp2": Layout(pp=2, dp=2, flags=DISTRIBUTED_OPTIMIZER, models=DEEP),
     "pp4-mtp-stage": Layout(pp=4, flags="--pipeline-model-parallel-layout Ett|tt|mmm|L", models=DEEP),

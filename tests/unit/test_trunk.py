@@ -68,18 +68,26 @@ def test_a_repeated_layer_is_one_layer() -> None:
     assert len(our_model(3).mtp.layers) == 3
 
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE.values(), ids=RECOMPUTE.keys())
 @pytest.mark.parametrize("architecture", ["sequential", "parallel"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-def test_recomputation_changes_nothing(kind: dict[str, Any], architecture: str) -> None:
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+def test_recomputation_changes_nothing(kind: dict[str, Any], architecture: str, recompute: dict[str, Any]) -> None:
     losses, grads = [], []
     for changes in (kind, {**kind, **recompute}):
         model = our_model(2, architecture=architecture, **changes)
         runs: list[int] = []
-        model.mtp.layers[0].final_layernorm.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        attention = model.mtp.layers[0].tf_layer.self_attention.core_attention
+        attention.register_forward_hook(lambda *_, runs=runs: runs.append(1))
         output = forward_ours(model, make_batch(2))
         loss_of(output).backward()
-        assert len(runs) == (1 if changes is kind else 2), "the depth runs twice where it is recomputed"
+        assert len(runs) == (1 if changes is kind else 2), "the depth's attention runs twice where it is recomputed"
         losses.append(mean_losses(output))
         grads.append(gradients(model))
     assert torch.equal(*losses)

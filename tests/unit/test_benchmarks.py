@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,16 +114,29 @@ def test_a_report_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str])
     assert "met    ratio at D=2: 1.000 <= 1.05" in words
 
 
-def test_train_step_runs_and_ends_with_its_report() -> None:
-    script = str(REPOSITORY / "benchmarks" / "train_step.py")
-    run = subprocess.run([sys.executable, script, "--quick", "--depths", "1"], capture_output=True, text=True)
+def summary_of(script: str, *flags: str) -> dict[str, Any]:
+    """The last line of a benchmark's smoke run."""
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / script), "--quick", *flags]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     summary = json.loads(run.stdout.splitlines()[-1])
     assert summary.keys() == KEYS
+    assert summary["command"].endswith(f"{script} --quick{''.join(f' {flag}' for flag in flags)}")
+    return summary
+
+
+def test_train_step_runs_and_ends_with_its_report() -> None:
+    summary = summary_of("train_step.py", "--depths", "1")
     assert summary["benchmark"] == "train_step"
-    assert summary["command"].endswith("train_step.py --quick --depths 1")
     result = summary["results"]["D=1"]
     assert result["first_step"]["megatron-mtp"] == pytest.approx(result["first_step"]["Megatron"], rel=1e-3)
     assert result["allocated_peak"].keys() == result["resident_peak"].keys() == {"megatron-mtp", "Megatron"}
     (goal,) = summary["goals"]
     assert (goal["value"], goal["goal"], goal["op"]) == (result["ratio"], 1.05, "<=")
+
+
+def test_shift_runs_and_ends_with_its_report() -> None:
+    summary = summary_of("shift.py")
+    assert summary["benchmark"] == "shift"
+    (goal,) = summary["goals"]
+    assert (goal["value"], goal["goal"], goal["op"]) == (summary["results"]["times_faster"], 20.0, ">=")

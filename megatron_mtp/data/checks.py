@@ -3,9 +3,9 @@
 In:  the prefixes of Megatron indexed datasets (PREFIX.bin, PREFIX.idx) and the tokenizer's vocabulary size.
 Out: nothing, or a ValueError.
 
-The index is read with numpy alone, so that a wrong path is reported before Megatron is imported (10 s). Its layout is
-Megatron's: 9 magic bytes, version (8), dtype code (1), sequences S (8), document bounds D (8), then S int32 lengths in
-tokens, S int64 byte offsets, D int64 bounds, and in multimodal data S int8 modes.
+The index is read with numpy alone, so that nothing of Megatron is needed to check it. Its layout is Megatron's: 9 magic
+bytes, version (8), dtype code (1), sequences S (8), document bounds D (8), then S int32 lengths in tokens, S int64 byte
+offsets, D int64 bounds, and in multimodal data S int8 modes.
 """
 
 import json

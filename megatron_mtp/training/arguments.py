@@ -93,7 +93,7 @@ def parse_checked_args() -> tuple[Namespace, MTPGPTModelConfig]:
         check_data(args)
     model_config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
     model_config.mtp = mtp_config_from_args(args)
-    model_config.absent_mtp_layers = check_checkpoint(args)
+    model_config.absent_mtp_layers = check_checkpoint(args, model_config.mtp)
     return args, model_config
 
 
@@ -155,9 +155,8 @@ def check_data(args: Namespace) -> None:
     check_data_prefixes(prefixes, args.padded_vocab_size)
 
 
-def check_checkpoint(args: Namespace) -> tuple[int, ...]:
+def check_checkpoint(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
     """The MTP layers that the checkpoint to load lacks; where there are some, a new run starts from its weights."""
-    settings = mtp_config_from_args(args)
     load_arg = "load" if checkpoint_exists(args.load) else "pretrained_checkpoint"
     if args.mtp_num_layers is None or not checkpoint_exists(getattr(args, load_arg)):
         return ()

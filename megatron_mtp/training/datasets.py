@@ -9,9 +9,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_mtp.training.forward_step import holds_mtp_depths
+from megatron_mtp.training.forward_step import reads_data
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
@@ -22,7 +22,7 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     def is_built_here() -> bool:
         if mpu.get_tensor_model_parallel_rank() != 0:
             return False
-        return args.sft or is_first_or_last_pipeline_stage(vp_stage) or holds_mtp_depths(vp_stage)
+        return args.sft or reads_data(vp_stage)
 
     print_rank_0(f"> building {kind.__name__} for {samples} training, validation and test samples")
     return BlendedMegatronDatasetBuilder(kind, samples, is_built_here, dataset_config(args)).build()

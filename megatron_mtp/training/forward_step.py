@@ -93,9 +93,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     """
     args = get_args()
     packed = args.sft or args.dataloader_inter_document_masking
-    # The last stage wants the tokens, too, where the depths have a stage of their own: documents end at a token.
-    holds_mtp = holds_mtp_depths(vp_stage) or bool(args.mtp_num_layers and mpu.is_pipeline_last_stage())
-    needs_tokens = is_first_or_last_pipeline_stage(vp_stage) or holds_mtp
+    needs_tokens = reads_data(vp_stage)
     if not needs_tokens and not packed:
         return dict.fromkeys(_BATCH_KEYS)
 
@@ -118,7 +116,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=holds_mtp,
+        mtp_on_this_rank=_reads_everything(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -137,6 +135,18 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
         use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
     )
+
+
+def reads_data(vp_stage: int | None) -> bool:
+    """Whether this pipeline stage takes part of a batch, so that the data sets are built for it."""
+    return is_first_or_last_pipeline_stage(vp_stage) or holds_mtp_depths(vp_stage)
+
+
+def _reads_everything(vp_stage: int | None) -> bool:
+    """Whether it takes tokens and labels both: to run the depths, or to see where documents end in their losses."""
+    if holds_mtp_depths(vp_stage):
+        return True
+    return bool(get_args().mtp_num_layers) and mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
 
 
 def holds_mtp_depths(vp_stage: int | None) -> bool:

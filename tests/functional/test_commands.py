@@ -1,4 +1,4 @@
-"""Whole commands over two processes: they train, evaluate and end well."""
+"""Whole commands over several processes: they train, evaluate and end well."""
 
 import re
 from pathlib import Path
@@ -6,15 +6,22 @@ from pathlib import Path
 import launch
 import pytest
 
+RUNS = {
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "pp2-vpp2": (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
+    "pp3-mtp-stage": (
+        3,
+        "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett|mm|L --eod-mask-loss",
+    ),
+    "dp2": (2, "--use-distributed-optimizer"),
+}
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--use-distributed-optimizer"],
-    ids=["tp2", "pp2", "dp2"],
-)
-def test_a_run_over_two_processes_trains_and_evaluates(flags: str, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(("processes", "flags"), RUNS.values(), ids=RUNS.keys())
+def test_a_run_over_several_processes_trains_and_evaluates(processes: int, flags: str, tmp_path: Path) -> None:
     run_of_four_steps = "--train-iters 4 --log-interval 1 --eval-interval 2 --eval-iters 1".split()
-    log = launch.run(launch.pretrain(*run_of_four_steps, *flags.split(), processes=2), tmp_path / "log")
+    log = launch.run(launch.pretrain(*run_of_four_steps, *flags.split(), processes=processes), tmp_path / "log")
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+) \|", log)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

@@ -21,7 +21,7 @@ class PortableNorm(torch.nn.Module):
     Megatron sums them over the tensor-parallel group where a parameter is marked `sequence_parallel`.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
         self.centred = config.layernorm_zero_centered_gamma

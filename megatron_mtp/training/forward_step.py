@@ -19,6 +19,7 @@ from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import add_depths, depth_batch, join_rows, keep_slots, mask_ignored_labels
@@ -54,7 +55,7 @@ class ForwardStep:
             batch["attention_mask"],
             labels=batch["labels"],
             packed_seq_params=_packed_seq_params(batch),
-            output_processor=NextTokensObjective(LOSSES["ce"], self._measures_acceptance()),
+            output_processor=NextTokensObjective(LOSSES["ce"], self._acceptance_group()),
             output_processor_context=depths,
         )
         return output, self.loss
@@ -74,15 +75,11 @@ class ForwardStep:
         tokens = output.main.tokens if per_token else output.main.whole_tokens
         return loss, tokens.detach().int(), report
 
-    def _measures_acceptance(self) -> bool:
-        """Always in evaluation; in training on the steps that were asked for."""
-        args = get_args()
-        if args.context_parallel_size > 1:
-            return False  # a draft's target then stands on another rank
-        if not torch.is_grad_enabled():
-            return True
+    def _acceptance_group(self) -> ProcessGroup | None:
+        """The ranks that measure acceptance: in evaluation always, in training on the steps that were asked for."""
         interval = self.settings.mtp_acceptance_interval
-        return interval > 0 and (args.curr_iteration + 1) % interval == 0
+        is_asked_for = interval > 0 and (get_args().curr_iteration + 1) % interval == 0
+        return mpu.get_context_parallel_group() if is_asked_for or not torch.is_grad_enabled() else None
 
 
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
@@ -114,7 +111,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=2,  # it decides only whether padded offsets are broadcast; without context parallelism they matter too
         tp_rank=tp_rank,
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=_reads_everything(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

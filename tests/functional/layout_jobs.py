@@ -7,6 +7,7 @@ Rank 0 writes FOLDER/records/<job>.pt: losses, and whole tensors put together fr
 test_interop.py compare them.
 """
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ from megatron.training import get_args, get_timers  # noqa: E402
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
 from megatron.training.checkpointing import save_checkpoint  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
-from megatron.training.training import destroy_global_state, setup_model_and_optimizer, train_step  # noqa: E402
+from megatron.training.training import destroy_global_state, evaluate, setup_model_and_optimizer, train_step  # noqa: E402
 
 from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags  # noqa: E402
 from megatron_mtp.training.forward_step import ForwardStep  # noqa: E402
@@ -74,7 +75,8 @@ def train(folder: Path, model_name: str, layout_name: str, fault: str = "") -> d
     model, optimizer, scheduler = build(
         model_name, LAYOUTS[layout_name], flags=f"--load {start} {NEW_RUN}", fault=fault
     )
-    record = one_step(model, optimizer, scheduler, MODELS[model_name].batches)
+    record = evaluation(model, MODELS[model_name].batches, folder / "metrics" / f"{model_name}-{layout_name}")
+    record |= one_step(model, optimizer, scheduler, MODELS[model_name].batches)
     if not fault:
         get_args().save = str(folder / "trained" / f"{model_name}-{layout_name}")
         save_checkpoint(1, model, optimizer, scheduler, 0)
@@ -178,6 +180,22 @@ def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any, batch
     of_ranks = gather({name: value.item() for name, value in losses.items()})
     record |= {"losses": next(filter(None, reversed(of_ranks))), "grad_norm": float(grad_norm)}
     return record | whole_tensors(model, "weights")
+
+
+def evaluation(model: list[torch.nn.Module], batches: str, folder: Path) -> dict[str, Any]:
+    """Losses and acceptance of the global batch, as they are written after every evaluation."""
+    metrics, data = Metrics(folder), own_microbatches(batches, len(model))
+    evaluate(
+        ForwardStep(mtp_config_from_args(get_args()), metrics),
+        data if len(model) > 1 else data[0],
+        model,
+        None,
+        get_model_config(model[0]),
+        non_loss_data_func=metrics.end_evaluation,
+        eval_iters=1,
+    )
+    torch.distributed.barrier()
+    return {"evaluation": json.loads((folder / "metrics.jsonl").read_text())}
 
 
 def own_microbatches(kind: str, chunks: int) -> list[RerunDataIterator | None]:

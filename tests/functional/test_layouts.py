@@ -41,7 +41,9 @@ def assert_same_step(record: dict[str, Any], single: dict[str, Any]) -> None:
 def test_a_step_is_that_of_a_single_process(records: Records, model: str, layout: str) -> None:
     record = records.of(f"train/{model}/{layout}")
     assert record["losses"].keys() == {"lm loss", *(f"mtp_{d} loss" for d in range(1, MODELS[model].depths + 1))}
-    assert_same_step(record, records.of(f"train/{model}/{SINGLE}"))
+    single = records.of(f"train/{model}/{SINGLE}")
+    assert_same_step(record, single)
+    assert record["evaluation"] == pytest.approx(single["evaluation"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(("model", "source", "target"), MOVES, ids=["-".join(move) for move in MOVES])

@@ -153,7 +153,7 @@ def forward_ours(model: MTPGPTModel, batch: dict[str, Any], depths: DepthBatch |
         batch["position_ids"],
         batch["attention_mask"],
         labels=batch["labels"],
-        output_processor=NextTokensObjective(LOSSES["ce"], False),
+        output_processor=NextTokensObjective(LOSSES["ce"]),
         output_processor_context=depth_batch(batch) if depths is None else depths,
     )
     assert isinstance(output, ObjectiveOutput)

@@ -70,7 +70,7 @@ def row_of(pack: Pack) -> dict[str, Any]:
 
 def outputs(model: MTPGPTModel, batch: dict[str, Any], packed: PackedSeqParams | None) -> ObjectiveOutput:
     position_ids = torch.zeros_like(batch["tokens"])  # RoPE does not look at them
-    objective = NextTokensObjective(LOSSES["ce"], False)
+    objective = NextTokensObjective(LOSSES["ce"])
     return model(
         batch["tokens"],
         position_ids,

@@ -27,7 +27,6 @@ from layouts import LAYOUTS, MODELS, SINGLE, Layout  # noqa: E402
 from megatron.core import mpu  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
@@ -304,7 +303,6 @@ def gather(value: Any) -> list[Any]:
 def main(target: str, jobs: list[str]) -> None:
     folder = Path(target)
     join_single_process()
-    get_write_results_queue("fork")  # made by spawning otherwise, which imports everything a second time
     for job in jobs:
         started = time.perf_counter()
         name, *arguments = job.split("/")

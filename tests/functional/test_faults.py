@@ -44,12 +44,15 @@ def test_a_killed_rank_ends_the_job_and_a_restart_resumes(rank: int, tmp_path: P
     log = tmp_path / "killed.log"
     launcher = launch.start(command(tmp_path), log)
     wait_for_step(launcher, log, INTERVAL + 2)
+    helpers = [helper for worker in psutil.Process(launcher.pid).children() for helper in worker.children(True)]
+    assert helpers, "no rank has a process that could outlive it"
     process_of_rank(launcher, rank).kill()
     try:
         assert launcher.wait(ENDS_WITHIN) != 0
     except subprocess.TimeoutExpired:
         launch.kill(launcher)
         pytest.fail(f"the other rank still waited {ENDS_WITHIN} s after rank {rank} was killed")
+    assert psutil.wait_procs(helpers, ENDS_WITHIN)[1] == [], "processes that helped to save outlive the job"
     assert "Signal 9 (SIGKILL)" in log.read_text()
     assert steps(log.read_text())[-1] < STEPS, "killed too late: the run was through"
 

@@ -7,6 +7,7 @@ Rank 0 writes FOLDER/records/<job>.pt: losses, and whole tensors put together fr
 test_interop.py compare them.
 """
 
+import gc
 import json
 import sys
 import time
@@ -23,7 +24,7 @@ from megatron_mtp.platform import prepare
 ON_CPU = prepare()
 
 from layout_batches import MICROBATCHES, ROWS, SEQUENCE, VOCABULARY, microbatches  # noqa: E402
-from layouts import LAYOUTS, MODELS, SINGLE, Layout  # noqa: E402
+from layouts import LAYOUTS, MODELS, SINGLE, Layout, sources  # noqa: E402
 from megatron.core import mpu  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories  # noqa: E402
@@ -37,7 +38,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import get_model_config, unwrap_model  # noqa: E402
 from megatron.training import get_args, get_timers  # noqa: E402
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
-from megatron.training.checkpointing import save_checkpoint  # noqa: E402
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 from megatron.training.training import destroy_global_state, evaluate, setup_model_and_optimizer, train_step  # noqa: E402
 
@@ -83,16 +84,27 @@ def train(folder: Path, model_name: str, layout_name: str, fault: str = "") -> d
 
 
 def move(folder: Path, model_name: str, source: str, target: str) -> dict[str, Any]:
-    """Load in the target layout what `train` saved in the source layout, and take the next step.
-
-    Megatron converts no state between the distributed optimizer and the plain one: then there are only weights.
-    """
-    load = f"--load {folder / 'trained' / f'{model_name}-{source}'} --no-load-rng"
-    if LAYOUTS[source].distributed_optimizer != LAYOUTS[target].distributed_optimizer:
-        model, *_ = build(model_name, LAYOUTS[target], flags=f"{load} --no-load-optim")
-        return whole_tensors(model, "loaded")
-    model, optimizer, scheduler = build(model_name, LAYOUTS[target], flags=load)
+    """Load in the target layout what `train` saved in the source layout, optimizer included, and take the next step."""
+    load_flags = f"--load {folder / 'trained' / f'{model_name}-{source}'} --no-load-rng"
+    model, optimizer, scheduler = build(model_name, LAYOUTS[target], flags=load_flags)
     return whole_tensors(model, "loaded") | one_step(model, optimizer, scheduler, MODELS[model_name].batches)
+
+
+def load(folder: Path, model_name: str, layout_name: str) -> dict[str, Any]:
+    """Load in one layout what `train` saved in every layout; {source: the weights that came out other than saved}."""
+    model, *_ = build(model_name, LAYOUTS[layout_name], flags=NEW_RUN)
+    differing = {}
+    for source in sources(model_name):
+        with torch.no_grad():
+            for parameter in (each for chunk in model for each in chunk.parameters()):
+                parameter.fill_(float("nan"))
+        get_args().load = str(folder / "trained" / f"{model_name}-{source}")
+        load_checkpoint(model, None, None)
+        loaded = whole_tensors(model, "weights")
+        saved = torch.load(folder / "records" / f"train-{model_name}-{source}.pt")["weights"]
+        differing[source] = [name for name in saved if not torch.equal(loaded["weights"][name], saved[name])]
+        differing[source] += [f"copies of {name}" for name, far in loaded["weights apart"].items() if far]
+    return {"differing": differing}
 
 
 def forward(folder: Path, model_name: str, block: str, source: str) -> dict[str, Any]:
@@ -118,6 +130,7 @@ JOBS: dict[str, Callable[..., dict[str, Any] | None]] = {
     "init": init,
     "train": train,
     "move": move,
+    "load": load,
     "forward": forward,
     "save_entries": save_entries,
 }
@@ -300,6 +313,15 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def forget_everything() -> None:
+    """Megatron forgets its groups without destroying them: their threads, 60 a job, would slow all later jobs down."""
+    destroy_global_state()
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
+    gc.collect()  # models refer to them in circles
+
+
 def main(target: str, jobs: list[str]) -> None:
     folder = Path(target)
     join_single_process()
@@ -312,6 +334,6 @@ def main(target: str, jobs: list[str]) -> None:
             file.parent.mkdir(exist_ok=True)
             torch.save(record, file)
         torch.distributed.barrier()
-        destroy_global_state()
+        forget_everything()
         print(f"> job {job}: {time.perf_counter() - started:.2f} s", flush=True)
     torch.distributed.destroy_process_group()

@@ -55,7 +55,6 @@ PLAIN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3")
 DEEP = ("tied-d3", "untied-d3")
 MOE = ("moe-d2", "moe-alltoall-d2")
 ALL = tuple(MODELS)
-DENSE = tuple(name for name in MODELS if name not in MOE)
 CUTTABLE = tuple(name for name in MODELS if name != "ragged-d3")
 """Under context parallelism the length of a packed document is a multiple of four here."""
 
@@ -89,12 +88,16 @@ SINGLE = "single"
 _EXPERT_PARALLEL = "--expert-model-parallel-size 2"
 LAYOUTS: dict[str, Layout] = {
     SINGLE: Layout(),
-    "tp2": Layout(tp=2, models=DENSE),  # Megatron wants sequence parallelism with experts and tensor parallelism
+    "tp2": Layout(
+        tp=2, models=(*PLAIN, "repeated-d3", "latent-d2", "parallel-d2", "ragged-d3", "padded-latent-d2")
+    ),  # without experts, for which Megatron wants sequence parallelism here
     "tp2-sp": Layout(tp=2, flags="--sequence-parallel", models=ALL),
     "cp2": Layout(cp=2, models=CUTTABLE),
-    "pp2": Layout(pp=2, models=ALL),
+    "pp2": Layout(
+        pp=2, models=(*PLAIN, "repeated-d3", "moe-d2", "latent-d2", "parallel-d2", "documents-d3", "ragged-d3")
+    ),
     "pp2-vpp2": Layout(pp=2, flags="--num-virtual-stages-per-pipeline-rank 2"),
-    "dp2": Layout(dp=2, models=ALL, distributed_optimizer=True),
+    "dp2": Layout(dp=2, models=(*PLAIN, "moe-d2", "packed-d3", "per-token-d3"), distributed_optimizer=True),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models=MOE),
     "tp2-pp2": Layout(tp=2, pp=2),
     "tp2-cp2": Layout(tp=2, cp=2, flags="--sequence-parallel", models=(*PLAIN, "padded-d3", "moe-d2", "latent-d2")),
@@ -116,27 +119,48 @@ CASES = [(model, name) for name, layout in LAYOUTS.items() if name != SINGLE for
 """Model and layout of every comparison with a single process."""
 
 
-def _moves(model: str) -> list[tuple[str, str, str]]:
-    """From one process to every layout, from every layout to one process, and from each layout to the next."""
-    names = [name for name, layout in LAYOUTS.items() if model in layout.models and name != SINGLE]
-    there_and_back = [pair for name in names for pair in ((SINGLE, name), (name, SINGLE))]
-    return [(model, *pair) for pair in (*there_and_back, *zip(names, names[1:] + names[:1], strict=True))]
+def sources(model: str) -> list[str]:
+    """The layouts that save a checkpoint of the model."""
+    return [name for name, layout in LAYOUTS.items() if name == SINGLE or model in layout.models]
 
 
-MOVES = [move for model in (*DEEP, "moe-d2") for move in _moves(model)]
-"""Model, the layout that saved a checkpoint, and the one that loads it."""
+LOADS = [(model, name) for model in (*DEEP, "moe-d2") for name in sources(model)]
+"""Model, and the layout that loads the checkpoints of all layouts."""
+
+MOVES = [
+    (model, source, target)
+    for model in DEEP
+    for source, target in (
+        (SINGLE, "pp2"),
+        ("pp2", "tp2"),
+        ("tp2", "cp2"),
+        ("cp2", "tp2-pp2"),
+        ("tp2-pp2", "pp4-vpp2"),
+        ("pp4-vpp2", "pp4-mtp-stage"),
+        ("pp4-mtp-stage", "pp2-vpp2"),
+        ("pp2-vpp2", SINGLE),
+        ("dp2", "cp2-dp2"),
+        ("cp2-dp2", "pp2-dp2"),
+        ("pp2-dp2", "dp2"),
+    )
+]
+"""Model, the layout that saved a checkpoint, and the one that goes on training from it."""
 
 
 def _steps(world_size: int) -> list[str]:
     return [f"train/{model}/{name}" for model, name in CASES if LAYOUTS[name].world_size == world_size]
 
 
-def _loads(world_size: int, back: bool) -> list[str]:
-    """Loads of what was saved by a smaller or equal number of processes or, `back`, by more of them."""
+def _loads(world_size: int) -> list[str]:
+    return [f"load/{model}/{name}" for model, name in LOADS if LAYOUTS[name].world_size == world_size]
+
+
+def _moves(world_size: int, from_more: bool) -> list[str]:
+    """Those that begin with more processes than they end with, or the others."""
     return [
         f"move/{model}/{source}/{target}"
         for model, source, target in MOVES
-        if LAYOUTS[target].world_size == world_size and (LAYOUTS[source].world_size > world_size) == back
+        if LAYOUTS[target].world_size == world_size and (LAYOUTS[source].world_size > world_size) == from_more
     ]
 
 
@@ -154,7 +178,7 @@ LAUNCHES: dict[str, Launch] = {
         1,
         [
             *(job for model in MODELS for job in (f"init/{model}/ours", f"train/{model}/{SINGLE}")),
-            *(f"move/{model}/{SINGLE}/{SINGLE}" for model in (*DEEP, "moe-d2")),
+            *(f"move/{model}/{SINGLE}/{SINGLE}" for model in DEEP),
             *(
                 job
                 for model in MEGATRONS_OWN
@@ -172,14 +196,14 @@ LAUNCHES: dict[str, Launch] = {
         2,
         [
             *_steps(2),
-            *_loads(2, back=False),
+            *_moves(2, from_more=False),
             "train/tied-d3/pp2/no-embedding-group",
             "save_entries/tied-d3/pp2/megatron",
             "save_entries/tied-d3/pp2/ours",
         ],
         needs=(SINGLE,),
     ),
-    "four processes": Launch(4, [*_steps(4), *_loads(4, back=False)], needs=(SINGLE, "two processes")),
-    "back to two": Launch(2, _loads(2, back=True), needs=("four processes",)),
-    "back to one": Launch(1, _loads(1, back=True), needs=("two processes", "four processes")),
+    "four processes": Launch(4, [*_steps(4), *_moves(4, from_more=False), *_loads(4)], needs=(SINGLE, "two processes")),
+    "back to two": Launch(2, [*_moves(2, from_more=True), *_loads(2)], needs=("four processes",)),
+    "back to one": Launch(1, [*_moves(1, from_more=True), *_loads(1)], needs=("two processes", "four processes")),
 }

@@ -207,7 +207,8 @@ def evaluation(model: list[torch.nn.Module], batches: str, folder: Path) -> dict
         eval_iters=1,
     )
     torch.distributed.barrier()
-    return {"evaluation": json.loads((folder / "metrics.jsonl").read_text())}
+    row = json.loads((folder / "metrics.jsonl").read_text())
+    return {"evaluation": {name: value for name, value in row.items() if name != "split"}}
 
 
 def own_microbatches(kind: str, chunks: int) -> list[RerunDataIterator | None]:

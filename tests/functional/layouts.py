@@ -34,8 +34,11 @@ MODELS: dict[str, Model] = {
     "tied-d3": Model(3),
     "untied-d3": Model(3, _UNTIED),
     "repeated-d3": Model(3, "--mtp-use-repeated-layer"),
+    "moe-d1": Model(1, f"{_EXPERTS} --moe-token-dispatcher-type allgather"),
     "moe-d2": Model(2, f"{_EXPERTS} --moe-token-dispatcher-type allgather"),
-    "moe-alltoall-d2": Model(2, f"{_EXPERTS} --moe-token-dispatcher-type alltoall"),
+    "moe-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type allgather"),
+    "moe-alltoall-d1": Model(1, f"{_EXPERTS} --moe-token-dispatcher-type alltoall"),
+    "moe-alltoall-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type alltoall"),
     "latent-d2": Model(2, _LATENT, attention=""),
     "parallel-d2": Model(2, "--mtp-architecture parallel"),
     "documents-d3": Model(3, "--reset-attention-mask --eod-mask-loss", "documents"),
@@ -48,14 +51,14 @@ MODELS: dict[str, Model] = {
     "per-token-d3": Model(3, "--calculate-per-token-loss"),
 }
 
-MEGATRONS_OWN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3", "repeated-d3", "moe-d2", "moe-alltoall-d2")
+MEGATRONS_OWN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3", "repeated-d3", "moe-d2", "moe-alltoall-d3")
 """Models that Megatron's own MTP can train too."""
 
 PLAIN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3")
 DEEP = ("tied-d3", "untied-d3")
-MOE = ("moe-d2", "moe-alltoall-d2")
-ALL = tuple(MODELS)
-CUTTABLE = tuple(name for name in MODELS if name != "ragged-d3")
+MOE = ("moe-d1", "moe-d3", "moe-alltoall-d1", "moe-alltoall-d3")
+ALL = tuple(name for name in MODELS if name != "moe-d2")
+CUTTABLE = tuple(name for name in ALL if name != "ragged-d3")
 """Under context parallelism the length of a packed document is a multiple of four here."""
 
 
@@ -94,13 +97,13 @@ LAYOUTS: dict[str, Layout] = {
     "tp2-sp": Layout(tp=2, flags="--sequence-parallel", models=ALL),
     "cp2": Layout(cp=2, models=CUTTABLE),
     "pp2": Layout(
-        pp=2, models=(*PLAIN, "repeated-d3", "moe-d2", "latent-d2", "parallel-d2", "documents-d3", "ragged-d3")
+        pp=2, models=(*PLAIN, "repeated-d3", "moe-d3", "latent-d2", "parallel-d2", "documents-d3", "ragged-d3")
     ),
     "pp2-vpp2": Layout(pp=2, flags="--num-virtual-stages-per-pipeline-rank 2"),
-    "dp2": Layout(dp=2, models=(*PLAIN, "moe-d2", "packed-d3", "per-token-d3"), distributed_optimizer=True),
+    "dp2": Layout(dp=2, models=(*PLAIN, "moe-d3", "packed-d3", "per-token-d3"), distributed_optimizer=True),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models=MOE),
     "tp2-pp2": Layout(tp=2, pp=2),
-    "tp2-cp2": Layout(tp=2, cp=2, flags="--sequence-parallel", models=(*PLAIN, "padded-d3", "moe-d2", "latent-d2")),
+    "tp2-cp2": Layout(tp=2, cp=2, flags="--sequence-parallel", models=(*PLAIN, "padded-d3", "moe-d3", "latent-d2")),
     "cp2-pp2": Layout(cp=2, pp=2, models=(*DEEP, "documents-d3", "packed-d3", "padded-d3")),
     "cp2-dp2": Layout(cp=2, dp=2, models=(*DEEP, "per-token-d3"), distributed_optimizer=True),
     "pp2-dp2": Layout(pp=2, dp=2, models=DEEP, distributed_optimizer=True),
@@ -124,7 +127,7 @@ def sources(model: str) -> list[str]:
     return [name for name, layout in LAYOUTS.items() if name == SINGLE or model in layout.models]
 
 
-LOADS = [(model, name) for model in (*DEEP, "moe-d2") for name in sources(model)]
+LOADS = [(model, name) for model in (*DEEP, "moe-d3") for name in sources(model)]
 """Model, and the layout that loads the checkpoints of all layouts."""
 
 MOVES = [

@@ -34,6 +34,7 @@ from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.rerun_state_machine import RerunDataIterator  # noqa: E402
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker  # noqa: E402
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: E402
 from megatron.core.utils import get_model_config, unwrap_model  # noqa: E402
 from megatron.training import get_args, get_timers  # noqa: E402
@@ -317,6 +318,7 @@ def gather(value: Any) -> list[Any]:
 def forget_everything() -> None:
     """Megatron forgets its groups without destroying them: their threads, 60 a job, would slow all later jobs down."""
     destroy_global_state()
+    destroy_moe_metrics_tracker()
     for group in list(torch.distributed.distributed_c10d._world.pg_map):
         if group is not torch.distributed.group.WORLD:
             torch.distributed.destroy_process_group(group)

@@ -1,0 +1,36 @@
+"""The model families that convert, by the `model_type` of their `config.json`: a new one is a file and a row."""
+
+from megatron_mtp.checkpoint.families.deepseek import DEEPSEEK_V3
+from megatron_mtp.checkpoint.families.family import CARRIED, Family, Layout
+from megatron_mtp.checkpoint.families.glm import GLM4_MOE
+from megatron_mtp.checkpoint.families.llama import LLAMA, QWEN2, QWEN3
+from megatron_mtp.checkpoint.families.mimo import MIMO
+from megatron_mtp.checkpoint.hf_config import HFConfig
+
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "mimo": MIMO,
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": DEEPSEEK_V3,
+    "kimi_k25": DEEPSEEK_V3,
+    "glm4_moe": GLM4_MOE,
+}
+
+
+def family_of(config: HFConfig) -> Family:
+    """The family of a config.
+
+    Raises:
+        ValueError: there is none of this `model_type`.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise ValueError(
+            f"{config.source}: the model_type '{config.model_type:.60}' is unknown here; known are {', '.join(sorted(FAMILIES))}."
+        )
+    return family
+
+
+__all__ = ["CARRIED", "FAMILIES", "Family", "Layout", "family_of"]

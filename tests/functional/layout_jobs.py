@@ -21,6 +21,7 @@ from megatron_mtp.platform import prepare
 
 ON_CPU = prepare()
 
+from layout_batches import MICROBATCHES, ROWS, SEQUENCE, VOCABULARY, microbatches  # noqa: E402
 from layouts import LAYOUTS, MODELS, SINGLE, Layout  # noqa: E402
 from megatron.core import mpu  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
@@ -45,12 +46,11 @@ from megatron_mtp.training.forward_step import ForwardStep  # noqa: E402
 from megatron_mtp.training.metrics import Metrics  # noqa: E402
 from megatron_mtp.training.run import get_embedding_ranks, join_single_process  # noqa: E402
 
-SEQUENCE, MICRO_BATCH, MICROBATCHES, VOCABULARY = 32, 2, 4, 128
 COMMON = f"""
-    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4
     --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
-    --micro-batch-size {MICRO_BATCH} --global-batch-size {MICRO_BATCH * MICROBATCHES}
+    --micro-batch-size {ROWS["stream"]} --global-batch-size {ROWS["stream"] * MICROBATCHES}
     --train-iters 10 --eval-interval 10 --lr 1e-2 --clip-grad 1.0 --adam-eps 1e-3
     --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --make-vocab-size-divisible-by 8
 """
@@ -74,7 +74,7 @@ def train(folder: Path, model_name: str, layout_name: str, fault: str = "") -> d
     model, optimizer, scheduler = build(
         model_name, LAYOUTS[layout_name], flags=f"--load {start} {NEW_RUN}", fault=fault
     )
-    record = one_step(model, optimizer, scheduler)
+    record = one_step(model, optimizer, scheduler, MODELS[model_name].batches)
     if not fault:
         get_args().save = str(folder / "trained" / f"{model_name}-{layout_name}")
         save_checkpoint(1, model, optimizer, scheduler, 0)
@@ -87,11 +87,11 @@ def move(folder: Path, model_name: str, source: str, target: str) -> dict[str, A
     Megatron converts no state between the distributed optimizer and the plain one: then there are only weights.
     """
     load = f"--load {folder / 'trained' / f'{model_name}-{source}'} --no-load-rng"
-    if LAYOUTS[source].flags != LAYOUTS[target].flags:
+    if LAYOUTS[source].distributed_optimizer != LAYOUTS[target].distributed_optimizer:
         model, *_ = build(model_name, LAYOUTS[target], flags=f"{load} --no-load-optim")
         return whole_tensors(model, "loaded")
     model, optimizer, scheduler = build(model_name, LAYOUTS[target], flags=load)
-    return whole_tensors(model, "loaded") | one_step(model, optimizer, scheduler)
+    return whole_tensors(model, "loaded") | one_step(model, optimizer, scheduler, MODELS[model_name].batches)
 
 
 def forward(folder: Path, model_name: str, block: str, source: str) -> dict[str, Any]:
@@ -126,8 +126,12 @@ def build(
     model_name: str, layout: Layout, block: str = "ours", flags: str = "", fault: str = ""
 ) -> tuple[list[torch.nn.Module], Any, Any]:
     """Model chunks, optimizer and scheduler, as `pretrain()` makes them; `block` is 'ours' or 'megatron'."""
-    sizes = f"--tensor-model-parallel-size {layout.tp} --pipeline-model-parallel-size {layout.pp}"
-    sys.argv = ["layout_worker.py", *f"{COMMON} {MODELS[model_name]} {sizes} {layout.flags} {flags}".split()]
+    given = MODELS[model_name]
+    command_line = (
+        f"{COMMON} --mtp-num-layers {given.depths} {given.attention} {given.flags} "
+        f"{layout.command_line(given.depths)} {flags}"
+    )
+    sys.argv = ["layout_worker.py", *command_line.split()]
     set_machine_flags(sys.argv, ON_CPU)
     args, model_config = parse_checked_args()
     initialize_megatron(get_embedding_ranks=FAULTS.get(fault, get_embedding_ranks))
@@ -142,7 +146,7 @@ def build(
 FAULTS: dict[str, Callable[[list[int]], list[int]]] = {"no-embedding-group": lambda pipeline_ranks: pipeline_ranks[:1]}
 
 
-def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any, batches: str) -> dict[str, Any]:
     """Megatron's training step; gradients are read between the backward pass and the optimizer."""
     args = get_args()
     config = get_model_config(model[0])
@@ -159,7 +163,7 @@ def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> di
 
     optimizer.step = read_gradients_and_step
     forward_step = ForwardStep(mtp_config_from_args(args), Metrics(None))
-    data = own_microbatches(len(model))
+    data = own_microbatches(batches, len(model))
     forward_backward = get_forward_backward_func()
     losses, *_, grad_norm, _, _ = train_step(
         forward_step,
@@ -176,27 +180,7 @@ def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> di
     return record | whole_tensors(model, "weights")
 
 
-def microbatches() -> list[dict[str, torch.Tensor]]:
-    """The global batch; holes in the loss masks, more of them in later microbatches."""
-    generator = torch.Generator().manual_seed(5)
-    causal = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril().logical_not()
-    batches = []
-    for index in range(MICROBATCHES):
-        stream_BS = torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
-        mask_BS = torch.rand(MICRO_BATCH, SEQUENCE, generator=generator) > 0.15 * index
-        batches.append(
-            {
-                "tokens": stream_BS[:, :-1].contiguous(),
-                "labels": stream_BS[:, 1:].contiguous(),
-                "loss_mask": mask_BS.float(),
-                "position_ids": torch.arange(SEQUENCE).expand(MICRO_BATCH, -1).contiguous(),
-                "attention_mask": causal.expand(MICRO_BATCH, -1, -1, -1).contiguous(),
-            }
-        )
-    return batches
-
-
-def own_microbatches(chunks: int) -> list[RerunDataIterator | None]:
+def own_microbatches(kind: str, chunks: int) -> list[RerunDataIterator | None]:
     """Those of this data-parallel rank, as Megatron's sampler deals them out, for every chunk of the model.
 
     Only the first tensor rank reads data.
@@ -204,19 +188,19 @@ def own_microbatches(chunks: int) -> list[RerunDataIterator | None]:
     if mpu.get_tensor_model_parallel_rank() != 0:
         return [None] * chunks
     rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    return [RerunDataIterator(iter(microbatches()[rank::ranks])) for _ in range(chunks)]
+    return [RerunDataIterator(iter(microbatches(kind)[rank::ranks])) for _ in range(chunks)]
 
 
 def our_losses(model: torch.nn.Module) -> dict[str, float]:
     args = get_args()
-    output, _ = ForwardStep(mtp_config_from_args(args), Metrics(None))(iter(microbatches()), model)
+    output, _ = ForwardStep(mtp_config_from_args(args), Metrics(None))(iter(microbatches("stream")), model)
     sums = {"lm loss": output.main} | {f"mtp_{depth} loss": sums for depth, sums in enumerate(output.depths, start=1)}
     return {name: (value.total / value.tokens).item() for name, value in sums.items()}
 
 
 def megatron_losses(model: torch.nn.Module) -> dict[str, float]:
     """Megatron's own MTP leaves the losses of the depths in a tracker."""
-    batch = microbatches()[0]
+    batch = microbatches("stream")[0]
     labels, loss_mask = batch.pop("labels"), batch.pop("loss_mask")
     MTPLossLoggingHelper.tracker.clear()
     losses_BS = model(

@@ -6,7 +6,7 @@ Float32, the same weights and the same global batch. Differences are max |a - b|
 from typing import Any
 
 import pytest
-from layouts import CASES, MOVES, SINGLE
+from layouts import CASES, MODELS, MOVES, SINGLE
 from records import Records
 from torch import Tensor, equal
 
@@ -37,14 +37,10 @@ def assert_same_step(record: dict[str, Any], single: dict[str, Any]) -> None:
         assert {name: value for name, value in record[copies].items() if value > 1e-6} == {}
 
 
-def depths_of(model: str) -> int:
-    return int(model[-1])
-
-
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=["-".join(case) for case in CASES])
 def test_a_step_is_that_of_a_single_process(records: Records, model: str, layout: str) -> None:
     record = records.of(f"train/{model}/{layout}")
-    assert record["losses"].keys() == {"lm loss", *(f"mtp_{d} loss" for d in range(1, depths_of(model) + 1))}
+    assert record["losses"].keys() == {"lm loss", *(f"mtp_{d} loss" for d in range(1, MODELS[model].depths + 1))}
     assert_same_step(record, records.of(f"train/{model}/{SINGLE}"))
 
 

@@ -8,6 +8,7 @@ that a catalogue consists of are made from it.
 import io
 import json
 import pickle
+import re
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ CATALOGUE = ".metadata"
 FORMAT = "metadata.json"
 COMMON = "common_state/shard_0_1"
 """Megatron's key for everything that is no tensor."""
+_STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\..+")
 RELEASE = "release"
 """Megatron's name for weights that no run has saved: loaded without optimizer, counting from iteration 0."""
 _CATALOGUE_CLASSES = {
@@ -99,20 +102,25 @@ class DistReader:
             }
         except Exception as error:
             raise ValueError(f"{self.folder / CATALOGUE} is no catalogue of a checkpoint: {error}.") from None
+        self._layers = {layer: key for key in self._tensors for layer in self._layers_of(key)}
 
     @property
     def keys(self) -> list[str]:
-        """Of the model's tensors; an optimizer's state is not among them."""
-        return [key for key in self._tensors if not key.startswith("optimizer.")]
+        """Of the model's tensors, layer by layer; an optimizer's state is not among them."""
+        stacked = set(self._layers.values())
+        alone = [key for key in self._tensors if not key.startswith("optimizer.") and key not in stacked]
+        return [*alone, *self._layers]
 
     def holds(self, key: str) -> bool:
-        return key in self._tensors
+        return key in self._tensors or key in self._layers
 
     def shape(self, key: str) -> Shape:
+        if key in self._layers:
+            return tuple(self._tensors[self._layers[key]].size)[1:]
         return tuple(self._tensors[key].size)
 
     def dtype(self, key: str) -> torch.dtype:
-        return self._tensors[key].properties.dtype
+        return self._tensors[self._layers.get(key, key)].properties.dtype
 
     def read(self, key: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
         """A tensor, or the slab of it at `offset`.
@@ -122,6 +130,19 @@ class DistReader:
         """
         whole = self.shape(key)
         offset, shape = offset or (0,) * len(whole), whole if shape is None else shape
+        if key in self._layers:
+            layer = int(_LAYER.fullmatch(key).group(2))  # type: ignore[union-attr]
+            return self._slab(self._layers[key], (layer, *offset), (1, *shape)).squeeze(0)
+        return self._slab(key, offset, shape)
+
+    def _layers_of(self, key: str) -> list[str]:
+        """Where all layers are alike, Megatron stacks them in one tensor, layers first: the keys of each by itself."""
+        match = _STACKED.fullmatch(key)
+        if match is None:
+            return []
+        return [f"decoder.layers.{layer}.{match.group(1)}" for layer in range(self._tensors[key].size[0])]
+
+    def _slab(self, key: str, offset: Shape, shape: Shape) -> Tensor:
         overlaps = []
         for chunk in self._tensors[key].chunks:
             overlap = _overlap(tuple(chunk.offsets), tuple(chunk.sizes), offset, shape)

@@ -1,4 +1,4 @@
-"""Hugging Face folders of safetensors: every tensor found and checked by the headers alone, read and written one by one.
+"""Hugging Face folders of safetensors: tensors found and checked by the headers alone, read and written one by one.
 
 Folders in pickle form are refused and never opened. FP8 tensors with block scales (`weight_scale_inv`) are read as what
 they stand for, and their scales are no tensors of their own.
@@ -74,7 +74,8 @@ class HFFolder:
         for name, stored in found.items():
             if name in self.tensors:
                 raise ValueError(
-                    f"'{name}' is both in {self.tensors[name].file} and in {file}; remove the file that does not belong."
+                    f"'{name}' is both in {self.tensors[name].file} and in {file}; remove the file that does not "
+                    "belong."
                 )
             self.tensors[name] = stored
 

@@ -118,7 +118,7 @@ def _part_writer(
 
 
 def _chunk(record: dict[str, Any]) -> Chunk:
-    return Chunk(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
+    return Chunk(**{**record, **{name: tuple(record[name]) for name in ("whole", "offset", "shape")}})
 
 
 def _bytes(rules: list[Rule], folder: HFFolder) -> int:
@@ -138,23 +138,29 @@ def _fingerprint(model: HFModel, options: Options) -> dict[str, Any]:
 
 def _common(model: HFModel, args: Namespace) -> dict[str, Any]:
     """What Megatron keeps beside tensors, and what the conversion did."""
-    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, "megatron_mtp": origin(model)}
+    by_layer = {"non_homogeneous_layers": True, "singleton_local_shards": False}
+    return {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "content_metadata": by_layer,
+        "megatron_mtp": origin(model),
+    }
 
 
 def origin(model: HFModel) -> dict[str, Any]:
     """What a checkpoint tells of where it came from, and the conventions of its depths."""
+    half = "embedding" if model.family.embedding_first else "hidden"
+    side = "after" if model.family.input == "post" else "before"
     return {
         "model_type": model.config.model_type,
         "family": model.family.title,
         "layout": layout_record(model.layout),
         "quantised": model.folder.quantised,
         "eh_proj": "embedding half first",
-        "eh_proj in the Hugging Face folder": "embedding half first"
-        if model.family.embedding_first
-        else "hidden half first",
-        "input of the first depth": f"trunk's hidden state {'after' if model.family.input == 'post' else 'before'} its final norm",
+        "eh_proj in the Hugging Face folder": f"{half} half first",
+        "input of the first depth": f"trunk's hidden state {side} its final norm",
         "positions": "slot i keeps position i at every depth",
-        "trained by Megatron": model.family.untrainable is None,
     }
 
 

@@ -41,6 +41,8 @@ EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 LATENT: dict[str, Any] = {
+    "head_dim": 4,
+    "num_key_value_heads": 4,
     "q_lora_rank": 20,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,

@@ -28,7 +28,8 @@ def family_of(config: HFConfig) -> Family:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ValueError(
-            f"{config.source}: the model_type '{config.model_type:.60}' is unknown here; known are {', '.join(sorted(FAMILIES))}."
+            f"{config.source}: the model_type '{config.model_type:.60}' is unknown here; known are "
+            f"{', '.join(sorted(FAMILIES))}."
         )
     return family
 

@@ -1,7 +1,7 @@
 """The parts that families are made of: attention, MLPs, experts, norms and the frame of a depth, as lists of rules.
 
-Megatron's keys are those of its `sharded_state_dict`. Where Transformer Engine fuses a norm into the projection after it,
-the key has a different name from that of Megatron's own modules; the second name is then an alias.
+Megatron's keys are those of its `sharded_state_dict`. Where Transformer Engine fuses a norm into the projection after
+it, the key has a different name from that of Megatron's own modules; the second name is then an alias.
 Letters in comments: H hidden, E experts, F width of an MLP.
 """
 
@@ -224,33 +224,40 @@ def _slab(key: str, index: int, whole: Shape) -> Piece:
     return Piece(key, (1, *whole[1:]), whole, (index, *(0 for _ in whole[1:])))
 
 
-def depth_frame(
-    depth: int,
-    hidden: int,
-    embedding_norm: str,
-    hidden_norm: str,
-    projection: str,
-    final_norm: str | None,
-    hidden_first: bool = False,
-) -> list[Rule]:
-    """What a depth has around its transformer layer: two norms, the projection of both halves, a final norm.
+@dataclass(frozen=True)
+class Frame:
+    """HF's names, whole, of what a depth has around its transformer layer; `final` None for no norm before the head."""
+
+    embedding: str
+    hidden: str
+    projection: str
+    final: str | None
+
+    @classmethod
+    def under(cls, prefix: str, embedding: str, hidden: str, projection: str, final: str | None) -> "Frame":
+        """The weights of these modules under a prefix."""
+        last = None if final is None else f"{prefix}{final}.weight"
+        return cls(*(f"{prefix}{name}.weight" for name in (embedding, hidden, projection)), last)
+
+
+def depth_frame(depth: int, hidden: int, names: Frame, hidden_first: bool = False) -> list[Rule]:
+    """Two norms, the projection of both halves, and a final norm; Megatron's projection has the embedding half first.
 
     Args:
         depth: from 0.
-        embedding_norm, hidden_norm, projection, final_norm: HF's names, whole.
-        hidden_first: HF's projection has the hidden half first; Megatron's has the embedding half first.
-    """  # fmt: skip
+        hidden_first: HF's projection has the hidden half first.
+    """
     mcore = f"mtp.layers.{depth}."
-    merge = rename(projection, f"{mcore}eh_proj.weight", (hidden, 2 * hidden))
+    merge = rename(names.projection, f"{mcore}eh_proj.weight", (hidden, 2 * hidden))
     if hidden_first:
         merge = Rule(merge.hf, merge.mcore, SwapHalves())
     rules = [
-        rename(embedding_norm, f"{mcore}enorm.weight", (hidden,)),
-        rename(hidden_norm, f"{mcore}hnorm.weight", (hidden,)),
+        rename(names.embedding, f"{mcore}enorm.weight", (hidden,)),
+        rename(names.hidden, f"{mcore}hnorm.weight", (hidden,)),
         merge,
     ]
-    if final_norm is not None:
-        rules.append(rename(final_norm, f"{mcore}final_layernorm.weight", (hidden,)))
+    if names.final is not None:
+        rules.append(rename(names.final, f"{mcore}final_layernorm.weight", (hidden,)))
     return rules
 
 

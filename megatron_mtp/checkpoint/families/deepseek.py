@@ -2,6 +2,7 @@
 
 from megatron_mtp.checkpoint.families.blocks import (
     MLA,
+    Frame,
     Place,
     depth_frame,
     depth_layer,
@@ -48,8 +49,8 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
         rules += _layer(config, layout, place, index >= dense)
     for depth in range(layout.depths):
         hf = f"{prefix}layers.{count + depth}."
-        names = (f"{hf}{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
-        rules += depth_frame(depth, config.integer("hidden_size"), *names)
+        names = Frame.under(hf, "enorm", "hnorm", "eh_proj", "shared_head.norm")
+        rules += depth_frame(depth, config.integer("hidden_size"), names)
         rules += _layer(config, layout, Place(hf, depth_layer(depth)), True)
     return rules
 

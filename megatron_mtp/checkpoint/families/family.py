@@ -77,7 +77,8 @@ class Family:
             )
         if self.depth_limit is not None and found > self.depth_limit:
             raise ValueError(
-                f"{config.source}: {self.title} holds at most {self.depth_limit} depth(s), not {found}; drop the others."
+                f"{config.source}: {self.title} holds at most {self.depth_limit} depth(s), not {found}; drop the "
+                "others."
             )
         features = {name for name, pattern in self.features.items() if _any_matches(pattern, names)}
         return Layout(found, frozenset(features), tuple(sorted(self._carried(names))))

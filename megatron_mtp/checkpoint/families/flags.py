@@ -1,6 +1,6 @@
 """Megatron's flags for the families that it can run: the model's arguments, as `--use-checkpoint-args` finds them.
 
-Megatron has no flag for numbers that it does not know how to compute with; then these functions raise `Untrainable`,
+Megatron has no flag for numbers that it does not know how to compute with; then these functions raise `UntrainableError`,
 and the family is converted tensor by tensor only.
 """
 
@@ -9,19 +9,19 @@ from megatron_mtp.checkpoint.families.trunk import layers
 from megatron_mtp.checkpoint.hf_config import HFConfig
 
 
-class Untrainable(ValueError):
+class UntrainableError(ValueError):
     """This very model, of a family that Megatron can run, uses something that it cannot."""
 
 
 def dense_flags(config: HFConfig, attention: GQA, depths: int) -> list[str]:
     """A dense model with grouped-query attention."""
     if attention.out_bias or config.flag("mlp_bias"):
-        raise Untrainable(
+        raise UntrainableError(
             "biases of the output projection or the MLP, which Megatron has only together with all others"
         )
     windows = config.flag("use_sliding_window") or (config.words("layer_types", 0) is not None and _slides(config))
     if windows:
-        raise Untrainable("sliding windows")
+        raise UntrainableError("sliding windows")
     return [
         *_common(config, depths, config.integer("intermediate_size")),
         *_gqa(config, attention),
@@ -43,7 +43,7 @@ def moe_flags(config: HFConfig, attention: GQA, depths: int) -> list[str]:
 def mla_flags(config: HFConfig, attention: MLA, depths: int) -> list[str]:
     """DeepSeek-V3's model."""
     if config.flag("rope_interleave", default=True) is False:
-        raise Untrainable("RoPE in halves; Megatron's latent attention has it interleaved")
+        raise UntrainableError("RoPE in halves; Megatron's latent attention has it interleaved")
     rank = [] if attention.query_rank is None else ["--q-lora-rank", str(attention.query_rank)]
     return [
         *_common(config, depths, config.integer("intermediate_size")),
@@ -61,7 +61,7 @@ def mla_flags(config: HFConfig, attention: MLA, depths: int) -> list[str]:
 def _common(config: HFConfig, depths: int, width: int) -> list[str]:
     activation = config.keys.get("hidden_act", "silu")
     if activation != "silu":
-        raise Untrainable(f"the activation '{activation!s:.40}'")
+        raise UntrainableError(f"the activation '{activation!s:.40}'")
     longest = config.integer("max_position_embeddings", default=4096)
     vocabulary = config.integer("vocab_size")
     flags = _pairs({
@@ -89,10 +89,10 @@ def _rope(config: HFConfig, fraction: float) -> list[str]:
     if kind == "llama3":
         usual = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         if any(rope.get(name, value) != value for name, value in usual.items()):
-            raise Untrainable("a Llama 3 rotary scaling with other numbers than Megatron's")
+            raise UntrainableError("a Llama 3 rotary scaling with other numbers than Megatron's")
         return [*flags, "--use-rope-scaling", *_pairs({"rope-scaling-factor": rope.get("factor", 8.0)})]
     if kind != "default":
-        raise Untrainable(f"the rotary scaling '{kind!s:.40}' outside of latent attention")
+        raise UntrainableError(f"the rotary scaling '{kind!s:.40}' outside of latent attention")
     return flags
 
 
@@ -103,16 +103,13 @@ def _mla_rope(config: HFConfig) -> list[str]:
     if kind == "default":
         return [*flags, "--rope-type", "rope"]
     if kind != "yarn":
-        raise Untrainable(f"the rotary scaling '{kind!s:.40}'")
-    names = {"rotary-scaling-factor": ("factor", 1.0), "mscale": ("mscale", 1.0), "mscale-all-dim": ("mscale_all_dim", 0.0),
-             "original-max-position-embeddings": ("original_max_position_embeddings", 4096),
-             "beta-fast": ("beta_fast", 32), "beta-slow": ("beta_slow", 1)}  # fmt: skip
-    return [
-        *flags,
-        "--rope-type",
-        "yarn",
-        *_pairs({flag: rope.get(name, value) for flag, (name, value) in names.items()}),
-    ]
+        raise UntrainableError(f"the rotary scaling '{kind!s:.40}'")
+    fixed = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    if any(rope.get(name, value) != value for name, value in fixed.items()):
+        raise UntrainableError("a YaRN scaling with other numbers than Megatron's")
+    names = {"rotary-scaling-factor": "factor", "mscale": "mscale", "mscale-all-dim": "mscale_all_dim"}
+    flags += _pairs({flag: rope[name] for flag, name in names.items() if name in rope})
+    return [*flags, "--rope-type", "yarn"]
 
 
 def _experts(config: HFConfig) -> list[str]:
@@ -121,7 +118,7 @@ def _experts(config: HFConfig) -> list[str]:
     width, dense = config.integer("moe_intermediate_size"), config.integer("first_k_dense_replace", default=0, least=0)
     count = layers(config)
     if not config.flag("norm_topk_prob", default=True):
-        raise Untrainable("router weights that are not normed over the chosen experts")
+        raise UntrainableError("router weights that are not normed over the chosen experts")
     flags = _pairs({
         "num-experts": experts, "moe-router-topk": chosen, "moe-ffn-hidden-size": width,
         "moe-layer-freq": f"[{','.join(str(int(index >= dense)) for index in range(count))}]",
@@ -144,7 +141,7 @@ def _experts(config: HFConfig) -> list[str]:
 def _base(config: HFConfig) -> int:
     base = config.rope.get("rope_theta", 10000)
     if isinstance(base, bool) or not isinstance(base, (int, float)) or base != int(base) or base < 1:
-        raise Untrainable(f"the rotary base {base!r:.40}, which is no whole number")
+        raise UntrainableError(f"the rotary base {base!r:.40}, which is no whole number")
     return int(base)
 
 

@@ -1,6 +1,6 @@
 """MiMo-7B: a Qwen2 trunk, and depths under `model.mtp_layers` whose projection has the hidden half first."""
 
-from megatron_mtp.checkpoint.families.blocks import GQA, Place, depth_frame, depth_layer
+from megatron_mtp.checkpoint.families.blocks import GQA, Frame, Place, depth_frame, depth_layer
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import dense_flags
 from megatron_mtp.checkpoint.families.llama import dense_layer
@@ -20,10 +20,8 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
         rules += dense_layer(place, attention, width)
     for depth in range(layout.depths):
         hf = f"model.mtp_layers.{depth}."
-        names = (
-            f"{hf}{name}.weight" for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-        )
-        rules += depth_frame(depth, attention.hidden, *names, hidden_first=True)
+        names = Frame.under(hf, "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+        rules += depth_frame(depth, attention.hidden, names, hidden_first=True)
         rules += dense_layer(Place(hf, depth_layer(depth)), attention, width)
     return rules
 

@@ -119,6 +119,8 @@ def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
 
 def _written(rule: Rule, reader: DistReader, options: Options) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """Name, shape and type of the HF tensors that a rule makes."""
+    if not rule.mcore:
+        return [(tensor.name, tensor.shape or (), torch.float32) for tensor in rule.hf]
     key = stored_key(rule.mcore[0], reader)
     out = []
     for tensor in rule.hf:

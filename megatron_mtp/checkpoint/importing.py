@@ -86,7 +86,7 @@ def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callabl
         for index, (size, rules) in enumerate(zip(sizes, parts.values(), strict=True))
     ]
     records = run_parts(partial, work, options.workers, sum(sizes), options.quiet)
-    chunks = [_chunk(record) for part in records for record in part]
+    chunks = [read_chunk(record) for part in records for record in part]
     write_catalogue(inside, chunks, _common(model, args))
     keep_hf_files(source, partial.path / HF_FILES, origin(model))
     (partial.path / TRACKER).write_text(RELEASE)
@@ -117,7 +117,7 @@ def _part_writer(
     return write
 
 
-def _chunk(record: dict[str, Any]) -> Chunk:
+def read_chunk(record: dict[str, Any]) -> Chunk:
     return Chunk(**{**record, **{name: tuple(record[name]) for name in ("whole", "offset", "shape")}})
 
 

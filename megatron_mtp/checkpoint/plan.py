@@ -23,7 +23,7 @@ def parts_of(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
     """Rules by layer, in order; what is in no layer is a part of its own."""
     parts: dict[str, list[Rule]] = {}
     for rule in rules:
-        match = _LAYER.match(rule.mcore[0].key)
+        match = _LAYER.match(rule.mcore[0].key) if rule.mcore else None
         parts.setdefault(match.group(0) if match else "model.", []).append(rule)
     return parts
 

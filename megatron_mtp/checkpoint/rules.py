@@ -5,7 +5,6 @@ inverse of a map is derived from the map; export is import read backwards. Every
 with them, so that a round trip is equal bit by bit.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -187,6 +186,25 @@ class Copies:
 
 
 @dataclass(frozen=True)
+class Zeros:
+    """HF tensors of zeros that Megatron has no need of, such as the router of a single expert.
+
+    Raises:
+        ValueError: on import, they are not zero.
+    """
+
+    shapes: tuple[Shape, ...]
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if any(tensor.any() for tensor in tensors):
+            raise ValueError("a tensor that this family's form keeps at zero is not; Megatron has no place for it.")
+        return []
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.zeros(shape) for shape in self.shapes]
+
+
+@dataclass(frozen=True)
 class Then:
     """One map after another."""
 
@@ -227,6 +245,6 @@ def rename(name: str, key: str, shape: Shape | None, *aliases: str) -> Rule:
     return Rule((HFTensor(name, shape),), (Piece(key, shape, aliases=aliases),))
 
 
-def elements(shape: Shape) -> int:
-    """Numbers in a tensor of this shape."""
-    return math.prod(shape)
+def zeros(name: str, shape: Shape) -> Rule:
+    """An HF tensor of zeros, float32, without a counterpart."""
+    return Rule((HFTensor(name, shape),), (), Zeros((shape,)))

@@ -100,7 +100,7 @@ def _named(wrong: list[Rule]) -> str:
 def _same_both_ways(rule: Rule, model: HFModel, reader: DistReader) -> bool:
     theirs = [model.folder.read(tensor.name) for tensor in rule.hf]
     ours = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
-    cast = Options(dtype=ours[0].dtype if ours[0].is_floating_point() else None)
+    cast = Options(dtype=ours[0].dtype if ours and ours[0].is_floating_point() else None)
     theirs = [tensor.to(cast.cast(hf.name, tensor.dtype)) for hf, tensor in zip(rule.hf, theirs, strict=True)]
     there = all(torch.equal(a, b) for a, b in zip(rule.to_mcore(theirs), ours, strict=True))
     return there and all(torch.equal(a, b) for a, b in zip(rule.to_hf(ours), theirs, strict=True))

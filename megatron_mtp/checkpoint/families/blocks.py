@@ -19,6 +19,7 @@ from megatron_mtp.checkpoint.rules import (
     SwapHalves,
     Then,
     rename,
+    zeros,
 )
 
 
@@ -41,6 +42,7 @@ class GQA:
         norms: whether queries and keys are normed by head.
         gated: whether `q_proj` brings an output gate for every head.
         names: HF's names of the projections, where they differ.
+        zero_bias: Megatron has no bias, and HF's are zero.
         fused: HF stores query, key and value as one projection, all queries first.
     """
 
@@ -53,6 +55,7 @@ class GQA:
     norms: bool = False
     gated: bool = False
     fused: bool = False
+    zero_bias: bool = False
     attention: str = "self_attn"
     query_key_value: str = "query_key_value"
     output: str = "o_proj"
@@ -82,6 +85,7 @@ class MoE:
         shared: width of the shared experts together, 0 without them.
         bias: HF's name of the router's correction bias, None without one.
         packed: HF stores all experts of a layer as two tensors.
+        zero_bias: Megatron has no correction bias, and HF's is zero.
     """
 
     hidden: int
@@ -92,6 +96,10 @@ class MoE:
     shared_name: str = "shared_experts"
     bias: str | None = "gate.e_score_correction_bias"
     packed: bool = False
+    zero_bias: bool = False
+
+
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def gqa_rules(place: Place, a: GQA) -> list[Rule]:
@@ -100,7 +108,9 @@ def gqa_rules(place: Place, a: GQA) -> list[Rule]:
     rows = (a.heads * a.widths[0] * (2 if a.gated else 1), a.groups * a.widths[1], a.groups * a.widths[2])
     merge = MergeQKV(a.heads, a.groups, a.widths, a.gated)
     rules = [_qkv(hf, mcore, a, rows, merge, "weight", (a.hidden,))]
-    if a.bias:
+    if a.zero_bias:
+        rules += [zeros(f"{hf}{name}.bias", (size,)) for name, size in zip(QKV, rows, strict=True)]
+    elif a.bias:
         rules.append(_qkv(hf, mcore, a, rows, merge, "bias", ()))
     rules.append(
         rename(f"{hf}{a.output}.weight", f"{mcore}linear_proj.weight", (a.hidden, a.heads * a.widths[2])),
@@ -118,8 +128,7 @@ def _qkv(hf: str, mcore: str, a: GQA, rows: tuple[int, int, int], merge: MergeQK
     if a.fused:
         one = HFTensor(f"{hf}{a.query_key_value}.{kind}", (sum(rows), *rest))
         return Rule((one,), (whole,), Then((Split(rows), merge)))
-    names = ("q_proj", "k_proj", "v_proj")
-    parts = (HFTensor(f"{hf}{name}.{kind}", (size, *rest)) for name, size in zip(names, rows, strict=True))
+    parts = (HFTensor(f"{hf}{name}.{kind}", (size, *rest)) for name, size in zip(QKV, rows, strict=True))
     return Rule(tuple(parts), (whole,), merge)
 
 
@@ -188,7 +197,9 @@ def moe_rules(place: Place, m: MoE) -> list[Rule]:
     """Router, routed experts and shared experts."""
     hf, mcore = f"{place.hf}mlp.", f"{place.mcore}mlp."
     rules = [rename(f"{hf}gate.weight", f"{mcore}router.weight", (m.experts, m.hidden))]
-    if m.bias is not None:
+    if m.bias is not None and m.zero_bias:
+        rules.append(zeros(f"{hf}{m.bias}", (m.experts,)))
+    elif m.bias is not None:
         rules.append(rename(f"{hf}{m.bias}", f"{mcore}router.expert_bias", (m.experts,)))
     if m.shared:
         rules += mlp_rules(f"{hf}{m.shared_name}.", f"{mcore}shared_experts.", m.hidden, m.shared)
@@ -224,6 +235,23 @@ def _slab(key: str, index: int, whole: Shape) -> Piece:
     return Piece(key, (1, *whole[1:]), whole, (index, *(0 for _ in whole[1:])))
 
 
+def half_expert_rules(place: Place, hidden: int, width: int) -> list[Rule]:
+    """A dense MLP in a family whose depths must have experts: half is the one routed expert, half the shared one.
+
+    The one expert is always chosen, with weight 1 whatever the router says: its tensors are zeros.
+    """
+    hf, mcore, half = f"{place.hf}mlp.", f"{place.mcore}mlp.", width // 2
+    sides = ("experts.0", "shared_experts")
+    ups = tuple(HFTensor(f"{hf}{side}.{name}_proj.weight", (half, hidden)) for name in ("gate", "up") for side in sides)
+    downs = tuple(HFTensor(f"{hf}{side}.down_proj.weight", (hidden, half)) for side in sides)
+    return [
+        Rule(ups, (Piece(f"{mcore}linear_fc1.weight", (2 * width, hidden)),), Concat((half,) * 4)),
+        Rule(downs, (Piece(f"{mcore}linear_fc2.weight", (hidden, width)),), Concat((half, half), dim=1)),
+        zeros(f"{hf}gate.weight", (1, hidden)),
+        zeros(f"{hf}gate.e_score_correction_bias", (1,)),
+    ]
+
+
 @dataclass(frozen=True)
 class Frame:
     """HF's names, whole, of what a depth has around its transformer layer; `final` None for no norm before the head."""
@@ -237,7 +265,7 @@ class Frame:
     def under(cls, prefix: str, embedding: str, hidden: str, projection: str, final: str | None) -> "Frame":
         """The weights of these modules under a prefix."""
         last = None if final is None else f"{prefix}{final}.weight"
-        return cls(*(f"{prefix}{name}.weight" for name in (embedding, hidden, projection)), last)
+        return cls(f"{prefix}{embedding}.weight", f"{prefix}{hidden}.weight", f"{prefix}{projection}.weight", last)
 
 
 def depth_frame(depth: int, hidden: int, names: Frame, hidden_first: bool = False) -> list[Rule]:

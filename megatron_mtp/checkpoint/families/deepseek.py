@@ -6,6 +6,7 @@ from megatron_mtp.checkpoint.families.blocks import (
     Place,
     depth_frame,
     depth_layer,
+    half_expert_rules,
     mla_rules,
     mlp_rules,
     moe_rules,
@@ -13,7 +14,16 @@ from megatron_mtp.checkpoint.families.blocks import (
 )
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import mla_flags
-from megatron_mtp.checkpoint.families.trunk import COPIES, PACKED, STORED_HEAD, frame, layers, moe, trunk_places
+from megatron_mtp.checkpoint.families.trunk import (
+    COPIES,
+    PACKED,
+    STORED_HEAD,
+    frame,
+    is_dense,
+    layers,
+    moe,
+    trunk_places,
+)
 from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.rules import Rule
 
@@ -57,7 +67,11 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
 
 def _layer(config: HFConfig, layout: Layout, place: Place, has_experts: bool) -> list[Rule]:
     hidden = config.integer("hidden_size")
-    rules = norm_rules(place, hidden, mla=True, moe=has_experts) + mla_rules(place, latent_attention(config))
+    one = has_experts and is_dense(config)
+    rules = norm_rules(place, hidden, mla=True, moe=has_experts and not one)
+    rules += mla_rules(place, latent_attention(config))
+    if one:
+        return rules + half_expert_rules(place, hidden, config.integer("intermediate_size"))
     if has_experts:
         return rules + moe_rules(place, moe(config, layout))
     width = config.integer("intermediate_size")

@@ -1,11 +1,11 @@
 """Megatron's flags for the families that it can run: the model's arguments, as `--use-checkpoint-args` finds them.
 
-Megatron has no flag for numbers that it does not know how to compute with; then these functions raise `UntrainableError`,
-and the family is converted tensor by tensor only.
+Megatron has no flag for what it does not know how to compute; then these functions raise `UntrainableError`, and the
+model is converted tensor by tensor only.
 """
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA
-from megatron_mtp.checkpoint.families.trunk import layers
+from megatron_mtp.checkpoint.families.trunk import is_dense, layers
 from megatron_mtp.checkpoint.hf_config import HFConfig
 
 
@@ -44,12 +44,12 @@ def mla_flags(config: HFConfig, attention: MLA, depths: int) -> list[str]:
     """DeepSeek-V3's model."""
     if config.flag("rope_interleave", default=True) is False:
         raise UntrainableError("RoPE in halves; Megatron's latent attention has it interleaved")
-    rank = [] if attention.query_rank is None else ["--q-lora-rank", str(attention.query_rank)]
+    if attention.query_rank is None:
+        raise UntrainableError("latent attention without a query rank, which Megatron has with Transformer Engine only")
     return [
         *_common(config, depths, config.integer("intermediate_size")),
         "--multi-latent-attention",
-        *rank,
-        *_pairs({"kv-lora-rank": attention.key_rank, "qk-head-dim": attention.content,
+        *_pairs({"q-lora-rank": attention.query_rank, "kv-lora-rank": attention.key_rank, "qk-head-dim": attention.content,
                  "qk-pos-emb-head-dim": attention.position, "v-head-dim": attention.value,
                  "kv-channels": attention.value}),
         "--qk-layernorm",
@@ -117,8 +117,10 @@ def _experts(config: HFConfig) -> list[str]:
     experts, chosen = config.integer("n_routed_experts", "num_experts"), config.integer("num_experts_per_tok")
     width, dense = config.integer("moe_intermediate_size"), config.integer("first_k_dense_replace", default=0, least=0)
     count = layers(config)
-    if not config.flag("norm_topk_prob", default=True):
-        raise UntrainableError("router weights that are not normed over the chosen experts")
+    if is_dense(config):
+        return []
+    if config.flag("norm_topk_prob", default=True) == (chosen == 1):
+        raise UntrainableError("router weights that are normed over one expert, or not normed over several")
     flags = _pairs({
         "num-experts": experts, "moe-router-topk": chosen, "moe-ffn-hidden-size": width,
         "moe-layer-freq": f"[{','.join(str(int(index >= dense)) for index in range(count))}]",

@@ -7,13 +7,24 @@ from megatron_mtp.checkpoint.families.blocks import (
     depth_frame,
     depth_layer,
     gqa_rules,
+    half_expert_rules,
     mlp_rules,
     moe_rules,
     norm_rules,
 )
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import moe_flags
-from megatron_mtp.checkpoint.families.trunk import COPIES, PACKED, STORED_HEAD, frame, gqa, layers, moe, trunk_places
+from megatron_mtp.checkpoint.families.trunk import (
+    COPIES,
+    PACKED,
+    STORED_HEAD,
+    frame,
+    gqa,
+    is_dense,
+    layers,
+    moe,
+    trunk_places,
+)
 from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.rules import Rule
 
@@ -42,7 +53,10 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
 
 def _layer(config: HFConfig, layout: Layout, place: Place, has_experts: bool) -> list[Rule]:
     attention = _attention(config)
-    rules = norm_rules(place, attention.hidden, mla=False, moe=has_experts) + gqa_rules(place, attention)
+    one = has_experts and is_dense(config)
+    rules = norm_rules(place, attention.hidden, mla=False, moe=has_experts and not one) + gqa_rules(place, attention)
+    if one:
+        return rules + half_expert_rules(place, attention.hidden, config.integer("intermediate_size"))
     if has_experts:
         return rules + moe_rules(place, moe(config, layout))
     return rules + mlp_rules(

@@ -4,17 +4,17 @@ from megatron_mtp.checkpoint.families.blocks import GQA, Frame, Place, depth_fra
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import dense_flags
 from megatron_mtp.checkpoint.families.llama import dense_layer
-from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa, layers, trunk_places
+from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, ZERO_QKV_BIAS, frame, gqa, layers, trunk_places
 from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.rules import Rule
 
 
-def _attention(config: HFConfig) -> GQA:
-    return gqa(config, bias=config.flag("attention_bias", default=True))
+def _attention(config: HFConfig, layout: Layout) -> GQA:
+    return gqa(config, bias=config.flag("attention_bias", default=True), zero_bias=layout.has(ZERO_QKV_BIAS))
 
 
 def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
-    attention, width = _attention(config), config.integer("intermediate_size")
+    attention, width = _attention(config, layout), config.integer("intermediate_size")
     rules = frame(config, layout)
     for place in trunk_places(layers(config)):
         rules += dense_layer(place, attention, width)
@@ -27,7 +27,7 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _flags(config: HFConfig, layout: Layout) -> list[str]:
-    return dense_flags(config, _attention(config), layout.depths)
+    return dense_flags(config, _attention(config, layout), layout.depths)
 
 
 MIMO = Family(

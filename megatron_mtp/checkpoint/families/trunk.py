@@ -15,6 +15,8 @@ COPIES = {
     "head copies": r"layers\.\d+\.shared_head\.head\.weight$",
 }
 """DeepSeek's folders repeat embedding and head in every depth; folders of others leave them out."""
+ZERO_QKV_BIAS, ZERO_ROUTER_BIAS = "zero biases of queries, keys and values", "zero biases of routers"
+"""Forms that an export of a model without these biases takes."""
 PACKED = {"packed experts": r"mlp\.experts\.gate_up_proj$"}
 
 MOST_TENSORS = 4_000_000
@@ -62,8 +64,15 @@ def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
         "width": width,
         "shared": shared * width,
         "packed": layout.has("packed experts"),
+        "zero_bias": layout.has(ZERO_ROUTER_BIAS),
     }
     return MoE(**{**sizes, **changes})  # type: ignore[arg-type]
+
+
+def is_dense(config: HFConfig) -> bool:
+    """Whether the trunk has no experts, and the depths have one that stands for a dense MLP (`half_expert_rules`)."""
+    dense = config.integer("first_k_dense_replace", default=0, least=0)
+    return dense >= layers(config) and config.integer("n_routed_experts", "num_experts") == 1
 
 
 def frame(

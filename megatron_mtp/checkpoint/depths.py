@@ -140,8 +140,8 @@ def _args(reader: DistReader, **changes: Any) -> dict[str, Any]:
     common = reader.common()
     args = Namespace(**{**vars(common["args"]), **changes})
     metadata = {"non_homogeneous_layers": True, "singleton_local_shards": False}
-    kept = {name: common[name] for name in ("checkpoint_version", "megatron_mtp") if name in common}
-    return {**kept, "args": args, "iteration": 0, "content_metadata": metadata}
+    kept: dict[str, Any] = {name: common[name] for name in ("checkpoint_version", "megatron_mtp") if name in common}
+    return kept | {"args": args, "iteration": 0, "content_metadata": metadata}
 
 
 def _bytes(reader: DistReader, key: str) -> int:

@@ -1,7 +1,7 @@
 """The Hugging Face form of a model that Megatron has trained: family and config from Megatron's arguments.
 
 Models with depths become GLM-4 MoE or DeepSeek-V3 folders, since these are what transformers, vLLM and SGLang all load
-with MTP; a dense model fits into them (`half_expert_rules`). Without depths they become Llama, Qwen2 or Qwen3 folders.
+with MTP; a dense model fits into them (`split_mlp_rules`). Without depths they become Llama, Qwen2 or Qwen3 folders.
 """
 
 from argparse import Namespace
@@ -10,9 +10,49 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mtp.checkpoint.dist_store import DistReader
-from megatron_mtp.checkpoint.exporting import HFForm
+from megatron_mtp.checkpoint.exporting import HFForm, kept_form
+from megatron_mtp.checkpoint.families import family_of
 from megatron_mtp.checkpoint.families.trunk import ZERO_QKV_BIAS, ZERO_ROUTER_BIAS
-from megatron_mtp.checkpoint.plan import stored_layout
+from megatron_mtp.checkpoint.hf_config import CONFIG, HFConfig, read_json
+from megatron_mtp.checkpoint.plan import HFModel, stored_layout
+
+
+def form_of(source: Path, like: Path | None = None, family: str | None = None, tokenizer: Path | None = None) -> HFForm:
+    """The form for a checkpoint: like another folder, as a conversion has kept it, or by Megatron's arguments.
+
+    Args:
+        source: the checkpoint.
+        like: an HF folder or a converted checkpoint to take config and files from.
+        family: `model_type` to export to.
+        tokenizer: folder of the tokenizer to copy.
+
+    Raises:
+        ValueError: flags contradict each other, or no family has what the model has.
+    """
+    if like is not None and family is not None:
+        raise ValueError("--like and --family were given, but a folder to be like has its family; drop one of the two.")
+    if like is not None:
+        form = kept_form(like) or hf_folder_form(like)
+        return HFForm(form.keys, form.features, form.carried, tokenizer or form.files)
+    kept = kept_form(source)
+    reader = DistReader(source)
+    if kept is not None and family is None and _holds(kept, stored_layout(reader).depths):
+        return HFForm(kept.keys, kept.features, kept.carried, tokenizer or kept.files)
+    return trained_form(reader, family, tokenizer or (kept.files if kept else None))
+
+
+def hf_folder_form(folder: Path) -> HFForm:
+    """The form of an HF folder, whose tensors say what its config does not."""
+    model = HFModel.read(folder)
+    keys = read_json(folder / CONFIG)
+    if model.folder.quantised:
+        keys.pop("quantization_config", None)
+    return HFForm(keys, tuple(model.layout.features), model.layout.carried, folder)
+
+
+def _holds(form: HFForm, depths: int) -> bool:
+    """Whether the family has a place for depths, where there are some."""
+    return not depths or family_of(HFConfig.from_keys(form.keys)).depth_pattern is not None
 
 
 def trained_form(reader: DistReader, family: str | None = None, tokenizer: Path | None = None) -> HFForm:
@@ -151,14 +191,14 @@ def _experts(args: Namespace) -> dict[str, Any]:
     """Router keys that transformers and vLLM read; a dense model has one expert, in its depths alone."""
     router = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
     if not args.num_experts:
-        if args.ffn_hidden_size % 2:
+        if args.ffn_hidden_size % 4:
             raise ValueError(
-                f"--ffn-hidden-size {args.ffn_hidden_size} cannot be halved into a routed and a shared expert, as "
-                "this family's depths need; choose --family mimo."
+                f"--ffn-hidden-size {args.ffn_hidden_size} cannot be shared out among two routed and a shared expert, "
+                "as this family's depths need; choose --family mimo."
             )
-        alone = {"n_routed_experts": 1, "n_shared_experts": 1, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
-        sizes = {"moe_intermediate_size": args.ffn_hidden_size // 2, "first_k_dense_replace": args.num_layers}
-        return {**router, **alone, **sizes, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+        both = {"n_routed_experts": 2, "n_shared_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+        sizes = {"moe_intermediate_size": args.ffn_hidden_size // 4, "first_k_dense_replace": args.num_layers}
+        return {**router, **both, **sizes, "norm_topk_prob": True, "routed_scaling_factor": 2.0}
     shared = args.moe_shared_expert_intermediate_size or 0
     if shared % args.moe_ffn_hidden_size:
         raise ValueError(

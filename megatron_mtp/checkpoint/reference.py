@@ -8,6 +8,7 @@ which are those that serving engines load. TOKENS and OUTPUT are safetensors: `t
 `depth 1` ..: logits [S, V] at every slot, depth d seeing the token d slots later, teacher-forced, for S - D slots.
 """
 
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -133,8 +134,11 @@ def _depth(folder: Path, model: Any, form: DepthForm, depth: int) -> MtpLayer:
     """`MtpLayer` of the trunk's last kind of layer, with a depth's tensors."""
     last = model.model.layers[-1]
     norm = type(last.input_layernorm)
-    model.config.mtp_hidden_states_first = form.hidden_first
-    layer = MtpLayer(model.config, type(last), norm, len(model.model.layers) - 1, form.post_norm)
+    config = copy.deepcopy(model.config)
+    config.mtp_hidden_states_first = form.hidden_first
+    if hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = 0  # depths have experts, however many layers of the trunk have none
+    layer = MtpLayer(config, type(last), norm, len(model.model.layers) - 1, form.post_norm)
     state = {}
     for name, tensor in _tensors(folder, form.prefix(depth, len(model.model.layers))).items():
         own = _renamed(name, form.renames)

@@ -235,20 +235,26 @@ def _slab(key: str, index: int, whole: Shape) -> Piece:
     return Piece(key, (1, *whole[1:]), whole, (index, *(0 for _ in whole[1:])))
 
 
-def half_expert_rules(place: Place, hidden: int, width: int) -> list[Rule]:
-    """A dense MLP in a family whose depths must have experts: half is the one routed expert, half the shared one.
+def split_mlp_rules(place: Place, hidden: int, width: int) -> list[Rule]:
+    """A dense MLP in a family whose depths must have experts: a quarter in each of two, half in the shared one.
 
-    The one expert is always chosen, with weight 1 whatever the router says: its tensors are zeros.
+    Both experts are always chosen. The router is zero, so that both have weight 1/2, which the config's scaling factor
+    of 2 makes 1: the parts add up to the MLP.
     """
-    hf, mcore, half = f"{place.hf}mlp.", f"{place.mcore}mlp.", width // 2
-    sides = ("experts.0", "shared_experts")
-    ups = tuple(HFTensor(f"{hf}{side}.{name}_proj.weight", (half, hidden)) for name in ("gate", "up") for side in sides)
-    downs = tuple(HFTensor(f"{hf}{side}.down_proj.weight", (hidden, half)) for side in sides)
+    hf, mcore = f"{place.hf}mlp.", f"{place.mcore}mlp."
+    sizes = {"experts.0": width // 4, "experts.1": width // 4, "shared_experts": width // 2}
+    ups = tuple(
+        HFTensor(f"{hf}{part}.{name}_proj.weight", (size, hidden))
+        for name in ("gate", "up")
+        for part, size in sizes.items()
+    )
+    downs = tuple(HFTensor(f"{hf}{part}.down_proj.weight", (hidden, size)) for part, size in sizes.items())
+    widths = tuple(sizes.values())
     return [
-        Rule(ups, (Piece(f"{mcore}linear_fc1.weight", (2 * width, hidden)),), Concat((half,) * 4)),
-        Rule(downs, (Piece(f"{mcore}linear_fc2.weight", (hidden, width)),), Concat((half, half), dim=1)),
-        zeros(f"{hf}gate.weight", (1, hidden)),
-        zeros(f"{hf}gate.e_score_correction_bias", (1,)),
+        Rule(ups, (Piece(f"{mcore}linear_fc1.weight", (2 * width, hidden)),), Concat(widths * 2)),
+        Rule(downs, (Piece(f"{mcore}linear_fc2.weight", (hidden, width)),), Concat(widths, dim=1)),
+        zeros(f"{hf}gate.weight", (2, hidden)),
+        zeros(f"{hf}gate.e_score_correction_bias", (2,)),
     ]
 
 

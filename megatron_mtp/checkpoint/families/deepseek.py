@@ -6,11 +6,11 @@ from megatron_mtp.checkpoint.families.blocks import (
     Place,
     depth_frame,
     depth_layer,
-    half_expert_rules,
     mla_rules,
     mlp_rules,
     moe_rules,
     norm_rules,
+    split_mlp_rules,
 )
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import mla_flags
@@ -71,7 +71,7 @@ def _layer(config: HFConfig, layout: Layout, place: Place, has_experts: bool) ->
     rules = norm_rules(place, hidden, mla=True, moe=has_experts and not one)
     rules += mla_rules(place, latent_attention(config))
     if one:
-        return rules + half_expert_rules(place, hidden, config.integer("intermediate_size"))
+        return rules + split_mlp_rules(place, hidden, config.integer("intermediate_size"))
     if has_experts:
         return rules + moe_rules(place, moe(config, layout))
     width = config.integer("intermediate_size")

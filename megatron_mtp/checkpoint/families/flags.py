@@ -49,7 +49,8 @@ def mla_flags(config: HFConfig, attention: MLA, depths: int) -> list[str]:
     return [
         *_common(config, depths, config.integer("intermediate_size")),
         "--multi-latent-attention",
-        *_pairs({"q-lora-rank": attention.query_rank, "kv-lora-rank": attention.key_rank, "qk-head-dim": attention.content,
+        *_pairs({"q-lora-rank": attention.query_rank, "kv-lora-rank": attention.key_rank,
+                 "qk-head-dim": attention.content,
                  "qk-pos-emb-head-dim": attention.position, "v-head-dim": attention.value,
                  "kv-channels": attention.value}),
         "--qk-layernorm",

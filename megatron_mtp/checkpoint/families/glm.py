@@ -7,10 +7,10 @@ from megatron_mtp.checkpoint.families.blocks import (
     depth_frame,
     depth_layer,
     gqa_rules,
-    half_expert_rules,
     mlp_rules,
     moe_rules,
     norm_rules,
+    split_mlp_rules,
 )
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import moe_flags
@@ -56,7 +56,7 @@ def _layer(config: HFConfig, layout: Layout, place: Place, has_experts: bool) ->
     one = has_experts and is_dense(config)
     rules = norm_rules(place, attention.hidden, mla=False, moe=has_experts and not one) + gqa_rules(place, attention)
     if one:
-        return rules + half_expert_rules(place, attention.hidden, config.integer("intermediate_size"))
+        return rules + split_mlp_rules(place, attention.hidden, config.integer("intermediate_size"))
     if has_experts:
         return rules + moe_rules(place, moe(config, layout))
     return rules + mlp_rules(

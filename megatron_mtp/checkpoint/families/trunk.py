@@ -70,9 +70,10 @@ def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
 
 
 def is_dense(config: HFConfig) -> bool:
-    """Whether the trunk has no experts, and the depths have one that stands for a dense MLP (`half_expert_rules`)."""
+    """Whether the trunk has no experts, and those of the depths stand for a dense MLP (`split_mlp_rules`)."""
     dense = config.integer("first_k_dense_replace", default=0, least=0)
-    return dense >= layers(config) and config.integer("n_routed_experts", "num_experts") == 1
+    experts = config.integer("n_routed_experts", "num_experts")
+    return dense >= layers(config) and experts == config.integer("num_experts_per_tok") == 2
 
 
 def frame(

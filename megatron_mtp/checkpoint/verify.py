@@ -72,8 +72,9 @@ def compare(theirs: dict[str, Tensor], ours: dict[str, Tensor]) -> list[Check]:
         ok = difference <= TOLERANCE * scale
         checks.append(Check(f"{name} logits, largest difference", difference, ok, "transformers"))
     if len(theirs) > 1:
-        their_rate, our_rate = acceptance(theirs), acceptance(ours)
-        same = abs(their_rate - our_rate) < 1e-6
+        slots = theirs["depth 1"].size(0)
+        their_rate, our_rate = acceptance(theirs), acceptance({**ours, "depth 1": ours["depth 1"][:slots]})
+        same = abs(their_rate - our_rate) < 1.5 / slots  # one near-tie may fall the other way
         checks.append(Check("accepted drafts of the first depth on a prompt", our_rate, same, "transformers"))
     return checks
 

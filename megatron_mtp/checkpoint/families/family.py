@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.rules import Rule, rename
 
 CARRIED = "carried."
-"""Prefix of Megatron keys for tensors that are no part of the text model (vision towers, say), kept as they are."""
+"""Prefix of Megatron keys for tensors that Megatron has no module for, kept as they are: vision towers, say."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Layout:
     Attributes:
         depths: MTP depths that the folder holds.
         features: forms of the family that it uses, of those that `Family.features` names.
-        carried: tensors outside the text model.
+        carried: tensors that are kept as they are.
     """
 
     depths: int
@@ -41,7 +41,8 @@ class Family:
         depth_pattern: a name that every depth has once, its index as the group.
         depth_limit: most depths that the family can hold; None for any.
         features: name of a form to the pattern of the tensors that show it.
-        carried: patterns of tensors outside the text model.
+        carried: patterns of tensors to keep as they are where no rule names them: vision towers, and trunk layers
+            that Megatron cannot run.
         flags: Megatron's flags that build the model; None where Megatron cannot run it.
         untrainable: why Megatron cannot run the trunk; None where it can.
         embedding_first: whether HF's projection has the embedding half first, as Megatron's does.
@@ -81,14 +82,19 @@ class Family:
                 "others."
             )
         features = {name for name, pattern in self.features.items() if _any_matches(pattern, names)}
-        return Layout(found, frozenset(features), tuple(sorted(self._carried(names))))
+        layout = Layout(found, frozenset(features))
+        return replace(layout, carried=tuple(sorted(self._carried(config, layout, names))))
 
     def all_rules(self, config: HFConfig, layout: Layout) -> list[Rule]:
         """Those of the text model, and those of the tensors that are carried along."""
         return self.rules(config, layout) + [rename(name, f"{CARRIED}{name}", None) for name in layout.carried]
 
-    def _carried(self, names: list[str]) -> list[str]:
-        return [name for name in names if any(re.match(pattern, name) for pattern in self.carried)]
+    def _carried(self, config: HFConfig, layout: Layout, names: list[str]) -> list[str]:
+        if not self.carried:
+            return []
+        ruled = {tensor.name for rule in self.rules(config, layout) for tensor in rule.hf}
+        pattern = re.compile("|".join(self.carried))
+        return [name for name in names if name not in ruled and pattern.match(name)]
 
     def _depths_said(self, config: HFConfig) -> int | None:
         if self.depth_pattern is None:

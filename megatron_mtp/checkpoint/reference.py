@@ -1,6 +1,6 @@
 """What a Hugging Face folder computes, by transformers' own layers: the judge of conversions, in a process of its own.
 
-    python -m megatron_mtp.checkpoint.reference FOLDER TOKENS OUTPUT
+    python -m megatron_mtp.checkpoint.reference FOLDER TOKENS OUTPUT [FOLDER TOKENS OUTPUT ...]
 
 Nothing here knows the rules of the conversion or Megatron. Trunk and layers are transformers' classes; the frame of a
 depth (two norms, a projection of both halves, a final norm) is transformers' `MtpLayer`, filled by the names below,
@@ -186,4 +186,6 @@ def _tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    paths = [Path(argument) for argument in sys.argv[1:]]
+    for start in range(0, len(paths), 3):
+        main(*paths[start : start + 3])

@@ -79,10 +79,10 @@ def compare(theirs: dict[str, Tensor], ours: dict[str, Tensor]) -> list[Check]:
     return checks
 
 
-def acceptance(logits: dict[str, Tensor]) -> float:
-    """Part of slots where the first depth's draft is what the trunk says one slot later."""
-    drafts_S = logits["depth 1"].argmax(-1)
-    says_S = logits["trunk"][1 : 1 + drafts_S.size(0)].argmax(-1)
+def acceptance(logits: dict[str, Tensor], depth: int = 1) -> float:
+    """Part of slots where a depth's draft is what the trunk says so many slots later."""
+    drafts_S = logits[f"depth {depth}"].argmax(-1)
+    says_S = logits["trunk"][depth : depth + drafts_S.size(0)].argmax(-1)
     slots = min(drafts_S.size(0), says_S.size(0))
     return (drafts_S[:slots] == says_S[:slots]).float().mean().item()
 
@@ -118,14 +118,24 @@ def reference_logits(folder: Path, tokens_BS: Tensor) -> dict[str, Tensor]:
     Raises:
         ValueError: transformers cannot run the folder.
     """
+    return all_reference_logits([folder], tokens_BS)[0]
+
+
+def all_reference_logits(folders: list[Path], tokens_BS: Tensor) -> list[dict[str, Tensor]]:
+    """The same of several folders in one process, which takes longer to start than to compute."""
     with tempfile.TemporaryDirectory() as scratch:
-        tokens, output = Path(scratch) / "tokens.safetensors", Path(scratch) / "logits.safetensors"
+        tokens = Path(scratch) / "tokens.safetensors"
+        outputs = [Path(scratch) / f"{index}.safetensors" for index in range(len(folders))]
         save_file({"tokens": tokens_BS}, tokens)
-        command = [sys.executable, "-m", "megatron_mtp.checkpoint.reference", str(folder), str(tokens), str(output)]
+        words = [
+            str(path) for folder, output in zip(folders, outputs, strict=True) for path in (folder, tokens, output)
+        ]
+        command = [sys.executable, "-m", "megatron_mtp.checkpoint.reference", *words]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
         if done.returncode:
-            raise ValueError(f"transformers cannot run {folder}: {done.stderr.strip().splitlines()[-1][:300]}")
-        return load_file(output)
+            which = next(folder for folder, output in zip(folders, outputs, strict=True) if not output.exists())
+            raise ValueError(f"transformers cannot run {which}: {done.stderr.strip().splitlines()[-1].strip()[:300]}")
+        return [load_file(output) for output in outputs]
 
 
 def megatron_logits(folder: Path, tokens_BS: Tensor) -> dict[str, Tensor]:

@@ -4,6 +4,8 @@ Megatron has no flag for what it does not know how to compute; then these functi
 model is converted tensor by tensor only.
 """
 
+from typing import Any
+
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA
 from megatron_mtp.checkpoint.families.trunk import is_dense, layers
 from megatron_mtp.checkpoint.hf_config import HFConfig
@@ -91,7 +93,7 @@ def _rope(config: HFConfig, fraction: float) -> list[str]:
         usual = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         if any(rope.get(name, value) != value for name, value in usual.items()):
             raise UntrainableError("a Llama 3 rotary scaling with other numbers than Megatron's")
-        return [*flags, "--use-rope-scaling", *_pairs({"rope-scaling-factor": rope.get("factor", 8.0)})]
+        return [*flags, "--use-rope-scaling", *_pairs({"rope-scaling-factor": _number(rope, "factor", 8.0)})]
     if kind != "default":
         raise UntrainableError(f"the rotary scaling '{kind!s:.40}' outside of latent attention")
     return flags
@@ -109,7 +111,7 @@ def _mla_rope(config: HFConfig) -> list[str]:
     if any(rope.get(name, value) != value for name, value in fixed.items()):
         raise UntrainableError("a YaRN scaling with other numbers than Megatron's")
     names = {"rotary-scaling-factor": "factor", "mscale": "mscale", "mscale-all-dim": "mscale_all_dim"}
-    flags += _pairs({flag: rope[name] for flag, name in names.items() if name in rope})
+    flags += _pairs({flag: _number(rope, name, 1.0) for flag, name in names.items() if name in rope})
     return [*flags, "--rope-type", "yarn"]
 
 
@@ -146,6 +148,13 @@ def _base(config: HFConfig) -> int:
     if isinstance(base, bool) or not isinstance(base, (int, float)) or base != int(base) or base < 1:
         raise UntrainableError(f"the rotary base {base!r:.40}, which is no whole number")
     return int(base)
+
+
+def _number(rope: dict[str, Any], name: str, default: float) -> float:
+    value = rope.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UntrainableError(f"a rotary setting '{name}' of {value!r:.40}")
+    return float(value)
 
 
 def _fraction(config: HFConfig, default: float) -> float:

@@ -19,18 +19,17 @@ ZERO_QKV_BIAS, ZERO_ROUTER_BIAS = "zero biases of queries, keys and values", "ze
 """Forms that an export of a model without these biases takes."""
 PACKED = {"packed experts": r"mlp\.experts\.gate_up_proj$"}
 
-MOST_TENSORS = 4_000_000
-"""A config that asks for more is corrupted; the largest published models have some 10^5."""
+MOST_LAYERS, MOST_EXPERTS, MOST_OF_BOTH = 10_000, 10_000, 200_000
+"""A config that asks for more is corrupted; the largest published models have some 10^2 layers of some 10^2 experts."""
 
 
 def layers(config: HFConfig, *names: str) -> int:
-    """Layers of the trunk; with the experts of each they must be a number of tensors that exists."""
+    """Layers of the trunk; with the experts of each they must be a number that exists."""
     count = config.integer(*(names or ("num_hidden_layers",)))
-    experts = max((int(config.keys[key]) for key in _EXPERTS if isinstance(config.keys.get(key), int)), default=1)
-    if count * max(experts, 1) > MOST_TENSORS:
-        raise ValueError(
-            f"{config.source}: {count} layers of {experts} experts are more than any model has; fetch the file again."
-        )
+    numbers = [config.keys.get(key) for key in _EXPERTS]
+    experts = max((number for number in numbers if isinstance(number, int)), default=1)
+    if count > MOST_LAYERS or count * max(experts, 1) > MOST_OF_BOTH:
+        raise ValueError(f"{config.source}: {count} layers of {experts} experts are more than any model has.")
     return count
 
 
@@ -56,11 +55,13 @@ def gqa(config: HFConfig, **changes: object) -> GQA:
 
 def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
     """Experts by DeepSeek's keys, which most families took over; `changes` are fields of `MoE`."""
-    width = config.integer("moe_intermediate_size")
+    width, experts = config.integer("moe_intermediate_size"), config.integer("n_routed_experts", "num_experts")
+    if experts > MOST_EXPERTS:
+        raise ValueError(f"{config.source}: {experts} experts are more than any model has.")
     shared = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
     sizes: dict[str, object] = {
         "hidden": config.integer("hidden_size"),
-        "experts": config.integer("n_routed_experts", "num_experts"),
+        "experts": experts,
         "width": width,
         "shared": shared * width,
         "packed": layout.has("packed experts"),

@@ -2,7 +2,7 @@
 
     python mtp_client.py FOLDER TOKENS NEW
 
-Prints JSON: the tokens with and without drafts, and how many were drafted and accepted.
+Prints JSON: the tokens with and without drafts, and the drafts accepted in each round.
 """
 
 import json
@@ -21,12 +21,11 @@ def main(folder: str, tokens: list[int], new: int) -> dict[str, Any]:
     model._keys_to_ignore_on_load_unexpected = [
         rf"model\.layers\.{layers + depth}\." for depth in range(model.config.num_mtp_layers)
     ]
-    counts = {"drafted": 0, "accepted": 0}
+    accepted: list[int] = []
     update = MTPCandidateGenerator.update_candidate_strategy
 
     def counting(self: Any, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        counts["drafted"] += self.num_mtp_layers
-        counts["accepted"] += int(num_matches)
+        accepted.append(int(num_matches))
         update(self, input_ids, scores, num_matches)
 
     MTPCandidateGenerator.update_candidate_strategy = counting
@@ -34,7 +33,7 @@ def main(folder: str, tokens: list[int], new: int) -> dict[str, Any]:
     settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
     drafted = model.generate(prompt, use_mtp=True, **settings)
     plain = model.generate(prompt, **settings)
-    return {"with": drafted[0].tolist(), "without": plain[0].tolist(), **counts}
+    return {"with": drafted[0].tolist(), "without": plain[0].tolist(), "accepted": accepted}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from megatron.core.safe_globals import register_safe_globals
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_mtp.checkpoint.mcore_store import TRACKER
 from megatron_mtp.checkpoint.rules import Shape
@@ -194,9 +195,8 @@ class DistReader:
         file = self.folder / Path(info.relative_path).name
         try:
             with open(file, "rb") as stream:
-                stream.seek(info.offset)
-                data = stream.read(info.length)
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                part = _create_file_view(stream, info.offset, info.length)  # read in place: memory for one copy
+                return torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
             raise ValueError(f"{file} does not hold '{key}' whole ({str(error).splitlines()[0][:100]}).") from None
 

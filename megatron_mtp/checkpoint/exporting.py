@@ -16,7 +16,7 @@ from megatron_mtp.checkpoint.hf_shards import HFShards
 from megatron_mtp.checkpoint.importing import HF_FILES, NOT_KEPT, ORIGIN, Converted, Options
 from megatron_mtp.checkpoint.plan import check_mcore, parts_of, stored_key, stored_layout
 from megatron_mtp.checkpoint.rules import Rule
-from megatron_mtp.checkpoint.streaming import PartialFolder, run_parts
+from megatron_mtp.checkpoint.streaming import Budget, PartialFolder, run_parts
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
     partial = PartialFolder(target, _fingerprint(reader, keys, options), options.resume)
     tensors = [entry for rule in rules for entry in _written(rule, reader, options)]
     shards = HFShards(partial.path, tensors, options.shard_bytes, partial.resumed)
-    work = [(_bytes(part, reader), _part_writer(reader, part, shards)) for part in parts_of(rules).values()]
+    budget = Budget()
+    work = [(_bytes(part, reader), _part_writer(reader, part, shards, budget)) for part in parts_of(rules).values()]
     total = sum(size for size, _ in work)
     run_parts(partial, work, options.workers, total, options.quiet)
     _write_files(partial.path, form, with_dtype(keys, options))
@@ -129,13 +130,17 @@ def _written(rule: Rule, reader: DistReader, options: Options) -> list[tuple[str
     return out
 
 
-def _part_writer(reader: DistReader, rules: list[Rule], shards: HFShards) -> Callable[[Callable[[int], None]], bool]:
+def _part_writer(
+    reader: DistReader, rules: list[Rule], shards: HFShards, budget: Budget
+) -> Callable[[Callable[[int], None]], bool]:
     def write(report: Callable[[int], None]) -> bool:
         for rule in rules:
-            pieces = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
-            for tensor, value in zip(rule.hf, rule.to_hf(pieces), strict=True):
-                shards.write(tensor.name, value)
-            report(sum(piece.nbytes for piece in pieces))
+            size = _bytes([rule], reader)
+            with budget.taking(size):
+                pieces = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
+                for tensor, value in zip(rule.hf, rule.to_hf(pieces), strict=True):
+                    shards.write(tensor.name, value)
+            report(size)
         return True
 
     return write

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -17,7 +17,7 @@ from megatron_mtp.checkpoint.hf_shards import HFFolder
 from megatron_mtp.checkpoint.mcore_store import TRACKER
 from megatron_mtp.checkpoint.plan import HFModel, parts_of
 from megatron_mtp.checkpoint.rules import Rule
-from megatron_mtp.checkpoint.streaming import PartialFolder, default_workers, run_parts
+from megatron_mtp.checkpoint.streaming import Budget, PartialFolder, default_workers, run_parts
 
 HF_FILES = "hf"
 """Folder of a converted checkpoint that keeps what Megatron has no use for: config, tokenizer, generation config."""
@@ -81,8 +81,12 @@ def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callabl
     inside = partial.path / RELEASE
     inside.mkdir(exist_ok=True)
     sizes = [_bytes(rules, model.folder) for rules in parts.values()]
+    budget = Budget()
+    torch.serialization.set_crc32_options(
+        False
+    )  # torch never checks these sums, and making them takes half of the time
     work = [
-        (size, _part_writer(model.folder, rules, inside / f"__{index}_0.distcp", options))
+        (size, _part_writer(model.folder, rules, inside / f"__{index}_0.distcp", options, budget))
         for index, (size, rules) in enumerate(zip(sizes, parts.values(), strict=True))
     ]
     records = run_parts(partial, work, options.workers, sum(sizes), options.quiet)
@@ -95,26 +99,30 @@ def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callabl
 
 
 def _part_writer(
-    folder: HFFolder, rules: list[Rule], file: Path, options: Options
+    folder: HFFolder, rules: list[Rule], file: Path, options: Options, budget: Budget
 ) -> Callable[[Callable[[int], None]], list[dict[str, Any]]]:
     def write(report: Callable[[int], None]) -> list[dict[str, Any]]:
         chunks: list[Chunk] = []
         with open(file, "wb") as stream:
             for rule in rules:
-                tensors = [folder.read(tensor.name) for tensor in rule.hf]
-                read = sum(tensor.nbytes for tensor in tensors)
-                for piece, tensor in zip(rule.mcore, rule.to_mcore(tensors), strict=True):
-                    tensor = tensor.to(options.cast(rule.hf[0].name, tensor.dtype))
-                    whole = piece.whole or tuple(tensor.shape)
-                    offset = piece.offset or (0,) * len(whole)
-                    chunks += [
-                        write_chunk(stream, file.name, key, whole, offset, tensor)
-                        for key in (piece.key, *piece.aliases)
-                    ]
-                report(read)
+                size = _bytes([rule], folder)
+                with budget.taking(size):
+                    chunks += _write_rule(folder, rule, stream, file.name, options)
+                report(size)
         return [asdict(chunk) for chunk in chunks]
 
     return write
+
+
+def _write_rule(folder: HFFolder, rule: Rule, stream: IO[bytes], file: str, options: Options) -> list[Chunk]:
+    chunks = []
+    made = rule.to_mcore([folder.read(tensor.name) for tensor in rule.hf])
+    for piece, tensor in zip(rule.mcore, made, strict=True):
+        tensor = tensor.to(options.cast(rule.hf[0].name, tensor.dtype))
+        whole = piece.whole or tuple(tensor.shape)
+        offset = piece.offset or (0,) * len(whole)
+        chunks += [write_chunk(stream, file, key, whole, offset, tensor) for key in (piece.key, *piece.aliases)]
+    return chunks
 
 
 def read_chunk(record: dict[str, Any]) -> Chunk:

@@ -7,8 +7,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,29 @@ class PartialFolder:
         if self.target.exists():
             self.target.rmdir()
         self.path.rename(self.target)
+
+
+IN_FLIGHT = 2**28
+"""Bytes of tensors that all workers together hold, unless one group of tensors alone is larger."""
+
+
+class Budget:
+    """Bounds memory whatever the number of workers: a group of tensors waits until the others leave room for it."""
+
+    def __init__(self, room: int = IN_FLIGHT) -> None:
+        self._room, self._taken, self._change = room, 0, threading.Condition()
+
+    @contextmanager
+    def taking(self, amount: int) -> Iterator[None]:
+        with self._change:
+            self._change.wait_for(lambda: self._taken == 0 or self._taken + amount <= self._room)
+            self._taken += amount
+        try:
+            yield
+        finally:
+            with self._change:
+                self._taken -= amount
+                self._change.notify_all()
 
 
 def run_parts(

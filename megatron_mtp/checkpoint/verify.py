@@ -46,8 +46,12 @@ class Check:
     witness: str
 
 
-def verify(hf: Path, mcore: Path, slots: int = 32, seed: int = 0) -> list[Check]:
+def verify(hf: Path, mcore: Path, text: Path | None = None, slots: int = 32, seed: int = 0) -> list[Check]:
     """All checks that apply.
+
+    Args:
+        text: the prompt, of which the folder's tokenizer makes tokens; None for random tokens.
+        slots: random tokens, or the most tokens of the text divided by 16.
 
     Raises:
         ValueError: one of the two is damaged, or they are not of the same family.
@@ -58,8 +62,9 @@ def verify(hf: Path, mcore: Path, slots: int = 32, seed: int = 0) -> list[Check]
     flags, _ = flags_of(model)
     if flags is None:
         return checks
-    tokens_BS = _prompt(model, slots, seed)
-    return checks + compare(reference_logits(hf, tokens_BS), megatron_logits(mcore, tokens_BS))
+    tokens_BS = _prompt(model, slots, seed) if text is None else _text_prompt(hf, text, 16 * slots)
+    theirs, ours = reference_logits(hf, tokens_BS), megatron_logits(mcore, tokens_BS)
+    return checks + compare(theirs, ours) + ([] if text is None else [_same_perplexity(theirs, ours, tokens_BS)])
 
 
 def compare(theirs: dict[str, Tensor], ours: dict[str, Tensor]) -> list[Check]:
@@ -110,6 +115,27 @@ def _same_both_ways(rule: Rule, model: HFModel, reader: DistReader) -> bool:
 def _prompt(model: HFModel, slots: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, model.config.integer("vocab_size"), (1, slots), generator=generator)
+
+
+def _text_prompt(folder: Path, text: Path, slots: int) -> Tensor:
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(folder)(text.read_text(encoding="utf-8"))["input_ids"][:slots]
+    if len(tokens) < 2:
+        raise ValueError(f"--text: {text} makes {len(tokens)} token(s); give a longer text.")
+    return torch.tensor([tokens])
+
+
+def _same_perplexity(theirs: dict[str, Tensor], ours: dict[str, Tensor], tokens_BS: Tensor) -> Check:
+    vocabulary = theirs["trunk"].size(1)
+    their, our = (perplexity(logits["trunk"][:, :vocabulary], tokens_BS[0]) for logits in (theirs, ours))
+    name = f"perplexity of {tokens_BS.size(1)} tokens"
+    return Check(name, our, abs(our - their) <= TOLERANCE * their, f"transformers, {their:.6f}")
+
+
+def perplexity(logits_SV: Tensor, tokens_S: Tensor) -> float:
+    """exp of the mean cross-entropy of every token but the first."""
+    return torch.nn.functional.cross_entropy(logits_SV[:-1].double(), tokens_S[1:]).exp().item()
 
 
 def reference_logits(folder: Path, tokens_BS: Tensor) -> dict[str, Tensor]:

@@ -117,7 +117,7 @@ def look(args: argparse.Namespace) -> dict[str, Any]:
 def prove(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.verify import verify
 
-    checks = verify(args.source, args.target)
+    checks = verify(args.source, args.target, args.text)
     return {"checks": [asdict(check) for check in checks], "ok": all(check.ok for check in checks)}
 
 
@@ -226,9 +226,14 @@ def _export_flags(command: argparse.ArgumentParser) -> None:
     add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to put into the folder (default: the run's own)")
 
 
+def _verify_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--text", type=Path, metavar="FILE", help="compare on this text, perplexity included")
+
+
 _OWN_FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "attach-mtp": _attach_flags,
     "mcore-to-hf": _export_flags,
+    "verify": _verify_flags,
 }
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ CATALOGUE = ".metadata"
 FORMAT = "metadata.json"
 COMMON = "common_state/shard_0_1"
 """Megatron's key for everything that is no tensor."""
+_KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj)\.weight")
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\..+")
 RELEASE = "release"
@@ -235,6 +236,21 @@ def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Sh
     return Chunk(key, whole, offset, tuple(own.shape), dtype, file, start, stream.tell() - start)
 
 
+def _kernel_states(tensors: dict[str, Any]) -> list[str]:
+    """Keys of the state that Megatron looks for beside every linear layer and attention: only FP8 kernels have one."""
+    keys = []
+    for key, entry in tensors.items():
+        match = _KERNEL.fullmatch(key)
+        if match is None:
+            continue
+        module, name = match.groups()
+        shards = entry.size[0] if module.endswith(".experts.experts.") else 1
+        keys += [f"{module}{name}._extra_state/shard_{index}_{shards}" for index in range(shards)]
+        if name == "linear_proj":
+            keys.append(f"{module}core_attention._extra_state/shard_0_1")
+    return keys
+
+
 def write_catalogue(folder: Path, chunks: Iterable[Chunk], common: dict[str, Any]) -> None:
     """Complete a folder of chunks: the common state, the catalogue, and last the file that names the format."""
     tensors: dict[str, Any] = {}
@@ -244,10 +260,15 @@ def write_catalogue(folder: Path, chunks: Iterable[Chunk], common: dict[str, Any
         entry = tensors.setdefault(chunk.key, TensorStorageMetadata(properties, torch.Size(chunk.whole), []))
         entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)))
         where[MetadataIndex(chunk.key, chunk.offset)] = _StorageInfo(chunk.file, chunk.start, chunk.length)
-    tensors[COMMON] = BytesStorageMetadata()
-    file = "__common_0.distcp"
-    torch.save([common], folder / file)
-    where[MetadataIndex(COMMON)] = _StorageInfo(file, 0, (folder / file).stat().st_size)
+    objects = {COMMON: [common]} | dict.fromkeys(_kernel_states(tensors), [None])
+    file, places = "__common_0.distcp", {}
+    with open(folder / file, "wb") as stream:
+        for name, value in objects.items():
+            if id(value) not in places:  # all kernels have the same state, none
+                start = stream.tell()
+                torch.save(value, stream)
+                places[id(value)] = _StorageInfo(file, start, stream.tell() - start)
+            tensors[name], where[MetadataIndex(name)] = BytesStorageMetadata(), places[id(value)]
     with open(folder / CATALOGUE, "wb") as stream:
         pickle.dump(Metadata(tensors, storage_data=where, storage_meta=StorageMeta()), stream)
     (folder / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))

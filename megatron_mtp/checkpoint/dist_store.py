@@ -260,15 +260,15 @@ def write_catalogue(folder: Path, chunks: Iterable[Chunk], common: dict[str, Any
         entry = tensors.setdefault(chunk.key, TensorStorageMetadata(properties, torch.Size(chunk.whole), []))
         entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)))
         where[MetadataIndex(chunk.key, chunk.offset)] = _StorageInfo(chunk.file, chunk.start, chunk.length)
-    objects = {COMMON: [common]} | dict.fromkeys(_kernel_states(tensors), [None])
-    file, places = "__common_0.distcp", {}
+    file = "__common_0.distcp"
     with open(folder / file, "wb") as stream:
-        for name, value in objects.items():
-            if id(value) not in places:  # all kernels have the same state, none
-                start = stream.tell()
-                torch.save(value, stream)
-                places[id(value)] = _StorageInfo(file, start, stream.tell() - start)
-            tensors[name], where[MetadataIndex(name)] = BytesStorageMetadata(), places[id(value)]
+        torch.save([common], stream)
+        end = stream.tell()
+        torch.save([None], stream)  # once for all kernels
+        places = {COMMON: _StorageInfo(file, 0, end)}
+        places |= dict.fromkeys(_kernel_states(tensors), _StorageInfo(file, end, stream.tell() - end))
+    for name, place in places.items():
+        tensors[name], where[MetadataIndex(name)] = BytesStorageMetadata(), place
     with open(folder / CATALOGUE, "wb") as stream:
         pickle.dump(Metadata(tensors, storage_data=where, storage_meta=StorageMeta()), stream)
     (folder / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))

@@ -2,7 +2,8 @@
 # Train a small GPT with two MTP depths on real text, from nothing, and show how acceptable its drafts are.
 #   scripts/quickstart.sh
 # The text is the Python source of transformers, the largest package of Python in .venv (some 50 MB). Everything is
-# written to runs/quickstart; a second run resumes an interrupted training, and of a finished one only evaluates again.
+# written to runs/quickstart; a second run resumes an interrupted training, and of a finished one only evaluates and
+# verifies again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -34,5 +35,12 @@ logging=(
 )
 .venv/bin/python pretrain_gpt.py "${model[@]}" "${mtp[@]}" "${training[@]}" "${corpus[@]}" "${logging[@]}" 2>&1 |
     tee "$run/log.txt" | grep --line-buffered -E 'error|Error|^>|^ \[.* iteration |validation loss|^[+|]|expected accepted|saving checkpoint'
+
+# The trained model as a Hugging Face folder that serving engines load with its depths, and the proof that it is the same.
+if [ ! -d "$run/exported" ]; then
+    .venv/bin/python tools/checkpoint/convert.py mcore-to-hf "$run/checkpoint" "$run/exported" --resume
+fi
+.venv/bin/python tools/checkpoint/convert.py verify "$run/exported" "$run/checkpoint"
+echo "Hugging Face folder: $run/exported"
 
 echo "losses and acceptance by depth: $run/metrics.jsonl and $run/metrics.png; whole log: $run/log.txt"

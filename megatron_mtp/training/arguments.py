@@ -10,13 +10,16 @@ import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_mtp.checkpoint.dist_store import CATALOGUE, DistReader
 from megatron_mtp.checkpoint.mcore_store import absent_layers, repair_tracker
+from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.checks import check_data_prefixes
 from megatron_mtp.model.trunk import MTPGPTModelConfig
@@ -86,15 +89,43 @@ def parse_checked_args() -> tuple[Namespace, MTPGPTModelConfig]:
             f"> a save to {given.load} was cut short; going on from iteration {iteration}, its newest whole one",
             flush=True,
         )
-    args = parse_and_validate_args(extra_args_provider=add_mtp_arguments)
+    stored = checkpoint_arguments(given)
+
+    def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+        parser = add_mtp_arguments(parser)
+        parser.set_defaults(**stored)
+        return parser
+
+    args = parse_and_validate_args(extra_args_provider=add_arguments)
     if args.use_checkpoint_args:
         check_flags(args)  # only now are they known
     if args.rank == 0:
         check_data(args)
     model_config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
+    model_config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
     model_config.mtp = mtp_config_from_args(args)
     model_config.absent_mtp_layers = check_checkpoint(args, model_config.mtp)
     return args, model_config
+
+
+def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
+    """What `--use-checkpoint-args` finds of the model, as defaults; Megatron's own misses latent attention and more.
+
+    Raises:
+        ValueError: the checkpoint is a conversion of a model that Megatron cannot run.
+    """
+    if not (args.use_checkpoint_args and checkpoint_exists(args.load)):
+        return {}
+    folder = Path(get_load_checkpoint_path_by_args(args))
+    if not (folder / CATALOGUE).is_file():
+        return {}
+    stored = vars(DistReader(folder).common()["args"])
+    if stored.get("megatron_mtp_untrainable"):
+        raise ValueError(
+            f"--load {args.load} is a conversion of a model that Megatron cannot run; tools/checkpoint/convert.py "
+            "inspect says why, and mcore-to-hf converts it back."
+        )
+    return {name: stored[name] for name in MODEL_ARGUMENTS if stored.get(name) is not None}
 
 
 def check_flags(args: Namespace) -> None:

@@ -70,6 +70,14 @@ def init(folder: Path, model_name: str, block: str) -> None:
     save_checkpoint(1, model, None, None, 0)
 
 
+def resave(folder: Path, model_name: str, layout_name: str, router: str = "softmax") -> None:
+    """The weights of `init`, saved in another layout as FOLDER/resaved/<model>-<layout>."""
+    load = f"--load {folder / 'init' / 'ours' / model_name} {NEW_RUN} --moe-router-score-function {router}"
+    model, *_ = build(model_name, LAYOUTS[layout_name], flags=load)
+    get_args().save = str(folder / "resaved" / f"{model_name}-{layout_name}")
+    save_checkpoint(1, model, None, None, 0)
+
+
 def train(folder: Path, model_name: str, layout_name: str, fault: str = "") -> dict[str, Any]:
     """One training step from the weights of `init`, saved as FOLDER/trained/<model>-<layout>."""
     start = folder / "init" / "ours" / model_name
@@ -129,6 +137,7 @@ def save_entries(folder: Path, model_name: str, layout_name: str, block: str) ->
 
 JOBS: dict[str, Callable[..., dict[str, Any] | None]] = {
     "init": init,
+    "resave": resave,
     "train": train,
     "move": move,
     "load": load,

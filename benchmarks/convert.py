@@ -1,0 +1,170 @@
+"""Conversion in both directions against copying the same safetensors files, on a synthetic model of 8 GB.
+
+    python benchmarks/convert.py [--gigabytes 8] [--folder DIR]
+
+Each side is a process of its own, so that its peak of resident memory is its own: `copy` reads and writes every tensor
+through safetensors, `import` and `export` are the two conversions. All figures come from one run.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+
+import torch
+
+from benchmarks.harness import MIB, Goal, hardware, report
+
+HIDDEN, WIDTH, VOCABULARY = 4096, 14336, 32000
+SIDES = ("copy", "import", "export")
+LAYER = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 1024 + 3 * HIDDEN * WIDTH)
+"""Bytes of a layer in bfloat16, the largest part of the model."""
+
+
+def main() -> None:
+    args = parse_args()
+    if args.side is not None:
+        print(json.dumps(run_side(args.side, args.folder)))
+        return
+    args.folder.mkdir(parents=True, exist_ok=True)
+    size = write_model(args.folder / "source", args.gigabytes)
+    seconds, peaks = {}, {}
+    for side in SIDES:
+        found = in_own_process(side, args.folder)
+        seconds[side], peaks[side] = found["seconds"], found["peak"]
+    shutil.rmtree(args.folder)
+    results = {
+        "bytes": size,
+        "layer_bytes": LAYER,
+        "seconds": seconds,
+        "bytes_per_second": {side: round(size / seconds[side]) for side in SIDES},
+        "peak_bytes": peaks,
+    }
+    goals = [
+        *(
+            Goal(f"{side}: throughput over that of a copy", seconds["copy"] / seconds[side], 0.5, ">=")
+            for side in SIDES[1:]
+        ),
+        *(Goal(f"{side}: peak over the largest layer, MiB", (peaks[side] - LAYER) / MIB, 1024.0) for side in SIDES[1:]),
+    ]
+    report("convert", hardware(on_cpu=True), results, goals)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the model (default: 8)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/benchmark-convert"), help="scratch, removed at the end"
+    )
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def write_model(folder: Path, gigabytes: float) -> int:
+    """A Llama folder of random bits; returns its bytes."""
+    from megatron_mtp.checkpoint.hf_shards import HFShards
+
+    folder.mkdir()
+    outer = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    layers = max(1, round((gigabytes * 1e9 - 4 * VOCABULARY * HIDDEN) / LAYER + 0.5))
+    shapes: dict[str, tuple[int, ...]] = {**outer, "model.norm.weight": (HIDDEN,)}
+    for index in range(layers):
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in LAYER_SHAPES.items()}
+    shards = HFShards(folder, [(name, shape, torch.bfloat16) for name, shape in shapes.items()], 5 * 10**9)
+    for name, shape in shapes.items():
+        shards.write(name, torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    return sum(2 * torch.Size(shape).numel() for shape in shapes.values())
+
+
+LAYER_SHAPES: dict[str, tuple[int, ...]] = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (1024, HIDDEN),
+    "self_attn.v_proj": (1024, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (WIDTH, HIDDEN),
+    "mlp.up_proj": (WIDTH, HIDDEN),
+    "mlp.down_proj": (HIDDEN, WIDTH),
+    "input_layernorm": (HIDDEN,),
+    "post_attention_layernorm": (HIDDEN,),
+}
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDTH,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def in_own_process(side: str, folder: Path) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--side", side, "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def run_side(side: str, folder: Path) -> dict[str, Any]:
+    """Seconds of the work itself, and the peak of the whole process."""
+    if side != "copy":
+        from megatron_mtp.platform import prepare
+
+        prepare()
+        import megatron_mtp.checkpoint.megatron_args  # noqa: F401  (importing Megatron is not what is timed)
+    started = time.perf_counter()
+    _WORK[side](folder)
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "peak": _peak()}
+
+
+def _copy(folder: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    (folder / "copied").mkdir()
+    for file in sorted((folder / "source").glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stream:
+            tensors = {name: stream.get_tensor(name).clone() for name in stream.keys()}  # noqa: SIM118
+        save_file(tensors, folder / "copied" / file.name)
+    shutil.rmtree(folder / "copied")
+
+
+def _import(folder: Path) -> None:
+    from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
+    from megatron_mtp.checkpoint.megatron_args import megatron_arguments
+
+    hf_to_mcore(folder / "source", folder / "mcore", Options(quiet=True), megatron_arguments)
+
+
+def _export(folder: Path) -> None:
+    from megatron_mtp.checkpoint.exporting import mcore_to_hf
+    from megatron_mtp.checkpoint.hf_form import form_of
+    from megatron_mtp.checkpoint.importing import Options
+
+    mcore_to_hf(folder / "mcore", folder / "back", Options(quiet=True), form_of(folder / "mcore"))
+
+
+_WORK = {"copy": _copy, "import": _import, "export": _export}
+
+
+def _peak() -> int:
+    """Bytes of resident memory at most, as Linux counts them."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()

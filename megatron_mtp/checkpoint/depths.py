@@ -1,0 +1,150 @@
+"""Depths attached to a Megatron checkpoint, or dropped from it: the trunk is copied as it is, tensor by tensor.
+
+`last-layer` starts each depth as one more step of the trunk: its layer is the trunk's last, its final norm the trunk's,
+its input norms are 1, and eh_proj = [0 | I] passes the hidden state on. `random` draws its matrices anew instead.
+"""
+
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.checkpoint.dist_store import RELEASE, Chunk, DistReader, write_catalogue, write_chunk
+from megatron_mtp.checkpoint.importing import HF_FILES, Converted, Options, read_chunk
+from megatron_mtp.checkpoint.mcore_store import TRACKER
+from megatron_mtp.checkpoint.streaming import PartialFolder, run_parts
+
+INITS = ("random", "last-layer")
+Source = tuple[str, Callable[[], Tensor]]
+"""A key, and what makes its tensor when it is written."""
+
+
+def attach_depths(source: Path, target: Path, depths: int, init: str, seed: int, options: Options) -> Converted:
+    """Copy a checkpoint that has no depths, and give it some.
+
+    Raises:
+        ValueError: it has depths already, or has no layer to take as a pattern, or the target is taken.
+    """
+    reader = DistReader(source)
+    if any(key.startswith("mtp.") for key in reader.keys):
+        raise ValueError(f"{source} has MTP depths already; drop-mtp makes a checkpoint without them.")
+    last = _last_layer(reader)
+    made = [entry for depth in range(depths) for entry in _depth(reader, depth, last, init, seed + depth)]
+    args = _args(reader, mtp_num_layers=depths, mtp_use_repeated_layer=False, mtp_architecture="sequential")
+    return _copy(reader, source, target, made, args, options, {"depths": depths, "init": init, "seed": seed})
+
+
+def drop_depths(source: Path, target: Path, options: Options) -> Converted:
+    """Copy a checkpoint without its depths.
+
+    Raises:
+        ValueError: it has none, or the target is taken.
+    """
+    reader = DistReader(source)
+    if not any(key.startswith("mtp.") for key in reader.keys):
+        raise ValueError(f"{source} has no MTP depths; there is nothing to drop.")
+    return _copy(reader, source, target, [], _args(reader, mtp_num_layers=None), options, {"depths": 0})
+
+
+def _copy(
+    reader: DistReader,
+    source: Path,
+    target: Path,
+    made: list[Source],
+    common: dict[str, Any],
+    options: Options,
+    plan: dict[str, Any],
+) -> Converted:
+    """The trunk's tensors and those that were made, as a new checkpoint."""
+    trunk = [key for key in reader.keys if not key.startswith("mtp.")]
+    sources: list[Source] = [(key, lambda key=key: reader.read(key)) for key in trunk]  # type: ignore[misc]
+    partial = PartialFolder(target, {"source": str(source.resolve()), **plan}, options.resume)
+    inside = partial.path / RELEASE
+    inside.mkdir(exist_ok=True)
+    files = [("trunk", sources), *([("depths", made)] if made else [])]
+    sizes = [sum(_bytes(reader, key) for key, _ in entries) for _, entries in files]
+    work = [
+        (size, _writer(inside / f"__{name}_0.distcp", entries))
+        for size, (name, entries) in zip(sizes, files, strict=True)
+    ]
+    records = run_parts(partial, work, options.workers, sum(sizes), options.quiet)
+    chunks = [read_chunk(record) for part in records for record in part]
+    write_catalogue(inside, chunks, common)
+    if (source / HF_FILES).is_dir():
+        shutil.copytree(source / HF_FILES, partial.path / HF_FILES, dirs_exist_ok=True)
+    (partial.path / TRACKER).write_text(RELEASE)
+    partial.finish()
+    return Converted("Megatron", plan["depths"], len(chunks), sum(chunk.length for chunk in chunks))
+
+
+def _writer(file: Path, entries: list[Source]) -> Callable[[Callable[[int], None]], list[dict[str, Any]]]:
+    def write(report: Callable[[int], None]) -> list[dict[str, Any]]:
+        chunks: list[Chunk] = []
+        with open(file, "wb") as stream:
+            for key, make in entries:
+                tensor = make()
+                shape = tuple(tensor.shape)
+                chunks.append(write_chunk(stream, file.name, key, shape, (0,) * len(shape), tensor))
+                report(tensor.nbytes)
+        return [asdict(chunk) for chunk in chunks]
+
+    return write
+
+
+def _depth(reader: DistReader, depth: int, last: int, init: str, seed: int) -> Iterator[Source]:
+    """The tensors of a depth, from 0."""
+    generator = torch.Generator().manual_seed(seed)
+    mcore, pattern = f"mtp.layers.{depth}.", f"decoder.layers.{last}."
+    norm = "decoder.final_layernorm.weight"
+    for name in ("enorm", "hnorm"):
+        yield f"{mcore}{name}.weight", lambda: torch.ones_like(reader.read(norm))
+    yield f"{mcore}final_layernorm.weight", lambda: reader.read(norm)
+    yield f"{mcore}eh_proj.weight", lambda: _projection(reader.read(norm), init, generator)
+    for key in reader.keys:
+        if key.startswith(pattern):
+            inner = f"{mcore}transformer_layer.{key.removeprefix(pattern)}"
+            yield inner, lambda key=key: _layer(reader.read(key), init, generator)  # type: ignore[misc]
+
+
+def _projection(norm_H: Tensor, init: str, generator: torch.Generator) -> Tensor:
+    hidden = norm_H.numel()
+    if init == "random":
+        return _drawn(torch.empty(hidden, 2 * hidden, dtype=norm_H.dtype), generator)
+    return torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1).to(norm_H.dtype)
+
+
+def _layer(tensor: Tensor, init: str, generator: torch.Generator) -> Tensor:
+    """The trunk's, or one drawn anew; norms and biases stay the trunk's."""
+    return _drawn(tensor, generator) if init == "random" and tensor.dim() > 1 else tensor
+
+
+def _drawn(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal with Megatron's default deviation (--init-method-std 0.02)."""
+    return (0.02 * torch.randn(like.shape, generator=generator)).to(like.dtype)
+
+
+def _last_layer(reader: DistReader) -> int:
+    numbers = [int(key.split(".")[2]) for key in reader.keys if key.startswith("decoder.layers.")]
+    if not numbers:
+        raise ValueError(f"{reader.folder} has no transformer layer that depths could be made from.")
+    return max(numbers)
+
+
+def _args(reader: DistReader, **changes: Any) -> dict[str, Any]:
+    """The common state with other arguments, as that of a checkpoint with one tensor a layer."""
+    common = reader.common()
+    args = Namespace(**{**vars(common["args"]), **changes})
+    metadata = {"non_homogeneous_layers": True, "singleton_local_shards": False}
+    kept: dict[str, Any] = {name: common[name] for name in ("checkpoint_version", "megatron_mtp") if name in common}
+    return kept | {"args": args, "iteration": 0, "content_metadata": metadata}
+
+
+def _bytes(reader: DistReader, key: str) -> int:
+    if not reader.holds(key):
+        return 0
+    return torch.Size(reader.shape(key)).numel() * reader.dtype(key).itemsize

@@ -1,0 +1,300 @@
+"""The parts that families are made of: attention, MLPs, experts, norms and the frame of a depth, as lists of rules.
+
+Megatron's keys are those of its `sharded_state_dict`. Where Transformer Engine fuses a norm into the projection after
+it, the key has a different name from that of Megatron's own modules; the second name is then an alias.
+Letters in comments: H hidden, E experts, F width of an MLP.
+"""
+
+from dataclasses import dataclass
+
+from megatron_mtp.checkpoint.rules import (
+    Axis,
+    Concat,
+    HFTensor,
+    MergeQKV,
+    Piece,
+    Rule,
+    Shape,
+    Split,
+    SwapHalves,
+    Then,
+    rename,
+    zeros,
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one transformer layer stands on both sides: prefixes that end with a dot."""
+
+    hf: str
+    mcore: str
+
+
+@dataclass(frozen=True)
+class GQA:
+    """Multi-head and grouped-query attention (arXiv:2305.13245).
+
+    Attributes:
+        widths: of a query, key and value head.
+        bias: of the projections to queries, keys and values.
+        out_bias: of the output projection.
+        norms: whether queries and keys are normed by head.
+        gated: whether `q_proj` brings an output gate for every head.
+        names: HF's names of the projections, where they differ.
+        zero_bias: Megatron has no bias, and HF's are zero.
+        fused: HF stores query, key and value as one projection, all queries first.
+    """
+
+    hidden: int
+    heads: int
+    groups: int
+    widths: tuple[int, int, int]
+    bias: bool = False
+    out_bias: bool = False
+    norms: bool = False
+    gated: bool = False
+    fused: bool = False
+    zero_bias: bool = False
+    attention: str = "self_attn"
+    query_key_value: str = "query_key_value"
+    output: str = "o_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention (arXiv:2405.04434); query_rank None projects queries at once."""
+
+    hidden: int
+    heads: int
+    query_rank: int | None
+    key_rank: int
+    content: int
+    position: int
+    value: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Routed experts, with or without shared ones (arXiv:2401.06066).
+
+    Attributes:
+        shared: width of the shared experts together, 0 without them.
+        bias: HF's name of the router's correction bias, None without one.
+        packed: HF stores all experts of a layer as two tensors.
+        zero_bias: Megatron has no correction bias, and HF's is zero.
+    """
+
+    hidden: int
+    experts: int
+    width: int
+    shared: int = 0
+    shared_gate: bool = False
+    shared_name: str = "shared_experts"
+    bias: str | None = "gate.e_score_correction_bias"
+    packed: bool = False
+    zero_bias: bool = False
+
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def gqa_rules(place: Place, a: GQA) -> list[Rule]:
+    """Attention and the norm before it."""
+    hf, mcore = f"{place.hf}{a.attention}.", f"{place.mcore}self_attention."
+    rows = (a.heads * a.widths[0] * (2 if a.gated else 1), a.groups * a.widths[1], a.groups * a.widths[2])
+    merge = MergeQKV(a.heads, a.groups, a.widths, a.gated)
+    rules = [_qkv(hf, mcore, a, rows, merge, "weight", (a.hidden,))]
+    if a.zero_bias:
+        rules += [zeros(f"{hf}{name}.bias", (size,)) for name, size in zip(QKV, rows, strict=True)]
+    elif a.bias:
+        rules.append(_qkv(hf, mcore, a, rows, merge, "bias", ()))
+    rules.append(
+        rename(f"{hf}{a.output}.weight", f"{mcore}linear_proj.weight", (a.hidden, a.heads * a.widths[2])),
+    )
+    if a.out_bias:
+        rules.append(rename(f"{hf}{a.output}.bias", f"{mcore}linear_proj.bias", (a.hidden,)))
+    if a.norms:
+        rules.append(rename(f"{hf}{a.query_norm}.weight", f"{mcore}q_layernorm.weight", (a.widths[0],)))
+        rules.append(rename(f"{hf}{a.key_norm}.weight", f"{mcore}k_layernorm.weight", (a.widths[1],)))
+    return rules
+
+
+def _qkv(hf: str, mcore: str, a: GQA, rows: tuple[int, int, int], merge: MergeQKV, kind: str, rest: Shape) -> Rule:
+    whole = Piece(f"{mcore}linear_qkv.{kind}", (sum(rows), *rest))
+    if a.fused:
+        one = HFTensor(f"{hf}{a.query_key_value}.{kind}", (sum(rows), *rest))
+        return Rule((one,), (whole,), Then((Split(rows), merge)))
+    parts = (HFTensor(f"{hf}{name}.{kind}", (size, *rest)) for name, size in zip(QKV, rows, strict=True))
+    return Rule(tuple(parts), (whole,), merge)
+
+
+def mla_rules(place: Place, a: MLA) -> list[Rule]:
+    """Latent attention: down and up projections with the norms between them. RoPE stays interleaved, as in Megatron."""
+    hf, mcore = f"{place.hf}self_attn.", f"{place.mcore}self_attention."
+    query = a.heads * (a.content + a.position)
+    rules = [
+        rename(f"{hf}kv_a_proj_with_mqa.weight", f"{mcore}linear_kv_down_proj.weight",
+               (a.key_rank + a.position, a.hidden)),
+        rename(f"{hf}kv_a_layernorm.weight", f"{mcore}kv_layernorm.weight", (a.key_rank,),
+               f"{mcore}linear_kv_up_proj.layer_norm_weight"),
+        rename(f"{hf}kv_b_proj.weight", f"{mcore}linear_kv_up_proj.weight",
+               (a.heads * (a.content + a.value), a.key_rank)),
+        rename(f"{hf}o_proj.weight", f"{mcore}linear_proj.weight", (a.hidden, a.heads * a.value)),
+    ]  # fmt: skip
+    if a.query_rank is None:
+        return [*rules, rename(f"{hf}q_proj.weight", f"{mcore}linear_q_proj.weight", (query, a.hidden))]
+    return [
+        *rules,
+        rename(f"{hf}q_a_proj.weight", f"{mcore}linear_q_down_proj.weight", (a.query_rank, a.hidden)),
+        rename(f"{hf}q_a_layernorm.weight", f"{mcore}q_layernorm.weight", (a.query_rank,),
+               f"{mcore}linear_q_up_proj.layer_norm_weight"),
+        rename(f"{hf}q_b_proj.weight", f"{mcore}linear_q_up_proj.weight", (query, a.query_rank)),
+    ]  # fmt: skip
+
+
+def norm_rules(
+    place: Place,
+    hidden: int,
+    *,
+    mla: bool,
+    moe: bool,
+    before: str = "input_layernorm",
+    middle: str = "post_attention_layernorm",
+) -> list[Rule]:
+    """The norms before attention and before the MLP; HF calls the latter `post_attention_layernorm`."""
+    fused = f"{place.mcore}mlp.linear_fc1.layer_norm_weight"
+    alone = f"{place.mcore}pre_mlp_layernorm.weight"
+    attention = "input_layernorm.weight" if mla else "self_attention.linear_qkv.layer_norm_weight"
+    key, *aliases = [alone] if mla and moe else [alone, fused] if mla else [fused, alone] if moe else [fused]
+    return [
+        rename(f"{place.hf}{before}.weight", f"{place.mcore}{attention}", (hidden,)),
+        rename(f"{place.hf}{middle}.weight", key, (hidden,), *aliases),
+    ]
+
+
+def mlp_rules(hf: str, mcore: str, hidden: int, width: int, bias: bool = False) -> list[Rule]:
+    """A SwiGLU MLP: gate and up projection are Megatron's `linear_fc1`, in this order."""
+    both = Concat((width, width))
+    gate, up = (HFTensor(f"{hf}{name}.weight", (width, hidden)) for name in ("gate_proj", "up_proj"))
+    rules = [
+        Rule((gate, up), (Piece(f"{mcore}linear_fc1.weight", (2 * width, hidden)),), both),
+        rename(f"{hf}down_proj.weight", f"{mcore}linear_fc2.weight", (hidden, width)),
+    ]
+    if bias:
+        biases = tuple(HFTensor(f"{hf}{name}.bias", (width,)) for name in ("gate_proj", "up_proj"))
+        rules += [
+            Rule(biases, (Piece(f"{mcore}linear_fc1.bias", (2 * width,)),), both),
+            rename(f"{hf}down_proj.bias", f"{mcore}linear_fc2.bias", (hidden,)),
+        ]
+    return rules
+
+
+def moe_rules(place: Place, m: MoE) -> list[Rule]:
+    """Router, routed experts and shared experts."""
+    hf, mcore = f"{place.hf}mlp.", f"{place.mcore}mlp."
+    rules = [rename(f"{hf}gate.weight", f"{mcore}router.weight", (m.experts, m.hidden))]
+    if m.bias is not None and m.zero_bias:
+        rules.append(zeros(f"{hf}{m.bias}", (m.experts,)))
+    elif m.bias is not None:
+        rules.append(rename(f"{hf}{m.bias}", f"{mcore}router.expert_bias", (m.experts,)))
+    if m.shared:
+        rules += mlp_rules(f"{hf}{m.shared_name}.", f"{mcore}shared_experts.", m.hidden, m.shared)
+    if m.shared_gate:
+        rules.append(rename(f"{hf}{m.shared_name}_gate.weight", f"{mcore}shared_experts.gate_weight", (1, m.hidden)))
+    return rules + (_packed(hf, mcore, m) if m.packed else expert_rules(f"{hf}experts.", f"{mcore}experts.", m))
+
+
+def _packed(hf: str, mcore: str, m: MoE) -> list[Rule]:
+    """All experts of a layer in two tensors, [E, 2F, H] with gates first, and [E, H, F]: as Megatron has them."""
+    fc1, fc2 = (m.experts, 2 * m.width, m.hidden), (m.experts, m.hidden, m.width)
+    return [
+        rename(f"{hf}experts.gate_up_proj", f"{mcore}experts.experts.linear_fc1.weight", fc1),
+        rename(f"{hf}experts.down_proj", f"{mcore}experts.experts.linear_fc2.weight", fc2),
+    ]
+
+
+def expert_rules(hf: str, mcore: str, m: MoE) -> list[Rule]:
+    """One expert a rule, so that only one is in memory: slabs of [E, 2F, H] and [E, H, F]."""
+    stacked = Then((Concat((m.width, m.width)), Axis()))
+    rules = []
+    for index in range(m.experts):
+        gate, up, down = (f"{hf}{index}.{name}_proj.weight" for name in ("gate", "up", "down"))
+        parts = (HFTensor(gate, (m.width, m.hidden)), HFTensor(up, (m.width, m.hidden)))
+        fc1 = _slab(f"{mcore}experts.linear_fc1.weight", index, (m.experts, 2 * m.width, m.hidden))
+        fc2 = _slab(f"{mcore}experts.linear_fc2.weight", index, (m.experts, m.hidden, m.width))
+        rules.append(Rule(parts, (fc1,), stacked))
+        rules.append(Rule((HFTensor(down, (m.hidden, m.width)),), (fc2,), Axis()))
+    return rules
+
+
+def _slab(key: str, index: int, whole: Shape) -> Piece:
+    return Piece(key, (1, *whole[1:]), whole, (index, *(0 for _ in whole[1:])))
+
+
+def split_mlp_rules(place: Place, hidden: int, width: int) -> list[Rule]:
+    """A dense MLP in a family whose depths must have experts: a quarter in each of two, half in the shared one.
+
+    Both experts are always chosen. The router is zero, so that both have weight 1/2, which the config's scaling factor
+    of 2 makes 1: the parts add up to the MLP.
+    """
+    hf, mcore = f"{place.hf}mlp.", f"{place.mcore}mlp."
+    sizes = {"experts.0": width // 4, "experts.1": width // 4, "shared_experts": width // 2}
+    ups = tuple(
+        HFTensor(f"{hf}{part}.{name}_proj.weight", (size, hidden))
+        for name in ("gate", "up")
+        for part, size in sizes.items()
+    )
+    downs = tuple(HFTensor(f"{hf}{part}.down_proj.weight", (hidden, size)) for part, size in sizes.items())
+    widths = tuple(sizes.values())
+    return [
+        Rule(ups, (Piece(f"{mcore}linear_fc1.weight", (2 * width, hidden)),), Concat(widths * 2)),
+        Rule(downs, (Piece(f"{mcore}linear_fc2.weight", (hidden, width)),), Concat(widths, dim=1)),
+        zeros(f"{hf}gate.weight", (2, hidden)),
+        zeros(f"{hf}gate.e_score_correction_bias", (2,)),
+    ]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """HF's names, whole, of what a depth has around its transformer layer; `final` None for no norm before the head."""
+
+    embedding: str
+    hidden: str
+    projection: str
+    final: str | None
+
+    @classmethod
+    def under(cls, prefix: str, embedding: str, hidden: str, projection: str, final: str | None) -> "Frame":
+        """The weights of these modules under a prefix."""
+        last = None if final is None else f"{prefix}{final}.weight"
+        return cls(f"{prefix}{embedding}.weight", f"{prefix}{hidden}.weight", f"{prefix}{projection}.weight", last)
+
+
+def depth_frame(depth: int, hidden: int, names: Frame, hidden_first: bool = False) -> list[Rule]:
+    """Two norms, the projection of both halves, and a final norm; Megatron's projection has the embedding half first.
+
+    Args:
+        depth: from 0.
+        hidden_first: HF's projection has the hidden half first.
+    """
+    mcore = f"mtp.layers.{depth}."
+    merge = rename(names.projection, f"{mcore}eh_proj.weight", (hidden, 2 * hidden))
+    if hidden_first:
+        merge = Rule(merge.hf, merge.mcore, SwapHalves())
+    rules = [
+        rename(names.embedding, f"{mcore}enorm.weight", (hidden,)),
+        rename(names.hidden, f"{mcore}hnorm.weight", (hidden,)),
+        merge,
+    ]
+    if names.final is not None:
+        rules.append(rename(names.final, f"{mcore}final_layernorm.weight", (hidden,)))
+    return rules
+
+
+def depth_layer(depth: int) -> str:
+    """Megatron's prefix of the transformer layer inside a depth, from 0."""
+    return f"mtp.layers.{depth}.transformer_layer."

@@ -1,0 +1,30 @@
+"""ERNIE-4.5 MoE: dense depths named piece by piece (`mtp_block.k`), without a norm before the head."""
+
+from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer
+from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.llama import dense_layer
+from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa
+from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.rules import Rule
+
+
+def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
+    bias, width = config.flag("use_bias"), config.integer("intermediate_size")
+    attention = gqa(config, bias=bias, out_bias=bias)
+    rules = frame(config, layout)
+    for depth in range(layout.depths):
+        norms, projection = (f"mtp_emb_norm.{depth}", f"mtp_hidden_norm.{depth}"), f"mtp_linear_proj.{depth}"
+        names = Frame.under("model.", *norms, projection, None)
+        rules += depth_frame(depth, attention.hidden, names)
+        rules += dense_layer(Place(f"model.mtp_block.{depth}.", depth_layer(depth)), attention, width, bias)
+    return rules
+
+
+ERNIE = Family(
+    "ERNIE-4.5 MoE",
+    _rules,
+    depth_pattern=r"^model\.mtp_linear_proj\.(\d+)\.weight$",
+    features=STORED_HEAD,
+    carried=(r"model\.layers\.", r"model\.mtp_linear_proj\.\d+\.bias$"),
+    untrainable="a router of softmax scores with a correction bias, and depths without a norm before the head",
+)

@@ -1,0 +1,43 @@
+"""EXAONE-MoE and 4.5: sliding windows without and full attention with positions left out; depths named as Qwen's."""
+
+from megatron_mtp.checkpoint.families.blocks import (
+    Frame,
+    Place,
+    depth_frame,
+    depth_layer,
+    gqa_rules,
+    mlp_rules,
+    moe_rules,
+    norm_rules,
+)
+from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa, moe
+from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.rules import Rule
+
+
+def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
+    rules = frame(config, layout)
+    if layout.depths:
+        hidden, place = config.integer("hidden_size"), Place("mtp.layers.0.", depth_layer(0))
+        experts = layout.has("depth of experts")
+        names = Frame.under("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        rules += depth_frame(0, hidden, names)
+        rules += norm_rules(place, hidden, mla=False, moe=experts) + gqa_rules(place, gqa(config, norms=True))
+        if experts:
+            rules += moe_rules(place, moe(config, layout, bias="e_score_correction_bias"))
+        else:
+            rules += mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, config.integer("intermediate_size"))
+    return rules
+
+
+EXAONE_MOE = Family(
+    "EXAONE-MoE",
+    _rules,
+    depth_default=None,
+    depth_pattern=r"^mtp\.(fc)\.weight$",
+    depth_limit=1,
+    features={**STORED_HEAD, "depth of experts": r"^mtp\.layers\.0\.mlp\.experts\."},
+    carried=(r"model\.layers\.",),
+    untrainable="layers with sliding windows beside layers without positions",
+)

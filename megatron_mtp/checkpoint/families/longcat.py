@@ -1,0 +1,45 @@
+"""LongCat-Flash: two attentions a layer and experts that do nothing; one dense depth with an embedding of its own."""
+
+from dataclasses import replace
+
+from megatron_mtp.checkpoint.families.blocks import (
+    Frame,
+    Place,
+    depth_frame,
+    depth_layer,
+    mla_rules,
+    mlp_rules,
+    norm_rules,
+)
+from megatron_mtp.checkpoint.families.deepseek import latent_attention
+from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
+from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.rules import Rule, rename
+
+
+def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
+    hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
+    rules = frame(config, layout)
+    if layout.depths:
+        place = Place("model.mtp.layers.0.", depth_layer(0))
+        names = replace(Frame.under(place.hf, "enorm.m", "hnorm.m", "eh_proj", None), final="model.mtp.norm.weight")
+        width = config.integer("ffn_hidden_size", "intermediate_size")
+        rules += depth_frame(0, hidden, names)
+        rules += norm_rules(place, hidden, mla=True, moe=False) + mla_rules(place, latent_attention(config))
+        rules += mlp_rules(f"{place.hf}transformer_layer.mlp.", f"{place.mcore}mlp.", hidden, width)
+        own = "mtp.layers.0.embedding.word_embeddings.weight"
+        rules.append(rename("model.mtp.embed_tokens.weight", own, (vocabulary, hidden)))
+    return rules
+
+
+LONGCAT = Family(
+    "LongCat-Flash",
+    _rules,
+    depth_default=None,
+    depth_pattern=r"^model\.mtp\.layers\.(\d+)\.eh_proj\.weight$",
+    depth_limit=1,
+    features=STORED_HEAD,
+    carried=(r"model\.layers\.",),
+    untrainable="two attentions a layer around experts, some of which do nothing",
+)

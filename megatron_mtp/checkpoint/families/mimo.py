@@ -1,0 +1,40 @@
+"""MiMo-7B: a Qwen2 trunk, and depths under `model.mtp_layers` whose projection has the hidden half first."""
+
+from megatron_mtp.checkpoint.families.blocks import GQA, Frame, Place, depth_frame, depth_layer
+from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.flags import dense_flags
+from megatron_mtp.checkpoint.families.llama import dense_layer
+from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, ZERO_QKV_BIAS, frame, gqa, layers, trunk_places
+from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.rules import Rule
+
+
+def _attention(config: HFConfig, layout: Layout) -> GQA:
+    return gqa(config, bias=config.flag("attention_bias", default=True), zero_bias=layout.has(ZERO_QKV_BIAS))
+
+
+def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
+    attention, width = _attention(config, layout), config.integer("intermediate_size")
+    rules = frame(config, layout)
+    for place in trunk_places(layers(config)):
+        rules += dense_layer(place, attention, width)
+    for depth in range(layout.depths):
+        hf = f"model.mtp_layers.{depth}."
+        names = Frame.under(hf, "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+        rules += depth_frame(depth, attention.hidden, names, hidden_first=True)
+        rules += dense_layer(Place(hf, depth_layer(depth)), attention, width)
+    return rules
+
+
+def _flags(config: HFConfig, layout: Layout) -> list[str]:
+    return dense_flags(config, _attention(config, layout), layout.depths)
+
+
+MIMO = Family(
+    "MiMo-7B",
+    _rules,
+    depth_pattern=r"^model\.mtp_layers\.(\d+)\.input_proj\.weight$",
+    features=STORED_HEAD,
+    flags=_flags,
+    embedding_first=False,
+)

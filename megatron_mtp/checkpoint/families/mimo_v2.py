@@ -1,0 +1,30 @@
+"""MiMo-V2: sliding windows with sinks, keys and values of unequal width; several dense depths under `model.mtp`."""
+
+from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer, mlp_rules
+from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
+from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.rules import Rule, rename
+
+
+def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
+    hidden, width = config.integer("hidden_size"), config.integer("intermediate_size")
+    rules = frame(config, layout)
+    for depth in range(layout.depths):
+        place = Place(f"model.mtp.layers.{depth}.", depth_layer(depth))
+        rules += depth_frame(depth, hidden, Frame.under(place.hf, "enorm", "hnorm", "eh_proj", "final_layernorm"))
+        rules += mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width)
+        for name in ("input_layernorm.weight", "pre_mlp_layernorm.weight"):
+            rules.append(rename(f"{place.hf}{name}", f"{place.mcore}{name}", (hidden,)))
+    return rules
+
+
+MIMO_V2 = Family(
+    "MiMo-V2",
+    _rules,
+    depth_default=None,
+    depth_pattern=r"^model\.mtp\.layers\.(\d+)\.eh_proj\.weight$",
+    features=STORED_HEAD,
+    carried=(r"model\.layers\.", r"model\.mtp\.layers\.\d+\.self_attn\."),
+    untrainable="sliding windows with sinks, and values of another width than keys",
+)

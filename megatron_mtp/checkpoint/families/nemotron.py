@@ -1,0 +1,37 @@
+"""Nemotron-3: Mamba, attention and experts as layers of their own; a depth is a row of such layers."""
+
+from dataclasses import replace
+
+from megatron_mtp.checkpoint.families.blocks import Frame, depth_frame
+from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
+from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.rules import Rule
+
+
+def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
+    rules = frame(config, layout, "backbone.", embedding="embeddings.weight", norm="norm_f.weight")
+    row = _row(config)
+    for depth in range(layout.depths):
+        first, last = f"mtp.layers.{depth * row}.", f"mtp.layers.{(depth + 1) * row - 1}."
+        names = replace(Frame.under(first, "enorm", "hnorm", "eh_proj", None), final=f"{last}final_layernorm.weight")
+        rules += depth_frame(depth, config.integer("hidden_size"), names)
+    return rules
+
+
+def _row(config: HFConfig) -> int:
+    """Layers of a depth: attention and experts, where the config does not say."""
+    pattern = config.keys.get("mtp_hybrid_override_pattern") or config.keys.get("mtp_layers_block_type") or "*E"
+    if not isinstance(pattern, (str, list)):
+        raise ValueError(f"{config.source}: 'mtp_hybrid_override_pattern' is {pattern!r:.40}; it must be a word.")
+    return len(pattern)
+
+
+NEMOTRON = Family(
+    "Nemotron-3",
+    _rules,
+    depth_pattern=r"^mtp\.layers\.(\d+)\.eh_proj\.weight$",
+    features=STORED_HEAD,
+    carried=(r"backbone\.layers\.", r"mtp\.layers\.\d+\.(mixer|norm)\."),
+    untrainable="Mamba layers, which are another of Megatron's models than the GPT that is trained here",
+)

@@ -1,0 +1,61 @@
+"""Qwen3-Next, Qwen3.5 and Qwen3.6, dense and MoE: linear attention in the trunk, one depth of gated full attention.
+
+All norms but those inside linear attention are zero-centred (1 + w) on both sides, so that they pass as they are.
+"""
+
+from megatron_mtp.checkpoint.families.blocks import (
+    Frame,
+    Place,
+    depth_frame,
+    depth_layer,
+    gqa_rules,
+    mlp_rules,
+    moe_rules,
+    norm_rules,
+)
+from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa, moe
+from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.rules import Rule
+
+
+def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
+    rules = frame(config, layout, "model.language_model." if layout.has("nested") else "model.")
+    if layout.depths:
+        names = Frame.under("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        rules += depth_frame(0, config.integer("hidden_size"), names)
+        rules += _layer(config, layout, Place("mtp.layers.0.", depth_layer(0)))
+    return rules
+
+
+def _layer(config: HFConfig, layout: Layout, place: Place) -> list[Rule]:
+    hidden, experts = config.integer("hidden_size"), layout.has("depth of experts")
+    attention = gqa(config, bias=config.flag("attention_bias"), norms=True, gated=True)
+    rules = norm_rules(place, hidden, mla=False, moe=experts) + gqa_rules(place, attention)
+    if not experts:
+        width = config.integer("intermediate_size")
+        return rules + mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width)
+    shared = config.integer("shared_expert_intermediate_size")
+    packed = layout.has("packed depth")
+    return rules + moe_rules(
+        place,
+        moe(config, layout, shared=shared, shared_name="shared_expert", shared_gate=True, bias=None, packed=packed),
+    )
+
+
+QWEN3_NEXT = Family(
+    "Qwen3-Next and Qwen3.5",
+    _rules,
+    depth_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    depth_default=None,
+    depth_pattern=r"^mtp\.(fc)\.weight$",
+    depth_limit=1,
+    features={
+        **STORED_HEAD,
+        "nested": r"^model\.language_model\.",
+        "depth of experts": r"^mtp\.layers\.0\.mlp\.experts\.",
+        "packed depth": r"^mtp\.layers\.0\.mlp\.experts\.gate_up_proj$",
+    },
+    carried=(r"model\.(language_model\.)?layers\.", r"model\.visual\."),
+    untrainable="linear attention in the trunk, for which Megatron needs kernels that are not part of it",
+)

@@ -1,0 +1,32 @@
+"""Step-3.5: windows and gates by head; three depths, fed from before the final norm, each with a head of its own."""
+
+from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer, mlp_rules
+from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, layers
+from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.rules import Rule, rename
+
+
+def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
+    hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
+    width = config.integer("intermediate_size")
+    rules = frame(config, layout)
+    for depth in range(layout.depths):
+        place = Place(f"model.layers.{layers(config) + depth}.", depth_layer(depth))
+        head = f"{place.hf}transformer.shared_head."
+        frame_names = Frame.under(place.hf, "enorm", "hnorm", "eh_proj", "transformer.shared_head.norm")
+        rules += depth_frame(depth, hidden, frame_names)
+        rules += mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width)
+        rules.append(rename(f"{head}output.weight", f"mtp.layers.{depth}.output_layer.weight", (vocabulary, hidden)))
+    return rules
+
+
+STEP = Family(
+    "Step-3.5",
+    _rules,
+    depth_pattern=r"^model\.layers\.(\d+)\.eh_proj\.weight$",
+    features=STORED_HEAD,
+    carried=(r"model\.layers\.", r"(vision_model|vit_large_projector|model\.vision)"),
+    untrainable="sliding windows with gates by head, and depths fed from before the final norm",
+    input="pre",
+)

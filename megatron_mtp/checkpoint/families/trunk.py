@@ -1,0 +1,114 @@
+"""What all families share: sizes read from the config, embedding, final norm and head."""
+
+from collections.abc import Callable
+
+from megatron_mtp.checkpoint.families.blocks import GQA, MoE, Place
+from megatron_mtp.checkpoint.families.family import Layout
+from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.rules import Copies, HFTensor, Piece, Rule
+
+HEAD = "lm_head.weight"
+STORED_HEAD = {"head": r"(^|\.)lm_head\.weight$"}
+"""A tied head is mostly not stored, but some folders have it."""
+COPIES = {
+    "embedding copies": r"layers\.\d+\.embed_tokens\.weight$",
+    "head copies": r"layers\.\d+\.shared_head\.head\.weight$",
+}
+"""DeepSeek's folders repeat embedding and head in every depth; folders of others leave them out."""
+ZERO_QKV_BIAS, ZERO_ROUTER_BIAS = "zero biases of queries, keys and values", "zero biases of routers"
+"""Forms that an export of a model without these biases takes."""
+PACKED = {"packed experts": r"mlp\.experts\.gate_up_proj$"}
+
+MOST_LAYERS, MOST_EXPERTS, MOST_OF_BOTH = 10_000, 10_000, 200_000
+"""A config that asks for more is corrupted; the largest published models have some 10^2 layers of some 10^2 experts."""
+
+
+def layers(config: HFConfig, *names: str) -> int:
+    """Layers of the trunk; with the experts of each they must be a number that exists."""
+    count = config.integer(*(names or ("num_hidden_layers",)))
+    numbers = [config.keys.get(key) for key in _EXPERTS]
+    experts = max((number for number in numbers if isinstance(number, int)), default=1)
+    if count > MOST_LAYERS or count * max(experts, 1) > MOST_OF_BOTH:
+        raise ValueError(f"{config.source}: {count} layers of {experts} experts are more than any model has.")
+    return count
+
+
+_EXPERTS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
+
+
+def gqa(config: HFConfig, **changes: object) -> GQA:
+    """Attention by the usual keys; `changes` are fields of `GQA`.
+
+    Raises:
+        ValueError: the heads cannot be shared out among the key-value heads.
+    """
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    groups = config.integer("num_key_value_heads", default=heads)
+    if heads % groups:
+        raise ValueError(
+            f"{config.source}: 'num_attention_heads' {heads} is no multiple of 'num_key_value_heads' {groups}."
+        )
+    width = config.integer("head_dim", default=max(hidden // heads, 1))
+    sizes: dict[str, object] = {"hidden": hidden, "heads": heads, "groups": groups, "widths": (width, width, width)}
+    return GQA(**{**sizes, **changes})  # type: ignore[arg-type]
+
+
+def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
+    """Experts by DeepSeek's keys, which most families took over; `changes` are fields of `MoE`."""
+    width, experts = config.integer("moe_intermediate_size"), config.integer("n_routed_experts", "num_experts")
+    if experts > MOST_EXPERTS:
+        raise ValueError(f"{config.source}: {experts} experts are more than any model has.")
+    shared = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
+    sizes: dict[str, object] = {
+        "hidden": config.integer("hidden_size"),
+        "experts": experts,
+        "width": width,
+        "shared": shared * width,
+        "packed": layout.has("packed experts"),
+        "zero_bias": layout.has(ZERO_ROUTER_BIAS),
+    }
+    return MoE(**{**sizes, **changes})  # type: ignore[arg-type]
+
+
+def is_dense(config: HFConfig) -> bool:
+    """Whether the trunk has no experts, and those of the depths stand for a dense MLP (`split_mlp_rules`)."""
+    dense = config.integer("first_k_dense_replace", default=0, least=0)
+    experts = config.integer("n_routed_experts", "num_experts")
+    return dense >= layers(config) and experts == config.integer("num_experts_per_tok") == 2
+
+
+def frame(
+    config: HFConfig,
+    layout: Layout,
+    prefix: str = "model.",
+    *,
+    embedding: str = "embed_tokens.weight",
+    norm: str = "norm.weight",
+    head: str = HEAD,
+    embedding_copies: Callable[[int], str] | None = None,
+    head_copies: Callable[[int], str] | None = None,
+) -> list[Rule]:
+    """Embedding, final norm and head; with the copies that the depths (from 0) hold, where the layout has them."""
+    hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
+    copies = [embedding_copies(k) for k in range(layout.depths)] if embedding_copies else []
+    head_names = [head_copies(k) for k in range(layout.depths)] if head_copies else []
+    words = [f"{prefix}{embedding}", *(copies if layout.has("embedding copies") else [])]
+    heads = [head, *(head_names if layout.has("head copies") else [])]
+    tied = config.flag("tie_word_embeddings")
+    if tied:
+        words += heads if layout.has("head") else heads[1:]
+    rules = [_shared(words, "embedding.word_embeddings.weight", (vocabulary, hidden))]
+    if not tied:
+        rules.append(_shared(heads, "output_layer.weight", (vocabulary, hidden)))
+    rules.append(Rule((HFTensor(f"{prefix}{norm}", (hidden,)),), (Piece("decoder.final_layernorm.weight", (hidden,)),)))
+    return rules
+
+
+def _shared(names: list[str], key: str, shape: tuple[int, int]) -> Rule:
+    """One Megatron tensor, whose rows are padded, for all HF tensors that must be equal."""
+    return Rule(tuple(HFTensor(name, shape) for name in names), (Piece(key, shape, padded=True),), Copies(tuple(names)))
+
+
+def trunk_places(count: int, prefix: str = "model.") -> list[Place]:
+    """HF and Megatron prefix of every trunk layer."""
+    return [Place(f"{prefix}layers.{index}.", f"decoder.layers.{index}.") for index in range(count)]

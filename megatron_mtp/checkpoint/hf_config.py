@@ -1,0 +1,120 @@
+"""A Hugging Face `config.json`, read with checks: a wrong value is one sentence, never a traceback.
+
+Only raw JSON is read, since a conversion must give back every key as it was, known here or not.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONFIG = "config.json"
+LARGEST = 2**31
+"""No size of a model is larger; a file that says so is corrupted."""
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """The keys of a model's text part.
+
+    Attributes:
+        keys: of the text model.
+        model_type: of the whole model, by which the family is known.
+        source: where it was read, for messages.
+    """
+
+    keys: dict[str, Any]
+    model_type: str
+    source: str = CONFIG
+
+    @classmethod
+    def from_keys(cls, whole: Any, source: str = CONFIG) -> "HFConfig":
+        """From the parsed JSON; the text model's keys may stand under `text_config`.
+
+        Raises:
+            ValueError: it is no object, or has no `model_type`.
+        """
+        if not isinstance(whole, dict) or not isinstance(whole.get("model_type"), str):
+            raise ValueError(f"{source} has no 'model_type'; give a folder that transformers can load.")
+        text = whole.get("text_config", whole)
+        if not isinstance(text, dict):
+            raise ValueError(f"{source}: 'text_config' is {text!r:.40}; it must be an object.")
+        return cls({**whole, **text}, whole["model_type"], source)
+
+    @classmethod
+    def read(cls, folder: Path) -> "HFConfig":
+        """The `config.json` of a folder.
+
+        Raises:
+            ValueError: there is none, or it is not JSON.
+        """
+        return cls.from_keys(read_json(folder / CONFIG), str(folder / CONFIG))
+
+    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """The first of these keys that is there."""
+        name, value = self._first(names, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
+            raise ValueError(
+                f"{self.source}: '{name}' is {value!r:.40}; it must be a whole number of at least {least}."
+            )
+        return value
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """The first of these keys that is there, above 0."""
+        name, value = self._first(names, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise ValueError(f"{self.source}: '{name}' is {value!r:.40}; it must be a number above 0.")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A truth value; null means the default."""
+        value = self.keys.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.source}: '{name}' is {value!r:.40}; it must be true or false.")
+        return value
+
+    def words(self, name: str, length: int) -> list[str] | None:
+        """A list of words, one a layer; None where the key is not there."""
+        value = self.keys.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) < length or not all(isinstance(word, str) for word in value):
+            raise ValueError(f"{self.source}: '{name}' must be a list of {length} words, one a layer.")
+        return value[:length]
+
+    def has(self, name: str) -> bool:
+        """Whether the key is there and not null."""
+        return self.keys.get(name) is not None
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """Rotary settings, as transformers 5 nests them (`rope_parameters`) or as older files spread them."""
+        found: dict[str, Any] = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            value = self.keys.get(name)
+            found |= value if isinstance(value, dict) else {}
+        if "rope_theta" in self.keys:
+            found.setdefault("rope_theta", self.keys["rope_theta"])
+        if "type" in found:
+            found.setdefault("rope_type", found["type"])
+        return found
+
+    def _first(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        for name in names:
+            if self.has(name):
+                return name, self.keys[name]
+        if default is None:
+            raise ValueError(f"{self.source} lacks '{names[0]}', which models of type '{self.model_type}' must have.")
+        return names[0], default
+
+
+def read_json(path: Path) -> Any:
+    """Raises ValueError where the file is missing or is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; give a folder that holds it.") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is not JSON; fetch or write it again.") from None

@@ -1,0 +1,59 @@
+"""What a Hugging Face folder or a Megatron checkpoint holds, told without reading a tensor."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_mtp.checkpoint.dist_store import DistReader
+from megatron_mtp.checkpoint.hf_config import CONFIG
+from megatron_mtp.checkpoint.importing import origin
+from megatron_mtp.checkpoint.megatron_args import flags_of
+from megatron_mtp.checkpoint.plan import HFModel, stored_layout
+
+
+def inspect(folder: Path) -> dict[str, Any]:
+    """Facts by name.
+
+    Raises:
+        ValueError: it is neither of the two, or is damaged.
+    """
+    return _hf(folder) if (folder / CONFIG).is_file() else _megatron(folder)
+
+
+def _hf(folder: Path) -> dict[str, Any]:
+    model = HFModel.read(folder)
+    flags, reason = flags_of(model)
+    stored = model.folder.tensors.values()
+    return {
+        "form": "Hugging Face",
+        **{name: value for name, value in origin(model).items() if name != "layout"},
+        "depths": model.layout.depths,
+        "forms": sorted(model.layout.features),
+        "tensors": len(stored),
+        "bytes": sum(tensor.bytes for tensor in stored),
+        "dtypes": _names({tensor.dtype for tensor in stored}),
+        "trainable here": flags is not None,
+        **({"why not": reason} if flags is None else {"Megatron's flags": " ".join(flags)}),
+    }
+
+
+def _megatron(folder: Path) -> dict[str, Any]:
+    reader = DistReader(folder)
+    common = reader.common()
+    sizes = {key: torch.Size(reader.shape(key)).numel() for key in reader.keys}
+    return {
+        "form": "Megatron distributed checkpoint",
+        "iteration": common.get("iteration", 0),
+        "depths": stored_layout(reader).depths,
+        "tensors": len(sizes),
+        "parameters": sum(sizes.values()),
+        "bytes": sum(count * reader.dtype(key).itemsize for key, count in sizes.items()),
+        "dtypes": _names({reader.dtype(key) for key in sizes}),
+        "trainable here": not getattr(common["args"], "megatron_mtp_untrainable", False),
+        **{name: value for name, value in common.get("megatron_mtp", {}).items() if name != "layout"},
+    }
+
+
+def _names(dtypes: set[torch.dtype]) -> list[str]:
+    return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,0 +1,62 @@
+"""Megatron's arguments for a converted model: what `--use-checkpoint-args` finds, and what builds the model."""
+
+import sys
+from argparse import Namespace
+
+from megatron.training.arguments import parse_args
+
+from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.plan import HFModel
+
+
+def flags_of(model: HFModel) -> tuple[list[str] | None, str | None]:
+    """Megatron's flags of a model, or None and the reason why Megatron cannot run it."""
+    if model.family.flags is None:
+        return None, model.family.untrainable
+    try:
+        return model.family.flags(model.config, model.layout), None
+    except UntrainableError as reason:
+        return None, str(reason)
+
+
+def megatron_arguments(model: HFModel) -> Namespace:
+    """The arguments that a checkpoint of this model keeps; without a model to build, its sizes alone."""
+    flags, _ = flags_of(model)
+    if flags is None:
+        return Namespace(mtp_num_layers=model.layout.depths or None, megatron_mtp_untrainable=True)
+    return parsed(flags, model.config.integer("vocab_size"))
+
+
+def parsed(flags: list[str], vocabulary: int) -> Namespace:
+    """Flags through Megatron's own parser; the vocabulary is padded as Megatron does for one tensor-parallel rank."""
+    args = parse_flags(flags)
+    multiple = args.make_vocab_size_divisible_by
+    args.padded_vocab_size = -(-vocabulary // multiple) * multiple
+    return args
+
+
+def parse_flags(flags: list[str]) -> Namespace:
+    """Megatron's parser reads `sys.argv` and nothing else."""
+    argv, sys.argv = sys.argv, ["megatron", *flags]
+    try:
+        return parse_args()
+    finally:
+        sys.argv = argv
+
+
+MODEL_ARGUMENTS = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels "
+    "seq_length max_position_embeddings position_embedding_type rotary_base rotary_percent rotary_interleaved "
+    "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor add_bias_linear add_qkv_bias swiglu "
+    "squared_relu normalization layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm "
+    "untie_embeddings_and_output_weights attention_output_gate softmax_type "
+    "window_size window_attn_skip_freq no_rope_freq "
+    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
+    "rotary_scaling_factor mscale mscale_all_dim num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk "
+    "moe_router_score_function moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_dtype "
+    "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_pre_softmax "
+    "moe_router_load_balancing_type moe_aux_loss_coeff moe_shared_expert_intermediate_size moe_shared_expert_gate "
+    "mtp_num_layers mtp_use_repeated_layer mtp_architecture padded_vocab_size make_vocab_size_divisible_by "
+    "attention_dropout hidden_dropout"
+).split()
+"""Arguments that say what a model computes: Megatron's own `--use-checkpoint-args` restores only some of them."""

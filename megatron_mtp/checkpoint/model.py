@@ -1,0 +1,70 @@
+"""A model built from what a checkpoint says of itself, in one process: for proofs, not for training."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.arguments import validate_args
+
+from megatron_mtp.checkpoint.dist_store import DistReader
+from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS, parse_flags
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
+
+ONE_PROCESS = (
+    "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-rope-fusion --no-persist-layer-norm --transformer-impl local --distributed-backend gloo "
+    "--moe-token-dispatcher-type allgather --eval-interval 1000"
+)
+
+
+def load_model(folder: Path) -> MTPGPTModel:
+    """The model of a distributed checkpoint, in float32 and evaluation mode.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or Megatron cannot run its model.
+    """
+    join_world_of_one()
+    reader = DistReader(folder)
+    config = model_config(reader.common()["args"])
+    model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    assert isinstance(model, MTPGPTModel)
+    metadata = dist_checkpointing.load_content_metadata(str(reader.folder)) or {}
+    entries: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
+    _drop_extra_states(entries["model"])
+    loaded = dist_checkpointing.load(entries, str(reader.folder))
+    model.load_state_dict(loaded["model"], strict=False)
+    return model.eval()
+
+
+def model_config(stored: Namespace) -> MTPGPTModelConfig:
+    """The configuration of a model from the arguments that a checkpoint keeps."""
+    args = parse_flags(ONE_PROCESS.split())
+    for name in MODEL_ARGUMENTS:
+        if getattr(stored, name, None) is not None:
+            setattr(args, name, getattr(stored, name))
+    validate_args(args)
+    config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
+    config.rope_scaling_factor = args.rope_scaling_factor
+    config.mtp = MTPConfig(mtp_architecture=getattr(stored, "mtp_architecture", None) or "sequential")
+    return config
+
+
+def join_world_of_one() -> None:
+    """A process group of this process alone, with Megatron's parallel state, unless there is one."""
+    if torch.distributed.is_initialized():
+        return
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1234)
+
+
+def _drop_extra_states(entries: dict[str, Any]) -> None:
+    """Kernels' own state, which only they write."""
+    for name in [name for name in entries if name.endswith("_extra_state")]:
+        del entries[name]

@@ -1,0 +1,140 @@
+"""What a conversion will do, checked by names and shapes before a single tensor is read.
+
+A plan is the list of rules between two sides that are there: every tensor of the source must have its rule, every rule
+its tensors. Rules are grouped into parts, a layer each, which are converted, recorded and resumed as one.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_mtp.checkpoint.dist_store import DistReader
+from megatron_mtp.checkpoint.families import Family, Layout, family_of
+from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.hf_shards import HFFolder
+from megatron_mtp.checkpoint.rules import Piece, Rule, Shape
+
+_LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
+_DEPTH = re.compile(r"^mtp\.layers\.(\d+)\.")
+
+
+def parts_of(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
+    """Rules by layer, in order; what is in no layer is a part of its own."""
+    parts: dict[str, list[Rule]] = {}
+    for rule in rules:
+        match = _LAYER.match(rule.mcore[0].key) if rule.mcore else None
+        parts.setdefault(match.group(0) if match else "model.", []).append(rule)
+    return parts
+
+
+def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
+    """Every tensor of the folder has one rule, and the shape that the config implies.
+
+    Raises:
+        ValueError: a tensor is missing, left over, or of another shape.
+    """
+    left = dict(folder.tensors)
+    for tensor in (tensor for rule in rules for tensor in rule.hf):
+        stored = left.pop(tensor.name, None)
+        if stored is None:
+            raise ValueError(
+                f"{folder.folder} lacks '{tensor.name}', which {config.source} ({config.model_type}) calls for; fetch "
+                "the folder again, or put right what the config says."
+            )
+        if tensor.shape is not None and stored.shape != tensor.shape:
+            raise ValueError(
+                f"'{tensor.name}' in {stored.file} is {_by(stored.shape)}, but {config.source} makes it "
+                f"{_by(tensor.shape)}; one of the two is wrong."
+            )
+    if left:
+        name, stored = next(iter(left.items()))
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ValueError(
+            f"'{name}'{more} in {stored.file} is no tensor of a '{config.model_type}' model as {config.source} "
+            "describes it; nothing is dropped silently, so remove it, or put right what the config says."
+        )
+
+
+def check_mcore(rules: list[Rule], reader: DistReader) -> None:
+    """The same of a Megatron checkpoint.
+
+    Raises:
+        ValueError: a tensor is missing, left over, or of another shape.
+    """
+    left = set(reader.keys)
+    for piece in (piece for rule in rules for piece in rule.mcore):
+        key = stored_key(piece, reader)
+        left -= {piece.key, *piece.aliases}
+        if piece.shape is not None and not _fits(reader.shape(key), piece):
+            raise ValueError(
+                f"'{key}' in {reader.folder} is {_by(reader.shape(key))}, but the config makes it "
+                f"{_by(piece.whole or piece.shape)}; one of the two is wrong."
+            )
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ValueError(
+            f"'{min(left)}'{more} in {reader.folder} has no place in this family; nothing is dropped silently, so "
+            "export to another family, or from a model without it."
+        )
+
+
+def stored_key(piece: Piece, reader: DistReader) -> str:
+    """The key under which a checkpoint holds a piece: its own, or an alias.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    for key in (piece.key, *piece.aliases):
+        if reader.holds(key):
+            return key
+    raise ValueError(f"{reader.folder} lacks '{piece.key}', which the model's config calls for.")
+
+
+def stored_layout(reader: DistReader, features: Iterable[str] = (), carried: Iterable[str] = ()) -> Layout:
+    """The layout of a checkpoint's export: its depths, and the forms that the folder is to have."""
+    depths = {match.group(1) for key in reader.keys if (match := _DEPTH.match(key))}
+    return Layout(len(depths), frozenset(features), tuple(carried))
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """An HF folder whose tensors have been found to be those of its family."""
+
+    config: HFConfig
+    family: Family
+    layout: Layout
+    folder: HFFolder
+    rules: list[Rule]
+
+    @classmethod
+    def read(cls, path: Path) -> "HFModel":
+        """Raises ValueError where the folder is damaged or contradicts itself."""
+        config = HFConfig.read(path)
+        family = family_of(config)
+        folder = HFFolder(path, _block(config))
+        layout = family.layout(config, folder.tensors)
+        rules = family.all_rules(config, layout)
+        check_hf(rules, folder, config)
+        return cls(config, family, layout, folder, rules)
+
+
+def _block(config: HFConfig) -> tuple[int, int]:
+    """Rows and columns that share a scale in FP8 releases."""
+    quantisation = config.keys.get("quantization_config")
+    block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
+    if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
+        return block[0], block[1]
+    return 128, 128
+
+
+def _fits(stored: Shape, piece: Piece) -> bool:
+    wanted = piece.whole or piece.shape
+    assert wanted is not None
+    if piece.padded:
+        return len(stored) == len(wanted) and stored[0] >= wanted[0] and stored[1:] == wanted[1:]
+    return stored == wanted
+
+
+def _by(shape: Shape) -> str:
+    return "x".join(map(str, shape)) or "a single number"

@@ -1,0 +1,250 @@
+"""Rules between the tensors of a Hugging Face (HF) folder and those of a Megatron checkpoint, read in both directions.
+
+A rule names some HF tensors, the pieces of Megatron tensors that hold the same numbers, and the map between them. The
+inverse of a map is derived from the map; export is import read backwards. Every map moves numbers and never computes
+with them, so that a round trip is equal bit by bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """A tensor of the HF folder; shape None where the config does not tell it."""
+
+    name: str
+    shape: Shape | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the Megatron checkpoint, or a slab of one.
+
+    Attributes:
+        key: as Megatron's `sharded_state_dict` names it.
+        shape: of this slab; None as for the HF tensor.
+        whole: shape of the whole tensor.
+        offset: where the slab starts in it.
+        aliases: other keys for the same numbers, which Megatron's modules with and without Transformer Engine ask for;
+            all are written, any is read.
+        padded: the stored tensor may have more rows than these, as Megatron's vocabularies have.
+    """
+
+    key: str
+    shape: Shape | None
+    whole: Shape | None = None
+    offset: Shape | None = None
+    aliases: tuple[str, ...] = ()
+    padded: bool = False
+
+
+class Map(Protocol):
+    """How numbers move: `forward` from HF to Megatron, `backward` the inverse."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """Each tensor under another name."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
+    backward = forward
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Several tensors one after another along `dim`, such as gate and up projection in `linear_fc1`."""
+
+    sizes: tuple[int, ...]
+    dim: int = 0
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(tensors), dim=self.dim)]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (one,) = tensors
+        return list(one.split(self.sizes, dim=self.dim))
+
+
+@dataclass(frozen=True)
+class SwapHalves:
+    """[a | b] to [b | a] along `dim`, for families that put the hidden half of `eh_proj` first; its own inverse."""
+
+    dim: int = 1
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (one,) = tensors
+        first, second = one.chunk(2, dim=self.dim)
+        return [torch.cat([second, first], dim=self.dim)]
+
+    backward = forward
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A new first axis, for one expert among the stacked."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.unsqueeze(0) for tensor in tensors]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.squeeze(0) for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class MergeQKV:
+    """Query, key and value rows in Megatron's order: group by group, a group's queries, its key, its value.
+
+    Two heads a group, two groups:   q1 q2 q3 q4, k1 k2, v1 v2   to   q1 q2 k1 v1 q3 q4 k2 v2
+    With an output gate inside q_proj (Qwen3-Next) HF has q1 g1 q2 g2, and Megatron q1 q2 g1 g2 k1 v1.
+
+    Attributes:
+        heads: query heads.
+        groups: key-value heads.
+        widths: rows of a query, a key and a value head.
+        gated: whether every query head brings as many rows of a gate.
+    """
+
+    heads: int
+    groups: int
+    widths: tuple[int, int, int]
+    gated: bool = False
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        query, key, value = tensors
+        rest = query.shape[1:]
+        if self.gated:
+            query = self._by_kind(query, (self.heads // self.groups, 2))
+        merged = torch.cat([rows.reshape(self.groups, -1, *rest) for rows in (query, key, value)], dim=1)
+        return [merged.reshape(-1, *rest)]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (merged,) = tensors
+        rest = merged.shape[1:]
+        per_group = self.heads // self.groups * (2 if self.gated else 1)
+        rows = (per_group * self.widths[0], self.widths[1], self.widths[2])
+        parts = merged.reshape(self.groups, -1, *rest).split(rows, dim=1)
+        query, key, value = (part.reshape(-1, *rest) for part in parts)
+        if self.gated:
+            query = self._by_kind(query, (2, self.heads // self.groups))
+        return [query, key, value]
+
+    def _by_kind(self, query: Tensor, order: tuple[int, int]) -> Tensor:
+        """Within every group, swap the axes of heads and of (query, gate)."""
+        grid = query.reshape(self.groups, *order, self.widths[0], *query.shape[1:])
+        return grid.transpose(1, 2).reshape(query.shape)
+
+
+@dataclass(frozen=True)
+class Split:
+    """One HF tensor into several, such as a fused query-key-value projection; the inverse of `Concat`."""
+
+    sizes: tuple[int, ...]
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return Concat(self.sizes).backward(tensors)
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return Concat(self.sizes).forward(tensors)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """One tensor that HF stores several times; Megatron stores it once.
+
+    Raises:
+        ValueError: on import, the copies differ, so that one cannot stand for all.
+    """
+
+    names: tuple[str, ...]
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        first, *others = tensors
+        for name, other in zip(self.names[1:], others, strict=True):
+            if not torch.equal(first, other):
+                raise ValueError(
+                    f"'{name}' is not the copy of '{self.names[0]}' that this family shares between trunk and depths; "
+                    "give a checkpoint in which they are equal, since Megatron keeps one tensor for both."
+                )
+        return [first]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (one,) = tensors
+        return [one] * len(self.names)
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """HF tensors of zeros that Megatron has no need of, such as the router of a single expert.
+
+    Raises:
+        ValueError: on import, they are not zero.
+    """
+
+    shapes: tuple[Shape, ...]
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if any(tensor.any() for tensor in tensors):
+            raise ValueError("a tensor that this family's form keeps at zero is not; Megatron has no place for it.")
+        return []
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.zeros(shape) for shape in self.shapes]
+
+
+@dataclass(frozen=True)
+class Then:
+    """One map after another."""
+
+    steps: tuple[Map, ...]
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        out = list(tensors)
+        for step in self.steps:
+            out = step.forward(out)
+        return out
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        out = list(tensors)
+        for step in reversed(self.steps):
+            out = step.backward(out)
+        return out
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Some HF tensors, the Megatron pieces that hold them, and the map between."""
+
+    hf: tuple[HFTensor, ...]
+    mcore: tuple[Piece, ...]
+    map: Map = field(default_factory=Same)
+
+    def to_mcore(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors in the order of `mcore` from tensors in the order of `hf`."""
+        return self.map.forward(tensors)
+
+    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The inverse of `to_mcore`."""
+        return self.map.backward(tensors)
+
+
+def rename(name: str, key: str, shape: Shape | None, *aliases: str) -> Rule:
+    """The same tensor under another name."""
+    return Rule((HFTensor(name, shape),), (Piece(key, shape, aliases=aliases),))
+
+
+def zeros(name: str, shape: Shape) -> Rule:
+    """An HF tensor of zeros, float32, without a counterpart."""
+    return Rule((HFTensor(name, shape),), (), Zeros((shape,)))

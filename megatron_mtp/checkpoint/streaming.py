@@ -1,0 +1,144 @@
+"""Parts of a conversion, run by several workers into a folder beside the target, which is renamed when all is done.
+
+A part that is done leaves a record. An interrupted conversion leaves `<target>.partial`, which `--resume` completes.
+"""
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+RECORDS = "progress"
+PLAN = "plan.json"
+
+
+class PartialFolder:
+    """The folder beside the target.
+
+    Args:
+        target: must not exist, or be empty.
+        plan: what decides about the output; a resumed conversion must have the same.
+        resume: whether to go on with what an earlier run left.
+
+    Raises:
+        ValueError: the target holds something, or there is a partial folder and it is not to be resumed.
+    """
+
+    def __init__(self, target: Path, plan: Mapping[str, Any], resume: bool) -> None:
+        self.target, self.path = target, target.with_name(f"{target.name}.partial")
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ValueError(f"{target} is not empty; name a new folder, or remove it.")
+        text = json.dumps(plan, sort_keys=True)
+        self.resumed = self.path.exists()
+        if self.resumed and not resume:
+            raise ValueError(f"{self.path} is left from an interrupted conversion; add --resume, or remove it.")
+        if self.resumed and self._planned() != text:
+            raise ValueError(
+                f"{self.path} is left from a conversion of another source or with other options; remove it."
+            )
+        (self.path / RECORDS).mkdir(parents=True, exist_ok=True)
+        (self.path / RECORDS / PLAN).write_text(text)
+
+    def _planned(self) -> str | None:
+        path = self.path / RECORDS / PLAN
+        return path.read_text() if path.is_file() else None
+
+    def record(self, part: int) -> Any:
+        """What a part that is done has left; None where it is not done."""
+        path = self._record(part)
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    def keep(self, part: int, record: Any) -> None:
+        beside = self._record(part).with_suffix(".new")
+        beside.write_text(json.dumps(record))
+        beside.replace(self._record(part))
+
+    def _record(self, part: int) -> Path:
+        return self.path / RECORDS / f"{part}.json"
+
+    def finish(self) -> None:
+        """From here on the target is there, whole."""
+        shutil.rmtree(self.path / RECORDS)
+        if self.target.exists():
+            self.target.rmdir()
+        self.path.rename(self.target)
+
+
+IN_FLIGHT = 2**28
+"""Bytes of tensors that all workers together hold, unless one group of tensors alone is larger."""
+
+
+class Budget:
+    """Bounds memory whatever the number of workers: a group of tensors waits until the others leave room for it."""
+
+    def __init__(self, room: int = IN_FLIGHT) -> None:
+        self._room, self._taken, self._change = room, 0, threading.Condition()
+
+    @contextmanager
+    def taking(self, amount: int) -> Iterator[None]:
+        with self._change:
+            self._change.wait_for(lambda: self._taken == 0 or self._taken + amount <= self._room)
+            self._taken += amount
+        try:
+            yield
+        finally:
+            with self._change:
+                self._taken -= amount
+                self._change.notify_all()
+
+
+def run_parts(
+    partial: PartialFolder,
+    parts: list[tuple[int, Callable[[Callable[[int], None]], Any]]],
+    workers: int,
+    total: int,
+    quiet: bool,
+) -> list[Any]:
+    """The records of all parts, in order, once each is done.
+
+    Args:
+        parts: bytes of a part, and the function that does it; it is told how to report bytes, and returns its record.
+        total: bytes of all.
+    """
+    stop = threading.Event()
+    with tqdm(total=total, unit="B", unit_scale=True, disable=quiet, desc=partial.target.name) as bar:
+
+        def report(count: int) -> None:
+            if stop.is_set():
+                raise InterruptedError
+            bar.update(count)
+
+        def one(index: int) -> Any:
+            size, work = parts[index]
+            record = partial.record(index)
+            if record is None:
+                record = work(report)
+                partial.keep(index, record)
+            else:
+                report(size)
+            return record
+
+        with ThreadPoolExecutor(workers) as pool:
+            futures = [pool.submit(one, index) for index in range(len(parts))]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+        errors = [future.exception() for future in futures if not future.cancelled() and future.exception()]
+        for error in sorted(errors, key=lambda error: isinstance(error, InterruptedError)):
+            assert error is not None
+            raise error
+    return [future.result() for future in futures]
+
+
+def default_workers() -> int:
+    """One a core, but few: the disk is the limit."""
+    return min(os.cpu_count() or 1, 4)

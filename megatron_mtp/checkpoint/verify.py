@@ -1,0 +1,189 @@
+"""Is a Megatron checkpoint the same model as a Hugging Face folder? Checked, and said by which witness.
+
+First every tensor is accounted for and carried both ways, bit by bit. That alone would not see a fault in the rules
+themselves, which both ways share: so then Megatron runs its checkpoint, transformers runs the folder (reference.py, in
+a process of its own), and the logits of the trunk and of every depth are compared.
+"""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_mtp.checkpoint.dist_store import DistReader
+from megatron_mtp.checkpoint.importing import Options
+from megatron_mtp.checkpoint.megatron_args import flags_of
+from megatron_mtp.checkpoint.plan import HFModel, check_mcore, stored_key
+from megatron_mtp.checkpoint.rules import Rule
+
+TOLERANCE = 1e-4
+"""Largest difference of float32 logits, of the size of 1, that the order of additions explains."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what.
+        figure: what was found: tensors, a difference, a rate.
+        ok: whether it is as it must be.
+        witness: who computed the other side.
+    """
+
+    name: str
+    figure: float
+    ok: bool
+    witness: str
+
+
+def verify(hf: Path, mcore: Path, text: Path | None = None, slots: int = 32, seed: int = 0) -> list[Check]:
+    """All checks that apply.
+
+    Args:
+        text: the prompt, of which the folder's tokenizer makes tokens; None for random tokens.
+        slots: random tokens, or the most tokens of the text divided by 16.
+
+    Raises:
+        ValueError: one of the two is damaged, or they are not of the same family.
+    """
+    model, reader = HFModel.read(hf), DistReader(mcore)
+    check_mcore(model.rules, reader)
+    checks = [_round_trip(model, reader)]
+    flags, _ = flags_of(model)
+    if flags is None:
+        return checks
+    tokens_BS = _prompt(model, slots, seed) if text is None else _text_prompt(hf, text, 16 * slots)
+    theirs, ours = reference_logits(hf, tokens_BS), megatron_logits(mcore, tokens_BS)
+    return checks + compare(theirs, ours) + ([] if text is None else [_same_perplexity(theirs, ours, tokens_BS)])
+
+
+def compare(theirs: dict[str, Tensor], ours: dict[str, Tensor]) -> list[Check]:
+    """Logits [S, V] of trunk and depths, and what a verifier would accept of the depths' drafts."""
+    checks = []
+    for name, logits_SV in theirs.items():
+        own_SV = ours[name][: logits_SV.size(0), : logits_SV.size(1)]
+        difference = (own_SV - logits_SV).abs().max().item()
+        scale = max(1.0, logits_SV.abs().max().item())
+        ok = difference <= TOLERANCE * scale
+        checks.append(Check(f"{name} logits, largest difference", difference, ok, "transformers"))
+    if len(theirs) > 1:
+        slots = theirs["depth 1"].size(0)
+        their_rate, our_rate = acceptance(theirs), acceptance({**ours, "depth 1": ours["depth 1"][:slots]})
+        same = abs(their_rate - our_rate) < 1.5 / slots  # one near-tie may fall the other way
+        checks.append(Check("accepted drafts of the first depth on a prompt", our_rate, same, "transformers"))
+    return checks
+
+
+def acceptance(logits: dict[str, Tensor], depth: int = 1) -> float:
+    """Part of slots where a depth's draft is what the trunk says so many slots later."""
+    drafts_S = logits[f"depth {depth}"].argmax(-1)
+    says_S = logits["trunk"][depth : depth + drafts_S.size(0)].argmax(-1)
+    slots = min(drafts_S.size(0), says_S.size(0))
+    return (drafts_S[:slots] == says_S[:slots]).float().mean().item()
+
+
+def _round_trip(model: HFModel, reader: DistReader) -> Check:
+    wrong = [rule for rule in model.rules if not _same_both_ways(rule, model, reader)]
+    name = "tensors that are equal bit by bit, there and back"
+    count = sum(len(rule.hf) for rule in model.rules) - sum(len(rule.hf) for rule in wrong)
+    return Check(name, count, not wrong, f"the folder itself{_named(wrong)}")
+
+
+def _named(wrong: list[Rule]) -> str:
+    return f"; first that differs: {wrong[0].hf[0].name}" if wrong else ""
+
+
+def _same_both_ways(rule: Rule, model: HFModel, reader: DistReader) -> bool:
+    theirs = [model.folder.read(tensor.name) for tensor in rule.hf]
+    ours = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
+    cast = Options(dtype=ours[0].dtype if ours and ours[0].is_floating_point() else None)
+    theirs = [tensor.to(cast.cast(hf.name, tensor.dtype)) for hf, tensor in zip(rule.hf, theirs, strict=True)]
+    there = all(torch.equal(a, b) for a, b in zip(rule.to_mcore(theirs), ours, strict=True))
+    return there and all(torch.equal(a, b) for a, b in zip(rule.to_hf(ours), theirs, strict=True))
+
+
+def _prompt(model: HFModel, slots: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config.integer("vocab_size"), (1, slots), generator=generator)
+
+
+def _text_prompt(folder: Path, text: Path, slots: int) -> Tensor:
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(folder)(text.read_text(encoding="utf-8"))["input_ids"][:slots]
+    if len(tokens) < 2:
+        raise ValueError(f"--text: {text} makes {len(tokens)} token(s); give a longer text.")
+    return torch.tensor([tokens])
+
+
+def _same_perplexity(theirs: dict[str, Tensor], ours: dict[str, Tensor], tokens_BS: Tensor) -> Check:
+    vocabulary = theirs["trunk"].size(1)
+    their, our = (perplexity(logits["trunk"][:, :vocabulary], tokens_BS[0]) for logits in (theirs, ours))
+    name = f"perplexity of {tokens_BS.size(1)} tokens"
+    return Check(name, our, abs(our - their) <= TOLERANCE * their, f"transformers, {their:.6f}")
+
+
+def perplexity(logits_SV: Tensor, tokens_S: Tensor) -> float:
+    """exp of the mean cross-entropy of every token but the first."""
+    return torch.nn.functional.cross_entropy(logits_SV[:-1].double(), tokens_S[1:]).exp().item()
+
+
+def reference_logits(folder: Path, tokens_BS: Tensor) -> dict[str, Tensor]:
+    """By transformers, in a process without Megatron.
+
+    Raises:
+        ValueError: transformers cannot run the folder.
+    """
+    return all_reference_logits([folder], tokens_BS)[0]
+
+
+def all_reference_logits(folders: list[Path], tokens_BS: Tensor) -> list[dict[str, Tensor]]:
+    """The same of several folders in one process, which takes longer to start than to compute."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tokens = Path(scratch) / "tokens.safetensors"
+        outputs = [Path(scratch) / f"{index}.safetensors" for index in range(len(folders))]
+        save_file({"tokens": tokens_BS}, tokens)
+        words = [
+            str(path) for folder, output in zip(folders, outputs, strict=True) for path in (folder, tokens, output)
+        ]
+        command = [sys.executable, "-m", "megatron_mtp.checkpoint.reference", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        if done.returncode:
+            which = next(folder for folder, output in zip(folders, outputs, strict=True) if not output.exists())
+            raise ValueError(f"transformers cannot run {which}: {done.stderr.strip().splitlines()[-1].strip()[:300]}")
+        return [load_file(output) for output in outputs]
+
+
+def megatron_logits(folder: Path, tokens_BS: Tensor) -> dict[str, Tensor]:
+    """By Megatron's modules and our depths, from the checkpoint; as `reference.all_logits`."""
+    from megatron_mtp.checkpoint.model import load_model
+    from megatron_mtp.data.batch import add_depths, depth_batch
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        model = load_model(folder)
+    depths = model.config.mtp_num_layers or 0
+    slots = tokens_BS.size(1)
+    positions_BS = torch.arange(slots).unsqueeze(0)
+    mask = torch.ones(1, 1, slots, slots).tril().logical_not()
+    batch: dict[str, Any] = {"tokens": tokens_BS, "labels": tokens_BS.roll(-1, 1), "loss_mask": torch.ones(1, slots)}
+    add_depths(batch, max(depths, 1), None)
+
+    def logits(hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Any, *_: Any) -> dict[str, Tensor]:
+        states = {"trunk": hidden_SBH} | {f"depth {d}": state for d, state in enumerate(depth_hidden, start=1)}
+        return {name: head.project(state_SBH)[:, 0].clone() for name, state_SBH in states.items()}
+
+    with torch.no_grad():
+        out: dict[str, Tensor] = model(
+            tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=depth_batch(batch)
+        )
+    return out

@@ -1,0 +1,87 @@
+"""Trained checkpoints as Hugging Face folders: other layouts give the same bytes, other programs the same numbers."""
+
+import json
+from pathlib import Path
+from statistics import mean
+
+import launch
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mtp.platform import prepare
+
+prepare()
+
+from megatron_mtp.checkpoint.exporting import mcore_to_hf  # noqa: E402
+from megatron_mtp.checkpoint.hf_form import form_of  # noqa: E402
+from megatron_mtp.checkpoint.importing import Options  # noqa: E402
+from megatron_mtp.checkpoint.verify import megatron_logits, verify  # noqa: E402
+
+WORKER = Path(__file__).parent / "layout_worker.py"
+CLIENT = Path(__file__).parent / "mtp_client.py"
+RESAVED = {"untied-d3": ("tp2", "pp2", "pp2-vpp2"), "tied-d3": ("tp2", "pp2"), "moe-d2": ("ep2",)}
+"""Models of layouts.py, and the layouts that save them."""
+
+
+@pytest.fixture(scope="module")
+def resaved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights, saved by one process and in every layout."""
+    folder = tmp_path_factory.mktemp("resaved")
+    one = [job for model in RESAVED for job in (f"init/{model}/ours", f"resave/{model}/single/sigmoid")]
+    two = [f"resave/{model}/{layout}/sigmoid" for model, layouts in RESAVED.items() for layout in layouts]
+    launch.run(launch.python(WORKER, str(folder), *one), folder / "one.log")
+    launch.run(launch.torchrun(2, WORKER, str(folder), *two), folder / "two.log")
+    return folder
+
+
+def export(source: Path, target: Path) -> Path:
+    mcore_to_hf(source, target, Options(quiet=True), form_of(source))
+    return target
+
+
+@pytest.mark.parametrize("model", RESAVED)
+def test_every_layout_is_exported_to_the_same_bytes(resaved: Path, model: str, tmp_path: Path) -> None:
+    single = export(resaved / "resaved" / f"{model}-single", tmp_path / "single")
+    for layout in RESAVED[model]:
+        other = export(resaved / "resaved" / f"{model}-{layout}", tmp_path / layout)
+        assert (other / "model.safetensors").read_bytes() == (single / "model.safetensors").read_bytes(), layout
+        assert (other / "config.json").read_bytes() == (single / "config.json").read_bytes(), layout
+
+
+TRAINED = {
+    "dense": "--ffn-hidden-size 128 --qk-layernorm",
+    "experts": "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 32 --moe-layer-freq [0,1] "
+    "--moe-router-load-balancing-type none --moe-token-dispatcher-type allgather --add-qkv-bias",
+}
+STEPS = "--train-iters 30 --lr 3e-3 --eval-interval 1000 --eval-iters 1 --save-interval 30 --init-method-std 0.1"
+NEW = 200
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_a_trained_model_drafts_in_transformers_as_it_was_trained(kind: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    flags = [*STEPS.split(), *TRAINED[kind].split(), "--save", str(checkpoint)]
+    launch.run(launch.pretrain(*flags, "--untie-embeddings-and-output-weights"), tmp_path / "train.log")
+    exported = export(checkpoint, tmp_path / "exported")
+    assert [check for check in verify(exported, checkpoint) if not check.ok] == []
+
+    command = launch.python(CLIENT, str(exported), json.dumps([3, 4, 5, 6]), str(NEW))
+    done = json.loads(launch.run(command, tmp_path / "client.log").strip().splitlines()[-1])
+    assert done["with"] == done["without"]
+    teacher_forced = rounds(megatron_logits(checkpoint, torch.tensor([done["with"]])), done["with"], 4, 2)
+    theirs = done["accepted"][1 : 1 + len(teacher_forced)]  # the trunk's first token comes without a draft
+    assert mean(theirs) / 2 == pytest.approx(mean(teacher_forced) / 2, abs=0.01)
+    assert 0.05 < mean(theirs) / 2 < 0.95  # neither says anything of the drafts if all or none are accepted
+
+
+def rounds(logits: dict[str, Tensor], tokens: list[int], prompt: int, depths: int) -> list[int]:
+    """Drafts accepted in each round, if the depths' teacher-forced drafts were verified round after round."""
+    drafts = [logits[f"depth {depth}"].argmax(-1).tolist() for depth in range(1, depths + 1)]
+    known, accepted = prompt + 1, []
+    while known + depths < len(tokens):
+        matches = [draft[known - 2] == tokens[known + offset] for offset, draft in enumerate(drafts)]
+        accepted.append(matches.index(False) if False in matches else depths)
+        known += accepted[-1] + 1
+    return accepted

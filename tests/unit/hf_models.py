@@ -1,0 +1,410 @@
+"""Small random models of every family in Hugging Face form, made by transformers' own classes where it has them.
+
+The MTP tensors that transformers never holds are added here by the names that serving engines load, written out from
+the families' published folders and not taken from the rules that they test.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HIDDEN, VOCABULARY = 48, 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "head_dim": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+LATENT: dict[str, Any] = {
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+}
+ROUTER: dict[str, Any] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Model:
+    """One kind of folder.
+
+    Attributes:
+        model_type: of the class in transformers that makes the trunk.
+        config: changes to `SIZES`.
+        depths: those to try.
+        add_depths: the MTP tensors of so many depths, given those of the trunk.
+        depth_key: config key that counts them, where there is one.
+        keys: keys put into `config.json` beside what transformers writes.
+        named: the tensors by the names of a family that transformers does not have.
+    """
+
+    model_type: str
+    config: dict[str, Any] = field(default_factory=dict)
+    depths: tuple[int, ...] = (1, 3)
+    add_depths: Callable[[Tensors, int], Tensors] = lambda trunk, depths: {}
+    depth_key: str | None = "num_nextn_predict_layers"
+    keys: dict[str, Any] = field(default_factory=dict)
+    named: Callable[[Tensors], Tensors] = lambda tensors: tensors
+
+
+def layer_of(trunk: Tensors, prefix: str) -> Tensors:
+    """New tensors in the form of a trunk layer, by their names without the prefix."""
+    return {name.removeprefix(prefix): torch.randn_like(t) for name, t in trunk.items() if name.startswith(prefix)}
+
+
+def frame(**names: str) -> Tensors:
+    """Two norms, the projection of both halves and a final norm under these names."""
+    shapes = {"embedding": (HIDDEN,), "hidden": (HIDDEN,), "projection": (HIDDEN, 2 * HIDDEN), "final": (HIDDEN,)}
+    return {name: torch.randn(shapes[part]) for part, name in names.items()}
+
+
+def deepseek_depths(copies: bool = True) -> Callable[[Tensors, int], Tensors]:
+    def add(trunk: Tensors, depths: int) -> Tensors:
+        out: Tensors = {}
+        for k in range(depths):
+            hf = f"model.layers.{SIZES['num_hidden_layers'] + k}."
+            out |= {hf + name: tensor for name, tensor in layer_of(trunk, "model.layers.2.").items()}
+            out |= frame(
+                embedding=f"{hf}enorm.weight",
+                hidden=f"{hf}hnorm.weight",
+                projection=f"{hf}eh_proj.weight",
+                final=f"{hf}shared_head.norm.weight",
+            )
+            if copies:
+                out[f"{hf}embed_tokens.weight"] = trunk["model.embed_tokens.weight"].clone()
+                out[f"{hf}shared_head.head.weight"] = trunk["lm_head.weight"].clone()
+        return out
+
+    return add
+
+
+def mimo_depths(trunk: Tensors, depths: int) -> Tensors:
+    out: Tensors = {}
+    for k in range(depths):
+        hf = f"model.mtp_layers.{k}."
+        out |= {hf + name: tensor for name, tensor in layer_of(trunk, "model.layers.2.").items()}
+        out |= frame(
+            embedding=f"{hf}token_layernorm.weight",
+            hidden=f"{hf}hidden_layernorm.weight",
+            projection=f"{hf}input_proj.weight",
+            final=f"{hf}final_layernorm.weight",
+        )
+    return out
+
+
+def under_mtp(trunk: Tensors, depths: int) -> Tensors:
+    """One depth as Qwen's and EXAONE's: a layer of full attention, the last of the trunk here."""
+    layers = {int(name.split(".")[2]) for name in trunk if name.startswith("model.layers.")}
+    layer = layer_of(trunk, f"model.layers.{max(layers)}.")
+    return {f"mtp.layers.0.{name}": tensor for name, tensor in layer.items()} | frame(
+        embedding="mtp.pre_fc_norm_embedding.weight",
+        hidden="mtp.pre_fc_norm_hidden.weight",
+        projection="mtp.fc.weight",
+        final="mtp.norm.weight",
+    )
+
+
+def packed_under_mtp(trunk: Tensors, depths: int) -> Tensors:
+    """The same with the experts of the depth as two tensors."""
+    out = under_mtp(trunk, depths)
+    experts = [f"mtp.layers.0.mlp.experts.{index}." for index in range(EXPERTS["n_routed_experts"])]
+    both = [torch.cat([out.pop(f"{e}{part}_proj.weight") for part in ("gate", "up")]) for e in experts]
+    out["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.stack(both)
+    out["mtp.layers.0.mlp.experts.down_proj"] = torch.stack([out.pop(f"{e}down_proj.weight") for e in experts])
+    return out
+
+
+def ernie_depths(trunk: Tensors, depths: int) -> Tensors:
+    out: Tensors = {}
+    for k in range(depths):
+        out |= {f"model.mtp_block.{k}.{name}": t for name, t in layer_of(trunk, "model.layers.0.").items()}
+        out |= frame(
+            embedding=f"model.mtp_emb_norm.{k}.weight",
+            hidden=f"model.mtp_hidden_norm.{k}.weight",
+            projection=f"model.mtp_linear_proj.{k}.weight",
+        )
+    return out
+
+
+def mimo_v2_depths(trunk: Tensors, depths: int) -> Tensors:
+    """Dense layers with the attention of sliding windows."""
+    out: Tensors = {}
+    attention = {n: t for n, t in layer_of(trunk, "model.layers.1.").items() if n.startswith("self_attn.")}
+    mlp = {n: t for n, t in layer_of(trunk, "model.layers.0.").items() if n.startswith("mlp.")}
+    for k in range(depths):
+        hf = f"model.mtp.layers.{k}."
+        out |= {hf + name: tensor for name, tensor in (attention | mlp).items()}
+        out |= {f"{hf}{name}.weight": torch.randn(HIDDEN) for name in ("input_layernorm", "pre_mlp_layernorm")}
+        out |= frame(
+            embedding=f"{hf}enorm.weight",
+            hidden=f"{hf}hnorm.weight",
+            projection=f"{hf}eh_proj.weight",
+            final=f"{hf}final_layernorm.weight",
+        )
+    return out
+
+
+def longcat_depths(trunk: Tensors, depths: int) -> Tensors:
+    hf, layer = "model.mtp.layers.0.", layer_of(trunk, "model.layers.0.")
+    out = {f"{hf}{n.replace('.0.', '.', 1)}": t for n, t in layer.items() if n.startswith(("self_attn.0.", "input_l"))}
+    out = {name: tensor for name, tensor in out.items() if "layernorm.1" not in name}
+    out |= {f"{hf}transformer_layer.mlp.{n[7:]}": t for n, t in layer.items() if n.startswith("mlps.0.")}
+    out[f"{hf}post_attention_layernorm.weight"] = torch.randn(HIDDEN)
+    out["model.mtp.embed_tokens.weight"] = torch.randn(VOCABULARY, HIDDEN)
+    return out | frame(
+        embedding=f"{hf}enorm.m.weight",
+        hidden=f"{hf}hnorm.m.weight",
+        projection=f"{hf}eh_proj.weight",
+        final="model.mtp.norm.weight",
+    )
+
+
+def nemotron_depths(trunk: Tensors, depths: int) -> Tensors:
+    """Attention and experts, each a layer."""
+    out: Tensors = {}
+    for k in range(depths):
+        first, last = f"mtp.layers.{2 * k}.", f"mtp.layers.{2 * k + 1}."
+        out |= {first + name: tensor for name, tensor in layer_of(trunk, "backbone.layers.2.").items()}
+        out |= {last + name: tensor for name, tensor in layer_of(trunk, "backbone.layers.1.").items()}
+        out |= frame(
+            embedding=f"{first}enorm.weight",
+            hidden=f"{first}hnorm.weight",
+            projection=f"{first}eh_proj.weight",
+            final=f"{last}final_layernorm.weight",
+        )
+    return out
+
+
+def step_depths(trunk: Tensors, depths: int) -> Tensors:
+    """Dense layers with gates by head, each with its own head."""
+    out: Tensors = {}
+    for k in range(depths):
+        hf = f"model.layers.{SIZES['num_hidden_layers'] + k}."
+        out |= {hf + name: tensor for name, tensor in layer_of(trunk, "model.layers.2.").items()}
+        out[f"{hf}self_attn.g_proj.weight"] = torch.randn(4, HIDDEN)
+        out[f"{hf}transformer.shared_head.output.weight"] = torch.randn(VOCABULARY, HIDDEN)
+        out |= frame(
+            embedding=f"{hf}enorm.weight",
+            hidden=f"{hf}hnorm.weight",
+            projection=f"{hf}eh_proj.weight",
+            final=f"{hf}transformer.shared_head.norm.weight",
+        )
+    return out
+
+
+def bailing_names(tensors: Tensors) -> Tensors:
+    """GLM-4 MoE's tensors by the names of Bailing-MoE V2, which computes the same: QKV fused, all queries first."""
+    swaps = {
+        "embed_tokens": "word_embeddings",
+        "self_attn.o_proj": "attention.dense",
+        "self_attn.q_norm": "attention.query_layernorm",
+        "self_attn.k_norm": "attention.key_layernorm",
+        "gate.e_score_correction_bias": "gate.expert_bias",
+        "shared_head.norm": "final_layernorm",
+    }
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.endswith("q_proj.weight"):
+            parts = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            out[name.replace("self_attn.q_proj", "attention.query_key_value")] = torch.cat(parts)
+        elif not name.endswith(("k_proj.weight", "v_proj.weight")):
+            for theirs, bailing in swaps.items():
+                name = name.replace(theirs, bailing)
+            out[name] = tensor
+    return out
+
+
+LINEAR: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+QWEN_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+MODELS: dict[str, Model] = {
+    "llama": Model("llama", depths=(0,), depth_key=None),
+    "llama-tied": Model("llama", {"tie_word_embeddings": True}, (0,), depth_key=None),
+    "llama-biased": Model("llama", {"attention_bias": True, "mlp_bias": True}, (0,), depth_key=None),
+    "qwen2": Model("qwen2", depths=(0,), depth_key=None),
+    "qwen2-mha": Model("qwen2", {"num_key_value_heads": 4}, (0,), depth_key=None),
+    "qwen3": Model("qwen3", depths=(0,), depth_key=None),
+    "mimo": Model("qwen2", {}, (1, 3), mimo_depths, keys={"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}),
+    "deepseek_v3": Model("deepseek_v3", {**EXPERTS, **LATENT}, (1, 3), deepseek_depths(), keys=ROUTER),
+    "deepseek_v3-lean": Model("deepseek_v3", {**EXPERTS, **LATENT, "q_lora_rank": None}, (1,), deepseek_depths(False)),
+    "kimi_k2": Model(
+        "deepseek_v3", {**EXPERTS, **LATENT}, (1,), deepseek_depths(), keys={**ROUTER, "model_type": "kimi_k2"}
+    ),
+    "glm4_moe": Model("glm4_moe", {**EXPERTS, "use_qk_norm": True, "attention_bias": True}, (1, 3), deepseek_depths()),
+    "glm4_moe-lean": Model("glm4_moe", {**EXPERTS, "use_qk_norm": False}, (1,), deepseek_depths(False)),
+    "bailing_moe": Model(
+        "glm4_moe",
+        {**EXPERTS, "use_qk_norm": True},
+        (1, 3),
+        deepseek_depths(False),
+        keys={"model_type": "bailing_moe", "num_experts": 6, "num_shared_experts": 2},
+        named=bailing_names,
+    ),
+    "qwen3_next": Model("qwen3_next", {**LINEAR, **QWEN_EXPERTS}, (0, 1), under_mtp, depth_key=None),
+    "qwen3_5_text": Model("qwen3_5_text", LINEAR, (1,), under_mtp, depth_key="mtp_num_hidden_layers"),
+    "qwen3_5_moe_text": Model("qwen3_5_moe_text", {**LINEAR, **QWEN_EXPERTS}, (1,), under_mtp, depth_key=None),
+    "qwen3_5_moe_text-packed": Model(
+        "qwen3_5_moe_text", {**LINEAR, **QWEN_EXPERTS}, (1,), packed_under_mtp, depth_key=None
+    ),
+    "exaone_moe": Model(
+        "exaone_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_shared_experts": 1},
+        (0, 1),
+        under_mtp,
+    ),
+    "ernie4_5_moe": Model(
+        "ernie4_5_moe",
+        {
+            "moe_intermediate_size": 24,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+            "head_dim": 12,
+        },
+        (1, 3),
+        ernie_depths,
+    ),
+    "mimo_v2_flash": Model("mimo_v2_flash", {**EXPERTS, "v_head_dim": 12}, (1, 3), mimo_v2_depths, depth_key=None),
+    "longcat_flash": Model(
+        "longcat_flash",
+        {
+            **LATENT,
+            "num_layers": 2,
+            "ffn_hidden_size": 56,
+            "expert_ffn_hidden_size": 24,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+        },
+        (1,),
+        longcat_depths,
+        depth_key=None,
+    ),
+    "nemotron_h": Model(
+        "nemotron_h",
+        {
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 20,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "layers_block_type": ["mamba", "moe", "full_attention"],
+        },
+        (1, 2),
+        nemotron_depths,
+        keys={"mtp_hybrid_override_pattern": "*E"},
+    ),
+    "step3p5": Model(
+        "qwen3", {}, (1, 3), step_depths, keys={"model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"]}
+    ),
+}
+
+CASES = [(name, depths) for name, model in MODELS.items() for depths in model.depths]
+
+
+def make(folder: Path, name: str, depths: int, dtype: torch.dtype = torch.float32, shards: bool = False) -> Path:
+    """Write the folder of a model with random weights; norms lie around 1, and nothing is 0."""
+    model = MODELS[name]
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(model.model_type, **{**SIZES, **model.config})
+    trunk = AutoModelForCausalLM.from_config(config)
+    trunk.save_pretrained(folder, max_shard_size="100KB" if shards else "5GB")
+    tensors: Tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    tensors = {key: filled(key, tensor, dtype) for key, tensor in tensors.items()}
+    added = model.add_depths(tensors, depths) if depths else {}
+    tensors |= {key: added[key] if key.endswith(COPIES) else filled(key, added[key], dtype) for key in added}
+    tensors = model.named(tensors)
+    write(folder, tensors, files=3 if shards else 1)
+    keys = json.loads((folder / "config.json").read_text())
+    keys |= {"dtype": str(dtype).removeprefix("torch."), **model.keys}
+    if model.depth_key is not None:
+        keys[model.depth_key] = depths
+    (folder / "config.json").write_text(json.dumps(keys))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+WIDE = ("e_score_correction_bias", "A_log", "dt_bias")
+
+
+def filled(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Random numbers in the tensor's shape."""
+    noise = torch.randn(tensor.shape)
+    if "norm" in name and tensor.dim() == 1:
+        value = 1 + 0.2 * noise
+    elif "embed" in name:
+        value = noise
+    else:
+        value = 0.2 * noise
+    return value if name.endswith(WIDE) else value.to(dtype)
+
+
+def write(folder: Path, tensors: Tensors, files: int = 1) -> None:
+    """As one file, or as several with an index."""
+    if files == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return
+    weights = {}
+    for index in range(files):
+        file = f"model-{index + 1:05d}-of-{files:05d}.safetensors"
+        own = dict(list(tensors.items())[index::files])
+        save_file(own, folder / file)
+        weights |= dict.fromkeys(own, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+
+
+def read(folder: Path) -> Tensors:
+    """All tensors of a folder."""
+    tensors: Tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors

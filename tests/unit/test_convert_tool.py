@@ -1,0 +1,253 @@
+"""The command line: what it prints, and that bad input costs one sentence and nothing else."""
+
+import errno
+import hashlib
+import importlib.util
+import json
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hf_models import make, read, write
+from safetensors.torch import save_file
+
+from megatron_mtp.checkpoint import importing
+from megatron_mtp.checkpoint.dist_store import CATALOGUE
+from megatron_mtp.checkpoint.hf_shards import INDEX
+
+TOOL = Path(__file__).parents[2] / "tools" / "checkpoint" / "convert.py"
+FIRST = "model-00001-of-00003.safetensors"
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("convert", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+convert = _load()
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("published") / "mimo", "mimo", 2, shards=True)
+
+
+@pytest.fixture
+def source(published: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(published, tmp_path / "source"))
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def run(*arguments: object) -> int:
+    status: int = convert.main([str(argument) for argument in arguments])
+    return status
+
+
+def truncate(folder: Path) -> None:
+    data = (folder / FIRST).read_bytes()
+    (folder / FIRST).write_bytes(data[: len(data) // 2])
+
+
+def corrupt_header(folder: Path) -> None:
+    (folder / FIRST).write_bytes(struct.pack("<Q", 20) + b"{not json at all....")
+
+
+def pickle_inside(folder: Path) -> None:
+    (folder / FIRST).write_bytes(pickle.dumps({"a": 1}))
+
+
+def only_pickles(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": 1}))
+
+
+def missing_file(folder: Path) -> None:
+    (folder / FIRST).unlink()
+
+
+def missing_in_index(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.absent.weight"] = FIRST
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def twice(folder: Path) -> None:
+    second = "model-00002-of-00003.safetensors"
+    other = {key: value for key, value in read(folder).items() if index_of(folder)[key] == second}
+    first = next(key for key, file in index_of(folder).items() if file == FIRST)
+    save_file(other | {first: read(folder)[first]}, folder / second)
+
+
+def index_of(folder: Path) -> dict[str, str]:
+    weights: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    return weights
+
+
+def leftover(folder: Path) -> None:
+    rewrite(folder, lambda tensors: {**tensors, "model.layers.0.extra.weight": torch.zeros(3)})
+
+
+def dropped(folder: Path) -> None:
+    rewrite(
+        folder, lambda tensors: {n: t for n, t in tensors.items() if n != "model.mtp_layers.1.input_layernorm.weight"}
+    )
+
+
+def other_shape(folder: Path) -> None:
+    rewrite(folder, lambda tensors: {**tensors, "model.norm.weight": torch.zeros(7)})
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    tensors = change(read(folder))
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    write(folder, tensors)
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        keys = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(keys))
+
+    return change
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated shard": (truncate, FIRST),
+    "corrupted header": (corrupt_header, FIRST),
+    "pickle as safetensors": (pickle_inside, FIRST),
+    "pickles": (only_pickles, "pytorch_model.bin is a pickle"),
+    "file of the index missing": (missing_file, FIRST),
+    "tensor of the index missing": (missing_in_index, "model.absent.weight"),
+    "tensor in two files": (twice, "is both in"),
+    "tensor left over": (leftover, "model.layers.0.extra.weight"),
+    "tensor missing": (dropped, "model.mtp_layers.1.input_layernorm.weight"),
+    "shape that contradicts the config": (other_shape, "'model.norm.weight'"),
+    "unknown model_type": (config(model_type="gpt9"), "'gpt9' is unknown"),
+    "other depths than said": (config(num_nextn_predict_layers=1), "2 depth(s)"),
+    "no number": (config(hidden_size="wide"), "'hidden_size' is 'wide'"),
+    "heads that do not divide": (config(num_key_value_heads=3), "no multiple"),
+    "more layers than tensors": (config(num_hidden_layers=40), "model.layers.3."),
+    "absurd layers": (config(num_hidden_layers=2**30), "more than any model has"),
+    "no config": (no_config, "config.json does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_changes_nothing(
+    case: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, words = BAD[case]
+    spoil(source)
+    before = digest(source)
+    assert run("hf-to-mcore", source, tmp_path / "mcore") == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("convert.py: error: ")
+    assert said.err.count("\n") == 1
+    assert words in said.err
+    assert digest(source) == before
+    assert not (tmp_path / "mcore").exists()
+
+
+def test_a_full_disk_leaves_what_resume_completes(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = importing.write_chunk
+    calls = []
+
+    def fails(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > 20:
+            raise OSError(errno.ENOSPC, "No space left on device", "mcore")
+        return whole(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importing, "write_chunk", fails)
+        assert run("hf-to-mcore", source, tmp_path / "mcore", "--workers", 1) == 2
+    assert "no space is left" in capsys.readouterr().err
+    assert not (tmp_path / "mcore").exists()
+    assert run("hf-to-mcore", source, tmp_path / "mcore") == 2
+    assert "--resume" in capsys.readouterr().err
+    calls.clear()
+    monkeypatch.setattr(importing, "write_chunk", lambda *a: (calls.append(a), whole(*a))[1])
+    assert run("hf-to-mcore", source, tmp_path / "mcore", "--resume") == 0
+    resumed = len(calls)
+    shutil.rmtree(tmp_path / "mcore")
+    calls.clear()
+    assert run("hf-to-mcore", source, tmp_path / "mcore") == 0
+    assert 0 < resumed < len(calls)  # layers that were done were not done again
+
+
+def test_an_output_folder_that_is_not_empty_stays_as_it_is(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mcore").mkdir()
+    (tmp_path / "mcore" / "mine").write_text("precious")
+    assert run("hf-to-mcore", source, tmp_path / "mcore") == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "mcore").iterdir()] == ["mine"]
+
+
+def test_an_output_folder_that_cannot_be_made(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run("hf-to-mcore", source, tmp_path / "file" / "mcore") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_commands_from_import_to_proof(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*arguments: object) -> dict[str, Any]:
+        assert run(*arguments, "--json") == 0
+        result: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return result
+
+    assert said("hf-to-mcore", source, tmp_path / "mcore", "--dtype", "bfloat16")["depths"] == 2
+    assert said("inspect", source)["eh_proj in the Hugging Face folder"] == "hidden half first"
+    assert said("inspect", tmp_path / "mcore")["dtypes"] == ["bfloat16"]
+    assert said("drop-mtp", tmp_path / "mcore", tmp_path / "trunk")["depths"] == 0
+    attach = said("attach-mtp", tmp_path / "trunk", tmp_path / "three", "--mtp-num-layers", 3, "--mtp-init", "random")
+    assert attach["depths"] == 3
+    exported = said("mcore-to-hf", tmp_path / "three", tmp_path / "back", "--max-shard-size", "50KB", "--workers", 2)
+    assert exported["family"] == "MiMo-7B"
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 3
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 3
+    assert said("inspect", tmp_path / "back")["depths"] == 3
+
+
+def test_a_catalogue_with_foreign_classes_is_not_loaded(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("hf-to-mcore", source, tmp_path / "mcore") == 0
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    (tmp_path / "mcore" / "release" / CATALOGUE).write_bytes(pickle.dumps(Evil()))
+    assert run("mcore-to-hf", tmp_path / "mcore", tmp_path / "back") == 2
+    assert "is no catalogue" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("command", ["hf-to-mcore", "mcore-to-hf", "inspect", "verify", "attach-mtp", "drop-mtp"])
+def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(command, "--help")
+    assert "examples:" in capsys.readouterr().out

@@ -1,0 +1,64 @@
+"""Safetensors folders: FP8 by an example that a person can check, and what comes of it in a conversion."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import make, read, write
+
+from megatron_mtp.checkpoint.dist_store import DistReader
+from megatron_mtp.checkpoint.exporting import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.hf_shards import HFFolder, dequantise
+from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.megatron_args import megatron_arguments
+
+QUIET = Options(quiet=True)
+NAME = "model.layers.1.mlp.down_proj.weight"
+
+
+def test_every_block_has_its_scale() -> None:
+    weight = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[1.0, 2.0], [10.0, 0.5]])
+    expected = [[1.0, 2.0, 6.0], [4.0, 5.0, 12.0], [70.0, 80.0, 4.5]]
+    assert dequantise(weight, scale, (2, 2)).tolist() == expected
+
+
+def test_scales_that_do_not_cover_the_weight_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not cover"):
+        dequantise(torch.ones(3, 3).to(torch.float8_e4m3fn), torch.ones(1, 1), (2, 2))
+
+
+def fp8_folder(folder: Path, scaled: bool = True) -> Path:
+    make(folder, "llama", 0, torch.bfloat16)
+    tensors = read(folder)
+    scale = torch.full((3, 4), 0.5)
+    scale[1, 2] = 2.0
+    tensors[NAME] = tensors[NAME].to(torch.float8_e4m3fn)
+    write(folder, tensors | ({f"{NAME}_scale_inv": scale} if scaled else {}))
+    keys = json.loads((folder / "config.json").read_text())
+    keys["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (folder / "config.json").write_text(json.dumps(keys))
+    return folder
+
+
+def test_fp8_comes_out_as_bfloat16_without_a_quantisation_config(tmp_path: Path) -> None:
+    source = fp8_folder(tmp_path / "source")
+    folder = HFFolder(source, (16, 16))
+    expected = folder.read(NAME)
+    assert expected.dtype == torch.bfloat16
+    assert torch.equal(expected[16:32, 32:48], (read(source)[NAME][16:32, 32:48].float() * 2).bfloat16())
+    hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+    assert torch.equal(DistReader(tmp_path / "mcore").read("decoder.layers.1.mlp.linear_fc2.weight"), expected)
+    form = kept_form(tmp_path / "mcore")
+    assert form is not None
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form)
+    assert torch.equal(read(tmp_path / "back")[NAME], expected)
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def test_fp8_without_scales_is_refused(tmp_path: Path) -> None:
+    source = fp8_folder(tmp_path / "source", scaled=False)
+    with pytest.raises(ValueError, match=f"'{NAME}' in .* is FP8 without"):
+        hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+    assert not (tmp_path / "mcore").exists()

@@ -1,0 +1,67 @@
+"""Maps by examples that a person can check, and that every inverse is one."""
+
+import pytest
+import torch
+from torch import Tensor, tensor
+
+from megatron_mtp.checkpoint.rules import Axis, Concat, Copies, Map, MergeQKV, Same, Split, SwapHalves, Then, Zeros
+
+
+def rows(*names: int) -> Tensor:
+    return tensor(names).unsqueeze(1)
+
+
+def test_query_key_and_value_go_group_by_group() -> None:
+    merge = MergeQKV(heads=4, groups=2, widths=(1, 1, 1))
+    (merged,) = merge.forward([rows(1, 2, 3, 4), rows(51, 52), rows(61, 62)])
+    assert merged.flatten().tolist() == [1, 2, 51, 61, 3, 4, 52, 62]
+
+
+def test_gates_go_behind_the_queries_of_their_group() -> None:
+    merge = MergeQKV(heads=4, groups=2, widths=(1, 1, 1), gated=True)
+    (merged,) = merge.forward([rows(1, 91, 2, 92, 3, 93, 4, 94), rows(51, 52), rows(61, 62)])
+    assert merged.flatten().tolist() == [1, 2, 91, 92, 51, 61, 3, 4, 93, 94, 52, 62]
+
+
+def test_halves_are_swapped() -> None:
+    assert SwapHalves().forward([tensor([[1, 2, 3, 4]])])[0].tolist() == [[3, 4, 1, 2]]
+
+
+def test_copies_must_be_equal() -> None:
+    copies = Copies(("embedding", "its copy"))
+    assert copies.forward([rows(1, 2), rows(1, 2)])[0].flatten().tolist() == [1, 2]
+    with pytest.raises(ValueError, match="'its copy' is not the copy of 'embedding'"):
+        copies.forward([rows(1, 2), rows(1, 3)])
+
+
+def test_zeros_must_be_zero() -> None:
+    assert Zeros(((2,),)).forward([torch.zeros(2)]) == []
+    with pytest.raises(ValueError, match="keeps at zero"):
+        Zeros(((2,),)).forward([torch.ones(2)])
+
+
+def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+INVERTIBLE: list[tuple[Map, list[Tensor]]] = [
+    (Same(), drawn((2, 3), (4,))),
+    (Concat((2, 3)), drawn((2, 4), (3, 4))),
+    (Concat((2, 3), dim=1), drawn((4, 2), (4, 3))),
+    (SwapHalves(), drawn((3, 8))),
+    (Axis(), drawn((3, 2))),
+    (MergeQKV(6, 2, (4, 4, 4)), drawn((24, 5), (8, 5), (8, 5))),
+    (MergeQKV(6, 2, (4, 4, 3)), drawn((24, 5), (8, 5), (6, 5))),
+    (MergeQKV(6, 2, (4, 4, 4), gated=True), drawn((48, 5), (8, 5), (8, 5))),
+    (MergeQKV(4, 4, (4, 4, 4)), drawn((16,), (16,), (16,))),
+    (Then((Split((24, 8, 8)), MergeQKV(6, 2, (4, 4, 4)))), drawn((40, 5))),
+    (Then((Concat((3, 3)), Axis())), drawn((3, 4), (3, 4))),
+]
+
+
+@pytest.mark.parametrize(("move", "tensors"), INVERTIBLE, ids=lambda value: type(value).__name__)
+def test_backward_undoes_forward(move: Map, tensors: list[Tensor]) -> None:
+    back = move.backward(move.forward(tensors))
+    assert len(back) == len(tensors)
+    assert all(torch.equal(one, other) for one, other in zip(back, tensors, strict=True))

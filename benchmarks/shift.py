@@ -100,7 +100,7 @@ def packed_batch(documents: int) -> tuple[Tensor, dict[str, Tensor]]:
 def our_shifts(batch: dict[str, Tensor], cu_seqlens: Tensor, depths: int) -> dict[str, Tensor]:
     """[1, slots, D] each."""
     shifted: dict[str, Any] = dict(batch)
-    add_depths(shifted, depths, documents_from_offsets(cu_seqlens, None, batch["tokens"].size(1)))
+    add_depths(shifted, depths, documents_from_offsets(cu_seqlens.unsqueeze(0), None, batch["tokens"].size(1)))
     return {name: shifted[f"depth_{name}"] for name in NAMES}
 
 

@@ -1,8 +1,8 @@
 """The depth-shifted batch: tokens, labels and masks of every depth, made once on whole sequences.
 
-`add_depths` runs before a batch is cut for context parallelism and puts the shifted tensors beside the others as
-[B, S, D], sequence second like everything in Megatron's batch, so that one slicing serves all; `depth_batch` collects
-them afterwards. Letters in names: D depths, B batch, S sequence.
+`add_depths` puts the shifted tensors beside the others as [B, S, D], sequence second like everything in Megatron's
+batch; `keep_slots` then cuts all of them alike for context parallelism, and `depth_batch` collects what is left.
+Letters in names: D depths, B batch, S sequence.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,9 @@ from megatron_mtp.data.shift import inside_document, shift_left
 IGNORED_LABEL = -100
 """The label that Hugging Face data sets use for 'not trained on'."""
 
+WITHOUT_SEQUENCE = {"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "whole_tokens"}
+"""The entries of a batch that have no sequence to cut."""
+
 
 @dataclass(frozen=True)
 class DepthBatch:
@@ -27,6 +30,9 @@ class DepthBatch:
         labels_DBS: t_{i+d+1}, what depth d predicts there.
         loss_mask_DBS: float; the trunk's mask, shifted.
         inside_DBS: False where the slot was shifted in from outside the document.
+        slots_S: where in the whole sequence these slots stand.
+        whole_tokens: [1 + D], float: unmasked tokens of the trunk and of every depth in the whole microbatch, of which
+            this may be one context-parallel rank's part.
     """
 
     labels_BS: Tensor
@@ -35,6 +41,8 @@ class DepthBatch:
     labels_DBS: Tensor
     loss_mask_DBS: Tensor
     inside_DBS: Tensor
+    slots_S: Tensor
+    whole_tokens: Tensor
 
 
 def mask_ignored_labels(batch: dict[str, Any]) -> None:
@@ -46,33 +54,42 @@ def mask_ignored_labels(batch: dict[str, Any]) -> None:
 
 
 def add_depths(batch: dict[str, Any], depths: int, document_BS: Tensor | None) -> None:
-    """Put the tensors of every depth into the batch, as [B, S, D].
+    """Put the tensors of every depth into the batch, as [B, S, D], and what else `DepthBatch` says of whole sequences.
 
     Args:
         batch: Megatron's, of whole sequences; `tokens` may be None.
-        depths: D, at least 1.
+        depths: D, 0 or more.
         document_BS: see `shift.shift_left`.
     """
     for name in ("tokens", "labels", "loss_mask"):
         whole_BS = batch[name]
         batch[f"depth_{name}"] = None if whole_BS is None else _depth_last(shift_left(whole_BS, depths, document_BS))
-    batch["depth_inside"] = _depth_last(inside_document(batch["labels"], depths, document_BS))
+    labels_BS = batch["labels"]
+    batch["depth_inside"] = _depth_last(inside_document(labels_BS, depths, document_BS))
+    batch["slots"] = torch.arange(labels_BS.size(1), device=labels_BS.device).unsqueeze(0)
+    counts = [batch["loss_mask"].float().sum().view(1), batch["depth_loss_mask"].float().sum((0, 1))]
+    batch["whole_tokens"] = torch.cat(counts)
+
+
+def keep_slots(batch: dict[str, Any], slots_S: Tensor) -> None:
+    """Leave these slots alone of every sequence, in place; an attention mask keeps all its columns."""
+    for name, value in batch.items():
+        if value is not None and name not in WITHOUT_SEQUENCE:
+            batch[name] = value.index_select(2 if name == "attention_mask" else 1, slots_S)
 
 
 def depth_batch(batch: dict[str, Any]) -> DepthBatch:
-    """The depths of a batch after it was cut for context parallelism; without `add_depths`, a batch of no depths."""
-    labels_BS, loss_mask_BS = batch["labels"], batch["loss_mask"]
-    none_DBS = labels_BS.new_empty((0, *labels_BS.shape))
-    if "depth_labels" not in batch:
-        return DepthBatch(labels_BS, loss_mask_BS, none_DBS, none_DBS, none_DBS.float(), none_DBS.bool())
+    """What `add_depths` put into the batch, after it was cut for context parallelism."""
     tokens_BSD = batch["depth_tokens"]
     return DepthBatch(
-        labels_BS,
-        loss_mask_BS,
-        None if tokens_BSD is None else _depth_first(tokens_BSD),
-        _depth_first(batch["depth_labels"]),
-        _depth_first(batch["depth_loss_mask"]),
-        _depth_first(batch["depth_inside"]),
+        labels_BS=batch["labels"],
+        loss_mask_BS=batch["loss_mask"],
+        tokens_DBS=None if tokens_BSD is None else _depth_first(tokens_BSD),
+        labels_DBS=_depth_first(batch["depth_labels"]),
+        loss_mask_DBS=_depth_first(batch["depth_loss_mask"]),
+        inside_DBS=_depth_first(batch["depth_inside"]),
+        slots_S=batch["slots"].squeeze(0),
+        whole_tokens=batch["whole_tokens"],
     )
 
 

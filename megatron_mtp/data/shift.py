@@ -24,7 +24,7 @@ def shift_left(values_BS: Tensor, depths: int, document_BS: Tensor | None = None
 
     Args:
         values_BS: tokens, labels or a mask, any dtype.
-        depths: D, at least 1.
+        depths: D, 0 or more.
         document_BS: a number for every slot, equal within a document and `NO_DOCUMENT` on padding; without it every
             row is one document.
 
@@ -47,22 +47,22 @@ def documents_from_eod(tokens_BS: Tensor, eod: int) -> Tensor:
 
 
 def documents_from_offsets(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, slots: int) -> Tensor:
-    """Documents of a packed (THD) batch, [1, slots].
+    """Documents of packed (THD) rows, [B, slots]; no two rows share a number, so that they can be joined to one row.
 
     Args:
-        cu_seqlens: [documents + 1], cumulative lengths without padding.
-        cu_seqlens_padded: [documents + 1], cumulative lengths with padding: where documents really start. None where
-            the pack has no padding.
-        slots: length of the packed row.
+        cu_seqlens: [B, documents + 1], cumulative lengths without padding; the last one may be repeated.
+        cu_seqlens_padded: [B, documents + 1], cumulative lengths with padding: where documents really start. None where
+            the rows have no padding.
+        slots: length of a row.
     """
     starts = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    slot = torch.arange(slots, device=cu_seqlens.device)
-    document = torch.searchsorted(starts[1:].contiguous(), slot, right=True)
-    known = document < lengths.numel()
-    nearest = document.clamp(max=lengths.numel() - 1)
-    filled = known & (slot < starts[nearest] + lengths[nearest])
-    return torch.where(filled, document, torch.full_like(document, NO_DOCUMENT)).unsqueeze(0)
+    rows, lengths = starts.size(0), cu_seqlens.diff(dim=1)
+    slot_BS = torch.arange(slots, device=starts.device).repeat(rows, 1)
+    document_BS = torch.searchsorted(starts[:, 1:].contiguous(), slot_BS, right=True)
+    nearest_BS = document_BS.clamp(max=lengths.size(1) - 1)
+    is_filled_BS = slot_BS < starts.gather(1, nearest_BS) + lengths.gather(1, nearest_BS)
+    number_BS = document_BS + slots * torch.arange(rows, device=starts.device).unsqueeze(1)
+    return number_BS.masked_fill(~is_filled_BS, NO_DOCUMENT)
 
 
 def _inside(like_BS: Tensor, depths: int, document_BS: Tensor | None) -> Tensor:

@@ -233,7 +233,7 @@ def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
     if isinstance(layer_spec, ModuleSpec) and layer_spec.module is TransformerLayer:
         layers = get_num_layers_to_build(config.transformer, vp_stage)
         layer_spec = TransformerBlockSubmodules([layer_spec] * layers, LayerNormImpl)
-    return with_portable_modules(layer_spec)
+    return with_portable_modules(layer_spec, config.transformer)
 
 
 def _padded_vocab_size(config: MTPGPTModelConfig) -> int:
@@ -260,4 +260,4 @@ def _mtp_submodules(
             transformer, use_transformer_engine=use_te, normalization=transformer.normalization, vp_stage=vp_stage
         )[-1]
     submodules = mtp_layer_submodules(last_layer, config.mtp.mtp_architecture, use_te)
-    return submodules if use_te else with_portable_modules(submodules)
+    return submodules if use_te else with_portable_modules(submodules, transformer)

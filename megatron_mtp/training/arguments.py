@@ -110,6 +110,16 @@ def check_flags(args: Namespace) -> None:
             "--logits-load-dir was given, but training on a teacher's stored logits is left to Megatron's own script; "
             "drop the flag, or use that script."
         )
+    if args.hybrid_context_parallel:
+        raise ValueError(
+            "--hybrid-context-parallel was given, which this script does not cut batches for; give "
+            "--context-parallel-size alone, or use Megatron's own script."
+        )
+    if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
+        raise ValueError(
+            f"--dataloader-inter-document-masking was given with --context-parallel-size {args.context_parallel_size}, "
+            "which cannot cut documents of any length; give --reset-attention-mask in its place, or pad the documents."
+        )
     depths = args.mtp_num_layers
     if depths is None:
         return

@@ -17,7 +17,6 @@ from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, get_timers, get_tokenizer
@@ -26,10 +25,11 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.batch import add_depths, depth_batch, mask_ignored_labels
+from megatron_mtp.data.batch import add_depths, depth_batch, keep_slots, mask_ignored_labels
 from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
 from megatron_mtp.losses import LOSSES
 from megatron_mtp.losses.combine import combine
+from megatron_mtp.platform.zigzag import slots_of_ranks
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 
@@ -64,15 +64,19 @@ class ForwardStep:
         return output, self.loss
 
     def loss(self, output: ObjectiveOutput) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Megatron's loss function: the loss, the microbatch's tokens, and what to log, each as [sum, tokens]."""
+        """Megatron's loss function: the loss, the tokens to divide it by, and what to log, each as [sum, tokens]."""
         args = get_args()
-        loss = combine(output.main, output.depths, args.mtp_loss_scaling_factor, args.calculate_per_token_loss)
+        per_token = args.calculate_per_token_loss
+        loss = combine(output.main, output.depths, args.mtp_loss_scaling_factor, per_token)
+        if not per_token:
+            loss = loss * args.context_parallel_size  # parts of a sum, of which Megatron takes the mean over the ranks
         _validate(loss)
         report = {"lm loss": output.main.report()}
         for depth, sums in enumerate(output.depths, start=1):
             report[f"mtp_{depth} loss"] = sums.report()
         self.metrics.add(report, output.acceptance)
-        return loss, output.main.tokens.detach().int(), report
+        tokens = output.main.tokens if per_token else output.main.whole_tokens
+        return loss, tokens.detach().int(), report
 
     def _measures_acceptance(self) -> bool:
         """Always in evaluation; in training on the steps that were asked for."""
@@ -108,11 +112,11 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=packed,
-        is_hybrid_cp=args.hybrid_context_parallel,
+        is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        cp_size=args.context_parallel_size,
+        cp_size=2,  # it decides only whether padded offsets are broadcast; without context parallelism they matter too
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
@@ -121,32 +125,30 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    document_BS = None if batch["labels"] is None else _documents(batch)
     batch = flatten_batch_for_packed_sequences(batch)
     if batch["labels"] is not None:
+        if document_BS is not None:
+            document_BS = document_BS.view_as(batch["labels"])
         mask_ignored_labels(batch)
-        if args.mtp_num_layers:
-            add_depths(batch, args.mtp_num_layers, _documents(batch))
-    if not needs_tokens:
-        return batch
-    return get_batch_on_this_cp_rank(
-        batch,
-        is_hybrid_cp=args.hybrid_context_parallel,
-        cp_group=mpu.get_context_parallel_group(),
-        hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
-        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
-    )
+        add_depths(batch, args.mtp_num_layers or 0, document_BS)
+    if needs_tokens:
+        _keep_own_slots(batch)
+    return batch
 
 
 def reads_data(vp_stage: int | None) -> bool:
     """Whether this pipeline stage takes part of a batch, so that the data sets are built for it."""
-    return is_first_or_last_pipeline_stage(vp_stage) or holds_mtp_depths(vp_stage)
+    return is_first_or_last_pipeline_stage(vp_stage) or _reads_everything(vp_stage)
 
 
 def _reads_everything(vp_stage: int | None) -> bool:
-    """Whether it takes tokens and labels both: to run the depths, or to see where documents end in their losses."""
-    if holds_mtp_depths(vp_stage):
+    """Whether it takes tokens, labels and all: to run the depths, to see where documents end in their losses, or to
+    keep attention within documents, which Megatron's own script does on the first and last stage alone."""
+    args = get_args()
+    if holds_mtp_depths(vp_stage) or args.reset_attention_mask:
         return True
-    return bool(get_args().mtp_num_layers) and mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
 
 
 def holds_mtp_depths(vp_stage: int | None) -> bool:
@@ -170,43 +172,50 @@ _BATCH_KEYS = (
     "cu_seqlens",
     "cu_seqlens_padded",
     "max_seqlen",
-    "local_cp_size",
-    "hybrid_cp_group",
 )
 
 
 def _documents(batch: dict[str, Any]) -> Tensor | None:
-    """Which document every slot belongs to, where Megatron's flags say that documents matter."""
+    """Which document every slot belongs to, [B, S], where Megatron's flags say that documents matter."""
     args = get_args()
     if batch["cu_seqlens"] is not None:
-        padded = batch["cu_seqlens_padded"]
-        return documents_from_offsets(
-            batch["cu_seqlens"].squeeze(0), None if padded is None else padded.squeeze(0), batch["labels"].size(1)
-        )
+        return documents_from_offsets(batch["cu_seqlens"], batch["cu_seqlens_padded"], batch["labels"].size(1))
     if (args.reset_attention_mask or args.eod_mask_loss) and batch["tokens"] is not None:
         return documents_from_eod(batch["tokens"], get_tokenizer().eod)
     return None
 
 
+def _keep_own_slots(batch: dict[str, Any]) -> None:
+    """Cut the batch for context parallelism, in place; in a packed row every document by itself."""
+    group = mpu.get_context_parallel_group()
+    if group.size() == 1:
+        return
+    sequence_BS = batch["labels"] if batch["tokens"] is None else batch["tokens"]
+    offsets = torch.tensor([0, sequence_BS.size(1)]) if batch["cu_seqlens"] is None else _offsets(batch)
+    keep_slots(batch, slots_of_ranks(offsets, group.size())[group.rank()].to(sequence_BS.device))
+
+
 def _packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
     if batch["cu_seqlens"] is None:
         return None
-    cu_seqlens = batch["cu_seqlens"].squeeze(0)
+    update_seqlen_stats_from_cu_seqlens(batch["cu_seqlens"].squeeze(0))
     padded = None if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"].squeeze(0)
-    update_seqlen_stats_from_cu_seqlens(cu_seqlens)
-    offsets = cu_seqlens if padded is None else padded  # attention kernels walk the slots, padding included
-    longest = int(batch["max_seqlen"].item())
+    longest = int(_offsets(batch).diff().max().item())  # `max_seqlen` may not count padding
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
+        cu_seqlens_q=_offsets(batch),
+        cu_seqlens_kv=_offsets(batch),
         cu_seqlens_q_padded=padded,
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        local_cp_size=None if batch["local_cp_size"] is None else int(batch["local_cp_size"].item()),
-        cp_group=batch["hybrid_cp_group"],
     )
+
+
+def _offsets(batch: dict[str, Any]) -> Tensor:
+    """Where the documents of a packed row start, and its end; attention walks the slots, padding included."""
+    offsets = batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
+    return offsets.squeeze(0)
 
 
 def _validate(loss: Tensor) -> None:

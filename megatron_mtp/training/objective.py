@@ -43,7 +43,9 @@ class NextTokensObjective:
             for state_SBH, labels_BS in zip(depth_hidden, batch.labels_DBS, strict=True)
         ]
         return ObjectiveOutput(
-            main=sum_losses(cross_entropy(hidden_SBH, batch.labels_BS, head), batch.loss_mask_BS),
+            main=sum_losses(
+                cross_entropy(hidden_SBH, batch.labels_BS, head), batch.loss_mask_BS, batch.whole_tokens[0]
+            ),
             depths=sum_depths(depth_losses, batch),
             acceptance=self._acceptance(hidden_SBH, depth_hidden, head, batch),
         )

@@ -129,8 +129,7 @@ def make_batch(depths: int, loss_mask_BS: Tensor | None = None, seed: int = 2) -
         "position_ids": torch.arange(SLOTS).expand(ROWS, SLOTS).contiguous().cuda(),
         "attention_mask": torch.ones(1, 1, SLOTS, SLOTS).tril().logical_not().cuda(),
     }
-    if depths:
-        add_depths(batch, depths, None)
+    add_depths(batch, depths, None)
     return batch
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.data.batch import add_depths, depth_batch, mask_ignored_labels
+from megatron_mtp.data.batch import add_depths, depth_batch, keep_slots, mask_ignored_labels
 
 SIX = {
     "tokens": torch.tensor([[10, 11, 12, 13, 14, 15]]),
@@ -37,19 +37,27 @@ def test_no_depth_crosses_a_document() -> None:
     assert depths.inside_DBS.int().tolist() == [[[1, 1, 0, 1, 1, 0]], [[1, 0, 0, 1, 0, 0]]]
 
 
-def test_added_tensors_have_the_sequence_second_so_that_one_slicing_serves_all() -> None:
+def test_a_cut_for_context_parallelism_leaves_the_same_slots_of_everything() -> None:
     batch: dict[str, Any] = {name: value.repeat(3, 1) for name, value in SIX.items()}
+    batch |= {"attention_mask": torch.ones(3, 1, 6, 6).tril() == 0, "cu_seqlens": None, "max_seqlen": torch.tensor([6])}
     add_depths(batch, 2, None)
-    added = {name for name in batch if name.startswith("depth_")}
-    assert added == {"depth_tokens", "depth_labels", "depth_loss_mask", "depth_inside"}
-    assert {tuple(batch[name].shape) for name in added} == {(3, 6, 2)}
-    for name in batch:  # what context parallelism does, here for the middle of the sequence
-        batch[name] = batch[name][:, 2:4]
+    keep_slots(batch, torch.tensor([0, 3]))
     depths = depth_batch(batch)
     assert depths.tokens_DBS is not None
-    assert depths.tokens_DBS[:, 0].tolist() == [[13, 14], [14, 15]]
-    assert depths.labels_DBS[:, 0].tolist() == [[14, 15], [15, 16]]
+    assert depths.labels_BS.tolist() == [[11, 14]] * 3
+    assert depths.tokens_DBS[:, 0].tolist() == [[11, 14], [12, 15]]
+    assert depths.labels_DBS[:, 0].tolist() == [[12, 15], [13, 16]]
     assert depths.labels_DBS.is_contiguous()
+    assert depths.slots_S.tolist() == [0, 3]
+    assert batch["attention_mask"].shape == (3, 1, 2, 6)
+    assert batch["max_seqlen"].tolist() == [6]
+
+
+def test_tokens_are_counted_on_whole_sequences() -> None:
+    batch: dict[str, Any] = dict(SIX)
+    add_depths(batch, 2, None)
+    keep_slots(batch, torch.tensor([0, 3]))
+    assert depth_batch(batch).whole_tokens.tolist() == [5, 4, 3]
 
 
 def test_labels_of_minus_100_are_masked_at_every_depth() -> None:
@@ -72,9 +80,12 @@ def test_a_stage_without_tokens_still_gets_labels() -> None:
     assert depths.labels_DBS.tolist() == [[[12, 13, 14, 15, 16, 0]]]
 
 
-def test_a_batch_without_depths_has_none() -> None:
-    depths = depth_batch(dict(SIX))
+def test_a_batch_of_no_depths() -> None:
+    batch: dict[str, Any] = dict(SIX)
+    add_depths(batch, 0, None)
+    depths = depth_batch(batch)
     for tensor in (depths.tokens_DBS, depths.labels_DBS, depths.loss_mask_DBS, depths.inside_DBS):
         assert tensor is not None
         assert tensor.shape == (0, 1, 6)
     assert depths.labels_BS is SIX["labels"]
+    assert depths.whole_tokens.tolist() == [5]

@@ -11,7 +11,12 @@ from megatron_mtp.losses.combine import LossSum, combine, sum_depths, sum_losses
 
 
 def loss_sum(total: float, tokens: int) -> LossSum:
-    return LossSum(torch.tensor(total), torch.tensor(float(tokens)))
+    return LossSum(torch.tensor(total), torch.tensor(float(tokens)), torch.tensor(float(tokens)))
+
+
+def whole_sum(losses_BS: Tensor, mask_BS: Tensor) -> LossSum:
+    """Of a microbatch that is not cut."""
+    return sum_losses(losses_BS, mask_BS, mask_BS.float().sum())
 
 
 MAIN = loss_sum(8.0, 4)  # mean 2
@@ -46,7 +51,7 @@ def test_an_empty_mask_gives_gradient_zero_and_not_nan(main_tokens: int, per_tok
     depth_losses_BS = torch.tensor([[4.0, 5.0, 6.0]], requires_grad=True)
     mask_BS = torch.zeros(1, 3)
     main_mask_BS = (torch.arange(3) < main_tokens).float().unsqueeze(0)
-    main, empty = sum_losses(losses_BS, main_mask_BS), sum_losses(depth_losses_BS, mask_BS)
+    main, empty = whole_sum(losses_BS, main_mask_BS), whole_sum(depth_losses_BS, mask_BS)
     loss = combine(main, [empty, empty], 0.3, per_token)
     loss.backward()
     assert loss.item() == [0, 1, 3][main_tokens]
@@ -58,18 +63,19 @@ def test_an_empty_mask_gives_gradient_zero_and_not_nan(main_tokens: int, per_tok
 
 def test_a_masked_slot_does_not_count_whatever_its_loss() -> None:
     mask_BS = torch.tensor([[1, 0, 1, 0]])
-    sums = sum_losses(torch.tensor([[1.0, 3e38, 2.0, -7.0]]), mask_BS)
+    sums = whole_sum(torch.tensor([[1.0, 3e38, 2.0, -7.0]]), mask_BS)
     assert (sums.total.item(), sums.tokens.item()) == (3, 2)
 
 
 def test_sums_are_made_in_float32() -> None:
-    sums = sum_losses(torch.full((1, 4096), 1.0, dtype=torch.bfloat16), torch.ones(1, 4096, dtype=torch.bool))
+    sums = whole_sum(torch.full((1, 4096), 1.0, dtype=torch.bfloat16), torch.ones(1, 4096, dtype=torch.bool))
     assert (sums.total.item(), sums.tokens.item()) == (4096, 4096)
 
 
 def test_every_depth_has_its_own_mask() -> None:
     none_BS = torch.zeros(1, 3)
-    batch = DepthBatch(none_BS, none_BS, None, none_BS, torch.tensor([[[1.0, 1, 0]], [[1.0, 0, 0]]]), none_BS)
+    masks_DBS = torch.tensor([[[1.0, 1, 0]], [[1.0, 0, 0]]])
+    batch = DepthBatch(none_BS, none_BS, None, none_BS, masks_DBS, none_BS, none_BS, torch.tensor([3.0, 2, 1]))
     first, second = sum_depths([torch.tensor([[1.0, 2, 4]]), torch.tensor([[8.0, 16, 32]])], batch)
     assert (first.total.item(), first.tokens.item()) == (3, 2)
     assert (second.total.item(), second.tokens.item()) == (8, 1)
@@ -84,7 +90,7 @@ def gradient_of_cut(cut: list[int], per_token: bool) -> Tensor:
     start, total, tokens = 0, torch.tensor(0.0), torch.tensor(0.0)
     for size in cut:
         slots = slice(start, start + size)
-        main, depth = (sum_losses(losses[row : row + 1, slots], masks[row : row + 1, slots]) for row in (0, 1))
+        main, depth = (whole_sum(losses[row : row + 1, slots], masks[row : row + 1, slots]) for row in (0, 1))
         scalar = combine(main, [depth], 0.5, per_token)
         total = total + (scalar if per_token else scalar / main.tokens / len(cut))
         start, tokens = start + size, tokens + main.tokens
@@ -115,5 +121,5 @@ def test_report_is_sum_and_tokens_and_logs_zero_where_there_are_none() -> None:
 
 
 def test_report_holds_no_graph() -> None:
-    sums = sum_losses(torch.ones(1, 2, requires_grad=True), torch.ones(1, 2))
+    sums = whole_sum(torch.ones(1, 2, requires_grad=True), torch.ones(1, 2))
     assert not sums.report().requires_grad

@@ -58,7 +58,7 @@ def modules_in(spec: Any) -> list[Any]:
 
 def test_every_norm_of_a_spec_is_swapped_and_the_spec_itself_is_left_alone() -> None:
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-    swapped = modules_in(with_portable_modules(spec))
+    swapped = modules_in(with_portable_modules(spec, transformer_config(1)))
     assert modules_in(spec).count(WrappedTorchNorm) == swapped.count(PortableNorm) == 4
     assert WrappedTorchNorm not in swapped
 

@@ -17,7 +17,7 @@ PAD = 9
 
 
 def test_padded_pack_starts_documents_at_the_padded_offsets() -> None:
-    document = documents_from_offsets(torch.tensor([0, 3, 6]), torch.tensor([0, 4, 8]), 8)
+    document = documents_from_offsets(torch.tensor([[0, 3, 6]]), torch.tensor([[0, 4, 8]]), 8)
     assert document.tolist() == [[0, 0, 0, NO_DOCUMENT, 1, 1, 1, NO_DOCUMENT]]
     tokens = torch.tensor([[1, 2, 3, PAD, 4, 5, 6, PAD]])
     assert shift_left(tokens, 1, document).tolist() == [[[2, 3, 0, 0, 5, 6, 0, 0]]]
@@ -25,7 +25,7 @@ def test_padded_pack_starts_documents_at_the_padded_offsets() -> None:
 
 def test_two_documents_of_three_slots_at_two_depths() -> None:
     a, b, c, d, e, f = range(1, 7)
-    document = documents_from_offsets(torch.tensor([0, 3, 6]), None, 6)
+    document = documents_from_offsets(torch.tensor([[0, 3, 6]]), None, 6)
     assert document.tolist() == [[0, 0, 0, 1, 1, 1]]
     shifted = shift_left(torch.tensor([[a, b, c, d, e, f]]), 2, document)
     assert shifted.tolist() == [[[b, c, 0, e, f, 0]], [[c, 0, 0, f, 0, 0]]]
@@ -53,14 +53,23 @@ def test_the_eod_token_is_the_last_of_its_document() -> None:
 
 
 def test_a_document_of_one_token_has_nothing_to_shift() -> None:
-    document = documents_from_offsets(torch.tensor([0, 1, 2, 4]), None, 4)
+    document = documents_from_offsets(torch.tensor([[0, 1, 2, 4]]), None, 4)
     assert shift_left(torch.tensor([[1, 2, 3, 4]]), 2, document).tolist() == [[[0, 0, 4, 0]], [[0, 0, 0, 0]]]
 
 
 def test_slots_after_the_last_document_are_padding() -> None:
-    document = documents_from_offsets(torch.tensor([0, 2, 3]), torch.tensor([0, 2, 4]), 6)
+    document = documents_from_offsets(torch.tensor([[0, 2, 3]]), torch.tensor([[0, 2, 4]]), 6)
     assert document.tolist() == [[0, 0, 1, NO_DOCUMENT, NO_DOCUMENT, NO_DOCUMENT]]
     assert shift_left(torch.tensor([[1, 2, 3, PAD, PAD, PAD]]), 1, document).tolist() == [[[2, 0, 0, 0, 0, 0]]]
+
+
+def test_rows_that_will_be_joined_share_no_document() -> None:
+    """Two padded rows, [1 2 _ 3] and [4 _ 5 6], the second with its last offset repeated."""
+    cu_seqlens, padded = torch.tensor([[0, 2, 3, 3], [0, 1, 3, 3]]), torch.tensor([[0, 3, 4, 4], [0, 2, 4, 4]])
+    document = documents_from_offsets(cu_seqlens, padded, 4)
+    assert document.tolist() == [[0, 0, NO_DOCUMENT, 1], [4, NO_DOCUMENT, 5, 5]]
+    joined = shift_left(torch.tensor([[1, 2, PAD, 3, 4, PAD, 5, 6]]), 1, document.view(1, 8))
+    assert joined.tolist() == [[[2, 0, 0, 0, 0, 0, 6, 0]]]
 
 
 def test_padding_does_not_flow_into_padding() -> None:
@@ -105,7 +114,7 @@ def test_random_packs_against_a_loop_over_documents(seed: int) -> None:
         ends.append(ends[-1] + len(tokens))
         padded_ends.append(len(row))
     row += [PAD] * tail
-    document = documents_from_offsets(torch.tensor(ends), torch.tensor(padded_ends) if padded else None, len(row))
+    document = documents_from_offsets(torch.tensor([ends]), torch.tensor([padded_ends]) if padded else None, len(row))
 
     shifted = shift_left(torch.tensor([row]), 5, document)
     inside = inside_document(torch.tensor([row]), 5, document)

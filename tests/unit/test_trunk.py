@@ -45,7 +45,8 @@ def test_without_an_objective_it_is_megatrons_gpt(kind: dict[str, Any], depths: 
     assert all(name.startswith("mtp.") for name in weights)
     batch = make_batch(0)
     for with_labels in (True, False):
-        assert torch.equal(plain_forward(ours, batch, with_labels), plain_forward(theirs, batch, with_labels))
+        ours_out, theirs_out = (plain_forward(model, batch, with_labels) for model in (ours, theirs))
+        assert relative_difference(ours_out, theirs_out) < 1e-6
 
 
 def test_without_depths_there_is_no_block() -> None:

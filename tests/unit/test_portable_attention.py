@@ -1,0 +1,136 @@
+"""platform/portable.py: attention as a plain loop over documents, heads and slots has it, values and gradients.
+
+Context parallelism needs several processes: tests/functional/test_layouts.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron_single import transformer_config
+from torch import Tensor
+
+from megatron_mtp.platform.portable import PortableAttention
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+SLOTS, ROWS, HEADS, GROUPS, CHANNELS = 12, 2, 4, 2, 8
+
+
+def attention(causal: bool = True, **changes: Any) -> PortableAttention:
+    mask_type = AttnMaskType.causal if causal else AttnMaskType.no_mask
+    return PortableAttention(transformer_config(1, **changes), 1, mask_type, "self")
+
+
+def tensors(*shape: int, value_channels: int = CHANNELS, keys: int | None = None) -> list[Tensor]:
+    """Query, key and value with these leading dimensions; `keys` is another first dimension for the latter two."""
+    generator = torch.Generator().manual_seed(3)
+    others = shape if keys is None else (keys, *shape[1:])
+    shapes = [(*shape, HEADS, CHANNELS), (*others, GROUPS, CHANNELS), (*others, GROUPS, value_channels)]
+    return [torch.randn(one, generator=generator, dtype=torch.float64).requires_grad_() for one in shapes]
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    """softmax(Q K^T / sqrt(C)) V by a loop over batch and heads; `visible` [B, S, keys]; returns [S, B, N * C]."""
+    rows = []
+    for row in range(query.size(1)):
+        heads = []
+        for head in range(HEADS):
+            group = head // (HEADS // GROUPS)
+            scores = query[:, row, head] @ key[:, row, group].T / CHANNELS**0.5
+            scores = scores.masked_fill(~visible[row], float("-inf"))
+            heads.append(scores.softmax(-1) @ value[:, row, group])
+        rows.append(torch.cat(heads, -1))
+    return torch.stack(rows, 1)
+
+
+def assert_same(ours: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+    upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(4), dtype=ours.dtype)
+    for one, other in zip(
+        torch.autograd.grad((ours * upstream).sum(), inputs),
+        torch.autograd.grad((expected * upstream).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def causal(queries: int, keys: int) -> Tensor:
+    """[B, queries, keys]; the queries are the last of the keys."""
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).expand(ROWS, -1, -1)
+
+
+@pytest.mark.parametrize("value_channels", [CHANNELS, 5], ids=["equal", "fewer value channels"])
+def test_causal(value_channels: int) -> None:
+    inputs = tensors(SLOTS, ROWS, value_channels=value_channels)
+    assert_same(attention()(*inputs, None), plain(*inputs, causal(SLOTS, SLOTS)), inputs)
+
+
+def test_queries_at_the_end_of_more_keys() -> None:
+    inputs = tensors(3, ROWS, keys=SLOTS)
+    assert_same(attention()(*inputs, None), plain(*inputs, causal(3, SLOTS)), inputs)
+
+
+def test_a_layer_that_is_not_causal() -> None:
+    inputs = tensors(SLOTS, ROWS)
+    assert_same(
+        attention(causal=False)(*inputs, None),
+        plain(*inputs, torch.ones(ROWS, SLOTS, SLOTS, dtype=torch.bool)),
+        inputs,
+    )
+
+
+def test_a_mask_of_its_own_for_every_row() -> None:
+    inputs = tensors(SLOTS, ROWS)
+    visible = causal(SLOTS, SLOTS).clone()
+    visible[0, 5:, :5] = visible[1, 9:, :9] = False  # two documents each, as --reset-attention-mask makes them
+    assert_same(attention()(*inputs, ~visible.unsqueeze(1)), plain(*inputs, visible), inputs)
+
+
+@pytest.mark.parametrize("window", [(3, 0), (-1, 0), (2, 1)])
+def test_a_sliding_window(window: tuple[int, int]) -> None:
+    inputs = tensors(SLOTS, ROWS)
+    slot = torch.arange(SLOTS)
+    ahead = slot[None, :] - slot[:, None]
+    visible = (ahead <= 0) & ((ahead >= -window[0]) | (window[0] < 0))
+    assert_same(attention(window_size=window)(*inputs, None), plain(*inputs, visible.expand(ROWS, -1, -1)), inputs)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "padded"),
+    [([5, 1, 6], None), ([12], None), ([3, 1, 4], [4, 2, 6]), ([1] * 12, None)],
+    ids=["documents", "one document", "padded", "documents of one token"],
+)
+def test_packed_documents_do_not_see_each_other(lengths: list[int], padded: list[int] | None) -> None:
+    cu_seqlens, cu_seqlens_padded = (
+        None if sizes is None else torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (lengths, padded)
+    )
+    packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, cu_seqlens_padded, cu_seqlens_padded)
+    inputs = tensors(SLOTS)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(padded or lengths))
+    visible = causal(SLOTS, SLOTS)[:1] & (document[:, None] == document[None, :])
+    expected = plain(*(tensor.unsqueeze(1) for tensor in inputs), visible).squeeze(1)
+    assert_same(attention()(*inputs, None, packed_seq_params=packed), expected, inputs)
+
+
+def test_float32_is_that_of_megatrons_own() -> None:
+    inputs = [tensor.detach().float().requires_grad_() for tensor in tensors(SLOTS, ROWS)]
+    theirs = DotProductAttention(transformer_config(1), 1, AttnMaskType.causal, "self")
+    torch.testing.assert_close(attention()(*inputs, None), theirs(*inputs, None), rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_is_in_training_alone_and_from_the_generator_of_heads() -> None:
+    core, inputs = attention(attention_dropout=0.5), tensors(SLOTS, ROWS)
+    outside = torch.get_rng_state()
+    dropped = core(*inputs, None)
+    assert torch.equal(torch.get_rng_state(), outside)
+    assert not torch.allclose(dropped, core.eval()(*inputs, None))
+    assert torch.equal(core(*inputs, None), attention()(*inputs, None))
+
+
+def test_a_bias_is_refused() -> None:
+    with pytest.raises(ValueError, match="leave attention_bias out"):
+        attention()(*tensors(SLOTS, ROWS), None, attention_bias=torch.zeros(1))

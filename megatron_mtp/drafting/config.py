@@ -31,6 +31,7 @@ class SpeculativeConfig:
         method: one of METHODS.
         num_speculative_tokens: K, the depth of a draft; 'auto' picks it per step; None takes the checkpoint's depths.
         verifier: one of VERIFIER_NAMES; None is greedy at temperature 0, and above it the lossless rule for the draft.
+        use_draft_probs: verify sampled drafts with the q that they came from; without, as if they were deterministic.
         model: the draft model's checkpoint (`draft_model`).
         tree: `mtp_tree`: candidates per level, such as [4, 2, 1]: every node of level i has tree[i] children.
         tree_nodes: `mtp_tree`: choose this many nodes by probability in every step instead (a dynamic tree).
@@ -49,6 +50,7 @@ class SpeculativeConfig:
     method: str
     num_speculative_tokens: int | str | None = None
     verifier: str | None = None
+    use_draft_probs: bool = True
     model: str | None = None
     tree: tuple[int, ...] | None = None
     tree_nodes: int | None = None

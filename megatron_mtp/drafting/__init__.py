@@ -1,6 +1,6 @@
 """Drafting: several tokens per forward of the trunk, with the modules as trained.
 
-The Python API is `load_runner` and `generate`. They are looked up when asked for, since they need Megatron on a prepared
+The Python API is `load_runner` and `generate`, which are looked up when asked for: they need Megatron on a prepared
 platform, and the rules in this room (types, sampling, verifiers) do not.
 """
 

@@ -55,27 +55,21 @@ def chain_rows(first_B: Tensor, rows: int, window: int, scratch: int, live_BR: T
     return Rows(positions_BR, slots_BR, _scores(ahead_BRW))
 
 
-def tree_rows(
-    first_B: Tensor, depth_BR: Tensor, ancestors_BRR: Tensor, window: int, first_slot_B: Tensor | None = None
-) -> Rows:
-    """Rows of a tree in consecutive slots, each of which looks at what came before and at its own ancestors.
+def tree_rows(base_B: Tensor, depth_BR: Tensor, ancestors_BRA: Tensor, window: int, start: int = 0) -> Rows:
+    """Rows of a tree whose slots begin at `base_B`: each looks at all slots before these, and at its own ancestors.
 
     Args:
-        first_B: position of the rows whose depth is 0; everything before it is looked at.
-        depth_BR: of each row in the tree.
-        ancestors_BRR: True where the second row is the first one, or an ancestor of it.
-        first_slot_B: slot of the first row; `first_B` if not given.
+        depth_BR: of each row; depth 0 has position `base_B`.
+        ancestors_BRA: over the tree's slots: True where there is the row itself, or an ancestor of it.
+        start: slots of the tree that earlier forwards have filled.
     """
-    first_slot_B = first_B if first_slot_B is None else first_slot_B
-    rows = depth_BR.size(1)
-    slots_BR = first_slot_B.unsqueeze(1) + torch.arange(rows, device=first_B.device)
-    slot_W = torch.arange(window, device=first_B.device)
-    visible_BRW = (slot_W < first_B.view(-1, 1, 1)).expand(-1, rows, -1)
-    row_BW = slot_W - first_slot_B.unsqueeze(1)
-    among_BW = (row_BW >= 0) & (row_BW < rows)
-    index_BRW = row_BW.clamp(0, rows - 1).unsqueeze(1).expand(-1, rows, -1)
-    visible_BRW = visible_BRW | (ancestors_BRR.gather(2, index_BRW) & among_BW.unsqueeze(1))
-    return Rows(first_B.unsqueeze(1) + depth_BR, slots_BR, _scores(~visible_BRW))
+    rows, tree = ancestors_BRA.shape[1:]
+    slots_BR = base_B.unsqueeze(1) + start + torch.arange(rows, device=base_B.device)
+    place_BW = torch.arange(window, device=base_B.device) - base_B.unsqueeze(1)
+    index_BRW = place_BW.clamp(0, tree - 1).unsqueeze(1).expand(-1, rows, -1)
+    among_B1W = ((place_BW >= 0) & (place_BW < tree)).unsqueeze(1)
+    visible_BRW = (place_BW < 0).unsqueeze(1) | (ancestors_BRA.gather(2, index_BRW) & among_B1W)
+    return Rows(base_B.unsqueeze(1) + depth_BR, slots_BR, _scores(~visible_BRW))
 
 
 def ancestors_of(parents_BN: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,9 @@ from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPGPTModel
 
+BEYOND = 64
+"""Positions past the model's last that drafts may stand at, though no token is emitted there."""
+
 PLACES = ("rope", "none")
 """Position embeddings whose angles each row can be given by itself."""
 
@@ -106,13 +109,13 @@ class Runner:
 
     def _place_attention(self) -> None:
         model, config = self.model, self.model.config
-        attach(model.decoder.layers, self._scope, config, self.positions)
+        attach(model.decoder.layers, self._scope, config, self.positions + BEYOND)
         if self.depths:
             for layer in model.mtp.layers:
-                attach([layer.tf_layer], self._scope, config, self.positions)
+                attach([layer.tf_layer], self._scope, config, self.positions + BEYOND)
         latent = isinstance(model.decoder.layers[0].self_attention, MultiLatentAttention)
         has_angles = model.position_embedding_type == "rope" and not latent
-        self._angles_L11C = model.rotary_pos_emb(self.positions) if has_angles else None
+        self._angles_L11C = model.rotary_pos_emb(self.positions + BEYOND) if has_angles else None
 
     def _make_head(self) -> Callable[[Tensor], Tensor]:
         model = self.model

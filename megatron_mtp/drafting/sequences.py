@@ -7,6 +7,8 @@ lists with the same facts on the host are brought up to date between steps.
 Letters in names: B batch, R rows of a forward, P rows of a path, T slots, H hidden.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -105,9 +107,12 @@ class Sequences:
         if draft.is_chain:
             return self.chain(self.newest_B, draft.nodes + 1, draft.nodes)
         ancestors_BRR, depth_BR = ancestors_of(draft.parents())
-        rows = tree_rows(self.newest_B, depth_BR, ancestors_BRR, self.window(draft.nodes))
-        slots_BR = torch.where(self.live_B.unsqueeze(1), rows.slots_BR, self.capacity)
-        return Rows(rows.positions_BR, slots_BR, rows.mask_B1RW)
+        return self.tree(depth_BR, ancestors_BRR)
+
+    def tree(self, depth_BR: Tensor, ancestors_BRA: Tensor, start: int = 0) -> Rows:
+        """Rows of a tree whose slots begin at t_m's; see `kv_cache.tree_rows`."""
+        rows = tree_rows(self.newest_B, depth_BR, ancestors_BRA, self.window(ancestors_BRA.size(2)), start)
+        return replace(rows, slots_BR=torch.where(self.live_B.unsqueeze(1), rows.slots_BR, self.capacity))
 
     def keep(self, draft: Draft, verdict: Verdict) -> None:
         """Take the accepted path and the token after it; the cache and the states keep the path's rows alone."""

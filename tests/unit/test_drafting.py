@@ -4,23 +4,28 @@ ID token identity, KV caches after any accept pattern, CONF drafts against the f
 matters, EDGE the ends of texts.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from drafting_single import KINDS, model_of, prompts_of, run, runner_of, trained_forward
+from drafting_single import KINDS, Agreeing, model_of, prompts_of, run, runner_of, trained_forward
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megatron_mtp.drafting import loop, runner
 from megatron_mtp.drafting.api import check_prompts, generate, make_method
-from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.config import SpeculativeConfig, config_from
 from megatron_mtp.drafting.kv_cache import KVCache
-from megatron_mtp.drafting.loop import Limits
+from megatron_mtp.drafting.loop import Limits, Method, prefill, verify
 from megatron_mtp.drafting.proposers import base, mtp
 from megatron_mtp.drafting.proposers.ngram import continuation
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.types import AcceptanceStats, Round
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -32,7 +37,12 @@ CHAINS: dict[str, dict[str, Any]] = {
     "mtp_trunk_states": {"method": "mtp_trunk_states"},
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
 }
-TREES: dict[str, dict[str, Any]] = {}
+TREES: dict[str, dict[str, Any]] = {
+    "mtp_tree": {"method": "mtp_tree", "tree": [3, 2, 1]},
+    "mtp_tree-dynamic": {"method": "mtp_tree", "tree_nodes": 12, "num_speculative_tokens": 4},
+    "mtp_beam": {"method": "mtp_beam", "num_speculative_tokens": 3},
+    "lookahead": {"method": "lookahead"},
+}
 METHODS = {**CHAINS, **TREES}
 
 
@@ -286,11 +296,128 @@ def test_prompts_that_cannot_be_continued(prompts: list[list[int]], new_tokens: 
 
 def test_statistics_of_one_step_by_hand() -> None:
     """Drafts of 3, of which 3, 1 and 0 are accepted, and of the last step's two tokens one is cut."""
-    from megatron_mtp.drafting.types import AcceptanceStats
-
     stats = AcceptanceStats()
     for offered, accepted, emitted in [(3, 3, 4), (3, 1, 2), (3, 0, 1), (3, 1, 1)]:
         stats.count(offered, accepted, emitted)
     assert stats.accepted_length == 2.0
     assert stats.accepted_per_position == [0.75, 0.25, 0.25]
     assert replace(stats).drafted == 12
+
+
+@pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, temperature: float) -> None:
+    """Under FakeTensorMode, which refuses reads of data; drafting, verifying and keeping, two steps on end."""
+    target, config, prompts = runner_of(), config_from({"method": method, "num_speculative_tokens": 3}), prompts_of(3)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        sequences = Sequences(target, prompts, [1, 2, 3], 60)
+        prefill(target, sequences, Sampling(temperature))
+        chosen = make_method(target, config, Sampling(temperature))
+        sequences.fixed_growth = 4
+        chosen.proposer.start(sequences)
+        for _ in range(2):
+            step(target, sequences, chosen)
+            assert sequences.length_B.shape == (3,)
+        with pytest.raises(DataDependentOutputException):  # planted
+            int(sequences.length_B[0])
+
+
+def step(target: Runner, sequences: Sequences, method: Method) -> None:
+    """One step as `decode` takes it, without what it does on the host."""
+    scene = Round(method.sampling, sequences.noise, method.config)
+    verify(target, sequences, method, method.proposer.propose(sequences, scene, method.count), scene)
+
+
+@pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
+@torch.inference_mode()
+def test_static_shapes_change_no_token(method: str) -> None:
+    target, prompts = runner_of(), prompts_of(3)
+    chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 3}), Sampling())
+    chosen.proposer = Agreeing(chosen.proposer, plain(target, prompts, 40))
+    sequences = Sequences(target, prompts, [1, 2, 3], 120)
+    prefill(target, sequences, Sampling())
+    chosen.proposer.start(sequences)
+    for number in range(8):
+        sequences.fixed_growth = max(sequences.lengths()) if number == 0 else 4
+        for row, gained in enumerate(sequences.read_back()):
+            sequences.settle(row, gained, ended=False)
+        step(target, sequences, chosen)
+    assert min(len(text) - len(prompt) for text, prompt in zip(sequences.texts, prompts, strict=True)) > 10
+    for text, answer in zip(sequences.texts, plain(target, prompts, 40), strict=True):
+        assert text == answer[: len(text)]
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "plain": {"method": "ngram", "num_speculative_tokens": 0},
+    "mtp-rejection": {"method": "mtp", "num_speculative_tokens": 2},
+    "mtp-without-q": {"method": "mtp", "num_speculative_tokens": 2, "use_draft_probs": False},
+    "mtp-block": {"method": "mtp", "num_speculative_tokens": 2, "verifier": "block"},
+    "eagle-rejection": {"method": "mtp_eagle", "num_speculative_tokens": 2},
+    "tree-specinfer": {"method": "mtp_tree", "tree": [2, 2], "verifier": "specinfer"},
+    "tree-spectr": {"method": "mtp_tree", "tree": [2, 2], "verifier": "spectr"},
+    "dynamic-tree": {"method": "mtp_tree", "tree_nodes": 5, "num_speculative_tokens": 2},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 2},
+    "lookahead": {"method": "lookahead"},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 2, "model": "-"},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_texts_have_the_targets_distribution(name: str) -> None:
+    """CHI through the whole engine: three tokens of 4,000 seeds, of three candidates each, against the exact joint."""
+    target, twin, seeds = runner_of(dtype=torch.float32), model_of("gqa"), 4000
+    prompt, sampling = [5, 9, 5, 9, 5, 9, 5], Sampling(1.3, top_k=3)
+    drafter = Runner(model_of("mha-tied-layernorm", dtype=torch.float32)) if name == "draft_model" else None
+    texts = generate(target, [prompt] * seeds, 3, sampling, SAMPLED[name], list(range(seeds)), drafter=drafter)
+    expected: dict[tuple[int, ...], float] = {(): float(seeds)}
+    for _ in range(3):
+        expected = {
+            (*path, token): count * probs_V[token].item()
+            for path, count in expected.items()
+            for probs_V in [sampling.probabilities(trained_forward(twin, [*prompt, *path])[0][-1])]
+            for token in probs_V.nonzero().flatten().tolist()
+        }
+    observed = Counter(map(tuple, texts.token_ids))
+    assert observed.keys() <= expected.keys()
+    statistic = sum((observed[path] - count) ** 2 / count for path, count in expected.items())
+    p_value = torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(statistic / 2))
+    assert p_value > 0.001
+
+
+@pytest.mark.parametrize("verifier", ["greedy", "bild"])
+def test_a_draft_model_that_is_the_target_is_always_right(verifier: str) -> None:
+    target, drafter, prompts = runner_of(), runner_of(), prompts_of(4)
+    settings = {"method": "draft_model", "num_speculative_tokens": 3, "model": "-", "verifier": verifier, "fallback": 0}
+    drawn = generate(target, prompts, 25, speculative={**settings, "rollback": 99}, drafter=drafter)
+    assert drawn.token_ids == generate(target, prompts, 25).token_ids
+    assert drawn.stats.accepted_per_position == [1.0, 1.0, 1.0]
+
+
+def test_another_draft_model_changes_no_token_and_bild_stops_where_it_is_unsure() -> None:
+    target, drafter, prompts = runner_of(), Runner(model_of("mha-tied-layernorm")), prompts_of(4)
+    settings = {"method": "draft_model", "num_speculative_tokens": 3, "model": "-"}
+    assert (
+        generate(target, prompts, 25, speculative=settings, drafter=drafter).token_ids
+        == generate(target, prompts, 25).token_ids
+    )
+    unsure = {**settings, "verifier": "bild", "fallback": 1.0}
+    assert generate(target, prompts, 25, speculative=unsure, drafter=drafter).stats.drafted == 0
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused() -> None:
+    drafter = runner_of()
+    drafter.vocab_size = 90
+    settings = {"method": "draft_model", "model": "-"}
+    with pytest.raises(ValueError, match="vocabulary of 90 tokens and the target one of 96"):
+        generate(runner_of(), [[1]], 4, speculative=settings, drafter=drafter)
+
+
+def test_joint_takes_longer_drafts_the_lower_its_threshold() -> None:
+    target, prompts = runner_of(), prompts_of(8)
+    lengths = []
+    for threshold in (1.0, 0.5, 0.0):
+        settings = {"method": "mtp_beam", "num_speculative_tokens": 3, "verifier": "joint", "threshold": threshold}
+        lengths.append(generate(target, prompts, 30, Sampling(1.0), settings).stats.accepted_length)
+    assert lengths[0] == 1.0
+    assert lengths[0] < lengths[1] < lengths[2]
+    assert lengths[2] > 3

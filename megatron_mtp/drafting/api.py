@@ -22,8 +22,8 @@ from megatron_mtp.drafting.verifiers import CHAINS_ONLY, VERIFIERS
 
 TREES = ("mtp_tree", "lookahead")
 NEEDS_DEPTHS = ("mtp", "mtp_eagle", "mtp_trunk_states", "mtp_tree", "mtp_beam", "parallel_heads")
-DEFAULT_COUNT = 4
-"""K of the methods that need no depths, where a checkpoint has none to go by."""
+MOST_TRIED = 6
+"""The largest K that 'auto' considers where the method has no limit of its own."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ def generate(
     longest = max(len(prompt) for prompt in prompts) + limits.new_tokens
     capacity = longest + method.proposer.nodes(method.count) + 1
     seeds = list(range(len(prompts))) if seeds is None else seeds
+    if len(seeds) != len(prompts):
+        raise ValueError(f"there are {len(seeds)} seeds for {len(prompts)} prompts; give one for each.")
     sequences = Sequences(runner, prompts, seeds, capacity)
     decode(runner, sequences, method, limits, emit)
     texts = [text[len(prompt) :] for text, prompt in zip(sequences.texts, prompts, strict=True)]
@@ -157,9 +159,14 @@ def _count(runner: Runner, config: SpeculativeConfig, proposer: Proposer) -> int
                 "reuses a module."
             )
         return asked
-    if asked == "auto" and proposer.most is None:
-        return DEFAULT_COUNT
-    return min(proposer.most or runner.depths or DEFAULT_COUNT, MOST_DRAFTED)
+    if asked == "auto":
+        return min(proposer.most or MOST_TRIED, MOST_DRAFTED)
+    known = proposer.most or (runner.depths if config.method in NEEDS_DEPTHS else None)
+    if known is None:
+        raise ValueError(
+            f"speculative config: '{config.method}' does not say how many tokens to draft; give num_speculative_tokens."
+        )
+    return min(known, MOST_DRAFTED)
 
 
 def _verifier(config: SpeculativeConfig, sampling: Sampling) -> str:

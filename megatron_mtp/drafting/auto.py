@@ -6,6 +6,8 @@ tokens for the time of one draft of K and one forward of K + 1 rows. All three a
 
 from dataclasses import dataclass, field
 
+import torch
+
 from megatron_mtp.drafting.types import AcceptanceStats
 
 TRIALS = 3
@@ -28,7 +30,13 @@ class AutoK:
     _plain_since: int = 0
 
     def choose(self) -> int:
-        """K of the next step."""
+        """K of the next step; the first rank's where there are several, since their clocks differ."""
+        count = torch.tensor([self._own_choice()], device=torch.cuda.current_device())
+        if torch.distributed.get_world_size() > 1:
+            torch.distributed.broadcast(count, 0)
+        return int(count)
+
+    def _own_choice(self) -> int:
         for count in range(self.most, -1, -1):
             if len(self._seconds.get(count, [])) < TRIALS:
                 return count

@@ -137,7 +137,8 @@ def _iteration(folder: Path, flag: str) -> Path:
 
 
 def _adapted(args: Namespace) -> Namespace:
-    changes = {**HERE, "tensor_model_parallel_size": torch.distributed.get_world_size()}
+    ranks = torch.distributed.get_world_size()
+    changes = {**HERE, "tensor_model_parallel_size": ranks, "tensor_parallel_num_weight_shards": ranks}
     if torch.cuda.current_device() == torch.device("cpu") or args.transformer_impl == "local":
         changes |= WITHOUT_TE
     return Namespace(**{**vars(args), **changes})

@@ -1,10 +1,12 @@
 """A model of any size with random weights whose depths agree with its trunk as often as one wants.
 
-Speed does not depend on what weights say, but drafting's depends on acceptance. Here every transformer layer computes in
-full and adds nothing (its output projections are 0), so that the trunk maps each token to the next one of a single cycle
-through the vocabulary, and a depth, whose eh_proj passes the embedding on, does the same for its own token. Noise on the
-embedding part of eh_proj makes a depth err; how often is measured, not assumed.
+Speed does not depend on what weights say, but drafting's depends on acceptance. Here every transformer layer computes
+in full and adds nothing (its output projections are 0), so that the trunk maps each token to the next one of a single
+cycle through the vocabulary, and a depth, whose eh_proj passes the embedding on, does the same for its own token. Noise
+on the embedding part of eh_proj makes a depth err; how often is measured, not assumed.
 """
+
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -55,10 +57,11 @@ def _set_weights(model: MTPGPTModel, noise: float, seed: int = 1) -> None:
     embedding.copy_(torch.randn(vocabulary, hidden, generator=generator))
     cycle = torch.randperm(vocabulary, generator=generator)
     head[cycle.roll(-1)] = embedding[cycle] / hidden**0.5
-    for layer in (*model.decoder.layers, *(depth.tf_layer for depth in model.mtp.layers)):
+    layers: list[Any] = [*model.decoder.layers, *(depth.tf_layer for depth in model.mtp.layers)]
+    for layer in layers:
         layer.self_attention.linear_proj.weight.zero_()
         layer.mlp.linear_fc2.weight.zero_()
-    for depth in model.mtp.layers:
+    for depth in list[Any](model.mtp.layers):
         error = torch.randn(hidden, hidden, generator=generator) / hidden**0.5
         depth.eh_proj.weight.zero_()
         depth.eh_proj.weight[:, :hidden] = torch.eye(hidden) + noise * error

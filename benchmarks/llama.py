@@ -39,7 +39,7 @@ def llama_of(model: MTPGPTModel, dtype: torch.dtype) -> tuple[LlamaForCausalLM, 
     trunk.load_state_dict(state)
     depths = MtpModel(trunk, config.num_mtp_layers).eval()
     with torch.no_grad():
-        for theirs, layer in zip(depths.layers, model.mtp.layers, strict=True):
+        for theirs, layer in zip(depths.layers, list[Any](model.mtp.layers), strict=True):
             theirs.mtp_block.load_state_dict(_layer(layer.tf_layer))
             theirs.eh_proj.weight.copy_(layer.eh_proj.weight)
             pairs = (
@@ -77,7 +77,7 @@ def _layer(layer: Any) -> dict[str, Tensor]:
 def greedy(trunk: LlamaForCausalLM, depths: MtpModel | None, prompt: list[int], new_tokens: int) -> list[int]:
     """transformers' own generation, with its MTP where `depths` are given (loading them is not counted)."""
     original = MtpModel.from_pretrained
-    MtpModel.from_pretrained = classmethod(lambda cls, *_, **__: depths)  # type: ignore[assignment, method-assign]
+    MtpModel.from_pretrained = classmethod(lambda cls, *_, **__: depths)
     try:
         ids = trunk.generate(
             torch.tensor([prompt]),
@@ -88,5 +88,5 @@ def greedy(trunk: LlamaForCausalLM, depths: MtpModel | None, prompt: list[int], 
             pad_token_id=0,
         )
     finally:
-        MtpModel.from_pretrained = original  # type: ignore[method-assign]
+        MtpModel.from_pretrained = original
     return ids[0, len(prompt) :].tolist()

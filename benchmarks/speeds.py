@@ -1,0 +1,141 @@
+"""How long the same texts take: plain and drafting, ours and transformers', one text and eight at once."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.agreeing import agreeing_model
+from benchmarks.harness import Goal, interleave
+from benchmarks.llama import greedy, llama_of
+from megatron_mtp.drafting import generate, load_runner
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.types import AcceptanceStats
+
+EIGHT = 8
+"""Texts of the batch that transformers' MTP, which runs one, is compared with."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is run."""
+
+    prompts: int
+    new_tokens: int
+    rounds: int
+    layers: int
+    hidden: int
+
+    @property
+    def speed_tokens(self) -> int:
+        return min(self.new_tokens, 96)
+
+
+FULL, QUICK = Scale(32, 160, 3, 8, 1024), Scale(2, 12, 1, 2, 128)
+
+
+def speed(
+    name: str, runner: Runner, llama: Any, prompts: list[list[int]], scale: Scale
+) -> tuple[dict[str, Any], list[Goal]]:
+    """Seconds of the same texts: plain and drafting, ours and transformers', and ours at batch 8."""
+    trunk, depths = llama
+    new, prompt, eight = scale.speed_tokens, prompts[0], (prompts * 8)[:8]
+    stats: dict[str, AcceptanceStats] = {}
+    texts: dict[str, list[int]] = {}
+
+    def ours(side: str, batch: list[list[int]], config: dict[str, Any] | None) -> Callable[[], None]:
+        def run() -> None:
+            made = generate(runner, batch, new, None, config)
+            stats[side], texts[side] = made.stats, made.token_ids[0]
+
+        return run
+
+    def theirs(side: str, with_depths: bool) -> Callable[[], None]:
+        def run() -> None:
+            texts[side] = greedy(trunk, depths if with_depths else None, prompt, new)
+
+        return run
+
+    count = runner.depths
+    sides = {
+        "plain": ours("plain", [prompt], None),
+        "draft": ours("draft", [prompt], {"method": "mtp", "num_speculative_tokens": count}),
+        "auto": ours("auto", [prompt], {"method": "mtp", "num_speculative_tokens": "auto"}),
+        "draft of 8": ours("draft of 8", eight, {"method": "mtp", "num_speculative_tokens": count}),
+        "transformers": theirs("transformers", False),
+        "transformers mtp": theirs("transformers mtp", True),
+    }
+    spent = interleave(sides, scale.rounds, warm_up=1)
+    seconds = {side: [one.wall for one in rounds] for side, rounds in spent.items()}
+    _check_tokens(name, texts, runner.dtype)
+    return _speed_results(name, seconds, stats, count, new)
+
+
+def _check_tokens(name: str, texts: dict[str, list[int]], dtype: torch.dtype) -> None:
+    for side, text in texts.items():
+        same = next((n for n, (a, b) in enumerate(zip(text, texts["plain"], strict=True)) if a != b), len(text))
+        if same < len(text):
+            print(f"{name}: {side} parts from plain decoding after {same} of {len(text)} tokens")
+            if dtype == torch.float32 and not side.startswith("transformers"):
+                raise SystemExit("ours must not")
+
+
+def _speed_results(
+    name: str, seconds: dict[str, list[float]], stats: dict[str, AcceptanceStats], count: int, new: int
+) -> tuple[dict[str, Any], list[Goal]]:
+    def ratio(slow: str, fast: str, times: float = 1.0) -> float:
+        return times * statistics.median(a / b for a, b in zip(seconds[slow], seconds[fast], strict=True))
+
+    draft = stats["draft"]
+    forwards = max(draft.target_forwards - 1, 1)
+    plain_forward = statistics.median(seconds["plain"]) / new
+    cost = draft.drafter_seconds / forwards / count / plain_forward
+    bound = draft.accepted_length / (1 + cost * count)
+    results = {
+        "tokens_per_second": {
+            side: round((8 if side.endswith("8") else 1) * new / statistics.median(times), 1)
+            for side, times in seconds.items()
+        },
+        "accepted_length": round(draft.accepted_length, 3),
+        "drafter_cost": round(cost, 4),
+        "plain_forward_ms": round(1000 * plain_forward, 3),
+    }
+    large = name.startswith("large")
+    goals = [
+        Goal(f"{name}: drafting over plain, against its bound", ratio("plain", "draft") / bound, 0.9, ">="),
+        Goal(f"{name}: auto over plain", ratio("plain", "auto"), 0.98, ">="),
+        Goal(
+            f"{name}: drafting over transformers' MTP", ratio("transformers mtp", "draft"), 1.3 if large else 2.0, ">="
+        ),
+        Goal(f"{name}: 8 texts at once over transformers' MTP", ratio("transformers mtp", "draft of 8", 8), 2.5, ">="),
+    ]
+    if large:
+        goals.append(Goal(f"{name}: plain over transformers' generate", ratio("transformers", "plain"), 1.3, ">="))
+    return results, goals
+
+
+def speeds(checkpoint: Path | None, prompts: list[list[int]], scale: Scale) -> tuple[dict[str, Any], list[Goal]]:
+    """The trained model, and the large one with drafts that agree often and never, in both precisions."""
+    results: dict[str, Any] = {}
+    goals: list[Goal] = []
+    cases: list[tuple[str, float, torch.dtype]] = [
+        ("large float32", 0.5, torch.float32),
+        ("large bfloat16", 0.5, torch.bfloat16),
+        ("large float32, drafts that err", 50.0, torch.float32),
+    ]
+    for name, noise, dtype in cases:
+        model = agreeing_model(scale.layers, scale.hidden, 8192, 2, noise)
+        llama = llama_of(model, dtype)
+        found, wanted = speed(name, Runner(model.to(dtype)), llama, [list(range(5, 37))], scale)
+        results[name], goals = found, goals + wanted
+        del model, llama
+    if checkpoint is not None:
+        runner = load_runner(checkpoint)
+        results["quickstart"], wanted = speed(
+            "quickstart", runner, llama_of(runner.model, torch.float32), prompts, scale
+        )
+        goals += wanted
+    return results, goals

@@ -1,5 +1,6 @@
 """What the methods accept on a trained model: rates, accepted lengths, and what their texts are worth to the target."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -80,6 +81,7 @@ def acceptance(model: Trained) -> tuple[dict[str, Any], list[Goal]]:
         **CHAINS,
         **TREES,
     }.items():
+        print(f"accepted: {name}", file=sys.stderr, flush=True)
         texts, stats = _texts(model, config)
         if texts != plain:
             raise SystemExit(f"{name} emits other tokens than plain decoding")

@@ -1,6 +1,7 @@
 """How long the same texts take: plain and drafting, ours and transformers', one text and eight at once."""
 
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,12 +128,14 @@ def speeds(checkpoint: Path | None, prompts: list[list[int]], scale: Scale) -> t
         ("large float32, drafts that err", 50.0, torch.float32),
     ]
     for name, noise, dtype in cases:
+        print(f"timing: {name}", file=sys.stderr, flush=True)
         model = agreeing_model(scale.layers, scale.hidden, 8192, 2, noise)
         llama = llama_of(model, dtype)
         found, wanted = speed(name, Runner(model.to(dtype)), llama, [list(range(5, 37))], scale)
         results[name], goals = found, goals + wanted
         del model, llama
     if checkpoint is not None:
+        print("timing: quickstart", file=sys.stderr, flush=True)
         runner = load_runner(checkpoint)
         results["quickstart"], wanted = speed(
             "quickstart", runner, llama_of(runner.model, torch.float32), prompts, scale

@@ -73,10 +73,8 @@ def generate(
     check_prompts(runner, prompts, max_new_tokens)
     config = config_from(speculative) if isinstance(speculative, dict) else speculative
     method = make_method(runner, config, sampling, drafter)
-    limits = limits or Limits(max_new_tokens, frozenset(stop_ids))
-    room = runner.positions - max(len(prompt) for prompt in prompts)
-    limits = replace(limits, new_tokens=min(limits.new_tokens, room))
-    longest = max(len(prompt) for prompt in prompts) + limits.new_tokens
+    limits = replace(limits or Limits(max_new_tokens, stop_ids=frozenset(stop_ids)), positions=runner.positions)
+    longest = max(len(prompt) + limits.budget(len(prompt)) for prompt in prompts)
     capacity = longest + method.proposer.nodes(method.count) + 1
     seeds = list(range(len(prompts))) if seeds is None else seeds
     if len(seeds) != len(prompts):
@@ -154,9 +152,8 @@ def _count(runner: Runner, config: SpeculativeConfig, proposer: Proposer) -> int
     if isinstance(asked, int):
         if proposer.most is not None and asked > proposer.most:
             raise ValueError(
-                f"speculative config: num_speculative_tokens is {asked}, and '{config.method}' has one module for each "
-                f"of the checkpoint's {proposer.most} depths; give at most {proposer.most}, or choose mtp_eagle, which "
-                "reuses a module."
+                f"speculative config: num_speculative_tokens is {asked}, and '{config.method}' drafts at most "
+                f"{proposer.most} here, {proposer.limit}; give at most {proposer.most}, or {proposer.remedy}."
             )
         return asked
     if asked == "auto":

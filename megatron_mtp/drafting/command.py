@@ -195,7 +195,7 @@ def _limits(args: Namespace, tokenizer: "PreTrainedTokenizerBase | None") -> Lim
             )
         return Limits(args.max_new_tokens)
     ends = frozenset([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
-    return Limits(args.max_new_tokens, ends, cutter(args.stop, tokenizer) if args.stop else None)
+    return Limits(args.max_new_tokens, None, ends, cutter(args.stop, tokenizer) if args.stop else None)
 
 
 def _is_first() -> bool:

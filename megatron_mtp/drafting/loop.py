@@ -33,13 +33,19 @@ class Limits:
 
     Attributes:
         new_tokens: at most so many.
+        positions: the model's; no text grows beyond them. None without a limit.
         stop_ids: after any of these tokens, which still counts as emitted.
         cut: given the tokens emitted so far, how many of them to keep, or None to go on (stop strings).
     """
 
     new_tokens: int
+    positions: int | None = None
     stop_ids: frozenset[int] = frozenset()
     cut: Callable[[list[int]], int | None] | None = None
+
+    def budget(self, prompt: int) -> int:
+        """New tokens that a text may have after a prompt of so many."""
+        return self.new_tokens if self.positions is None else min(self.new_tokens, self.positions - prompt)
 
 
 @dataclass
@@ -57,19 +63,18 @@ class Method:
 
 def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits, emit: Emit | None = None) -> None:
     """Grow every text to its end; `sequences.texts` and `method.stats` hold the outcome."""
-    started = [len(text) for text in sequences.texts]
     prefill(runner, sequences, method.sampling)
-    _emit(sequences, method, limits, started, emit, offered=None)
+    _emit(sequences, method, limits, emit, offered=None)
     method.proposer.start(sequences)
     while any(sequences.live):
-        remaining = max(limits.new_tokens - (len(t) - s) for t, s in zip(sequences.texts, started, strict=True))
-        count = min(method.count if method.auto is None else method.auto.choose(), remaining - 1)
+        asked = method.count if method.auto is None else method.auto.choose()
+        count = min(asked, _remaining(sequences, limits) - 1)
         before = time.perf_counter()
         scene = Round(method.sampling, sequences.noise, method.config, _thinking(sequences, method.config))
         draft = method.proposer.propose(sequences, scene, count) if count > 0 else empty_draft(sequences)
         drafted = time.perf_counter()
         verify(runner, sequences, method, draft, scene)
-        _emit(sequences, method, limits, started, emit, offered=draft)
+        _emit(sequences, method, limits, emit, offered=draft)
         done = time.perf_counter()
         method.stats.drafter_seconds += drafted - before
         method.stats.target_seconds += done - drafted
@@ -109,16 +114,21 @@ def empty_draft(sequences: Sequences) -> Draft:
     return Draft(sequences.tokens_BT[:, :0])
 
 
-def _emit(
-    sequences: Sequences, method: Method, limits: Limits, started: list[int], emit: Emit | None, offered: Draft | None
-) -> None:
+def _remaining(sequences: Sequences, limits: Limits) -> int:
+    """The most new tokens that a live text may still have."""
+    texts = zip(sequences.texts, sequences.prompts, sequences.live, strict=True)
+    return max(limits.budget(prompt) - (len(text) - prompt) for text, prompt, live in texts if live)
+
+
+def _emit(sequences: Sequences, method: Method, limits: Limits, emit: Emit | None, offered: Draft | None) -> None:
     """Hand out what a step has gained, up to each text's end."""
-    depths = [0] * len(started) if offered is None else depth_of(offered)
+    depths = [0] * len(sequences.texts) if offered is None else depth_of(offered)
     for row, gained in enumerate(sequences.read_back()):
         if not sequences.live[row]:
             continue
-        text = sequences.texts[row][started[row] :] + gained
-        end = _end(text, len(gained), limits)
+        prompt = sequences.prompts[row]
+        text = sequences.texts[row][prompt:] + gained
+        end = _end(text, len(gained), limits.budget(prompt), limits)
         kept = gained if end is None else gained[: len(gained) - (len(text) - end)]
         accepted = min(len(gained) - 1, len(kept))
         method.stats.count(depths[row], accepted, len(kept))
@@ -140,7 +150,7 @@ def depth_of(draft: Draft) -> list[int]:
     return depths
 
 
-def _end(text: list[int], gained: int, limits: Limits) -> int | None:
+def _end(text: list[int], gained: int, budget: int, limits: Limits) -> int | None:
     """How many of the emitted tokens stay, if the text ends among the last `gained` of them."""
     ends = []
     for place in range(len(text) - gained, len(text)):
@@ -149,8 +159,8 @@ def _end(text: list[int], gained: int, limits: Limits) -> int | None:
             break
     if limits.cut is not None and (cut := limits.cut(text)) is not None:
         ends.append(max(cut, len(text) - gained))
-    if len(text) >= limits.new_tokens:
-        ends.append(limits.new_tokens)
+    if len(text) >= budget:
+        ends.append(budget)
     return min(ends, default=None)
 
 

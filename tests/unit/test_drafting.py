@@ -78,7 +78,7 @@ def test_identity_for_every_kind_of_model(kind: str) -> None:
     answers = plain(target, prompts, 40)
     methods = ["parallel_heads"] if kind == "parallel" else ["mtp", "mtp_eagle", *(["mtp_tree"] if TREES else [])]
     for method in methods:
-        settings = {"method": method, "num_speculative_tokens": 3}
+        settings = {"method": method, "num_speculative_tokens": 2 if method == "mtp_tree" else 3}
         assert run(target, prompts, 40, settings)[0].texts == answers
         if method != "mtp_tree":
             assert run(target, prompts, 40, settings, answers)[0].texts == answers
@@ -204,7 +204,7 @@ def test_a_stop_token_inside_a_draft_ends_the_text_there(method: str) -> None:
     stop = news[0][10]
     wanted = [new[: new.index(stop) + 1] if stop in new else new for new in news]
     scripted = answers if method in CHAINS else None
-    sequences, driven = run(target, prompts, 60, METHODS[method], scripted, Limits(60, frozenset([stop])))
+    sequences, driven = run(target, prompts, 60, METHODS[method], scripted, Limits(60, stop_ids=frozenset([stop])))
     assert [text[len(prompt) :] for text, prompt in zip(sequences.texts, prompts, strict=True)] == wanted
     assert driven.stats.emitted == sum(map(len, wanted))
     assert sequences.length_B.tolist() == [len(text) for text in sequences.texts]
@@ -229,13 +229,11 @@ def test_prompts_longer_than_a_chunk(method: str, monkeypatch: pytest.MonkeyPatc
     assert run(target, prompts, 30, METHODS[method])[0].texts == whole == plain(target, prompts, 30)
 
 
-def test_the_positions_end_a_text() -> None:
+def test_the_positions_end_each_text_by_itself() -> None:
     target = runner_of()
     target.positions = 20
-    assert [len(ids) for ids in generate(target, [[1] * 15, [2] * 4], 50, speculative=METHODS["mtp"]).token_ids] == [
-        5,
-        5,
-    ]
+    texts = generate(target, [[1] * 15, [2] * 4], 50, speculative=METHODS["mtp"]).token_ids
+    assert [len(text) for text in texts] == [5, 16]
 
 
 def test_suffixes_seen_before() -> None:
@@ -264,7 +262,10 @@ def test_short_layers_compute_what_the_modules_do(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"method": "mtp", "num_speculative_tokens": 4}, "at most 3, or choose mtp_eagle"),
+        (
+            {"method": "mtp", "num_speculative_tokens": 4},
+            "at most 3 here, one with each of the checkpoint's depths; give at most 3, or choose mtp_eagle",
+        ),
         ({"method": "parallel_heads"}, "whose depths are sequential; choose mtp"),
         ({"method": "mtp", "verifier": "relaxed", "think_start": 1, "think_end": 2}, "is for temperature 0"),
     ],

@@ -14,9 +14,12 @@ class Proposer:
 
     Attributes:
         most: the largest K that it can be asked for; None without a limit.
+        limit, remedy: where `most` comes from, and what to do about it, for the message to one who asks for more.
     """
 
     most: int | None = None
+    limit: str = ""
+    remedy: str = ""
 
     def __init__(self, runner: Runner, config: SpeculativeConfig) -> None:
         self.runner, self.config = runner, config

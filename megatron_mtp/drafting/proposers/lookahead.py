@@ -41,6 +41,9 @@ class Window:
 class Lookahead(Proposer):
     """Deterministic; K is at most N - 1."""
 
+    limit = "the n-grams less their first token"
+    remedy = "give a larger ngram_size"
+
     def __init__(self, runner: Runner, config: SpeculativeConfig) -> None:
         super().__init__(runner, config)
         self.most = config.ngram_size - 1

@@ -30,6 +30,9 @@ CHUNK = 512
 class Vanilla(Proposer):
     """The exact recursion of training: D modules in turn, one cache each."""
 
+    limit = "one with each of the checkpoint's depths"
+    remedy = "choose mtp_eagle, which reuses a module"
+
     def __init__(self, runner: Runner, config: SpeculativeConfig) -> None:
         super().__init__(runner, config)
         self.most = runner.depths

@@ -127,6 +127,9 @@ class Tree(Grower):
     it; a dynamic one (EAGLE-2, arXiv:2406.16858) is deterministic.
     """
 
+    limit = "one with each level of 'tree'"
+    remedy = "give a deeper tree, or tree_nodes"
+
     def __init__(self, runner: Runner, config: SpeculativeConfig) -> None:
         super().__init__(runner, config)
         if config.tree_nodes is None:
@@ -181,8 +184,8 @@ class Beam(Grower):
         return Draft(torch.cat(tokens[::-1], dim=1), torch.cat(probs[::-1], dim=1))
 
 
-DEFAULT_TREE = (4, 2, 1)
-"""15 nodes would be (4, 2) with one more child each; this has 4 + 8 + 8."""
+DEFAULT_TREE = (4, 2)
+"""4 + 8 nodes: 13 rows with t_m's."""
 
 
 def _of_rows(probs_BFV: Tensor, rows_BN: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.config import MOST_DRAFTED, SpeculativeConfig, config_from
 from megatron_mtp.drafting.loop import Emit, Limits, Method, decode
@@ -39,7 +37,6 @@ class Generated:
     stats: AcceptanceStats
 
 
-@torch.inference_mode()
 def generate(
     runner: Runner,
     prompts: list[list[int]],

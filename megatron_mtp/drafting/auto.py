@@ -1,20 +1,28 @@
 """Automatic K: the number of drafts that gives most tokens a second, 0 included.
 
 With a_k the chance that position k is accepted given the ones before, K drafts yield 1 + sum_{j<=K} prod_{k<=j} a_k
-tokens for the time of one draft of K and one forward of K + 1 rows. All three are measured while decoding.
+tokens in the time of K drafts and one forward of K + 1 rows. All of it is measured while decoding. A drafter that does
+not pay is given up soon: the longer it rests, the more rows it would have to catch up on, which alone would cost more
+than plain decoding is allowed to lose.
 """
 
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 
 from megatron_mtp.drafting.types import AcceptanceStats
 
-TRIALS = 3
-"""Steps that each K is tried for before its time is believed; the first of them is warm-up."""
+RECENT = 32
+"""Steps whose times are remembered, of each kind."""
 
-AGAIN_AFTER = 64
-"""Plain steps after which drafting is tried again, since acceptance changes along a text."""
+GIVE_UP = 16
+"""Plain steps on end after which there is no more drafting in a batch."""
+
+
+def _recent() -> deque[float]:
+    return deque(maxlen=RECENT)
 
 
 @dataclass
@@ -26,8 +34,11 @@ class AutoK:
     """
 
     most: int
-    _seconds: dict[int, list[float]] = field(default_factory=dict)
-    _plain_since: int = 0
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+    _target: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(_recent))
+    _draft: deque[float] = field(default_factory=_recent)
+    _steps: int = 0
+    _plain: int = 0
 
     def choose(self) -> int:
         """K of the next step; the first rank's where there are several, since their clocks differ."""
@@ -36,31 +47,43 @@ class AutoK:
             torch.distributed.broadcast(count, 0)
         return int(count)
 
-    def _own_choice(self) -> int:
-        for count in range(self.most, -1, -1):
-            if len(self._seconds.get(count, [])) < TRIALS:
-                return count
-        best = max(range(self.most + 1), key=self.rate)
-        self._plain_since = self._plain_since + 1 if best == 0 else 0
-        return 1 if self._plain_since > AGAIN_AFTER else best
-
     def learn(self, count: int, drafter: float, target: float, stats: AcceptanceStats) -> None:
         """Seconds of one step with K = `count`, and what was accepted so far."""
-        self._seconds.setdefault(count, []).append(drafter + target)
-        del self._seconds[count][:-32]
-        self._accepted = stats
+        self.stats = stats
+        self._steps += 1
+        self._plain = 0 if count else self._plain + 1
+        if self._steps == 1:
+            return  # the drafter has run the prompt in it
+        self._target[count].append(target)
+        if count:
+            self._draft.append(drafter / count)
 
     def rate(self, count: int) -> float:
         """Tokens a second that K = `count` promises."""
-        seconds = sorted(self._seconds[count][1:] or self._seconds[count])
         tokens, reached = 1.0, 1.0
         for chance in self._chances()[:count]:
             reached *= chance
             tokens += reached
-        return tokens / seconds[len(seconds) // 2]
+        return tokens / (self._target_seconds(count) + count * median(self._draft))
+
+    def _own_choice(self) -> int:
+        trials = (self.most, self.most, 0, 0)
+        if self._steps < len(trials):
+            return trials[self._steps]
+        if self._plain >= GIVE_UP or not self._draft:
+            return 0
+        return max(range(self.most + 1), key=self.rate)
+
+    def _target_seconds(self, count: int) -> float:
+        """Of a forward of K + 1 rows; between K that were measured, on the line."""
+        below = max((known for known in self._target if known <= count), default=min(self._target))
+        above = min((known for known in self._target if known >= count), default=max(self._target))
+        low, high = median(self._target[below]), median(self._target[above])
+        return low if above == below else low + (high - low) * (count - below) / (above - below)
 
     def _chances(self) -> list[float]:
-        """That a position is accepted, given that the ones before were."""
-        hits, offers = self._accepted.accepted_at, self._accepted.offered_at
-        given = [offers[0] if offers else 0, *hits]
-        return [hit / max(min(of, offer), 1) for hit, of, offer in zip(hits, given, offers, strict=False)]
+        """That a position is accepted, given that the ones before were; before any was offered, one in two."""
+        hits = [*self.stats.accepted_at, *[0] * self.most]
+        offers = [*self.stats.offered_at, *[0] * self.most]
+        reached = [offers[0], *hits]
+        return [(hits[place] + 0.5) / (min(reached[place], offers[place]) + 1) for place in range(self.most)]

@@ -61,6 +61,7 @@ class Method:
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
 
 
+@torch.inference_mode()
 def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits, emit: Emit | None = None) -> None:
     """Grow every text to its end; `sequences.texts` and `method.stats` hold the outcome."""
     prefill(runner, sequences, method.sampling)

@@ -141,7 +141,6 @@ class Agreeing(Proposer):
         self.inner.observe(sequences, draft, logits_BRV)
 
 
-@torch.inference_mode()
 def run(
     runner: Runner,
     prompts: list[list[int]],

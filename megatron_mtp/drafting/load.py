@@ -28,7 +28,6 @@ HERE: dict[str, Any] = {
     "num_layers_per_virtual_pipeline_stage": None,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
     "sequence_parallel": False,
     "recompute_granularity": None,
     "recompute_method": None,
@@ -47,6 +46,13 @@ HERE: dict[str, Any] = {
 }
 """How a model that drafts differs from the one that trained: no parallelism but over tensors, no dropout, no fusions
 that need whole sequences, no tokens dropped by experts (which would depend on the neighbours)."""
+
+OVER_ALL_RANKS = (
+    "tensor_model_parallel_size",
+    "tensor_parallel_num_weight_shards",
+    "expert_tensor_parallel_size",
+    "expert_tensor_parallel_num_weight_shards",
+)
 
 WITHOUT_TE: dict[str, Any] = {
     "transformer_impl": "local",
@@ -138,7 +144,7 @@ def _iteration(folder: Path, flag: str) -> Path:
 
 def _adapted(args: Namespace) -> Namespace:
     ranks = torch.distributed.get_world_size()
-    changes = {**HERE, "tensor_model_parallel_size": ranks, "tensor_parallel_num_weight_shards": ranks}
+    changes = HERE | dict.fromkeys(OVER_ALL_RANKS, ranks)
     if torch.cuda.current_device() == torch.device("cpu") or args.transformer_impl == "local":
         changes |= WITHOUT_TE
     return Namespace(**{**vars(args), **changes})

@@ -175,6 +175,12 @@ def _check_verifier(config: SpeculativeConfig, sampling: Sampling) -> None:
             f"speculative config: the verifier '{config.verifier}' judges chains, and '{config.method}' drafts trees; "
             "choose greedy, rejection, specinfer or spectr."
         )
+    sampled = config.method == "mtp_tree" and config.tree_nodes is None and config.use_draft_probs
+    if config.verifier == "spectr" and config.method in TREES and not sampled:
+        raise ValueError(
+            "speculative config: the verifier 'spectr' needs siblings that are samples of one q, which only mtp_tree "
+            "with 'tree' drafts; choose specinfer or rejection."
+        )
     if config.verifier in ("greedy", "relaxed") and not sampling.greedy:
         raise ValueError(
             f"speculative config: the verifier '{config.verifier}' is for temperature 0, and --temperature is "

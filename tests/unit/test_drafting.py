@@ -22,10 +22,11 @@ from megatron_mtp.drafting.kv_cache import KVCache
 from megatron_mtp.drafting.loop import Limits, Method, prefill, verify
 from megatron_mtp.drafting.proposers import base, mtp
 from megatron_mtp.drafting.proposers.ngram import continuation
+from megatron_mtp.drafting.proposers.tree import Beam
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.types import AcceptanceStats, Round
+from megatron_mtp.drafting.types import AcceptanceStats, Draft, Round
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -267,6 +268,9 @@ def test_short_layers_compute_what_the_modules_do(monkeypatch: pytest.MonkeyPatc
             "at most 3 here, one with each of the checkpoint's depths; give at most 3, or choose mtp_eagle",
         ),
         ({"method": "parallel_heads"}, "whose depths are sequential; choose mtp"),
+        ({"method": "lookahead", "verifier": "spectr"}, "needs siblings that are samples of one q"),
+        ({"method": "mtp_tree", "verifier": "block"}, "judges chains, and 'mtp_tree' drafts trees"),
+        ({"method": "ngram"}, "does not say how many tokens to draft"),
         ({"method": "mtp", "verifier": "relaxed", "think_start": 1, "think_end": 2}, "is for temperature 0"),
     ],
 )
@@ -357,6 +361,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "tree-specinfer": {"method": "mtp_tree", "tree": [2, 2], "verifier": "specinfer"},
     "tree-spectr": {"method": "mtp_tree", "tree": [2, 2], "verifier": "spectr"},
     "dynamic-tree": {"method": "mtp_tree", "tree_nodes": 5, "num_speculative_tokens": 2},
+    "beam": {"method": "mtp_beam", "num_speculative_tokens": 2},
     "ngram": {"method": "ngram", "num_speculative_tokens": 2},
     "lookahead": {"method": "lookahead"},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 2, "model": "-"},
@@ -365,24 +370,39 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampled_texts_have_the_targets_distribution(name: str) -> None:
-    """CHI through the whole engine: three tokens of 4,000 seeds, of three candidates each, against the exact joint."""
-    target, twin, seeds = runner_of(dtype=torch.float32), model_of("gqa"), 4000
-    prompt, sampling = [5, 9, 5, 9, 5, 9, 5], Sampling(1.3, top_k=3)
-    drafter = Runner(model_of("mha-tied-layernorm", dtype=torch.float32)) if name == "draft_model" else None
-    texts = generate(target, [prompt] * seeds, 3, sampling, SAMPLED[name], list(range(seeds)), drafter=drafter)
+    """CHI through the whole engine: four tokens of 4,000 seeds over a vocabulary of three, against the exact joint."""
+    assert p_value_of(SAMPLED[name]) > 0.001
+
+
+def test_the_distribution_sees_a_beam_that_is_taken_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the best of several samples, with the q of one."""
+    propose = Beam.propose
+
+    def telling_q(self: Beam, sequences: Sequences, scene: Round, count: int) -> Draft:
+        return propose(self, sequences, replace(scene, config=replace(scene.config, verifier="joint")), count)
+
+    monkeypatch.setattr(Beam, "propose", telling_q)
+    assert p_value_of(SAMPLED["beam"]) < 0.001
+
+
+def p_value_of(settings: dict[str, Any]) -> float:
+    """Of the chi-square test over the 81 texts; over so few tokens drafter and target often want the same."""
+    target, twin, seeds = Runner(model_of("gqa", dtype=torch.float32), vocab_size=3), model_of("gqa"), 4000
+    prompt, sampling = [0, 1, 2, 0, 1, 2, 1], Sampling(2.0)
+    drafter = Runner(model_of("mha-tied-layernorm", dtype=torch.float32), vocab_size=3)
+    texts = generate(target, [prompt] * seeds, 4, sampling, settings, list(range(seeds)), drafter=drafter)
+    assert texts.stats.accepted > seeds / 4 or not texts.stats.drafted
     expected: dict[tuple[int, ...], float] = {(): float(seeds)}
-    for _ in range(3):
+    for _ in range(4):
         expected = {
-            (*path, token): count * probs_V[token].item()
+            (*path, token): count * chance
             for path, count in expected.items()
-            for probs_V in [sampling.probabilities(trained_forward(twin, [*prompt, *path])[0][-1])]
-            for token in probs_V.nonzero().flatten().tolist()
+            for logits_V in [trained_forward(twin, [*prompt, *path])[0][-1, :3]]
+            for token, chance in enumerate(sampling.probabilities(logits_V).tolist())
         }
     observed = Counter(map(tuple, texts.token_ids))
-    assert observed.keys() <= expected.keys()
     statistic = sum((observed[path] - count) ** 2 / count for path, count in expected.items())
-    p_value = torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(statistic / 2))
-    assert p_value > 0.001
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(statistic / 2)))
 
 
 @pytest.mark.parametrize("verifier", ["greedy", "bild"])

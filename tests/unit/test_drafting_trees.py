@@ -153,11 +153,14 @@ def test_a_dynamic_tree_is_the_likeliest_nodes_of_the_whole() -> None:
     assert set(paths[1:]) == set(sorted(scored, key=lambda path: -scored[path])[:6])
 
 
+BEAM = {"method": "mtp_beam", "beam_width": 8, "num_speculative_tokens": 2, "verifier": "joint"}
+
+
 def test_a_beam_finds_what_the_greedy_chain_misses() -> None:
     """Of the eight likeliest first tokens, the one whose best continuation makes the likeliest pair."""
     target, twin = runner_of(), model_of("gqa")
     text = run(target, [[4, 8, 15]], 1, None)[0].texts[0]
-    draft, proposer = grown(target, text, {"method": "mtp_beam", "beam_width": 8, "num_speculative_tokens": 2})
+    draft, proposer = grown(target, text, BEAM)
     assert isinstance(proposer, Beam)
     first = eagle_reference(twin, text, [])
     scores = {

@@ -45,6 +45,11 @@ class Level:
 class Grower(Eagle):
     """Level by level: run rows, choose their candidates, choose which of these to continue."""
 
+    @property
+    def beam(self) -> int:
+        """`beam_width`, of as many tokens as there are."""
+        return min(self.config.beam_width, self.runner.vocab_size)
+
     def grow(self, sequences: Sequences, scene: Round, widths: list[int], most: int | None, drawn: bool) -> list[Level]:
         """Levels with `widths[i]` candidates a row.
 
@@ -56,6 +61,7 @@ class Grower(Eagle):
         levels = [self._candidates(states_SBH, scene, widths[0], None, None, 0, drawn)]
         batch, started = len(sequences.texts), 0
         ancestors_BFA = torch.zeros(batch, 1, self._rows(widths, most), dtype=torch.bool, device=states_SBH.device)
+        own_AA = torch.eye(ancestors_BFA.size(2), device=states_SBH.device).bool()
         for depth, width in enumerate(widths[1:]):
             taken_BF = self._continued(levels[-1], most)
             level = levels[-1]
@@ -63,10 +69,7 @@ class Grower(Eagle):
             rows = taken_BF.size(1)
             states_SBH = states_SBH.gather(0, above_BF.T.unsqueeze(2).expand(-1, -1, states_SBH.size(2)))
             ancestors_BFA = ancestors_BFA.gather(1, above_BF.unsqueeze(2).expand(-1, -1, ancestors_BFA.size(2)))
-            ancestors_BFA = (
-                ancestors_BFA
-                | torch.eye(ancestors_BFA.size(2), device=states_SBH.device).bool()[started : started + rows]
-            )
+            ancestors_BFA = ancestors_BFA | own_AA[started : started + rows]
             where = sequences.tree(torch.full_like(taken_BF, depth), ancestors_BFA, started)
             tokens_BF = level.tokens_BN.gather(1, taken_BF)
             states_SBH = self.runner.depth(1, states_SBH, tokens_BF, where, self.cache)
@@ -141,12 +144,12 @@ class Tree(Grower):
 
     @property
     def _beam(self) -> int | None:
-        return None if self.config.tree_nodes is None else self.config.beam_width
+        return None if self.config.tree_nodes is None else self.beam
 
     def _widths(self, count: int) -> list[int]:
         if self.config.tree_nodes is not None:
-            return [self.config.beam_width] * count
-        return list(self.config.tree or DEFAULT_TREE)[:count]
+            return [self.beam] * count
+        return [min(width, self.runner.vocab_size) for width in self.config.tree or DEFAULT_TREE][:count]
 
     @torch.inference_mode()
     def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
@@ -164,15 +167,16 @@ class Tree(Grower):
 class Beam(Grower):
     """The likeliest of W chains, grown side by side (beam sampling of MTAD, arXiv:2407.09722).
 
-    Above temperature 0 the candidates are samples of q. The draft carries the q of its path, which `joint` compares.
+    Above temperature 0 the candidates are samples of q. Only `joint` is told the q of the path: the best of several
+    samples is no sample of q, and to a rule that keeps the distribution it is a deterministic draft.
     """
 
     def nodes(self, count: int) -> int:
-        return max(count, self._rows([self.config.beam_width] * count, self.config.beam_width))
+        return max(count, self._rows([self.beam] * count, self.beam))
 
     @torch.inference_mode()
     def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
-        width = self.config.beam_width
+        width = self.beam
         levels = self.grow(sequences, scene, [width] * count, width, drawn=not scene.sampling.greedy)
         best_B1 = levels[-1].scores_BN.argmax(dim=1, keepdim=True)
         tokens, probs = [], []
@@ -181,7 +185,8 @@ class Beam(Grower):
             tokens.append(level.tokens_BN.gather(1, best_B1))
             probs.append(_of_rows(level.probs_BFV, row_B1))
             best_B1 = row_B1 if level.taken_BF is None else level.taken_BF.gather(1, row_B1)
-        return Draft(torch.cat(tokens[::-1], dim=1), torch.cat(probs[::-1], dim=1))
+        probs_BNV = torch.cat(probs[::-1], dim=1) if scene.config.verifier == "joint" else None
+        return Draft(torch.cat(tokens[::-1], dim=1), probs_BNV)
 
 
 DEFAULT_TREE = (4, 2)

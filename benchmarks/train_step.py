@@ -7,7 +7,8 @@
 Both sides train the same weights on the same batches, with Megatron's DDP, optimizer, schedule and `train_step`. They
 differ in the model (`GPTModelBuilder` against `MTPGPTModelBuilder`) and the forward step (that of Megatron's
 `pretrain_gpt.py` against `ForwardStep`, the making of the shifts included). What Megatron logs between steps is
-counted for neither. Sides take turns step by step, so that a load from outside meets both.
+counted for neither. Without Transformer Engine both have the same portable attention and norms in their layers. Sides
+take turns step by step, so that a load from outside meets both.
 
 The first step has to give the same loss and the same norm of the gradient on both sides, or there is no comparison and
 the benchmark ends with an error.
@@ -47,7 +48,7 @@ from megatron.core.utils import (  # noqa: E402
 from megatron.training import get_args, get_timers  # noqa: E402
 from megatron.training.argument_utils import gpt_config_from_args  # noqa: E402
 from megatron.training.initialize import initialize_megatron, set_jit_fusion_options  # noqa: E402
-from megatron.training.models.gpt import GPTModelConfig  # noqa: E402
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec  # noqa: E402
 from megatron.training.training import (  # noqa: E402
     get_megatron_ddp_config,
     get_megatron_optimizer_config,
@@ -59,6 +60,7 @@ from torch import Tensor  # noqa: E402
 from benchmarks.harness import Goal, allocated_peak, compare, hardware, interleave, report, resident_peak, table  # noqa: E402
 from megatron_mtp.config import MTPConfig  # noqa: E402
 from megatron_mtp.model.trunk import MTPGPTModelConfig  # noqa: E402
+from megatron_mtp.platform.portable import with_portable_modules  # noqa: E402
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags  # noqa: E402
 from megatron_mtp.training.forward_step import ForwardStep, holds_mtp_depths  # noqa: E402
 from megatron_mtp.training.metrics import Metrics  # noqa: E402
@@ -249,6 +251,8 @@ def build_side(
     """Model, DDP, optimizer and learning rate, as `pretrain()` sets them up; `like` gives the weights."""
     args = get_args()
     config = gpt_config_from_args(args, model_config_cls=model_config)
+    if model_config is GPTModelConfig and config.transformer.transformer_impl == "local":
+        config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
     model = config.get_builder_cls()(config).build_distributed_models(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(), ddp_config=get_megatron_ddp_config(args)
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_mtp.data.shift import inside_document, shift_left
 
@@ -51,6 +52,17 @@ def mask_ignored_labels(batch: dict[str, Any]) -> None:
     ignored_BS = labels_BS == IGNORED_LABEL
     batch["labels"] = labels_BS.masked_fill(ignored_BS, 0)
     batch["loss_mask"] = batch["loss_mask"].masked_fill(ignored_BS, 0)
+
+
+def join_rows(batch: dict[str, Any]) -> None:
+    """Make one row of the rows of a packed batch, in place; its offsets become those of that row, [documents + 1]."""
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        if batch[name] is not None:
+            lengths = batch[name].diff(dim=1).flatten()
+            batch[name] = pad(lengths[lengths > 0].cumsum(0, dtype=torch.int32), (1, 0))
+    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+        if batch[name] is not None:
+            batch[name] = batch[name].view(1, -1)
 
 
 def add_depths(batch: dict[str, Any], depths: int, document_BS: Tensor | None) -> None:

@@ -17,8 +17,9 @@ def prepare() -> bool:
         # On a machine without a GPU nobody misses these kernels, and every import says that they are not there.
         warnings.filterwarnings("ignore", message="(?i).*(apex|transformer.engine).*", category=UserWarning)
         cpu.install()
-    from megatron_mtp.platform import torch_adam, wheel
+    from megatron_mtp.platform import saving, torch_adam, wheel
 
     wheel.install()
+    saving.install(on_cpu)
     torch_adam.install()
     return on_cpu

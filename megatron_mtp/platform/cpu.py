@@ -108,7 +108,7 @@ def _tensor_rows() -> list[Substitution]:
     on_cpu = {name: stand_ins.without_cuda_device(getattr(torch, name)) for name in _FACTORIES}
     moved = "batches, gradients and the model are moved to the device"
     return [
-        *_rows(torch, "tensors are made with device='cuda'", **on_cpu),
+        *_rows(torch, "tensors are made with device='cuda' or in pinned memory", **on_cpu),
         *_rows(torch.Tensor, moved, to=stand_ins.to, cuda=stand_ins.itself, record_stream=stand_ins.nothing),
         *_rows(torch.nn.Module, moved, cuda=stand_ins.itself),
         *_rows(torch.Tensor, "pinned memory is a CUDA allocation", pin_memory=stand_ins.itself),
@@ -133,13 +133,21 @@ def _tensor_rows() -> list[Substitution]:
 
 def _megatron_rows() -> list[Substitution]:
     from megatron.core.tensor_parallel import random
+    from megatron.training import training
 
-    return _rows(
-        random,
-        "it reaches past torch.cuda's functions into the CUDA generators themselves",
-        _get_cuda_rng_state=stand_ins.get_rng_state,
-        _set_cuda_rng_state=stand_ins.set_rng_state,
-    )
+    return [
+        *_rows(
+            random,
+            "it reaches past torch.cuda's functions into the CUDA generators themselves",
+            _get_cuda_rng_state=stand_ins.get_rng_state,
+            _set_cuda_rng_state=stand_ins.set_rng_state,
+        ),
+        *_rows(
+            training,
+            "it would sum up packed lengths on a device called 'cuda:', followed by the current device's name",
+            _seqlen_stats_in_iteration=torch.zeros(2, dtype=torch.float64),
+        ),
+    ]
 
 
 def _rows(owner: Any, reason: str, **replacements: Any) -> list[Substitution]:

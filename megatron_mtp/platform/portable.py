@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,6 +23,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import layer_norm, pad, rms_norm, scaled_dot_product_attention
 
+from megatron_mtp.platform.latent import PortableLatentAttention
 from megatron_mtp.platform.zigzag import slots_of_ranks
 
 
@@ -172,7 +174,7 @@ class PortableAttention(torch.nn.Module):
 
 def with_portable_modules(spec: Any, config: TransformerConfig) -> Any:
     """The spec (a module, a `ModuleSpec`, or a dataclass or list of such) with ours in the places of Megatron's."""
-    swaps: dict[Any, Any] = {WrappedTorchNorm: PortableNorm}
+    swaps: dict[Any, Any] = {WrappedTorchNorm: PortableNorm, MLASelfAttention: PortableLatentAttention}
     if config.softmax_type == "vanilla":  # attention sinks are left to Megatron's own module
         swaps[DotProductAttention] = PortableAttention
     return _swapped(spec, swaps)

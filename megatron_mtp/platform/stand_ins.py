@@ -119,10 +119,11 @@ def set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
 
 
 def without_cuda_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function; a CUDA device among its arguments means the CPU."""
+    """The same function; a CUDA device among its arguments means the CPU, and memory is not pinned."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
         if "device" in kwargs and _names_cuda(kwargs["device"]):
             kwargs["device"] = CPU
         return function(*args, **kwargs)

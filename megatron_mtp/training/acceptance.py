@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.model.sharing import Head
@@ -53,23 +54,65 @@ class AcceptanceRates:
 
 
 @torch.no_grad()
-def count_acceptance(hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, batch: DepthBatch) -> AcceptanceCounts:
-    """Counts of one microbatch; the same on every tensor-parallel rank."""
+def count_acceptance(
+    hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, batch: DepthBatch, cp_group: ProcessGroup
+) -> AcceptanceCounts:
+    """Counts of this rank's slots; the same on every tensor-parallel rank."""
+    later = LaterSlots(batch.slots_S, len(depth_hidden), cp_group)
     target_SBV = head.project(hidden_SBH).float()
-    target_SB = _argmax(target_SBV, head.tp_group)
-    target_SBV = _softmax_(target_SBV, head.tp_group)
-    so_far_SB = torch.ones_like(target_SB, dtype=torch.bool)
+    targets = later.lookup(_argmax(target_SBV, head.tp_group))
+    probabilities = later.lookup(_softmax_(target_SBV, head.tp_group))
+    so_far_SB = torch.ones_like(targets[: len(batch.slots_S)], dtype=torch.bool)
     counts: list[list[Tensor]] = []
     for depth, (state_SBH, mask_BS) in enumerate(zip(depth_hidden, batch.loss_mask_DBS, strict=True), start=1):
         draft_SBV = head.project(state_SBH).float()
         valid_SB = mask_BS.transpose(0, 1) > 0
         reached_SB = so_far_SB & valid_SB
-        agree_SB = _argmax(draft_SBV, head.tp_group) == torch.roll(target_SB, -depth, dims=0)
-        so_far_SB = reached_SB & agree_SB
-        overlap_SB = _overlap(torch.roll(target_SBV, -depth, dims=0), _softmax_(draft_SBV, head.tp_group), head)
+        where_S = later.where(depth)
+        so_far_SB = reached_SB & (_argmax(draft_SBV, head.tp_group) == targets[where_S])
+        overlap_SB = _overlap(probabilities[where_S], _softmax_(draft_SBV, head.tp_group), head)
         overlap = (overlap_SB * valid_SB).sum()
         counts.append([valid_SB.sum().float(), reached_SB.sum().float(), so_far_SB.sum().float(), overlap])
     return AcceptanceCounts(*torch.stack([torch.stack(row) for row in counts], dim=1))
+
+
+class LaterSlots:
+    """Values at the slots d = 1 .. D later, some of which stand on other context-parallel ranks.
+
+    Only those few are exchanged: the ones next to where the sequence was cut. `lookup` puts them behind this rank's own
+    values, `where` says at which row of the result the value of each slot's d-th next one stands.
+    """
+
+    def __init__(self, slots_S: Tensor, depths: int, cp_group: ProcessGroup) -> None:
+        self.slots_S, self.group = slots_S, cp_group
+        ranks = cp_group.size()
+        of_ranks = [torch.empty_like(slots_S) for _ in range(ranks)]
+        torch.distributed.all_gather(of_ranks, slots_S, group=cp_group)
+        slots_RS = torch.stack(of_ranks)
+        self.last = slots_RS.numel() - 1
+        self.rank_of = torch.empty(self.last + 1, dtype=torch.long, device=slots_S.device)
+        self.row_of = torch.empty_like(self.rank_of)
+        self.rank_of[slots_RS] = torch.arange(ranks, device=slots_S.device).unsqueeze(1)
+        self.row_of[slots_RS] = torch.arange(slots_S.numel(), device=slots_S.device)
+        first = [torch.arange(depth, self.last + 1, device=slots_S.device) for depth in range(1, depths + 1)]
+        crossing = [slot[self.rank_of[slot] != self.rank_of[slot - depth]] for depth, slot in enumerate(first, start=1)]
+        self.shared = torch.cat(crossing).unique()
+
+    def lookup(self, values_S: Tensor) -> Tensor:
+        """[S + shared slots, ...]; every rank of the group calls it with values of its own slots."""
+        if not self.shared.numel():
+            return values_S
+        shared = values_S.new_zeros((self.shared.numel(), *values_S.shape[1:]))
+        own = self.rank_of[self.shared] == self.group.rank()
+        shared[own] = values_S[self.row_of[self.shared[own]]]
+        torch.distributed.all_reduce(shared, group=self.group)
+        return torch.cat([values_S, shared])
+
+    def where(self, depth: int) -> Tensor:
+        """Rows of the result of `lookup`, [S]; beyond the end of the sequence that of the last slot."""
+        later_S = (self.slots_S + depth).clamp(max=self.last)
+        own_S = self.rank_of[later_S] == self.group.rank()
+        return torch.where(own_S, self.row_of[later_S], self.slots_S.numel() + torch.searchsorted(self.shared, later_S))
 
 
 def acceptance_rates(stacked_4D: Tensor) -> AcceptanceRates:
@@ -83,7 +126,7 @@ def acceptance_rates(stacked_4D: Tensor) -> AcceptanceRates:
     return AcceptanceRates(conditional, [o / v if v else 0.0 for o, v in zip(overlap, valid, strict=True)], length)
 
 
-def _argmax(logits_SBV: Tensor, tp_group: torch.distributed.ProcessGroup) -> Tensor:
+def _argmax(logits_SBV: Tensor, tp_group: ProcessGroup) -> Tensor:
     """Token of the largest logit over all slices, [S, B]; the lowest token among equals."""
     best_SB, token_SB = logits_SBV.max(dim=-1)
     if tp_group.size() == 1:
@@ -97,7 +140,7 @@ def _argmax(logits_SBV: Tensor, tp_group: torch.distributed.ProcessGroup) -> Ten
     return torch.stack(tokens).gather(0, winner_SB).squeeze(0)
 
 
-def _softmax_(logits_SBV: Tensor, tp_group: torch.distributed.ProcessGroup) -> Tensor:
+def _softmax_(logits_SBV: Tensor, tp_group: ProcessGroup) -> Tensor:
     """Probabilities over all slices, in the memory of the logits."""
     largest_SB1 = logits_SBV.amax(dim=-1, keepdim=True)
     torch.distributed.all_reduce(largest_SB1, op=torch.distributed.ReduceOp.MAX, group=tp_group)

@@ -110,6 +110,14 @@ def check_flags(args: Namespace) -> None:
             "--logits-load-dir was given, but training on a teacher's stored logits is left to Megatron's own script; "
             "drop the flag, or use that script."
         )
+    _check_sequences(args)
+    if args.mtp_num_layers is not None:
+        _check_depths(args, settings)
+
+
+def _check_sequences(args: Namespace) -> None:
+    """Packed rows, and how sequences are cut for context parallelism."""
+    packed = args.sft or args.dataloader_inter_document_masking
     if args.hybrid_context_parallel:
         raise ValueError(
             "--hybrid-context-parallel was given, which this script does not cut batches for; give "
@@ -118,16 +126,20 @@ def check_flags(args: Namespace) -> None:
     if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
         raise ValueError(
             f"--dataloader-inter-document-masking was given with --context-parallel-size {args.context_parallel_size}, "
-            "which cannot cut documents of any length; give --reset-attention-mask in its place, or pad the documents."
+            "which cannot cut documents of any length; give --reset-attention-mask in its place."
         )
-    depths = args.mtp_num_layers
-    if depths is None:
-        return
+    if packed and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
+        raise ValueError(
+            f"--micro-batch-size is {args.micro_batch_size}, but a pipeline takes one packed row at a time; give 1."
+        )
+
+
+def _check_depths(args: Namespace, settings: MTPConfig) -> None:
+    depths, factor = args.mtp_num_layers, args.mtp_loss_scaling_factor
     if depths < 1:
         raise ValueError(
             f"--mtp-num-layers is {depths}; give 1 or more, or leave the flag out to train without depths."
         )
-    factor = args.mtp_loss_scaling_factor
     if factor is not None and factor < 0:
         raise ValueError(f"--mtp-loss-scaling-factor is {factor}; give 0 or more (0.1 is Megatron's default).")
     if args.position_embedding_type not in ("rope", "none"):

@@ -14,18 +14,15 @@ from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.core.utils import (
-    flatten_batch_for_packed_sequences,
-    get_attr_wrapped_model,
-    get_batch_on_this_tp_rank,
-)
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.batch import add_depths, depth_batch, keep_slots, mask_ignored_labels
+from megatron_mtp.data.batch import add_depths, depth_batch, join_rows, keep_slots, mask_ignored_labels
 from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
 from megatron_mtp.losses import LOSSES
 from megatron_mtp.losses.combine import combine
@@ -58,7 +55,7 @@ class ForwardStep:
             batch["attention_mask"],
             labels=batch["labels"],
             packed_seq_params=_packed_seq_params(batch),
-            output_processor=NextTokensObjective(LOSSES["ce"], self._measures_acceptance()),
+            output_processor=NextTokensObjective(LOSSES["ce"], self._acceptance_group()),
             output_processor_context=depths,
         )
         return output, self.loss
@@ -78,15 +75,11 @@ class ForwardStep:
         tokens = output.main.tokens if per_token else output.main.whole_tokens
         return loss, tokens.detach().int(), report
 
-    def _measures_acceptance(self) -> bool:
-        """Always in evaluation; in training on the steps that were asked for."""
-        args = get_args()
-        if args.context_parallel_size > 1:
-            return False  # a draft's target then stands on another rank
-        if not torch.is_grad_enabled():
-            return True
+    def _acceptance_group(self) -> ProcessGroup | None:
+        """The ranks that measure acceptance: in evaluation always, in training on the steps that were asked for."""
         interval = self.settings.mtp_acceptance_interval
-        return interval > 0 and (args.curr_iteration + 1) % interval == 0
+        is_asked_for = interval > 0 and (get_args().curr_iteration + 1) % interval == 0
+        return mpu.get_context_parallel_group() if is_asked_for or not torch.is_grad_enabled() else None
 
 
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
@@ -118,7 +111,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=2,  # it decides only whether padded offsets are broadcast; without context parallelism they matter too
         tp_rank=tp_rank,
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=_reads_everything(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -126,10 +119,9 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     document_BS = None if batch["labels"] is None else _documents(batch)
-    batch = flatten_batch_for_packed_sequences(batch)
+    if batch["cu_seqlens"] is not None:
+        join_rows(batch)
     if batch["labels"] is not None:
-        if document_BS is not None:
-            document_BS = document_BS.view_as(batch["labels"])
         mask_ignored_labels(batch)
         add_depths(batch, args.mtp_num_layers or 0, document_BS)
     if needs_tokens:
@@ -176,10 +168,12 @@ _BATCH_KEYS = (
 
 
 def _documents(batch: dict[str, Any]) -> Tensor | None:
-    """Which document every slot belongs to, [B, S], where Megatron's flags say that documents matter."""
+    """Which document every slot belongs to, [B, S] or, of packed rows joined to one, [1, B * S]; None where Megatron's
+    flags say that documents do not matter."""
     args = get_args()
     if batch["cu_seqlens"] is not None:
-        return documents_from_offsets(batch["cu_seqlens"], batch["cu_seqlens_padded"], batch["labels"].size(1))
+        rows = documents_from_offsets(batch["cu_seqlens"], batch["cu_seqlens_padded"], batch["labels"].size(1))
+        return rows.view(1, -1)
     if (args.reset_attention_mask or args.eod_mask_loss) and batch["tokens"] is not None:
         return documents_from_eod(batch["tokens"], get_tokenizer().eod)
     return None
@@ -198,8 +192,8 @@ def _keep_own_slots(batch: dict[str, Any]) -> None:
 def _packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
     if batch["cu_seqlens"] is None:
         return None
-    update_seqlen_stats_from_cu_seqlens(batch["cu_seqlens"].squeeze(0))
-    padded = None if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"].squeeze(0)
+    update_seqlen_stats_from_cu_seqlens(batch["cu_seqlens"])
+    padded = batch["cu_seqlens_padded"]
     longest = int(_offsets(batch).diff().max().item())  # `max_seqlen` may not count padding
     return PackedSeqParams(
         qkv_format="thd",
@@ -214,8 +208,7 @@ def _packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
 
 def _offsets(batch: dict[str, Any]) -> Tensor:
     """Where the documents of a packed row start, and its end; attention walks the slots, padding included."""
-    offsets = batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
-    return offsets.squeeze(0)
+    return batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
 
 
 def _validate(loss: Tensor) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.losses import Loss
@@ -29,10 +30,15 @@ class ObjectiveOutput:
 
 @dataclass(frozen=True)
 class NextTokensObjective:
-    """Cross-entropy of the trunk, a loss of every depth, and acceptance where it is to be measured."""
+    """Cross-entropy of the trunk, a loss of every depth, and acceptance where it is to be measured.
+
+    Attributes:
+        depth_loss: of every depth.
+        acceptance_group: the context-parallel ranks that measure acceptance together; None where nobody measures it.
+    """
 
     depth_loss: Loss
-    measure_acceptance: bool
+    acceptance_group: ProcessGroup | None = None
 
     def __call__(
         self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, depth_head: Head, batch: DepthBatch
@@ -53,6 +59,6 @@ class NextTokensObjective:
     def _acceptance(
         self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, batch: DepthBatch
     ) -> AcceptanceCounts | None:
-        if not (self.measure_acceptance and depth_hidden):
+        if self.acceptance_group is None or not depth_hidden:
             return None
-        return count_acceptance(hidden_SBH, depth_hidden, head, batch)
+        return count_acceptance(hidden_SBH, depth_hidden, head, batch, self.acceptance_group)

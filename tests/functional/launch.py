@@ -1,13 +1,16 @@
 """Runs whole commands the way a user would, one or several processes; a failure shows the end of what they printed."""
 
+import contextlib
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 300
+"""Seconds after which a command counts as hanging."""
 
 TINY_RUN = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -52,23 +55,25 @@ def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a command at once, with every process that it has started."""
-    os.killpg(process.pid, signal.SIGKILL)
+    """End a command at once, with every process that it has started: torchrun's workers have groups of their own."""
+    for each in (*psutil.Process(process.pid).children(recursive=True), process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
     process.wait()
 
 
-def finish(process: subprocess.Popen[bytes], log: Path) -> str:
+def finish(process: subprocess.Popen[bytes], log: Path, timeout: float = TIMEOUT) -> str:
     """What it printed, once it has ended well; AssertionError otherwise."""
     try:
-        status = process.wait(TIMEOUT)
+        status = process.wait(timeout)
     except subprocess.TimeoutExpired:
         kill(process)
-        status = f"killed after {TIMEOUT} s"
+        status = f"killed after {timeout} s"
     printed = log.read_text(errors="replace")
     assert status == 0, f"exit status {status}; the end of {log}:\n{printed[-4000:]}"
     return printed
 
 
-def run(command: list[str], log: Path) -> str:
+def run(command: list[str], log: Path, timeout: float = TIMEOUT) -> str:
     """What a command printed."""
-    return finish(start(command, log), log)
+    return finish(start(command, log), log, timeout)

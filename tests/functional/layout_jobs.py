@@ -7,6 +7,8 @@ Rank 0 writes FOLDER/records/<job>.pt: losses, and whole tensors put together fr
 test_interop.py compare them.
 """
 
+import gc
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +23,11 @@ from megatron_mtp.platform import prepare
 
 ON_CPU = prepare()
 
-from layouts import LAYOUTS, MODELS, SINGLE, Layout  # noqa: E402
+from layout_batches import MICROBATCHES, ROWS, SEQUENCE, VOCABULARY, microbatches  # noqa: E402
+from layouts import LAYOUTS, MODELS, SINGLE, Layout, sources  # noqa: E402
 from megatron.core import mpu  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
@@ -36,21 +38,20 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import get_model_config, unwrap_model  # noqa: E402
 from megatron.training import get_args, get_timers  # noqa: E402
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
-from megatron.training.checkpointing import save_checkpoint  # noqa: E402
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
-from megatron.training.training import destroy_global_state, setup_model_and_optimizer, train_step  # noqa: E402
+from megatron.training.training import destroy_global_state, evaluate, setup_model_and_optimizer, train_step  # noqa: E402
 
 from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags  # noqa: E402
 from megatron_mtp.training.forward_step import ForwardStep  # noqa: E402
 from megatron_mtp.training.metrics import Metrics  # noqa: E402
 from megatron_mtp.training.run import get_embedding_ranks, join_single_process  # noqa: E402
 
-SEQUENCE, MICRO_BATCH, MICROBATCHES, VOCABULARY = 32, 2, 4, 128
 COMMON = f"""
-    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4
     --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
-    --micro-batch-size {MICRO_BATCH} --global-batch-size {MICRO_BATCH * MICROBATCHES}
+    --micro-batch-size {ROWS["stream"]} --global-batch-size {ROWS["stream"] * MICROBATCHES}
     --train-iters 10 --eval-interval 10 --lr 1e-2 --clip-grad 1.0 --adam-eps 1e-3
     --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --make-vocab-size-divisible-by 8
 """
@@ -74,7 +75,8 @@ def train(folder: Path, model_name: str, layout_name: str, fault: str = "") -> d
     model, optimizer, scheduler = build(
         model_name, LAYOUTS[layout_name], flags=f"--load {start} {NEW_RUN}", fault=fault
     )
-    record = one_step(model, optimizer, scheduler)
+    record = evaluation(model, MODELS[model_name].batches, folder / "metrics" / f"{model_name}-{layout_name}")
+    record |= one_step(model, optimizer, scheduler, MODELS[model_name].batches)
     if not fault:
         get_args().save = str(folder / "trained" / f"{model_name}-{layout_name}")
         save_checkpoint(1, model, optimizer, scheduler, 0)
@@ -82,16 +84,27 @@ def train(folder: Path, model_name: str, layout_name: str, fault: str = "") -> d
 
 
 def move(folder: Path, model_name: str, source: str, target: str) -> dict[str, Any]:
-    """Load in the target layout what `train` saved in the source layout, and take the next step.
+    """Load in the target layout what `train` saved in the source layout, optimizer included, and take the next step."""
+    load_flags = f"--load {folder / 'trained' / f'{model_name}-{source}'} --no-load-rng"
+    model, optimizer, scheduler = build(model_name, LAYOUTS[target], flags=load_flags)
+    return whole_tensors(model, "loaded") | one_step(model, optimizer, scheduler, MODELS[model_name].batches)
 
-    Megatron converts no state between the distributed optimizer and the plain one: then there are only weights.
-    """
-    load = f"--load {folder / 'trained' / f'{model_name}-{source}'} --no-load-rng"
-    if LAYOUTS[source].flags != LAYOUTS[target].flags:
-        model, *_ = build(model_name, LAYOUTS[target], flags=f"{load} --no-load-optim")
-        return whole_tensors(model, "loaded")
-    model, optimizer, scheduler = build(model_name, LAYOUTS[target], flags=load)
-    return whole_tensors(model, "loaded") | one_step(model, optimizer, scheduler)
+
+def load(folder: Path, model_name: str, layout_name: str) -> dict[str, Any]:
+    """Load in one layout what `train` saved in every layout; {source: the weights that came out other than saved}."""
+    model, *_ = build(model_name, LAYOUTS[layout_name], flags=NEW_RUN)
+    differing = {}
+    for source in sources(model_name):
+        with torch.no_grad():
+            for parameter in (each for chunk in model for each in chunk.parameters()):
+                parameter.fill_(float("nan"))
+        get_args().load = str(folder / "trained" / f"{model_name}-{source}")
+        load_checkpoint(model, None, None)
+        loaded = whole_tensors(model, "weights")
+        saved = torch.load(folder / "records" / f"train-{model_name}-{source}.pt")["weights"]
+        differing[source] = [name for name in saved if not torch.equal(loaded["weights"][name], saved[name])]
+        differing[source] += [f"copies of {name}" for name, far in loaded["weights apart"].items() if far]
+    return {"differing": differing}
 
 
 def forward(folder: Path, model_name: str, block: str, source: str) -> dict[str, Any]:
@@ -117,6 +130,7 @@ JOBS: dict[str, Callable[..., dict[str, Any] | None]] = {
     "init": init,
     "train": train,
     "move": move,
+    "load": load,
     "forward": forward,
     "save_entries": save_entries,
 }
@@ -126,8 +140,12 @@ def build(
     model_name: str, layout: Layout, block: str = "ours", flags: str = "", fault: str = ""
 ) -> tuple[list[torch.nn.Module], Any, Any]:
     """Model chunks, optimizer and scheduler, as `pretrain()` makes them; `block` is 'ours' or 'megatron'."""
-    sizes = f"--tensor-model-parallel-size {layout.tp} --pipeline-model-parallel-size {layout.pp}"
-    sys.argv = ["layout_worker.py", *f"{COMMON} {MODELS[model_name]} {sizes} {layout.flags} {flags}".split()]
+    given = MODELS[model_name]
+    command_line = (
+        f"{COMMON} --mtp-num-layers {given.depths} {given.attention} {given.flags} "
+        f"{layout.command_line(given.depths)} {flags}"
+    )
+    sys.argv = ["layout_worker.py", *command_line.split()]
     set_machine_flags(sys.argv, ON_CPU)
     args, model_config = parse_checked_args()
     initialize_megatron(get_embedding_ranks=FAULTS.get(fault, get_embedding_ranks))
@@ -142,7 +160,7 @@ def build(
 FAULTS: dict[str, Callable[[list[int]], list[int]]] = {"no-embedding-group": lambda pipeline_ranks: pipeline_ranks[:1]}
 
 
-def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any, batches: str) -> dict[str, Any]:
     """Megatron's training step; gradients are read between the backward pass and the optimizer."""
     args = get_args()
     config = get_model_config(model[0])
@@ -159,7 +177,7 @@ def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> di
 
     optimizer.step = read_gradients_and_step
     forward_step = ForwardStep(mtp_config_from_args(args), Metrics(None))
-    data = own_microbatches(len(model))
+    data = own_microbatches(batches, len(model))
     forward_backward = get_forward_backward_func()
     losses, *_, grad_norm, _, _ = train_step(
         forward_step,
@@ -176,27 +194,23 @@ def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> di
     return record | whole_tensors(model, "weights")
 
 
-def microbatches() -> list[dict[str, torch.Tensor]]:
-    """The global batch; holes in the loss masks, more of them in later microbatches."""
-    generator = torch.Generator().manual_seed(5)
-    causal = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril().logical_not()
-    batches = []
-    for index in range(MICROBATCHES):
-        stream_BS = torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
-        mask_BS = torch.rand(MICRO_BATCH, SEQUENCE, generator=generator) > 0.15 * index
-        batches.append(
-            {
-                "tokens": stream_BS[:, :-1].contiguous(),
-                "labels": stream_BS[:, 1:].contiguous(),
-                "loss_mask": mask_BS.float(),
-                "position_ids": torch.arange(SEQUENCE).expand(MICRO_BATCH, -1).contiguous(),
-                "attention_mask": causal.expand(MICRO_BATCH, -1, -1, -1).contiguous(),
-            }
-        )
-    return batches
+def evaluation(model: list[torch.nn.Module], batches: str, folder: Path) -> dict[str, Any]:
+    """Losses and acceptance of the global batch, as they are written after every evaluation."""
+    metrics, data = Metrics(folder), own_microbatches(batches, len(model))
+    evaluate(
+        ForwardStep(mtp_config_from_args(get_args()), metrics),
+        data if len(model) > 1 else data[0],
+        model,
+        None,
+        get_model_config(model[0]),
+        non_loss_data_func=metrics.end_evaluation,
+        eval_iters=1,
+    )
+    torch.distributed.barrier()
+    return {"evaluation": json.loads((folder / "metrics.jsonl").read_text())}
 
 
-def own_microbatches(chunks: int) -> list[RerunDataIterator | None]:
+def own_microbatches(kind: str, chunks: int) -> list[RerunDataIterator | None]:
     """Those of this data-parallel rank, as Megatron's sampler deals them out, for every chunk of the model.
 
     Only the first tensor rank reads data.
@@ -204,19 +218,19 @@ def own_microbatches(chunks: int) -> list[RerunDataIterator | None]:
     if mpu.get_tensor_model_parallel_rank() != 0:
         return [None] * chunks
     rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    return [RerunDataIterator(iter(microbatches()[rank::ranks])) for _ in range(chunks)]
+    return [RerunDataIterator(iter(microbatches(kind)[rank::ranks])) for _ in range(chunks)]
 
 
 def our_losses(model: torch.nn.Module) -> dict[str, float]:
     args = get_args()
-    output, _ = ForwardStep(mtp_config_from_args(args), Metrics(None))(iter(microbatches()), model)
+    output, _ = ForwardStep(mtp_config_from_args(args), Metrics(None))(iter(microbatches("stream")), model)
     sums = {"lm loss": output.main} | {f"mtp_{depth} loss": sums for depth, sums in enumerate(output.depths, start=1)}
     return {name: (value.total / value.tokens).item() for name, value in sums.items()}
 
 
 def megatron_losses(model: torch.nn.Module) -> dict[str, float]:
     """Megatron's own MTP leaves the losses of the depths in a tracker."""
-    batch = microbatches()[0]
+    batch = microbatches("stream")[0]
     labels, loss_mask = batch.pop("labels"), batch.pop("loss_mask")
     MTPLossLoggingHelper.tracker.clear()
     losses_BS = model(
@@ -299,10 +313,18 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def forget_everything() -> None:
+    """Megatron forgets its groups without destroying them: their threads, 60 a job, would slow all later jobs down."""
+    destroy_global_state()
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
+    gc.collect()  # models refer to them in circles
+
+
 def main(target: str, jobs: list[str]) -> None:
     folder = Path(target)
     join_single_process()
-    get_write_results_queue("fork")  # made by spawning otherwise, which imports everything a second time
     for job in jobs:
         started = time.perf_counter()
         name, *arguments = job.split("/")
@@ -312,6 +334,6 @@ def main(target: str, jobs: list[str]) -> None:
             file.parent.mkdir(exist_ok=True)
             torch.save(record, file)
         torch.distributed.barrier()
-        destroy_global_state()
+        forget_everything()
         print(f"> job {job}: {time.perf_counter() - started:.2f} s", flush=True)
     torch.distributed.destroy_process_group()

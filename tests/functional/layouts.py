@@ -10,57 +10,122 @@ _EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 0.1"
 )
-MODELS: dict[str, str] = {
-    "tied-d1": "--mtp-num-layers 1",
-    "untied-d1": "--mtp-num-layers 1 --untie-embeddings-and-output-weights",
-    "tied-d3": "--mtp-num-layers 3",
-    "untied-d3": "--mtp-num-layers 3 --untie-embeddings-and-output-weights",
-    "repeated-d3": "--mtp-num-layers 3 --mtp-use-repeated-layer",
-    "moe-d2": f"--mtp-num-layers 2 {_EXPERTS} --moe-token-dispatcher-type allgather",
-    "moe-alltoall-d2": f"--mtp-num-layers 2 {_EXPERTS} --moe-token-dispatcher-type alltoall",
-}
-"""Megatron's flags of a model, beside `layout_jobs.COMMON`."""
+_UNTIED = "--untie-embeddings-and-output-weights"
+_PACKED = "--sft --micro-batch-size 1 --global-batch-size 4 --no-create-attention-mask-in-dataloader"
+_LATENT = (
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 6 --qk-layernorm"
+)
 
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained: depths, Megatron's flags beside `layout_jobs.COMMON`, and the kind of its batches."""
+
+    depths: int
+    flags: str = ""
+    batches: str = "stream"
+    attention: str = "--group-query-attention --num-query-groups 2"
+
+
+MODELS: dict[str, Model] = {
+    "tied-d1": Model(1),
+    "untied-d1": Model(1, _UNTIED),
+    "tied-d3": Model(3),
+    "untied-d3": Model(3, _UNTIED),
+    "repeated-d3": Model(3, "--mtp-use-repeated-layer"),
+    "moe-d2": Model(2, f"{_EXPERTS} --moe-token-dispatcher-type allgather"),
+    "moe-alltoall-d2": Model(2, f"{_EXPERTS} --moe-token-dispatcher-type alltoall"),
+    "latent-d2": Model(2, _LATENT, attention=""),
+    "parallel-d2": Model(2, "--mtp-architecture parallel"),
+    "documents-d3": Model(3, "--reset-attention-mask --eod-mask-loss", "documents"),
+    "packed-d1": Model(1, _PACKED, "packed"),
+    "packed-d3": Model(3, _PACKED, "packed"),
+    "ragged-d3": Model(3, _PACKED, "ragged"),
+    "padded-d1": Model(1, _PACKED, "padded"),
+    "padded-d3": Model(3, _PACKED, "padded"),
+    "padded-latent-d2": Model(2, f"{_PACKED} {_LATENT}", "padded", attention=""),
+    "per-token-d3": Model(3, "--calculate-per-token-loss"),
+}
+
+MEGATRONS_OWN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3", "repeated-d3", "moe-d2", "moe-alltoall-d2")
+"""Models that Megatron's own MTP can train too."""
+
+PLAIN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3")
+DEEP = ("tied-d3", "untied-d3")
 MOE = ("moe-d2", "moe-alltoall-d2")
 ALL = tuple(MODELS)
-DENSE = tuple(name for name in MODELS if name not in MOE)
-DEEP = ("tied-d3", "untied-d3")
+CUTTABLE = tuple(name for name in MODELS if name != "ragged-d3")
+"""Under context parallelism the length of a packed document is a multiple of four here."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over processes, and the models that are tried in it."""
+    """How a model is spread over processes, and the models that are tried in it; `{m}` in flags is one m a depth."""
 
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     dp: int = 1
     flags: str = ""
-    models: tuple[str, ...] = ALL
+    models: tuple[str, ...] = PLAIN
+    distributed_optimizer: bool = False
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
+    def command_line(self, depths: int) -> str:
+        sizes = (
+            f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp} "
+            f"--context-parallel-size {self.cp}"
+        )
+        optimizer = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+        return f"{sizes} {optimizer if self.distributed_optimizer else ''} {self.flags.format(m='m' * depths)}"
 
-DISTRIBUTED_OPTIMIZER = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 
 SINGLE = "single"
+_EXPERT_PARALLEL = "--expert-model-parallel-size 2"
 LAYOUTS: dict[str, Layout] = {
     SINGLE: Layout(),
-    "tp2": Layout(tp=2, models=DENSE),  # Megatron wants sequence parallelism with experts and tensor parallelism
-    "tp2-sp": Layout(tp=2, flags="--sequence-parallel"),
-    "pp2": Layout(pp=2),
-    "pp2-vpp2": Layout(pp=2, flags="--num-virtual-stages-per-pipeline-rank 2", models=DEEP),
-    "dp2": Layout(dp=2, flags=DISTRIBUTED_OPTIMIZER),
-    "ep2": Layout(dp=2, flags="--expert-model-parallel-size 2", models=MOE),
-    "tp2-pp2": Layout(tp=2, pp=2, models=DEEP),
-    "pp2-dp2": Layout(pp=2, dp=2, flags=DISTRIBUTED_OPTIMIZER, models=DEEP),
-    "pp4-mtp-stage": Layout(pp=4, flags="--pipeline-model-parallel-layout Ett|tt|mmm|L", models=DEEP),
-    "pp2-ep2": Layout(pp=2, dp=2, flags="--expert-model-parallel-size 2", models=("moe-d2",)),
+    "tp2": Layout(
+        tp=2, models=(*PLAIN, "repeated-d3", "latent-d2", "parallel-d2", "ragged-d3", "padded-latent-d2")
+    ),  # without experts, for which Megatron wants sequence parallelism here
+    "tp2-sp": Layout(tp=2, flags="--sequence-parallel", models=ALL),
+    "cp2": Layout(cp=2, models=CUTTABLE),
+    "pp2": Layout(
+        pp=2, models=(*PLAIN, "repeated-d3", "moe-d2", "latent-d2", "parallel-d2", "documents-d3", "ragged-d3")
+    ),
+    "pp2-vpp2": Layout(pp=2, flags="--num-virtual-stages-per-pipeline-rank 2"),
+    "dp2": Layout(dp=2, models=(*PLAIN, "moe-d2", "packed-d3", "per-token-d3"), distributed_optimizer=True),
+    "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models=MOE),
+    "tp2-pp2": Layout(tp=2, pp=2),
+    "tp2-cp2": Layout(tp=2, cp=2, flags="--sequence-parallel", models=(*PLAIN, "padded-d3", "moe-d2", "latent-d2")),
+    "cp2-pp2": Layout(cp=2, pp=2, models=(*DEEP, "documents-d3", "packed-d3", "padded-d3")),
+    "cp2-dp2": Layout(cp=2, dp=2, models=(*DEEP, "per-token-d3"), distributed_optimizer=True),
+    "pp2-dp2": Layout(pp=2, dp=2, models=DEEP, distributed_optimizer=True),
+    "pp2-ep2": Layout(pp=2, dp=2, flags=_EXPERT_PARALLEL, models=MOE),
+    "pp4": Layout(pp=4, models=(*DEEP, "documents-d3", "padded-d3")),
+    "pp4-vpp2": Layout(pp=4, flags="--pipeline-model-parallel-layout E|t|t|t|t|||{m}L"),
+    "pp4-mtp-stage": Layout(
+        pp=4,
+        flags="--pipeline-model-parallel-layout Ett|tt|{m}|L",
+        models=(*PLAIN, "documents-d3", "packed-d1", "padded-d3"),
+    ),
+    "pp4-vpp2-mtp-stage": Layout(pp=4, flags="--pipeline-model-parallel-layout E|t|t|t|t||{m}|L", models=DEEP),
 }
 
 CASES = [(model, name) for name, layout in LAYOUTS.items() if name != SINGLE for model in layout.models]
 """Model and layout of every comparison with a single process."""
+
+
+def sources(model: str) -> list[str]:
+    """The layouts that save a checkpoint of the model."""
+    return [name for name, layout in LAYOUTS.items() if name == SINGLE or model in layout.models]
+
+
+LOADS = [(model, name) for model in (*DEEP, "moe-d2") for name in sources(model)]
+"""Model, and the layout that loads the checkpoints of all layouts."""
 
 MOVES = [
     (model, source, target)
@@ -68,24 +133,35 @@ MOVES = [
     for source, target in (
         (SINGLE, "pp2"),
         ("pp2", "tp2"),
-        ("tp2", "pp2"),
-        ("tp2", "dp2"),
-        ("dp2", "pp2"),
-        ("dp2", "dp2"),
-        ("dp2", "pp2-dp2"),
-        ("pp2", SINGLE),
-        ("tp2", SINGLE),
-        ("dp2", SINGLE),
+        ("tp2", "cp2"),
+        ("cp2", "tp2-pp2"),
+        ("tp2-pp2", "pp4-vpp2"),
+        ("pp4-vpp2", "pp4-mtp-stage"),
+        ("pp4-mtp-stage", "pp2-vpp2"),
+        ("pp2-vpp2", SINGLE),
+        ("dp2", "cp2-dp2"),
+        ("cp2-dp2", "pp2-dp2"),
+        ("pp2-dp2", "dp2"),
     )
 ]
-"""Model, the layout that saved a checkpoint, and the one that loads it."""
+"""Model, the layout that saved a checkpoint, and the one that goes on training from it."""
 
 
-def _jobs(world_size: int) -> list[str]:
-    """Every training step, and every load of what this world size or a smaller one has saved."""
-    steps = [f"train/{model}/{name}" for model, name in CASES if LAYOUTS[name].world_size == world_size]
-    moves = [f"move/{'/'.join(move)}" for move in MOVES if LAYOUTS[move[2]].world_size == world_size]
-    return steps + moves
+def _steps(world_size: int) -> list[str]:
+    return [f"train/{model}/{name}" for model, name in CASES if LAYOUTS[name].world_size == world_size]
+
+
+def _loads(world_size: int) -> list[str]:
+    return [f"load/{model}/{name}" for model, name in LOADS if LAYOUTS[name].world_size == world_size]
+
+
+def _moves(world_size: int, from_more: bool) -> list[str]:
+    """Those that begin with more processes than they end with, or the others."""
+    return [
+        f"move/{model}/{source}/{target}"
+        for model, source, target in MOVES
+        if LAYOUTS[target].world_size == world_size and (LAYOUTS[source].world_size > world_size) == from_more
+    ]
 
 
 @dataclass(frozen=True)
@@ -101,30 +177,33 @@ LAUNCHES: dict[str, Launch] = {
     SINGLE: Launch(
         1,
         [
-            f"{job}/{model}/{rest}"
-            for model in MODELS
-            for job, rest in (
-                ("init", "ours"),
-                ("train", SINGLE),
-                ("move", f"{SINGLE}/{SINGLE}"),
-                ("init", "megatron"),
-                ("forward", "ours/ours"),
-                ("forward", "megatron/ours"),
-                ("forward", "megatron/megatron"),
-                ("forward", "ours/megatron"),
-            )
+            *(job for model in MODELS for job in (f"init/{model}/ours", f"train/{model}/{SINGLE}")),
+            *(f"move/{model}/{SINGLE}/{SINGLE}" for model in DEEP),
+            *(
+                job
+                for model in MEGATRONS_OWN
+                for job in (
+                    f"init/{model}/megatron",
+                    f"forward/{model}/ours/ours",
+                    f"forward/{model}/megatron/ours",
+                    f"forward/{model}/megatron/megatron",
+                    f"forward/{model}/ours/megatron",
+                )
+            ),
         ],
     ),
     "two processes": Launch(
         2,
         [
-            *_jobs(2),
+            *_steps(2),
+            *_moves(2, from_more=False),
             "train/tied-d3/pp2/no-embedding-group",
             "save_entries/tied-d3/pp2/megatron",
             "save_entries/tied-d3/pp2/ours",
         ],
         needs=(SINGLE,),
     ),
-    "four processes": Launch(4, _jobs(4), needs=(SINGLE, "two processes")),
-    "back to one": Launch(1, _jobs(1), needs=(SINGLE, "two processes")),
+    "four processes": Launch(4, [*_steps(4), *_moves(4, from_more=False), *_loads(4)], needs=(SINGLE, "two processes")),
+    "back to two": Launch(2, [*_moves(2, from_more=True), *_loads(2)], needs=("four processes",)),
+    "back to one": Launch(1, [*_moves(1, from_more=True), *_loads(1)], needs=("two processes", "four processes")),
 }

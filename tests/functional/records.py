@@ -39,6 +39,6 @@ class Records:
             command = launch.torchrun(row.world_size, WORKER, str(self.folder), *row.jobs)
         self._errors[name] = ""
         try:
-            launch.run(command, self.folder / f"{name}.log")
+            launch.run(command, self.folder / f"{name}.log", timeout=max(launch.TIMEOUT, 15 * len(row.jobs)))
         except AssertionError as error:
             self._errors[name] = str(error)

@@ -15,6 +15,9 @@ RUNS = {
         "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett|mm|L --eod-mask-loss",
     ),
     "dp2": (2, "--use-distributed-optimizer"),
+    "cp2": (2, "--context-parallel-size 2"),
+    "tp2-packed": (2, "--tensor-model-parallel-size 2 --dataloader-inter-document-masking"),
+    "pp3-documents": (3, "--pipeline-model-parallel-size 3 --num-layers 3 --reset-attention-mask --eod-mask-loss"),
 }
 
 

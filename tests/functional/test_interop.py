@@ -1,12 +1,12 @@
 """Checkpoints pass between Megatron's own MTP and ours, in both directions, without a converter."""
 
 import pytest
-from layouts import MODELS
+from layouts import MEGATRONS_OWN
 from records import Records
 from torch import equal
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MEGATRONS_OWN)
 @pytest.mark.parametrize("saved_by", ["megatron", "ours"])
 def test_both_read_the_same_weights_and_compute_the_same_losses(records: Records, model: str, saved_by: str) -> None:
     ours = records.of(f"forward/{model}/ours/{saved_by}")

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from torch import Tensor
 
@@ -30,6 +30,19 @@ MOE: dict[str, Any] = {
     "moe_ffn_hidden_size": 32,
     "moe_token_dispatcher_type": "allgather",
     "moe_router_load_balancing_type": "none",
+}
+
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "num_query_groups": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "qk_layernorm": True,
+    "rope_type": "rope",
+    "apply_rope_fusion": False,
 }
 
 
@@ -60,7 +73,8 @@ def transformer_config(depths: int | None, **changes: Any) -> TransformerConfig:
         "mtp_num_layers": depths,
         "mtp_loss_scaling_factor": LAMBDA,
     }
-    return TransformerConfig(**{**fields, **changes})
+    kind = MLATransformerConfig if "multi_latent_attention" in changes else TransformerConfig
+    return kind(**{**fields, **changes})
 
 
 def our_model(
@@ -139,7 +153,7 @@ def forward_ours(model: MTPGPTModel, batch: dict[str, Any], depths: DepthBatch |
         batch["position_ids"],
         batch["attention_mask"],
         labels=batch["labels"],
-        output_processor=NextTokensObjective(LOSSES["ce"], False),
+        output_processor=NextTokensObjective(LOSSES["ce"]),
         output_processor_context=depth_batch(batch) if depths is None else depths,
     )
     assert isinstance(output, ObjectiveOutput)

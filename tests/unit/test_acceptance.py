@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
 from megatron_mtp.model.sharing import Head
-from megatron_mtp.training.acceptance import AcceptanceCounts, acceptance_rates, count_acceptance
+from megatron_mtp.training.acceptance import AcceptanceCounts, acceptance_rates
+from megatron_mtp.training.acceptance import count_acceptance as count_acceptance_of_group
 
 WORDS = 3
 
@@ -24,6 +25,11 @@ def head(megatron: None) -> Head:
         raise AssertionError("acceptance needs no loss")
 
     return Head(project, no_loss, parallel_state.get_tensor_model_parallel_group())
+
+
+def count_acceptance(trunk_SBV: Tensor, drafts: list[Tensor], head: Head, batch: DepthBatch) -> AcceptanceCounts:
+    """Of whole sequences; cut ones need several processes."""
+    return count_acceptance_of_group(trunk_SBV, drafts, head, batch, parallel_state.get_context_parallel_group())
 
 
 def words(*rows: list[int]) -> Tensor:

@@ -54,6 +54,15 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             f"{ROPE} {MOCK} {DEPTHS} --mtp-architecture parallel --mtp-use-repeated-layer",
             "--mtp-use-repeated-layer was given with --mtp-architecture parallel",
         ),
+        (f"{ROPE} {MOCK} --hybrid-context-parallel", "--hybrid-context-parallel was given"),
+        (
+            f"{ROPE} {MOCK} --dataloader-inter-document-masking --context-parallel-size 2",
+            "give --reset-attention-mask in its place",
+        ),
+        (
+            f"{ROPE} {MOCK} --sft --pipeline-model-parallel-size 2 --micro-batch-size 4",
+            "--micro-batch-size is 4, but a pipeline takes one packed row at a time; give 1",
+        ),
         (f"{ROPE} {DEPTHS}", "--data-path is missing; give the prefix"),
         (f"{ROPE} {DEPTHS} --data-path /nowhere/corpus", "--data-path"),
     ],

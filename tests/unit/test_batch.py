@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.data.batch import add_depths, depth_batch, keep_slots, mask_ignored_labels
+from megatron_mtp.data.batch import add_depths, depth_batch, join_rows, keep_slots, mask_ignored_labels
 
 SIX = {
     "tokens": torch.tensor([[10, 11, 12, 13, 14, 15]]),
@@ -58,6 +58,24 @@ def test_tokens_are_counted_on_whole_sequences() -> None:
     add_depths(batch, 2, None)
     keep_slots(batch, torch.tensor([0, 3]))
     assert depth_batch(batch).whole_tokens.tolist() == [5, 4, 3]
+
+
+def test_packed_rows_become_one_row_with_the_offsets_of_that_row() -> None:
+    """Two rows of four slots: documents of 2 and 1, padded to 3 and 1; of 1 and 2, padded to 2 and 2."""
+    rows = torch.tensor([[1, 2, 0, 3], [4, 0, 5, 6]])
+    batch: dict[str, Any] = {
+        "tokens": rows,
+        "labels": None,
+        "loss_mask": None,
+        "position_ids": None,
+        "cu_seqlens": torch.tensor([[0, 2, 3, 3, 3], [0, 1, 3, 3, 3]], dtype=torch.int32),
+        "cu_seqlens_padded": torch.tensor([[0, 3, 4, 4, 4], [0, 2, 4, 4, 4]], dtype=torch.int32),
+    }
+    join_rows(batch)
+    assert batch["tokens"].tolist() == [[1, 2, 0, 3, 4, 0, 5, 6]]
+    assert batch["cu_seqlens"].tolist() == [0, 2, 3, 4, 6]
+    assert batch["cu_seqlens_padded"].tolist() == [0, 3, 4, 6, 8]
+    assert batch["cu_seqlens"].dtype == batch["cu_seqlens_padded"].dtype == torch.int32
 
 
 def test_labels_of_minus_100_are_masked_at_every_depth() -> None:

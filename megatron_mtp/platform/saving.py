@@ -1,0 +1,42 @@
+"""The helper process that every rank starts at its first save, to hold a queue: it ends with its rank.
+
+Megatron's own lives on when a rank is killed: half a gigabyte each, until somebody finds it. And on a CPU it is forked,
+since spawning imports everything a second time, which takes longer than the save.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from functools import partial
+from multiprocessing.managers import SyncManager
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+"""Linux: the signal that a process gets when the one that started it is gone (prctl(2))."""
+
+
+def install(on_cpu: bool) -> None:
+    """Replace Megatron's function for the queue, in synchronous saves."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async.get_write_results_queue = partial(_results_queue, filesystem_async, on_cpu)
+
+
+def _results_queue(owner: Any, on_cpu: bool, mp_mode: str = "spawn") -> Any:
+    """Megatron's `get_write_results_queue`: one queue a process, kept where Megatron keeps it."""
+    if owner._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("fork" if on_cpu else mp_mode))
+        manager.start(initializer=end_with_parent, initargs=(os.getpid(),))
+        owner._results_queue = manager.Queue()
+    return owner._results_queue
+
+
+def end_with_parent(parent: int) -> None:
+    """Called in the new process; elsewhere than on Linux it does nothing."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None:
+        return
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before the call
+        os.kill(os.getpid(), signal.SIGKILL)

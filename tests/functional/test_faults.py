@@ -1,0 +1,60 @@
+"""A rank that is killed in training ends the whole job, which says so; the same command then goes on."""
+
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import launch
+import psutil
+import pytest
+
+STEPS, INTERVAL = 60, 20
+ENDS_WITHIN = 60
+"""Seconds after which ranks that wait for a dead one count as hanging."""
+
+
+def command(folder: Path) -> list[str]:
+    return launch.pretrain(
+        *f"--train-iters {STEPS} --save-interval {INTERVAL} --eval-interval 100 --eval-iters 0".split(),
+        *f"--log-interval 1 --pipeline-model-parallel-size 2 --save {folder}/saved --load {folder}/saved".split(),
+        processes=2,
+    )
+
+
+def steps(log: str) -> list[int]:
+    return [int(step) for step in re.findall(rf"iteration +(\d+)/ +{STEPS} \|", log)]
+
+
+def wait_for_step(process: subprocess.Popen[bytes], log: Path, step: int) -> None:
+    deadline = time.monotonic() + launch.TIMEOUT
+    while step not in steps(log.read_text(errors="replace")):
+        assert process.poll() is None, f"ended before step {step}:\n{log.read_text()[-4000:]}"
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.01)
+
+
+def process_of_rank(launcher: subprocess.Popen[bytes], rank: int) -> psutil.Process:
+    workers = psutil.Process(launcher.pid).children()
+    return next(worker for worker in workers if worker.environ().get("RANK") == str(rank))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_job_and_a_restart_resumes(rank: int, tmp_path: Path) -> None:
+    log = tmp_path / "killed.log"
+    launcher = launch.start(command(tmp_path), log)
+    wait_for_step(launcher, log, INTERVAL + 2)
+    helpers = [helper for worker in psutil.Process(launcher.pid).children() for helper in worker.children(True)]
+    assert helpers, "no rank has a process that could outlive it"
+    process_of_rank(launcher, rank).kill()
+    try:
+        assert launcher.wait(ENDS_WITHIN) != 0
+    except subprocess.TimeoutExpired:
+        launch.kill(launcher)
+        pytest.fail(f"the other rank still waited {ENDS_WITHIN} s after rank {rank} was killed")
+    assert psutil.wait_procs(helpers, ENDS_WITHIN)[1] == [], "processes that helped to save outlive the job"
+    assert "Signal 9 (SIGKILL)" in log.read_text()
+    assert steps(log.read_text())[-1] < STEPS, "killed too late: the run was through"
+
+    resumed = launch.run(command(tmp_path), tmp_path / "resumed.log")
+    assert steps(resumed) == list(range(INTERVAL + 1, STEPS + 1))

@@ -1,0 +1,146 @@
+"""With --calculate-per-token-loss the gradient of a global batch is the same however the batch is cut.
+
+Masks, documents and cuts are random; a cut deals rows out to microbatches and data-parallel ranks (both add up sums and
+tokens in the same way) and each sequence to context-parallel ranks. Megatron's arithmetic around the loss is that of
+its schedule: scalars of all parts are added up and divided by the tokens of all parts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies
+from megatron.core import parallel_state
+from megatron.core.transformer.multi_token_prediction import process_mtp_loss
+from megatron_single import transformer_config
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from megatron_mtp.data.batch import add_depths, depth_batch, keep_slots
+from megatron_mtp.losses import LOSSES
+from megatron_mtp.losses.combine import combine
+from megatron_mtp.model.sharing import Head
+from megatron_mtp.platform.zigzag import slots_of_ranks
+from megatron_mtp.training.objective import NextTokensObjective
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+ROWS, SLOTS, DEPTHS, HIDDEN, VOCABULARY, LAMBDA = 4, 8, 2, 3, 5, 0.3
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A global batch and how it is cut.
+
+    Attributes:
+        mask, is_end: of every slot; a document ends where `is_end` says so.
+        rows: how many rows each microbatch has.
+        ranks: context-parallel ranks.
+    """
+
+    mask: list[list[bool]]
+    is_end: list[list[bool]]
+    rows: list[int]
+    ranks: int
+
+    @property
+    def whole(self) -> "Cut":
+        return replace(self, rows=[ROWS], ranks=1)
+
+
+def grids() -> strategies.SearchStrategy[list[list[bool]]]:
+    row = strategies.lists(strategies.booleans(), min_size=SLOTS, max_size=SLOTS)
+    return strategies.lists(row, min_size=ROWS, max_size=ROWS)
+
+
+CUTS = strategies.builds(
+    Cut,
+    mask=grids(),
+    is_end=grids(),
+    rows=strategies.sampled_from([[4], [2, 2], [1, 3], [3, 1], [1, 1, 2], [1, 1, 1, 1]]),
+    ranks=strategies.sampled_from([1, 2, 4]),
+)
+
+
+Parts = list[tuple[Tensor, Tensor]]
+"""The scalar that goes to Megatron's schedule and the tokens with it, of every context-parallel rank."""
+
+
+def leaves() -> list[Tensor]:
+    """Hidden states of trunk and depths, [S, B, H] each, and the head's weight."""
+    generator = torch.Generator().manual_seed(8)
+    shapes = [(SLOTS, ROWS, HIDDEN)] * (1 + DEPTHS) + [(VOCABULARY, HIDDEN)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def labels_BS() -> Tensor:
+    return torch.randint(0, VOCABULARY, (ROWS, SLOTS), generator=torch.Generator().manual_seed(9))
+
+
+def token_losses(labels: Tensor, logits_SBV: Tensor) -> Tensor:
+    return cross_entropy(logits_SBV.permute(1, 2, 0), labels, reduction="none")
+
+
+def gradients(cut: Cut, parts_of: Callable[[Cut, slice, list[Tensor], Tensor], Parts]) -> list[Tensor]:
+    """Of the global batch, with respect to `leaves`."""
+    *hidden, weight = inputs = leaves()
+    total, tokens = torch.zeros((), dtype=torch.float64), torch.zeros(())
+    for start, end in pairwise(accumulate(cut.rows, initial=0)):
+        rows = slice(start, end)
+        for scalar, count in parts_of(cut, rows, [state[:, rows] for state in hidden], weight):
+            total, tokens = total + scalar, tokens + count
+    (total / tokens.clamp(min=1)).backward()
+    return [leaf.grad for leaf in inputs if leaf.grad is not None]
+
+
+def ours(cut: Cut, rows: slice, hidden: list[Tensor], weight: Tensor) -> Parts:
+    head = Head(lambda state: state @ weight.T, token_losses, parallel_state.get_tensor_model_parallel_group())
+    is_end_BS = torch.tensor(cut.is_end)[rows].long()
+    parts = []
+    for slots_S in slots_of_ranks(torch.tensor([0, SLOTS]), cut.ranks):
+        batch = {"tokens": None, "labels": labels_BS()[rows], "loss_mask": torch.tensor(cut.mask)[rows].float()}
+        add_depths(batch, DEPTHS, is_end_BS.cumsum(1) - is_end_BS)
+        keep_slots(batch, slots_S)
+        trunk, *depths = (state[slots_S] for state in hidden)
+        output = NextTokensObjective(LOSSES["ce"])(trunk, depths, head, head, depth_batch(batch))
+        parts.append((combine(output.main, output.depths, LAMBDA, per_token=True), output.main.tokens))
+    return parts
+
+
+def megatrons_own(cut: Cut, rows: slice, hidden: list[Tensor], weight: Tensor) -> Parts:
+    """Of whole rows without documents: what is left when everything else is cut as little as it can be."""
+    labels, mask_BS = labels_BS()[rows], torch.tensor(cut.mask)[rows].float()
+    trunk = process_mtp_loss(
+        torch.cat(hidden),
+        labels,
+        mask_BS,
+        lambda state, **_: (state @ weight.T, None),
+        None,
+        None,
+        False,
+        token_losses,
+        transformer_config(DEPTHS, calculate_per_token_loss=True, mtp_loss_scaling_factor=LAMBDA),
+    )
+    return [((token_losses(labels, trunk @ weight.T) * mask_BS).sum(), mask_BS.sum())]
+
+
+def differs(cut: Cut, parts_of: Callable[[Cut, slice, list[Tensor], Tensor], Parts]) -> bool:
+    cut_up, whole = gradients(cut, parts_of), gradients(cut.whole, parts_of)
+    return not all(torch.allclose(one, other, rtol=1e-6, atol=1e-7) for one, other in zip(cut_up, whole, strict=True))
+
+
+@hypothesis.given(cut=CUTS)
+@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+def test_the_gradient_of_a_global_batch_does_not_depend_on_its_cut(cut: Cut) -> None:
+    assert not differs(cut, ours)
+
+
+def test_with_megatrons_own_depths_it_depends_on_it() -> None:
+    """Megatron-core 0.19.2 divides by each microbatch's own count; without this the property might be one that holds
+    of anything."""
+    settings = hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+    counterexample = hypothesis.find(CUTS, lambda cut: differs(cut, megatrons_own), settings=settings)
+    assert len(counterexample.rows) > 1

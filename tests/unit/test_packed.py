@@ -1,0 +1,121 @@
+"""A packed row computes what its documents compute one by one: losses of trunk and depths, and every gradient."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron_single import (
+    LAMBDA,
+    LATENT,
+    MOE,
+    VOCABULARY,
+    gradients,
+    our_model,
+    relative_difference,
+)
+from torch import Tensor
+
+from megatron_mtp.data.batch import add_depths, depth_batch
+from megatron_mtp.data.shift import documents_from_offsets
+from megatron_mtp.losses import LOSSES
+from megatron_mtp.losses.combine import combine
+from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+KINDS = {"dense": {}, "experts": MOE, "latent attention": LATENT}
+DEPTHS = 3
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Documents and the slots that each takes up."""
+
+    lengths: list[int]
+    held: list[int]
+
+    @property
+    def slots(self) -> int:
+        return sum(self.held)
+
+    @property
+    def starts(self) -> list[int]:
+        return list(accumulate(self.held, initial=0))[:-1]
+
+    def offsets(self, sizes: list[int]) -> Tensor:
+        return torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32).cuda()
+
+
+PACKS = {
+    "ends at the last slot": Pack([5, 1, 7, 2], [5, 1, 7, 2]),
+    "padded": Pack([5, 1, 7, 3], [8, 4, 8, 3]),
+    "documents of one token": Pack([1] * 6, [1] * 6),
+    "one document": Pack([11], [11]),
+}
+
+
+def row_of(pack: Pack) -> dict[str, Any]:
+    """A row of random tokens; padding is masked, and so are some tokens."""
+    generator = torch.Generator().manual_seed(6)
+    tokens, labels = torch.randint(1, VOCABULARY, (2, 1, pack.slots), generator=generator)
+    mask = torch.zeros(1, pack.slots)
+    for start, length in zip(pack.starts, pack.lengths, strict=True):
+        mask[:, start : start + length] = (torch.rand(1, length, generator=generator) > 0.15).float()
+    return {"tokens": tokens.cuda(), "labels": labels.cuda(), "loss_mask": mask.cuda()}
+
+
+def outputs(model: MTPGPTModel, batch: dict[str, Any], packed: PackedSeqParams | None) -> ObjectiveOutput:
+    position_ids = torch.zeros_like(batch["tokens"])  # RoPE does not look at them
+    objective = NextTokensObjective(LOSSES["ce"])
+    return model(
+        batch["tokens"],
+        position_ids,
+        None,
+        labels=batch["labels"],
+        packed_seq_params=packed,
+        output_processor=objective,
+        output_processor_context=depth_batch(batch),
+    )
+
+
+def scalar(output: ObjectiveOutput) -> Tensor:
+    return combine(output.main, output.depths, LAMBDA, per_token=True)
+
+
+def of_pack(model: MTPGPTModel, pack: Pack) -> ObjectiveOutput:
+    batch, real, held = row_of(pack), pack.offsets(pack.lengths), pack.offsets(pack.held)
+    add_depths(batch, DEPTHS, documents_from_offsets(real[None], held[None], pack.slots))
+    packed = PackedSeqParams("thd", held, held, held, held, max_seqlen_q=max(pack.held), max_seqlen_kv=max(pack.held))
+    return outputs(model, batch, packed)
+
+
+def of_documents(model: MTPGPTModel, pack: Pack) -> list[ObjectiveOutput]:
+    row = row_of(pack)
+    found = []
+    for start, length in zip(pack.starts, pack.lengths, strict=True):
+        batch = {name: value[:, start : start + length] for name, value in row.items()}
+        add_depths(batch, DEPTHS, None)
+        found.append(outputs(model, batch, None))
+    return found
+
+
+@pytest.mark.parametrize("pack", PACKS.values(), ids=PACKS.keys())
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_a_packed_row_is_its_documents(kind: dict[str, Any], pack: Pack) -> None:
+    model = our_model(DEPTHS, **kind)
+    packed, single = of_pack(model, pack), of_documents(model, pack)
+    for index in range(DEPTHS + 1):
+        ours = (packed.main, *packed.depths)[index]
+        alone = [(output.main, *output.depths)[index] for output in single]
+        torch.testing.assert_close(ours.total, torch.stack([one.total for one in alone]).sum(), rtol=1e-5, atol=1e-6)
+        assert ours.tokens == sum(one.tokens for one in alone)
+    scalar(packed).backward()
+    of_packed = gradients(model)
+    model.zero_grad()
+    torch.stack([scalar(output) for output in single]).sum().backward()
+    of_single = gradients(model)
+    assert max(relative_difference(of_packed[name], of_single[name]) for name in of_single) < 1e-5

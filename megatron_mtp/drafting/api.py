@@ -130,6 +130,11 @@ def make_proposer(runner: Runner, config: SpeculativeConfig, drafter: Runner | N
             f"the draft model has a vocabulary of {drafter.vocab_size} tokens and the target one of "
             f"{runner.vocab_size}; give a draft model with the same tokenizer."
         )
+    if drafter.positions < runner.positions:
+        raise ValueError(
+            f"the draft model has {drafter.positions} positions and the target {runner.positions}; give a draft model "
+            "with as many."
+        )
     return DraftModel(runner, config, drafter)
 
 

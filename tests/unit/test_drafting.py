@@ -425,10 +425,13 @@ def test_another_draft_model_changes_no_token_and_bild_stops_where_it_is_unsure(
     assert generate(target, prompts, 25, speculative=unsure, drafter=drafter).stats.drafted == 0
 
 
-def test_a_draft_model_with_another_vocabulary_is_refused() -> None:
+def test_a_draft_model_with_another_vocabulary_or_fewer_positions_is_refused() -> None:
     drafter = runner_of()
-    drafter.vocab_size = 90
     settings = {"method": "draft_model", "model": "-"}
+    drafter.positions = 100
+    with pytest.raises(ValueError, match="has 100 positions and the target 160"):
+        generate(runner_of(), [[1]], 4, speculative=settings, drafter=drafter)
+    drafter.vocab_size = 90
     with pytest.raises(ValueError, match="vocabulary of 90 tokens and the target one of 96"):
         generate(runner_of(), [[1]], 4, speculative=settings, drafter=drafter)
 

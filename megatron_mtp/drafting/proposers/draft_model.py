@@ -1,7 +1,7 @@
 """Drafting with a separate, smaller model over the same vocabulary.
 
-It has rows 0 .. m in its own cache when it drafts t_{m+1}; of a round in which everything was accepted it lacks the
-last draft's row, so that a round begins with as many rows as the text has gained, and at most with two of them new.
+It has rows 0 .. m in its own cache when it drafts t_{m+1}. A round begins with the rows of what the text has gained and
+the one before, which is missing where all drafts were accepted.
 """
 
 import torch
@@ -9,12 +9,10 @@ import torch
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.kv_cache import KVCache
 from megatron_mtp.drafting.proposers.base import Proposer, pick
-from megatron_mtp.drafting.proposers.mtp import chain_of
+from megatron_mtp.drafting.proposers.mtp import chain_of, windows
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import Draft, Round
-
-CHUNK = 512
 
 
 class DraftModel(Proposer):
@@ -51,12 +49,10 @@ class DraftModel(Proposer):
 
     def _catch_up(self, sequences: Sequences) -> torch.Tensor:
         """Run the rows up to t_m; the small model's logits there, [B, V]."""
-        before = sequences.growth_since(self._seen) + 1
+        width = sequences.growth_since(self._seen) + 1
         self._seen = sequences.lengths()
-        while before > 0:
-            count = min(CHUNK, before)
-            first_B = sequences.newest_B + 1 - before
+        for before_B, count, _ in windows(sequences, width):
+            first_B = before_B + 1
             rows = sequences.chain(first_B, count, 0)
             hidden_SBH = self.drafter.trunk(sequences.tokens_at(first_B, count), rows, self.cache)
-            before -= count
         return self.drafter.logits(hidden_SBH[-1:])[:, 0]

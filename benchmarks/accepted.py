@@ -197,7 +197,7 @@ def _acceptance_goals(results: dict[str, Any]) -> list[Goal]:
 
     chain = max(results[name]["accepted_length"] for name in ("mtp", *CHAINS))
     tree = max(results[name]["accepted_length"] for name in TREES)
-    base = results["sampled rejection"]
+    base = results["sampled eagle K=4"]  # the drafter and K of the beams
     likely = max(
         (
             (one["accepted_length"] / base["accepted_length"], one["perplexity"] / base["perplexity"])

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from megatron_mtp.drafting.cached_attention import CachedAttention, attend
+from megatron_mtp.platform.portable import PortableNorm
 
 Forward = Callable[[Tensor, "Angles | None"], Tensor]
 Angles = tuple[Tensor, Tensor]
@@ -46,6 +47,22 @@ def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return multiply
 
 
+def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
+    """The norm, in half the time for few rows of RMSNorm in full precision; the same bits."""
+    if (
+        type(norm) is not PortableNorm
+        or norm.bias is not None
+        or norm.weight.dtype not in (torch.float32, torch.float64)
+    ):
+        return norm
+    weight, eps = norm.weight.detach() + (1 if norm.centred else 0), norm.eps
+
+    def forward(hidden: Tensor) -> Tensor:
+        return (hidden * hidden.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()).mul_(weight)
+
+    return forward
+
+
 def _is_fake(weight: Tensor) -> bool:
     return isinstance(weight, torch._subclasses.FakeTensor) or weight.is_meta
 
@@ -61,7 +78,7 @@ def lean(layer: Any) -> Forward | None:
     if not _is_plain(layer):
         return None
     attention, mlp = _attention(layer.self_attention), _mlp(layer.mlp)
-    before_attention, before_mlp = layer.input_layernorm, layer.pre_mlp_layernorm
+    before_attention, before_mlp = short_norm(layer.input_layernorm), short_norm(layer.pre_mlp_layernorm)
 
     def forward(hidden_SBH: Tensor, angles: Angles | None) -> Tensor:
         hidden_SBH = hidden_SBH + attention(before_attention(hidden_SBH), angles)

@@ -11,7 +11,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from torch import Tensor
 
 from megatron_mtp.drafting.cached_attention import Scope, attach
-from megatron_mtp.drafting.dense_layer import Angles, angles_of, lean, product
+from megatron_mtp.drafting.dense_layer import Angles, angles_of, lean, product, short_norm
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPGPTModel
@@ -56,6 +56,8 @@ class Runner:
         self._place_attention()
         self._layers = [(lean(layer), layer) for layer in model.decoder.layers]
         self._mtp = [_Depth(layer) for layer in model.mtp.layers] if self.depths else []
+        norm = model.decoder.final_layernorm
+        self._final_norm = None if norm is None else short_norm(norm)
         self._head = self._make_head()
 
     @property
@@ -84,8 +86,7 @@ class Runner:
                 hidden_SBH = short(hidden_SBH, angles)
             else:
                 hidden_SBH, _ = module(hidden_states=hidden_SBH, attention_mask=None, rotary_pos_emb=rotary)
-        norm = self.model.decoder.final_layernorm
-        return hidden_SBH if norm is None else norm(hidden_SBH)
+        return hidden_SBH if self._final_norm is None else self._final_norm(hidden_SBH)
 
     def depth(self, depth: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """h_d of the rows from h_{d-1} and the tokens t_{i+d} (of which parallel heads know nothing), [S, B, H]."""
@@ -140,6 +141,8 @@ class _Depth:
         self.short = lean(layer.tf_layer)
         chained = hasattr(layer, "eh_proj")
         self.merge = product(layer.eh_proj.weight) if chained and self.short is not None else None
+        self.norms = [short_norm(norm) for norm in (layer.enorm, layer.hnorm)] if chained else []
+        self.final_norm = short_norm(layer.final_layernorm)
 
     def __call__(
         self, hidden_SBH: Tensor, embedded_SBH: Tensor | None, rotary: Tensor | None, angles: Angles | None
@@ -148,6 +151,6 @@ class _Depth:
             return self.layer(hidden_SBH, embedded_SBH, AttentionInputs(rotary_pos_emb=rotary))
         if embedded_SBH is not None:
             assert self.merge is not None
-            both_SB2H = torch.cat((self.layer.enorm(embedded_SBH), self.layer.hnorm(hidden_SBH)), dim=-1)
-            hidden_SBH = self.merge(both_SB2H)
-        return self.layer.final_layernorm(self.short(hidden_SBH, angles))
+            enorm, hnorm = self.norms
+            hidden_SBH = self.merge(torch.cat((enorm(embedded_SBH), hnorm(hidden_SBH)), dim=-1))
+        return self.final_norm(self.short(hidden_SBH, angles))

@@ -118,9 +118,9 @@ class Sequences:
 
     def keep(self, draft: Draft, verdict: Verdict) -> None:
         """Take the accepted path and the token after it; the cache and the states keep the path's rows alone."""
-        path_BR = verdict.kept_BR.int().argsort(dim=1, descending=True, stable=True)
         tokens_BR = torch.cat([self.tokens_at(self.newest_B, 1), draft.tokens_BN], dim=1)
         if not draft.is_chain:
+            path_BR = verdict.kept_BR.int().argsort(dim=1, descending=True, stable=True)
             self._gather(path_BR)
             tokens_BR = tokens_BR.gather(1, path_BR)
         after_B = self.newest_B + verdict.accepted_B + 1

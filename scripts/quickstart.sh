@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train a small GPT with two MTP depths on real text, from nothing, and show how acceptable its drafts are.
+# Train a small GPT with two MTP depths on real text, from nothing, show how acceptable its drafts are, and draft with it.
 #   scripts/quickstart.sh
 # The text is the Python source of transformers, the largest package of Python in .venv (some 50 MB). Everything is
 # written to runs/quickstart; a second run resumes an interrupted training, and of a finished one only evaluates and
@@ -42,5 +42,8 @@ if [ ! -d "$run/exported" ]; then
 fi
 .venv/bin/python tools/checkpoint/convert.py verify "$run/exported" "$run/checkpoint"
 echo "Hugging Face folder: $run/exported"
+.venv/bin/python generate_gpt.py --load "$run/checkpoint" --prompt 'def forward(self, hidden_states' --max-new-tokens 160 \
+    --speculative-config '{"method": "mtp"}' --compare 2>"$run/generate.txt" ||
+    { tail -n 5 "$run/generate.txt" >&2; exit 1; }
 
 echo "losses and acceptance by depth: $run/metrics.jsonl and $run/metrics.png; whole log: $run/log.txt"

@@ -1,0 +1,261 @@
+"""What the methods accept on a trained model: rates, accepted lengths, and what their texts are worth to the target."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Goal, table
+from megatron_mtp.drafting import generate
+from megatron_mtp.drafting.kv_cache import FORBIDDEN, KVCache, Rows, chain_rows
+from megatron_mtp.drafting.proposers import PROPOSERS
+from megatron_mtp.drafting.proposers.mtp import Vanilla
+from megatron_mtp.drafting.report import merged
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.types import AcceptanceStats, Draft, Round, Verdict
+from megatron_mtp.drafting.verifiers import VERIFIERS, Verifier, block, rejection
+
+Config = dict[str, Any]
+
+CHAINS: dict[str, Config] = {
+    f"mtp_eagle K={k}": {"method": "mtp_eagle", "num_speculative_tokens": k} for k in (2, 3, 4, 6, 8, 11, 14)
+}
+TREES: dict[str, Config] = {
+    "tree [4, 2]": {"method": "mtp_tree", "tree": [4, 2]},
+    "dynamic 14 of depth 4": {
+        "method": "mtp_tree",
+        "tree_nodes": 14,
+        "num_speculative_tokens": 4,
+        "beam_width": 4,
+    },
+    "dynamic 14 of depth 5": {
+        "method": "mtp_tree",
+        "tree_nodes": 14,
+        "num_speculative_tokens": 5,
+        "beam_width": 4,
+    },
+    "dynamic 14 of depth 6": {
+        "method": "mtp_tree",
+        "tree_nodes": 14,
+        "num_speculative_tokens": 6,
+        "beam_width": 3,
+    },
+    "dynamic 14 of depth 8": {
+        "method": "mtp_tree",
+        "tree_nodes": 14,
+        "num_speculative_tokens": 8,
+        "beam_width": 3,
+    },
+}
+VANILLA: Config = {"method": "mtp", "num_speculative_tokens": 2}
+
+
+BATCH = 8
+"""Prompts that run together."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model with prompts for it, each continued by `new_tokens`."""
+
+    runner: Runner
+    prompts: list[list[int]]
+    new_tokens: int
+
+
+def acceptance(model: Trained) -> tuple[dict[str, Any], list[Goal]]:
+    """Accepted lengths of the methods on a trained model; greedy ones must emit what plain decoding does."""
+    plain = _texts(model, None)[0]
+    results: dict[str, Any] = {}
+    tokens = 0
+    for name, config in {
+        "mtp": VANILLA,
+        "mtp_trunk_states": {**VANILLA, "method": "mtp_trunk_states"},
+        "lookahead": {"method": "lookahead"},
+        "ngram K=4": {"method": "ngram", "num_speculative_tokens": 4},
+        **CHAINS,
+        **TREES,
+    }.items():
+        print(f"accepted: {name}", file=sys.stderr, flush=True)
+        texts, stats = _texts(model, config)
+        if texts != plain:
+            raise SystemExit(f"{name} emits other tokens than plain decoding")
+        tokens += stats.emitted
+        results[name] = _figures(stats)
+    results["identical_tokens"] = tokens
+    results["single position"] = _figures(_single(model))
+    results |= _sampled(model)
+    return results, _acceptance_goals(results)
+
+
+def _single(model: Trained) -> AcceptanceStats:
+    with _instead(PROPOSERS, "mtp", SinglePosition):
+        return _texts(model, VANILLA)[1]
+
+
+@contextmanager
+def _instead(rows: dict[str, Any], name: str, other: Any) -> Iterator[None]:
+    """Another entry in a table for a while."""
+    own = rows[name]
+    rows[name] = other
+    try:
+        yield
+    finally:
+        rows[name] = own
+
+
+class SameDrafts:
+    """Several rules judge the same drafts, each many times over; the texts go on as `rejection` says.
+
+    Texts that differ are as different in what can be accepted, which would hide what the rules differ in.
+    """
+
+    DRAWS = 16
+
+    def __init__(self) -> None:
+        self.accepted = dict.fromkeys(("rejection", "block", "without q"), 0)
+
+    def __call__(self, logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+        rules: dict[str, tuple[Verifier, Draft]] = {
+            "rejection": (rejection, draft),
+            "block": (block, draft),
+            "without q": (rejection, replace(draft, probs_BNV=None)),
+        }
+        for draw in range(self.DRAWS):
+            noise = replace(scene.noise, seed_B=scene.noise.seed_B + 1_000_003 * (draw + 1))
+            for name, (rule, offered) in rules.items():
+                self.accepted[name] += int(rule(logits_BRV, offered, replace(scene, noise=noise)).accepted_B.sum())
+        return rejection(logits_BRV, draft, scene)
+
+
+def _sampled(model: Trained) -> dict[str, Any]:
+    """At temperature 1: how much is accepted, and for `joint` how likely the texts are under the target."""
+    results: dict[str, Any] = {}
+    same = SameDrafts()
+    with _instead(VERIFIERS, "rejection", same):
+        _texts(model, VANILLA, Sampling(1.0))
+    results["same_drafts"] = same.accepted
+    rules: dict[str, Config] = {
+        "sampled rejection": VANILLA,
+        "sampled eagle K=4": {"method": "mtp_eagle", "num_speculative_tokens": 4},
+    }
+    for tau in (0.1, 0.2, 0.3, 0.5, 0.7, 0.9):
+        beam = {"method": "mtp_beam", "num_speculative_tokens": 4, "beam_width": 4}
+        rules[f"joint tau={tau}"] = {**beam, "verifier": "joint", "threshold": tau}
+    for name, config in rules.items():
+        texts, stats = _texts(model, config, Sampling(1.0))
+        results[name] = {**_figures(stats), "perplexity": _perplexity(model, texts)}
+    return results
+
+
+@torch.inference_mode()
+def _perplexity(model: Trained, texts: list[list[int]]) -> float:
+    """Of the emitted tokens under the target at temperature 1."""
+    total, count = 0.0, 0
+    for prompt, text in zip(model.prompts, texts, strict=True):
+        whole = torch.tensor([prompt + text])
+        length = whole.size(1)
+        rows = chain_rows(torch.zeros(1, dtype=torch.long), length, length, length)
+        hidden_SBH = model.runner.trunk(whole, rows, KVCache(model.runner.trunk_layers, 1, length))
+        log_probs = model.runner.logits(hidden_SBH)[0].log_softmax(-1)
+        target = whole[0, len(prompt) :]
+        total -= log_probs[len(prompt) - 1 : -1].gather(1, target.unsqueeze(1)).sum().item()
+        count += len(text)
+    return float(torch.tensor(total / count).exp())
+
+
+def _texts(
+    model: Trained, config: Config | None, sampling: Sampling | None = None
+) -> tuple[list[list[int]], AcceptanceStats]:
+    """All prompts continued, and what that took."""
+    parts = []
+    for first in range(0, len(model.prompts), BATCH):
+        some = model.prompts[first : first + BATCH]
+        seeds = list(range(first, first + len(some)))
+        parts.append(generate(model.runner, some, model.new_tokens, sampling, config, seeds))
+    return [text for part in parts for text in part.token_ids], merged([part.stats for part in parts])
+
+
+def _figures(stats: AcceptanceStats) -> dict[str, Any]:
+    hits, offers = stats.accepted_at, stats.offered_at
+    given = [hit / max(before, 1) for hit, before in zip(hits, [offers[0] if offers else 1, *hits], strict=False)]
+    return {
+        "accepted_length": round(stats.accepted_length, 4),
+        "accepted_per_forward": round(stats.accepted / stats.target_forwards, 4),
+        "accepted_given_the_earlier": [round(rate, 4) for rate in given],
+    }
+
+
+def _acceptance_goals(results: dict[str, Any]) -> list[Goal]:
+    def rate(name: str, position: int) -> float:
+        return results[name]["accepted_given_the_earlier"][position]
+
+    chain = max(results[name]["accepted_length"] for name in ("mtp", *CHAINS))
+    tree = max(results[name]["accepted_length"] for name in TREES)
+    base = results["sampled eagle K=4"]  # the drafter and K of the beams
+    likely = max(
+        (
+            (one["accepted_length"] / base["accepted_length"], one["perplexity"] / base["perplexity"])
+            for name, one in results.items()
+            if name.startswith("joint")
+        ),
+        key=lambda pair: (pair[1] <= 0.79, pair[0]),
+    )
+    same = results["same_drafts"]
+    beyond_trunk, beyond_single = (
+        rate("mtp", 1) - rate("mtp_trunk_states", 1),
+        rate("mtp", 0) - rate("single position", 0),
+    )
+    return [
+        Goal("second draft: mtp less the trunk's states, points", 100 * beyond_trunk, 8, ">="),
+        Goal("first draft: mtp less a single position, points", 100 * beyond_single, 4, ">="),
+        Goal("rejection: accepted with q over without", same["rejection"] / max(same["without q"], 1), 1.3, ">="),
+        Goal("block over rejection: accepted", same["block"] / max(same["rejection"], 1), 1.0, ">="),
+        Goal("tree of 15 rows over the best chain: accepted length", tree / chain, 1.1, ">="),
+        Goal("joint: perplexity over speculative sampling's", likely[1], 0.79, "<="),
+        Goal("joint: tokens per forward over speculative sampling's", likely[0], 1.42, ">="),
+    ]
+
+
+def accepted_table(results: dict[str, Any]) -> str:
+    rows = [
+        [
+            name,
+            one["accepted_length"],
+            one.get("perplexity"),
+            " ".join(f"{r:.3f}" for r in one["accepted_given_the_earlier"]),
+        ]
+        for name, one in results.items()
+        if isinstance(one, dict) and "accepted_length" in one
+    ]
+    return table(["method", "accepted length", "perplexity", "accepted, given the earlier"], rows)
+
+
+class SinglePosition(Vanilla):
+    """Planted: every draft from row m - 1 alone, as without an MTP cache."""
+
+    def start(self, sequences: Any) -> None:
+        super().start(sequences)
+        chain = sequences.chain
+
+        def alone(first_B: Tensor, rows: int, beyond: int) -> Rows:
+            made = chain(first_B, rows, beyond)
+            slot_W = torch.arange(made.window)
+            own_BRW = slot_W == made.positions_BR.unsqueeze(2)
+            mask_B1RW = torch.zeros_like(made.mask_B1RW).masked_fill_(~own_BRW.unsqueeze(1), FORBIDDEN)
+            return Rows(made.positions_BR, made.slots_BR, mask_B1RW) if self._drafting else made
+
+        sequences.chain = alone
+        self._drafting = False
+
+    def propose(self, *arguments: Any) -> Any:
+        self._drafting = True
+        try:
+            return super().propose(*arguments)
+        finally:
+            self._drafting = False

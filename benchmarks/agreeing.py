@@ -1,0 +1,67 @@
+"""A model of any size with random weights whose depths agree with its trunk as often as one wants.
+
+Speed does not depend on what weights say, but drafting's depends on acceptance. Here every transformer layer computes
+in full and adds nothing (its output projections are 0), so that the trunk maps each token to the next one of a single
+cycle through the vocabulary, and a depth, whose eh_proj passes the embedding on, does the same for its own token. Noise
+on the embedding part of eh_proj makes a depth err; how often is measured, not assumed.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
+
+
+def agreeing_model(
+    layers: int, hidden: int, vocabulary: int, depths: int, noise: float, positions: int = 512
+) -> MTPGPTModel:
+    """Float32 on the current device; `noise` is relative to the identity of eh_proj, 0 for full agreement."""
+    transformer = TransformerConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=hidden * 11 // 4,
+        num_attention_heads=hidden // 64,
+        num_query_groups=hidden // 64,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        transformer_impl="local",
+        mtp_num_layers=depths,
+    )
+    config = MTPGPTModelConfig(
+        transformer=transformer,
+        mtp=MTPConfig(),
+        vocab_size=vocabulary,
+        seq_length=positions,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    assert isinstance(model, MTPGPTModel)
+    _set_weights(model, noise)
+    return model.cuda().eval()
+
+
+@torch.no_grad()
+def _set_weights(model: MTPGPTModel, noise: float, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    embedding, head = model.embedding.word_embeddings.weight, model.output_layer.weight
+    vocabulary, hidden = embedding.shape
+    embedding.copy_(torch.randn(vocabulary, hidden, generator=generator))
+    cycle = torch.randperm(vocabulary, generator=generator)
+    head[cycle.roll(-1)] = embedding[cycle] / hidden**0.5
+    layers: list[Any] = [*model.decoder.layers, *(depth.tf_layer for depth in model.mtp.layers)]
+    for layer in layers:
+        layer.self_attention.linear_proj.weight.zero_()
+        layer.mlp.linear_fc2.weight.zero_()
+    for depth in list[Any](model.mtp.layers):
+        error = torch.randn(hidden, hidden, generator=generator) / hidden**0.5
+        depth.eh_proj.weight.zero_()
+        depth.eh_proj.weight[:, :hidden] = torch.eye(hidden) + noise * error

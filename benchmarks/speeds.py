@@ -1,0 +1,154 @@
+"""How long the same texts take: plain and drafting, ours and transformers', one text and eight at once."""
+
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.agreeing import agreeing_model
+from benchmarks.harness import Goal, Spent, interleave
+from benchmarks.llama import greedy, llama_of
+from megatron_mtp.drafting import generate, load_runner
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.types import AcceptanceStats
+
+EIGHT = 8
+"""Texts of the batch that transformers' MTP, which runs one, is compared with."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is run."""
+
+    prompts: int
+    new_tokens: int
+    rounds: int
+    layers: int
+    hidden: int
+
+    @property
+    def speed_tokens(self) -> int:
+        return min(self.new_tokens, 128)
+
+
+FULL, QUICK = Scale(32, 160, 4, 8, 1024), Scale(2, 12, 1, 2, 128)
+
+
+def speed(
+    name: str, runner: Runner, llama: Any, prompts: list[list[int]], scale: Scale
+) -> tuple[dict[str, Any], list[Goal]]:
+    """Seconds of the same texts: plain and drafting, ours and transformers', and ours at batch 8."""
+    trunk, depths = llama
+    new, prompt, eight = scale.speed_tokens, prompts[0], (prompts * EIGHT)[:EIGHT]
+    stats: dict[str, list[AcceptanceStats]] = {}
+    texts: dict[str, list[int]] = {}
+
+    def ours(side: str, batch: list[list[int]], config: dict[str, Any] | None) -> Callable[[], None]:
+        def run() -> None:
+            made = generate(runner, batch, new, None, config)
+            stats.setdefault(side, []).append(made.stats)
+            texts[side] = made.token_ids[0]
+
+        return run
+
+    def theirs(side: str, with_depths: bool) -> Callable[[], None]:
+        def run() -> None:
+            texts[side] = greedy(trunk, depths if with_depths else None, prompt, new)
+
+        return run
+
+    count = runner.depths
+    sides = {
+        "plain": ours("plain", [prompt], None),
+        "draft": ours("draft", [prompt], {"method": "mtp", "num_speculative_tokens": count}),
+        "auto": ours("auto", [prompt], {"method": "mtp", "num_speculative_tokens": "auto"}),
+        f"draft of {EIGHT}": ours(f"draft of {EIGHT}", eight, {"method": "mtp", "num_speculative_tokens": count}),
+        "transformers": theirs("transformers", False),
+        "transformers mtp": theirs("transformers mtp", True),
+    }
+    spent = interleave(sides, scale.rounds, warm_up=1)
+    _check_tokens(name, texts, runner.dtype)
+    results, goals = _against_theirs(name, spent, new)
+    loop, goal = _against_bound(name, stats, count)
+    return results | loop, [goal, *goals]
+
+
+def _check_tokens(name: str, texts: dict[str, list[int]], dtype: torch.dtype) -> None:
+    for side, text in texts.items():
+        same = next((n for n, (a, b) in enumerate(zip(text, texts["plain"], strict=True)) if a != b), len(text))
+        if same < len(text):
+            print(f"{name}: {side} parts from plain decoding after {same} of {len(text)} tokens")
+            if dtype == torch.float32 and not side.startswith("transformers"):
+                raise SystemExit("ours must not")
+
+
+def _against_bound(name: str, stats: dict[str, list[AcceptanceStats]], count: int) -> tuple[dict[str, Any], Goal]:
+    """Speed-up over plain decoding, prompts apart, against accepted length / (1 + cK): least seconds of the rounds."""
+    plain = min(one.target_seconds / (one.target_forwards - 1) for one in stats["plain"])
+    draft = min(stats["draft"], key=lambda one: one.target_seconds + one.drafter_seconds)
+    steps, tokens = draft.target_forwards - 1, draft.emitted - 1
+    cost = min(one.drafter_seconds for one in stats["draft"]) / steps / count / plain
+    speed_up = plain * tokens / (draft.target_seconds + draft.drafter_seconds)
+    bound = tokens / steps / (1 + cost * count)
+    results = {
+        "accepted_length": round(tokens / steps, 3),
+        "drafter_cost": round(cost, 4),
+        "plain_forward_ms": round(1000 * plain, 3),
+        "speed_up": round(speed_up, 3),
+        "bound": round(bound, 3),
+    }
+    return results, Goal(f"{name}: drafting over plain, against its bound", speed_up / bound, 0.9, ">=")
+
+
+def _against_theirs(name: str, spent: dict[str, list[Spent]], new: int) -> tuple[dict[str, Any], list[Goal]]:
+    """Ratios are of the processor's time with one thread, which other load disturbs less, else of the clock's."""
+    clock = "cpu" if torch.get_num_threads() == 1 else "wall"
+    seconds = {side: statistics.median(getattr(one, clock) for one in rounds) for side, rounds in spent.items()}
+    results = {
+        "clock": clock,
+        "tokens_per_second": {
+            side: round((EIGHT if side.endswith(str(EIGHT)) else 1) * new / time, 1) for side, time in seconds.items()
+        },
+        "wall_seconds": {side: [round(one.wall, 3) for one in rounds] for side, rounds in spent.items()},
+    }
+    large = name.startswith("large")
+    theirs, drafting = seconds["transformers mtp"], seconds["draft"]
+    goals = [
+        Goal(f"{name}: auto over plain", seconds["plain"] / seconds["auto"], 0.98, ">="),
+        Goal(f"{name}: drafting over transformers' MTP", theirs / drafting, 1.3 if large else 2.0, ">="),
+        Goal(f"{name}: {EIGHT} texts at once over theirs", EIGHT * theirs / seconds[f"draft of {EIGHT}"], 2.5, ">="),
+    ]
+    if large:
+        plain = seconds["transformers"] / seconds["plain"]
+        goals.append(Goal(f"{name}: plain over transformers' generate", plain, 1.3, ">="))
+    return results, goals
+
+
+def speeds(checkpoint: Path | None, prompts: list[list[int]], scale: Scale) -> tuple[dict[str, Any], list[Goal]]:
+    """The trained model, and the large one with drafts that agree often and never, in both precisions."""
+    results: dict[str, Any] = {}
+    goals: list[Goal] = []
+    cases: list[tuple[str, float, torch.dtype]] = [
+        ("large float32", 0.5, torch.float32),
+        ("large bfloat16", 0.5, torch.bfloat16),
+        ("large float32, drafts that err", 50.0, torch.float32),
+    ]
+    for name, noise, dtype in cases:
+        print(f"timing: {name}", file=sys.stderr, flush=True)
+        model = agreeing_model(scale.layers, scale.hidden, 8192, 2, noise)
+        llama = llama_of(model, dtype)
+        found, wanted = speed(name, Runner(model.to(dtype)), llama, [list(range(5, 37))], scale)
+        results[name], goals = found, goals + wanted
+        del model, llama
+    if checkpoint is not None:
+        print("timing: quickstart", file=sys.stderr, flush=True)
+        runner = load_runner(checkpoint)
+        results["quickstart"], wanted = speed(
+            "quickstart", runner, llama_of(runner.model, torch.float32), prompts, scale
+        )
+        goals += wanted
+    return results, goals

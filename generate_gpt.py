@@ -1,0 +1,17 @@
+"""Generate text with a trained GPT, drafting several tokens per forward with its MTP depths.
+
+    python generate_gpt.py --load runs/quickstart/checkpoint --prompt 'def ' --speculative-config '{"method": "mtp"}'
+
+`python generate_gpt.py --help` lists the flags; under torchrun the model is cut over the processes (tensor parallel).
+"""
+
+import sys
+
+if __name__ == "__main__":
+    from megatron_mtp.platform import prepare
+
+    prepare()
+
+    from megatron_mtp.drafting.command import main  # Megatron must find the platform prepared
+
+    main(sys.argv)

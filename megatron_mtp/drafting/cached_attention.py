@@ -1,0 +1,112 @@
+"""Attention over a cache, in the place of the core attention that a model was trained with.
+
+`attach` puts a `CachedAttention` into every attention module of a loaded model. What a forward reads and writes is the
+`Scope`'s, which all of them share; the modules around them, and their weights, are those of training.
+
+Letters in names: S rows of a forward (Megatron's sequence), B batch, N query heads, G key heads, C channels, W slots.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from megatron_mtp.drafting.kv_cache import KVCache, Rows
+
+
+class Scope:
+    """The cache and the rows of the forward that is about to run."""
+
+    def __init__(self) -> None:
+        self._cache: KVCache | None = None
+        self._rows: Rows | None = None
+
+    def enter(self, cache: KVCache, rows: Rows) -> None:
+        self._cache, self._rows = cache, rows
+
+    @property
+    def cache(self) -> KVCache:
+        assert self._cache is not None, "a forward outside of Runner"
+        return self._cache
+
+    @property
+    def rows(self) -> Rows:
+        assert self._rows is not None, "a forward outside of Runner"
+        return self._rows
+
+
+def attend(scope: Scope, layer: int, query_BNRC: Tensor, key_BGRC: Tensor, value_BGRC: Tensor, scale: float) -> Tensor:
+    """What the rows have attended to, [B, N, R, C of the values]; their keys and values are in the cache then."""
+    key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, scope.rows)
+    batch, heads, rows, channels = query_BNRC.shape
+    groups, value_channels = key_BGWC.size(1), value_BGWC.size(3)
+    mask_B1RW = scope.rows.mask_B1RW.to(query_BNRC.dtype)
+    if heads != groups:  # the query heads of a group are further rows of one head
+        query_BNRC = query_BNRC.reshape(batch, groups, heads // groups * rows, channels)
+        mask_B1RW = mask_B1RW.repeat(1, 1, heads // groups, 1)
+    if value_channels != channels:  # unequal channels would keep torch from its fast kernels
+        value_BGWC = pad(value_BGWC, (0, channels - value_channels))
+    attended = scaled_dot_product_attention(query_BNRC, key_BGWC, value_BGWC, attn_mask=mask_B1RW, scale=scale)
+    return attended.reshape(batch, heads, rows, channels)[..., :value_channels]
+
+
+class CachedAttention(torch.nn.Module):
+    """Megatron's core attention for a forward whose earlier rows lie in a cache."""
+
+    def __init__(self, scope: Scope, layer: int, scale: float) -> None:
+        super().__init__()
+        self.scope, self.layer, self.scale = scope, layer, scale
+
+    def forward(
+        self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, attention_mask: None = None, **_: object
+    ) -> Tensor:
+        """[S, B, N * C]; the mask is the scope's."""
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBNC, key_SBGC, value_SBGC))
+        attended_BNSC = attend(self.scope, self.layer, query, key, value, self.scale)
+        return attended_BNSC.permute(2, 0, 1, 3).flatten(2)
+
+
+class PositionedRotary(torch.nn.Module):
+    """A rotary embedding whose every row has the position that the scope says, in the place of MLA's own."""
+
+    def __init__(self, own: torch.nn.Module, scope: Scope, positions: int) -> None:
+        super().__init__()
+        made = own(positions)
+        self.mscale = made[1] if isinstance(made, tuple) else None
+        self.angles_L11C = made[0] if isinstance(made, tuple) else made
+        self.scope = scope
+
+    def get_rotary_seq_len(self, *_: object) -> int:
+        """Megatron asks, and `forward` does not need to know."""
+        return 0
+
+    def forward(self, _: int, packed_seq: bool = False) -> Tensor | tuple[Tensor, float]:
+        """Angles [S, B, 1, C] and, where the kind of embedding has one, its scale."""
+        angles_SB1C = self.angles_L11C[self.scope.rows.positions_BR.transpose(0, 1), 0]
+        return angles_SB1C if self.mscale is None else (angles_SB1C, self.mscale)
+
+
+def attach(layers: Iterable[torch.nn.Module], scope: Scope, config: TransformerConfig, positions: int) -> None:
+    """Give every transformer layer attention over its own part of the cache.
+
+    Raises:
+        ValueError: a layer's attention is of a kind that a cache of all keys cannot serve.
+    """
+    for index, layer in enumerate(layers):
+        attention = layer.self_attention
+        if not isinstance(attention, Attention):
+            raise ValueError(f"drafting needs attention layers, and layer {index + 1} has {type(attention).__name__}.")
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, index + 1):
+            raise ValueError("the model attends to a sliding window (--window-size), which drafting does not know.")
+        if config.softmax_type != "vanilla":
+            raise ValueError(f"the model's attention has sinks ({config.softmax_type}), which drafting does not know.")
+        core = attention.core_attention
+        scale = getattr(core, "scale", None) or core.softmax_scale
+        attention.core_attention = CachedAttention(scope, index, scale)
+        if isinstance(attention, MultiLatentAttention):
+            attention.rotary_pos_emb = PositionedRotary(attention.rotary_pos_emb, scope, positions)

@@ -1,0 +1,212 @@
+"""The command line of `generate_gpt.py`: a checkpoint and prompts in, texts and their cost out."""
+
+import json
+import os
+import sys
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import torch
+
+from megatron_mtp.drafting.api import Generated, check_prompts, generate, make_method
+from megatron_mtp.drafting.config import METHODS, VERIFIER_NAMES, SpeculativeConfig, parse_config
+from megatron_mtp.drafting.energy import Meter
+from megatron_mtp.drafting.load import load_checkpoint
+from megatron_mtp.drafting.loop import Emit, Limits
+from megatron_mtp.drafting.report import Cost, merged, summary, table
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.text import Stream, cutter, read_prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WARM_UP = 8
+"""Tokens that are generated before the clock runs, so that no side pays for what is made once."""
+
+EXAMPLES = f"""examples:
+  # two drafts per step with the depths that the checkpoint was trained with, and how much faster that is
+  python generate_gpt.py --load runs/quickstart/checkpoint --prompt 'def forward(self' \\
+      --speculative-config '{{"method": "mtp"}}' --compare
+
+  # one module reused for five drafts, sampled; everything as JSON
+  python generate_gpt.py --load CHECKPOINT --prompt-file prompts.jsonl --batch-size 8 --temperature 0.8 --top-p 0.95 \\
+      --speculative-config '{{"method": "mtp_eagle", "num_speculative_tokens": 5, "verifier": "block"}}' --json
+
+  # as many drafts as pay off, 0 included
+  python generate_gpt.py --load CHECKPOINT --prompt-ids 1,2,3 \\
+      --speculative-config '{{"method": "mtp", "num_speculative_tokens": "auto"}}'
+
+methods: {", ".join(METHODS)}
+verifiers: {", ".join(VERIFIER_NAMES)}; relaxed, joint and bild change the distribution
+docs/drafting.md says what each does.
+"""
+
+
+def main(argv: list[str]) -> None:
+    """Run the command line; bad input ends with one sentence and exit status 2."""
+    args = parser().parse_args(argv[1:])
+    answer = _own_output() if args.json else sys.stdout
+    try:
+        run(args, answer)
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{Path(argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def parser() -> ArgumentParser:
+    """All flags."""
+    made = ArgumentParser(
+        description="Generate text with a trained checkpoint, plainly or drafting several tokens per forward.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to; the newest iteration is taken")
+    add("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer folder; default: the one of the training")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    add("--prompt-file", metavar="F", help='one prompt; of a .jsonl every line, as {"prompt": ...}')
+    add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="token ids; may be given several times")
+    add("--speculative-config", metavar="JSON", help="how to draft, see below; default: plain decoding")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy; default: 0")
+    add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens; default: 0, all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="and among those holding this probability; default: 1")
+    add("--seed", type=int, default=0, metavar="N", help="of the first prompt; the others count on; default: 0")
+    add("--batch-size", type=int, default=1, metavar="N", help="prompts that run together; default: 1")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end a text after this; may be given several times")
+    add("--compare", action="store_true", help="decode plainly as well, and say how much faster drafting is")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    return made
+
+
+def run(args: Namespace, answer: TextIO) -> None:
+    """Load, check, generate, report. Raises ValueError for bad input, before anything is generated."""
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    config = None if args.speculative_config is None else parse_config(args.speculative_config)
+    if args.batch_size < 1:
+        raise ValueError(f"--batch-size is {args.batch_size}; give 1 or more.")
+    loaded = load_checkpoint(args.load, flag="--load")
+    tokenizer = _tokenizer(args.tokenizer or loaded.tokenizer)
+    prompts = read_prompts(args.prompt, args.prompt_file, args.prompt_ids, tokenizer)
+    check_prompts(loaded.runner, prompts, args.max_new_tokens)
+    drafter = None
+    if config is not None and config.method == "draft_model":
+        drafter = load_checkpoint(str(config.model), flag="speculative config: model").runner
+    make_method(loaded.runner, config, sampling, drafter)
+    limits = _limits(args, tokenizer)
+    work = _Work(loaded.runner, prompts, sampling, limits, drafter, args.batch_size, args.seed)
+    shown = _is_first() and not args.json
+    streams = shown and len(prompts) == 1 and tokenizer is not None
+    if config is not None and not config.lossless and shown:
+        print(f"> the verifier '{config.verifier}' does not keep the model's distribution")
+    texts, cost = work.timed(config, Stream(tokenizer) if streams and tokenizer is not None else None)
+    plain_texts, plain = work.timed(None, None) if args.compare and config is not None else (None, None)
+    figures = summary(cost, plain, None if plain_texts is None else plain_texts == texts)
+    if not _is_first():
+        return
+    written = None if tokenizer is None else [tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
+    if args.json:
+        alone = len(texts) == 1
+        text = None if written is None else written[0] if alone else written
+        print(json.dumps({"token_ids": texts[0] if alone else texts, "text": text, **figures}), file=answer, flush=True)
+        return
+    _print_texts(texts, written, streams)
+    print(f"\n{table(figures, sampled=not sampling.greedy)}")
+
+
+def _own_output() -> TextIO:
+    """Standard output for the JSON alone: what libraries print there goes to standard error from now on."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    return os.fdopen(kept, "w")
+
+
+class _Work:
+    """The prompts of a run in batches, generated under one clock."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        limits: Limits,
+        drafter: Runner | None,
+        batch: int,
+        seed: int,
+    ) -> None:
+        self.runner, self.prompts, self.sampling, self.limits, self.drafter = runner, prompts, sampling, limits, drafter
+        self.batch, self.seed = batch, seed
+
+    def timed(self, config: SpeculativeConfig | None, emit: Emit | None) -> tuple[list[list[int]], Cost]:
+        """All texts, and what they cost."""
+        self._generate(self.prompts[:1], [self.seed], config, Limits(min(WARM_UP, self.limits.new_tokens)), None)
+        meter, before = Meter(), time.perf_counter()
+        parts = list(self._batches(config, emit))
+        seconds = time.perf_counter() - before
+        texts = [ids for part in parts for ids in part.token_ids]
+        return texts, Cost(merged([part.stats for part in parts]), seconds, meter.joules(), meter.why)
+
+    def _batches(self, config: SpeculativeConfig | None, emit: Emit | None) -> Iterator[Generated]:
+        for first in range(0, len(self.prompts), self.batch):
+            prompts = self.prompts[first : first + self.batch]
+            seeds = [self.seed + first + number for number in range(len(prompts))]
+            yield self._generate(prompts, seeds, config, self.limits, emit)
+
+    def _generate(
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        config: SpeculativeConfig | None,
+        limits: Limits,
+        emit: Emit | None,
+    ) -> Generated:
+        return generate(
+            self.runner,
+            prompts,
+            limits.new_tokens,
+            self.sampling,
+            config,
+            seeds,
+            drafter=self.drafter,
+            limits=limits,
+            emit=emit,
+        )
+
+
+def _tokenizer(folder: str | Path | None) -> "PreTrainedTokenizerBase | None":
+    if folder is None:
+        return None
+    from megatron_mtp.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(folder)
+
+
+def _limits(args: Namespace, tokenizer: "PreTrainedTokenizerBase | None") -> Limits:
+    if tokenizer is None:
+        if args.stop:
+            raise ValueError(
+                "--stop was given, but the checkpoint names no tokenizer to read text with; give --tokenizer."
+            )
+        return Limits(args.max_new_tokens)
+    ends = frozenset([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+    return Limits(args.max_new_tokens, None, ends, cutter(args.stop, tokenizer) if args.stop else None)
+
+
+def _is_first() -> bool:
+    return torch.distributed.get_rank() == 0
+
+
+def _print_texts(texts: list[list[int]], written: list[str] | None, streamed: bool) -> None:
+    """What has not been streamed; token ids where there is no tokenizer."""
+    if streamed:
+        print()
+        return
+    for number, ids in enumerate(texts):
+        body = ",".join(map(str, ids)) if written is None else written[number]
+        print(f"[{number + 1}] {body}" if len(texts) > 1 else body)

@@ -1,0 +1,136 @@
+"""Keys and values of the rows that a stack of layers has run, preallocated, and the rows of one forward among them.
+
+A forward writes its rows' keys and values at their slots and attends to the slots that its mask allows. Rolling back is
+forgetting: rows beyond a sequence's length are overwritten by the next forward. Only a tree needs `keep`, which moves
+the accepted path together:
+
+    slot      5    6    7    8                  t_m at slot 5, and three nodes of which the third continues the second
+    row       0    1    2    3
+    path      0         2    3        ->        slots 5, 6, 7 are what slots 5, 7, 8 were
+
+Letters in names: B batch, R rows of a forward, P rows of a path, G key heads, C channels, W slots that are looked at.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FORBIDDEN = torch.finfo(torch.float32).min / 2
+"""Added to the score of a slot that must not be looked at; finite, so that a padding row has no NaN."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of one forward stand.
+
+    Attributes:
+        positions_BR: for the rotary embedding.
+        slots_BR: where keys and values go; the scratch slot for rows that must leave nothing.
+        mask_B1RW: added to the scores.
+    """
+
+    positions_BR: Tensor
+    slots_BR: Tensor
+    mask_B1RW: Tensor
+
+    @property
+    def window(self) -> int:
+        return self.mask_B1RW.size(-1)
+
+
+def chain_rows(first_B: Tensor, rows: int, window: int, scratch: int, live_BR: Tensor | None = None) -> Rows:
+    """Consecutive rows from slot `first_B` on, each of which looks at its own slot and at all before it.
+
+    Args:
+        window: slots that are looked at; more than any sequence's last slot.
+        scratch: the slot for rows that are not live, and for those before slot 0.
+        live_BR: False for padding.
+    """
+    positions_BR = first_B.unsqueeze(1) + torch.arange(rows, device=first_B.device)
+    inside_BR = positions_BR >= 0 if live_BR is None else (positions_BR >= 0) & live_BR
+    slots_BR = torch.where(inside_BR, positions_BR, scratch)
+    positions_BR = positions_BR.clamp(min=0)
+    ahead_BRW = torch.arange(window, device=first_B.device) > positions_BR.unsqueeze(2)
+    return Rows(positions_BR, slots_BR, _scores(ahead_BRW))
+
+
+def tree_rows(base_B: Tensor, depth_BR: Tensor, ancestors_BRA: Tensor, window: int, start: int = 0) -> Rows:
+    """Rows of a tree whose slots begin at `base_B`: each looks at all slots before these, and at its own ancestors.
+
+    Args:
+        depth_BR: of each row; depth 0 has position `base_B`.
+        ancestors_BRA: over the tree's slots: True where there is the row itself, or an ancestor of it.
+        start: slots of the tree that earlier forwards have filled.
+    """
+    rows, tree = ancestors_BRA.shape[1:]
+    slots_BR = base_B.unsqueeze(1) + start + torch.arange(rows, device=base_B.device)
+    place_BW = torch.arange(window, device=base_B.device) - base_B.unsqueeze(1)
+    index_BRW = place_BW.clamp(0, tree - 1).unsqueeze(1).expand(-1, rows, -1)
+    among_B1W = ((place_BW >= 0) & (place_BW < tree)).unsqueeze(1)
+    visible_BRW = (place_BW < 0).unsqueeze(1) | (ancestors_BRA.gather(2, index_BRW) & among_B1W)
+    return Rows(base_B.unsqueeze(1) + depth_BR, slots_BR, _scores(~visible_BRW))
+
+
+def ancestors_of(parents_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Ancestors [B, R, R] (each row its own) and depth [B, R] of the rows of a tree, the root first."""
+    batch, nodes = parents_BN.shape
+    eye_RR = torch.eye(nodes + 1, dtype=torch.bool, device=parents_BN.device)
+    lines = [eye_RR[0].expand(batch, -1)]
+    for node in range(nodes):
+        above_BNR = torch.stack(lines, dim=1)
+        index_B11 = parents_BN[:, node].view(-1, 1, 1).expand(-1, 1, nodes + 1)
+        lines.append(above_BNR.gather(1, index_B11).squeeze(1) | eye_RR[node + 1])
+    ancestors_BRR = torch.stack(lines, dim=1)
+    return ancestors_BRR, ancestors_BRR.sum(dim=2) - 1
+
+
+def _scores(forbidden_BRW: Tensor) -> Tensor:
+    return torch.zeros_like(forbidden_BRW, dtype=torch.float32).masked_fill_(forbidden_BRW, FORBIDDEN).unsqueeze(1)
+
+
+class KVCache:
+    """Keys and values of `layers` layers for a batch; a layer's memory is taken when its first keys come.
+
+    Args:
+        capacity: slots of a sequence; slot `capacity` is the scratch slot.
+    """
+
+    def __init__(self, layers: int, batch: int, capacity: int) -> None:
+        self.batch, self.capacity = batch, capacity
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+
+    @property
+    def scratch(self) -> int:
+        return self.capacity
+
+    def append(self, layer: int, key_BGRC: Tensor, value_BGRC: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Write the rows' keys and values; returns those of all slots in the window, [B, G, W, C]."""
+        if self.keys[layer] is None:
+            self.keys[layer], self.values[layer] = self._new(key_BGRC), self._new(value_BGRC)
+        held = []
+        for cache, new_BGRC in ((self.keys[layer], key_BGRC), (self.values[layer], value_BGRC)):
+            assert cache is not None
+            write_rows(cache, new_BGRC, rows.slots_BR)
+            held.append(cache[:, :, : rows.window])
+        return held[0], held[1]
+
+    def keep(self, source_BP: Tensor, target_BP: Tensor) -> None:
+        """Move the rows at slots `source_BP` to slots `target_BP`, in every layer that has run."""
+        for cache in (*self.keys, *self.values):
+            if cache is not None:
+                index_BGPC = source_BP[:, None, :, None].expand(-1, cache.size(1), -1, cache.size(3))
+                write_rows(cache, cache.gather(2, index_BGPC), target_BP)
+
+    def _new(self, like_BGRC: Tensor) -> Tensor:
+        batch, heads, _, channels = like_BGRC.shape
+        return like_BGRC.new_zeros(batch, heads, self.capacity + 1, channels)
+
+
+def write_rows(cache_BGLC: Tensor, new_BGRC: Tensor, slots_BR: Tensor) -> None:
+    """Put rows [B, G, R, C] at their slots, in place."""
+    if cache_BGLC.size(0) == 1:
+        cache_BGLC[0].index_copy_(1, slots_BR[0], new_BGRC[0])
+    else:
+        cache_BGLC.scatter_(2, slots_BR[:, None, :, None].expand_as(new_BGRC), new_BGRC)

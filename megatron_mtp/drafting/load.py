@@ -1,0 +1,169 @@
+"""A checkpoint folder to a runner: the model as its own arguments describe it, on one pipeline stage.
+
+Any layout that Megatron saved loads, since its distributed checkpoints cut tensors anew; tensor parallelism is that of
+the process group.
+"""
+
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.argument_utils import gpt_config_from_args
+
+from megatron_mtp.checkpoint.mcore_store import TRACKER, repair_tracker
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
+
+HERE: dict[str, Any] = {
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+    "moe_expert_capacity_factor": None,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "fp8": None,
+    "fp4": None,
+    "cpu_offloading": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "tp_comm_overlap": False,
+    "yaml_cfg": None,
+}
+"""How a model that drafts differs from the one that trained: no parallelism but over tensors, no dropout, no fusions
+that need whole sequences, no tokens dropped by experts (which would depend on the neighbours)."""
+
+OVER_ALL_RANKS = (
+    "tensor_model_parallel_size",
+    "tensor_parallel_num_weight_shards",
+    "expert_tensor_parallel_size",
+    "expert_tensor_parallel_num_weight_shards",
+)
+
+WITHOUT_TE: dict[str, Any] = {
+    "transformer_impl": "local",
+    "persist_layer_norm": False,
+    "masked_softmax_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_dropout_fusion": False,
+    "moe_token_dispatcher_type": "allgather",
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint, ready to draft.
+
+    Attributes:
+        runner: the model.
+        tokenizer: the folder that the model was trained with; None if it was trained on plain ids.
+    """
+
+    runner: Runner
+    tokenizer: Path | None
+
+
+def load_runner(folder: str | Path, vocab_size: int | None = None, dtype: torch.dtype | None = None) -> Runner:
+    """The model of a checkpoint folder, its newest iteration; arguments and errors as of `load_checkpoint`."""
+    return load_checkpoint(folder, vocab_size, dtype).runner
+
+
+def load_checkpoint(
+    folder: str | Path, vocab_size: int | None = None, dtype: torch.dtype | None = None, flag: str = "--load"
+) -> Loaded:
+    """Build the model that the checkpoint's own arguments describe, and fill it.
+
+    Args:
+        folder: as given to `--save` in training, or one iteration's folder within it.
+        vocab_size: tokens that may be drafted; the tokenizer's, or all, if None.
+        dtype: of the weights; the checkpoint's if None.
+        flag: how messages call the folder.
+
+    Raises:
+        ValueError: there is no checkpoint that Megatron has written, or a model that drafting does not know.
+    """
+    iteration = _iteration(Path(folder), flag)
+    join_world()
+    args = dist_checkpointing.load_common_state_dict(str(iteration)).get("args")
+    if not isinstance(args, Namespace):
+        raise ValueError(f"{flag} is {folder}, which does not hold the arguments that its model was trained with.")
+    model = _model(_adapted(args))
+    state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(iteration))
+    model.load_state_dict(state["model"])
+    model = model.cuda() if dtype is None else model.cuda().to(dtype)
+    tokenizer = _tokenizer(args)
+    if vocab_size is None and tokenizer is not None:
+        vocab_size = _entries(tokenizer)
+    return Loaded(Runner(model, vocab_size), tokenizer)
+
+
+def join_world() -> None:
+    """The process group of the job, or of this process alone; all of it is tensor-parallel."""
+    if not torch.distributed.is_initialized():
+        backend = "gloo" if torch.cuda.current_device() == torch.device("cpu") else "nccl"
+        if "RANK" in os.environ:
+            torch.distributed.init_process_group(backend)
+        else:
+            torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(torch.distributed.get_world_size())
+        model_parallel_cuda_manual_seed(0)
+
+
+def _iteration(folder: Path, flag: str) -> Path:
+    """The folder of the newest iteration."""
+    if dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        return folder
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        raise ValueError(f"{flag} is {folder}, where there is no {TRACKER}; give a folder that Megatron saved to.")
+    repair_tracker(folder)
+    iteration = folder / f"iter_{int(tracker.read_text()):07d}"
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(iteration)):
+        raise ValueError(
+            f"{flag} is {folder}, whose {iteration.name} is no distributed checkpoint; save with --ckpt-format "
+            "torch_dist."
+        )
+    return iteration
+
+
+def _adapted(args: Namespace) -> Namespace:
+    ranks = torch.distributed.get_world_size()
+    changes = HERE | dict.fromkeys(OVER_ALL_RANKS, ranks)
+    if torch.cuda.current_device() == torch.device("cpu") or args.transformer_impl == "local":
+        changes |= WITHOUT_TE
+    return Namespace(**{**vars(args), **changes})
+
+
+def _model(args: Namespace) -> MTPGPTModel:
+    config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
+    config.mtp = MTPConfig(mtp_architecture=getattr(args, "mtp_architecture", "sequential"))
+    model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    assert isinstance(model, MTPGPTModel)
+    return model
+
+
+def _tokenizer(args: Namespace) -> Path | None:
+    named = getattr(args, "tokenizer_model", None)
+    return Path(named) if named and args.tokenizer_type == "HuggingFaceTokenizer" and Path(named).is_dir() else None
+
+
+def _entries(tokenizer: Path) -> int:
+    from megatron_mtp.data.tokenizer import Encoder
+
+    return Encoder.from_folder(tokenizer).vocab_size

@@ -1,0 +1,176 @@
+"""run -> propose -> verify -> keep -> emit: one loop for every method.
+
+A text starts with its prompt, run in chunks, whose last row gives the first token. Then every step drafts, scores t_m
+and the drafts in one forward of the trunk, keeps what the verifier accepts and adds one token of the target's own.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.drafting.auto import AutoK
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.proposers import Proposer
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import RECOVER, Sampling, draw
+from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.types import AcceptanceStats, Draft, Round
+from megatron_mtp.drafting.verifiers import Verifier
+
+CHUNK = 512
+"""Rows of a prompt that go through the model at once."""
+
+Emit = Callable[[int, list[int], int], None]
+"""Told, after every step, a text's number, its new tokens, and how many of these were drafted."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a text ends.
+
+    Attributes:
+        new_tokens: at most so many.
+        positions: the model's; no text grows beyond them. None without a limit.
+        stop_ids: after any of these tokens, which still counts as emitted.
+        cut: given the tokens emitted so far, how many of them to keep, or None to go on (stop strings).
+    """
+
+    new_tokens: int
+    positions: int | None = None
+    stop_ids: frozenset[int] = frozenset()
+    cut: Callable[[list[int]], int | None] | None = None
+
+    def budget(self, prompt: int) -> int:
+        """New tokens that a text may have after a prompt of so many."""
+        return self.new_tokens if self.positions is None else min(self.new_tokens, self.positions - prompt)
+
+
+@dataclass
+class Method:
+    """How to draft: a proposer with its verifier, and K of each step."""
+
+    proposer: Proposer
+    verifier: Verifier
+    config: SpeculativeConfig
+    sampling: Sampling
+    count: int
+    auto: AutoK | None = None
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+
+@torch.inference_mode()
+def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits, emit: Emit | None = None) -> None:
+    """Grow every text to its end; `sequences.texts` and `method.stats` hold the outcome."""
+    prefill(runner, sequences, method.sampling)
+    _emit(sequences, method, limits, emit, offered=None)
+    method.proposer.start(sequences)
+    while any(sequences.live):
+        asked = method.count if method.auto is None else method.auto.choose()
+        count = min(asked, _remaining(sequences, limits) - 1)
+        before = time.perf_counter()
+        scene = Round(method.sampling, sequences.noise, method.config, _thinking(sequences, method.config))
+        draft = method.proposer.propose(sequences, scene, count) if count > 0 else empty_draft(sequences)
+        drafted = time.perf_counter()
+        verify(runner, sequences, method, draft, scene)
+        _emit(sequences, method, limits, emit, offered=draft)
+        done = time.perf_counter()
+        method.stats.drafter_seconds += drafted - before
+        method.stats.target_seconds += done - drafted
+        if method.auto is not None:
+            method.auto.learn(count, drafted - before, done - drafted, method.stats)
+
+
+@torch.inference_mode()
+def verify(runner: Runner, sequences: Sequences, method: Method, draft: Draft, scene: Round) -> None:
+    """Score a draft, judge it and keep what is accepted; nothing is read back to the host."""
+    rows = sequences.rows_of(draft)
+    tokens_BR = torch.cat([sequences.tokens_at(sequences.newest_B, 1), draft.tokens_BN], dim=1)
+    hidden_SBH = runner.trunk(tokens_BR, rows, sequences.cache)
+    sequences.put_states(hidden_SBH, rows)
+    logits_BRV = runner.logits(hidden_SBH)
+    method.proposer.observe(sequences, draft, logits_BRV)
+    sequences.keep(draft, method.verifier(logits_BRV, draft, scene))
+
+
+@torch.inference_mode()
+def prefill(runner: Runner, sequences: Sequences, sampling: Sampling) -> None:
+    """Run the prompts in chunks, and add the first token of each."""
+    prompt_B = sequences.length_B
+    longest = max(sequences.lengths())
+    for start in range(0, longest, CHUNK):
+        count = min(CHUNK, longest - start)
+        first_B = torch.full_like(prompt_B, start)
+        rows = sequences.chain(first_B, count, 0)
+        sequences.put_states(runner.trunk(sequences.tokens_at(first_B, count), rows, sequences.cache), rows)
+    last_SBH = sequences.states_at(prompt_B - 1, 1)
+    probs_BV = sampling.probabilities(runner.logits(last_SBH)[:, 0])
+    sequences.append(draw(probs_BV, sequences.noise.uniform(RECOVER, 1)[:, 0]))
+
+
+def empty_draft(sequences: Sequences) -> Draft:
+    """K = 0: plain decoding."""
+    return Draft(sequences.tokens_BT[:, :0])
+
+
+def _remaining(sequences: Sequences, limits: Limits) -> int:
+    """The most new tokens that a live text may still have."""
+    texts = zip(sequences.texts, sequences.prompts, sequences.live, strict=True)
+    return max(limits.budget(prompt) - (len(text) - prompt) for text, prompt, live in texts if live)
+
+
+def _emit(sequences: Sequences, method: Method, limits: Limits, emit: Emit | None, offered: Draft | None) -> None:
+    """Hand out what a step has gained, up to each text's end."""
+    depths = [0] * len(sequences.texts) if offered is None else depth_of(offered)
+    for row, gained in enumerate(sequences.read_back()):
+        if not sequences.live[row]:
+            continue
+        prompt = sequences.prompts[row]
+        text = sequences.texts[row][prompt:] + gained
+        end = _end(text, len(gained), limits.budget(prompt), limits)
+        kept = gained if end is None else gained[: len(gained) - (len(text) - end)]
+        accepted = min(len(gained) - 1, len(kept))
+        method.stats.count(depths[row], accepted, len(kept))
+        sequences.settle(row, kept, end is not None)
+        if emit is not None:
+            emit(row, kept, accepted)
+
+
+def depth_of(draft: Draft) -> list[int]:
+    """The longest path of candidates that each sequence was offered."""
+    valid_BN = draft.valid().tolist()
+    parents_BN = draft.parents().tolist()
+    depths = []
+    for valid, parents in zip(valid_BN, parents_BN, strict=True):
+        level = [0]
+        for ok, parent in zip(valid, parents, strict=True):
+            level.append(level[parent] + 1 if ok and level[parent] >= 0 else -1)
+        depths.append(max(level))
+    return depths
+
+
+def _end(text: list[int], gained: int, budget: int, limits: Limits) -> int | None:
+    """How many of the emitted tokens stay, if the text ends among the last `gained` of them."""
+    ends = []
+    for place in range(len(text) - gained, len(text)):
+        if text[place] in limits.stop_ids:
+            ends.append(place + 1)
+            break
+    if limits.cut is not None and (cut := limits.cut(text)) is not None:
+        ends.append(max(cut, len(text) - gained))
+    if len(text) >= budget:
+        ends.append(budget)
+    return min(ends, default=None)
+
+
+def _thinking(sequences: Sequences, config: SpeculativeConfig) -> Tensor | None:
+    """Whether each text's newest token stands in the thinking phase: after its start, and not after its end."""
+    if config.verifier != "relaxed":
+        return None
+    phases = []
+    for text in sequences.texts:
+        bounds = [token for token in text if token in (config.think_start, config.think_end)]
+        phases.append(bool(bounds) and bounds[-1] == config.think_start)
+    return torch.tensor(phases, device=sequences.length_B.device)

@@ -1,0 +1,101 @@
+"""Lookahead decoding (arXiv:2402.02057): n-grams that the target itself comes up with, verified in the same forward.
+
+Beside the text the target runs a window of W columns and N - 1 levels. Column c of level 0 guesses the token at m + c;
+each level above guesses one further, and the target's word on the last level makes the column an n-gram of N tokens,
+which goes to a pool under its first token. The pool's n-grams after t_m are the draft, G of them merged to a tree.
+
+    W = 2, N = 3          row     t_m    a1  a2 | b1  b2 | guesses         a: level 0, b: level 1
+                          parent   -    t_m  a1 | a1  a2 |                 n-grams: (a1, b1, target's word at b1), ...
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.proposers.base import Proposer
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.types import Draft, Round
+
+
+@dataclass
+class Window:
+    """One text's guesses: levels of columns, and the n-grams found, by their first token, newest first."""
+
+    levels: list[list[int]]
+    pool: dict[int, deque[tuple[int, ...]]] = field(default_factory=dict)
+
+    def learn(self, words: list[int], guesses: int) -> None:
+        """Take the target's words on the last level: every column is an n-gram now, and the lowest level is done."""
+        for first, *rest in zip(*self.levels, words, strict=True):
+            grams = self.pool.setdefault(first, deque(maxlen=guesses))
+            if tuple(rest) in grams:
+                grams.remove(tuple(rest))
+            grams.appendleft(tuple(rest))
+        self.levels = [*self.levels[1:], words]
+
+
+class Lookahead(Proposer):
+    """Deterministic; K is at most N - 1."""
+
+    limit = "the n-grams less their first token"
+    remedy = "give a larger ngram_size"
+
+    def __init__(self, runner: Runner, config: SpeculativeConfig) -> None:
+        super().__init__(runner, config)
+        self.most = config.ngram_size - 1
+        self._in_window = config.window * (config.ngram_size - 1)
+
+    def nodes(self, count: int) -> int:
+        return self._in_window + self.config.guesses * (self.config.ngram_size - 1)
+
+    def start(self, sequences: Sequences) -> None:
+        """The first window repeats the prompt's last tokens."""
+        levels, columns = self.config.ngram_size - 1, self.config.window
+        self._windows = []
+        for text in sequences.texts:
+            tail = (text * (levels + columns))[-(levels + columns) :]
+            self._windows.append(Window([tail[level : level + columns] for level in range(levels)]))
+
+    def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
+        tokens, parents, valid = [], [], []
+        for text, window in zip(sequences.texts, self._windows, strict=True):
+            grams = [gram[:count] for gram in window.pool.get(text[-1], ())]
+            guessed, below = _trie(grams, self._in_window)
+            spare = self.nodes(count) - self._in_window - len(guessed)
+            tokens.append([token for level in window.levels for token in level] + guessed + [0] * spare)
+            parents.append(_window_parents(self.config.window, len(window.levels)) + below + [0] * spare)
+            valid.append([False] * self._in_window + [True] * len(guessed) + [False] * spare)
+        device = sequences.length_B.device
+        tokens_BN, parents_BN, valid_BN = (torch.tensor(rows, device=device) for rows in (tokens, parents, valid))
+        return Draft(tokens_BN, None, parents_BN, valid_BN)
+
+    def observe(self, sequences: Sequences, draft: Draft, logits_BRV: Tensor) -> None:
+        """Rows 1 .. W * (N - 1) are the window; its last level has the words."""
+        if not draft.nodes:
+            return
+        last = slice(1 + self._in_window - self.config.window, 1 + self._in_window)
+        words = logits_BRV[:, last].argmax(dim=-1).tolist()
+        for window, found in zip(self._windows, words, strict=True):
+            window.learn(found, self.config.guesses)
+
+
+def _window_parents(columns: int, levels: int) -> list[int]:
+    """Rows that the window's nodes continue: level 0 its left neighbour, further levels the one below."""
+    return [*range(columns), *range(1, 1 + columns * (levels - 1))]
+
+
+def _trie(grams: list[tuple[int, ...]], before: int) -> tuple[list[int], list[int]]:
+    """N-grams merged by their beginnings: tokens and parent rows, with `before` nodes in front of them."""
+    rows: dict[tuple[int, ...], int] = {(): 0}
+    tokens, parents = [], []
+    for gram in grams:
+        for end in range(1, len(gram) + 1):
+            if gram[:end] not in rows:
+                tokens.append(gram[end - 1])
+                parents.append(rows[gram[: end - 1]])
+                rows[gram[:end]] = before + len(tokens)
+    return tokens, parents

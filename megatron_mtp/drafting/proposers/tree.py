@@ -1,0 +1,221 @@
+"""Trees and beams of drafts, grown with the first MTP module as `Eagle` reuses it.
+
+Level 1 are candidates for the token after t_m, from the row m - 1 of the module. A node to be continued becomes a row
+of its own: its token, and the state of the row that drafted it. All rows of a level run in one forward, in slots after
+the committed ones, and see the committed rows and their own ancestors:
+
+    slot      ..  m-1   m    m+1   m+2          two nodes of level 1 at slots m and m + 1, and at m + 2 a child of the
+    sees           -    -     -    m            first, which does not see the second
+
+Letters in names: B batch, F rows of a level, C candidates of a row, N drafted nodes, A rows that may run, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.proposers.mtp import Eagle
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import DRAFT, draw
+from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.types import Draft, Round
+
+
+@dataclass(frozen=True)
+class Level:
+    """The candidates of one level, F * C of them, those of one row side by side.
+
+    Attributes:
+        tokens_BN: their tokens.
+        scores_BN: sum of log q along the path, float64; -inf for one that repeats a sibling.
+        rows_BN: among the rows of the level above, the one that each continues.
+        probs_BFV: q of the rows of the level above.
+        taken_BF: among the level above's candidates, those that the rows are; None for level 1, whose row is t_m's.
+    """
+
+    tokens_BN: Tensor
+    scores_BN: Tensor
+    rows_BN: Tensor
+    probs_BFV: Tensor
+    taken_BF: Tensor | None
+
+
+class Grower(Eagle):
+    """Level by level: run rows, choose their candidates, choose which of these to continue."""
+
+    @property
+    def beam(self) -> int:
+        """`beam_width`, of as many tokens as there are."""
+        return min(self.config.beam_width, self.runner.vocab_size)
+
+    def grow(self, sequences: Sequences, scene: Round, widths: list[int], most: int | None, drawn: bool) -> list[Level]:
+        """Levels with `widths[i]` candidates a row.
+
+        Args:
+            most: candidates of a level that are continued, the best; None continues all.
+            drawn: candidates are samples of q rather than its most likely tokens.
+        """
+        states_SBH = self.catch_up(sequences)
+        levels = [self._candidates(states_SBH, scene, widths[0], None, None, 0, drawn)]
+        batch, started = len(sequences.texts), 0
+        ancestors_BFA = torch.zeros(batch, 1, self._rows(widths, most), dtype=torch.bool, device=states_SBH.device)
+        own_AA = torch.eye(ancestors_BFA.size(2), device=states_SBH.device).bool()
+        for depth, width in enumerate(widths[1:]):
+            taken_BF = self._continued(levels[-1], most)
+            level = levels[-1]
+            above_BF = level.rows_BN.gather(1, taken_BF)
+            rows = taken_BF.size(1)
+            states_SBH = states_SBH.gather(0, above_BF.T.unsqueeze(2).expand(-1, -1, states_SBH.size(2)))
+            ancestors_BFA = ancestors_BFA.gather(1, above_BF.unsqueeze(2).expand(-1, -1, ancestors_BFA.size(2)))
+            ancestors_BFA = ancestors_BFA | own_AA[started : started + rows]
+            where = sequences.tree(torch.full_like(taken_BF, depth), ancestors_BFA, started)
+            tokens_BF = level.tokens_BN.gather(1, taken_BF)
+            states_SBH = self.runner.depth(1, states_SBH, tokens_BF, where, self.cache)
+            scores_BF = level.scores_BN.gather(1, taken_BF)
+            drafted = sum(one.tokens_BN.size(1) for one in levels)
+            levels.append(self._candidates(states_SBH, scene, width, scores_BF, taken_BF, drafted, drawn))
+            started += rows
+        return levels
+
+    def _rows(self, widths: list[int], most: int | None) -> int:
+        """Rows that run beyond the committed ones; at least 1, so that a mask has a column."""
+        total, level = 0, 1
+        for width in widths[:-1]:
+            level = level * width if most is None else min(level * width, most)
+            total += level
+        return max(total, 1)
+
+    def _continued(self, level: Level, most: int | None) -> Tensor:
+        """Candidates [B, F] of a level that become rows."""
+        count = level.tokens_BN.size(1)
+        if most is None or count <= most:
+            return torch.arange(count, device=level.tokens_BN.device).expand_as(level.tokens_BN)
+        return level.scores_BN.topk(most, dim=1).indices
+
+    def _candidates(
+        self,
+        states_SBH: Tensor,
+        scene: Round,
+        width: int,
+        scores_BF: Tensor | None,
+        taken_BF: Tensor | None,
+        drafted: int,
+        drawn: bool,
+    ) -> Level:
+        logits_BFV = self.runner.logits(states_SBH)
+        # At temperature 0 the order of a beam comes from the model's own distribution.
+        probs_BFV = logits_BFV.softmax(-1) if scene.sampling.greedy else scene.sampling.probabilities(logits_BFV)
+        batch, rows, _ = probs_BFV.shape
+        if drawn:
+            uniform_BN = scene.noise.uniform(DRAFT, drafted + rows * width)[:, drafted:]
+            probs_BFCV = probs_BFV.unsqueeze(2).expand(-1, -1, width, -1)
+            tokens_BFC = draw(probs_BFCV, uniform_BN.view(batch, rows, width))
+        else:
+            tokens_BFC = probs_BFV.topk(width, dim=2).indices
+        gained_BFC = probs_BFV.gather(2, tokens_BFC).double().log()
+        if scores_BF is not None:
+            gained_BFC = gained_BFC + scores_BF.unsqueeze(2)
+        repeats_BFC = (tokens_BFC.unsqueeze(3) == tokens_BFC.unsqueeze(2)).tril(-1).any(dim=3)
+        scores_BN = gained_BFC.masked_fill(repeats_BFC, -torch.inf).flatten(1)
+        row_FC = torch.arange(rows, device=tokens_BFC.device).unsqueeze(1).expand(-1, width)
+        return Level(tokens_BFC.flatten(1), scores_BN, row_FC.flatten().expand(batch, -1), probs_BFV, taken_BF)
+
+
+class Tree(Grower):
+    """`tree` gives every level's candidates a row; with `tree_nodes`, the likeliest so many nodes of a larger tree.
+
+    A static tree above temperature 0 is sampled, its siblings independent, so that `specinfer` and `spectr` may judge
+    it; a dynamic one (EAGLE-2, arXiv:2406.16858) is deterministic.
+    """
+
+    limit = "one with each level of 'tree'"
+    remedy = "give a deeper tree, or tree_nodes"
+
+    def __init__(self, runner: Runner, config: SpeculativeConfig) -> None:
+        super().__init__(runner, config)
+        if config.tree_nodes is None:
+            self.most = len(config.tree or DEFAULT_TREE)
+
+    def nodes(self, count: int) -> int:
+        widths = self._widths(count)
+        return max(self._rows(widths, self._beam), self.config.tree_nodes or self._rows([*widths, 1], None))
+
+    @property
+    def _beam(self) -> int | None:
+        return None if self.config.tree_nodes is None else self.beam
+
+    def _widths(self, count: int) -> list[int]:
+        if self.config.tree_nodes is not None:
+            return [self.beam] * count
+        return [min(width, self.runner.vocab_size) for width in self.config.tree or DEFAULT_TREE][:count]
+
+    @torch.inference_mode()
+    def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
+        drawn = self.config.tree_nodes is None and not scene.sampling.greedy and self.config.use_draft_probs
+        levels = self.grow(sequences, scene, self._widths(count), self._beam, drawn)
+        tokens_BN, parents_BN, scores_BN = _flattened(levels)
+        if self.config.tree_nodes is not None:
+            return _likeliest(tokens_BN, parents_BN, scores_BN, self.config.tree_nodes)
+        if not drawn:
+            return Draft(tokens_BN, None, parents_BN)
+        probs = [_of_rows(level.probs_BFV, level.rows_BN) for level in levels]
+        return Draft(tokens_BN, torch.cat(probs, dim=1), parents_BN)
+
+
+class Beam(Grower):
+    """The likeliest of W chains, grown side by side (beam sampling of MTAD, arXiv:2407.09722).
+
+    Above temperature 0 the candidates are samples of q. Only `joint` is told the q of the path: the best of several
+    samples is no sample of q, and to a rule that keeps the distribution it is a deterministic draft.
+    """
+
+    def nodes(self, count: int) -> int:
+        return max(count, self._rows([self.beam] * count, self.beam))
+
+    @torch.inference_mode()
+    def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
+        width = self.beam
+        levels = self.grow(sequences, scene, [width] * count, width, drawn=not scene.sampling.greedy)
+        best_B1 = levels[-1].scores_BN.argmax(dim=1, keepdim=True)
+        tokens, probs = [], []
+        for level in reversed(levels):
+            row_B1 = level.rows_BN.gather(1, best_B1)
+            tokens.append(level.tokens_BN.gather(1, best_B1))
+            probs.append(_of_rows(level.probs_BFV, row_B1))
+            best_B1 = row_B1 if level.taken_BF is None else level.taken_BF.gather(1, row_B1)
+        probs_BNV = torch.cat(probs[::-1], dim=1) if scene.config.verifier == "joint" else None
+        return Draft(torch.cat(tokens[::-1], dim=1), probs_BNV)
+
+
+DEFAULT_TREE = (4, 2)
+"""4 + 8 nodes: 13 rows with t_m's."""
+
+
+def _of_rows(probs_BFV: Tensor, rows_BN: Tensor) -> Tensor:
+    return probs_BFV.gather(1, rows_BN.unsqueeze(2).expand(-1, -1, probs_BFV.size(2)))
+
+
+def _flattened(levels: list[Level]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, parents (as rows of a draft) and scores of all levels' candidates, each [B, N]."""
+    parents, before, above = [torch.zeros_like(levels[0].tokens_BN)], 0, 0
+    for level in levels[1:]:
+        assert level.taken_BF is not None
+        above, before = before, before + parents[-1].size(1)
+        parents.append(level.taken_BF.gather(1, level.rows_BN) + above + 1)
+    tokens_BN = torch.cat([level.tokens_BN for level in levels], dim=1)
+    return tokens_BN, torch.cat(parents, dim=1), torch.cat([level.scores_BN for level in levels], dim=1)
+
+
+def _likeliest(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, count: int) -> Draft:
+    """The `count` nodes of the highest score, which hold the parents of all their nodes, in their old order."""
+    nodes = tokens_BN.size(1)
+    # A child never scores above its parent; among equals the earlier one is taken, and parents come earlier.
+    order_BN = scores_BN.argsort(dim=1, descending=True, stable=True)[:, : min(count, nodes)]
+    kept_BN = order_BN.sort(dim=1).values
+    place_BR = torch.zeros(tokens_BN.size(0), nodes + 1, dtype=torch.long, device=tokens_BN.device)
+    new_BN = torch.arange(1, kept_BN.size(1) + 1, device=tokens_BN.device).expand_as(kept_BN)
+    place_BR.scatter_(1, kept_BN + 1, new_BN)
+    parents_BN = place_BR.gather(1, parents_BN.gather(1, kept_BN))
+    return Draft(tokens_BN.gather(1, kept_BN), None, parents_BN)

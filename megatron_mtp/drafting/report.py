@@ -1,0 +1,90 @@
+"""What a generation cost: the figures of a run, as a table to read or as JSON."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_mtp.drafting.types import AcceptanceStats
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of all batches of a run.
+
+    Attributes:
+        seconds: of the clock, prompts included.
+        joules: None where there is no meter; `why` says why.
+    """
+
+    stats: AcceptanceStats
+    seconds: float
+    joules: float | None = None
+    why: str | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.stats.emitted / self.seconds if self.seconds else 0.0
+
+
+def summary(cost: Cost, plain: Cost | None = None, same: bool | None = None) -> dict[str, Any]:
+    """The figures under the names of `--json`; `plain` is what plain decoding of the same prompts cost."""
+    stats = cost.stats
+    joules = None if cost.joules is None else cost.joules / max(stats.emitted, 1)
+    figures: dict[str, Any] = {
+        "target_forwards": stats.target_forwards,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "accepted_per_position": [round(rate, 4) for rate in stats.accepted_per_position],
+        "accepted_length": round(stats.accepted_length, 4),
+        "target_seconds": round(stats.target_seconds, 4),
+        "drafter_seconds": round(stats.drafter_seconds, 4),
+        "tokens_per_second": round(cost.tokens_per_second, 2),
+        "energy_joules_per_token": joules,
+    }
+    if joules is None:
+        figures["energy_reason"] = cost.why
+    if plain is not None:
+        figures["plain_tokens_per_second"] = round(plain.tokens_per_second, 2)
+        figures["speed_up"] = round(cost.tokens_per_second / plain.tokens_per_second, 3)
+        figures["same_tokens"] = same
+    return figures
+
+
+def table(figures: dict[str, Any], sampled: bool) -> str:
+    """The same to read."""
+    rates = figures["accepted_per_position"]
+    rows = [
+        *((f"accepted at position {place}", f"{100 * rate:.1f} %") for place, rate in enumerate(rates, start=1)),
+        ("accepted length", f"{figures['accepted_length']:.3f} tokens per target forward"),
+        ("target forwards", f"{figures['target_forwards']}"),
+        ("tokens per second", f"{figures['tokens_per_second']:.1f}"),
+        ("energy", _energy(figures)),
+    ]
+    if "speed_up" in figures:
+        plain = figures["plain_tokens_per_second"]
+        rows.append(("speed-up", f"{figures['speed_up']:.2f} over plain decoding at {plain:.1f} tokens per second"))
+        if not sampled:
+            rows.append(("same tokens", "yes" if figures["same_tokens"] else "NO"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _energy(figures: dict[str, Any]) -> str:
+    joules = figures["energy_joules_per_token"]
+    return f"not measured: {figures['energy_reason']}" if joules is None else f"{joules:.3g} J a token"
+
+
+def merged(parts: list[AcceptanceStats]) -> AcceptanceStats:
+    """The sums over batches."""
+    total = AcceptanceStats()
+    for part in parts:
+        for name in ("target_forwards", "emitted", "drafted", "accepted", "target_seconds", "drafter_seconds"):
+            setattr(total, name, getattr(total, name) + getattr(part, name))
+        total.accepted_at = _added(total.accepted_at, part.accepted_at)
+        total.offered_at = _added(total.offered_at, part.offered_at)
+    return total
+
+
+def _added(one: list[int], other: list[int]) -> list[int]:
+    longest = max(len(one), len(other))
+    pairs = zip(*(values + [0] * (longest - len(values)) for values in (one, other)), strict=True)
+    return [a + b for a, b in pairs]

@@ -1,0 +1,156 @@
+"""A loaded model, run row by row over caches: the trunk, each depth, and the head, with the modules of training.
+
+Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from torch import Tensor
+
+from megatron_mtp.drafting.cached_attention import Scope, attach
+from megatron_mtp.drafting.dense_layer import Angles, angles_of, lean, product, short_norm
+from megatron_mtp.drafting.kv_cache import KVCache, Rows
+from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.trunk import MTPGPTModel
+
+BEYOND = 64
+"""Positions past the model's last that drafts may stand at, though no token is emitted there."""
+
+PLACES = ("rope", "none")
+"""Position embeddings whose angles each row can be given by itself."""
+
+
+class Runner:
+    """What drafting asks of a model. The model's attention modules are given caches, so it can no longer train.
+
+    Args:
+        model: all of it on this pipeline stage; any tensor parallelism.
+        vocab_size: tokens that may be drafted; the padding of the vocabulary beyond them is never chosen.
+
+    Attributes:
+        depths: D; 0 without MTP.
+        chained: whether the depths merge embeddings; False for parallel heads.
+        positions: slots that the model was trained for.
+
+    Raises:
+        ValueError: a kind of model that drafting does not know.
+    """
+
+    def __init__(self, model: MTPGPTModel, vocab_size: int | None = None) -> None:
+        if not (model.pre_process and model.post_process):
+            raise ValueError("drafting needs the whole model on one pipeline stage; load it with pipeline size 1.")
+        if model.position_embedding_type not in PLACES:
+            raise ValueError(
+                f"the model has position embeddings of type {model.position_embedding_type}, which drafting does not "
+                f"know; it knows {' and '.join(PLACES)}."
+            )
+        self.model = model.eval()
+        self.positions: int = model.max_sequence_length
+        self.vocab_size: int = vocab_size or model.vocab_size
+        self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0
+        self.chained: bool = model.mtp.chained if self.depths else False
+        self._scope = Scope()
+        self._place_attention()
+        self._layers = [(lean(layer), layer) for layer in model.decoder.layers]
+        self._mtp = [_Depth(layer) for layer in model.mtp.layers] if self.depths else []
+        norm = model.decoder.final_layernorm
+        self._final_norm = None if norm is None else short_norm(norm)
+        self._head = self._make_head()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embedding.word_embeddings.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embedding.word_embeddings.weight.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model.config.hidden_size
+
+    @property
+    def trunk_layers(self) -> int:
+        return len(self._layers)
+
+    def trunk(self, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
+        """h_0 of the rows, after the final norm, [S, B, H]."""
+        self._scope.enter(cache, rows)
+        hidden_SBH = self._embed(tokens_BR, rows)
+        rotary, angles = self._rotary(rows, hidden_SBH.dtype)
+        for short, module in self._layers:
+            if short is not None:
+                hidden_SBH = short(hidden_SBH, angles)
+            else:
+                hidden_SBH, _ = module(hidden_states=hidden_SBH, attention_mask=None, rotary_pos_emb=rotary)
+        return hidden_SBH if self._final_norm is None else self._final_norm(hidden_SBH)
+
+    def depth(self, depth: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
+        """h_d of the rows from h_{d-1} and the tokens t_{i+d} (of which parallel heads know nothing), [S, B, H]."""
+        self._scope.enter(cache, rows)
+        embedded_SBH = self._embed(tokens_BR, rows) if self.chained else None
+        rotary, angles = self._rotary(rows, hidden_SBH.dtype)
+        return self._mtp[(depth - 1) % len(self._mtp)](hidden_SBH, embedded_SBH, rotary, angles)
+
+    def logits(self, hidden_SBH: Tensor) -> Tensor:
+        """[B, R, V], the same on every tensor-parallel rank."""
+        return self._head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
+
+    def _embed(self, tokens_BR: Tensor, rows: Rows) -> Tensor:
+        return self.model.embedding(input_ids=tokens_BR, position_ids=rows.positions_BR)
+
+    def _rotary(self, rows: Rows, dtype: torch.dtype) -> tuple[Tensor | None, Angles | None]:
+        if self._angles_L11C is None:
+            return None, None
+        rotary_SB1C = self._angles_L11C[rows.positions_BR.transpose(0, 1), 0]
+        return rotary_SB1C, angles_of(rotary_SB1C, dtype)
+
+    def _place_attention(self) -> None:
+        model, config = self.model, self.model.config
+        attach(model.decoder.layers, self._scope, config, self.positions + BEYOND)
+        if self.depths:
+            for layer in model.mtp.layers:
+                attach([layer.tf_layer], self._scope, config, self.positions + BEYOND)
+        latent = isinstance(model.decoder.layers[0].self_attention, MultiLatentAttention)
+        has_angles = model.position_embedding_type == "rope" and not latent
+        self._angles_L11C = model.rotary_pos_emb(self.positions + BEYOND) if has_angles else None
+
+    def _make_head(self) -> Callable[[Tensor], Tensor]:
+        model = self.model
+        tied = model.share_embeddings_and_output_weights
+        weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        if model.config.tensor_model_parallel_size == 1 and model.output_layer.bias is None:
+            multiply = product(weight)
+            return lambda hidden_SBH: model._scale_logits(multiply(hidden_SBH))
+
+        def project(hidden_SBH: Tensor) -> Tensor:
+            logits, _ = model.output_layer(hidden_SBH, weight=weight, runtime_gather_output=True)
+            return model._scale_logits(logits)
+
+        return project
+
+
+class _Depth:
+    """One MTP layer: short where its transformer layer is, else as its module runs it."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.short = lean(layer.tf_layer)
+        chained = hasattr(layer, "eh_proj")
+        self.merge = product(layer.eh_proj.weight) if chained and self.short is not None else None
+        self.norms = [short_norm(norm) for norm in (layer.enorm, layer.hnorm)] if chained else []
+        self.final_norm = short_norm(layer.final_layernorm)
+
+    def __call__(
+        self, hidden_SBH: Tensor, embedded_SBH: Tensor | None, rotary: Tensor | None, angles: Angles | None
+    ) -> Tensor:
+        if self.short is None:
+            return self.layer(hidden_SBH, embedded_SBH, AttentionInputs(rotary_pos_emb=rotary))
+        if embedded_SBH is not None:
+            assert self.merge is not None
+            enorm, hnorm = self.norms
+            hidden_SBH = self.merge(torch.cat((enorm(embedded_SBH), hnorm(hidden_SBH)), dim=-1))
+        return self.final_norm(self.short(hidden_SBH, angles))

@@ -1,0 +1,109 @@
+"""Logits to probabilities to tokens, with random numbers that belong to a request.
+
+A request's numbers depend on its seed and on its position in its text alone, so that what else is in the batch changes
+nothing: they are hashes of (seed, position, stream, index), made without state (Salmon et al., SC 2011).
+
+Letters in names: B batch, V vocabulary; ... any leading dimensions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DRAFT, VERIFY, RECOVER = 0, 1, 2
+"""Streams: drafting, accepting, and the token after the accepted ones never share a number."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen; temperature 0 is greedy, and then top-k and top-p change nothing.
+
+    Attributes:
+        temperature: logits are divided by it.
+        top_k: only the k most likely tokens; 0 for all.
+        top_p: only the smallest set of most likely tokens that holds this much probability; 1 for all.
+
+    Raises:
+        ValueError: a value outside of what is allowed.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"--temperature is {self.temperature}; give 0 (greedy) or more.")
+        if self.top_k < 0:
+            raise ValueError(f"--top-k is {self.top_k}; give 0 (all tokens) or a number of tokens.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p is {self.top_p}; give a share of the probability in (0, 1].")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """[..., V] to [..., V]; one-hot at temperature 0, so that every sampling rule turns into the greedy one."""
+        if self.greedy:
+            best = logits.argmax(dim=-1, keepdim=True)
+            return torch.zeros_like(logits).scatter_(-1, best, 1.0)
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.size(-1):
+            kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < kth, -torch.inf)
+        probs = logits.softmax(dim=-1)
+        return probs if self.top_p == 1 else _nucleus(probs, self.top_p)
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """A token stays if the tokens that are more likely hold less than top_p together (arXiv:1904.09751)."""
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    outside = ordered.cumsum(dim=-1) - ordered >= top_p
+    kept = torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(outside, 0.0))
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The token [...] that `uniform` [...] in [0, 1) picks from `weights` [..., V], which need not sum to one."""
+    heights = weights.double().cumsum(dim=-1)
+    threshold = uniform.unsqueeze(-1) * heights[..., -1:]
+    return torch.searchsorted(heights, threshold, right=True).squeeze(-1).clamp(max=weights.size(-1) - 1)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Random numbers of one round, for every request of a batch.
+
+    Attributes:
+        seed_B: of each request.
+        position_B: tokens that it has; it grows from round to round.
+    """
+
+    seed_B: Tensor
+    position_B: Tensor
+
+    def uniform(self, stream: int, count: int) -> Tensor:
+        """[B, count], float64 in [0, 1); the first ones do not depend on `count`."""
+        index_1C = torch.arange(count, device=self.seed_B.device).unsqueeze(0)
+        key_B1 = _mix(_mix(self.seed_B) + self.position_B).unsqueeze(1)
+        bits_BC = _mix(_mix(key_B1 + stream) + index_1C)
+        return (bits_BC & 0xFFFFFFFF).double() * 2.0**-32
+
+
+def _mix(value: Tensor) -> Tensor:
+    """SplitMix64's step and finaliser (Steele et al., OOPSLA 2014), in wrapping 64-bit arithmetic."""
+    value = value + _signed(0x9E3779B97F4A7C15)
+    value = (value ^ _shift(value, 30)) * _signed(0xBF58476D1CE4E5B9)
+    value = (value ^ _shift(value, 27)) * _signed(0x94D049BB133111EB)
+    return value ^ _shift(value, 31)
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros coming in; torch brings in the sign."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64)

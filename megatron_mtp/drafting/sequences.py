@@ -1,0 +1,161 @@
+"""The texts of a batch while they grow: their tokens, the trunk's states and cache, and how far each has come.
+
+`tokens` holds t_0 .. t_m and, beyond t_m, whatever a drafter puts there while it drafts. t_m, the newest, is known but
+has not been through the trunk; so a text of m + 1 tokens has m final rows. What a step reads is on the device; the
+lists with the same facts on the host are brought up to date between steps.
+
+Letters in names: B batch, R rows of a forward, P rows of a path, T slots, H hidden.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.drafting.kv_cache import KVCache, Rows, ancestors_of, chain_rows, tree_rows, write_rows
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import Noise
+from megatron_mtp.drafting.types import Draft, Verdict
+
+
+class Sequences:
+    """A batch of texts.
+
+    Args:
+        runner: the target.
+        prompts: token ids of each, at least one.
+        seeds: of each.
+        capacity: slots of a text, with room for a draft beyond the longest.
+
+    Attributes:
+        texts: tokens of each on the host.
+        prompts: how many of these are the prompt's.
+        live: on the host, whether each goes on.
+        fixed_growth: tokens that a step is taken to add at most, and with it a window of all slots, so that shapes do
+            not change from step to step; None to go by what is known on the host.
+    """
+
+    def __init__(self, runner: Runner, prompts: list[list[int]], seeds: list[int], capacity: int) -> None:
+        device, batch = runner.device, len(prompts)
+        self.texts = [list(prompt) for prompt in prompts]
+        self.prompts = [len(prompt) for prompt in prompts]
+        self.live = [True] * batch
+        self.fixed_growth: int | None = None
+        self.capacity = capacity
+        self.cache = KVCache(runner.trunk_layers, batch, capacity)
+        self.tokens_BT = torch.zeros(batch, capacity + 1, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            self.tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
+        self.tokens_BT = self.tokens_BT.to(device)
+        self.length_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self.live_B = torch.ones(batch, dtype=torch.bool, device=device)
+        self.seed_B = torch.tensor(seeds, device=device)
+        states = torch.zeros(batch, 1, capacity + 1, runner.hidden_size, dtype=runner.dtype, device=device)
+        self._states_B1TH = states
+
+    @property
+    def newest_B(self) -> Tensor:
+        """m: where the newest token stands."""
+        return self.length_B - 1
+
+    @property
+    def noise(self) -> Noise:
+        return Noise(self.seed_B, self.length_B)
+
+    def lengths(self) -> list[int]:
+        return [len(text) for text in self.texts]
+
+    def growth_since(self, lengths: list[int]) -> int:
+        """The most tokens that a live text has gained."""
+        if self.fixed_growth is not None:
+            return self.fixed_growth
+        gained = [len(text) - then for text, then, live in zip(self.texts, lengths, self.live, strict=True) if live]
+        return max(gained, default=0)
+
+    def window(self, beyond: int) -> int:
+        """Slots that a forward must look at, if its last row is `beyond` rows after the newest token."""
+        if self.fixed_growth is not None:
+            return self.capacity
+        longest = max((len(text) for text, live in zip(self.texts, self.live, strict=True) if live), default=1)
+        return min(longest + beyond, self.capacity)
+
+    def chain(self, first_B: Tensor, rows: int, beyond: int) -> Rows:
+        """Rows from slot `first_B` on; those of texts that have ended leave nothing."""
+        live_BR = self.live_B.unsqueeze(1).expand(-1, rows)
+        return chain_rows(first_B, rows, self.window(beyond), self.capacity, live_BR)
+
+    def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
+        """Tokens at `count` places from `first_B` on, [B, count]."""
+        place_BR = first_B.unsqueeze(1) + torch.arange(count, device=first_B.device)
+        return self.tokens_BT.gather(1, place_BR.clamp(0, self.capacity))
+
+    def states_at(self, first_B: Tensor, count: int) -> Tensor:
+        """h_0 of `count` rows from `first_B` on, [S, B, H]."""
+        place_BR = (first_B.unsqueeze(1) + torch.arange(count, device=first_B.device)).clamp(min=0)
+        index_BRH = place_BR.unsqueeze(2).expand(-1, -1, self._states_B1TH.size(3))
+        return self._states_B1TH[:, 0].gather(1, index_BRH).transpose(0, 1)
+
+    def put_tokens(self, first_B: Tensor, tokens_BN: Tensor) -> None:
+        """Write tokens from place `first_B` on; a text that has ended keeps its own."""
+        place_BN = first_B.unsqueeze(1) + torch.arange(tokens_BN.size(1), device=first_B.device)
+        place_BN = torch.where(self.live_B.unsqueeze(1), place_BN.clamp(max=self.capacity), self.capacity)
+        self.tokens_BT.scatter_(1, place_BN, tokens_BN)
+
+    def put_states(self, hidden_SBH: Tensor, rows: Rows) -> None:
+        write_rows(self._states_B1TH, hidden_SBH.transpose(0, 1).unsqueeze(1), rows.slots_BR)
+
+    def rows_of(self, draft: Draft) -> Rows:
+        """The newest token's row and those of the draft's nodes."""
+        if draft.is_chain:
+            return self.chain(self.newest_B, draft.nodes + 1, draft.nodes)
+        ancestors_BRR, depth_BR = ancestors_of(draft.parents())
+        return self.tree(depth_BR, ancestors_BRR)
+
+    def tree(self, depth_BR: Tensor, ancestors_BRA: Tensor, start: int = 0) -> Rows:
+        """Rows of a tree whose slots begin at t_m's; see `kv_cache.tree_rows`."""
+        rows = tree_rows(self.newest_B, depth_BR, ancestors_BRA, self.window(ancestors_BRA.size(2)), start)
+        return replace(rows, slots_BR=torch.where(self.live_B.unsqueeze(1), rows.slots_BR, self.capacity))
+
+    def keep(self, draft: Draft, verdict: Verdict) -> None:
+        """Take the accepted path and the token after it; the cache and the states keep the path's rows alone."""
+        tokens_BR = torch.cat([self.tokens_at(self.newest_B, 1), draft.tokens_BN], dim=1)
+        if not draft.is_chain:
+            path_BR = verdict.kept_BR.int().argsort(dim=1, descending=True, stable=True)
+            self._gather(path_BR)
+            tokens_BR = tokens_BR.gather(1, path_BR)
+        after_B = self.newest_B + verdict.accepted_B + 1
+        self.put_tokens(self.newest_B, tokens_BR)
+        self.put_tokens(after_B, verdict.token_B.unsqueeze(1))
+        self.length_B = torch.where(self.live_B, after_B + 1, self.length_B)
+
+    def append(self, token_B: Tensor) -> None:
+        """One more token for every live text."""
+        self.put_tokens(self.length_B, token_B.unsqueeze(1))
+        self.length_B = torch.where(self.live_B, self.length_B + 1, self.length_B)
+
+    def read_back(self) -> list[list[int]]:
+        """The new tokens of every text, which the host did not know yet; a text that has ended has none."""
+        lengths = self.length_B.tolist()
+        return [
+            self.tokens_BT[row, len(text) : length].tolist() if live else []
+            for row, (text, length, live) in enumerate(zip(self.texts, lengths, self.live, strict=True))
+        ]
+
+    def settle(self, row: int, gained: list[int], ended: bool) -> None:
+        """What of a text's new tokens stays; the caches are cropped to it."""
+        self.texts[row] += gained
+        if ended:
+            self.live[row] = False
+            self.live_B[row] = False
+            self.length_B[row] = len(self.texts[row])
+
+    def _gather(self, path_BR: Tensor) -> None:
+        newest_B1 = self.newest_B.unsqueeze(1)
+        live_B1 = self.live_B.unsqueeze(1)
+        source_BR = torch.where(live_B1, newest_B1 + path_BR, self.capacity)
+        target_BR = torch.where(
+            live_B1, newest_B1 + torch.arange(path_BR.size(1), device=path_BR.device), self.capacity
+        )
+        self.cache.keep(source_BR, target_BR)
+        index_B1RH = source_BR[:, None, :, None].expand(-1, -1, -1, self._states_B1TH.size(3))
+        write_rows(self._states_B1TH, self._states_B1TH.gather(2, index_B1RH), target_BR)

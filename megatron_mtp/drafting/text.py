@@ -1,0 +1,86 @@
+"""Prompts in, text out: what a user writes and reads, around the token ids that the engine works on."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from tokenizers.decoders import DecodeStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COLOUR, PLAIN = "\033[32m", "\033[0m"
+
+
+def read_prompts(
+    texts: list[str], file: str | None, ids: list[str], tokenizer: "PreTrainedTokenizerBase | None"
+) -> list:
+    """Token ids of all prompts: of `--prompt`, of `--prompt-file`, of `--prompt-ids`, in this order.
+
+    A file is one prompt; of a file that ends in .jsonl, every line is one, an object with a key 'prompt'.
+
+    Raises:
+        ValueError: a file that cannot be read, ids that are no numbers, text without a tokenizer, an empty prompt.
+    """
+    texts = [*texts, *([] if file is None else _texts_of(Path(file)))]
+    if texts and tokenizer is None:
+        raise ValueError("the checkpoint names no tokenizer for the prompt's text; give --tokenizer or --prompt-ids.")
+    prompts = [tokenizer(text, add_special_tokens=False).input_ids for text in texts] if tokenizer is not None else []
+    prompts += [_ids_of(one) for one in ids]
+    if not prompts:
+        raise ValueError("there is no prompt; give one with --prompt, --prompt-file or --prompt-ids.")
+    if not all(prompts):
+        raise ValueError("a prompt is empty; give at least one token.")
+    return prompts
+
+
+def _texts_of(file: Path) -> list[str]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompt-file: '{file}' cannot be read ({error}); give a UTF-8 text file.") from error
+    if file.suffix != ".jsonl":
+        return [text]
+    try:
+        return [json.loads(line)["prompt"] for line in text.splitlines() if line.strip()]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--prompt-file: '{file}' has a line that is no JSON object with a key 'prompt' ({error!r}); mend it."
+        ) from error
+
+
+def _ids_of(listed: str) -> list[int]:
+    try:
+        return [int(one) for one in listed.split(",") if one.strip()]
+    except ValueError as error:
+        raise ValueError(f"--prompt-ids is '{listed}'; give token ids like 1,2,3.") from error
+
+
+def cutter(stops: list[str], tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], int | None]:
+    """For `Limits.cut`: how many tokens to keep, once the text has one of the stop strings in it; None before."""
+    longest = max(map(len, stops))
+
+    def cut(ids: list[int]) -> int | None:
+        if not any(stop in tokenizer.decode(ids[-4 * longest - 32 :]) for stop in stops):
+            return None
+        ends = (end for end in range(1, len(ids) + 1) if any(stop in tokenizer.decode(ids[:end]) for stop in stops))
+        return next(ends, None)
+
+    return cut
+
+
+class Stream:
+    """Text as it comes, accepted drafts in colour where the output is a terminal."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", output: TextIO = sys.stdout) -> None:
+        self._backend, self._stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
+        self._output, self._coloured = output, output.isatty()
+
+    def __call__(self, _: int, tokens: list[int], drafted: int) -> None:
+        for place, token in enumerate(tokens):
+            piece = self._stream.step(self._backend, token) or ""
+            coloured = self._coloured and place < drafted
+            self._output.write(f"{COLOUR}{piece}{PLAIN}" if coloured else piece)
+        self._output.flush()

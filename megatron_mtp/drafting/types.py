@@ -1,0 +1,142 @@
+"""What passes between the parts of a step: run -> propose -> verify -> keep -> emit.
+
+The trunk scores R = N + 1 rows of a sequence in one forward: row 0 is t_m, the newest token, and rows 1 .. N are the
+drafted nodes. A draft is a tree: every node names the row that it continues, and a chain is a tree with one branch.
+
+        row      0     1     2     3            the root t_m, two candidates for the next token, and one more token
+        token    t_m   a     b     c            that continues b
+        parent         0     0     2
+
+Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.sampling import Noise, Sampling
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that a proposer offers.
+
+    Attributes:
+        tokens_BN: the drafted tokens; a node stands after its parent.
+        probs_BNV: q, the distribution that each was sampled from; None for deterministic drafts.
+        parents_BN: the row that each node continues; None for a chain.
+        valid_BN: False where a node is padding, or scored without being a candidate; None if all are candidates.
+    """
+
+    tokens_BN: Tensor
+    probs_BNV: Tensor | None = None
+    parents_BN: Tensor | None = None
+    valid_BN: Tensor | None = None
+
+    @property
+    def nodes(self) -> int:
+        return self.tokens_BN.size(1)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents_BN is None
+
+    def parents(self) -> Tensor:
+        """[B, N], of a chain too."""
+        if self.parents_BN is not None:
+            return self.parents_BN
+        return torch.arange(self.nodes, device=self.tokens_BN.device).expand_as(self.tokens_BN)
+
+    def distributions(self, like: Tensor) -> Tensor:
+        """q of every node, [B, N, V], of the dtype of `like` [..., V]; one-hot where the draft is deterministic."""
+        if self.probs_BNV is not None:
+            return self.probs_BNV.to(like)
+        return one_hot(self.tokens_BN, like.size(-1)).to(like)
+
+    def valid(self) -> Tensor:
+        """[B, N], bool."""
+        if self.valid_BN is not None:
+            return self.valid_BN
+        return torch.ones_like(self.tokens_BN, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target makes of a draft.
+
+    Attributes:
+        kept_BR: rows on the accepted path; the root always is.
+        token_B: the token after the path: recovered after a rejection, bonus after none.
+    """
+
+    kept_BR: Tensor
+    token_B: Tensor
+
+    @property
+    def accepted_B(self) -> Tensor:
+        return self.kept_BR.sum(dim=1) - 1
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a verifier may know beside the draft and the target's logits.
+
+    Attributes:
+        sampling: temperature, top-k and top-p, of target and drafter alike.
+        noise: this round's random numbers of every request.
+        config: the method's settings.
+        thinking_B: whether t_m stands in the thinking phase; None where nobody asked.
+    """
+
+    sampling: Sampling
+    noise: Noise
+    config: SpeculativeConfig
+    thinking_B: Tensor | None = None
+
+
+@dataclass
+class AcceptanceStats:
+    """Sums over the steps of a generation.
+
+    Attributes:
+        target_forwards: steps of sequences: one forward over a batch of four counts four.
+        emitted: tokens that went out, the ones of the prefill's forward included.
+        drafted, accepted: tokens on the longest path that was offered, and on the one that was kept.
+        accepted_at: by position in the draft, how often it was accepted; `offered_at` likewise.
+        target_seconds, drafter_seconds: of the clock.
+    """
+
+    target_forwards: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    offered_at: list[int] = field(default_factory=list)
+    target_seconds: float = 0.0
+    drafter_seconds: float = 0.0
+
+    def count(self, offered: int, accepted: int, emitted: int) -> None:
+        """One sequence's step: `offered` is the draft's depth."""
+        self.target_forwards += 1
+        self.emitted += emitted
+        self.drafted += offered
+        self.accepted += accepted
+        while len(self.accepted_at) < offered:
+            self.accepted_at.append(0)
+            self.offered_at.append(0)
+        for position in range(offered):
+            self.offered_at[position] += 1
+            self.accepted_at[position] += position < accepted
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens per forward of the target; 1 is plain decoding."""
+        return self.emitted / self.target_forwards if self.target_forwards else 0.0
+
+    @property
+    def accepted_per_position(self) -> list[float]:
+        """How often position k of a draft was accepted, among the drafts that had one."""
+        return [hit / of if of else 0.0 for hit, of in zip(self.accepted_at, self.offered_at, strict=True)]

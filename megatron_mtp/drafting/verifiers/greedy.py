@@ -1,0 +1,28 @@
+"""Greedy: a draft is accepted while it is what plain decoding would have chosen."""
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.drafting.types import Draft, Round, Verdict
+from megatron_mtp.drafting.verifiers.walk import chosen, walk
+
+
+def greedy(logits_BRV: Tensor, draft: Draft, _: Round) -> Verdict:
+    """Token-identical to plain greedy decoding; the token after the path is the target's argmax."""
+    best_BR = logits_BRV.argmax(dim=-1)
+    if draft.is_chain:
+        return _chain(best_BR, draft)
+
+    def is_the_best(node: int, here_B: Tensor, _: Tensor) -> Tensor:
+        return draft.tokens_BN[:, node] == chosen(best_BR, here_B)
+
+    kept_BR, last_B = walk(draft, is_the_best)
+    return Verdict(kept_BR, chosen(best_BR, last_B))
+
+
+def _chain(best_BR: Tensor, draft: Draft) -> Verdict:
+    """The same without a pass over nodes."""
+    right_BN = (draft.tokens_BN == best_BR[:, :-1]) & draft.valid()
+    kept_BN = right_BN.cumprod(dim=1).bool()
+    kept_BR = torch.cat([torch.ones_like(best_BR[:, :1], dtype=torch.bool), kept_BN], dim=1)
+    return Verdict(kept_BR, chosen(best_BR, kept_BN.sum(dim=1)))

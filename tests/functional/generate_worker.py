@@ -1,0 +1,27 @@
+"""Runs `generate_gpt.py`'s command line several times in one process; prints each exit status and what was said.
+
+python generate_worker.py '[["--load", "..."], ...]'
+"""
+
+import contextlib
+import io
+import json
+import sys
+
+if __name__ == "__main__":
+    from megatron_mtp.platform import prepare
+
+    prepare()
+
+    from megatron_mtp.drafting.command import main
+
+    outcomes = []
+    for flags in json.loads(sys.argv[1]):
+        said, status = io.StringIO(), 0
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            try:
+                main(["generate_gpt.py", *flags])
+            except SystemExit as end:
+                status = int(end.code or 0)
+        outcomes.append({"status": status, "said": said.getvalue()})
+    print(json.dumps(outcomes))

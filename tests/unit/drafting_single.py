@@ -1,0 +1,160 @@
+"""Tiny models that draft, their untouched twins, and a drafter that agrees with the target at a set rate."""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron_single import MOE, VOCABULARY, our_model, randomise, transformer_config
+from torch import Tensor
+
+from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.drafting.api import make_method
+from megatron_mtp.drafting.config import config_from
+from megatron_mtp.drafting.loop import Limits, Method, decode
+from megatron_mtp.drafting.proposers import Proposer
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.types import Draft, Round
+from megatron_mtp.model.sharing import Head
+from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
+
+POSITIONS = 160
+
+KINDS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mha-tied-layernorm": {"num_query_groups": 4, "tied": True, "normalization": "LayerNorm"},
+    "moe": MOE,
+    "repeated": {"mtp_use_repeated_layer": True},
+    "bias-ungated-qknorm": {
+        "add_bias_linear": True,
+        "gated_linear_unit": False,
+        "activation_func": torch.nn.functional.gelu,
+        "qk_layernorm": True,
+    },
+    "parallel": {"architecture": "parallel"},
+}
+
+
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "rope_type": "rope",
+    "apply_rope_fusion": False,
+}
+"""Multi-latent attention, whose values have fewer channels than its keys."""
+
+
+def model_of(kind: str, depths: int = 3, dtype: torch.dtype = torch.float64) -> MTPGPTModel:
+    model = _latent_model(depths) if kind == "mla" else our_model(depths, **KINDS[kind])
+    model.max_sequence_length = POSITIONS
+    return model.to(dtype).eval()
+
+
+def _latent_model(depths: int) -> MTPGPTModel:
+    plain = transformer_config(depths)
+    given = {field.name: getattr(plain, field.name) for field in fields(plain) if field.name in PLAIN_FIELDS}
+    config = MTPGPTModelConfig(
+        transformer=MLATransformerConfig(**given, **LATENT),
+        vocab_size=VOCABULARY,
+        seq_length=POSITIONS,
+        position_embedding_type="rope",
+    )
+    model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    assert isinstance(model, MTPGPTModel)
+    randomise(model)
+    return model.cuda()
+
+
+PLAIN_FIELDS = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads normalization gated_linear_unit activation_func "
+    "add_bias_linear attention_dropout hidden_dropout transformer_impl mtp_num_layers mtp_loss_scaling_factor"
+).split()
+
+
+def runner_of(kind: str = "gqa", depths: int = 3, dtype: torch.dtype = torch.float64) -> Runner:
+    return Runner(model_of(kind, depths, dtype))
+
+
+def prompts_of(batch: int, longest: int = 12, seed: int = 5) -> list[list[int]]:
+    """Of 1 to `longest` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [1 + number * 7 % longest for number in range(batch)]
+    return [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Tensor]]:
+    """Logits of the trunk and of every depth at all slots, each [S, V], by the forward of training."""
+
+    def capture(hidden: Tensor, depths: list[Tensor], head: Head, _: Head, __: DepthBatch) -> Any:
+        return head.project(hidden)[:, 0], [head.project(state)[:, 0] for state in depths]
+
+    tokens = torch.tensor([text])
+    slots = len(text)
+    batch: dict[str, Any] = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, slots)}
+    add_depths(batch, twin.config.mtp_num_layers or 1, None)
+    mask = torch.ones(1, 1, slots, slots).tril().logical_not()
+    positions = torch.arange(slots).unsqueeze(0)
+    return twin(
+        tokens, positions, mask, labels=tokens, output_processor=capture, output_processor_context=depth_batch(batch)
+    )
+
+
+class Agreeing(Proposer):
+    """The drafts of another proposer, replaced by what the target will say with a set chance at every position.
+
+    Args:
+        inner: drafts, and so fills its caches with rows made from its own tokens.
+        answers: what plain decoding says for each prompt, prompt included.
+        rate: the chance.
+    """
+
+    def __init__(self, inner: Proposer, answers: list[list[int]], rate: float = 0.7) -> None:
+        super().__init__(inner.runner, inner.config)
+        self.inner, self.answers, self.rate = inner, answers, rate
+        self.generator = torch.Generator().manual_seed(9)
+
+    def nodes(self, count: int) -> int:
+        return self.inner.nodes(count)
+
+    def start(self, sequences: Sequences) -> None:
+        self.inner.start(sequences)
+
+    def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
+        draft = self.inner.propose(sequences, scene, count)
+        tokens_BN = draft.tokens_BN.clone()
+        for row, (text, answer) in enumerate(zip(sequences.texts, self.answers, strict=True)):
+            for position in range(draft.nodes):
+                place = len(text) + position
+                if place < len(answer) and torch.rand((), generator=self.generator) < self.rate:
+                    tokens_BN[row, position] = answer[place]
+        return Draft(tokens_BN)
+
+    def observe(self, sequences: Sequences, draft: Draft, logits_BRV: Tensor) -> None:
+        self.inner.observe(sequences, draft, logits_BRV)
+
+
+def run(
+    runner: Runner,
+    prompts: list[list[int]],
+    new_tokens: int,
+    speculative: dict[str, Any] | None,
+    answers: list[list[int]] | None = None,
+    limits: Limits | None = None,
+) -> tuple[Sequences, Method]:
+    """Decode greedily, with drafts made to agree where `answers` are given; the state at the end."""
+    config = None if speculative is None else config_from(speculative)
+    method = make_method(runner, config, Sampling())
+    if answers is not None:
+        method.proposer = Agreeing(method.proposer, answers)
+    capacity = max(map(len, prompts)) + new_tokens + method.proposer.nodes(method.count) + 1
+    sequences = Sequences(runner, prompts, list(range(len(prompts))), capacity)
+    decode(runner, sequences, method, limits or Limits(new_tokens))
+    return sequences, method

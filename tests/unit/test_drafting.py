@@ -1,0 +1,447 @@
+"""The engine on tiny models: every lossless method emits what plain decoding does, and drafts what training computed.
+
+ID token identity, KV caches after any accept pattern, CONF drafts against the forward of training, INV no neighbour
+matters, EDGE the ends of texts.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from drafting_single import KINDS, Agreeing, model_of, prompts_of, run, runner_of, trained_forward
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from megatron_mtp.drafting import loop, runner
+from megatron_mtp.drafting.api import check_prompts, generate, make_method
+from megatron_mtp.drafting.config import SpeculativeConfig, config_from
+from megatron_mtp.drafting.kv_cache import KVCache
+from megatron_mtp.drafting.loop import Limits, Method, prefill, verify
+from megatron_mtp.drafting.proposers import base, mtp
+from megatron_mtp.drafting.proposers.ngram import continuation
+from megatron_mtp.drafting.proposers.tree import Beam
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.types import AcceptanceStats, Draft, Round
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+CHAINS: dict[str, dict[str, Any]] = {
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+    "mtp-1": {"method": "mtp", "num_speculative_tokens": 1},
+    "mtp-auto": {"method": "mtp", "num_speculative_tokens": "auto"},
+    "mtp_eagle": {"method": "mtp_eagle", "num_speculative_tokens": 5},
+    "mtp_trunk_states": {"method": "mtp_trunk_states"},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+}
+TREES: dict[str, dict[str, Any]] = {
+    "mtp_tree": {"method": "mtp_tree", "tree": [3, 2, 1]},
+    "mtp_tree-dynamic": {"method": "mtp_tree", "tree_nodes": 12, "num_speculative_tokens": 4},
+    "mtp_beam": {"method": "mtp_beam", "num_speculative_tokens": 3},
+    "lookahead": {"method": "lookahead"},
+}
+METHODS = {**CHAINS, **TREES}
+
+
+def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    return run(target, prompts, new_tokens, None)[0].texts
+
+
+def test_plain_decoding_is_the_argmax_of_the_training_forward() -> None:
+    for kind in (*KINDS, "mla"):
+        twin, prompts = model_of(kind), prompts_of(3)
+        for text, prompt in zip(plain(runner_of(kind), prompts, 12), prompts, strict=True):
+            best = trained_forward(twin, text)[0].argmax(-1)
+            assert text[len(prompt) :] == best[len(prompt) - 1 : -1].tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_identity(method: str, batch: int) -> None:
+    """ID: what the drafter is right about, and what it is not, leaves the tokens as they are."""
+    target, prompts = runner_of(), prompts_of(batch)
+    answers = plain(target, prompts, 100)
+    assert run(target, prompts, 100, METHODS[method])[0].texts == answers
+    if method in CHAINS:
+        texts, driven = run(target, prompts, 100, METHODS[method], answers)
+        assert texts.texts == answers
+        if method != "mtp-auto":
+            assert driven.stats.accepted_length > 1.4
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mla"])
+def test_identity_for_every_kind_of_model(kind: str) -> None:
+    target, prompts = runner_of(kind), prompts_of(4)
+    answers = plain(target, prompts, 40)
+    methods = ["parallel_heads"] if kind == "parallel" else ["mtp", "mtp_eagle", *(["mtp_tree"] if TREES else [])]
+    for method in methods:
+        settings = {"method": method, "num_speculative_tokens": 2 if method == "mtp_tree" else 3}
+        assert run(target, prompts, 40, settings)[0].texts == answers
+        if method != "mtp_tree":
+            assert run(target, prompts, 40, settings, answers)[0].texts == answers
+
+
+def rows_of(cache: KVCache, layer: int, row: int, count: int) -> list[Tensor]:
+    held = (cache.keys[layer], cache.values[layer])
+    return [tensor[row, :, :count] for tensor in held if tensor is not None]
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+@pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
+def test_caches_are_those_of_a_fresh_prefill(kind: str, method: str) -> None:
+    """KV: after drafts accepted and rejected at random, the trunk's rows and the drafter's final ones."""
+    target, prompts = runner_of(kind), prompts_of(4)
+    answers = plain(target, prompts, 60)
+    used, driven = run(target, prompts, 40, METHODS[method], answers)
+    fresh, redone = run(target, [text[:-1] for text in used.texts], 12, METHODS[method])
+    caches = [(used.cache, fresh.cache, 0)]
+    inner, again = driven.proposer.inner, redone.proposer  # type: ignore[attr-defined]
+    if method == "mtp":
+        caches += [(*pair, depth) for depth, pair in enumerate(zip(inner.caches, again.caches, strict=True), start=1)]
+    else:
+        caches.append((inner.cache, again.cache, 1))
+    for ours, theirs, depth in caches:
+        for layer in range(len(ours.keys)):
+            for row, text in enumerate(used.texts):
+                # The last step's tokens were never run by the drafter, and depth d is d - 1 rows behind.
+                final = len(text) - 1 if depth == 0 else len(text) - 7 - depth
+                for one, other in zip(
+                    rows_of(ours, layer, row, final), rows_of(theirs, layer, row, final), strict=True
+                ):
+                    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+class Recorder:
+    """Logits of every draft, with the lengths of the texts and the position in the draft."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.drafts: list[tuple[list[int], int, Tensor]] = []
+
+        def pick(logits_BV: Tensor, scene: Any, position: int) -> tuple[Tensor, Tensor | None]:
+            self.drafts.append((scene.noise.position_B.tolist(), position, logits_BV.clone()))
+            return base.pick(logits_BV, scene, position)
+
+        monkeypatch.setattr(mtp, "pick", pick)
+
+
+def drafts_of(target: Runner, text: list[int], settings: dict[str, Any], recorder: Recorder) -> list[Tensor]:
+    """Logits [V] of every position of the first draft after `text`, whose last token is the newest."""
+    recorder.drafts.clear()
+    run(target, [text[:-1]], 20, settings)
+    return [logits_BV[0] for *_, logits_BV in recorder.drafts[: int(settings["num_speculative_tokens"])]]
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mha-tied-layernorm", "moe", "repeated", "parallel", "mla"])
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONF: the logits of depth d at slot m - 1 of the text with the drafts behind it."""
+    target, twin, recorder = runner_of(kind, dtype=torch.float32), model_of(kind, dtype=torch.float32), None
+    recorder = Recorder(monkeypatch)
+    method = "parallel_heads" if kind == "parallel" else "mtp"
+    prompt = prompts_of(1, seed=length)[0][:1] + list(range(2, length + 1))
+    text = plain(target, [prompt], 1)[0]
+    drafted = drafts_of(target, text, {"method": method, "num_speculative_tokens": 3}, recorder)
+    longer = [*text, *(int(logits_V.argmax()) for logits_V in drafted)]
+    of_depths = trained_forward(twin, longer)[1]
+    for depth in range(3):
+        trained_V = of_depths[depth][len(text) - 2]
+        torch.testing.assert_close(drafted[depth], trained_V, rtol=1e-5, atol=1e-5)
+
+
+def test_drafts_after_accepted_and_rejected_ones_are_the_training_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONF along a whole text: what a round leaves in the caches is right for the next."""
+    target, twin = runner_of(), model_of("gqa")
+    prompt = prompts_of(1)[0]
+    answer = plain(target, [prompt], 60)[0]
+    recorder = Recorder(monkeypatch)
+    run(target, [prompt], 40, {"method": "mtp", "num_speculative_tokens": 3}, [answer])
+    drafts = {(length, position): logits_BV[0] for (length,), position, logits_BV in recorder.drafts}
+    steps = [length for length, position in drafts if position == 2]
+    assert len(set(torch.tensor(steps).diff().tolist())) > 2
+    for length in steps:
+        drafted = [drafts[length, position] for position in range(3)]
+        longer = [*answer[:length], *(int(logits_V.argmax()) for logits_V in drafted)]
+        for depth, trained_SV in enumerate(trained_forward(twin, longer)[1]):
+            torch.testing.assert_close(drafted[depth], trained_SV[length - 2], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
+def test_neighbours_change_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """INV: the drafts' logits of a text alone and among others, while their drafts fare differently."""
+    target, prompts, recorder = runner_of(dtype=torch.float32), prompts_of(4), Recorder(monkeypatch)
+
+    def logits_by_length(batch: list[list[int]], row: int) -> dict[tuple[int, int], Tensor]:
+        recorder.drafts.clear()
+        run(target, batch, 30, METHODS[method])
+        return {(lengths[row], position): logits_BV[row] for lengths, position, logits_BV in recorder.drafts}
+
+    among = logits_by_length(prompts, 2)
+    alone = logits_by_length([prompts[2]], 0)
+    shared = alone.keys() & among.keys()
+    assert len(shared) > 20
+    for key in shared:
+        torch.testing.assert_close(among[key], alone[key], rtol=0, atol=2e-6 * alone[key].abs().max().item() + 1e-6)
+
+
+def test_sampled_texts_depend_on_their_seeds_alone() -> None:
+    target, prompts = runner_of(), prompts_of(4)
+    sampling = Sampling(1.0, top_k=20, top_p=0.95)
+    together = generate(target, prompts, 30, sampling, METHODS["mtp"], seeds=[7, 8, 9, 7]).token_ids
+    alone = generate(target, prompts[1:2], 30, sampling, METHODS["mtp"], seeds=[8]).token_ids
+    assert together[1] == alone[0]
+    assert together == generate(target, prompts, 30, sampling, METHODS["mtp"], seeds=[7, 8, 9, 7]).token_ids
+    assert together != generate(target, prompts, 30, sampling, METHODS["mtp"], seeds=[1, 2, 3, 4]).token_ids
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stop_token_inside_a_draft_ends_the_text_there(method: str) -> None:
+    target, prompts = runner_of(), prompts_of(3)
+    answers = plain(target, prompts, 60)
+    news = [answer[len(prompt) :] for answer, prompt in zip(answers, prompts, strict=True)]
+    stop = news[0][10]
+    wanted = [new[: new.index(stop) + 1] if stop in new else new for new in news]
+    scripted = answers if method in CHAINS else None
+    sequences, driven = run(target, prompts, 60, METHODS[method], scripted, Limits(60, stop_ids=frozenset([stop])))
+    assert [text[len(prompt) :] for text, prompt in zip(sequences.texts, prompts, strict=True)] == wanted
+    assert driven.stats.emitted == sum(map(len, wanted))
+    assert sequences.length_B.tolist() == [len(text) for text in sequences.texts]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_the_bonus_token_counts_against_the_budget(method: str, budget: int) -> None:
+    target, prompts = runner_of(), [[3], [5, 6, 7]]
+    sequences, driven = run(target, prompts, budget, METHODS[method])
+    assert [len(text) - len(prompt) for text, prompt in zip(sequences.texts, prompts, strict=True)] == [budget] * 2
+    assert driven.stats.emitted == 2 * budget
+    assert driven.stats.drafted <= 2 * max(budget - 1, 0) * budget
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_prompts_longer_than_a_chunk(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompts = runner_of(), prompts_of(3, longest=40)
+    whole = run(target, prompts, 30, METHODS[method])[0].texts
+    monkeypatch.setattr(loop, "CHUNK", 8)
+    monkeypatch.setattr(mtp, "CHUNK", 8)
+    assert run(target, prompts, 30, METHODS[method])[0].texts == whole == plain(target, prompts, 30)
+
+
+def test_the_positions_end_each_text_by_itself() -> None:
+    target = runner_of()
+    target.positions = 20
+    texts = generate(target, [[1] * 15, [2] * 4], 50, speculative=METHODS["mtp"]).token_ids
+    assert [len(text) for text in texts] == [5, 16]
+
+
+def test_suffixes_seen_before() -> None:
+    assert continuation([1, 2, 3, 1, 2], 1, 3, 3) == [3, 1, 2]
+    assert continuation([1, 2, 3, 1, 2], 3, 3, 3) == []
+    assert continuation([7, 7], 1, 3, 3) == [7]
+    assert continuation([7], 1, 3, 3) == []
+
+
+def test_short_layers_compute_what_the_modules_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = prompts_of(3)
+    for kind in KINDS:
+        short = runner_of(kind)
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "lean", lambda _: None)
+            modules = runner_of(kind)
+        assert all(layer is None for layer, _ in modules._layers)
+        method = "parallel_heads" if kind == "parallel" else "mtp"
+        settings = {"method": method, "num_speculative_tokens": 3}
+        ours, theirs = (run(one, prompts, 20, settings)[0] for one in (short, modules))
+        assert ours.texts == theirs.texts
+        torch.testing.assert_close(ours.cache.keys, theirs.cache.keys, rtol=1e-9, atol=1e-9)
+    assert [layer is not None for layer, _ in runner_of("gqa")._layers] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"method": "mtp", "num_speculative_tokens": 4},
+            "at most 3 here, one with each of the checkpoint's depths; give at most 3, or choose mtp_eagle",
+        ),
+        ({"method": "parallel_heads"}, "whose depths are sequential; choose mtp"),
+        ({"method": "lookahead", "verifier": "spectr"}, "needs siblings that are samples of one q"),
+        ({"method": "mtp_tree", "verifier": "block"}, "judges chains, and 'mtp_tree' drafts trees"),
+        ({"method": "ngram"}, "does not say how many tokens to draft"),
+        ({"method": "mtp", "verifier": "relaxed", "think_start": 1, "think_end": 2}, "is for temperature 0"),
+    ],
+)
+def test_settings_that_the_model_does_not_allow(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        generate(runner_of(), [[1]], 4, Sampling(1.0), settings)
+
+
+def test_a_model_without_depths_says_what_else_drafts() -> None:
+    with pytest.raises(ValueError, match="no MTP weights; train some"):
+        make_method(Runner(model_of("gqa", None)), SpeculativeConfig("mtp"), Sampling())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new_tokens", "said"),
+    [
+        ([], 4, "there is no prompt"),
+        ([[]], 4, "prompt 1 is empty"),
+        ([[1], [1] * 160], 4, "prompt 2 has 160 tokens, and the model has 160 positions"),
+        ([[96]], 4, "give 0 to 95"),
+        ([[1]], 0, "--max-new-tokens is 0"),
+    ],
+)
+def test_prompts_that_cannot_be_continued(prompts: list[list[int]], new_tokens: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_prompts(runner_of(), prompts, new_tokens)
+
+
+def test_statistics_of_one_step_by_hand() -> None:
+    """Drafts of 3, of which 3, 1 and 0 are accepted, and of the last step's two tokens one is cut."""
+    stats = AcceptanceStats()
+    for offered, accepted, emitted in [(3, 3, 4), (3, 1, 2), (3, 0, 1), (3, 1, 1)]:
+        stats.count(offered, accepted, emitted)
+    assert stats.accepted_length == 2.0
+    assert stats.accepted_per_position == [0.75, 0.25, 0.25]
+    assert replace(stats).drafted == 12
+
+
+@pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, temperature: float) -> None:
+    """Under FakeTensorMode, which refuses reads of data; drafting, verifying and keeping, two steps on end."""
+    target, config, prompts = runner_of(), config_from({"method": method, "num_speculative_tokens": 3}), prompts_of(3)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        sequences = Sequences(target, prompts, [1, 2, 3], 60)
+        prefill(target, sequences, Sampling(temperature))
+        chosen = make_method(target, config, Sampling(temperature))
+        sequences.fixed_growth = 4
+        chosen.proposer.start(sequences)
+        for _ in range(2):
+            step(target, sequences, chosen)
+            assert sequences.length_B.shape == (3,)
+        with pytest.raises(DataDependentOutputException):  # planted
+            int(sequences.length_B[0])
+
+
+def step(target: Runner, sequences: Sequences, method: Method) -> None:
+    """One step as `decode` takes it, without what it does on the host."""
+    scene = Round(method.sampling, sequences.noise, method.config)
+    verify(target, sequences, method, method.proposer.propose(sequences, scene, method.count), scene)
+
+
+@pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
+@torch.inference_mode()
+def test_static_shapes_change_no_token(method: str) -> None:
+    target, prompts = runner_of(), prompts_of(3)
+    chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 3}), Sampling())
+    chosen.proposer = Agreeing(chosen.proposer, plain(target, prompts, 40))
+    sequences = Sequences(target, prompts, [1, 2, 3], 120)
+    prefill(target, sequences, Sampling())
+    chosen.proposer.start(sequences)
+    for number in range(8):
+        sequences.fixed_growth = max(sequences.lengths()) if number == 0 else 4
+        for row, gained in enumerate(sequences.read_back()):
+            sequences.settle(row, gained, ended=False)
+        step(target, sequences, chosen)
+    assert min(len(text) - len(prompt) for text, prompt in zip(sequences.texts, prompts, strict=True)) > 10
+    for text, answer in zip(sequences.texts, plain(target, prompts, 40), strict=True):
+        assert text == answer[: len(text)]
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "plain": {"method": "ngram", "num_speculative_tokens": 0},
+    "mtp-rejection": {"method": "mtp", "num_speculative_tokens": 2},
+    "mtp-without-q": {"method": "mtp", "num_speculative_tokens": 2, "use_draft_probs": False},
+    "mtp-block": {"method": "mtp", "num_speculative_tokens": 2, "verifier": "block"},
+    "eagle-rejection": {"method": "mtp_eagle", "num_speculative_tokens": 2},
+    "tree-specinfer": {"method": "mtp_tree", "tree": [2, 2], "verifier": "specinfer"},
+    "tree-spectr": {"method": "mtp_tree", "tree": [2, 2], "verifier": "spectr"},
+    "dynamic-tree": {"method": "mtp_tree", "tree_nodes": 5, "num_speculative_tokens": 2},
+    "beam": {"method": "mtp_beam", "num_speculative_tokens": 2},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 2},
+    "lookahead": {"method": "lookahead"},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 2, "model": "-"},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_texts_have_the_targets_distribution(name: str) -> None:
+    """CHI through the whole engine: four tokens of 4,000 seeds over a vocabulary of three, against the exact joint."""
+    assert p_value_of(SAMPLED[name]) > 0.001
+
+
+def test_the_distribution_sees_a_beam_that_is_taken_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the best of several samples, with the q of one."""
+    propose = Beam.propose
+
+    def telling_q(self: Beam, sequences: Sequences, scene: Round, count: int) -> Draft:
+        return propose(self, sequences, replace(scene, config=replace(scene.config, verifier="joint")), count)
+
+    monkeypatch.setattr(Beam, "propose", telling_q)
+    assert p_value_of(SAMPLED["beam"]) < 0.001
+
+
+def p_value_of(settings: dict[str, Any]) -> float:
+    """Of the chi-square test over the 81 texts; over so few tokens drafter and target often want the same."""
+    target, twin, seeds = Runner(model_of("gqa", dtype=torch.float32), vocab_size=3), model_of("gqa"), 4000
+    prompt, sampling = [0, 1, 2, 0, 1, 2, 1], Sampling(2.0)
+    drafter = Runner(model_of("mha-tied-layernorm", dtype=torch.float32), vocab_size=3)
+    texts = generate(target, [prompt] * seeds, 4, sampling, settings, list(range(seeds)), drafter=drafter)
+    assert texts.stats.accepted > seeds / 4 or not texts.stats.drafted
+    expected: dict[tuple[int, ...], float] = {(): float(seeds)}
+    for _ in range(4):
+        expected = {
+            (*path, token): count * chance
+            for path, count in expected.items()
+            for logits_V in [trained_forward(twin, [*prompt, *path])[0][-1, :3]]
+            for token, chance in enumerate(sampling.probabilities(logits_V).tolist())
+        }
+    observed = Counter(map(tuple, texts.token_ids))
+    statistic = sum((observed[path] - count) ** 2 / count for path, count in expected.items())
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(statistic / 2)))
+
+
+@pytest.mark.parametrize("verifier", ["greedy", "bild"])
+def test_a_draft_model_that_is_the_target_is_always_right(verifier: str) -> None:
+    target, drafter, prompts = runner_of(), runner_of(), prompts_of(4)
+    settings = {"method": "draft_model", "num_speculative_tokens": 3, "model": "-", "verifier": verifier, "fallback": 0}
+    drawn = generate(target, prompts, 25, speculative={**settings, "rollback": 99}, drafter=drafter)
+    assert drawn.token_ids == generate(target, prompts, 25).token_ids
+    assert drawn.stats.accepted_per_position == [1.0, 1.0, 1.0]
+
+
+def test_another_draft_model_changes_no_token_and_bild_stops_where_it_is_unsure() -> None:
+    target, drafter, prompts = runner_of(), Runner(model_of("mha-tied-layernorm")), prompts_of(4)
+    settings = {"method": "draft_model", "num_speculative_tokens": 3, "model": "-"}
+    assert (
+        generate(target, prompts, 25, speculative=settings, drafter=drafter).token_ids
+        == generate(target, prompts, 25).token_ids
+    )
+    unsure = {**settings, "verifier": "bild", "fallback": 1.0}
+    assert generate(target, prompts, 25, speculative=unsure, drafter=drafter).stats.drafted == 0
+
+
+def test_a_draft_model_with_another_vocabulary_or_fewer_positions_is_refused() -> None:
+    drafter = runner_of()
+    settings = {"method": "draft_model", "model": "-"}
+    drafter.positions = 100
+    with pytest.raises(ValueError, match="has 100 positions and the target 160"):
+        generate(runner_of(), [[1]], 4, speculative=settings, drafter=drafter)
+    drafter.vocab_size = 90
+    with pytest.raises(ValueError, match="vocabulary of 90 tokens and the target one of 96"):
+        generate(runner_of(), [[1]], 4, speculative=settings, drafter=drafter)
+
+
+def test_joint_takes_longer_drafts_the_lower_its_threshold() -> None:
+    target, prompts = runner_of(), prompts_of(8)
+    lengths = []
+    for threshold in (1.0, 0.5, 0.0):
+        settings = {"method": "mtp_beam", "num_speculative_tokens": 3, "verifier": "joint", "threshold": threshold}
+        lengths.append(generate(target, prompts, 30, Sampling(1.0), settings).stats.accepted_length)
+    assert lengths[0] == 1.0
+    assert lengths[0] < lengths[1] < lengths[2]
+    assert lengths[2] > 3

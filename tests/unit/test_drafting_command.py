@@ -1,0 +1,151 @@
+"""What surrounds the engine: prompts, streamed text, stop strings, the table, energy, and K picked by cost."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
+from megatron_mtp.drafting.auto import AutoK
+from megatron_mtp.drafting.command import parser
+from megatron_mtp.drafting.energy import Meter
+from megatron_mtp.drafting.report import Cost, merged, summary, table
+from megatron_mtp.drafting.text import COLOUR, PLAIN, Stream, cutter, read_prompts
+from megatron_mtp.drafting.types import AcceptanceStats
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> object:
+    return load_tokenizer(train_bpe(["abc abd ü€"], 258, tmp_path_factory.mktemp("tokenizer")))
+
+
+def test_prompts_from_everywhere(tokenizer: object, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("ab\n")
+    (tmp_path / "many.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "bc"}\n')
+    ids = tokenizer.encode  # type: ignore[attr-defined]
+    assert read_prompts(["c"], str(tmp_path / "one.txt"), ["1,2"], tokenizer) == [ids("c"), ids("ab\n"), [1, 2]]  # type: ignore[arg-type]
+    assert read_prompts([], str(tmp_path / "many.jsonl"), [], tokenizer) == [ids("a"), ids("bc")]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("texts", "file", "ids", "said"),
+    [
+        ([], None, [], "there is no prompt"),
+        ([""], None, [], "a prompt is empty"),
+        ([], None, ["1;2"], "--prompt-ids is '1;2'"),
+        ([], "latin.txt", [], "cannot be read"),
+        ([], "bad.jsonl", [], "no JSON object with a key 'prompt'"),
+    ],
+)
+def test_bad_prompts(
+    texts: list[str], file: str | None, ids: list[str], said: str, tokenizer: object, tmp_path: Path
+) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"\xe4")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match=said):
+        read_prompts(texts, None if file is None else str(tmp_path / file), ids, tokenizer)  # type: ignore[arg-type]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_text_streams_with_its_drafts_in_colour(tokenizer: object) -> None:
+    """The euro sign is three tokens; it appears with its last."""
+    a, b, *euro = tokenizer.encode("ab€")  # type: ignore[attr-defined]
+    output = Terminal()
+    stream = Stream(tokenizer, output)  # type: ignore[arg-type]
+    stream(0, [a, b], 1)
+    stream(0, euro[:2], 0)
+    assert output.getvalue().endswith("b")
+    stream(0, euro[2:], 0)
+    assert output.getvalue() == f"{COLOUR}a{PLAIN}b€"
+    plain = io.StringIO()
+    Stream(tokenizer, plain)(0, [a, b], 1)  # type: ignore[arg-type]
+    assert plain.getvalue() == "ab"
+
+
+def test_stop_strings_cut_after_the_token_that_completes_them(tokenizer: object) -> None:
+    ids = tokenizer.encode("abcabd")  # type: ignore[attr-defined]
+    cut = cutter(["ca", "zz"], tokenizer)  # type: ignore[arg-type]
+    assert cut(ids[:3]) is None
+    assert cut(ids) == 4
+
+
+def test_figures_of_a_run() -> None:
+    first, second = AcceptanceStats(), AcceptanceStats()
+    first.count(2, 2, 3)
+    second.count(1, 0, 1)
+    stats = merged([first, second])
+    figures = summary(Cost(stats, 2.0, None, "no meter"), Cost(stats, 4.0, 1.0), same=True)
+    assert figures["accepted_per_position"] == [0.5, 1.0]
+    assert figures["accepted_length"] == figures["tokens_per_second"] == figures["speed_up"] == 2.0
+    assert figures["energy_joules_per_token"] is None
+    assert figures["energy_reason"] == "no meter"
+    words = table(figures, sampled=False).split()
+    assert "speed-up 2.00 over plain decoding at 1.0 tokens per second same tokens yes" in " ".join(words)
+    assert summary(Cost(stats, 2.0, 8.0))["energy_joules_per_token"] == 2.0
+
+
+def test_energy_of_counters_that_wrap(tmp_path: Path) -> None:
+    zone = tmp_path / "intel-rapl:0"
+    zone.mkdir()
+    (zone / "max_energy_range_uj").write_text("10000000")
+    (zone / "energy_uj").write_text("9000000")
+    meter = Meter(tmp_path)
+    (zone / "energy_uj").write_text("2000000")
+    assert meter.joules() == pytest.approx(3.0)
+
+
+def test_without_a_meter_it_says_so(tmp_path: Path) -> None:
+    if torch.cuda.current_device() != torch.device("cpu"):
+        pytest.skip("this machine has a GPU, whose meter answers")
+    meter = Meter(tmp_path)
+    assert meter.joules() is None
+    assert meter.why == "no NVML, and no readable RAPL counter"
+
+
+def taught(drafter: float, accepted: list[float], target: float = 1.0) -> AutoK:
+    """A choice after some steps in which a draft cost `drafter` and position k was accepted so often."""
+    auto, stats = AutoK(len(accepted)), AcceptanceStats()
+    stats.accepted_at, stats.offered_at = [round(1000 * rate) for rate in accepted], [1000] * len(accepted)
+    for _ in range(8):
+        count = auto.choose()
+        auto.learn(count, drafter * count, target, stats)
+    return auto
+
+
+def test_as_many_drafts_as_pay_off() -> None:
+    """Rates from the start 0.8, 0.6, 0.1; tokens 1, 1.8, 2.4, 2.5."""
+    assert taught(0.1, [0.8, 0.6, 0.1]).choose() == 2
+    assert taught(0.01, [0.8, 0.6, 0.1]).choose() == 3
+    assert taught(0.7, [0.8, 0.6, 0.1]).choose() == 1
+    assert taught(0.9, [0.8, 0.6, 0.1]).choose() == 0
+
+
+def test_a_forward_of_more_rows_may_cost_more() -> None:
+    """A draft that is free and right half of the time, and doubles the target's time, does not pay."""
+    auto, stats = AutoK(1), AcceptanceStats(accepted_at=[500], offered_at=[1000])
+    for _ in range(8):
+        count = auto.choose()
+        auto.learn(count, 0.0, 1.0 + count, stats)
+    assert auto.choose() == 0
+
+
+def test_a_drafter_that_is_never_right_costs_two_steps() -> None:
+    auto, stats, drafted = AutoK(2), AcceptanceStats(), []
+    for _ in range(300):
+        drafted.append(auto.choose())
+        stats.count(drafted[-1], 0, 1)
+        auto.learn(drafted[-1], 0.25 * drafted[-1], 1.0, stats)
+    assert sum(drafted) <= 5
+
+
+def test_the_help_lists_methods_and_examples() -> None:
+    shown = parser().format_help()
+    for word in ("mtp_tree", "lookahead", "examples:", "--compare", "relaxed, joint and bild change the distribution"):
+        assert word in shown

@@ -1,0 +1,197 @@
+"""Trees: their rows in the trunk and in the drafter's cache, and what is left after any path was accepted."""
+
+from typing import Any
+
+import pytest
+import torch
+from drafting_single import model_of, prompts_of, run, runner_of, trained_forward
+from torch import Tensor
+
+from megatron_mtp.drafting.api import make_method
+from megatron_mtp.drafting.config import config_from
+from megatron_mtp.drafting.kv_cache import ancestors_of
+from megatron_mtp.drafting.loop import Method, prefill, verify
+from megatron_mtp.drafting.proposers.lookahead import Window, _trie, _window_parents
+from megatron_mtp.drafting.proposers.tree import Beam, Tree
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.types import Draft, Round, Verdict
+from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.trunk import MTPGPTModel
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+#     row    0  1  2  3  4  5  6
+PARENTS = [0, 0, 1, 2, 2, 5]
+PATHS = [[0], [0, 2], [0, 2, 4], [0, 2, 5, 6], [0, 1, 3]]
+
+
+def test_ancestors_and_depths_by_hand() -> None:
+    ancestors, depth = ancestors_of(torch.tensor([PARENTS]))
+    assert depth.tolist() == [[0, 1, 1, 2, 2, 2, 3]]
+    assert ancestors[0, 6].nonzero().flatten().tolist() == [0, 2, 5, 6]
+
+
+def prefilled(target: Runner, prompts: list[list[int]]) -> Sequences:
+    sequences = Sequences(target, prompts, list(range(len(prompts))), 60)
+    prefill(target, sequences, Sampling())
+    for row, gained in enumerate(sequences.read_back()):
+        sequences.settle(row, gained, ended=False)
+    return sequences
+
+
+def accepting(paths: list[list[int]], rows: int) -> Any:
+    """A verifier that accepts these rows, whatever the logits say, and then token 1."""
+    kept_BR = torch.tensor([[row in path for row in range(rows)] for path in paths])
+    return lambda *_: Verdict(kept_BR, torch.ones(len(paths), dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+@torch.inference_mode()
+def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
+    """KV for trees: five texts, each with another path; the next logits too."""
+    target, twin, prompts = runner_of(kind), model_of(kind), prompts_of(len(PATHS))
+    sequences = prefilled(target, prompts)
+    config = config_from({"method": "ngram", "num_speculative_tokens": 0})
+    method = make_method(target, config, Sampling())
+    tokens_BN = torch.arange(10, 10 + len(PARENTS)).expand(len(PATHS), -1)
+    tree = Draft(tokens_BN, None, torch.tensor(PARENTS).expand(len(PATHS), -1))
+    method.verifier = accepting(PATHS, tree.nodes + 1)
+    scene = Round(Sampling(), sequences.noise, config)
+    verify(target, sequences, method, tree, scene)
+    for row, gained in enumerate(sequences.read_back()):
+        assert gained == [*(9 + node for node in PATHS[row][1:]), 1]
+        sequences.settle(row, gained, ended=False)
+    fresh = prefilled(target, [text[:-1] for text in sequences.texts])
+    for ours, theirs in zip([*sequences.cache.keys], [*fresh.cache.keys], strict=True):
+        assert ours is not None
+        assert theirs is not None
+        for row, text in enumerate(sequences.texts):
+            torch.testing.assert_close(ours[row, :, : len(text) - 1], theirs[row, :, : len(text) - 1])
+    seen: list[Tensor] = []
+
+    def noting(logits_BRV: Tensor, draft: Draft, _: Round) -> Verdict:
+        seen.append(logits_BRV)
+        return Verdict(torch.ones_like(logits_BRV[:, :, 0], dtype=torch.bool), logits_BRV[:, 0].argmax(-1))
+
+    method.verifier = noting
+    texts = [list(text) for text in sequences.texts]
+    verify(target, sequences, method, Draft(sequences.tokens_BT[:, :0]), scene)
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(seen[0][row, 0], trained_forward(twin, text)[0][-1], rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def eagle_reference(twin: MTPGPTModel, text: list[int], path: list[int]) -> Tensor:
+    """Log-probabilities [V] after a drafted path, by the module over whole sequences, without a cache."""
+    states_SBH = trunk_states(twin, text[:-1])
+    tokens = text[1:]
+    for step in range(len(path) + 1):
+        rows = states_SBH.size(0)
+        embedded = twin.embedding(input_ids=torch.tensor([tokens[:rows]]), position_ids=torch.arange(rows)[None])
+        mask = torch.ones(1, 1, rows, rows).tril().logical_not()
+        out_SBH = twin.mtp.layers[0](states_SBH, embedded, AttentionInputs(mask, twin.rotary_pos_emb(rows)))
+        if step < len(path):
+            states_SBH = torch.cat([states_SBH, out_SBH[-1:]])
+            tokens = [*tokens, path[step]]
+    return twin.output_layer(out_SBH[-1:])[0][0, 0].log_softmax(-1)
+
+
+@torch.no_grad()
+def trunk_states(twin: MTPGPTModel, text: list[int]) -> Tensor:
+    """h_0 [S, 1, H] by the forward of training."""
+    rows = len(text)
+    hidden = twin.embedding(input_ids=torch.tensor([text]), position_ids=torch.arange(rows)[None])
+    mask = torch.ones(1, 1, rows, rows).tril().logical_not()
+    for layer in twin.decoder.layers:
+        hidden, _ = layer(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=twin.rotary_pos_emb(rows))
+    return twin.decoder.final_layernorm(hidden)
+
+
+def grown(target: Runner, text: list[int], settings: dict[str, Any]) -> tuple[Draft, Any]:
+    """The first draft after a text."""
+    sequences = prefilled(target, [text[:-1]])
+    assert sequences.texts == [text]
+    method: Method = make_method(target, config_from(settings), Sampling())
+    method.proposer.start(sequences)
+    scene = Round(Sampling(), sequences.noise, method.config)
+    return method.proposer.propose(sequences, scene, method.count), method.proposer
+
+
+@pytest.mark.parametrize("tree", [[1, 1, 1], [2, 2, 2], [3, 1, 2]])
+def test_every_node_of_a_tree_is_a_candidate_of_its_own_path(tree: list[int]) -> None:
+    """CONF for trees: siblings are the most likely tokens after their path, as the module says without a cache."""
+    target, twin = runner_of(), model_of("gqa")
+    text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].texts[0]
+    draft, _ = grown(target, text, {"method": "mtp_tree", "tree": tree})
+    tokens, parents = draft.tokens_BN[0].tolist(), draft.parents()[0].tolist()
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append([*paths[parent], token])
+    for row in sorted(set(parents)):
+        children = [token for token, parent in zip(tokens, parents, strict=True) if parent == row]
+        expected = eagle_reference(twin, text, paths[row]).topk(len(children)).indices.tolist()
+        assert children == expected
+
+
+def test_a_dynamic_tree_is_the_likeliest_nodes_of_the_whole() -> None:
+    target, twin = runner_of(), model_of("gqa")
+    text = run(target, [[4, 8, 15]], 1, None)[0].texts[0]
+    settings = {"method": "mtp_tree", "tree_nodes": 6, "beam_width": 3, "num_speculative_tokens": 2}
+    draft, _ = grown(target, text, settings)
+    scored: dict[tuple[int, ...], float] = {}
+    first = eagle_reference(twin, text, []).topk(3)
+    for score, token in zip(first.values.tolist(), first.indices.tolist(), strict=True):
+        scored[(token,)] = score
+        after = eagle_reference(twin, text, [token]).topk(3)
+        for further, child in zip(after.values.tolist(), after.indices.tolist(), strict=True):
+            scored[token, child] = score + further
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens_BN[0].tolist(), draft.parents()[0].tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    assert set(paths[1:]) == set(sorted(scored, key=lambda path: -scored[path])[:6])
+
+
+BEAM = {"method": "mtp_beam", "beam_width": 8, "num_speculative_tokens": 2, "verifier": "joint"}
+
+
+def test_a_beam_finds_what_the_greedy_chain_misses() -> None:
+    """Of the eight likeliest first tokens, the one whose best continuation makes the likeliest pair."""
+    target, twin = runner_of(), model_of("gqa")
+    text = run(target, [[4, 8, 15]], 1, None)[0].texts[0]
+    draft, proposer = grown(target, text, BEAM)
+    assert isinstance(proposer, Beam)
+    first = eagle_reference(twin, text, [])
+    scores = {
+        (token, child): first[token].item() + after.max().item()
+        for token in first.topk(8).indices.tolist()
+        for after in [eagle_reference(twin, text, [token])]
+        for child in [int(after.argmax())]
+    }
+    assert tuple(draft.tokens_BN[0].tolist()) == max(scores, key=scores.__getitem__)
+    assert draft.probs_BNV is not None
+    torch.testing.assert_close(draft.probs_BNV[0, 0].log(), first)
+
+
+def test_sampled_trees_carry_the_q_of_their_siblings() -> None:
+    target = runner_of()
+    sequences = prefilled(target, prompts_of(2))
+    config = config_from({"method": "mtp_tree", "tree": [2, 2], "verifier": "spectr"})
+    method = make_method(target, config, Sampling(1.0))
+    assert isinstance(method.proposer, Tree)
+    method.proposer.start(sequences)
+    draft = method.proposer.propose(sequences, Round(Sampling(1.0), sequences.noise, config), 2)
+    assert draft.probs_BNV is not None
+    assert torch.equal(draft.probs_BNV[:, 2], draft.probs_BNV[:, 3])
+    assert not torch.equal(draft.probs_BNV[:, 2], draft.probs_BNV[:, 4])
+
+
+def test_a_window_makes_ngrams() -> None:
+    #   levels a: 5 6, b: 7 8, and the target's words 9 and 4: n-grams (5, 7, 9) and (6, 8, 4)
+    window = Window([[5, 6], [7, 8]])
+    window.learn([9, 4], guesses=2)
+    assert window.levels == [[7, 8], [9, 4]]
+    assert {first: list(grams) for first, grams in window.pool.items()} == {5: [(7, 9)], 6: [(8, 4)]}
+    assert _window_parents(2, 2) == [0, 1, 1, 2]
+    assert _trie([(1, 2), (1, 3), (4, 2)], before=4) == ([1, 2, 3, 4, 2], [0, 5, 5, 0, 8])

@@ -1,0 +1,273 @@
+"""Verifiers: lossless ones by chi-square over the joint of K + 1 tokens, and known-wrong rules that it must catch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_target import (
+    DRAFTER,
+    PLAIN,
+    SAMPLES,
+    TARGET,
+    V,
+    after,
+    best_tree,
+    emitted,
+    fit,
+    logits_of,
+    p_value,
+    sampled_tree,
+)
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.sampling import RECOVER, VERIFY, Noise, Sampling, draw
+from megatron_mtp.drafting.types import Draft, Round, Verdict
+from megatron_mtp.drafting.verifiers import VERIFIERS, block, greedy, joint, rejection, relaxed
+from megatron_mtp.drafting.verifiers.block import block as block_rule
+from megatron_mtp.drafting.verifiers.lossy import bild
+from megatron_mtp.drafting.verifiers.mtjd import mtjd
+from megatron_mtp.drafting.verifiers.spectr import solve_rho
+from megatron_mtp.drafting.verifiers.walk import chosen, walk
+
+CHAIN, TREE = (1, 1), (3, 2)
+LEVEL = 0.001
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "spectr", "specinfer"])
+@pytest.mark.parametrize("make", [sampled_tree, best_tree], ids=["q", "deterministic"])
+def test_a_chain_keeps_the_joint_distribution(verifier: str, make: object) -> None:
+    assert fit(VERIFIERS[verifier], make, CHAIN) > LEVEL  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("verifier", "make"),
+    [("specinfer", sampled_tree), ("spectr", sampled_tree), ("rejection", best_tree)],
+    ids=["specinfer", "spectr", "deterministic"],
+)
+def test_a_tree_keeps_the_joint_distribution(verifier: str, make: object) -> None:
+    assert fit(VERIFIERS[verifier], make, TREE) > LEVEL  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "spectr"])
+def test_ragged_chains_keep_the_joint_distribution(verifier: str) -> None:
+    draft = sampled_tree(CHAIN, SAMPLES)
+    length_B = torch.arange(SAMPLES) % 3
+    ragged = replace(draft, valid_BN=torch.arange(2) < length_B.unsqueeze(1))
+    assert p_value(emitted(VERIFIERS[verifier], ragged)) > LEVEL
+
+
+# Known-wrong rules, each a mistake that has been made.
+
+
+def recover_from_p_minus_one(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+    """'P_draft = 1': the recovered distribution max(p - 1, 0) is zero everywhere, and p is drawn from instead."""
+    return _rejection_with(lambda p, q, token: p, logits_BRV, draft, scene)
+
+
+def recover_from_target(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+    """After a rejection p is drawn from, not (p - q)+."""
+    return _rejection_with(lambda p, q, token: p, logits_BRV, draft, scene)
+
+
+def remove_the_token(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+    """The deterministic rule's recovery, for a sampled draft."""
+    return _rejection_with(lambda p, q, token: p * (1 - one_hot(token, V)), logits_BRV, draft, scene)
+
+
+def one_number_for_all(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+    """All positions compare with the same random number, which the recovered token shares."""
+
+    class Same(Noise):
+        def uniform(self, stream: int, count: int) -> Tensor:
+            return super().uniform(0, 1).expand(-1, count)
+
+    return rejection(logits_BRV, draft, replace(scene, noise=Same(scene.noise.seed_B, scene.noise.position_B)))
+
+
+def wrong_q(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+    """q before temperature, where the draft was sampled after it."""
+    assert draft.probs_BNV is not None
+    flatter = draft.probs_BNV.sqrt()
+    return rejection(logits_BRV, replace(draft, probs_BNV=flatter / flatter.sum(-1, keepdim=True)), scene)
+
+
+def block_that_forgets_pi(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+    """Block verification's path, with token-wise recovery from (p - q)+."""
+    verdict = block_rule(logits_BRV, draft, scene)
+    assert draft.probs_BNV is not None
+    q_BRV = torch.cat([draft.probs_BNV, torch.zeros_like(draft.probs_BNV[:, :1])], 1)
+    rest_BRV = (logits_BRV.softmax(-1) - q_BRV).clamp(min=0)
+    rest_BV = rest_BRV[torch.arange(len(rest_BRV)), verdict.accepted_B]
+    return Verdict(verdict.kept_BR, draw(rest_BV, scene.noise.uniform(RECOVER, 1)[:, 0]))
+
+
+def _rejection_with(recover: object, logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+    p_BRV, uniform_BN = logits_BRV.softmax(-1), scene.noise.uniform(VERIFY, draft.nodes)
+    rest_BV = p_BRV[:, 0]
+
+    def survives(node: int, here_B: Tensor, tried_B: Tensor) -> Tensor:
+        nonlocal rest_BV
+        token_B = draft.tokens_BN[:, node]
+        q_BV = one_hot(token_B, V).double() if draft.probs_BNV is None else draft.probs_BNV[:, node]
+        accepted_B = tried_B & (uniform_BN[:, node] * chosen(q_BV, token_B) < chosen(p_BRV[:, node], token_B))
+        recovered_BV = recover(p_BRV[:, node], q_BV, token_B)  # type: ignore[operator]
+        rest_BV = torch.where(tried_B.unsqueeze(1), recovered_BV, rest_BV)
+        rest_BV = torch.where(accepted_B.unsqueeze(1), p_BRV[:, node + 1], rest_BV)
+        return accepted_B
+
+    kept_BR, _ = walk(draft, survives)
+    return Verdict(kept_BR, draw(rest_BV, scene.noise.uniform(RECOVER, 1)[:, 0]))
+
+
+def top_k_scored_with_q(children: tuple[int, ...], batch: int) -> Draft:
+    """A deterministic tree that claims to have been sampled from q."""
+    best = best_tree(children, batch)
+    prefixes = [torch.zeros(1, 0, dtype=torch.long)]
+    probs = []
+    for node, parent in enumerate(best.parents()[0].tolist()):
+        probs.append(after(DRAFTER, prefixes[parent])[0])
+        prefixes.append(torch.cat([prefixes[parent], best.tokens_BN[:1, node : node + 1]], 1))
+    return replace(best, probs_BNV=torch.stack(probs).expand(batch, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("rule", "make", "children"),
+    [
+        (recover_from_p_minus_one, best_tree, CHAIN),
+        (recover_from_target, sampled_tree, CHAIN),
+        (remove_the_token, sampled_tree, CHAIN),
+        (one_number_for_all, sampled_tree, CHAIN),
+        (wrong_q, sampled_tree, CHAIN),
+        (block_that_forgets_pi, sampled_tree, CHAIN),
+        (rejection, top_k_scored_with_q, TREE),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_chi_square_sees_wrong_rules(rule: object, make: object, children: tuple[int, ...]) -> None:
+    assert fit(rule, make, children) < LEVEL  # type: ignore[arg-type]
+
+
+def _mean_accepted(verifier: str, draft: Draft) -> float:
+    batch = draft.tokens_BN.size(0)
+    scene = Round(Sampling(temperature=1.0), Noise(torch.arange(batch), torch.zeros(batch, dtype=torch.long)), PLAIN)
+    return VERIFIERS[verifier](logits_of(draft), draft, scene).accepted_B.double().mean().item()
+
+
+def test_block_accepts_at_least_as_much_as_rejection_and_q_more_than_matching() -> None:
+    draft = sampled_tree(CHAIN, SAMPLES)
+    by_q = _mean_accepted("rejection", draft)
+    assert _mean_accepted("block", draft) > by_q
+    assert by_q > _mean_accepted("rejection", replace(draft, probs_BNV=None))
+
+
+def test_rho_solves_its_equation() -> None:
+    p, q, k = after(TARGET, torch.tensor([[0]])), after(DRAFTER, torch.tensor([[0]])), torch.tensor([3.0])
+    rho = solve_rho(p, q, k)
+    beta = torch.minimum(q, p / rho).sum(-1)
+    torch.testing.assert_close(1 - (1 - beta) ** 3, rho * beta)
+    assert 1 <= rho <= 3
+
+
+def _one_hot_logits(*best: int) -> Tensor:
+    return 10.0 * one_hot(torch.tensor([best]), 5).double()
+
+
+def _scene(**settings: object) -> Round:
+    noise = Noise(torch.tensor([1]), torch.tensor([1]))
+    thinking = settings.pop("thinking", None)
+    temperature = float(str(settings.pop("temperature", 0.0)))
+    config = SpeculativeConfig("mtp", **settings)  # type: ignore[arg-type]
+    return Round(Sampling(temperature), noise, config, thinking)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("verifier", ["greedy", "rejection", "specinfer", "spectr"])
+def test_a_greedy_walk_through_a_tree(verifier: str) -> None:
+    #   row    0   1  2  3  4      the target wants 2 after the root, 4 after row 2, 1 after row 4
+    #   token  -   3  2  4  4
+    #   parent     0  0  1  2
+    draft = Draft(torch.tensor([[3, 2, 4, 4]]), None, torch.tensor([[0, 0, 1, 2]]))
+    verdict = VERIFIERS[verifier](_one_hot_logits(2, 0, 4, 0, 1), draft, _scene())
+    assert verdict.kept_BR.tolist() == [[True, False, True, False, True]]
+    assert verdict.token_B.tolist() == [1]
+
+
+@pytest.mark.parametrize("verifier", ["greedy", "rejection", "block", "spectr", "joint", "bild", "relaxed"])
+def test_an_empty_draft_is_plain_decoding(verifier: str) -> None:
+    draft = Draft(torch.zeros(1, 0, dtype=torch.long))
+    settings = {"verifier": verifier, "think_start": 1, "think_end": 2}
+    verdict = VERIFIERS[verifier](_one_hot_logits(3), draft, _scene(**settings))
+    assert verdict.accepted_B.tolist() == [0]
+    assert verdict.token_B.tolist() == [3]
+
+
+@pytest.mark.parametrize(("tau", "accepted"), [(1.0, 0), (0.0, 2), (0.35, 2), (0.45, 1)])
+def test_joint_ignores_earlier_failures(tau: float, accepted: int) -> None:
+    """p/q of the prefixes is 0.5 and 0.4; tau = 1 is plain decoding, tau = 0 takes everything."""
+    probs = torch.tensor([[[0.25, 0.75], [0.8, 0.2], [0.5, 0.5]]], dtype=torch.double)
+    draft = Draft(torch.tensor([[0, 0]]), torch.tensor([[[0.5, 0.5], [1.0, 0.0]]], dtype=torch.double))
+    verdict = joint(probs.log(), draft, _scene(verifier="joint", threshold=tau, temperature=1.0))
+    assert verdict.accepted_B.tolist() == [accepted]
+
+
+def test_joint_keeps_a_prefix_whose_first_token_fails() -> None:
+    """p/q is 0.5 after one token and 0.75 after two: at tau = 0.6 both are kept, where token-wise none was sure."""
+    probs = torch.tensor([[[0.25, 0.75], [0.75, 0.25], [0.5, 0.5]]], dtype=torch.double)
+    draft = Draft(torch.tensor([[0, 0]]), torch.tensor([[[0.5, 0.5], [0.5, 0.5]]], dtype=torch.double))
+    verdict = joint(probs.log(), draft, _scene(verifier="joint", threshold=0.6, temperature=1.0))
+    assert verdict.accepted_B.tolist() == [2]
+
+
+def test_bild_rolls_back_at_the_first_unlikely_token() -> None:
+    probs = torch.tensor([[[0.5, 0.5], [0.04, 0.96], [0.5, 0.5], [0.5, 0.5]]])
+    draft = Draft(torch.tensor([[0, 0, 0]]))
+    assert bild(probs.log(), draft, _scene(verifier="bild", rollback=3.0)).accepted_B.tolist() == [1]
+    assert bild(probs.log(), draft, _scene(verifier="bild", rollback=4.0)).accepted_B.tolist() == [3]
+
+
+THINK = {"verifier": "relaxed", "think_start": 3, "think_end": 4}
+
+
+def _relaxed(drafted: list[int], thinking: bool, top_n: int = 3, delta: float = 0.3) -> int:
+    """Every row's target is 0.4, 0.3, 0.2, 0.06, 0.04."""
+    probs = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04]).expand(1, len(drafted) + 1, 5)
+    scene = _scene(**THINK, top_n=top_n, delta=delta, thinking=torch.tensor([thinking]))
+    return int(relaxed(probs.log(), Draft(torch.tensor([drafted])), scene).accepted_B)
+
+
+def test_relaxed_acceptance_nests_and_is_strict_outside_the_phase() -> None:
+    assert [_relaxed([2, 1, 0], True, top_n=n) for n in (1, 2, 3)] == [0, 0, 3]
+    assert [_relaxed([1, 1, 2], True, delta=d) for d in (0.0, 0.15, 0.25)] == [0, 2, 3]
+    assert _relaxed([1, 1, 2], False) == 0
+    assert _relaxed([0, 0, 1], False) == 2
+
+
+def test_the_phase_flips_inside_a_draft() -> None:
+    assert _relaxed([4, 1, 1], True, top_n=5, delta=0.5) == 1  # its end is accepted; from there on it is strict
+    greedy_start = torch.tensor([[0.0, 0, 0, 9, 0], [0.4, 0.39, 0, 0, 0], [0.5, 0, 0, 0, 0]]).unsqueeze(0)
+    scene = _scene(**THINK, thinking=torch.tensor([False]))
+    assert relaxed(greedy_start, Draft(torch.tensor([[3, 1]])), scene).accepted_B.tolist() == [2]
+    assert greedy(greedy_start, Draft(torch.tensor([[3, 1]])), scene).accepted_B.tolist() == [1]
+
+
+def test_block_refuses_a_tree() -> None:
+    with pytest.raises(ValueError, match="judges chains"):
+        block(_one_hot_logits(1, 1, 1), Draft(torch.tensor([[1, 2]]), None, torch.tensor([[0, 0]])), _scene())
+
+
+def test_mtjd_finds_what_greedy_misses() -> None:
+    """Greedy takes 0 (0.6) and then 0.5; the best pair is 1 (0.4) and then 1 (0.9)."""
+    first, second = torch.tensor([0.6, 0.4]), torch.tensor([[0.5, 0.5], [0.1, 0.9]])
+
+    def log_probs(prefixes: Tensor) -> Tensor:
+        return first.log().expand(len(prefixes), 2) if prefixes.size(1) == 0 else second[prefixes[:, 0]].log()
+
+    best, log_prob = mtjd(log_probs, 2, 2)
+    assert best.tolist() == [1, 1]
+    assert log_prob == pytest.approx(torch.tensor(0.36).log().item())
+
+
+def test_spectr_accepts_more_than_a_single_candidate() -> None:
+    one, several = (_mean_accepted("spectr", sampled_tree(shape, 20_000)) for shape in (CHAIN, TREE))
+    assert several > one

@@ -28,6 +28,7 @@ from layouts import LAYOUTS, MODELS, SINGLE, Layout, sources  # noqa: E402
 from megatron.core import mpu  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
@@ -325,13 +326,16 @@ def gather(value: Any) -> list[Any]:
 
 
 def forget_everything() -> None:
-    """Megatron forgets its groups without destroying them: their threads, 60 a job, would slow all later jobs down."""
+    """Megatron forgets its groups without destroying them; their threads, 60 a job, would slow all later jobs down."""
     destroy_global_state()
     destroy_moe_metrics_tracker()
     for group in list(torch.distributed.distributed_c10d._world.pg_map):
         if group is not torch.distributed.group.WORLD:
             torch.distributed.destroy_process_group(group)
-    gc.collect()  # models refer to them in circles
+    for each in gc.get_objects():
+        if isinstance(each, DistributedDataParallel):
+            vars(each).clear()  # autograd keeps some of them alive, and they all their groups
+    gc.collect()
 
 
 def main(target: str, jobs: list[str]) -> None:

@@ -43,7 +43,9 @@ def install() -> None:
     if installed():
         return
     import torch._dynamo  # noqa: F401  (it catalogues torch's functions when imported, and must find the original ones)
+    from torch.utils._device import _device_constructors
 
+    _device_constructors()  # a catalogue as well, of what `with torch.device("meta")` applies to
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it for TP and CP
     for rows in (_cuda_rows, _tensor_rows, _megatron_rows):
         for row in rows():

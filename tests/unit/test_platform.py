@@ -18,6 +18,13 @@ def test_tensors_asked_for_on_cuda_are_on_the_cpu() -> None:
     assert torch.nn.Linear(2, 2).cuda().weight.device.type == "cpu"
 
 
+def test_a_device_context_still_reaches_the_functions_that_make_tensors() -> None:
+    """transformers builds models so, and fills in afterwards what is on the meta device: RoPE's frequencies."""
+    with torch.device("meta"):
+        assert torch.empty(2).is_meta
+        assert torch.arange(3, dtype=torch.float32).is_meta
+
+
 def test_tensor_types_carry_the_names_that_optimizers_look_for() -> None:
     assert torch.ones(1).type() == "torch.cuda.FloatTensor"
     assert torch.ones(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types, unit and functional tests, in this order; set-up included. Arguments go to pytest.
+# Lint, types, unit and functional tests; set-up included. Arguments go to pytest, which runs two files at a time.
 #   scripts/test.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -8,4 +8,4 @@ bash scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-.venv/bin/python -m pytest "$@"
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest "$@"

@@ -103,12 +103,12 @@ LAYOUTS: dict[str, Layout] = {
     "dp2": Layout(dp=2, models=(*PLAIN, "moe-d3", "packed-d3", "per-token-d3"), distributed_optimizer=True),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models=MOE),
     "tp2-pp2": Layout(tp=2, pp=2),
-    "tp2-cp2": Layout(tp=2, cp=2, flags="--sequence-parallel", models=(*PLAIN, "padded-d3", "moe-d3", "latent-d2")),
-    "cp2-pp2": Layout(cp=2, pp=2, models=(*DEEP, "documents-d3", "packed-d3", "padded-d3")),
+    "tp2-cp2": Layout(tp=2, cp=2, flags="--sequence-parallel", models=(*PLAIN, "padded-d3", "moe-d3")),
+    "cp2-pp2": Layout(cp=2, pp=2, models=("tied-d3", "documents-d3", "padded-d3")),
     "cp2-dp2": Layout(cp=2, dp=2, models=(*DEEP, "per-token-d3"), distributed_optimizer=True),
     "pp2-dp2": Layout(pp=2, dp=2, models=DEEP, distributed_optimizer=True),
     "pp2-ep2": Layout(pp=2, dp=2, flags=_EXPERT_PARALLEL, models=MOE),
-    "pp4": Layout(pp=4, models=(*DEEP, "documents-d3", "padded-d3")),
+    "pp4": Layout(pp=4, models=("tied-d3", "documents-d3", "padded-d3")),
     "pp4-vpp2": Layout(pp=4, flags="--pipeline-model-parallel-layout E|t|t|t|t|||{m}L"),
     "pp4-mtp-stage": Layout(
         pp=4,
@@ -127,7 +127,7 @@ def sources(model: str) -> list[str]:
     return [name for name, layout in LAYOUTS.items() if name == SINGLE or model in layout.models]
 
 
-LOADS = [(model, name) for model in (*DEEP, "moe-d3") for name in sources(model)]
+LOADS = [(model, name) for model in ("tied-d3", "moe-d3") for name in sources(model)]
 """Model, and the layout that loads the checkpoints of all layouts."""
 
 MOVES = [
@@ -182,17 +182,21 @@ LAUNCHES: dict[str, Launch] = {
         [
             *(job for model in MODELS for job in (f"init/{model}/ours", f"train/{model}/{SINGLE}")),
             *(f"move/{model}/{SINGLE}/{SINGLE}" for model in DEEP),
-            *(
-                job
-                for model in MEGATRONS_OWN
-                for job in (
-                    f"init/{model}/megatron",
-                    f"forward/{model}/ours/ours",
-                    f"forward/{model}/megatron/ours",
-                    f"forward/{model}/megatron/megatron",
-                    f"forward/{model}/ours/megatron",
-                )
-            ),
+        ],
+    ),
+    "interop": Launch(
+        1,
+        [
+            f"{job}/{model}/{rest}"
+            for model in MEGATRONS_OWN
+            for job, rest in (
+                ("init", "ours"),
+                ("init", "megatron"),
+                ("forward", "ours/ours"),
+                ("forward", "megatron/ours"),
+                ("forward", "megatron/megatron"),
+                ("forward", "ours/megatron"),
+            )
         ],
     ),
     "two processes": Launch(

@@ -7,8 +7,6 @@ import launch
 import pytest
 
 RUNS = {
-    "tp2": (2, "--tensor-model-parallel-size 2"),
-    "pp2": (2, "--pipeline-model-parallel-size 2"),
     "pp2-vpp2": (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
     "pp3-mtp-stage": (
         3,

@@ -61,16 +61,13 @@ NEW_RUN = "--finetune --no-load-optim --no-load-rng"
 
 
 def init(folder: Path, model_name: str, block: str) -> None:
-    """Save new weights of a model, unless there are some, as FOLDER/init/<block>/<model>; the norms are not left at 1."""
-    saved = folder / "init" / block / model_name
-    if saved.exists():
-        return
+    """Save new weights of a model, as FOLDER/init/<block>/<model>; the norms are not left at 1."""
     model, *_ = build(model_name, LAYOUTS[SINGLE], block)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in model[0].parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
-    get_args().save = str(saved)
+    get_args().save = str(folder / "init" / block / model_name)
     save_checkpoint(1, model, None, None, 0)
 
 

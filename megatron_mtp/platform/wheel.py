@@ -1,20 +1,29 @@
 """What the published megatron-core 0.19.2 wheel needs put right on any machine, with or without a GPU.
 
 The wheel carries the compiled `helpers_cpp`, but not the Makefile that `compile_helpers` calls, so that the call would
-end the process. And its router cannot count tokens for the expert bias when some are masked, as shifted-in slots are.
+end the process. Its router cannot count tokens for the expert bias when some are masked, as shifted-in slots are. And
+its distributed optimizer saves the wrong slices in the fully reshardable format where a bucket is padded before others,
+as that of the embedding's copy on a later pipeline stage is.
 """
 
+import functools
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
 from megatron.core.datasets import utils as dataset_utils
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe.router import TopKRouter
 
 
 def install() -> None:
-    """Replace the two functions."""
+    """Replace the three functions."""
     dataset_utils.compile_helpers = _already_compiled
     TopKRouter._apply_expert_bias = _count_for_expert_bias
+    DistributedOptimizer.sharded_param_state_fully_reshardable = _without_gaps(
+        DistributedOptimizer.sharded_param_state_fully_reshardable
+    )
 
 
 def _already_compiled() -> None:
@@ -28,3 +37,25 @@ def _count_for_expert_bias(router: Any, routing_map_TE: torch.Tensor, padding_ma
             if padding_mask is not None:
                 routing_map_TE = routing_map_TE & ~padding_mask.reshape(-1, 1)
             router.local_tokens_per_expert += routing_map_TE.sum(dim=0)
+
+
+def _without_gaps(state_of: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method; parameters stand where its gathered tensors have them, which leave out padding."""
+
+    @functools.wraps(state_of)
+    def state(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        maps = [buffer.param_index_map for buffer in optimizer.buffers]
+        for buffer in optimizer.buffers:
+            padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+            gaps = list(accumulate(padding, initial=0))
+            buffer.param_index_map = {
+                parameter: (start - gaps[bucket], end - gaps[bucket], bucket)
+                for parameter, (start, end, bucket) in buffer.param_index_map.items()
+            }
+        try:
+            return state_of(optimizer, *args, **kwargs)
+        finally:
+            for buffer, index_map in zip(optimizer.buffers, maps, strict=True):
+                buffer.param_index_map = index_map
+
+    return state

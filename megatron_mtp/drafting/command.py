@@ -1,6 +1,7 @@
 """The command line of `generate_gpt.py`: a checkpoint and prompts in, texts and their cost out."""
 
 import json
+import logging
 import os
 import sys
 import time
@@ -49,6 +50,7 @@ docs/drafting.md says what each does.
 def main(argv: list[str]) -> None:
     """Run the command line; bad input ends with one sentence and exit status 2."""
     args = parser().parse_args(argv[1:])
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # its warnings would stand in the text
     answer = _own_output() if args.json else sys.stdout
     try:
         run(args, answer)

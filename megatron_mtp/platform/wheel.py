@@ -16,14 +16,15 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe.router import TopKRouter
 
+_STATE_WITH_GAPS = DistributedOptimizer.sharded_param_state_fully_reshardable
+"""Megatron's own, kept here so that a second `install()` does not close the gaps twice."""
+
 
 def install() -> None:
     """Replace the three functions."""
     dataset_utils.compile_helpers = _already_compiled
     TopKRouter._apply_expert_bias = _count_for_expert_bias
-    DistributedOptimizer.sharded_param_state_fully_reshardable = _without_gaps(
-        DistributedOptimizer.sharded_param_state_fully_reshardable
-    )
+    DistributedOptimizer.sharded_param_state_fully_reshardable = _without_gaps(_STATE_WITH_GAPS)
 
 
 def _already_compiled() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_mtp.platform import cpu, prepare, stand_ins
 
@@ -54,3 +55,5 @@ def test_preparing_twice_changes_nothing() -> None:
     before = list(cpu.SUBSTITUTIONS)
     assert prepare() is True
     assert before == cpu.SUBSTITUTIONS
+    wrapped = DistributedOptimizer.sharded_param_state_fully_reshardable.__wrapped__
+    assert not hasattr(wrapped, "__wrapped__")

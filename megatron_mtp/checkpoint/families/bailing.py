@@ -1,19 +1,10 @@
 """Ling and Ring (Bailing-MoE V2): fused queries, keys and values, DeepSeek's router; depths as layers N, N+1, ..."""
 
-from megatron_mtp.checkpoint.families.blocks import (
-    GQA,
-    Frame,
-    Place,
-    depth_frame,
-    depth_layer,
-    gqa_rules,
-    mlp_rules,
-    moe_rules,
-    norm_rules,
-)
+from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_rules, moe_rules, norm_rules
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import moe_flags
-from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa, layers, moe, trunk_places
+from megatron_mtp.checkpoint.families.numbered import numbered_layers
+from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa, moe
 from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.rules import Rule
 
@@ -33,16 +24,8 @@ def _attention(config: HFConfig) -> GQA:
 
 
 def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
-    count, dense = layers(config), config.integer("first_k_dense_replace", default=0, least=0)
     rules = frame(config, layout, embedding="word_embeddings.weight")
-    for index, place in enumerate(trunk_places(count)):
-        rules += _layer(config, layout, place, index >= dense)
-    for depth in range(layout.depths):
-        hf = f"model.layers.{count + depth}."
-        names = Frame.under(hf, "enorm", "hnorm", "eh_proj", "final_layernorm")
-        rules += depth_frame(depth, config.integer("hidden_size"), names)
-        rules += _layer(config, layout, Place(hf, depth_layer(depth)), True)
-    return rules
+    return rules + numbered_layers(config, layout, _layer, final="final_layernorm")
 
 
 def _layer(config: HFConfig, layout: Layout, place: Place, has_experts: bool) -> list[Rule]:

@@ -1,29 +1,10 @@
 """DeepSeek-V3, R1 and Kimi-K2: latent attention, experts, and depths as layers N, N+1, ... of the model."""
 
-from megatron_mtp.checkpoint.families.blocks import (
-    MLA,
-    Frame,
-    Place,
-    depth_frame,
-    depth_layer,
-    mla_rules,
-    mlp_rules,
-    moe_rules,
-    norm_rules,
-    split_mlp_rules,
-)
+from megatron_mtp.checkpoint.families.blocks import MLA, Place, mla_rules
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import mla_flags
-from megatron_mtp.checkpoint.families.trunk import (
-    COPIES,
-    PACKED,
-    STORED_HEAD,
-    frame,
-    is_dense,
-    layers,
-    moe,
-    trunk_places,
-)
+from megatron_mtp.checkpoint.families.numbered import frame_with_copies, layer_around, numbered_layers
+from megatron_mtp.checkpoint.families.trunk import COPIES, PACKED, STORED_HEAD
 from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.rules import Rule
 
@@ -44,38 +25,14 @@ def latent_attention(config: HFConfig) -> MLA:
 
 
 def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
-    count, dense = layers(config), config.integer("first_k_dense_replace", default=0, least=0)
     outer = "language_model." if layout.has("nested") else ""
     prefix = f"{outer}model."
-    rules = frame(
-        config,
-        layout,
-        prefix,
-        head=f"{outer}lm_head.weight",
-        embedding_copies=lambda k: f"{prefix}layers.{count + k}.embed_tokens.weight",
-        head_copies=lambda k: f"{prefix}layers.{count + k}.shared_head.head.weight",
-    )
-    for index, place in enumerate(trunk_places(count, prefix)):
-        rules += _layer(config, layout, place, index >= dense)
-    for depth in range(layout.depths):
-        hf = f"{prefix}layers.{count + depth}."
-        names = Frame.under(hf, "enorm", "hnorm", "eh_proj", "shared_head.norm")
-        rules += depth_frame(depth, config.integer("hidden_size"), names)
-        rules += _layer(config, layout, Place(hf, depth_layer(depth)), True)
-    return rules
+    rules = frame_with_copies(config, layout, prefix, f"{outer}lm_head.weight")
+    return rules + numbered_layers(config, layout, _layer, prefix)
 
 
 def _layer(config: HFConfig, layout: Layout, place: Place, has_experts: bool) -> list[Rule]:
-    hidden = config.integer("hidden_size")
-    one = has_experts and is_dense(config)
-    rules = norm_rules(place, hidden, mla=True, moe=has_experts and not one)
-    rules += mla_rules(place, latent_attention(config))
-    if one:
-        return rules + split_mlp_rules(place, hidden, config.integer("intermediate_size"))
-    if has_experts:
-        return rules + moe_rules(place, moe(config, layout))
-    width = config.integer("intermediate_size")
-    return rules + mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width)
+    return layer_around(mla_rules(place, latent_attention(config)), config, layout, place, has_experts, mla=True)
 
 
 def _flags(config: HFConfig, layout: Layout) -> list[str]:

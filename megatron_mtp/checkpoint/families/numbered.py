@@ -1,0 +1,66 @@
+"""Layers as DeepSeek numbers them: the first k dense, the others with experts, depths after them as N, N+1, ..."""
+
+from collections.abc import Callable
+
+from megatron_mtp.checkpoint.families.blocks import (
+    Frame,
+    Place,
+    depth_frame,
+    depth_layer,
+    mlp_rules,
+    moe_rules,
+    norm_rules,
+    split_mlp_rules,
+)
+from megatron_mtp.checkpoint.families.family import Layout
+from megatron_mtp.checkpoint.families.trunk import frame, is_dense, layers, moe, trunk_places
+from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.rules import Rule
+
+Layer = Callable[[HFConfig, Layout, Place, bool], list[Rule]]
+"""Rules of the layer at a place; the last argument says whether it has experts."""
+
+
+def frame_with_copies(
+    config: HFConfig, layout: Layout, prefix: str = "model.", head: str = "lm_head.weight"
+) -> list[Rule]:
+    """`frame`, with the embedding and the head that every depth may repeat."""
+    count = layers(config)
+    return frame(
+        config,
+        layout,
+        prefix,
+        head=head,
+        embedding_copies=lambda k: f"{prefix}layers.{count + k}.embed_tokens.weight",
+        head_copies=lambda k: f"{prefix}layers.{count + k}.shared_head.head.weight",
+    )
+
+
+def numbered_layers(
+    config: HFConfig, layout: Layout, layer: Layer, prefix: str = "model.", final: str = "shared_head.norm"
+) -> list[Rule]:
+    """Trunk and depths; `final` is what the family calls a depth's final norm."""
+    count, dense = layers(config), config.integer("first_k_dense_replace", default=0, least=0)
+    rules: list[Rule] = []
+    for index, place in enumerate(trunk_places(count, prefix)):
+        rules += layer(config, layout, place, index >= dense)
+    for depth in range(layout.depths):
+        hf = f"{prefix}layers.{count + depth}."
+        rules += depth_frame(depth, config.integer("hidden_size"), Frame.under(hf, "enorm", "hnorm", "eh_proj", final))
+        rules += layer(config, layout, Place(hf, depth_layer(depth)), True)
+    return rules
+
+
+def layer_around(
+    attention: list[Rule], config: HFConfig, layout: Layout, place: Place, has_experts: bool, mla: bool
+) -> list[Rule]:
+    """Norms and MLP around a layer's attention; a depth's experts may stand for the MLP of a dense model."""
+    hidden = config.integer("hidden_size")
+    one = has_experts and is_dense(config)
+    rules = norm_rules(place, hidden, mla=mla, moe=has_experts and not one) + attention
+    if one:
+        return rules + split_mlp_rules(place, hidden, config.integer("intermediate_size"))
+    if has_experts:
+        return rules + moe_rules(place, moe(config, layout))
+    width = config.integer("intermediate_size")
+    return rules + mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width)

@@ -53,10 +53,20 @@ TREES: dict[str, Config] = {
     },
 }
 VANILLA: Config = {"method": "mtp", "num_speculative_tokens": 2}
-
+GREEDY: dict[str, Config] = {
+    "mtp": VANILLA,
+    "mtp_trunk_states": {**VANILLA, "method": "mtp_trunk_states"},
+    "lookahead": {"method": "lookahead"},
+    "ngram K=4": {"method": "ngram", "num_speculative_tokens": 4},
+    **CHAINS,
+    **TREES,
+}
 
 BATCH = 8
 """Prompts that run together."""
+
+OTHER_BATCHES = (1, 4, 16)
+"""In which tokens are compared as well, of 16 prompts and at most 40 tokens each."""
 
 
 @dataclass(frozen=True)
@@ -70,27 +80,28 @@ class Trained:
 
 def acceptance(model: Trained) -> tuple[dict[str, Any], list[Goal]]:
     """Accepted lengths of the methods on a trained model; greedy ones must emit what plain decoding does."""
-    plain = _texts(model, None)[0]
-    results: dict[str, Any] = {}
-    tokens = 0
-    for name, config in {
-        "mtp": VANILLA,
-        "mtp_trunk_states": {**VANILLA, "method": "mtp_trunk_states"},
-        "lookahead": {"method": "lookahead"},
-        "ngram K=4": {"method": "ngram", "num_speculative_tokens": 4},
-        **CHAINS,
-        **TREES,
-    }.items():
-        print(f"accepted: {name}", file=sys.stderr, flush=True)
-        texts, stats = _texts(model, config)
-        if texts != plain:
-            raise SystemExit(f"{name} emits other tokens than plain decoding")
-        tokens += stats.emitted
-        results[name] = _figures(stats)
-    results["identical_tokens"] = tokens
-    results["single position"] = _figures(_single(model))
+    stats = identical(model, BATCH)
+    results: dict[str, Any] = {name: figures(one) for name, one in stats.items()}
+    short = replace(model, prompts=model.prompts[:16], new_tokens=min(model.new_tokens, 40))
+    checked = {BATCH: stats} | {batch: identical(short, batch) for batch in OTHER_BATCHES}
+    results["identical_tokens"] = {
+        batch: sum(one.emitted for one in by_method.values()) for batch, by_method in checked.items()
+    }
+    results["single position"] = figures(_single(model))
     results |= _sampled(model)
     return results, _acceptance_goals(results)
+
+
+def identical(model: Trained, batch: int, methods: dict[str, Config] = GREEDY) -> dict[str, AcceptanceStats]:
+    """What every greedy method costs on the prompts, so many at once; ends the run where one emits other tokens."""
+    plain = _texts(model, None, batch=batch)[0]
+    stats: dict[str, AcceptanceStats] = {}
+    for name, config in methods.items():
+        print(f"accepted: {name}, batch {batch}", file=sys.stderr, flush=True)
+        texts, stats[name] = _texts(model, config, batch=batch)
+        if texts != plain:
+            raise SystemExit(f"{name} emits other tokens than plain decoding, {batch} texts at once")
+    return stats
 
 
 def _single(model: Trained) -> AcceptanceStats:
@@ -149,7 +160,7 @@ def _sampled(model: Trained) -> dict[str, Any]:
         rules[f"joint tau={tau}"] = {**beam, "verifier": "joint", "threshold": tau}
     for name, config in rules.items():
         texts, stats = _texts(model, config, Sampling(1.0))
-        results[name] = {**_figures(stats), "perplexity": _perplexity(model, texts)}
+        results[name] = {**figures(stats), "perplexity": _perplexity(model, texts)}
     return results
 
 
@@ -170,18 +181,19 @@ def _perplexity(model: Trained, texts: list[list[int]]) -> float:
 
 
 def _texts(
-    model: Trained, config: Config | None, sampling: Sampling | None = None
+    model: Trained, config: Config | None, sampling: Sampling | None = None, batch: int = BATCH
 ) -> tuple[list[list[int]], AcceptanceStats]:
     """All prompts continued, and what that took."""
     parts = []
-    for first in range(0, len(model.prompts), BATCH):
-        some = model.prompts[first : first + BATCH]
+    for first in range(0, len(model.prompts), batch):
+        some = model.prompts[first : first + batch]
         seeds = list(range(first, first + len(some)))
         parts.append(generate(model.runner, some, model.new_tokens, sampling, config, seeds))
     return [text for part in parts for text in part.token_ids], merged([part.stats for part in parts])
 
 
-def _figures(stats: AcceptanceStats) -> dict[str, Any]:
+def figures(stats: AcceptanceStats) -> dict[str, Any]:
+    """Accepted lengths, and how often a position was accepted given that the ones before were."""
     hits, offers = stats.accepted_at, stats.offered_at
     given = [hit / max(before, 1) for hit, before in zip(hits, [offers[0] if offers else 1, *hits], strict=False)]
     return {
@@ -212,6 +224,7 @@ def _acceptance_goals(results: dict[str, Any]) -> list[Goal]:
         rate("mtp", 0) - rate("single position", 0),
     )
     return [
+        Goal("tokens identical to plain decoding", sum(results["identical_tokens"].values()), 20_000, ">="),
         Goal("second draft: mtp less the trunk's states, points", 100 * beyond_trunk, 8, ">="),
         Goal("first draft: mtp less a single position, points", 100 * beyond_single, 4, ">="),
         Goal("rejection: accepted with q over without", same["rejection"] / max(same["without q"], 1), 1.3, ">="),

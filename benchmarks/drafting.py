@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("runs/quickstart/data/corpus"), help="its .bin/.idx prefix")
     parser.add_argument("--part", choices=["acceptance", "speed", "all"], default="all")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     scale = QUICK if args.quick else FULL

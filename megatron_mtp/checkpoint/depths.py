@@ -18,6 +18,7 @@ from megatron_mtp.checkpoint.dist_store import RELEASE, Chunk, DistReader, write
 from megatron_mtp.checkpoint.importing import HF_FILES, Converted, Options, read_chunk
 from megatron_mtp.checkpoint.mcore_store import TRACKER
 from megatron_mtp.checkpoint.streaming import PartialFolder, run_parts
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 INITS = ("random", "last-layer")
 Source = tuple[str, Callable[[], Tensor]]
@@ -39,16 +40,25 @@ def attach_depths(source: Path, target: Path, depths: int, init: str, seed: int,
     return _copy(reader, source, target, made, args, options, {"depths": depths, "init": init, "seed": seed})
 
 
-def drop_depths(source: Path, target: Path, options: Options) -> Converted:
-    """Copy a checkpoint without its depths.
+def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Converted:
+    """Copy a checkpoint without its depths, or with the first `keep` of them.
 
     Raises:
-        ValueError: it has none, or the target is taken.
+        ValueError: it has none, or none to drop, or the target is taken.
     """
     reader = DistReader(source)
-    if not any(key.startswith("mtp.") for key in reader.keys):
+    depths = 1 + max((int(key.split(".")[2]) for key in reader.keys if key.startswith("mtp.layers.")), default=-1)
+    if not depths:
         raise ValueError(f"{source} has no MTP depths; there is nothing to drop.")
-    return _copy(reader, source, target, [], _args(reader, mtp_num_layers=None), options, {"depths": 0})
+    if not 0 <= keep < depths:
+        raise ValueError(f"--keep is {keep}, but {source} has {depths} MTP depth(s); keep 0 to {depths - 1} of them.")
+    kept: list[Source] = [
+        (key, lambda key=key: reader.read(key))  # type: ignore[misc]
+        for key in reader.keys
+        if (key.startswith("mtp.layers.") and int(key.split(".")[2]) < keep) or (key == DRAFT_VOCABULARY and keep)
+    ]
+    args = _args(reader, mtp_num_layers=keep or None)
+    return _copy(reader, source, target, kept, args, options, {"depths": keep})
 
 
 def _copy(

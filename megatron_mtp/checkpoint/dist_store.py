@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_mtp.checkpoint.mcore_store import TRACKER
 from megatron_mtp.checkpoint.rules import Shape
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 CATALOGUE = ".metadata"
 FORMAT = "metadata.json"
@@ -75,6 +76,15 @@ def iteration_folder(folder: Path) -> Path:
         f"{folder} is no Megatron distributed checkpoint; give a folder with a {TRACKER} and an iteration that was "
         "saved with --ckpt-format torch_dist (Megatron's default)."
     )
+
+
+def stored_draft_vocabulary(folder: Path) -> Tensor | None:
+    """The tokens [N] that the depths of the checkpoint in an iteration's folder draft; None where they draft all, or
+    the checkpoint is no distributed one."""
+    if not (folder / CATALOGUE).is_file():
+        return None
+    reader = DistReader(folder)
+    return reader.read(DRAFT_VOCABULARY) if reader.holds(DRAFT_VOCABULARY) else None
 
 
 class _CatalogueReader(pickle.Unpickler):
@@ -226,12 +236,21 @@ class Chunk:
 
 
 def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Shape, tensor: Tensor) -> Chunk:
-    """Append a tensor to a `.distcp` file."""
+    """Append a tensor to a `.distcp` file.
+
+    Raises:
+        OSError: the file cannot grow.
+    """
     start = stream.tell()
     own = tensor.contiguous()
     if own.untyped_storage().nbytes() != own.numel() * own.element_size():
         own = own.clone()  # torch.save would write the whole storage of a view
-    torch.save(own, stream)
+    try:
+        torch.save(own, stream)
+    except RuntimeError as error:  # torch closes its archive all the same, and complains of that alone
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
     dtype = str(own.dtype).removeprefix("torch.")
     return Chunk(key, whole, offset, tuple(own.shape), dtype, file, start, stream.tell() - start)
 

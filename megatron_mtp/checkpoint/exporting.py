@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,14 @@ class HFForm:
         features: forms of the family that it uses.
         carried: tensors outside the text model.
         files: folder of tokenizer and other files to copy; None for none.
+        texts: other files, by name.
     """
 
     keys: dict[str, Any]
     features: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
     files: Path | None = None
+    texts: dict[str, str] = field(default_factory=dict)
 
 
 def kept_form(folder: Path) -> HFForm | None:
@@ -169,4 +171,5 @@ def _write_files(folder: Path, form: HFForm, keys: dict[str, Any]) -> None:
         for file in sorted(form.files.iterdir()):
             if file.is_file() and file.name not in (ORIGIN, CONFIG) and not file.name.endswith(NOT_KEPT):
                 shutil.copyfile(file, folder / file.name)
-    (folder / CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
+    for name, text in {**form.texts, CONFIG: json.dumps(keys, indent=2) + "\n"}.items():
+        (folder / name).write_text(text)

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -106,6 +107,15 @@ class HFFolder:
                 "here, so give the model in bfloat16."
             )
         return tensor
+
+
+def block_of(keys: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale in FP8 releases, by the config's keys."""
+    quantisation = keys.get("quantization_config")
+    block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
+    if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
+        return block[0], block[1]
+    return 128, 128
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:

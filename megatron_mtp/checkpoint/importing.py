@@ -75,6 +75,8 @@ def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callabl
         OSError: the target cannot be written.
     """
     model = HFModel.read(source)
+    if model.family.untrainable is not None:
+        _check_carried(model)
     args = arguments(model)
     parts = parts_of(model.rules)
     partial = PartialFolder(target, _fingerprint(model, options), options.resume)
@@ -96,6 +98,19 @@ def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callabl
     (partial.path / TRACKER).write_text(RELEASE)
     partial.finish()
     return Converted(model.family.title, model.layout.depths, len(model.folder.tensors), sum(sizes))
+
+
+def _check_carried(model: HFModel) -> None:
+    """No rule calls for the tensors that are carried: transformers' class does, where it knows the config."""
+    from transformers import AutoConfig
+
+    from megatron_mtp.checkpoint.reference import check_whole
+
+    try:
+        AutoConfig.from_pretrained(model.folder.folder)
+    except Exception:  # whatever its checks of a config raise: then nothing is known here, and `verify` says why
+        return
+    check_whole(model.folder.folder, {name: stored.shape for name, stored in model.folder.tensors.items()})
 
 
 def _part_writer(

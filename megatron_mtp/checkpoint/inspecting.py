@@ -10,6 +10,7 @@ from megatron_mtp.checkpoint.hf_config import CONFIG
 from megatron_mtp.checkpoint.importing import origin
 from megatron_mtp.checkpoint.megatron_args import flags_of
 from megatron_mtp.checkpoint.plan import HFModel, stored_layout
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 
 def inspect(folder: Path) -> dict[str, Any]:
@@ -46,6 +47,7 @@ def _megatron(folder: Path) -> dict[str, Any]:
         "form": "Megatron distributed checkpoint",
         "iteration": common.get("iteration", 0),
         "depths": stored_layout(reader).depths,
+        **({"draft vocabulary": reader.shape(DRAFT_VOCABULARY)[0]} if reader.holds(DRAFT_VOCABULARY) else {}),
         "tensors": len(sizes),
         "parameters": sum(sizes.values()),
         "bytes": sum(count * reader.dtype(key).itemsize for key, count in sizes.items()),

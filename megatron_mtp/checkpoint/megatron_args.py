@@ -19,6 +19,14 @@ def flags_of(model: HFModel) -> tuple[list[str] | None, str | None]:
         return None, str(reason)
 
 
+def depth_flags_of(model: HFModel) -> list[str] | None:
+    """Megatron's flags for the depths of a model whose trunk it cannot run; None where it cannot run them either."""
+    try:
+        return None if model.family.depth_flags is None else model.family.depth_flags(model.config, model.layout)
+    except UntrainableError:
+        return None
+
+
 def megatron_arguments(model: HFModel) -> Namespace:
     """The arguments that a checkpoint of this model keeps; without a model to build, its sizes alone."""
     flags, _ = flags_of(model)

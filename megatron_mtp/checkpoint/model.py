@@ -1,5 +1,7 @@
 """A model built from what a checkpoint says of itself, in one process: for proofs, not for training."""
 
+import contextlib
+import io
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import validate_args
+from torch import Tensor
 
-from megatron_mtp.checkpoint.dist_store import DistReader
+from megatron_mtp.checkpoint.dist_store import DistReader, stored_draft_vocabulary
 from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS, parse_flags
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
@@ -29,17 +32,31 @@ def load_model(folder: Path) -> MTPGPTModel:
     Raises:
         ValueError: the checkpoint is damaged, or Megatron cannot run its model.
     """
-    join_world_of_one()
     reader = DistReader(folder)
-    config = model_config(reader.common()["args"])
-    model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    model = build(reader.common()["args"], stored_draft_vocabulary(reader.folder))
+    fill(model, reader)
+    return model
+
+
+def build(stored: Namespace, draft_vocabulary: Tensor | None = None) -> MTPGPTModel:
+    """A model from the arguments that a checkpoint keeps, in evaluation mode; Megatron's list of them is not shown."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        join_world_of_one()
+        config = model_config(stored)
+        config.draft_vocabulary = draft_vocabulary
+        model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     assert isinstance(model, MTPGPTModel)
+    return model.eval()
+
+
+def fill(model: MTPGPTModel, reader: DistReader, parts: tuple[str, ...] = ("",)) -> None:
+    """Load the parameters whose names begin so, by Megatron's own loader."""
     metadata = dist_checkpointing.load_content_metadata(str(reader.folder)) or {}
-    entries: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
+    every = model.sharded_state_dict(metadata=metadata)
+    entries: dict[str, Any] = {"model": {name: every[name] for name in every if name.startswith(parts)}}
     _drop_extra_states(entries["model"])
     loaded = dist_checkpointing.load(entries, str(reader.folder))
     model.load_state_dict(loaded["model"], strict=False)
-    return model.eval()
 
 
 def model_config(stored: Namespace) -> MTPGPTModelConfig:

@@ -12,8 +12,9 @@ from pathlib import Path
 from megatron_mtp.checkpoint.dist_store import DistReader
 from megatron_mtp.checkpoint.families import Family, Layout, family_of
 from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.hf_shards import HFFolder
+from megatron_mtp.checkpoint.hf_shards import HFFolder, block_of
 from megatron_mtp.checkpoint.rules import Piece, Rule, Shape
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
 _DEPTH = re.compile(r"^mtp\.layers\.(\d+)\.")
@@ -57,12 +58,12 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
 
 
 def check_mcore(rules: list[Rule], reader: DistReader) -> None:
-    """The same of a Megatron checkpoint.
+    """The same of a Megatron checkpoint, whose draft vocabulary stays behind: the depths of a folder draft all tokens.
 
     Raises:
         ValueError: a tensor is missing, left over, or of another shape.
     """
-    left = set(reader.keys)
+    left = set(reader.keys) - {DRAFT_VOCABULARY}
     for piece in (piece for rule in rules for piece in rule.mcore):
         key = stored_key(piece, reader)
         left -= {piece.key, *piece.aliases}
@@ -112,20 +113,11 @@ class HFModel:
         """Raises ValueError where the folder is damaged or contradicts itself."""
         config = HFConfig.read(path)
         family = family_of(config)
-        folder = HFFolder(path, _block(config))
+        folder = HFFolder(path, block_of(config.keys))
         layout = family.layout(config, folder.tensors)
         rules = family.all_rules(config, layout)
         check_hf(rules, folder, config)
         return cls(config, family, layout, folder, rules)
-
-
-def _block(config: HFConfig) -> tuple[int, int]:
-    """Rows and columns that share a scale in FP8 releases."""
-    quantisation = config.keys.get("quantization_config")
-    block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
-    if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
-        return block[0], block[1]
-    return 128, 128
 
 
 def _fits(stored: Shape, piece: Piece) -> bool:

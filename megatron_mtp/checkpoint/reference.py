@@ -1,80 +1,38 @@
-"""What a Hugging Face folder computes, by transformers' own layers: the judge of conversions, in a process of its own.
+"""What a Hugging Face folder computes, by transformers' own classes: the judge of conversions, in a process of its own.
 
     python -m megatron_mtp.checkpoint.reference FOLDER TOKENS OUTPUT [FOLDER TOKENS OUTPUT ...]
 
-Nothing here knows the rules of the conversion or Megatron. Trunk and layers are transformers' classes; the frame of a
-depth (two norms, a projection of both halves, a final norm) is transformers' `MtpLayer`, filled by the names below,
-which are those that serving engines load. TOKENS and OUTPUT are safetensors: `tokens` [1, S] in, and out `trunk` and
-`depth 1` ..: logits [S, V] at every slot, depth d seeing the token d slots later, teacher-forced, for S - D slots.
+Nothing here knows the rules of the conversion or Megatron. The trunk is transformers' model. A depth is a model of the
+same class with one layer, fed with the projection of both halves in the place of embeddings, its final norm the
+depth's; reference_forms.py has the names. transformers says which tensors it lacks, and such a folder is refused.
+TOKENS and OUTPUT are safetensors: `tokens` [1, S] in, and out, depth d seeing the token d slots later, teacher-forced,
+
+    trunk, depth 1 ..   logits [S, V] of every slot, S - D slots of the depths
+    given state         [S, H], what feeds the first depth
+    given 1 ..          [S, H], what a depth's attention or layer adds, where transformers alone can compute it
+
+Letters: B batch, S slots, D depths, H hidden, V vocabulary.
 """
 
 import copy
-import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import MtpLayer
+from torch.nn.functional import linear
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import logging
 
-Names = Callable[[int, int], str]
-"""From a depth (from 0) and the number of trunk layers to the prefix of its tensors."""
+from megatron_mtp.checkpoint.reference_forms import DepthForm, Tensors, config_of, depth_tensors, read_tensors
 
-
-@dataclass(frozen=True)
-class DepthForm:
-    """How a family stores its depths.
-
-    Attributes:
-        prefix: of the depth's tensors.
-        renames: the family's names to those of `MtpLayer`, longest first; the rest lies in `mtp_block`.
-        hidden_first: which half of the projection comes first.
-        post_norm: whether a norm follows the layer.
-        chained_before_norm: what the next depth, and the first of the trunk, gets is the state before the final norm.
-    """
-
-    prefix: Names
-    renames: dict[str, str]
-    hidden_first: bool = False
-    post_norm: bool = True
-    chained_before_norm: bool = False
-    outside: dict[str, str] = field(default_factory=dict)
-    trunk_class: str | None = None
-
-
-_DEEPSEEK = {
-    "enorm.": "enorm.",
-    "hnorm.": "hnorm.",
-    "eh_proj.": "eh_proj.",
-    "shared_head.norm.": "post_norm.",
-    "embed_tokens.": "",
-    "shared_head.head.": "",
-}
-_MIMO = {
-    "token_layernorm.": "enorm.",
-    "hidden_layernorm.": "hnorm.",
-    "input_proj.": "eh_proj.",
-    "final_layernorm.": "post_norm.",
-}
-
-
-def _after_trunk(depth: int, layers: int) -> str:
-    return f"model.layers.{layers + depth}."
-
-
-FORMS: dict[str, DepthForm] = {
-    "deepseek_v3": DepthForm(_after_trunk, _DEEPSEEK),
-    "kimi_k2": DepthForm(_after_trunk, _DEEPSEEK, trunk_class="deepseek_v3"),
-    "glm4_moe": DepthForm(_after_trunk, _DEEPSEEK),
-    "mimo": DepthForm(lambda depth, _: f"model.mtp_layers.{depth}.", _MIMO, hidden_first=True, trunk_class="qwen2"),
-}
-"""Families whose depths can be judged."""
+PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+NAMES_ALONE: dict[str, Any] = {"device_map": "meta"}
+SEEING = ("vision", "visual", "projector")
+"""Parts of models that read images: no logits of text need them."""
 
 
 def main(folder: Path, tokens: Path, output: Path) -> None:
@@ -84,108 +42,162 @@ def main(folder: Path, tokens: Path, output: Path) -> None:
         save_file({name: value.contiguous() for name, value in all_logits(folder, tokens_BS).items()}, output)
 
 
-def all_logits(folder: Path, tokens_BS: Tensor) -> dict[str, Tensor]:
-    """Logits of the trunk and of every depth, float32."""
-    raw_type, config = _config(folder)
-    plain = {"dtype": torch.float32, "attn_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, **plain)
-    model.eval()
-    hidden_BSH = model.model(tokens_BS).last_hidden_state
-    out = {"trunk": model.lm_head(hidden_BSH)[0]}
-    form = FORMS.get(raw_type)
-    depths = _depths(folder, form, config.num_hidden_layers) if form else 0
-    slots = tokens_BS.size(1) - depths
-    state_BSH = hidden_BSH[:, :slots]
-    for depth in range(depths):
-        assert form is not None
-        layer = _depth(folder, model, form, depth)
-        embedded_BSH = model.get_input_embeddings()(tokens_BS[:, depth + 1 : depth + 1 + slots])
-        state_BSH = _run(layer, model, embedded_BSH, state_BSH)
-        out[f"depth {depth + 1}"] = model.lm_head(state_BSH)[0]
+def all_logits(folder: Path, tokens_BS: Tensor) -> Tensors:
+    """Logits of the trunk and of every depth, and what Megatron's side is given; float32."""
+    form, config = config_of(folder)
+    tensors = read_tensors(folder)
+    if form is not None:
+        tensors = form.named(config, tensors)
+    model = _load(_class_of(config), config, tensors, PLAIN, str(folder))
+    words_VH, head_VH = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))
+    trunk = _run(model.get_decoder(), words_VH[tokens_BS])
+    out = {"trunk": linear(trunk.after_BSH, head_VH)[0]}
+    depths = [] if form is None else _depths(form, model.get_decoder(), tensors, PLAIN, str(folder))
+    slots = tokens_BS.size(1) - len(depths)
+    state_BSH = trunk.state(form)[:, :slots]
+    out["given state"] = state_BSH[0]
+    for number, depth in enumerate(depths, start=1):
+        own_VH = depth.tensors.get("embedding", words_VH)
+        ran = depth.run(own_VH[tokens_BS[:, number : number + slots]], state_BSH)
+        state_BSH = ran.state(form)
+        out[f"depth {number}"] = linear(ran.after_BSH, depth.tensors.get("head", head_VH))[0]
+        if ran.added_BSH is not None:
+            out[f"given {number}"] = ran.added_BSH[0]
     return out
 
 
-def _config(folder: Path) -> tuple[str, Any]:
-    """The family's type, and the config of the class in transformers that is its trunk."""
-    keys = json.loads((folder / "config.json").read_text())
-    form = FORMS.get(keys["model_type"])
-    if form is not None and form.trunk_class is not None:
-        own = {name: value for name, value in keys.items() if name not in ("model_type", "architectures", "auto_map")}
-        return keys["model_type"], AutoConfig.for_model(form.trunk_class, **own)
-    return keys["model_type"], AutoConfig.from_pretrained(folder)
+def quieten() -> None:
+    """What transformers has to report is raised here, in one sentence."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
-def _run(layer: MtpLayer, model: Any, embedded_BSH: Tensor, state_BSH: Tensor) -> Tensor:
-    slots = state_BSH.size(1)
-    positions_BS = torch.arange(slots).unsqueeze(0)
-    mask = torch.full((slots, slots), float("-inf")).triu(1)[None, None]
-    result: Tensor = layer(
-        embedded_BSH,
-        state_BSH,
-        position_embeddings=model.model.rotary_emb(embedded_BSH, position_ids=positions_BS),
-        attention_mask=mask,
-        position_ids=positions_BS,
-        past_key_values=None,
-    )
-    return result
+def check_whole(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Whether these tensors of a folder are all that transformers' classes have; none is read.
+
+    Raises:
+        ValueError: some are missing.
+    """
+    quieten()
+    form, config = config_of(folder)
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    tensors = tensors if form is None else form.named(config, tensors)
+    model = _load(_class_of(config), config, tensors, NAMES_ALONE, str(folder))
+    if form is not None:
+        _depths(form, model.get_decoder(), tensors, NAMES_ALONE, str(folder))
 
 
-def _depth(folder: Path, model: Any, form: DepthForm, depth: int) -> MtpLayer:
-    """`MtpLayer` of the trunk's last kind of layer, with a depth's tensors."""
-    last = model.model.layers[-1]
-    norm = type(last.input_layernorm)
-    config = copy.deepcopy(model.config)
-    config.mtp_hidden_states_first = form.hidden_first
-    if hasattr(config, "first_k_dense_replace"):
-        config.first_k_dense_replace = 0  # depths have experts, however many layers of the trunk have none
-    layer = MtpLayer(config, type(last), norm, len(model.model.layers) - 1, form.post_norm)
-    state = {}
-    for name, tensor in _tensors(folder, form.prefix(depth, len(model.model.layers))).items():
-        own = _renamed(name, form.renames)
-        if own is not None:
-            state[own] = tensor.float()
-    layer.load_state_dict(_packed(state, layer.state_dict()))
-    return layer.eval()
+@dataclass
+class Ran:
+    """States of a model before and after its final norm, and what its attention or layers added, where asked for."""
+
+    before_BSH: Tensor
+    after_BSH: Tensor
+    added_BSH: Tensor | None = None
+
+    def state(self, form: DepthForm | None) -> Tensor:
+        """What the next depth gets."""
+        return self.before_BSH if form is not None and form.before_norm else self.after_BSH
 
 
-def _renamed(name: str, renames: dict[str, str]) -> str | None:
-    for theirs, ours in renames.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs) if ours else None
-    return f"mtp_block.{name}"
+@dataclass(frozen=True)
+class Depth:
+    """A depth of a form, with its tensors, the model that is its layers, and a norm as the trunk's are."""
+
+    form: DepthForm
+    tensors: Tensors
+    model: Any
+    norm: torch.nn.Module
+
+    def run(self, embedded_BSH: Tensor, state_BSH: Tensor) -> Ran:
+        """From the embedding of the token that this depth adds, and the state of the depth before."""
+        halves = [self._norm("enorm")(embedded_BSH), self._norm("hnorm")(state_BSH)]
+        both_BS2H = torch.cat(halves[::-1] if self.form.hidden_first else halves, dim=-1)
+        return _run(self.model, linear(both_BS2H, self.tensors["eh_proj"]), self.form.given)
+
+    def _norm(self, part: str) -> torch.nn.Module:
+        norm = copy.deepcopy(self.norm)
+        norm.load_state_dict({"weight": self.tensors[part]})
+        return norm
 
 
-def _packed(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts stored one by one, as transformers holds them: stacked, gate rows before up rows."""
-    packed = dict(state)
-    for name, shape in ((name, tensor.shape) for name, tensor in wanted.items() if name not in state):
-        prefix, _, kind = name.rpartition(".")
-        experts = range(shape[0])
-        if kind == "gate_up_proj":
-            both = [[packed.pop(f"{prefix}.{e}.{part}_proj.weight") for part in ("gate", "up")] for e in experts]
-            packed[name] = torch.stack([torch.cat(pair) for pair in both])
-        elif kind == "down_proj":
-            packed[name] = torch.stack([packed.pop(f"{prefix}.{e}.down_proj.weight") for e in experts])
-    return packed
+def _run(decoder: Any, hidden_BSH: Tensor, given: str | None = None) -> Ran:
+    """A model without embedding and head, from the input of its first layer."""
+    seen: list[Tensor] = []
+    attended: list[Tensor] = []
+    hooks = [_final_norm(decoder).register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))]
+    if given == "attention":
+        hooks.append(decoder.layers[0].self_attn.register_forward_hook(lambda _, args, out: attended.append(out[0])))
+    decoder(inputs_embeds=hidden_BSH, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    ran = Ran(*seen)
+    if given is not None:
+        ran.added_BSH = attended[0] if given == "attention" else ran.before_BSH - hidden_BSH
+    return ran
 
 
-def _depths(folder: Path, form: DepthForm, layers: int) -> int:
-    count = 0
-    while _tensors(folder, form.prefix(count, layers)):
-        count += 1
-    return count
+def _final_norm(decoder: Any) -> torch.nn.Module:
+    norm: torch.nn.Module = decoder.norm_f if hasattr(decoder, "norm_f") else decoder.norm
+    return norm
 
 
-def _tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """All tensors of a prefix, by the rest of their names."""
-    found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as stream:
-            found |= {n.removeprefix(prefix): stream.get_tensor(n) for n in stream.keys() if n.startswith(prefix)}  # noqa: SIM118
-    return found
+def _depths(form: DepthForm, trunk: Any, tensors: Tensors, options: dict[str, Any], folder: str) -> list[Depth]:
+    """All depths that the tensors hold."""
+    depths: list[Depth] = []
+    while own := depth_tensors(tensors, form, trunk.config, len(depths)):
+        layers = _layers(form, trunk, own, len(depths), options, folder)
+        depths.append(Depth(form, own, layers, _final_norm(trunk)))
+    return depths
+
+
+def _layers(form: DepthForm, trunk: Any, own: Tensors, depth: int, options: dict[str, Any], folder: str) -> Any:
+    """A depth's layers as a model of the trunk's class; a depth without a final norm passes its state on."""
+    config = copy.deepcopy(trunk.config)
+    config.num_hidden_layers = 1
+    for name, value in form.layers(config, depth, own).items():
+        setattr(config, name, value)
+    words_VH, final = trunk.get_input_embeddings().weight, _final_norm(trunk)
+    words = next(name for name, parameter in trunk.named_parameters() if parameter is words_VH)
+    norm = next(name for name, module in trunk.named_children() if module is final)
+    state = {name: tensor for name, tensor in own.items() if name.startswith("layers.")}
+    state |= {words: words_VH, f"{norm}.weight": own.get("norm", torch.ones(config.hidden_size))}
+    model = _load(type(trunk), config, state, options, f"{folder}: depth {depth + 1}", form.rest_is_zero)
+    if "norm" not in own:
+        setattr(model, norm, torch.nn.Identity())
+    return model
+
+
+def _class_of(config: Any) -> Any:
+    nested = config.get_text_config() is not config
+    return (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if nested else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
+
+
+def _load(
+    kind: Any, config: Any, tensors: Tensors, options: dict[str, Any], what: str, rest_is_zero: bool = False
+) -> Any:
+    """A model of these tensors; the others are zero, where they may be absent.
+
+    Raises:
+        ValueError: the model has more tensors, or of other shapes.
+    """
+    try:
+        model, report = kind.from_pretrained(
+            None, config=config, state_dict=dict(tensors), output_loading_info=True, **options
+        )
+    except RuntimeError as error:
+        raise ValueError(f"{what} is not what transformers' class holds: {error}") from None
+    absent = sorted(name for name in report["missing_keys"] if not any(part in name for part in SEEING))
+    if absent and not rest_is_zero:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise ValueError(f"{what} lacks '{absent[0]}'{more}, which transformers' class has; fetch the folder again.")
+    for name in absent:
+        model.state_dict()[name].zero_()
+    return model.eval()
 
 
 if __name__ == "__main__":
+    quieten()
     paths = [Path(argument) for argument in sys.argv[1:]]
     for start in range(0, len(paths), 3):
         main(*paths[start : start + 3])

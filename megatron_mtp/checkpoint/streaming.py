@@ -5,7 +5,6 @@ A part that is done leaves a record. An interrupted conversion leaves `<target>.
 
 import json
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -33,22 +32,25 @@ class PartialFolder:
 
     def __init__(self, target: Path, plan: Mapping[str, Any], resume: bool) -> None:
         self.target, self.path = target, target.with_name(f"{target.name}.partial")
+        text = json.dumps(plan, sort_keys=True)
+        if resume and not self.path.exists() and _planned(target) == text:
+            target.rename(self.path)  # killed when all was done but the removal of the records
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ValueError(f"{target} is not empty; name a new folder, or remove it.")
-        text = json.dumps(plan, sort_keys=True)
-        self.resumed = self.path.exists()
+        self.resumed = self.path.exists() and not self._blank()
         if self.resumed and not resume:
             raise ValueError(f"{self.path} is left from an interrupted conversion; add --resume, or remove it.")
-        if self.resumed and self._planned() != text:
+        if self.resumed and _planned(self.path) != text:
             raise ValueError(
                 f"{self.path} is left from a conversion of another source or with other options; remove it."
             )
         (self.path / RECORDS).mkdir(parents=True, exist_ok=True)
-        (self.path / RECORDS / PLAN).write_text(text)
+        _write_whole(self.path / RECORDS / PLAN, text)
 
-    def _planned(self) -> str | None:
-        path = self.path / RECORDS / PLAN
-        return path.read_text() if path.is_file() else None
+    def _blank(self) -> bool:
+        """Whether a killed run had not even written its plan, which comes before everything else."""
+        names = {str(path.relative_to(self.path)) for path in self.path.rglob("*")}
+        return names <= {RECORDS, f"{RECORDS}/{PLAN}.new"}
 
     def record(self, part: int) -> Any:
         """What a part that is done has left; None where it is not done."""
@@ -56,19 +58,30 @@ class PartialFolder:
         return json.loads(path.read_text()) if path.is_file() else None
 
     def keep(self, part: int, record: Any) -> None:
-        beside = self._record(part).with_suffix(".new")
-        beside.write_text(json.dumps(record))
-        beside.replace(self._record(part))
+        _write_whole(self._record(part), json.dumps(record))
 
     def _record(self, part: int) -> Path:
         return self.path / RECORDS / f"{part}.json"
 
     def finish(self) -> None:
         """From here on the target is there, whole."""
-        shutil.rmtree(self.path / RECORDS)
         if self.target.exists():
             self.target.rmdir()
         self.path.rename(self.target)
+        for path in sorted((self.target / RECORDS).iterdir(), key=lambda path: path.name == PLAN):  # the plan last
+            path.unlink()
+        (self.target / RECORDS).rmdir()
+
+
+def _planned(folder: Path) -> str | None:
+    path = folder / RECORDS / PLAN
+    return path.read_text() if path.is_file() else None
+
+
+def _write_whole(path: Path, text: str) -> None:
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 IN_FLIGHT = 2**28
@@ -117,13 +130,11 @@ def run_parts(
 
         def one(index: int) -> Any:
             size, work = parts[index]
-            record = partial.record(index)
-            if record is None:
-                record = work(report)
-                partial.keep(index, record)
+            if partial.record(index) is None:
+                partial.keep(index, work(report))
             else:
                 report(size)
-            return record
+            return partial.record(index)  # read also where it was just made: a pickle shows whether strings are shared
 
         with ThreadPoolExecutor(workers) as pool:
             futures = [pool.submit(one, index) for index in range(len(parts))]

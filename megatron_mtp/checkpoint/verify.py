@@ -2,11 +2,10 @@
 
 First every tensor is accounted for and carried both ways, bit by bit. That alone would not see a fault in the rules
 themselves, which both ways share: so then Megatron runs its checkpoint, transformers runs the folder (reference.py, in
-a process of its own), and the logits of the trunk and of every depth are compared.
+a process of its own), and the logits of the trunk and of every depth are compared. A trunk that Megatron cannot run is
+run by transformers from what the checkpoint gives back, and feeds Megatron's depths (depth_logits.py).
 """
 
-import contextlib
-import io
 import os
 import subprocess
 import sys
@@ -20,8 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_mtp.checkpoint.dist_store import DistReader
+from megatron_mtp.checkpoint.exporting import HFForm, mcore_to_hf
+from megatron_mtp.checkpoint.hf_config import CONFIG, read_json
 from megatron_mtp.checkpoint.importing import Options
-from megatron_mtp.checkpoint.megatron_args import flags_of
+from megatron_mtp.checkpoint.megatron_args import depth_flags_of, flags_of
 from megatron_mtp.checkpoint.plan import HFModel, check_mcore, stored_key
 from megatron_mtp.checkpoint.rules import Rule
 
@@ -59,26 +60,38 @@ def verify(hf: Path, mcore: Path, text: Path | None = None, slots: int = 32, see
     model, reader = HFModel.read(hf), DistReader(mcore)
     check_mcore(model.rules, reader)
     checks = [_round_trip(model, reader)]
-    flags, _ = flags_of(model)
-    if flags is None:
+    flags, depth_flags = flags_of(model)[0], depth_flags_of(model)
+    if flags is None and depth_flags is None:
         return checks
     tokens_BS = _prompt(model, slots, seed) if text is None else _text_prompt(hf, text, 16 * slots)
-    theirs, ours = reference_logits(hf, tokens_BS), megatron_logits(mcore, tokens_BS)
-    return checks + compare(theirs, ours) + ([] if text is None else [_same_perplexity(theirs, ours, tokens_BS)])
+    if flags is None:
+        theirs, ours = split_logits(model, depth_flags or [], hf, mcore, tokens_BS)
+        checks += compare(theirs, ours, "transformers from the checkpoint")
+    else:
+        theirs, ours = reference_logits(hf, tokens_BS), megatron_logits(mcore, tokens_BS)
+        checks += compare(theirs, ours)
+    return checks + ([] if text is None else [_same_perplexity(theirs, ours, tokens_BS)])
 
 
-def compare(theirs: dict[str, Tensor], ours: dict[str, Tensor]) -> list[Check]:
-    """Logits [S, V] of trunk and depths, and what a verifier would accept of the depths' drafts."""
+def compare(theirs: dict[str, Tensor], ours: dict[str, Tensor], trunk: str = "Megatron") -> list[Check]:
+    """Logits [S, V] of trunk and depths, and what a verifier would accept of the depths' drafts.
+
+    Args:
+        trunk: who computed ours.
+    """
+    names = ["trunk", *sorted(name for name in theirs if name.startswith("depth "))]
+    ours = {name: ours[name][: len(theirs[name]), : theirs[name].size(1)] for name in names}  # without padding
     checks = []
-    for name, logits_SV in theirs.items():
-        own_SV = ours[name][: logits_SV.size(0), : logits_SV.size(1)]
-        difference = (own_SV - logits_SV).abs().max().item()
+    for name in names:
+        logits_SV = theirs[name]
+        difference = (ours[name] - logits_SV).abs().max().item()
         scale = max(1.0, logits_SV.abs().max().item())
+        witness = f"transformers; ours by {trunk if name == 'trunk' else 'Megatron'}"
         ok = difference <= TOLERANCE * scale
-        checks.append(Check(f"{name} logits, largest difference", difference, ok, "transformers"))
-    if len(theirs) > 1:
+        checks.append(Check(f"{name} logits, largest difference", difference, ok, witness))
+    if len(names) > 1:
         slots = theirs["depth 1"].size(0)
-        their_rate, our_rate = acceptance(theirs), acceptance({**ours, "depth 1": ours["depth 1"][:slots]})
+        their_rate, our_rate = acceptance(theirs), acceptance(ours)
         same = abs(their_rate - our_rate) < 1.5 / slots  # one near-tie may fall the other way
         checks.append(Check("accepted drafts of the first depth on a prompt", our_rate, same, "transformers"))
     return checks
@@ -164,13 +177,30 @@ def all_reference_logits(folders: list[Path], tokens_BS: Tensor) -> list[dict[st
         return [load_file(output) for output in outputs]
 
 
+def split_logits(
+    model: HFModel, flags: list[str], hf: Path, mcore: Path, tokens_BS: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Theirs, and ours of a model whose trunk Megatron cannot run: that by transformers, the depths by Megatron.
+
+    Raises:
+        ValueError: transformers cannot run the folder, or what the checkpoint gives back.
+    """
+    from megatron_mtp.checkpoint.depth_logits import depth_logits
+
+    with tempfile.TemporaryDirectory() as scratch:
+        form = HFForm(read_json(hf / CONFIG), tuple(model.layout.features), model.layout.carried)
+        mcore_to_hf(mcore, Path(scratch) / "back", Options(quiet=True), form)
+        theirs, given = all_reference_logits([hf, Path(scratch) / "back"], tokens_BS)
+    depths = depth_logits(mcore, model, flags, tokens_BS, given) if model.layout.depths else {}
+    return theirs, {"trunk": given["trunk"], **depths}
+
+
 def megatron_logits(folder: Path, tokens_BS: Tensor) -> dict[str, Tensor]:
     """By Megatron's modules and our depths, from the checkpoint; as `reference.all_logits`."""
     from megatron_mtp.checkpoint.model import load_model
     from megatron_mtp.data.batch import add_depths, depth_batch
 
-    with contextlib.redirect_stdout(io.StringIO()):
-        model = load_model(folder)
+    model = load_model(folder)
     depths = model.config.mtp_num_layers or 0
     slots = tokens_BS.size(1)
     positions_BS = torch.arange(slots).unsqueeze(0)

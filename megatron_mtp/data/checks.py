@@ -8,6 +8,7 @@ bytes, version (8), dtype code (1), sequences S (8), document bounds D (8), then
 offsets, D int64 bounds, and in multimodal data S int8 modes.
 """
 
+import hashlib
 import json
 import os
 import struct
@@ -82,6 +83,46 @@ def read_sidecar(prefix: str) -> dict[str, Any]:
     return sidecar if isinstance(sidecar, dict) else {}
 
 
+def check_tokenizer(prefixes: Sequence[str], folder: str) -> None:
+    """Check that no dataset was made with another vocabulary than that of the tokenizer in `folder`.
+
+    Datasets without a sidecar, and tokenizers without a tokenizer.json, cannot be compared and pass.
+
+    Raises:
+        ValueError: at the first dataset whose token ids mean something else.
+    """
+    own = vocabulary_digest(folder)
+    for prefix in prefixes:
+        made_with = read_sidecar(prefix).get("vocabulary_sha256")
+        if own and made_with and own != made_with:
+            raise ValueError(
+                f"--data-path: the dataset '{prefix}' was made with the tokenizer {read_sidecar(prefix)['tokenizer']}, "
+                f"whose vocabulary is not that of --tokenizer-model {folder}; {REBUILD} --tokenizer {folder}."
+            )
+
+
+def vocabulary_digest(folder: str) -> str | None:
+    """SHA-256 of the tokens and ids in FOLDER/tokenizer.json; None where there is no such file."""
+    try:
+        tokenizer = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
+        added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+        vocabulary = [tokenizer["model"]["vocab"], added]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
+
+
+def token_slices(prefix: str, index: Index) -> list[np.ndarray]:
+    """All tokens of a `.bin` up to 64Mi, of a longer one 64 evenly spread slices of 1Mi tokens each; memory-mapped."""
+    tokens = np.memmap(f"{prefix}.bin", dtype=index.dtype, mode="r")
+    length = SCAN_TOKENS // SLICES
+    if len(tokens) <= SCAN_TOKENS:
+        starts = np.arange(0, len(tokens), length)
+    else:
+        starts = np.linspace(0, len(tokens) - length, SLICES, dtype=np.int64)
+    return [tokens[start : start + length] for start in starts]
+
+
 def _check_files(prefix: str) -> Index:
     has_bin, has_idx = (os.path.isfile(f"{prefix}.{kind}") for kind in ("bin", "idx"))
     if not has_bin and not has_idx:
@@ -95,7 +136,7 @@ def _check_files(prefix: str) -> Index:
         )
     if not has_bin:
         raise ValueError(f"--data-path: '{prefix}.idx' has no '{prefix}.bin' beside it; copy that too, or {REBUILD}.")
-    index = _read_index(prefix)
+    index = read_index(prefix)
     if index.documents == 0 or index.tokens == 0:
         raise ValueError(
             f"--data-path: the dataset '{prefix}' is empty ({index.documents} documents, {index.tokens} tokens); "
@@ -111,7 +152,8 @@ def _check_files(prefix: str) -> Index:
     return index
 
 
-def _read_index(prefix: str) -> Index:
+def read_index(prefix: str) -> Index:
+    """What PREFIX.idx says; ValueError where it is not whole."""
     path = f"{prefix}.idx"
     size = os.path.getsize(path)
     with open(path, "rb") as file:
@@ -152,13 +194,7 @@ def _recorded_highest_id(prefix: str, index: Index) -> int | None:
 
 
 def _scanned_ids(prefix: str, index: Index) -> tuple[int, int]:
-    tokens = np.memmap(f"{prefix}.bin", dtype=index.dtype, mode="r")
-    length = SCAN_TOKENS // SLICES
-    if len(tokens) <= SCAN_TOKENS:
-        starts = np.arange(0, len(tokens), length)
-    else:
-        starts = np.linspace(0, len(tokens) - length, SLICES, dtype=np.int64)
-    slices = [tokens[start : start + length] for start in starts]
+    slices = token_slices(prefix, index)
     return min(int(part.min()) for part in slices), max(int(part.max()) for part in slices)
 
 

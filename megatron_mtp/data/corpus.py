@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from megatron_mtp.data.checks import vocabulary_digest
 from megatron_mtp.data.documents import Document, parts, read_document
 from megatron_mtp.data.tokenizer import Encode, Encoder
 
@@ -52,7 +53,8 @@ def write_corpus(
         if not record["tokens"]:
             raise ValueError("--input: the files hold no text, only blanks; give files with text.")
         record |= {"vocab_size": encoder.vocab_size, "eod_token": encoder.eod_token, "eod_id": encoder.eod_id}
-        record |= {"tokenizer": encoder.folder, "seconds": round(time.monotonic() - started, 1), "settings": settings}
+        record |= {"tokenizer": encoder.folder, "vocabulary_sha256": vocabulary_digest(encoder.folder)}
+        record |= {"seconds": round(time.monotonic() - started, 1), "settings": settings}
         Path(partial["json"]).write_text(json.dumps(record, indent=2) + "\n")
         # Without its index a dataset is unreadable: the old index goes first, the new one comes last.
         Path(f"{prefix}.idx").unlink(missing_ok=True)

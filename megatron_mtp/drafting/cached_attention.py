@@ -25,9 +25,18 @@ class Scope:
     def __init__(self) -> None:
         self._cache: KVCache | None = None
         self._rows: Rows | None = None
+        self._masks: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def enter(self, cache: KVCache, rows: Rows) -> None:
+        if rows is not self._rows:
+            self._masks = {}
         self._cache, self._rows = cache, rows
+
+    def mask(self, dtype: torch.dtype, heads: int) -> Tensor:
+        """The rows' mask, once for each of `heads` query heads of a key head, [B, 1, heads * R, W]."""
+        if (dtype, heads) not in self._masks:
+            self._masks[dtype, heads] = self.rows.mask_B1RW.to(dtype).repeat(1, 1, heads, 1)
+        return self._masks[dtype, heads]
 
     @property
     def cache(self) -> KVCache:
@@ -45,10 +54,9 @@ def attend(scope: Scope, layer: int, query_BNRC: Tensor, key_BGRC: Tensor, value
     key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, scope.rows)
     batch, heads, rows, channels = query_BNRC.shape
     groups, value_channels = key_BGWC.size(1), value_BGWC.size(3)
-    mask_B1RW = scope.rows.mask_B1RW.to(query_BNRC.dtype)
+    mask_B1RW = scope.mask(query_BNRC.dtype, heads // groups)
     if heads != groups:  # the query heads of a group are further rows of one head
         query_BNRC = query_BNRC.reshape(batch, groups, heads // groups * rows, channels)
-        mask_B1RW = mask_B1RW.repeat(1, 1, heads // groups, 1)
     if value_channels != channels:  # unequal channels would keep torch from its fast kernels
         value_BGWC = pad(value_BGWC, (0, channels - value_channels))
     attended = scaled_dot_product_attention(query_BNRC, key_BGWC, value_BGWC, attn_mask=mask_B1RW, scale=scale)

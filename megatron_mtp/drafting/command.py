@@ -1,4 +1,4 @@
-"""The command line of `generate_gpt.py`: a checkpoint and prompts in, texts and their cost out."""
+"""The command line of `megatron-mtp generate`: a checkpoint and prompts in, texts and their cost out."""
 
 import json
 import logging
@@ -7,6 +7,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -17,10 +18,12 @@ from megatron_mtp.drafting.config import METHODS, VERIFIER_NAMES, SpeculativeCon
 from megatron_mtp.drafting.energy import Meter
 from megatron_mtp.drafting.load import load_checkpoint
 from megatron_mtp.drafting.loop import Emit, Limits
+from megatron_mtp.drafting.record import Record, make_folder
 from megatron_mtp.drafting.report import Cost, merged, summary, table
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.text import Stream, cutter, read_prompts
+from megatron_mtp.drafting.text import Stream, cutter, own_output, read_prompts
+from megatron_mtp.drafting.types import Draft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,15 +33,15 @@ WARM_UP = 8
 
 EXAMPLES = f"""examples:
   # two drafts per step with the depths that the checkpoint was trained with, and how much faster that is
-  python generate_gpt.py --load runs/quickstart/checkpoint --prompt 'def forward(self' \\
+  megatron-mtp generate --load runs/quickstart/checkpoint --prompt 'def forward(self' \\
       --speculative-config '{{"method": "mtp"}}' --compare
 
   # one module reused for five drafts, sampled; everything as JSON
-  python generate_gpt.py --load CHECKPOINT --prompt-file prompts.jsonl --batch-size 8 --temperature 0.8 --top-p 0.95 \\
+  megatron-mtp generate --load CHECKPOINT --prompt-file prompts.jsonl --batch-size 8 --temperature 0.8 --top-p 0.95 \\
       --speculative-config '{{"method": "mtp_eagle", "num_speculative_tokens": 5, "verifier": "block"}}' --json
 
   # as many drafts as pay off, 0 included
-  python generate_gpt.py --load CHECKPOINT --prompt-ids 1,2,3 \\
+  megatron-mtp generate --load CHECKPOINT --prompt-ids 1,2,3 \\
       --speculative-config '{{"method": "mtp", "num_speculative_tokens": "auto"}}'
 
 methods: {", ".join(METHODS)}
@@ -49,20 +52,22 @@ docs/drafting.md says what each does.
 
 def main(argv: list[str]) -> None:
     """Run the command line; bad input ends with one sentence and exit status 2."""
-    args = parser().parse_args(argv[1:])
+    program = Path(argv[0]).name
+    args = parser(program).parse_args(argv[1:])
     logging.getLogger("megatron").setLevel(logging.ERROR)  # its warnings would stand in the text
-    answer = _own_output() if args.json else sys.stdout
+    answer = own_output() if args.json else sys.stdout
     try:
         run(args, answer)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"{Path(argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+            print(f"{program}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
-def parser() -> ArgumentParser:
+def parser(program: str) -> ArgumentParser:
     """All flags."""
     made = ArgumentParser(
+        program,
         description="Generate text with a trained checkpoint, plainly or drafting several tokens per forward.",
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
@@ -82,6 +87,7 @@ def parser() -> ArgumentParser:
     add("--batch-size", type=int, default=1, metavar="N", help="prompts that run together; default: 1")
     add("--stop", action="append", default=[], metavar="TEXT", help="end a text after this; may be given several times")
     add("--compare", action="store_true", help="decode plainly as well, and say how much faster drafting is")
+    add("--record", type=Path, metavar="DIR", help="write DIR/drafts.json, for the page of megatron-mtp report")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return made
 
@@ -106,11 +112,17 @@ def run(args: Namespace, answer: TextIO) -> None:
     streams = shown and len(prompts) == 1 and tokenizer is not None
     if config is not None and not config.lossless and shown:
         print(f"> the verifier '{config.verifier}' does not keep the model's distribution")
-    texts, cost = work.timed(config, Stream(tokenizer) if streams and tokenizer is not None else None)
-    plain_texts, plain = work.timed(None, None) if args.compare and config is not None else (None, None)
+    stream = Stream(tokenizer) if streams and tokenizer is not None else None
+    record = None if args.record is None else Record(prompts)
+    if args.record is not None and _is_first():
+        make_folder(args.record)
+    texts, cost = work.timed(config, _Watchers(stream, record))
+    plain_texts, plain = work.timed(None) if args.compare and config is not None else (None, None)
     figures = summary(cost, plain, None if plain_texts is None else plain_texts == texts)
     if not _is_first():
         return
+    if record is not None:
+        record.write(args.record, config, figures, tokenizer)
     written = None if tokenizer is None else [tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
     if args.json:
         alone = len(texts) == 1
@@ -121,12 +133,25 @@ def run(args: Namespace, answer: TextIO) -> None:
     print(f"\n{table(figures, sampled=not sampling.greedy)}")
 
 
-def _own_output() -> TextIO:
-    """Standard output for the JSON alone: what libraries print there goes to standard error from now on."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    return os.fdopen(kept, "w")
+@dataclass(frozen=True)
+class _Watchers:
+    """Who is told of every step: what streams the text, and what records the drafts."""
+
+    stream: Stream | None = None
+    record: Record | None = None
+
+    def from_text(self, first: int) -> Emit | None:
+        """For a batch whose texts begin with this one."""
+        if self.stream is None and self.record is None:
+            return None
+
+        def emit(row: int, tokens: list[int], drafted: int, draft: Draft | None) -> None:
+            if self.stream is not None:
+                self.stream(tokens, drafted)
+            if self.record is not None:
+                self.record(first + row, row, tokens, drafted, draft)
+
+        return emit
 
 
 class _Work:
@@ -145,20 +170,22 @@ class _Work:
         self.runner, self.prompts, self.sampling, self.limits, self.drafter = runner, prompts, sampling, limits, drafter
         self.batch, self.seed = batch, seed
 
-    def timed(self, config: SpeculativeConfig | None, emit: Emit | None) -> tuple[list[list[int]], Cost]:
+    def timed(
+        self, config: SpeculativeConfig | None, watchers: "_Watchers | None" = None
+    ) -> tuple[list[list[int]], Cost]:
         """All texts, and what they cost."""
         self._generate(self.prompts[:1], [self.seed], config, Limits(min(WARM_UP, self.limits.new_tokens)), None)
         meter, before = Meter(), time.perf_counter()
-        parts = list(self._batches(config, emit))
+        parts = list(self._batches(config, watchers or _Watchers()))
         seconds = time.perf_counter() - before
         texts = [ids for part in parts for ids in part.token_ids]
         return texts, Cost(merged([part.stats for part in parts]), seconds, meter.joules(), meter.why)
 
-    def _batches(self, config: SpeculativeConfig | None, emit: Emit | None) -> Iterator[Generated]:
+    def _batches(self, config: SpeculativeConfig | None, watchers: "_Watchers") -> Iterator[Generated]:
         for first in range(0, len(self.prompts), self.batch):
             prompts = self.prompts[first : first + self.batch]
             seeds = [self.seed + first + number for number in range(len(prompts))]
-            yield self._generate(prompts, seeds, config, self.limits, emit)
+            yield self._generate(prompts, seeds, config, self.limits, watchers.from_text(first))
 
     def _generate(
         self,

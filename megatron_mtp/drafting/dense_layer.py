@@ -20,14 +20,14 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 from megatron_mtp.drafting.cached_attention import CachedAttention, attend
 from megatron_mtp.platform.portable import PortableNorm
 
 Forward = Callable[[Tensor, "Angles | None"], Tensor]
 Angles = tuple[Tensor, Tensor]
-"""Cosine and sine of every row's rotary angles, each [S, B, 1, 1, C]."""
+"""Cosine and signed sine of every row's rotary angles, each [S, B, 1, 1, C]; see `turns`."""
 
 MOST_PACKED_ROWS = 64
 """With more rows a product is bound by arithmetic, and torch's own is as good."""
@@ -37,40 +37,39 @@ def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """x [..., in] to x @ weight.T [..., out]."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or _is_fake(weight):
         return lambda hidden: linear(hidden, weight)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    weight = weight.detach()
+    packed, packed_linear = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise.default
+    most = MOST_PACKED_ROWS * weight.size(1)
 
     def multiply(hidden: Tensor) -> Tensor:
-        if hidden.numel() > MOST_PACKED_ROWS * hidden.size(-1):
+        if hidden.numel() > most:
             return linear(hidden, weight)
-        return torch.ops.mkldnn._linear_pointwise(hidden, packed, None, "none", [], "")
+        return packed_linear(hidden, packed, None, "none", [], "")
 
     return multiply
 
 
 def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
-    """The norm, in half the time for few rows of RMSNorm in full precision; the same bits."""
-    if (
-        type(norm) is not PortableNorm
-        or norm.bias is not None
-        or norm.weight.dtype not in (torch.float32, torch.float64)
-    ):
+    """RMSNorm as `PortableNorm` computes it, without a module around it; other norms as they are."""
+    if type(norm) is not PortableNorm or norm.bias is not None:
         return norm
     weight, eps = norm.weight.detach() + (1 if norm.centred else 0), norm.eps
-
-    def forward(hidden: Tensor) -> Tensor:
-        return (hidden * hidden.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()).mul_(weight)
-
-    return forward
+    shape = weight.shape
+    return lambda hidden: rms_norm(hidden, shape, weight, eps)
 
 
 def _is_fake(weight: Tensor) -> bool:
     return isinstance(weight, torch._subclasses.FakeTensor) or weight.is_meta
 
 
-def angles_of(rotary_SB1C: Tensor, dtype: torch.dtype) -> Angles:
-    """Once a forward, where Megatron's modules make them in every layer."""
-    angles = rotary_SB1C.unsqueeze(2)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+def turns(angles_L11C: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cosine and signed sine of every position, [L, 2, 1, 1, C], where Megatron's modules make them in every layer.
+
+    Turning (a, b) by an angle is (a, b) * cos + (b, a) * (-sin, sin), so that halves need only to change places.
+    """
+    sine = angles_L11C.sin()
+    sine[..., : sine.size(-1) // 2].neg_()
+    return torch.stack((angles_L11C.cos(), sine), dim=1).to(dtype)
 
 
 def lean(layer: Any) -> Forward | None:
@@ -129,12 +128,10 @@ def _attention(attention: SelfAttention) -> Callable[[Tensor, Angles | None], Te
     def forward(hidden_SBH: Tensor, angles: Angles | None) -> Tensor:
         rows, batch, _ = hidden_SBH.shape
         mixed = to_qkv(hidden_SBH).view(rows, batch, groups, heads // groups + 2, channels)
-        query, key, value = mixed[..., :-2, :], mixed[..., -2:-1, :], mixed[..., -1, :]
+        both, value = mixed[..., :-1, :], mixed[..., -1, :]
         if norms[0] is not None or norms[1] is not None:
-            query, key = (one if norm is None else norm(one) for norm, one in zip(norms, (query, key), strict=True))
-            both = torch.cat((query, key), dim=3)
-        else:
-            both = mixed[..., :-1, :]
+            pair = zip(norms, (both[..., :-1, :], both[..., -1:, :]), strict=True)
+            both = torch.cat([one if norm is None else norm(one) for norm, one in pair], dim=3)
         if angles is not None:
             both = _rotated(both, *angles)
         query_BNRC = both[..., :-1, :].permute(1, 2, 3, 0, 4).reshape(batch, heads, rows, channels)
@@ -145,13 +142,11 @@ def _attention(attention: SelfAttention) -> Callable[[Tensor, Angles | None], Te
     return forward
 
 
-def _rotated(both: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotated(both: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
     """Queries and keys [..., C] turned by their rows' angles, which may be of fewer channels."""
     turned = cosine.size(-1)
     front, rest = (both, None) if turned == both.size(-1) else (both[..., :turned], both[..., turned:])
-    half = turned // 2
-    swapped = torch.cat((-front[..., half:], front[..., :half]), dim=-1)
-    front = torch.addcmul(front * cosine, swapped, sine)
+    front = torch.addcmul(front * cosine, front.roll(turned // 2, -1), signed_sine)
     return front if rest is None else torch.cat((front, rest), dim=-1)
 
 

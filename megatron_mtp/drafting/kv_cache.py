@@ -86,7 +86,7 @@ def ancestors_of(parents_BN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scores(forbidden_BRW: Tensor) -> Tensor:
-    return torch.zeros_like(forbidden_BRW, dtype=torch.float32).masked_fill_(forbidden_BRW, FORBIDDEN).unsqueeze(1)
+    return torch.where(forbidden_BRW.unsqueeze(1), FORBIDDEN, 0.0)
 
 
 class KVCache:
@@ -131,6 +131,6 @@ class KVCache:
 def write_rows(cache_BGLC: Tensor, new_BGRC: Tensor, slots_BR: Tensor) -> None:
     """Put rows [B, G, R, C] at their slots, in place."""
     if cache_BGLC.size(0) == 1:
-        cache_BGLC[0].index_copy_(1, slots_BR[0], new_BGRC[0])
+        cache_BGLC.index_copy_(2, slots_BR[0], new_BGRC)
     else:
         cache_BGLC.scatter_(2, slots_BR[:, None, :, None].expand_as(new_BGRC), new_BGRC)

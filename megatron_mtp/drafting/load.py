@@ -15,7 +15,9 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.argument_utils import gpt_config_from_args
+from torch import Tensor
 
+from megatron_mtp.checkpoint.dist_store import stored_draft_vocabulary
 from megatron_mtp.checkpoint.mcore_store import TRACKER, repair_tracker
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.drafting.runner import Runner
@@ -102,7 +104,7 @@ def load_checkpoint(
     args = dist_checkpointing.load_common_state_dict(str(iteration)).get("args")
     if not isinstance(args, Namespace):
         raise ValueError(f"{flag} is {folder}, which does not hold the arguments that its model was trained with.")
-    model = _model(_adapted(args))
+    model = _model(_adapted(args), stored_draft_vocabulary(iteration))
     state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(iteration))
     model.load_state_dict(state["model"])
     model = model.cuda() if dtype is None else model.cuda().to(dtype)
@@ -150,9 +152,10 @@ def _adapted(args: Namespace) -> Namespace:
     return Namespace(**{**vars(args), **changes})
 
 
-def _model(args: Namespace) -> MTPGPTModel:
+def _model(args: Namespace, draft_vocabulary: Tensor | None) -> MTPGPTModel:
     config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
     config.mtp = MTPConfig(mtp_architecture=getattr(args, "mtp_architecture", "sequential"))
+    config.draft_vocabulary = draft_vocabulary
     model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     assert isinstance(model, MTPGPTModel)
     return model

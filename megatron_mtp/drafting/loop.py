@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.graphs import GraphedStep, can_record
 from megatron_mtp.drafting.proposers import Proposer
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import RECOVER, Sampling, draw
@@ -23,8 +24,9 @@ from megatron_mtp.drafting.verifiers import Verifier
 CHUNK = 512
 """Rows of a prompt that go through the model at once."""
 
-Emit = Callable[[int, list[int], int], None]
-"""Told, after every step, a text's number, its new tokens, and how many of these were drafted."""
+Emit = Callable[[int, list[int], int, Draft | None], None]
+"""Told, after every step, a text's number, its new tokens, how many of these were drafted, and the batch's draft (None
+for the token that follows the prompt)."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +69,39 @@ def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits,
     prefill(runner, sequences, method.sampling)
     _emit(sequences, method, limits, emit, offered=None)
     method.proposer.start(sequences)
+    graphed = _graphed(runner, sequences, method)
     while any(sequences.live):
         asked = method.count if method.auto is None else method.auto.choose()
         count = min(asked, _remaining(sequences, limits) - 1)
-        before = time.perf_counter()
-        scene = Round(method.sampling, sequences.noise, method.config, _thinking(sequences, method.config))
-        draft = method.proposer.propose(sequences, scene, count) if count > 0 else empty_draft(sequences)
-        drafted = time.perf_counter()
-        verify(runner, sequences, method, draft, scene)
+        before = drafted = time.perf_counter()
+        if graphed is not None and count == method.count:
+            draft = graphed()
+        else:
+            scene = Round(method.sampling, sequences.noise, method.config, _thinking(sequences, method.config))
+            draft = method.proposer.propose(sequences, scene, count) if count > 0 else empty_draft(sequences)
+            drafted = time.perf_counter()
+            verify(runner, sequences, method, draft, scene)
         _emit(sequences, method, limits, emit, offered=draft)
         done = time.perf_counter()
         method.stats.drafter_seconds += drafted - before
         method.stats.target_seconds += done - drafted
         if method.auto is not None:
             method.auto.learn(count, drafted - before, done - drafted, method.stats)
+
+
+def _graphed(runner: Runner, sequences: Sequences, method: Method) -> GraphedStep | None:
+    """Steps of all K drafts as a CUDA graph, where that is possible; its time counts as the target's."""
+    if method.auto is not None or not can_record(runner, method.config.method, str(method.config.verifier)):
+        return None
+    return GraphedStep(lambda: step(runner, sequences, method), sequences, method.count + 1)
+
+
+def step(runner: Runner, sequences: Sequences, method: Method) -> Draft:
+    """All of a step that the device does: draft K tokens, score, judge and keep them."""
+    scene = Round(method.sampling, sequences.noise, method.config)
+    draft = method.proposer.propose(sequences, scene, method.count)
+    verify(runner, sequences, method, draft, scene)
+    return draft
 
 
 @torch.inference_mode()
@@ -135,11 +156,13 @@ def _emit(sequences: Sequences, method: Method, limits: Limits, emit: Emit | Non
         method.stats.count(depths[row], accepted, len(kept))
         sequences.settle(row, kept, end is not None)
         if emit is not None:
-            emit(row, kept, accepted)
+            emit(row, kept, accepted, offered)
 
 
 def depth_of(draft: Draft) -> list[int]:
     """The longest path of candidates that each sequence was offered."""
+    if draft.is_chain and draft.valid_BN is None:
+        return [draft.nodes] * draft.tokens_BN.size(0)
     valid_BN = draft.valid().tolist()
     parents_BN = draft.parents().tolist()
     depths = []

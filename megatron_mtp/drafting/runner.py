@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from megatron_mtp.drafting.cached_attention import Scope, attach
-from megatron_mtp.drafting.dense_layer import Angles, angles_of, lean, product, short_norm
+from megatron_mtp.drafting.dense_layer import Angles, lean, product, short_norm, turns
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
+from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPGPTModel
 
@@ -28,12 +30,14 @@ class Runner:
 
     Args:
         model: all of it on this pipeline stage; any tensor parallelism.
-        vocab_size: tokens that may be drafted; the padding of the vocabulary beyond them is never chosen.
+        vocab_size: tokens that may be emitted; the padding of the vocabulary beyond them is never chosen.
 
     Attributes:
         depths: D; 0 without MTP.
+        drafted: tokens that the depths may draft; fewer than `vocab_size` with a draft vocabulary.
         chained: whether the depths merge embeddings; False for parallel heads.
         positions: slots that the model was trained for.
+        all_short: whether every layer is one that `dense_layer` knows.
 
     Raises:
         ValueError: a kind of model that drafting does not know.
@@ -53,12 +57,16 @@ class Runner:
         self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0
         self.chained: bool = model.mtp.chained if self.depths else False
         self._scope = Scope()
+        self._turned_rows: Rows | None = None
+        self._turned: tuple[Tensor | None, Angles | None] = None, None
         self._place_attention()
         self._layers = [(lean(layer), layer) for layer in model.decoder.layers]
         self._mtp = [_Depth(layer) for layer in model.mtp.layers] if self.depths else []
+        self.all_short = all(one is not None for one, _ in self._layers) and all(one.short for one in self._mtp)
         norm = model.decoder.final_layernorm
         self._final_norm = None if norm is None else short_norm(norm)
-        self._head = self._make_head()
+        self._embed, self._head = self._make_embedding(), self._make_head()
+        self._draft_head, self.drafted = self._make_draft_head()
 
     @property
     def device(self) -> torch.device:
@@ -79,8 +87,8 @@ class Runner:
     def trunk(self, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """h_0 of the rows, after the final norm, [S, B, H]."""
         self._scope.enter(cache, rows)
-        hidden_SBH = self._embed(tokens_BR, rows)
-        rotary, angles = self._rotary(rows, hidden_SBH.dtype)
+        hidden_SBH = self._embed(tokens_BR)
+        rotary, angles = self._rotary(rows)
         for short, module in self._layers:
             if short is not None:
                 hidden_SBH = short(hidden_SBH, angles)
@@ -91,22 +99,26 @@ class Runner:
     def depth(self, depth: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """h_d of the rows from h_{d-1} and the tokens t_{i+d} (of which parallel heads know nothing), [S, B, H]."""
         self._scope.enter(cache, rows)
-        embedded_SBH = self._embed(tokens_BR, rows) if self.chained else None
-        rotary, angles = self._rotary(rows, hidden_SBH.dtype)
+        embedded_SBH = self._embed(tokens_BR) if self.chained else None
+        rotary, angles = self._rotary(rows)
         return self._mtp[(depth - 1) % len(self._mtp)](hidden_SBH, embedded_SBH, rotary, angles)
 
     def logits(self, hidden_SBH: Tensor) -> Tensor:
         """[B, R, V], the same on every tensor-parallel rank."""
         return self._head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
 
-    def _embed(self, tokens_BR: Tensor, rows: Rows) -> Tensor:
-        return self.model.embedding(input_ids=tokens_BR, position_ids=rows.positions_BR)
+    def draft_logits(self, hidden_SBH: Tensor) -> Tensor:
+        """The same of a depth's states, with -inf where the model may not draft."""
+        return self._draft_head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
 
-    def _rotary(self, rows: Rows, dtype: torch.dtype) -> tuple[Tensor | None, Angles | None]:
-        if self._angles_L11C is None:
-            return None, None
-        rotary_SB1C = self._angles_L11C[rows.positions_BR.transpose(0, 1), 0]
-        return rotary_SB1C, angles_of(rotary_SB1C, dtype)
+    def _rotary(self, rows: Rows) -> tuple[Tensor | None, Angles | None]:
+        """What modules, and what short layers turn queries and keys with; kept for further forwards of these rows."""
+        if self._angles_L11C is not None and rows is not self._turned_rows:
+            place_SB = rows.positions_BR.transpose(0, 1)
+            cosine, signed_sine = self._turns_L211C[place_SB].unbind(2)
+            rotary_SB1C = None if self.all_short else self._angles_L11C[place_SB, 0]
+            self._turned_rows, self._turned = rows, (rotary_SB1C, (cosine, signed_sine))
+        return self._turned
 
     def _place_attention(self) -> None:
         model, config = self.model, self.model.config
@@ -116,21 +128,56 @@ class Runner:
                 attach([layer.tf_layer], self._scope, config, self.positions + BEYOND)
         latent = isinstance(model.decoder.layers[0].self_attention, MultiLatentAttention)
         has_angles = model.position_embedding_type == "rope" and not latent
-        self._angles_L11C = model.rotary_pos_emb(self.positions + BEYOND) if has_angles else None
+        self._angles_L11C: Tensor | None = None
+        if has_angles:
+            self._angles_L11C = model.rotary_pos_emb(self.positions + BEYOND)
+            self._turns_L211C = turns(self._angles_L11C, self.dtype)
+
+    def _make_embedding(self) -> Callable[[Tensor], Tensor]:
+        """Tokens [B, R] to [S, B, H]; what stands between the table and the trunk is rare."""
+        model, config = self.model, self.model.config
+        if config.tensor_model_parallel_size == 1 and not (config.use_mup or config.fp32_residual_connection):
+            weight = model.embedding.word_embeddings.weight.detach()
+            return lambda tokens_BR: embedding(tokens_BR.transpose(0, 1), weight)
+        return lambda tokens_BR: model.embedding(input_ids=tokens_BR, position_ids=None)
 
     def _make_head(self) -> Callable[[Tensor], Tensor]:
-        model = self.model
-        tied = model.share_embeddings_and_output_weights
-        weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-        if model.config.tensor_model_parallel_size == 1 and model.output_layer.bias is None:
+        model, weight = self.model, self._head_weight()
+        if self._has_whole_head():
             multiply = product(weight)
-            return lambda hidden_SBH: model._scale_logits(multiply(hidden_SBH))
+            return (lambda hidden_SBH: model._scale_logits(multiply(hidden_SBH))) if model.config.use_mup else multiply
 
         def project(hidden_SBH: Tensor) -> Tensor:
             logits, _ = model.output_layer(hidden_SBH, weight=weight, runtime_gather_output=True)
             return model._scale_logits(logits)
 
         return project
+
+    def _make_draft_head(self) -> tuple[Callable[[Tensor], Tensor], int]:
+        """The rows of the draft vocabulary alone, where this rank has the whole head; and how many it drafts."""
+        model, drafts = self.model, self.model.drafts
+        if drafts is None:
+            return self._head, self.vocab_size
+        left_out_V = drafts.index_V == NOT_DRAFTED
+        drafted = int((~left_out_V[: self.vocab_size]).sum())
+        if not self._has_whole_head():
+            return lambda hidden_SBH: self._head(hidden_SBH).masked_fill(left_out_V, -torch.inf), drafted
+        multiply, rows_K = product(self._head_weight()[drafts.rows_K]), drafts.rows_K
+
+        def project(hidden_SBH: Tensor) -> Tensor:
+            logits_SBK = model._scale_logits(multiply(hidden_SBH))
+            logits_SBV = logits_SBK.new_full((*logits_SBK.shape[:-1], left_out_V.numel()), -torch.inf)
+            return logits_SBV.index_copy_(-1, rows_K, logits_SBK)
+
+        return project, drafted
+
+    def _head_weight(self) -> Tensor:
+        model = self.model
+        tied = model.share_embeddings_and_output_weights
+        return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+
+    def _has_whole_head(self) -> bool:
+        return self.model.config.tensor_model_parallel_size == 1 and self.model.output_layer.bias is None
 
 
 class _Depth:

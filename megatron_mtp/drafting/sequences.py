@@ -81,7 +81,7 @@ class Sequences:
 
     def chain(self, first_B: Tensor, rows: int, beyond: int) -> Rows:
         """Rows from slot `first_B` on; those of texts that have ended leave nothing."""
-        live_BR = self.live_B.unsqueeze(1).expand(-1, rows)
+        live_BR = None if self._all_live else self.live_B.unsqueeze(1).expand(-1, rows)
         return chain_rows(first_B, rows, self.window(beyond), self.capacity, live_BR)
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
@@ -98,7 +98,9 @@ class Sequences:
     def put_tokens(self, first_B: Tensor, tokens_BN: Tensor) -> None:
         """Write tokens from place `first_B` on; a text that has ended keeps its own."""
         place_BN = first_B.unsqueeze(1) + torch.arange(tokens_BN.size(1), device=first_B.device)
-        place_BN = torch.where(self.live_B.unsqueeze(1), place_BN.clamp(max=self.capacity), self.capacity)
+        place_BN = place_BN.clamp(max=self.capacity)
+        if not self._all_live:
+            place_BN = torch.where(self.live_B.unsqueeze(1), place_BN, self.capacity)
         self.tokens_BT.scatter_(1, place_BN, tokens_BN)
 
     def put_states(self, hidden_SBH: Tensor, rows: Rows) -> None:
@@ -118,20 +120,19 @@ class Sequences:
 
     def keep(self, draft: Draft, verdict: Verdict) -> None:
         """Take the accepted path and the token after it; the cache and the states keep the path's rows alone."""
-        tokens_BR = torch.cat([self.tokens_at(self.newest_B, 1), draft.tokens_BN], dim=1)
+        tokens_BN, accepted_B = draft.tokens_BN, verdict.accepted_B
         if not draft.is_chain:
             path_BR = verdict.kept_BR.int().argsort(dim=1, descending=True, stable=True)
             self._gather(path_BR)
-            tokens_BR = tokens_BR.gather(1, path_BR)
-        after_B = self.newest_B + verdict.accepted_B + 1
-        self.put_tokens(self.newest_B, tokens_BR)
-        self.put_tokens(after_B, verdict.token_B.unsqueeze(1))
-        self.length_B = torch.where(self.live_B, after_B + 1, self.length_B)
+            tokens_BN = tokens_BN.gather(1, (path_BR[:, 1:] - 1).clamp(min=0))
+        gained_BR = torch.cat([tokens_BN, verdict.token_B.unsqueeze(1)], dim=1)
+        self.put_tokens(self.length_B, gained_BR.scatter_(1, accepted_B.unsqueeze(1), verdict.token_B.unsqueeze(1)))
+        self._grow(accepted_B + 1)
 
     def append(self, token_B: Tensor) -> None:
         """One more token for every live text."""
         self.put_tokens(self.length_B, token_B.unsqueeze(1))
-        self.length_B = torch.where(self.live_B, self.length_B + 1, self.length_B)
+        self._grow(torch.ones_like(self.length_B))
 
     def read_back(self) -> list[list[int]]:
         """The new tokens of every text, which the host did not know yet; a text that has ended has none."""
@@ -148,6 +149,14 @@ class Sequences:
             self.live[row] = False
             self.live_B[row] = False
             self.length_B[row] = len(self.texts[row])
+
+    @property
+    def _all_live(self) -> bool:
+        """Whether the host knows that no text has ended; a step of fixed shapes must hold whichever have."""
+        return self.fixed_growth is None and all(self.live)
+
+    def _grow(self, gained_B: Tensor) -> None:
+        self.length_B += gained_B if self._all_live else gained_B * self.live_B
 
     def _gather(self, path_BR: Tensor) -> None:
         newest_B1 = self.newest_B.unsqueeze(1)

@@ -1,6 +1,7 @@
 """Prompts in, text out: what a user writes and reads, around the token ids that the engine works on."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,9 +79,18 @@ class Stream:
         self._backend, self._stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
         self._output, self._coloured = output, output.isatty()
 
-    def __call__(self, _: int, tokens: list[int], drafted: int) -> None:
+    def __call__(self, tokens: list[int], drafted: int) -> None:
+        """Write a step's tokens, of which the first `drafted` were drafted."""
         for place, token in enumerate(tokens):
             piece = self._stream.step(self._backend, token) or ""
             coloured = self._coloured and place < drafted
             self._output.write(f"{COLOUR}{piece}{PLAIN}" if coloured else piece)
         self._output.flush()
+
+
+def own_output() -> TextIO:
+    """Standard output for the JSON alone: what libraries print there goes to standard error from now on."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    return os.fdopen(kept, "w")

@@ -1,15 +1,15 @@
-"""One scalar out of the trunk's and the depths' per-token losses: masks, weights and normaliser in one place.
+"""How the trunk's and the depths' sums of losses make one scalar: masks, weights and normaliser in one place.
 
 Megatron's schedule divides what is returned here either by this microbatch's token count (default) or, with
 `--calculate-per-token-loss`, every gradient by the token count of the global batch. So the scalar is
 
-    default     sum_main + T * (lambda / D) * sum_d sum_d / T_d     then divided by T
-    per token   sum_main +     (lambda / D) * sum_d sum_d           then divided by the global T
+    default     sum_main + sum_d w_d T sum_d / T_d     then divided by T
+    per token   sum_main + sum_d w_d sum_d             then divided by the global T
 
-with T the main tokens and T_d those of depth d. The second is the paper's normaliser (arXiv:2412.19437, eq. 24 divides
-every depth by T), and does not depend on how a global batch is cut. Under context parallelism each rank has a part of
-the sums, while T and T_d are those of the whole microbatch, so that the ranks' scalars add up to its scalar. An empty
-mask gives loss 0 and gradient 0.
+with w_d = lambda / D (times the depth's own weight), T the main tokens and T_d those of depth d. The second is the
+paper's normaliser (arXiv:2412.19437, eq. 24 divides every depth by T), and does not depend on how a global batch is
+cut. Under context parallelism each rank has a part of the sums, while T and T_d are those of the whole microbatch, so
+that the ranks' scalars add up to its scalar. An empty mask gives loss 0 and gradient 0.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from megatron_mtp.data.batch import DepthBatch
 
 
 @dataclass(frozen=True)
@@ -44,25 +42,17 @@ def sum_losses(losses_BS: Tensor, mask_BS: Tensor, whole_tokens: Tensor) -> Loss
     return LossSum(counted_BS.sum(), mask_BS.sum(), whole_tokens)
 
 
-def sum_depths(depth_losses: Sequence[Tensor], batch: DepthBatch) -> list[LossSum]:
-    """The masked sum of every depth; `depth_losses` holds [B, S] each."""
-    triples = zip(depth_losses, batch.loss_mask_DBS, batch.whole_tokens[1:], strict=True)
-    return [sum_losses(*triple) for triple in triples]
-
-
-def combine(main: LossSum, depths: Sequence[LossSum], scaling_factor: float, per_token: bool) -> Tensor:
-    """The scalar to return to Megatron's schedule, before its division by tokens.
+def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool) -> list[Tensor]:
+    """By what the masked sum of every depth is multiplied in the scalar that goes to Megatron's schedule.
 
     Args:
-        main: the trunk's.
-        depths: of depth 1 .. D; may be empty.
-        scaling_factor: lambda, `mtp_loss_scaling_factor`.
+        whole_tokens: [1 + D], unmasked tokens of the trunk and of every depth in the whole microbatch.
+        weights: of depth 1 .. D; lambda / D each, times the depth's own weight.
         per_token: whether `--calculate-per-token-loss` is on.
     """
-    if not depths:
-        return main.total
-    weight = scaling_factor / len(depths)
+    main_tokens, *depth_tokens = whole_tokens
     if per_token:
-        return main.total + weight * torch.stack([depth.total for depth in depths]).sum()
-    means = torch.stack([depth.total / depth.whole_tokens.clamp(min=1) for depth in depths])
-    return main.total + weight * main.whole_tokens.int() * means.sum()
+        return [torch.full_like(main_tokens, weight) for weight in weights]
+    return [
+        weight * main_tokens.int() / tokens.clamp(min=1) for weight, tokens in zip(weights, depth_tokens, strict=True)
+    ]

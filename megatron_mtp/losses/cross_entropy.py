@@ -1,10 +1,49 @@
-"""Cross-entropy over the vocabulary, as Megatron computes it for the trunk (all logits of a depth at once)."""
+"""Cross-entropy of a chunk of logits with its gradient: label smoothing, z-loss, float32, vocabulary-parallel.
 
+With s the smoothing and z the weight of the z-loss (PaLM, arXiv:2204.02311, section 5), l the logits, L = logsumexp l:
+
+    loss     = L - (1 - s) l_y - s mean_v l_v + z L^2
+    gradient = (1 + 2 z L) softmax(l) - (1 - s) [v = y] - s / V
+
+With a draft vocabulary labels are numbers among its tokens, V is their count, and a label outside of it (-1) has loss 0
+and gradient 0. Letters in names: N slots, V this rank's slice of the vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from megatron_mtp.model.sharing import Head
+from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 
 
-def cross_entropy(hidden_SBH: Tensor, labels_BS: Tensor, head: Head) -> Tensor:
-    """-log p(label) in float32, [B, S]."""
-    return head.cross_entropy(labels_BS, head.project(hidden_SBH))
+@dataclass(frozen=True)
+class CrossEntropy:
+    """A `TokenLoss`; the logits become the gradient."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __call__(
+        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
+        local_N1, is_own_N1 = vocabulary.own(labels_N)
+        label_N1 = logits_NV.gather(1, local_N1).masked_fill_(~is_own_N1, 0)
+        rows_N2 = [label_N1, logits_NV.sum(1, keepdim=True)] if self.label_smoothing else [label_N1]
+        linear_N2 = vocabulary.added(torch.cat(rows_N2, dim=1))
+        softmax_NV, normaliser_N1 = vocabulary.softmax_(logits_NV)
+        loss_N = normaliser_N1[:, 0] - (1 - self.label_smoothing) * linear_N2[:, 0]
+        if self.label_smoothing:
+            loss_N -= self.label_smoothing / vocabulary.size * linear_N2[:, 1]
+        if self.z_loss:
+            loss_N += self.z_loss * normaliser_N1[:, 0].square()
+            softmax_NV *= 1 + 2 * self.z_loss * normaliser_N1
+        if self.label_smoothing:
+            softmax_NV -= self.label_smoothing / vocabulary.size
+        hit_N1 = (1 - self.label_smoothing) * is_own_N1.to(softmax_NV.dtype)
+        gradient_NV = softmax_NV.scatter_add_(1, local_N1, -hit_N1)
+        if vocabulary.drafts is None:
+            return loss_N, gradient_NV
+        is_drafted_N = labels_N != NOT_DRAFTED
+        return loss_N * is_drafted_N, gradient_NV.mul_(is_drafted_N.unsqueeze(1))

@@ -27,6 +27,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
@@ -212,7 +213,14 @@ def _read_other_names(layer: torch.nn.Module, state: dict[str, Any], prefix: str
 
 
 class MultiTokenPredictionBlock(MegatronModule):
-    """D depths, one after another; with `mtp_use_repeated_layer` one layer serves them all."""
+    """D depths, one after another; with `mtp_use_repeated_layer` one layer serves them all.
+
+    Attributes:
+        draft_vocabulary: [N], int64, ascending: the token of every draft index, kept with the depths in checkpoints;
+            None where they draft all tokens.
+    """
+
+    draft_vocabulary: Tensor | None
 
     def __init__(
         self,
@@ -220,9 +228,11 @@ class MultiTokenPredictionBlock(MegatronModule):
         submodules: MultiTokenPredictionLayerSubmodules,
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
+        draft_vocabulary: Tensor | None = None,
     ) -> None:
         super().__init__(config=config)
         assert config.mtp_num_layers is not None
+        self.register_buffer("draft_vocabulary", draft_vocabulary)
         self.depths = config.mtp_num_layers
         self.tp_group = pg_collection.tp
         self.chained = submodules.eh_proj is not None
@@ -279,8 +289,9 @@ class MultiTokenPredictionBlock(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Entries of every layer under `layers.{depth - 1}`; depths are not split over pipeline stages."""
-        entries: ShardedStateDict = {}
+        """Entries of every layer under `layers.{depth - 1}`, and the draft vocabulary; none is split over stages."""
+        own = {} if self.draft_vocabulary is None else {"draft_vocabulary": self.draft_vocabulary}
+        entries: ShardedStateDict = make_sharded_tensors_for_checkpoint(own, prefix, sharded_offsets=sharded_offsets)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, MultiTokenPredictionLayer)
             entries.update(layer.sharded_state_dict(f"{prefix}layers.{index}.", sharded_offsets, metadata))

@@ -16,6 +16,8 @@ from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary
+
 
 def attach_embedding(model: GPTModel) -> None:
     """Give a stage without an input embedding its copy; a tied head then draws on the copy alone."""
@@ -48,8 +50,26 @@ class Head:
         project: hidden states [S, B, H] to logits [S, B, V / TP], new ones that the caller may overwrite.
         cross_entropy: labels [B, S] and logits [S, B, V / TP] to losses [B, S].
         tp_group: ranks that hold the other slices.
+        weight: [V / TP, H], detached where the caller must not train it.
+        whole: hidden states as the tensor-parallel region takes them: all slots, with gradients summed over its ranks.
+        logit_scale: by which all logits are multiplied.
+        drafts: the tokens that the depths may draft; None for all.
     """
 
     project: Callable[[Tensor], Tensor]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     tp_group: torch.distributed.ProcessGroup
+    weight: Tensor
+    whole: Callable[[Tensor], Tensor]
+    logit_scale: float = 1.0
+    drafts: DraftVocabulary | None = None
+
+    @property
+    def draft_weight(self) -> Tensor:
+        """The rows that the depths draft with, [V / TP, H] or fewer."""
+        return self.weight if self.drafts is None else self.weight.index_select(0, self.drafts.rows_K)
+
+    def draft_logits(self, hidden_SBH: Tensor) -> Tensor:
+        """Hidden states of a depth to logits of all tokens, [S, B, V / TP]; those it may not draft have -inf."""
+        logits_SBV = self.project(hidden_SBH)
+        return logits_SBV if self.drafts is None else logits_SBV.masked_fill(~self.drafts.drafted_W, -torch.inf)

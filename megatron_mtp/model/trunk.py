@@ -15,6 +15,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.quantization.utils import get_quant_config_or_none
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
@@ -30,6 +31,8 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary
+from megatron_mtp.model.frozen import answer_with_zeros, freeze_trunk, trunk_modules
 from megatron_mtp.model.initialise import fill_absent_layers
 from megatron_mtp.model.mtp import (
     AttentionInputs,
@@ -45,7 +48,7 @@ class Objective(Protocol):
     """What the last stage does with the hidden states; its result is the model's output."""
 
     def __call__(
-        self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, depth_head: Head, batch: DepthBatch
+        self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, depth_head: Head, batch: Any
     ) -> Any: ...
 
 
@@ -58,12 +61,17 @@ class MTPGPTModel(GPTModel):
         mtp_submodules: MultiTokenPredictionLayerSubmodules | None,
         mtp_init: str = "random",
         absent_mtp_layers: tuple[int, ...] = (),
+        train_only_mtp: bool = False,
+        draft_vocabulary: Tensor | None = None,
+        absent_draft_vocabulary: bool = False,
         **gpt_arguments: Any,
     ) -> None:
-        self._trunk_is_built = False
+        self._trunk_is_built, self._trunk_is_frozen = False, train_only_mtp
+        self._stage_input: Tensor | None = None
         super().__init__(mtp_block_spec=None, **gpt_arguments)
         self._trunk_is_built = True
         self._mtp_init, self._absent = mtp_init, absent_mtp_layers
+        self._lacks_draft_vocabulary = absent_draft_vocabulary
         self.mtp_process = mtp_submodules is not None and mtp_on_this_rank(
             layout=self.config.pipeline_model_parallel_layout,
             mtp_num_layers=self.config.mtp_num_layers,
@@ -73,10 +81,35 @@ class MTPGPTModel(GPTModel):
         if self.mtp_process:
             assert mtp_submodules is not None
             attach_embedding(self)
-            self.mtp = MultiTokenPredictionBlock(self.config, mtp_submodules, self.pg_collection, self.vp_stage)
+            self.mtp = MultiTokenPredictionBlock(
+                self.config, mtp_submodules, self.pg_collection, self.vp_stage, draft_vocabulary
+            )
             self._tell_precision()
         if self.pre_process or self.post_process or self.mtp_process:
             self.setup_embeddings_and_output_layer()
+        self.drafts = None
+        if draft_vocabulary is not None and self.post_process:
+            ranks = self.pg_collection.tp.size()
+            slice_size = self.vocab_size // ranks
+            self.drafts = DraftVocabulary(draft_vocabulary, slice_size, ranks, self.pg_collection.tp.rank())
+        if train_only_mtp:
+            freeze_trunk(self)
+
+    def train(self, mode: bool = True) -> "MTPGPTModel":
+        """A frozen trunk stays in evaluation: no dropout, no statistics of routers."""
+        super().train(mode)
+        if self._trunk_is_frozen:
+            for module in trunk_modules(self):
+                module.eval()
+        return self
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Megatron's; a frozen trunk records no gradients of what it takes from the stage before."""
+        is_after_mtp = self.post_process and not self.mtp_process
+        if self._trunk_is_frozen and not is_after_mtp:
+            given = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+            self._stage_input, input_tensor = given, None if given is None else given.detach()
+        super().set_input_tensor(input_tensor)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Megatron's, which copies the embedding between stages: only once the MTP stage has its own."""
@@ -93,13 +126,17 @@ class MTPGPTModel(GPTModel):
         """Layers that are absent from the checkpoint are made as `mtp_init` says; from then on they are like others."""
         if self.mtp_process and self._absent:
             state_dict = fill_absent_layers(dict(state_dict), self.state_dict(), self.mtp, self._absent, self._mtp_init)
-        self._absent = ()
+        if self.mtp_process and self._lacks_draft_vocabulary:
+            state_dict = {**state_dict, DRAFT_VOCABULARY: self.mtp.draft_vocabulary}
+        self._absent, self._lacks_draft_vocabulary = (), False
         return super().load_state_dict(state_dict, strict=strict, **kwargs)
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> ShardedStateDict:
-        """Megatron's, less the layers that are absent from the checkpoint that is about to be loaded."""
+        """Megatron's, less what is absent from the checkpoint that is about to be loaded."""
         entries = super().sharded_state_dict(prefix, *args, **kwargs)
         absent = tuple(f"{prefix}mtp.layers.{index}." for index in self._absent)
+        if self._lacks_draft_vocabulary:
+            absent += (prefix + DRAFT_VOCABULARY,)
         return {name: entry for name, entry in entries.items() if not (absent and name.startswith(absent))}
 
     def _postprocess(
@@ -111,47 +148,61 @@ class MTPGPTModel(GPTModel):
         **trunk_outputs: Any,
     ) -> Any:
         """Called by `GPTModel.forward` after the decoder, with everything that forward knows."""
+        if self._stage_input is not None:
+            hidden_states = answer_with_zeros(hidden_states, self._stage_input)
         depth_hidden: list[Tensor] = []
         if self.mtp_process and output_processor_context is not None:
-            depth_hidden = self._depths(hidden_states, output_processor_context, trunk_outputs)
+            attention = AttentionInputs(**{name: trunk_outputs[name] for name in AttentionInputs.__annotations__})
+            depth_hidden = self.depth_states(
+                hidden_states, output_processor_context, trunk_outputs["position_ids"], attention
+            )
         if not self.post_process:
             return torch.cat([hidden_states, *depth_hidden]) if depth_hidden else hidden_states
         if not self.mtp_process and self.config.mtp_num_layers and output_processor_context is not None:
             # The depths have a pipeline stage of their own, which has sent all hidden states as one.
             hidden_states, *depth_hidden = hidden_states.chunk(1 + self.config.mtp_num_layers)
-        head = self._head(trunk_outputs["runtime_gather_output"])
+        head = self.head(trunk_outputs["runtime_gather_output"])
         if output_processor is not None:
-            assert output_processor_context is not None
-            depth_head = self._head(trunk_outputs["runtime_gather_output"], detached=self.config.mtp_detach_heads)
+            depth_head = self.head(trunk_outputs["runtime_gather_output"], detached=self.config.mtp_detach_heads)
             return output_processor(hidden_states, depth_hidden, head, depth_head, output_processor_context)
         logits_SBV = head.project(hidden_states)
         if trunk_outputs["labels"] is None:
             return logits_SBV.transpose(0, 1).contiguous()
         return head.cross_entropy(trunk_outputs["labels"], logits_SBV)
 
-    def _depths(self, hidden_SBH: Tensor, batch: DepthBatch, trunk_outputs: dict[str, Any]) -> list[Tensor]:
-        attention = AttentionInputs(
-            attention_mask=trunk_outputs["attention_mask"],
-            rotary_pos_emb=trunk_outputs["rotary_pos_emb"],
-            rotary_pos_cos=trunk_outputs["rotary_pos_cos"],
-            rotary_pos_sin=trunk_outputs["rotary_pos_sin"],
-            packed_seq_params=trunk_outputs["packed_seq_params"],
-        )
+    def depth_states(
+        self, hidden_SBH: Tensor, batch: DepthBatch, position_ids_BS: Tensor, attention: AttentionInputs
+    ) -> list[Tensor]:
+        """Hidden states of depth 1 .. D, from the trunk's; see `MultiTokenPredictionBlock`."""
         shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
-        return self.mtp(
-            hidden_SBH, batch.tokens_DBS, trunk_outputs["position_ids"], self.embedding, attention, shifted_in_DBS
-        )
+        return self.mtp(hidden_SBH, batch.tokens_DBS, position_ids_BS, self.embedding, attention, shifted_in_DBS)
 
-    def _head(self, runtime_gather_output: bool | None, detached: bool = False) -> Head:
+    def head(self, runtime_gather_output: bool | None = None, detached: bool = False) -> Head:
+        """The output head, as a loss needs it; detached, it is not trained."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if weight is None:
+            weight = self.output_layer.weight
         if detached:
-            weight = (self.output_layer.weight if weight is None else weight).detach()
+            weight = weight.detach()
 
         def project(hidden_SBH: Tensor) -> Tensor:
             logits_SBV, _ = self.output_layer(hidden_SBH, weight=weight, runtime_gather_output=runtime_gather_output)
             return self._scale_logits(logits_SBV)
 
-        return Head(project, self.compute_language_model_loss, self.pg_collection.tp)
+        def whole(hidden_SBH: Tensor) -> Tensor:
+            if self.config.sequence_parallel:
+                return gather_from_sequence_parallel_region(hidden_SBH, group=self.pg_collection.tp)
+            return copy_to_tensor_model_parallel_region(hidden_SBH, group=self.pg_collection.tp)
+
+        return Head(
+            project=project,
+            cross_entropy=self.compute_language_model_loss,
+            tp_group=self.pg_collection.tp,
+            weight=weight,
+            whole=whole,
+            logit_scale=self._scale_logits(torch.ones(())).item(),
+            drafts=self.drafts,
+        )
 
 
 @dataclass(kw_only=True)
@@ -161,6 +212,8 @@ class MTPGPTModelConfig(megatron_gpt.GPTModelConfig):
     builder: ClassVar[str] = "megatron_mtp.model.trunk.MTPGPTModelBuilder"
     mtp: MTPConfig = field(default_factory=MTPConfig)
     absent_mtp_layers: tuple[int, ...] = ()
+    draft_vocabulary: Tensor | None = None
+    absent_draft_vocabulary: bool = False
 
 
 class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
@@ -188,6 +241,9 @@ class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
             mtp_submodules=_mtp_submodules(config, layer_spec, vp_stage),
             mtp_init=config.mtp.mtp_init or "random",
             absent_mtp_layers=config.absent_mtp_layers,
+            train_only_mtp=config.mtp.mtp_train_only,
+            draft_vocabulary=config.draft_vocabulary,
+            absent_draft_vocabulary=config.absent_draft_vocabulary,
             config=config.transformer,
             transformer_layer_spec=_block_spec(config, layer_spec, vp_stage),
             vocab_size=_padded_vocab_size(config),

@@ -5,6 +5,9 @@ and takes the gradients of a gathered tensor to be the same on all ranks. Two ar
 
 - the rotary part of the keys goes straight to each rank's own heads, which is a part of its gradient;
 - gradients of anything called `q_layernorm` are summed over the ranks, also where each rank has all of it.
+
+Queries that are not compressed (`q_lora_rank` None) have no norm here, as in DeepSeek-V2-Lite and Moonlight. Megatron's
+own module wants one inside their projection, which only TE has, and which those models do not compute.
 """
 
 from typing import Any
@@ -15,7 +18,8 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
 
@@ -27,6 +31,19 @@ class PortableLatentAttention(MLASelfAttention):
         if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
             for weight in self.q_layernorm.parameters():
                 weight.register_hook(self._share_of_sum)
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """Classes of the norms and of the projections behind them, by attribute."""
+        if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
+            resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
+            return resolved
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_q_up_proj": IdentityOp,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "q_layernorm": IdentityOp,
+            "kv_layernorm": submodules.kv_layernorm,
+        }
 
     def _share_of_sum(self, gradient: Tensor) -> Tensor:
         return gradient / self.tp_group.size()

@@ -10,7 +10,7 @@ import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
@@ -21,8 +21,10 @@ from megatron_mtp.checkpoint.dist_store import CATALOGUE, DistReader
 from megatron_mtp.checkpoint.mcore_store import absent_layers, repair_tracker
 from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.checks import check_data_prefixes
+from megatron_mtp.data.checks import check_data_prefixes, check_tokenizer
 from megatron_mtp.model.trunk import MTPGPTModelConfig
+from megatron_mtp.training.chat import check_chat_files
+from megatron_mtp.training.draft_vocabulary import draft_vocabulary
 
 CPU_FLAGS = (
     "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-persist-layer-norm "
@@ -39,15 +41,15 @@ SPOKEN_AFTER = 20.0
 
 EXAMPLES = """examples:
   # two depths, one process (without a CUDA device: on the CPU)
-  python pretrain_gpt.py --num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 256 \\
+  megatron-mtp train --num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 256 \\
       --max-position-embeddings 256 --position-embedding-type rope --micro-batch-size 8 --train-iters 100 --lr 1e-3 \\
       --data-path DATA --tokenizer-type HuggingFaceTokenizer --tokenizer-model DATA-tokenizer --mtp-num-layers 2
 
   # the same over two pipeline stages
-  torchrun --nproc-per-node 2 pretrain_gpt.py ... --pipeline-model-parallel-size 2 --mtp-num-layers 2
+  torchrun --nproc-per-node 2 -m megatron_mtp train ... --pipeline-model-parallel-size 2 --mtp-num-layers 2
 
   # depths for a model that has none
-  python pretrain_gpt.py ... --load CHECKPOINT --save NEW --mtp-num-layers 2 --mtp-init last-layer
+  megatron-mtp train ... --load CHECKPOINT --save NEW --mtp-num-layers 2 --mtp-init last-layer
 """
 
 
@@ -105,6 +107,7 @@ def parse_checked_args() -> tuple[Namespace, MTPGPTModelConfig]:
     model_config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
     model_config.mtp = mtp_config_from_args(args)
     model_config.absent_mtp_layers = check_checkpoint(args, model_config.mtp)
+    model_config.draft_vocabulary, model_config.absent_draft_vocabulary = draft_vocabulary(args, model_config.mtp)
     return args, model_config
 
 
@@ -144,6 +147,10 @@ def check_flags(args: Namespace) -> None:
     _check_sequences(args)
     if args.mtp_num_layers is not None:
         _check_depths(args, settings)
+    elif settings.mtp_train_only:
+        raise ValueError("--mtp-train-only was given without --mtp-num-layers; say how many depths to train.")
+    elif settings.mtp_draft_vocab_size is not None or settings.mtp_draft_vocab_file is not None:
+        raise ValueError("a draft vocabulary was given without --mtp-num-layers; say how many depths draft from it.")
 
 
 def _check_sequences(args: Namespace) -> None:
@@ -173,6 +180,12 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
         )
     if factor is not None and factor < 0:
         raise ValueError(f"--mtp-loss-scaling-factor is {factor}; give 0 or more (0.1 is Megatron's default).")
+    settings.loss_weights(depths)
+    if settings.mtp_train_only and not any(map(checkpoint_exists, (args.load, args.pretrained_checkpoint))):
+        raise ValueError(
+            f"--mtp-train-only was given with --load {args.load}, where there is no checkpoint of a trunk; give one "
+            "that exists, or --pretrained-checkpoint."
+        )
     if args.position_embedding_type not in ("rope", "none"):
         raise ValueError(
             f"--position-embedding-type is {args.position_embedding_type}, which MTP cannot use, since a depth sees "
@@ -197,15 +210,19 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
 
 def check_data(args: Namespace) -> None:
     """Whether the corpus is there, whole, and made with a vocabulary that fits."""
-    if args.mock_data or args.sft or (args.skip_train and args.data_path is None):
+    if args.mock_data or (args.skip_train and args.data_path is None):
         return
     prefixes = _prefixes(args)
+    if args.sft:
+        return check_chat_files(prefixes)
     if not prefixes:
         raise ValueError(
             "--data-path is missing; give the prefix of a .bin/.idx pair (tools/data/preprocess.py makes one), or "
             "--mock-data."
         )
     check_data_prefixes(prefixes, args.padded_vocab_size)
+    if args.tokenizer_model is not None:
+        check_tokenizer(prefixes, args.tokenizer_model)
 
 
 def check_checkpoint(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
@@ -240,7 +257,7 @@ def _repair_help(parser: ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
-def fail(program: str, error: ValueError) -> None:
+def fail(program: str, error: ValueError) -> NoReturn:
     """One sentence, from the first rank alone, and the exit status that argparse has for bad input."""
     if os.environ.get("RANK", "0") == "0":
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)

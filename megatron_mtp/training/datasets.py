@@ -8,9 +8,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
-from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_mtp.training.chat import sft_dataset
 from megatron_mtp.training.forward_step import reads_data
 
 
@@ -33,7 +33,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatro
 
 def _kind(args: Namespace) -> type[GPTDataset]:
     if args.sft:
-        return SFTDataset
+        return sft_dataset()
     if args.mock_data:
         return MockGPTDataset
     return GPTFIMDataset if args.fim_data else GPTDataset

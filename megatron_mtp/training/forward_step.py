@@ -19,13 +19,12 @@ from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import add_depths, depth_batch, join_rows, keep_slots, mask_ignored_labels
 from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
-from megatron_mtp.losses import LOSSES
-from megatron_mtp.losses.combine import combine
+from megatron_mtp.losses import LOSSES, needs_teacher, needs_whole_teacher
+from megatron_mtp.losses.schedule import depth_weights, kept_slots, scaling_factor
 from megatron_mtp.platform.zigzag import slots_of_ranks
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
@@ -55,7 +54,7 @@ class ForwardStep:
             batch["attention_mask"],
             labels=batch["labels"],
             packed_seq_params=_packed_seq_params(batch),
-            output_processor=NextTokensObjective(LOSSES["ce"], self._acceptance_group()),
+            output_processor=self._objective(),
             output_processor_context=depths,
         )
         return output, self.loss
@@ -63,8 +62,7 @@ class ForwardStep:
     def loss(self, output: ObjectiveOutput) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's loss function: the loss, the tokens to divide it by, and what to log, each as [sum, tokens]."""
         args = get_args()
-        per_token = args.calculate_per_token_loss
-        loss = combine(output.main, output.depths, args.mtp_loss_scaling_factor, per_token)
+        per_token, loss = args.calculate_per_token_loss, output.loss
         if not per_token:
             loss = loss * args.context_parallel_size  # parts of a sum, of which Megatron takes the mean over the ranks
         _validate(loss)
@@ -75,11 +73,29 @@ class ForwardStep:
         tokens = output.main.tokens if per_token else output.main.whole_tokens
         return loss, tokens.detach().int(), report
 
-    def _acceptance_group(self) -> ProcessGroup | None:
-        """The ranks that measure acceptance: in evaluation always, in training on the steps that were asked for."""
+    def _objective(self) -> NextTokensObjective:
+        """The objective of this step, whose weights may follow a schedule."""
+        args, settings = get_args(), self.settings
+        step = args.curr_iteration if torch.is_grad_enabled() else 0  # --skip-train knows no step
+        fraction = settings.mtp_token_fraction if torch.is_grad_enabled() else 1.0
+        return NextTokensObjective(
+            depth_weights=depth_weights(settings, args.mtp_num_layers or 0, scaling_factor(args, settings, step)),
+            cp_group=mpu.get_context_parallel_group(),
+            depth_loss=LOSSES[settings.mtp_loss](settings),
+            per_token=args.calculate_per_token_loss,
+            distils=needs_teacher(settings),
+            whole_teacher=needs_whole_teacher(settings),
+            linear_main=settings.mtp_linear_ce_main or settings.mtp_train_only,
+            trains_trunk=not settings.mtp_train_only,
+            kept_slots=partial(kept_slots, fraction, (args.seed, step)),
+            measures_acceptance=self._measures_acceptance(),
+        )
+
+    def _measures_acceptance(self) -> bool:
+        """In evaluation always, in training on the steps that were asked for."""
         interval = self.settings.mtp_acceptance_interval
         is_asked_for = interval > 0 and (get_args().curr_iteration + 1) % interval == 0
-        return mpu.get_context_parallel_group() if is_asked_for or not torch.is_grad_enabled() else None
+        return is_asked_for or not torch.is_grad_enabled()
 
 
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:

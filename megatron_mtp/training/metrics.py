@@ -18,6 +18,7 @@ from megatron.training.utils import is_last_rank
 from torch import Tensor
 
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates, acceptance_rates
+from megatron_mtp.training.cost import StepClock, peak_memory
 from megatron_mtp.training.plot import plot_metrics
 
 FILE = "metrics.jsonl"
@@ -52,12 +53,18 @@ class Window:
 
 
 class Metrics:
-    """Gathers every microbatch's report and writes them out: training each log interval, evaluation at its end."""
+    """Gathers every microbatch's report and writes them out: training each log interval, evaluation at its end.
+
+    Attributes:
+        evaluated: the row and the table of the last evaluation, on the rank that has the figures.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
+        self.evaluated: tuple[dict[str, Any], str] | None = None
         self._training = Window()
         self._evaluation = Window()
+        self._clock = StepClock()
         self._steps: int | None = None  # training steps begun, counted from the start of the run that is resumed
         self._has_written = False
         self._closing = False
@@ -66,13 +73,16 @@ class Metrics:
         """Take in a microbatch, in training (where gradients are recorded) or in evaluation."""
         args = get_args()
         evaluating = not torch.is_grad_enabled()
-        step = args.curr_iteration + 1
-        interval_is_over = self._steps is not None and self._steps % args.log_interval == 0
-        if interval_is_over and (evaluating or step > self._steps):
+        step: int | None = None if evaluating else args.curr_iteration + 1  # --skip-train knows no step
+        if step is None or step != self._steps:
+            self._clock.stop()
+        if self._steps is not None and self._steps % args.log_interval == 0 and step != self._steps:
             self._end_interval()
         if evaluating:
             self._evaluation.add(report, acceptance)
         else:
+            if step != self._steps:
+                self._clock.start()
             self._steps = step
             self._training.add(report, acceptance)
 
@@ -84,6 +94,7 @@ class Metrics:
     def close(self) -> None:
         """Write what is left of an interval, and the plot; Megatron has closed its writers by now."""
         self._closing = True
+        self._clock.stop()
         self._end_interval()
         if self.folder is not None and is_last_rank() and (self.folder / FILE).exists():
             plot_metrics(self.folder / FILE, self.folder / PLOT)
@@ -97,18 +108,20 @@ class Metrics:
             return
         losses, rates = window.reduce()
         iteration = get_args().iteration if self._steps is None else self._steps
-        self._write(split, iteration, losses, rates)
+        row: dict[str, Any] = {"iteration": iteration, "split": split, **losses, **_named(rates)}
+        if split == "training":
+            row |= {**self._clock.read(), "peak memory bytes": peak_memory()}
+        elif is_last_rank():
+            self.evaluated = row, table(losses, rates)
+        self._write(row)
         if rates is not None:
             print_rank_last(table(losses, rates))
             if not self._closing:
                 _log_acceptance(rates, iteration, " validation" if split == "evaluation" else "")
 
-    def _write(self, split: str, iteration: int, losses: dict[str, float], rates: AcceptanceRates | None) -> None:
+    def _write(self, row: dict[str, Any]) -> None:
         if self.folder is None or not is_last_rank():
             return
-        row: dict[str, Any] = {"iteration": iteration, "split": split, **losses}
-        if rates is not None:
-            row |= _named(rates)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._has_written:
             _drop_rows_after(self.folder / FILE, get_args().iteration)
@@ -138,8 +151,10 @@ def _iteration(row: str) -> float:
         return float("inf")
 
 
-def table(losses: dict[str, float], rates: AcceptanceRates) -> str:
+def table(losses: dict[str, float], rates: AcceptanceRates | None) -> str:
     """What a person looks at after an evaluation: loss and acceptance by depth, and tokens per target forward."""
+    if rates is None:
+        return f"loss of the trunk: {losses['lm loss']:.4f}; there are no depths"
     lines = [
         "+-------+------------+------------+-------------------+-------------------+",
         "| depth |       loss | acceptance | given the earlier | sampled (min p,q) |",
@@ -157,7 +172,9 @@ def table(losses: dict[str, float], rates: AcceptanceRates) -> str:
     return "\n".join(lines)
 
 
-def _named(rates: AcceptanceRates) -> dict[str, float]:
+def _named(rates: AcceptanceRates | None) -> dict[str, float]:
+    if rates is None:
+        return {}
     named = {f"mtp_{depth} acceptance": rate for depth, rate in enumerate(rates.conditional, start=1)}
     named |= {f"mtp_{depth} overlap": rate for depth, rate in enumerate(rates.overlap, start=1)}
     return {**named, "expected accepted length": rates.length}

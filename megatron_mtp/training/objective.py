@@ -1,16 +1,24 @@
-"""The training objective: what the last stage makes of the trunk's and the depths' hidden states."""
+"""The training objective: what the last stage makes of the trunk's and the depths' hidden states.
 
-from dataclasses import dataclass
+Letters in names: D depths, S sequence, B batch, H hidden, N slots of all rows.
+"""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_mtp.data.batch import DepthBatch
-from megatron_mtp.losses import Loss
-from megatron_mtp.losses.combine import LossSum, sum_depths, sum_losses
-from megatron_mtp.losses.cross_entropy import cross_entropy
+from megatron_mtp.losses.combine import LossSum, depth_scales, sum_losses
+from megatron_mtp.losses.cross_entropy import CrossEntropy
+from megatron_mtp.losses.linear_cross_entropy import Targets, TokenLoss, linear_loss
+from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.training.acceptance import AcceptanceCounts, count_acceptance
+from megatron_mtp.training.later_slots import LaterSlots
 
 
 @dataclass(frozen=True)
@@ -18,11 +26,13 @@ class ObjectiveOutput:
     """The model's output on the last stage.
 
     Attributes:
+        loss: the scalar that goes to Megatron's schedule, before its division by tokens.
         main: the trunk's loss sum.
         depths: of depth 1 .. D.
         acceptance: counts, where they were asked for.
     """
 
+    loss: Tensor
     main: LossSum
     depths: list[LossSum]
     acceptance: AcceptanceCounts | None
@@ -33,32 +43,121 @@ class NextTokensObjective:
     """Cross-entropy of the trunk, a loss of every depth, and acceptance where it is to be measured.
 
     Attributes:
+        depth_weights: of depth 1 .. D in the loss: lambda / D, times the depth's own weight.
+        cp_group: the context-parallel ranks that share every sequence.
         depth_loss: of every depth.
-        acceptance_group: the context-parallel ranks that measure acceptance together; None where nobody measures it.
+        per_token: whether `--calculate-per-token-loss` is on.
+        distils: whether the depths' loss compares with the trunk's own distribution.
+        whole_teacher: whether it does so over all tokens, also where only some are drafted.
+        linear_main: whether the trunk's loss is made in chunks, as the depths' are.
+        trains_trunk: whether the trunk's loss is part of the loss.
+        kept_slots: from the slots of a whole sequence to those that the depths are trained on; None for all.
+        measures_acceptance: whether to count it.
     """
 
-    depth_loss: Loss
-    acceptance_group: ProcessGroup | None = None
+    depth_weights: Sequence[float]
+    cp_group: ProcessGroup
+    depth_loss: TokenLoss = field(default_factory=CrossEntropy)
+    per_token: bool = False
+    distils: bool = False
+    whole_teacher: bool = False
+    linear_main: bool = False
+    trains_trunk: bool = True
+    kept_slots: Callable[[int], Tensor | None] = lambda _: None
+    measures_acceptance: bool = False
 
     def __call__(
         self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, depth_head: Head, batch: DepthBatch
     ) -> ObjectiveOutput:
         """Called by the model; `depth_head` is the head as the depths see it, detached where they must not train it."""
-        depth_losses = [
-            self.depth_loss(state_SBH, labels_BS, depth_head)
-            for state_SBH, labels_BS in zip(depth_hidden, batch.labels_DBS, strict=True)
-        ]
-        return ObjectiveOutput(
-            main=sum_losses(
-                cross_entropy(hidden_SBH, batch.labels_BS, head), batch.loss_mask_BS, batch.whole_tokens[0]
-            ),
-            depths=sum_depths(depth_losses, batch),
-            acceptance=self._acceptance(hidden_SBH, depth_hidden, head, batch),
-        )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_trunk):
+            main = self._main(hidden_SBH, head, batch)
+        loss = main.total
+        depths: list[LossSum] = []
+        if depth_hidden:
+            auxiliary, depths = self.of_depths(hidden_SBH.detach(), depth_hidden, depth_head, batch)
+            loss = loss + auxiliary
+        acceptance = None
+        if self.measures_acceptance and depth_hidden:
+            acceptance = count_acceptance(hidden_SBH, depth_hidden, head, batch, self.cp_group)
+        return ObjectiveOutput(loss, main, depths, acceptance)
 
-    def _acceptance(
-        self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, batch: DepthBatch
-    ) -> AcceptanceCounts | None:
-        if self.acceptance_group is None or not depth_hidden:
-            return None
-        return count_acceptance(hidden_SBH, depth_hidden, head, batch, self.acceptance_group)
+    def _main(self, hidden_SBH: Tensor, head: Head, batch: DepthBatch) -> LossSum:
+        mask_BS, whole_tokens = batch.loss_mask_BS, batch.whole_tokens[0]
+        if not self.linear_main:
+            losses_BS = head.cross_entropy(batch.labels_BS, head.project(hidden_SBH))
+            return sum_losses(losses_BS, mask_BS, whole_tokens)
+        targets = Targets(_rows(batch.labels_BS), _rows(mask_BS), torch.ones_like(whole_tokens))
+        states_NH = head.whole(hidden_SBH).flatten(0, 1)
+        total, _ = linear_loss(CrossEntropy(), [states_NH], [targets], head.weight, _vocabulary(head))
+        return LossSum(total, mask_BS.float().sum(), whole_tokens)
+
+    def of_depths(
+        self, trunk_SBH: Tensor, depth_hidden: list[Tensor], head: Head, batch: DepthBatch
+    ) -> tuple[Tensor, list[LossSum]]:
+        """The depths' part of the loss, and every depth's own sum for the logs; `trunk_SBH` is their teacher."""
+        batch = self._drafted(head, batch)
+        kept_S, share = self._kept(batch.slots_S)
+        teachers = self._teachers(trunk_SBH, len(depth_hidden), head, batch.slots_S, kept_S)
+        scales = depth_scales(batch.whole_tokens, self.depth_weights, self.per_token)
+        states, targets = [], []
+        for depth, state_SBH in enumerate(depth_hidden):
+            labels_BS, mask_BS = batch.labels_DBS[depth], batch.loss_mask_DBS[depth].float() / share
+            if kept_S is not None:
+                labels_BS, mask_BS = labels_BS[:, kept_S], mask_BS[:, kept_S]
+            states.append(_chosen(head.whole(state_SBH), kept_S).flatten(0, 1))
+            targets.append(Targets(_rows(labels_BS), _rows(mask_BS), scales[depth], teachers[depth]))
+        teacher_weight = head.weight if self.whole_teacher else None
+        rows, vocabulary = head.draft_weight, _vocabulary(head, drafts=True)
+        total, sums_D = linear_loss(self.depth_loss, states, targets, rows, vocabulary, teacher_weight)
+        tokens = [target.mask_N.sum() for target in targets]
+        sums = [LossSum(*each) for each in zip(sums_D, tokens, batch.whole_tokens[1:], strict=True)]
+        return total, sums
+
+    def _drafted(self, head: Head, batch: DepthBatch) -> DepthBatch:
+        """Labels as numbers in the draft vocabulary; where there is no teacher, those outside of it count nowhere."""
+        if head.drafts is None:
+            return batch
+        labels_DBS = head.drafts.index_V[batch.labels_DBS]
+        if self.distils:
+            return replace(batch, labels_DBS=labels_DBS)
+        mask_DBS = batch.loss_mask_DBS * (labels_DBS != NOT_DRAFTED)
+        tokens_D = mask_DBS.float().sum((1, 2))
+        torch.distributed.all_reduce(tokens_D, group=self.cp_group)
+        whole_tokens = torch.cat([batch.whole_tokens[:1], tokens_D])
+        return replace(batch, labels_DBS=labels_DBS, loss_mask_DBS=mask_DBS, whole_tokens=whole_tokens)
+
+    def _kept(self, slots_S: Tensor) -> tuple[Tensor | None, float]:
+        """Which of this rank's slots the depths are trained on, and what part of all slots they are."""
+        slots = slots_S.numel() * self.cp_group.size()
+        kept = self.kept_slots(slots)
+        if kept is None:
+            return None, 1.0
+        return torch.isin(slots_S, kept.to(slots_S.device)).nonzero()[:, 0], kept.numel() / slots
+
+    @torch.no_grad()
+    def _teachers(
+        self, trunk_SBH: Tensor, depths: int, head: Head, slots_S: Tensor, kept_S: Tensor | None
+    ) -> list[Tensor | None]:
+        """The trunk's states d slots later, whose logits are its word on the token that depth d predicts."""
+        if not self.distils:
+            return [None] * depths
+        later = LaterSlots(slots_S, depths, self.cp_group)
+        states_SBH = later.lookup(head.whole(trunk_SBH))
+        where = (_chosen(later.where(depth), kept_S) for depth in range(1, depths + 1))
+        return [states_SBH[where_S].flatten(0, 1) for where_S in where]
+
+
+def _rows(values_BS: Tensor) -> Tensor:
+    """Slot by slot as hidden states are, [N]."""
+    return values_BS.transpose(0, 1).flatten()
+
+
+def _chosen(values_S: Tensor, kept_S: Tensor | None) -> Tensor:
+    return values_S if kept_S is None else values_S[kept_S]
+
+
+def _vocabulary(head: Head, drafts: bool = False) -> Vocabulary:
+    if not drafts or head.drafts is None:
+        return Vocabulary(len(head.weight), head.tp_group, head.logit_scale)
+    return Vocabulary(head.drafts.rows_K.numel(), head.tp_group, head.logit_scale, head.drafts)

@@ -18,7 +18,7 @@ from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import Metrics
 
 
-def main(argv: list[str], on_cpu: bool) -> None:
+def main(argv: list[str], on_cpu: bool) -> Metrics:
     """Run what the command line asks for; bad input ends with one sentence and exit status 2."""
     join_single_process()
     note = set_machine_flags(argv, on_cpu)
@@ -28,7 +28,6 @@ def main(argv: list[str], on_cpu: bool) -> None:
         args, model_config = parse_checked_args()
     except ValueError as error:
         fail(Path(argv[0]).name, error)
-        return
     settings = model_config.mtp
     metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir))
     try:
@@ -46,6 +45,7 @@ def main(argv: list[str], on_cpu: bool) -> None:
     metrics.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    return metrics
 
 
 def get_embedding_ranks(pipeline_ranks: list[int]) -> list[int]:

@@ -156,6 +156,8 @@ def build(
         f"{COMMON} --mtp-num-layers {given.depths} {given.attention} {given.flags} "
         f"{layout.command_line(given.depths)} {flags}"
     )
+    if given.frozen and "--load" in flags:
+        command_line += " --mtp-train-only"
     sys.argv = ["layout_worker.py", *command_line.split()]
     set_machine_flags(sys.argv, ON_CPU)
     args, model_config = parse_checked_args()
@@ -269,11 +271,14 @@ def complete_gradients(model: list[torch.nn.Module]) -> None:
 
 @contextmanager
 def gradients_as_weights(model: list[torch.nn.Module]) -> Iterator[None]:
-    """Let every parameter hold its gradient, so that what knows how weights are cut knows it of gradients."""
+    """Let every parameter hold its gradient, so that what knows how weights are cut knows it of gradients.
+
+    A frozen one has none, which counts as zero.
+    """
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
     weights = [parameter.data for parameter in parameters]
     for parameter in parameters:
-        parameter.data = parameter.main_grad
+        parameter.data = parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
     yield
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data = weight

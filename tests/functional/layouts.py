@@ -12,20 +12,25 @@ _EXPERTS = (
 )
 _UNTIED = "--untie-embeddings-and-output-weights"
 _PACKED = "--sft --micro-batch-size 1 --global-batch-size 4 --no-create-attention-mask-in-dataloader"
-_LATENT = (
-    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
-    "--v-head-dim 6 --qk-layernorm"
+_DISTILLED = (
+    "--mtp-loss mix --mtp-loss-mix 0.2,0.4,0.4 --mtp-label-smoothing 0.1 --mtp-z-loss 1e-3 --mtp-linear-ce-main "
+    "--mtp-loss-weights 1,0.8,0.6 --mtp-token-fraction 0.6 --mtp-loss-schedule cosine --mtp-loss-schedule-steps 10"
 )
+_WHOLE_QUERIES = (
+    "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm"
+)
+_LATENT = f"{_WHOLE_QUERIES} --q-lora-rank 16"
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained: depths, Megatron's flags beside `layout_jobs.COMMON`, and the kind of its batches."""
+    """What is trained: depths, flags beside `layout_jobs.COMMON`, the kind of batches, whether on a frozen trunk."""
 
     depths: int
     flags: str = ""
     batches: str = "stream"
     attention: str = "--group-query-attention --num-query-groups 2"
+    frozen: bool = False
 
 
 MODELS: dict[str, Model] = {
@@ -40,6 +45,7 @@ MODELS: dict[str, Model] = {
     "moe-alltoall-d1": Model(1, f"{_EXPERTS} --moe-token-dispatcher-type alltoall"),
     "moe-alltoall-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type alltoall"),
     "latent-d2": Model(2, _LATENT, attention=""),
+    "latent-keys-d1": Model(1, _WHOLE_QUERIES, attention=""),
     "parallel-d2": Model(2, "--mtp-architecture parallel"),
     "documents-d3": Model(3, "--reset-attention-mask --eod-mask-loss", "documents"),
     "packed-d1": Model(1, _PACKED, "packed"),
@@ -49,6 +55,9 @@ MODELS: dict[str, Model] = {
     "padded-d3": Model(3, _PACKED, "padded"),
     "padded-latent-d2": Model(2, f"{_PACKED} {_LATENT}", "padded", attention=""),
     "per-token-d3": Model(3, "--calculate-per-token-loss"),
+    "distilled-d3": Model(3, f"{_UNTIED} {_DISTILLED}"),
+    "frozen-d3": Model(3, "--mtp-loss kd", frozen=True),
+    "frozen-moe-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type allgather", frozen=True),
 }
 
 MEGATRONS_OWN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3", "repeated-d3", "moe-d2", "moe-alltoall-d3")
@@ -56,6 +65,7 @@ MEGATRONS_OWN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3", "repeated-d3", 
 
 PLAIN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3")
 DEEP = ("tied-d3", "untied-d3")
+HEADS = ("distilled-d3", "frozen-d3", "frozen-moe-d3")
 MOE = ("moe-d1", "moe-d3", "moe-alltoall-d1", "moe-alltoall-d3")
 ALL = tuple(name for name in MODELS if name != "moe-d2")
 CUTTABLE = tuple(name for name in ALL if name != "ragged-d3")
@@ -92,15 +102,16 @@ _EXPERT_PARALLEL = "--expert-model-parallel-size 2"
 LAYOUTS: dict[str, Layout] = {
     SINGLE: Layout(),
     "tp2": Layout(
-        tp=2, models=(*PLAIN, "repeated-d3", "latent-d2", "parallel-d2", "ragged-d3", "padded-latent-d2")
+        tp=2,
+        models=(*PLAIN, "repeated-d3", "latent-d2", "latent-keys-d1", "parallel-d2", "ragged-d3", "padded-latent-d2"),
     ),  # without experts, for which Megatron wants sequence parallelism here
     "tp2-sp": Layout(tp=2, flags="--sequence-parallel", models=ALL),
     "cp2": Layout(cp=2, models=CUTTABLE),
     "pp2": Layout(
-        pp=2, models=(*PLAIN, "repeated-d3", "moe-d3", "latent-d2", "parallel-d2", "documents-d3", "ragged-d3")
+        pp=2, models=(*PLAIN, *HEADS, "repeated-d3", "moe-d3", "latent-d2", "parallel-d2", "documents-d3", "ragged-d3")
     ),
-    "pp2-vpp2": Layout(pp=2, flags="--num-virtual-stages-per-pipeline-rank 2"),
-    "dp2": Layout(dp=2, models=(*PLAIN, "moe-d3", "packed-d3", "per-token-d3"), distributed_optimizer=True),
+    "pp2-vpp2": Layout(pp=2, flags="--num-virtual-stages-per-pipeline-rank 2", models=(*PLAIN, "frozen-d3")),
+    "dp2": Layout(dp=2, models=(*PLAIN, *HEADS, "moe-d3", "packed-d3", "per-token-d3"), distributed_optimizer=True),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models=MOE),
     "tp2-pp2": Layout(tp=2, pp=2),
     "tp2-cp2": Layout(tp=2, cp=2, flags="--sequence-parallel", models=(*PLAIN, "padded-d3", "moe-d3")),
@@ -113,7 +124,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp4-mtp-stage": Layout(
         pp=4,
         flags="--pipeline-model-parallel-layout Ett|tt|{m}|L",
-        models=(*PLAIN, "documents-d3", "packed-d1", "padded-d3"),
+        models=(*PLAIN, *HEADS, "documents-d3", "packed-d1", "padded-d3"),
     ),
     "pp4-vpp2-mtp-stage": Layout(pp=4, flags="--pipeline-model-parallel-layout E|t|t|t|t||{m}|L", models=DEEP),
 }

@@ -34,3 +34,19 @@ def test_bad_input_over_two_processes_is_said_once(tmp_path: Path) -> None:
     process = launch.start(command, tmp_path / "log")
     assert process.wait(launch.TIMEOUT) != 0
     assert (tmp_path / "log").read_text().count("error: --mtp-architecture is 'diagonal'") == 1
+
+
+def test_depths_are_trained_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+    """examples/own_loop.py on a checkpoint of a run."""
+    launch.run(
+        launch.pretrain(
+            *"--train-iters 2 --eval-interval 2 --eval-iters 1 --save-interval 2".split(),
+            "--save",
+            str(tmp_path / "run"),
+        ),
+        tmp_path / "log",
+    )
+    printed = launch.run(launch.python("examples/own_loop.py", str(tmp_path / "run"), "3"), tmp_path / "loop")
+    losses = [float(line.split()[4].rstrip(",")) for line in printed.splitlines() if line.startswith("step ")]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]

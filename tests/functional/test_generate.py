@@ -2,14 +2,18 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import launch
 import pytest
 
+from megatron_mtp.report.runs import check_drafts
+
 PROMPTS = ["--prompt-ids", "1,2,3", "--prompt-ids", "9,8", "--max-new-tokens", "24"]
 WORKER = Path(__file__).parent / "generate_worker.py"
+RANKS_WORKER = Path(__file__).parent / "drafting_ranks_worker.py"
 MTP = ["--speculative-config", '{"method": "mtp"}']
 
 
@@ -17,7 +21,8 @@ MTP = ["--speculative-config", '{"method": "mtp"}']
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two depths after six steps, of the last of which the folder knows."""
     folder = tmp_path_factory.mktemp("trained")
-    steps = f"--train-iters 6 --eval-interval 6 --eval-iters 1 --save-interval 6 --save {folder / 'checkpoint'}"
+    steps = f"--train-iters 6 --eval-interval 6 --eval-iters 1 --save-interval 6 --save {folder / 'checkpoint'} "
+    steps += f"--mtp-metrics-dir {folder}"
     launch.run(launch.pretrain(*steps.split(), "--ckpt-format", "torch_dist"), folder / "log")
     return folder / "checkpoint"
 
@@ -38,17 +43,32 @@ def printed(command: list[str], log: Path) -> dict[str, Any]:
 
 def test_drafting_emits_what_plain_decoding_does_and_says_what_it_cost(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--load", str(checkpoint), *PROMPTS, *MTP, "--batch-size", "2", "--compare", "--json"]
-    one = printed(generate(*flags), tmp_path / "log")
+    one = printed(generate(*flags, "--record", str(tmp_path / "run")), tmp_path / "log")
     assert [len(ids) for ids in one["token_ids"]] == [24, 24]
     assert one["same_tokens"] is True
     assert one["text"] is None
     assert one["target_forwards"] + one["accepted"] == 48
     assert len(one["accepted_per_position"]) == 2
     assert one["accepted_length"] == pytest.approx(48 / one["target_forwards"], abs=1e-3)
+    drafts = json.loads((tmp_path / "run" / "drafts.json").read_text())
+    check_drafts(drafts)
+    steps = [text["steps"] for text in drafts["texts"]]
+    assert [[token for step in text for token in step["emitted"]] for text in steps] == one["token_ids"]
+    assert sum(step["accepted"] for text in steps for step in text) == one["accepted"]
+    assert sum(len(step["drafted"]) for text in steps for step in text) == one["drafted"]
     assert one["energy_joules_per_token"] is not None or one["energy_reason"]
     two = printed(generate(*flags, processes=2), tmp_path / "log2")
     assert two["token_ids"] == one["token_ids"]
     assert two["same_tokens"] is True
+
+
+def test_two_ranks_draft_what_one_does_for_every_kind_of_model(tmp_path: Path) -> None:
+    """MHA, GQA and MLA, dense and with experts: all methods emit the plain text of the rank that saved the model."""
+    log = launch.run(launch.torchrun(2, RANKS_WORKER, str(tmp_path)), tmp_path / "log")
+    same = json.loads(next(line for line in log.splitlines() if line.startswith('{"gqa"')))
+    assert list(same) == ["gqa", "mha-tied-layernorm", "moe", "mla", "mla-moe"]
+    for kind, outcomes in same.items():
+        assert outcomes == [True] * 6, kind
 
 
 def test_a_table_for_readers(checkpoint: Path, tmp_path: Path) -> None:
@@ -61,7 +81,12 @@ def test_a_table_for_readers(checkpoint: Path, tmp_path: Path) -> None:
 
 BAD = {
     "method": (["--speculative-config", '{"method": "medusa"}'], "choose one of mtp, mtp_eagle"),
-    "no depths": (
+    "key": (["--speculative-config", '{"method": "mtp", "k": 2}'], "there is no key 'k'; known are method, num_spec"),
+    "too many": (
+        ["--speculative-config", '{"method": "mtp_eagle", "num_speculative_tokens": 16}'],
+        "is 16, above the limit of 15; give fewer",
+    ),
+    "draft model": (
         ["--speculative-config", '{"method": "draft_model", "num_speculative_tokens": 2, "model": "/nowhere"}'],
         "speculative config: model is /nowhere",
     ),
@@ -85,6 +110,31 @@ def test_bad_input_is_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
         assert outcome["status"] == 2
         assert outcome["said"].count("generate_gpt.py: error: ") == 1
         assert said in outcome["said"]
+
+
+def evaluate(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "megatron_mtp", "evaluate", *flags]
+
+
+def test_evaluate_says_what_the_evaluation_of_training_said(checkpoint: Path, tmp_path: Path) -> None:
+    """On the test data of the training, whose last row it must repeat."""
+    data = "--mock-data --split 969,30,1 --train-iters 6 --eval-interval 6 --eval-iters 1 --vocab-size 127"
+    flags = ["--load", str(checkpoint), *data.split(), "--micro-batch-size", "2", "--global-batch-size", "4"]
+    answer = printed(evaluate(*flags, "--json"), tmp_path / "log")
+    rows = [json.loads(line) for line in (checkpoint.parent / "metrics.jsonl").read_text().splitlines()]
+    *_, last = (row for row in rows if row["split"] == "evaluation")
+    assert answer == {"load": str(checkpoint), **last}
+    shown = subprocess.run(evaluate(*flags), capture_output=True, text=True, timeout=launch.TIMEOUT, check=True).stdout
+    assert f"length: {answer['expected accepted length']:.3f} tokens" in shown.splitlines()[-1]
+    assert shown.startswith("+---")
+
+
+def test_evaluate_of_a_text_needs_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("hello")
+    process = launch.start(evaluate("--load", str(checkpoint), "--text", str(tmp_path)), tmp_path / "log")
+    assert process.wait(launch.TIMEOUT) == 2
+    assert "evaluate: error: --load is " in (tmp_path / "log").read_text()
+    assert "names no tokenizer that is there; give --tokenizer-model." in (tmp_path / "log").read_text()
 
 
 def test_bad_input_ends_the_command_with_status_2(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ import pytest
 from layouts import CASES, LOADS, MODELS, MOVES, SINGLE, sources
 from records import Records
 from torch import Tensor, equal
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_mtp.checkpoint.dist_store import DistReader
 
 TOLERANCE = 1e-5
 
@@ -77,3 +80,17 @@ def test_tied_embeddings_over_two_stages_can_be_saved_unlike_with_megatrons_own_
     assert first_stage is None
     assert last_stage.startswith("AssertionError")
     assert "'output_layer.weight'" in last_stage
+
+
+@pytest.mark.parametrize("model", ["frozen-d3", "frozen-moe-d3"])
+def test_training_the_depths_alone_leaves_the_trunk_as_it_was_bit_by_bit(records: Records, model: str) -> None:
+    """Routers and their biases included; the optimizer knows the depths alone."""
+    trained = records.of(f"train/{model}/{SINGLE}")["weights"]
+    before = DistReader(records.folder / "init" / "ours" / model / "iter_0000001")
+    changed = {name for name, weight in trained.items() if not equal(weight, before.read(name))}
+    assert {name for name in trained if name.startswith("mtp.layers.0.")} <= changed
+    assert all(name.startswith("mtp.") for name in changed)
+    saved = FileSystemReader(records.folder / "trained" / f"{model}-{SINGLE}" / "iter_0000001").read_metadata()
+    states = [key for key in saved.state_dict_metadata if key.startswith("optimizer.state.")]
+    assert states
+    assert all(".mtp." in key for key in states)

@@ -5,6 +5,7 @@ the families' published folders and not taken from the rules that they test.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 HIDDEN, VOCABULARY = 48, 96
 SIZES: dict[str, Any] = {
@@ -66,6 +67,8 @@ class Model:
         depth_key: config key that counts them, where there is one.
         keys: keys put into `config.json` beside what transformers writes.
         named: the tensors by the names of a family that transformers does not have.
+        around: other parts of a model whose text model `config` describes.
+        text_alone: the folder is that of the text model.
     """
 
     model_type: str
@@ -75,6 +78,8 @@ class Model:
     depth_key: str | None = "num_nextn_predict_layers"
     keys: dict[str, Any] = field(default_factory=dict)
     named: Callable[[Tensors], Tensors] = lambda tensors: tensors
+    around: dict[str, Any] | None = None
+    text_alone: bool = False
 
 
 def layer_of(trunk: Tensors, prefix: str) -> Tensors:
@@ -124,8 +129,8 @@ def mimo_depths(trunk: Tensors, depths: int) -> Tensors:
 
 def under_mtp(trunk: Tensors, depths: int) -> Tensors:
     """One depth as Qwen's and EXAONE's: a layer of full attention, the last of the trunk here."""
-    layers = {int(name.split(".")[2]) for name in trunk if name.startswith("model.layers.")}
-    layer = layer_of(trunk, f"model.layers.{max(layers)}.")
+    last = max(match.group(0) for name in trunk if (match := re.match(r"model\.(language_model\.)?layers\.\d\.", name)))
+    layer = layer_of(trunk, last)
     return {f"mtp.layers.0.{name}": tensor for name, tensor in layer.items()} | frame(
         embedding="mtp.pre_fc_norm_embedding.weight",
         hidden="mtp.pre_fc_norm_hidden.weight",
@@ -206,12 +211,14 @@ def nemotron_depths(trunk: Tensors, depths: int) -> Tensors:
 
 
 def step_depths(trunk: Tensors, depths: int) -> Tensors:
-    """Dense layers with gates by head, each with its own head."""
+    """Dense layers with the attention of windows, each with its own head."""
     out: Tensors = {}
     for k in range(depths):
         hf = f"model.layers.{SIZES['num_hidden_layers'] + k}."
-        out |= {hf + name: tensor for name, tensor in layer_of(trunk, "model.layers.2.").items()}
-        out[f"{hf}self_attn.g_proj.weight"] = torch.randn(4, HIDDEN)
+        windows, dense = layer_of(trunk, "model.layers.1."), layer_of(trunk, "model.layers.0.")
+        layer = {n: t for n, t in windows.items() if "moe" not in n and "expert" not in n}
+        layer |= {n: t for n, t in dense.items() if n.startswith("mlp.")}
+        out |= {hf + name: tensor for name, tensor in layer.items()}
         out[f"{hf}transformer.shared_head.output.weight"] = torch.randn(VOCABULARY, HIDDEN)
         out |= frame(
             embedding=f"{hf}enorm.weight",
@@ -257,6 +264,34 @@ QWEN_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+STEP: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "share_expert_dim": 20,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "mtp_layer_types": ["sliding_attention"] * 3,
+    "moe_layers_enum": "1,2",
+    "sliding_window": 6,
+    "attention_other_setting": {"num_attention_heads": 6},
+    "rope_theta": [50000, 10000, 50000],
+    "partial_rotary_factors": [0.5, 1.0, 0.5],
+}
+EYES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_EYES: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": HIDDEN,
+    "num_position_embeddings": 16,
+}
 MODELS: dict[str, Model] = {
     "llama": Model("llama", depths=(0,), depth_key=None),
     "llama-tied": Model("llama", {"tie_word_embeddings": True}, (0,), depth_key=None),
@@ -282,6 +317,9 @@ MODELS: dict[str, Model] = {
     ),
     "qwen3_next": Model("qwen3_next", {**LINEAR, **QWEN_EXPERTS}, (0, 1), under_mtp, depth_key=None),
     "qwen3_5_text": Model("qwen3_5_text", LINEAR, (1,), under_mtp, depth_key="mtp_num_hidden_layers"),
+    "qwen3_5": Model(
+        "qwen3_5", {**LINEAR, "mtp_num_hidden_layers": 1}, (1,), under_mtp, None, around={"vision_config": QWEN_EYES}
+    ),
     "qwen3_5_moe_text": Model("qwen3_5_moe_text", {**LINEAR, **QWEN_EXPERTS}, (1,), under_mtp, depth_key=None),
     "qwen3_5_moe_text-packed": Model(
         "qwen3_5_moe_text", {**LINEAR, **QWEN_EXPERTS}, (1,), packed_under_mtp, depth_key=None
@@ -310,6 +348,7 @@ MODELS: dict[str, Model] = {
         "longcat_flash",
         {
             **LATENT,
+            "num_hidden_layers": 4,
             "num_layers": 2,
             "ffn_hidden_size": 56,
             "expert_ffn_hidden_size": 24,
@@ -334,12 +373,13 @@ MODELS: dict[str, Model] = {
             "num_experts_per_tok": 2,
             "layers_block_type": ["mamba", "moe", "full_attention"],
         },
-        (1, 2),
+        (1, 3),
         nemotron_depths,
         keys={"mtp_hybrid_override_pattern": "*E"},
     ),
+    "step3p7": Model("step3p7", STEP, (1, 3), step_depths, depth_key=None, around={"vision_config": EYES}),
     "step3p5": Model(
-        "qwen3", {}, (1, 3), step_depths, keys={"model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"]}
+        "step3p7", STEP, (1, 3), step_depths, depth_key=None, around={"vision_config": EYES}, text_alone=True
     ),
 }
 
@@ -350,8 +390,7 @@ def make(folder: Path, name: str, depths: int, dtype: torch.dtype = torch.float3
     """Write the folder of a model with random weights; norms lie around 1, and nothing is 0."""
     model = MODELS[name]
     torch.manual_seed(7)
-    config = AutoConfig.for_model(model.model_type, **{**SIZES, **model.config})
-    trunk = AutoModelForCausalLM.from_config(config)
+    trunk = trunk_of(model, depths)
     trunk.save_pretrained(folder, max_shard_size="100KB" if shards else "5GB")
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -362,14 +401,27 @@ def make(folder: Path, name: str, depths: int, dtype: torch.dtype = torch.float3
     added = model.add_depths(tensors, depths) if depths else {}
     tensors |= {key: added[key] if key.endswith(COPIES) else filled(key, added[key], dtype) for key in added}
     tensors = model.named(tensors)
-    write(folder, tensors, files=3 if shards else 1)
     keys = json.loads((folder / "config.json").read_text())
+    if model.text_alone:
+        tensors = {key: tensor for key, tensor in tensors.items() if key.startswith(("model.", "lm_head."))}
+        keys = keys["text_config"]
+    write(folder, tensors, files=3 if shards else 1)
     keys |= {"dtype": str(dtype).removeprefix("torch."), **model.keys}
     if model.depth_key is not None:
         keys[model.depth_key] = depths
     (folder / "config.json").write_text(json.dumps(keys))
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+def trunk_of(model: Model, depths: int) -> Any:
+    """The model that transformers makes of it."""
+    text = {**SIZES, **model.config}
+    if model.around is None:
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model.model_type, **text))
+    text["num_nextn_predict_layers"] = depths
+    config = AutoConfig.for_model(model.model_type, text_config=text, **model.around)
+    return AutoModelForImageTextToText.from_config(config)
 
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")

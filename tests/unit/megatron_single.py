@@ -16,8 +16,6 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
-from megatron_mtp.losses import LOSSES
-from megatron_mtp.losses.combine import combine
 from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 
@@ -78,11 +76,17 @@ def transformer_config(depths: int | None, **changes: Any) -> TransformerConfig:
 
 
 def our_model(
-    depths: int | None, tied: bool = False, architecture: str = "sequential", position: str = "rope", **changes: Any
+    depths: int | None,
+    tied: bool = False,
+    architecture: str = "sequential",
+    position: str = "rope",
+    drafted: list[int] | None = None,
+    **changes: Any,
 ) -> MTPGPTModel:
     config = MTPGPTModelConfig(
         transformer=transformer_config(depths, **changes),
         mtp=MTPConfig(mtp_architecture=architecture),
+        draft_vocabulary=None if drafted is None else torch.tensor(drafted),
         **_gpt_fields(tied, position),
     )
     model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
@@ -147,22 +151,35 @@ def make_batch(depths: int, loss_mask_BS: Tensor | None = None, seed: int = 2) -
     return batch
 
 
-def forward_ours(model: MTPGPTModel, batch: dict[str, Any], depths: DepthBatch | None = None) -> ObjectiveOutput:
+def objective(model: MTPGPTModel, factor: float = LAMBDA, **settings: Any) -> NextTokensObjective:
+    """With the same weight for every depth, in one context-parallel rank."""
+    depths = model.config.mtp_num_layers or 0
+    weights = [factor / max(depths, 1)] * depths
+    return NextTokensObjective(weights, parallel_state.get_context_parallel_group(), **settings)
+
+
+def forward_ours(
+    model: MTPGPTModel,
+    batch: dict[str, Any],
+    depths: DepthBatch | None = None,
+    factor: float = LAMBDA,
+    **settings: Any,
+) -> ObjectiveOutput:
     output = model(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],
         labels=batch["labels"],
-        output_processor=NextTokensObjective(LOSSES["ce"]),
+        output_processor=objective(model, factor, **settings),
         output_processor_context=depth_batch(batch) if depths is None else depths,
     )
     assert isinstance(output, ObjectiveOutput)
     return output
 
 
-def loss_of(output: ObjectiveOutput, factor: float = LAMBDA) -> Tensor:
-    """The loss of the microbatch, as Megatron's schedule makes it of what `combine` returns."""
-    return combine(output.main, output.depths, factor, per_token=False) / output.main.tokens.clamp(min=1)
+def loss_of(output: ObjectiveOutput) -> Tensor:
+    """The loss of the microbatch, as Megatron's schedule makes it of the objective's."""
+    return output.loss / output.main.tokens.clamp(min=1)
 
 
 def mean_losses(output: ObjectiveOutput) -> Tensor:

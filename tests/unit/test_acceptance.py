@@ -24,7 +24,8 @@ def head(megatron: None) -> Head:
     def no_loss(labels_BS: Tensor, logits_SBV: Tensor) -> Tensor:
         raise AssertionError("acceptance needs no loss")
 
-    return Head(project, no_loss, parallel_state.get_tensor_model_parallel_group())
+    group = parallel_state.get_tensor_model_parallel_group()
+    return Head(project, no_loss, group, torch.empty(WORDS, 0), no_loss)
 
 
 def count_acceptance(trunk_SBV: Tensor, drafts: list[Tensor], head: Head, batch: DepthBatch) -> AcceptanceCounts:

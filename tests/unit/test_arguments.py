@@ -63,6 +63,21 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             f"{ROPE} {MOCK} --sft --pipeline-model-parallel-size 2 --micro-batch-size 4",
             "--micro-batch-size is 4, but a pipeline takes one packed row at a time; give 1",
         ),
+        (f"{ROPE} {MOCK} --mtp-train-only", "--mtp-train-only was given without --mtp-num-layers"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-train-only", "there is no checkpoint of a trunk; give one that exists"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-weights 1,2,3", "--mtp-loss-weights is '1,2,3'; give 2 numbers"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-token-fraction 0", "--mtp-token-fraction is 0.0; give a number above 0"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-draft-vocab-size 0", "--mtp-draft-vocab-size is 0; give 1 or more"),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --mtp-draft-vocab-size 1000",
+            "--mtp-draft-vocab-size is 1000, and the tokenizer has",
+        ),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-draft-vocab-size 9", "counted in local .bin/.idx files (--data-path) alone"),
+        (f"{ROPE} {MOCK} --mtp-draft-vocab-size 9", "a draft vocabulary was given without --mtp-num-layers"),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --mtp-draft-vocab-file /nowhere",
+            "--mtp-draft-vocab-file is /nowhere, which is no text",
+        ),
         (f"{ROPE} {DEPTHS}", "--data-path is missing; give the prefix"),
         (f"{ROPE} {DEPTHS} --data-path /nowhere/corpus", "--data-path"),
     ],
@@ -110,6 +125,68 @@ def test_other_depths_than_stored_need_a_word(
     flags: str, says: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert says in refusal(f"{ROPE} {MOCK} {flags} --load {checkpoint}", monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "which is empty; write a token id on every line"),
+        ("3\nfour\n", "which is no text file of token ids, one a line: invalid literal"),
+        ("3\n4000\n", "which has the id 4000, and the tokenizer has 0 to"),
+        ("3\n-1\n", "which has the id -1, and the tokenizer has 0 to"),
+        ("3\n5\n3\n", "which has the id 3 twice; give every token once"),
+    ],
+)
+def test_a_bad_list_of_draft_tokens_is_one_sentence(
+    text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ids.txt").write_text(text)
+    sentence = refusal(f"{ROPE} {MOCK} {DEPTHS} --mtp-draft-vocab-file {tmp_path}/ids.txt", monkeypatch, capsys)
+    assert f"--mtp-draft-vocab-file is {tmp_path}/ids.txt" in sentence
+    assert says in sentence
+
+
+@pytest.fixture
+def drafting_checkpoint(megatron: None, tmp_path: Path) -> Path:
+    """One of two depths that draft the tokens 2, 3 and 5, as far as its index says."""
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    names = [f"mtp.layers.{layer}.eh_proj.weight" for layer in (0, 1)]
+    tensors = {name: torch.zeros(4) for name in names} | {"mtp.draft_vocabulary": torch.tensor([2, 3, 5])}
+    state = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
+    dist_checkpointing.save(state, str(folder))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    (tmp_path / "ids.txt").write_text("2\n3\n6\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--mtp-draft-vocab-size 4", "--mtp-draft-vocab-size is 4, but the depths of"),
+        ("--mtp-draft-vocab-file {folder}/ids.txt", "were trained to draft 3 other tokens; leave the flag out"),
+    ],
+)
+def test_a_checkpoint_keeps_its_draft_vocabulary(
+    flags: str,
+    says: str,
+    drafting_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = f"{ROPE} {MOCK} {DEPTHS} --load {drafting_checkpoint} {flags.format(folder=drafting_checkpoint)}"
+    assert says in refusal(given, monkeypatch, capsys)
+
+
+def test_every_rank_needs_a_token_to_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ids.txt").write_text("0\n1\n")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = f"{ROPE} {MOCK} {DEPTHS} --tensor-model-parallel-size 2 --mtp-draft-vocab-file {tmp_path}/ids.txt"
+    assert "of the 2 draft tokens none has an id from 128 to 255, the slice of one rank" in refusal(
+        flags, monkeypatch, capsys
+    )
 
 
 def test_machine_flags_come_last_and_are_said() -> None:

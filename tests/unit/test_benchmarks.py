@@ -135,6 +135,23 @@ def test_train_step_runs_and_ends_with_its_report() -> None:
     assert (goal["value"], goal["goal"], goal["op"]) == (result["ratio"], 1.05, "<=")
 
 
+def test_mtp_memory_runs_and_ends_with_its_report() -> None:
+    summary = summary_of("mtp_memory.py")
+    assert summary["benchmark"] == "mtp_memory"
+    result = summary["results"]["1024"]
+    assert [goal["value"] for goal in summary["goals"]] == [result["marginal ratio"], result["step ratio"]]
+    assert [(goal["goal"], goal["op"]) for goal in summary["goals"]] == [(0.25, "<="), (1.0, "<=")]
+
+
+def test_depth_cost_runs_and_ends_with_its_report() -> None:
+    summary = summary_of("depth_cost.py", "--depths", "1")
+    assert summary["benchmark"] == "depth_cost"
+    (goal,) = summary["goals"]
+    assert (goal["value"], goal["goal"], goal["op"]) == (summary["results"]["D=1"]["ratio"], 1.05, "<=")
+    arithmetic = (2 * 32**2 + 17 * 32**2 + 32 * 256) / (17 * 32**2 + 32 * 256)  # a sequence is as long as H here
+    assert summary["results"]["D=1"]["arithmetic"] == pytest.approx(arithmetic, abs=1e-4)
+
+
 def test_shift_runs_and_ends_with_its_report() -> None:
     summary = summary_of("shift.py")
     assert summary["benchmark"] == "shift"

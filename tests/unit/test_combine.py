@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mtp.data.batch import DepthBatch
-from megatron_mtp.losses.combine import LossSum, combine, sum_depths, sum_losses
+from megatron_mtp.losses.combine import LossSum, depth_scales, sum_losses
 
 
 def loss_sum(total: float, tokens: int) -> LossSum:
@@ -19,28 +18,35 @@ def whole_sum(losses_BS: Tensor, mask_BS: Tensor) -> LossSum:
     return sum_losses(losses_BS, mask_BS, mask_BS.float().sum())
 
 
+def combined(main: LossSum, depths: list[LossSum], factor: float, per_token: bool) -> Tensor:
+    """The scalar that goes to Megatron's schedule, with lambda / D for every depth."""
+    whole_tokens = torch.stack([sums.whole_tokens for sums in (main, *depths)])
+    scales = depth_scales(whole_tokens, [factor / max(len(depths), 1)] * len(depths), per_token)
+    return main.total + sum(scale * depth.total for scale, depth in zip(scales, depths, strict=True))
+
+
 MAIN = loss_sum(8.0, 4)  # mean 2
 DEPTHS = [loss_sum(9.0, 3), loss_sum(10.0, 2)]  # means 3 and 5
 
 
 def test_default_is_the_main_mean_plus_lambda_over_d_times_the_depths_means() -> None:
-    scalar = combine(MAIN, DEPTHS, 0.5, per_token=False)
+    scalar = combined(MAIN, DEPTHS, 0.5, per_token=False)
     assert scalar.item() / 4 == 2 + 0.5 / 2 * (3 + 5)  # the schedule divides by the 4 main tokens
 
 
 def test_per_token_adds_sums_which_the_schedule_divides_by_the_main_tokens() -> None:
-    assert combine(MAIN, DEPTHS, 0.5, per_token=True).item() == 8 + 0.5 / 2 * (9 + 10)
+    assert combined(MAIN, DEPTHS, 0.5, per_token=True).item() == 8 + 0.5 / 2 * (9 + 10)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_without_depths_the_loss_is_the_trunks(per_token: bool) -> None:
-    assert combine(MAIN, [], 0.5, per_token).item() == 8
+    assert combined(MAIN, [], 0.5, per_token).item() == 8
 
 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("factor", [0.0, 0.1])
 def test_a_depth_without_tokens_adds_nothing(factor: float, per_token: bool) -> None:
-    alone = combine(MAIN, [DEPTHS[0], loss_sum(0, 0)], factor, per_token)
+    alone = combined(MAIN, [DEPTHS[0], loss_sum(0, 0)], factor, per_token)
     assert alone.item() == pytest.approx(8 + factor / 2 * (9 if per_token else 4 * 3))
 
 
@@ -52,7 +58,7 @@ def test_an_empty_mask_gives_gradient_zero_and_not_nan(main_tokens: int, per_tok
     mask_BS = torch.zeros(1, 3)
     main_mask_BS = (torch.arange(3) < main_tokens).float().unsqueeze(0)
     main, empty = whole_sum(losses_BS, main_mask_BS), whole_sum(depth_losses_BS, mask_BS)
-    loss = combine(main, [empty, empty], 0.3, per_token)
+    loss = combined(main, [empty, empty], 0.3, per_token)
     loss.backward()
     assert loss.item() == [0, 1, 3][main_tokens]
     assert losses_BS.grad is not None
@@ -72,17 +78,6 @@ def test_sums_are_made_in_float32() -> None:
     assert (sums.total.item(), sums.tokens.item()) == (4096, 4096)
 
 
-def test_every_depth_has_its_own_mask() -> None:
-    none_BS = torch.zeros(1, 3)
-    masks_DBS = torch.tensor([[[1.0, 1, 0]], [[1.0, 0, 0]]])
-    batch = DepthBatch(none_BS, none_BS, None, none_BS, masks_DBS, none_BS, none_BS, torch.tensor([3.0, 2, 1]))
-    first, second = sum_depths([torch.tensor([[1.0, 2, 4]]), torch.tensor([[8.0, 16, 32]])], batch)
-    assert (first.total.item(), first.tokens.item()) == (3, 2)
-    assert (second.total.item(), second.tokens.item()) == (8, 1)
-    with pytest.raises(ValueError, match="zip"):
-        sum_depths([torch.tensor([[1.0, 2, 4]])], batch)
-
-
 def gradient_of_cut(cut: list[int], per_token: bool) -> Tensor:
     """Gradient of 12 slots' losses for a global batch cut into microbatches of these sizes, as Megatron sums it."""
     losses = torch.arange(24, dtype=torch.float64).view(2, 12).requires_grad_()  # the trunk's and one depth's
@@ -91,7 +86,7 @@ def gradient_of_cut(cut: list[int], per_token: bool) -> Tensor:
     for size in cut:
         slots = slice(start, start + size)
         main, depth = (whole_sum(losses[row : row + 1, slots], masks[row : row + 1, slots]) for row in (0, 1))
-        scalar = combine(main, [depth], 0.5, per_token)
+        scalar = combined(main, [depth], 0.5, per_token)
         total = total + (scalar if per_token else scalar / main.tokens / len(cut))
         start, tokens = start + size, tokens + main.tokens
     (total / tokens if per_token else total).backward()

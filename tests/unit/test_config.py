@@ -20,7 +20,13 @@ def test_the_defaults_change_nothing_of_a_run() -> None:
     "settings",
     [{"mtp_architecture": name} for name in ARCHITECTURES]
     + [{"mtp_init": name} for name in INITS]
-    + [{"mtp_acceptance_interval": 10}],
+    + [{"mtp_loss": name} for name in ("ce", "kd", "tv")]
+    + [
+        {"mtp_acceptance_interval": 10},
+        {"mtp_loss": "mix", "mtp_loss_mix": "0,1,0.5"},
+        {"mtp_loss_schedule": "cosine", "mtp_loss_schedule_steps": 10},
+        {"mtp_token_fraction": 0.25},
+    ],
 )
 def test_allowed_settings(settings: dict[str, Any]) -> None:
     assert MTPConfig(**settings)
@@ -30,6 +36,39 @@ def test_allowed_settings(settings: dict[str, Any]) -> None:
     ("settings", "message"),
     [
         ({"mtp_architecture": "medusa"}, "--mtp-architecture is 'medusa'; choose one of sequential, parallel."),
+        ({"mtp_loss": "mse"}, "--mtp-loss is 'mse'; choose one of ce, kd, tv, mix."),
+        (
+            {"mtp_loss": "mix"},
+            "--mtp-loss is mix and --mtp-loss-mix None; 'mix' needs its weights, and no other loss takes them.",
+        ),
+        (
+            {"mtp_loss": "mix", "mtp_loss_mix": "1,2"},
+            "--mtp-loss-mix is '1,2'; give 3 numbers of 0 or more (of ce, kd and tv), with commas, not all 0.",
+        ),
+        ({"mtp_temperature": 0.0}, "--mtp-temperature is 0.0; give a number above 0."),
+        ({"mtp_label_smoothing": 1.0}, "--mtp-label-smoothing is 1.0; give 0 or more, and less than 1."),
+        ({"mtp_z_loss": -1.0}, "--mtp-z-loss is -1.0; give 0 or more."),
+        ({"mtp_token_fraction": 0.0}, "--mtp-token-fraction is 0.0; give a number above 0, and at most 1."),
+        ({"mtp_token_fraction": 1.5}, "--mtp-token-fraction is 1.5; give a number above 0, and at most 1."),
+        (
+            {"mtp_loss_schedule": "step"},
+            "--mtp-loss-schedule is step and --mtp-loss-schedule-steps 0; 'step' and 'cosine' need a number of steps, "
+            "'constant' takes none.",
+        ),
+        (
+            {"mtp_loss_schedule": "step", "mtp_loss_schedule_steps": -3},
+            "--mtp-loss-schedule-steps is -3; give 1 or more.",
+        ),
+        ({"mtp_loss_final_factor": -0.1}, "--mtp-loss-final-factor is -0.1; give 0 or more."),
+        (
+            {"mtp_draft_vocab_size": 0},
+            "--mtp-draft-vocab-size is 0; give 1 or more, or leave the flag out to draft all tokens.",
+        ),
+        (
+            {"mtp_draft_vocab_size": 8, "mtp_draft_vocab_file": "ids.txt"},
+            "--mtp-draft-vocab-size 8 and --mtp-draft-vocab-file ids.txt were given, but a file has its own size; drop "
+            "one of the two.",
+        ),
         ({"mtp_init": "zero"}, "--mtp-init is 'zero'; choose one of random, last-layer."),
         (
             {"mtp_acceptance_interval": -1},
@@ -41,6 +80,13 @@ def test_a_wrong_setting_is_named_with_its_value_and_the_remedy(settings: dict[s
     with pytest.raises(ValueError, match=r"^--mtp") as caught:
         MTPConfig(**settings)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("given", ["1", "1,2,3", "1,x", "0,0", "-1,2", "1,nan"])
+def test_weights_are_one_for_every_depth(given: str) -> None:
+    assert MTPConfig(mtp_loss_weights="1,0.5").loss_weights(2) == [1, 0.5]
+    with pytest.raises(ValueError, match=r"^--mtp-loss-weights is .*; give 2 numbers of 0 or more \(one for each of"):
+        MTPConfig(mtp_loss_weights=given).loss_weights(2)
 
 
 def test_settings_cannot_be_changed_afterwards() -> None:

@@ -7,6 +7,8 @@ import json
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,8 +20,8 @@ from hf_models import make, read, write
 from safetensors.torch import save_file
 
 from megatron_mtp.checkpoint import importing
-from megatron_mtp.checkpoint.dist_store import CATALOGUE
-from megatron_mtp.checkpoint.hf_shards import INDEX
+from megatron_mtp.checkpoint.dist_store import CATALOGUE, DistReader
+from megatron_mtp.checkpoint.hf_shards import INDEX, HFShards
 
 TOOL = Path(__file__).parents[2] / "tools" / "checkpoint" / "convert.py"
 FIRST = "model-00001-of-00003.safetensors"
@@ -131,7 +133,7 @@ def no_config(folder: Path) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
-    "truncated shard": (truncate, FIRST),
+    "truncated shard": (truncate, f"{FIRST} is not a whole safetensors file"),
     "corrupted header": (corrupt_header, FIRST),
     "pickle as safetensors": (pickle_inside, FIRST),
     "pickles": (only_pickles, "pytorch_model.bin is a pickle"),
@@ -212,6 +214,68 @@ def test_an_output_folder_that_cannot_be_made(source: Path, tmp_path: Path, caps
     assert capsys.readouterr().err.count("\n") == 1
 
 
+FAILURES = {
+    "no space": (errno.ENOSPC, "no space is left"),
+    "read-only": (errno.EROFS, "cannot be written"),
+    "no permission": (errno.EACCES, "cannot be written"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_an_export_that_cannot_be_written_leaves_no_folder(
+    failure: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("hf-to-mcore", source, tmp_path / "mcore") == 0
+    before, number, words = digest(tmp_path / "mcore"), *FAILURES[failure]
+
+    def fails(*_: Any) -> None:
+        raise OSError(number, "as the system calls it", str(tmp_path / "back"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFShards, "write", fails)
+        assert run("mcore-to-hf", tmp_path / "mcore", tmp_path / "back") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert words in said
+    assert str(tmp_path / "back") in said
+    assert digest(tmp_path / "mcore") == before
+    assert not (tmp_path / "back").exists()
+    assert run("mcore-to-hf", tmp_path / "mcore", tmp_path / "back", "--resume") == 0
+    assert read(tmp_path / "back").keys() == read(source).keys()
+
+
+def test_a_read_only_parent_is_one_sentence(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", fails)  # the superuser, who runs tests in containers, may write anywhere
+    assert run("hf-to-mcore", source, tmp_path / "mcore") == 2
+    said = capsys.readouterr().err
+    assert "cannot be written (Permission denied); name another folder" in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "mcore").exists()
+
+
+def _limited(folder: Path, target: Path) -> str:
+    """What the tool says where no file may grow beyond 50 kB."""
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); "
+    code = f"{limit}import runpy, sys; sys.argv[1:] = ['hf-to-mcore', {str(folder)!r}, {str(target)!r}]; "
+    code += f"runpy.run_path({str(TOOL)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
+def test_a_file_that_the_system_lets_not_grow_is_one_sentence(source: Path, tmp_path: Path) -> None:
+    said = [line for line in _limited(source, tmp_path / "mcore").splitlines() if "convert.py: error:" in line]
+    assert len(said) == 1
+    assert "File too large" in said[0]
+    assert not (tmp_path / "mcore").exists()
+
+
 def test_commands_from_import_to_proof(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*arguments: object) -> dict[str, Any]:
         assert run(*arguments, "--json") == 0
@@ -222,6 +286,11 @@ def test_commands_from_import_to_proof(source: Path, tmp_path: Path, capsys: pyt
     assert said("inspect", source)["eh_proj in the Hugging Face folder"] == "hidden half first"
     assert said("inspect", tmp_path / "mcore")["dtypes"] == ["bfloat16"]
     assert said("drop-mtp", tmp_path / "mcore", tmp_path / "trunk")["depths"] == 0
+    assert said("drop-mtp", tmp_path / "mcore", tmp_path / "one", "--keep", 1)["depths"] == 1
+    kept = {key for key in DistReader(tmp_path / "mcore").keys if not key.startswith("mtp.layers.1.")}
+    assert set(DistReader(tmp_path / "one").keys) == kept
+    assert run("drop-mtp", tmp_path / "one", tmp_path / "none", "--keep", 1) == 2
+    assert "--keep is 1, but" in capsys.readouterr().err
     attach = said("attach-mtp", tmp_path / "trunk", tmp_path / "three", "--mtp-num-layers", 3, "--mtp-init", "random")
     assert attach["depths"] == 3
     exported = said("mcore-to-hf", tmp_path / "three", tmp_path / "back", "--max-shard-size", "50KB", "--workers", 2)

@@ -137,3 +137,23 @@ def test_long_datasets_are_scanned_in_slices(tmp_path: Path, monkeypatch: pytest
     assert "token id 20" in refusal(write_dataset(tmp_path / "b", [tokens.tolist()]))
     monkeypatch.setattr(checks, "SCAN_TOKENS", 100)
     assert "token id 30" in refusal(write_dataset(tmp_path / "c", [tokens.tolist()]))
+
+
+def tokenizer_folder(folder: Path, vocabulary: dict[str, int]) -> str:
+    folder.mkdir()
+    content = {"model": {"vocab": vocabulary}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def test_a_corpus_of_another_vocabulary_is_refused(prefix: str, tmp_path: Path) -> None:
+    own = tokenizer_folder(tmp_path / "own", {"a": 0, "b": 1})
+    same = tokenizer_folder(tmp_path / "same", {"b": 1, "a": 0})
+    other = tokenizer_folder(tmp_path / "other", {"a": 1, "b": 0})
+    Path(f"{prefix}.json").write_text(
+        json.dumps({"tokenizer": own, "vocabulary_sha256": checks.vocabulary_digest(own)})
+    )
+    for fits in (own, same, str(tmp_path)):  # what has no tokenizer.json cannot be compared
+        checks.check_tokenizer([prefix], fits)
+    with pytest.raises(ValueError, match=r"^--data-path: the dataset .* whose vocabulary is not that of --tokenizer-m"):
+        checks.check_tokenizer([prefix], other)

@@ -1,25 +1,24 @@
 """The engine on tiny models: every lossless method emits what plain decoding does, and drafts what training computed.
 
-ID token identity, KV caches after any accept pattern, CONF drafts against the forward of training, INV no neighbour
-matters, EDGE the ends of texts.
+ID token identity and CONF drafts against the forward of training; KV, INV and EDGE are in test_drafting_methods.py.
 """
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from drafting_single import KINDS, Agreeing, model_of, prompts_of, run, runner_of, trained_forward
+from drafting_single import KINDS, Agreeing, model_of, p_value_of, prompts_of, run, runner_of, trained_forward
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.nn.functional import one_hot
 
-from megatron_mtp.drafting import loop, runner
+from megatron_mtp.drafting import runner
 from megatron_mtp.drafting.api import check_prompts, generate, make_method
 from megatron_mtp.drafting.config import SpeculativeConfig, config_from
-from megatron_mtp.drafting.kv_cache import KVCache
-from megatron_mtp.drafting.loop import Limits, Method, prefill, verify
+from megatron_mtp.drafting.kv_cache import KVCache, Rows, chain_rows
+from megatron_mtp.drafting.loop import prefill, step
 from megatron_mtp.drafting.proposers import base, mtp
 from megatron_mtp.drafting.proposers.ngram import continuation
 from megatron_mtp.drafting.proposers.tree import Beam
@@ -85,36 +84,6 @@ def test_identity_for_every_kind_of_model(kind: str) -> None:
             assert run(target, prompts, 40, settings, answers)[0].texts == answers
 
 
-def rows_of(cache: KVCache, layer: int, row: int, count: int) -> list[Tensor]:
-    held = (cache.keys[layer], cache.values[layer])
-    return [tensor[row, :, :count] for tensor in held if tensor is not None]
-
-
-@pytest.mark.parametrize("kind", ["gqa", "mla"])
-@pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
-def test_caches_are_those_of_a_fresh_prefill(kind: str, method: str) -> None:
-    """KV: after drafts accepted and rejected at random, the trunk's rows and the drafter's final ones."""
-    target, prompts = runner_of(kind), prompts_of(4)
-    answers = plain(target, prompts, 60)
-    used, driven = run(target, prompts, 40, METHODS[method], answers)
-    fresh, redone = run(target, [text[:-1] for text in used.texts], 12, METHODS[method])
-    caches = [(used.cache, fresh.cache, 0)]
-    inner, again = driven.proposer.inner, redone.proposer  # type: ignore[attr-defined]
-    if method == "mtp":
-        caches += [(*pair, depth) for depth, pair in enumerate(zip(inner.caches, again.caches, strict=True), start=1)]
-    else:
-        caches.append((inner.cache, again.cache, 1))
-    for ours, theirs, depth in caches:
-        for layer in range(len(ours.keys)):
-            for row, text in enumerate(used.texts):
-                # The last step's tokens were never run by the drafter, and depth d is d - 1 rows behind.
-                final = len(text) - 1 if depth == 0 else len(text) - 7 - depth
-                for one, other in zip(
-                    rows_of(ours, layer, row, final), rows_of(theirs, layer, row, final), strict=True
-                ):
-                    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-
-
 class Recorder:
     """Logits of every draft, with the lengths of the texts and the position in the draft."""
 
@@ -169,22 +138,32 @@ def test_drafts_after_accepted_and_rejected_ones_are_the_training_forwards(monke
             torch.testing.assert_close(drafted[depth], trained_SV[length - 2], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
-def test_neighbours_change_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """INV: the drafts' logits of a text alone and among others, while their drafts fare differently."""
-    target, prompts, recorder = runner_of(dtype=torch.float32), prompts_of(4), Recorder(monkeypatch)
+def test_trunk_states_run_the_last_k_tokens_with_the_states_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of `TrunkStates`: a round of three new tokens, of which the first one's row is left out."""
+    target, calls = runner_of(depths=2), []
+    states_SBH = torch.arange(6.0, dtype=target.dtype).view(6, 1, 1).expand(-1, -1, target.hidden_size)
 
-    def logits_by_length(batch: list[list[int]], row: int) -> dict[tuple[int, int], Tensor]:
-        recorder.drafts.clear()
-        run(target, batch, 30, METHODS[method])
-        return {(lengths[row], position): logits_BV[row] for lengths, position, logits_BV in recorder.drafts}
+    def depth(number: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, _: KVCache) -> Tensor:
+        calls.append((number, hidden_SBH[:, 0, 0].tolist(), tokens_BR[0].tolist(), rows.slots_BR[0].tolist()))
+        return torch.full_like(hidden_SBH, 100 * number)
 
-    among = logits_by_length(prompts, 2)
-    alone = logits_by_length([prompts[2]], 0)
-    shared = alone.keys() & among.keys()
-    assert len(shared) > 20
-    for key in shared:
-        torch.testing.assert_close(among[key], alone[key], rtol=0, atol=2e-6 * alone[key].abs().max().item() + 1e-6)
+    monkeypatch.setattr(target, "depth", depth)
+    logits = lambda given_SBH: one_hot(given_SBH[..., 0].long() % 91, 96).transpose(0, 1)  # noqa: E731
+    monkeypatch.setattr(target, "draft_logits", logits)
+    sequences = Sequences(target, [[10, 11, 12]], [0], 20)
+    sequences.put_states(states_SBH, chain_rows(torch.zeros(1, dtype=torch.long), 6, 6, 20))
+    method = make_method(target, config_from({"method": "mtp_trunk_states"}), Sampling())
+    method.proposer.start(sequences)
+    scene = Round(Sampling(), sequences.noise, method.config)
+    method.proposer.propose(sequences, scene, 2)
+    assert calls == [(1, [0, 0, 1], [10, 11, 12], [20, 0, 1]), (2, [0, 1, 100], [11, 12, 9], [20, 0, 1])]
+    calls.clear()
+    sequences.put_tokens(sequences.length_B, torch.tensor([[13, 14, 15]]))
+    sequences.length_B += 3
+    sequences.settle(0, [13, 14, 15], ended=False)
+    draft = method.proposer.propose(sequences, scene, 2)
+    assert calls == [(1, [3, 4], [14, 15], [3, 4]), (2, [4, 100], [15, 9], [3, 4])]
+    assert draft.tokens_BN.tolist() == [[9, 18]]
 
 
 def test_sampled_texts_depend_on_their_seeds_alone() -> None:
@@ -195,39 +174,6 @@ def test_sampled_texts_depend_on_their_seeds_alone() -> None:
     assert together[1] == alone[0]
     assert together == generate(target, prompts, 30, sampling, METHODS["mtp"], seeds=[7, 8, 9, 7]).token_ids
     assert together != generate(target, prompts, 30, sampling, METHODS["mtp"], seeds=[1, 2, 3, 4]).token_ids
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_stop_token_inside_a_draft_ends_the_text_there(method: str) -> None:
-    target, prompts = runner_of(), prompts_of(3)
-    answers = plain(target, prompts, 60)
-    news = [answer[len(prompt) :] for answer, prompt in zip(answers, prompts, strict=True)]
-    stop = news[0][10]
-    wanted = [new[: new.index(stop) + 1] if stop in new else new for new in news]
-    scripted = answers if method in CHAINS else None
-    sequences, driven = run(target, prompts, 60, METHODS[method], scripted, Limits(60, stop_ids=frozenset([stop])))
-    assert [text[len(prompt) :] for text, prompt in zip(sequences.texts, prompts, strict=True)] == wanted
-    assert driven.stats.emitted == sum(map(len, wanted))
-    assert sequences.length_B.tolist() == [len(text) for text in sequences.texts]
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("budget", [1, 2, 3])
-def test_the_bonus_token_counts_against_the_budget(method: str, budget: int) -> None:
-    target, prompts = runner_of(), [[3], [5, 6, 7]]
-    sequences, driven = run(target, prompts, budget, METHODS[method])
-    assert [len(text) - len(prompt) for text, prompt in zip(sequences.texts, prompts, strict=True)] == [budget] * 2
-    assert driven.stats.emitted == 2 * budget
-    assert driven.stats.drafted <= 2 * max(budget - 1, 0) * budget
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_prompts_longer_than_a_chunk(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, prompts = runner_of(), prompts_of(3, longest=40)
-    whole = run(target, prompts, 30, METHODS[method])[0].texts
-    monkeypatch.setattr(loop, "CHUNK", 8)
-    monkeypatch.setattr(mtp, "CHUNK", 8)
-    assert run(target, prompts, 30, METHODS[method])[0].texts == whole == plain(target, prompts, 30)
 
 
 def test_the_positions_end_each_text_by_itself() -> None:
@@ -327,12 +273,6 @@ def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, temperatur
             int(sequences.length_B[0])
 
 
-def step(target: Runner, sequences: Sequences, method: Method) -> None:
-    """One step as `decode` takes it, without what it does on the host."""
-    scene = Round(method.sampling, sequences.noise, method.config)
-    verify(target, sequences, method, method.proposer.propose(sequences, scene, method.count), scene)
-
-
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
 @torch.inference_mode()
 def test_static_shapes_change_no_token(method: str) -> None:
@@ -383,26 +323,6 @@ def test_the_distribution_sees_a_beam_that_is_taken_for_a_sample(monkeypatch: py
 
     monkeypatch.setattr(Beam, "propose", telling_q)
     assert p_value_of(SAMPLED["beam"]) < 0.001
-
-
-def p_value_of(settings: dict[str, Any]) -> float:
-    """Of the chi-square test over the 81 texts; over so few tokens drafter and target often want the same."""
-    target, twin, seeds = Runner(model_of("gqa", dtype=torch.float32), vocab_size=3), model_of("gqa"), 4000
-    prompt, sampling = [0, 1, 2, 0, 1, 2, 1], Sampling(2.0)
-    drafter = Runner(model_of("mha-tied-layernorm", dtype=torch.float32), vocab_size=3)
-    texts = generate(target, [prompt] * seeds, 4, sampling, settings, list(range(seeds)), drafter=drafter)
-    assert texts.stats.accepted > seeds / 4 or not texts.stats.drafted
-    expected: dict[tuple[int, ...], float] = {(): float(seeds)}
-    for _ in range(4):
-        expected = {
-            (*path, token): count * chance
-            for path, count in expected.items()
-            for logits_V in [trained_forward(twin, [*prompt, *path])[0][-1, :3]]
-            for token, chance in enumerate(sampling.probabilities(logits_V).tolist())
-        }
-    observed = Counter(map(tuple, texts.token_ids))
-    statistic = sum((observed[path] - count) ** 2 / count for path, count in expected.items())
-    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(statistic / 2)))
 
 
 @pytest.mark.parametrize("verifier", ["greedy", "bild"])

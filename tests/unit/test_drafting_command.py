@@ -1,6 +1,7 @@
 """What surrounds the engine: prompts, streamed text, stop strings, the table, energy, and K picked by cost."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
 from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.command import parser
+from megatron_mtp.drafting.config import parse_config
 from megatron_mtp.drafting.energy import Meter
+from megatron_mtp.drafting.record import Record, make_folder
 from megatron_mtp.drafting.report import Cost, merged, summary, table
 from megatron_mtp.drafting.text import COLOUR, PLAIN, Stream, cutter, read_prompts
-from megatron_mtp.drafting.types import AcceptanceStats
+from megatron_mtp.drafting.types import AcceptanceStats, Draft
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -59,14 +62,42 @@ def test_text_streams_with_its_drafts_in_colour(tokenizer: object) -> None:
     a, b, *euro = tokenizer.encode("ab€")  # type: ignore[attr-defined]
     output = Terminal()
     stream = Stream(tokenizer, output)  # type: ignore[arg-type]
-    stream(0, [a, b], 1)
-    stream(0, euro[:2], 0)
+    stream([a, b], 1)
+    stream(euro[:2], 0)
     assert output.getvalue().endswith("b")
-    stream(0, euro[2:], 0)
+    stream(euro[2:], 0)
     assert output.getvalue() == f"{COLOUR}a{PLAIN}b€"
     plain = io.StringIO()
-    Stream(tokenizer, plain)(0, [a, b], 1)  # type: ignore[arg-type]
+    Stream(tokenizer, plain)([a, b], 1)  # type: ignore[arg-type]
     assert plain.getvalue() == "ab"
+
+
+def test_a_record_holds_drafts_trees_and_what_became_of_them(tokenizer: object, tmp_path: Path) -> None:
+    """The second text of a batch: a tree a -> b and c, of which c was no candidate."""
+    record = Record([[1], [2, 3]])
+    record(1, 1, [4], 0, None)
+    tree = Draft(
+        torch.tensor([[0, 0, 0], [5, 6, 7]]),
+        parents_BN=torch.tensor([[0, 1, 1], [0, 1, 1]]),
+        valid_BN=torch.tensor([[True] * 3, [True, True, False]]),
+    )
+    record(1, 1, [5, 8], 1, tree)
+    record.write(tmp_path, parse_config('{"method": "mtp_tree"}'), {"drafted": 2}, tokenizer)  # type: ignore[arg-type]
+    written = json.loads((tmp_path / "drafts.json").read_text())
+    first = {"drafted": [], "parents": [], "accepted": 0, "emitted": [4]}
+    second = {"drafted": [5, 6, None], "parents": [0, 1, 1], "accepted": 1, "emitted": [5, 8]}
+    assert written["texts"] == [{"prompt": [1], "steps": []}, {"prompt": [2, 3], "steps": [first, second]}]
+    assert sorted(map(int, written["pieces"])) == [1, 2, 3, 4, 5, 6, 8]
+    assert written["config"]["method"] == "mtp_tree"
+    assert [path.name for path in tmp_path.iterdir()] == ["drafts.json"]
+
+
+def test_a_record_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--record is .*file, which cannot be written \(File exists\)"):
+        make_folder(tmp_path / "file")
+    with pytest.raises(ValueError, match="name another folder"):
+        Record([]).write(tmp_path / "nowhere", None, {}, None)
 
 
 def test_stop_strings_cut_after_the_token_that_completes_them(tokenizer: object) -> None:
@@ -146,6 +177,6 @@ def test_a_drafter_that_is_never_right_costs_two_steps() -> None:
 
 
 def test_the_help_lists_methods_and_examples() -> None:
-    shown = parser().format_help()
+    shown = parser("generate_gpt.py").format_help()
     for word in ("mtp_tree", "lookahead", "examples:", "--compare", "relaxed, joint and bild change the distribution"):
         assert word in shown

@@ -11,6 +11,7 @@ from megatron_mtp.drafting.api import make_method
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.kv_cache import ancestors_of
 from megatron_mtp.drafting.loop import Method, prefill, verify
+from megatron_mtp.drafting.proposers import base, mtp
 from megatron_mtp.drafting.proposers.lookahead import Window, _trie, _window_parents
 from megatron_mtp.drafting.proposers.tree import Beam, Tree
 from megatron_mtp.drafting.runner import Runner
@@ -133,6 +134,48 @@ def test_every_node_of_a_tree_is_a_candidate_of_its_own_path(tree: list[int]) ->
         children = [token for token, parent in zip(tokens, parents, strict=True) if parent == row]
         expected = eagle_reference(twin, text, paths[row]).topk(len(children)).indices.tolist()
         assert children == expected
+
+
+@pytest.mark.parametrize("most", [None, 3])
+@torch.inference_mode()
+def test_every_row_of_a_tree_or_beam_says_what_the_module_does(most: int | None) -> None:
+    """CONF for `mtp_tree` (all candidates continued) and `mtp_beam` (the best 3 of a level), every level."""
+    target, twin = runner_of(dtype=torch.float32), model_of("gqa", dtype=torch.float32)
+    text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].texts[0]
+    sequences = prefilled(target, [text[:-1]])
+    method = make_method(target, config_from({"method": "mtp_tree"}), Sampling())
+    assert isinstance(method.proposer, Tree)
+    method.proposer.start(sequences)
+    scene = Round(Sampling(), sequences.noise, method.config)
+    paths: list[list[int]] = [[]]
+    candidates = paths
+    for level in method.proposer.grow(sequences, scene, [3, 2, 2], most, drawn=False):
+        if level.taken_BF is not None:
+            paths = [candidates[place] for place in level.taken_BF[0].tolist()]
+        for row, path in enumerate(paths):
+            said_V = level.probs_BFV[0, row].log()
+            torch.testing.assert_close(said_V, eagle_reference(twin, text, path), rtol=1e-5, atol=1e-5)
+        pairs = zip(level.rows_BN[0].tolist(), level.tokens_BN[0].tolist(), strict=True)
+        candidates = [[*paths[row], token] for row, token in pairs]
+
+
+def test_every_draft_of_a_reused_module_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONF for `mtp_eagle`: the first position is depth 1 of training, further ones the module on its own states."""
+    target, twin = runner_of(dtype=torch.float32), model_of("gqa", dtype=torch.float32)
+    text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].texts[0]
+    said: list[Tensor] = []
+
+    def noting(logits_BV: Tensor, scene: Round, position: int) -> Any:
+        said.append(logits_BV[0])
+        return base.pick(logits_BV, scene, position)
+
+    monkeypatch.setattr(mtp, "pick", noting)
+    draft, _ = grown(target, text, {"method": "mtp_eagle", "num_speculative_tokens": 5})
+    torch.testing.assert_close(said[0], trained_forward(twin, text)[1][0][len(text) - 2], rtol=1e-5, atol=1e-5)
+    path = draft.tokens_BN[0].tolist()
+    for position, logits_V in enumerate(said):
+        expected_V = eagle_reference(twin, text, path[:position])
+        torch.testing.assert_close(logits_V.log_softmax(-1), expected_V, rtol=1e-5, atol=1e-5)
 
 
 def test_a_dynamic_tree_is_the_likeliest_nodes_of_the_whole() -> None:

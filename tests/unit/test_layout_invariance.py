@@ -20,8 +20,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron_mtp.data.batch import add_depths, depth_batch, keep_slots
-from megatron_mtp.losses import LOSSES
-from megatron_mtp.losses.combine import combine
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.platform.zigzag import slots_of_ranks
 from megatron_mtp.training.objective import NextTokensObjective
@@ -97,7 +95,9 @@ def gradients(cut: Cut, parts_of: Callable[[Cut, slice, list[Tensor], Tensor], P
 
 
 def ours(cut: Cut, rows: slice, hidden: list[Tensor], weight: Tensor) -> Parts:
-    head = Head(lambda state: state @ weight.T, token_losses, parallel_state.get_tensor_model_parallel_group())
+    one = parallel_state.get_tensor_model_parallel_group()
+    head = Head(lambda state: state @ weight.T, token_losses, one, weight, lambda state: state)
+    objective = NextTokensObjective([LAMBDA / DEPTHS] * DEPTHS, one, per_token=True)
     is_end_BS = torch.tensor(cut.is_end)[rows].long()
     parts = []
     for slots_S in slots_of_ranks(torch.tensor([0, SLOTS]), cut.ranks):
@@ -105,8 +105,8 @@ def ours(cut: Cut, rows: slice, hidden: list[Tensor], weight: Tensor) -> Parts:
         add_depths(batch, DEPTHS, is_end_BS.cumsum(1) - is_end_BS)
         keep_slots(batch, slots_S)
         trunk, *depths = (state[slots_S] for state in hidden)
-        output = NextTokensObjective(LOSSES["ce"])(trunk, depths, head, head, depth_batch(batch))
-        parts.append((combine(output.main, output.depths, LAMBDA, per_token=True), output.main.tokens))
+        output = objective(trunk, depths, head, head, depth_batch(batch))
+        parts.append((output.loss, output.main.tokens))
     return parts
 
 

@@ -3,10 +3,12 @@
 import json
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_mtp.training import cost
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates
 from megatron_mtp.training.metrics import FILE, PLOT, Metrics, table
@@ -64,6 +66,26 @@ def test_evaluation_adds_counts_before_it_divides(
     assert row["mtp_1 acceptance"] == pytest.approx(0.9)
     assert row["expected accepted length"] == pytest.approx(1.9)
     assert "1.900 tokens per target forward" in capsys.readouterr().out
+
+
+def test_training_rows_say_what_a_step_cost(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 1, 1 and, as a checkpoint is saved, 9 s; the evaluation that takes 100 s is no part of any."""
+    now = iter([0.0, 1.0, 1.0, 2.0, 2.0, 11.0, 111.0, 112.0])
+    monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    args.log_interval = 3
+    metrics = Metrics(tmp_path)
+    train(metrics, args, 1, 3)
+    with torch.no_grad():
+        metrics.add(report(1.0, 1), None)
+    metrics.end_evaluation(model=None)
+    train(metrics, args, 4, 4)
+    metrics.close()
+    first, evaluation, last = rows(tmp_path)
+    assert (first["step seconds"], last["step seconds"]) == (1.0, 1.0)
+    assert 2**20 < first["peak memory bytes"] <= last["peak memory bytes"]
+    assert "step seconds" not in evaluation
+    assert metrics.evaluated is not None
+    assert metrics.evaluated[0] == evaluation
 
 
 def test_a_resumed_run_does_not_count_steps_twice(args: Namespace, tmp_path: Path) -> None:

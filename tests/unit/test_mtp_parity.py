@@ -33,7 +33,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 
 from megatron_mtp.data.batch import DepthBatch, depth_batch
-from megatron_mtp.losses.combine import combine
 from megatron_mtp.model.trunk import MTPGPTModel
 
 TOLERANCE = 1e-5
@@ -57,8 +56,8 @@ def pair(depths: int, tied: bool = False, **changes: Any) -> tuple[MTPGPTModel, 
 def backward_ours(model: MTPGPTModel, batch: DepthBatch, whole: dict[str, Any], factor: float = LAMBDA) -> Tensor:
     """Backward through the loss of one microbatch; returns the mean losses, the trunk's first."""
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0).cuda())
-    output = forward_ours(model, whole, batch)
-    loss_of(output, factor).backward()
+    output = forward_ours(model, whole, batch, factor)
+    loss_of(output).backward()
     return mean_losses(output)
 
 
@@ -146,9 +145,9 @@ def test_same_as_megatron_per_token_where_no_depth_loses_a_token() -> None:
     mask_BS[:, :depths] = 0  # what the shifts drop
     batch = make_batch(depths, mask_BS)
     ours, theirs = pair(depths, calculate_per_token_loss=True)
-    output = forward_ours(ours, batch)
+    output = forward_ours(ours, batch, per_token=True)
     assert [sums.tokens for sums in output.depths] == [output.main.tokens] * depths
-    combine(output.main, output.depths, LAMBDA, per_token=True).backward()
+    output.loss.backward()
     backward_megatron(theirs, batch, per_token=True)
     assert worst_gradient(ours, theirs) <= TOLERANCE
 
@@ -314,8 +313,8 @@ def test_a_router_loss_does_not_see_what_was_shifted_in() -> None:
 
     router.register_forward_pre_hook(keep)
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0).cuda())
-    output = forward_ours(model, make_batch(1))
-    (output.depths[0].total * 0).backward()  # the balancing loss comes by itself
+    output = forward_ours(model, make_batch(1), factor=0.0)
+    (output.loss - output.main.total).backward()  # 0; the balancing loss comes by itself
     seen_S = inputs_SBH[0].grad.abs().sum(dim=(1, 2)) > 0
     assert seen_S.tolist() == [True] * (SLOTS - 1) + [False]
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_single import (
-    LAMBDA,
     LATENT,
     MOE,
     VOCABULARY,
     gradients,
+    objective,
     our_model,
     relative_difference,
 )
@@ -20,10 +20,8 @@ from torch import Tensor
 
 from megatron_mtp.data.batch import add_depths, depth_batch
 from megatron_mtp.data.shift import documents_from_offsets
-from megatron_mtp.losses import LOSSES
-from megatron_mtp.losses.combine import combine
 from megatron_mtp.model.trunk import MTPGPTModel
-from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
+from megatron_mtp.training.objective import ObjectiveOutput
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -70,20 +68,15 @@ def row_of(pack: Pack) -> dict[str, Any]:
 
 def outputs(model: MTPGPTModel, batch: dict[str, Any], packed: PackedSeqParams | None) -> ObjectiveOutput:
     position_ids = torch.zeros_like(batch["tokens"])  # RoPE does not look at them
-    objective = NextTokensObjective(LOSSES["ce"])
     return model(
         batch["tokens"],
         position_ids,
         None,
         labels=batch["labels"],
         packed_seq_params=packed,
-        output_processor=objective,
+        output_processor=objective(model, per_token=True),
         output_processor_context=depth_batch(batch),
     )
-
-
-def scalar(output: ObjectiveOutput) -> Tensor:
-    return combine(output.main, output.depths, LAMBDA, per_token=True)
 
 
 def of_pack(model: MTPGPTModel, pack: Pack) -> ObjectiveOutput:
@@ -113,9 +106,9 @@ def test_a_packed_row_is_its_documents(kind: dict[str, Any], pack: Pack) -> None
         alone = [(output.main, *output.depths)[index] for output in single]
         torch.testing.assert_close(ours.total, torch.stack([one.total for one in alone]).sum(), rtol=1e-5, atol=1e-6)
         assert ours.tokens == sum(one.tokens for one in alone)
-    scalar(packed).backward()
+    packed.loss.backward()
     of_packed = gradients(model)
     model.zero_grad()
-    torch.stack([scalar(output) for output in single]).sum().backward()
+    torch.stack([output.loss for output in single]).sum().backward()
     of_single = gradients(model)
     assert max(relative_difference(of_packed[name], of_single[name]) for name in of_single) < 1e-5

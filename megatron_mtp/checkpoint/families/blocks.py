@@ -156,24 +156,21 @@ def mla_rules(place: Place, a: MLA) -> list[Rule]:
     ]  # fmt: skip
 
 
-def norm_rules(
-    place: Place,
-    hidden: int,
-    *,
-    mla: bool,
-    moe: bool,
-    before: str = "input_layernorm",
-    middle: str = "post_attention_layernorm",
-) -> list[Rule]:
-    """The norms before attention and before the MLP; HF calls the latter `post_attention_layernorm`."""
+def norm_rules(place: Place, hidden: int, *, mla: bool, moe: bool) -> list[Rule]:
+    """The norms before attention and before the MLP."""
+    key = "input_layernorm.weight" if mla else "self_attention.linear_qkv.layer_norm_weight"
+    first = rename(f"{place.hf}input_layernorm.weight", f"{place.mcore}{key}", (hidden,))
+    return [first, mlp_norm(place, hidden, mla=mla, moe=moe)]
+
+
+def mlp_norm(
+    place: Place, hidden: int, *, mla: bool = False, moe: bool = False, name: str = "post_attention_layernorm"
+) -> Rule:
+    """The norm before the MLP, which HF mostly calls `post_attention_layernorm`."""
     fused = f"{place.mcore}mlp.linear_fc1.layer_norm_weight"
     alone = f"{place.mcore}pre_mlp_layernorm.weight"
-    attention = "input_layernorm.weight" if mla else "self_attention.linear_qkv.layer_norm_weight"
     key, *aliases = [alone] if mla and moe else [alone, fused] if mla else [fused, alone] if moe else [fused]
-    return [
-        rename(f"{place.hf}{before}.weight", f"{place.mcore}{attention}", (hidden,)),
-        rename(f"{place.hf}{middle}.weight", key, (hidden,), *aliases),
-    ]
+    return rename(f"{place.hf}{name}.weight", key, (hidden,), *aliases)
 
 
 def mlp_rules(hf: str, mcore: str, hidden: int, width: int, bias: bool = False) -> list[Rule]:
@@ -236,7 +233,7 @@ def _slab(key: str, index: int, whole: Shape) -> Piece:
 
 
 def split_mlp_rules(place: Place, hidden: int, width: int) -> list[Rule]:
-    """A dense MLP in a family whose depths must have experts: a quarter in each of two, half in the shared one.
+    """A dense MLP in a family whose last layers must have experts: a quarter in each of two, half in the shared one.
 
     Both experts are always chosen. The router is zero, so that both have weight 1/2, which the config's scaling factor
     of 2 makes 1: the parts add up to the MLP.

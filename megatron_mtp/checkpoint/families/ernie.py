@@ -1,6 +1,7 @@
 """ERNIE-4.5 MoE: dense depths named piece by piece (`mtp_block.k`), without a norm before the head."""
 
-from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer
+from megatron_mtp.checkpoint.families.blocks import GQA, Frame, Place, depth_frame, depth_layer
+from megatron_mtp.checkpoint.families.depth_flags import gqa_depths, rotary
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.llama import dense_layer
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa
@@ -8,9 +9,13 @@ from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.rules import Rule
 
 
+def _attention(config: HFConfig) -> GQA:
+    bias = config.flag("use_bias")
+    return gqa(config, bias=bias, out_bias=bias)
+
+
 def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
-    bias, width = config.flag("use_bias"), config.integer("intermediate_size")
-    attention = gqa(config, bias=bias, out_bias=bias)
+    bias, width, attention = config.flag("use_bias"), config.integer("intermediate_size"), _attention(config)
     rules = frame(config, layout)
     for depth in range(layout.depths):
         norms, projection = (f"mtp_emb_norm.{depth}", f"mtp_hidden_norm.{depth}"), f"mtp_linear_proj.{depth}"
@@ -20,11 +25,16 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
     return rules
 
 
+def _depth_flags(config: HFConfig, layout: Layout) -> list[str]:
+    return [*gqa_depths(config, layout, _attention(config)), *rotary(config, interleaved=True)]
+
+
 ERNIE = Family(
     "ERNIE-4.5 MoE",
     _rules,
     depth_pattern=r"^model\.mtp_linear_proj\.(\d+)\.weight$",
     features=STORED_HEAD,
     carried=(r"model\.layers\.", r"model\.mtp_linear_proj\.\d+\.bias$"),
+    depth_flags=_depth_flags,
     untrainable="a router of softmax scores with a correction bias, and depths without a norm before the head",
 )

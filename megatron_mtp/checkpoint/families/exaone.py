@@ -10,7 +10,9 @@ from megatron_mtp.checkpoint.families.blocks import (
     moe_rules,
     norm_rules,
 )
+from megatron_mtp.checkpoint.families.depth_flags import gqa_depths, rotary, sigmoid_experts
 from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa, moe
 from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.rules import Rule
@@ -31,6 +33,16 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
     return rules
 
 
+def _depth_flags(config: HFConfig, layout: Layout) -> list[str]:
+    """Positions are left out of full attention where other layers have windows."""
+    kinds = config.words("mtp_layer_types", layout.depths) or ["full_attention"]
+    if "sliding_attention" in kinds:
+        raise UntrainableError("depths with sliding windows")
+    flags = gqa_depths(config, layout, gqa(config, norms=True))
+    flags += [] if config.has("sliding_window") else rotary(config)
+    return flags + (sigmoid_experts(config) if layout.has("depth of experts") else [])
+
+
 EXAONE_MOE = Family(
     "EXAONE-MoE",
     _rules,
@@ -39,5 +51,6 @@ EXAONE_MOE = Family(
     depth_limit=1,
     features={**STORED_HEAD, "depth of experts": r"^mtp\.layers\.0\.mlp\.experts\."},
     carried=(r"model\.layers\.",),
+    depth_flags=_depth_flags,
     untrainable="layers with sliding windows beside layers without positions",
 )

@@ -45,6 +45,8 @@ class Family:
             that Megatron cannot run.
         flags: Megatron's flags that build the model; None where Megatron cannot run it.
         untrainable: why Megatron cannot run the trunk; None where it can.
+        depth_flags: Megatron's flags for a model with such depths, where it cannot run the trunk.
+        depth_scales: what multiplies weights of a depth's layer in the model, by their names in Megatron.
         embedding_first: whether HF's projection has the embedding half first, as Megatron's does.
         input: 'post' where the trunk's hidden state after its final norm feeds the first depth, 'pre' before it.
     """
@@ -59,6 +61,8 @@ class Family:
     carried: tuple[str, ...] = ()
     flags: Callable[[HFConfig, Layout], list[str]] | None = None
     untrainable: str | None = None
+    depth_flags: Callable[[HFConfig, Layout], list[str]] | None = None
+    depth_scales: Callable[[HFConfig], dict[str, float]] = lambda config: {}
     embedding_first: bool = True
     input: str = "post"
 

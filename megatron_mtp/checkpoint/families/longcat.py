@@ -1,5 +1,6 @@
 """LongCat-Flash: two attentions a layer and experts that do nothing; one dense depth with an embedding of its own."""
 
+import math
 from dataclasses import replace
 
 from megatron_mtp.checkpoint.families.blocks import (
@@ -12,6 +13,7 @@ from megatron_mtp.checkpoint.families.blocks import (
     norm_rules,
 )
 from megatron_mtp.checkpoint.families.deepseek import latent_attention
+from megatron_mtp.checkpoint.families.depth_flags import latent_depths
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
 from megatron_mtp.checkpoint.hf_config import HFConfig
@@ -33,6 +35,21 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
     return rules
 
 
+def _depth_flags(config: HFConfig, layout: Layout) -> list[str]:
+    width = config.integer("ffn_hidden_size", "intermediate_size")
+    return latent_depths(config, layout, latent_attention(config), width)
+
+
+def _scales(config: HFConfig) -> dict[str, float]:
+    """The family multiplies queries and compressed keys and values, which Megatron does not: their norms can."""
+    attention, scales = latent_attention(config), {}
+    if attention.query_rank is not None and config.flag("mla_scale_q_lora", default=True):
+        scales["self_attention.q_layernorm.weight"] = math.sqrt(attention.hidden / attention.query_rank)
+    if config.flag("mla_scale_kv_lora", default=True):
+        scales["self_attention.kv_layernorm.weight"] = math.sqrt(attention.hidden / attention.key_rank)
+    return scales
+
+
 LONGCAT = Family(
     "LongCat-Flash",
     _rules,
@@ -41,5 +58,7 @@ LONGCAT = Family(
     depth_limit=1,
     features=STORED_HEAD,
     carried=(r"model\.layers\.",),
+    depth_flags=_depth_flags,
+    depth_scales=_scales,
     untrainable="two attentions a layer around experts, some of which do nothing",
 )

@@ -1,10 +1,11 @@
 """MiMo-V2: sliding windows with sinks, keys and values of unequal width; several dense depths under `model.mtp`."""
 
-from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer, mlp_rules
+from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer, mlp_norm, mlp_rules
+from megatron_mtp.checkpoint.families.depth_flags import framed_depths
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
 from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.rules import Rule, rename
+from megatron_mtp.checkpoint.rules import Rule
 
 
 def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
@@ -13,9 +14,8 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
     for depth in range(layout.depths):
         place = Place(f"model.mtp.layers.{depth}.", depth_layer(depth))
         rules += depth_frame(depth, hidden, Frame.under(place.hf, "enorm", "hnorm", "eh_proj", "final_layernorm"))
+        rules.append(mlp_norm(place, hidden, name="pre_mlp_layernorm"))
         rules += mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width)
-        for name in ("input_layernorm.weight", "pre_mlp_layernorm.weight"):
-            rules.append(rename(f"{place.hf}{name}", f"{place.mcore}{name}", (hidden,)))
     return rules
 
 
@@ -25,6 +25,7 @@ MIMO_V2 = Family(
     depth_default=None,
     depth_pattern=r"^model\.mtp\.layers\.(\d+)\.eh_proj\.weight$",
     features=STORED_HEAD,
-    carried=(r"model\.layers\.", r"model\.mtp\.layers\.\d+\.self_attn\."),
+    carried=(r"model\.layers\.", r"model\.mtp\.layers\.\d+\.(input_layernorm|self_attn)\."),
+    depth_flags=framed_depths,
     untrainable="sliding windows with sinks, and values of another width than keys",
 )

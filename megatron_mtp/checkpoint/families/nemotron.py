@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from megatron_mtp.checkpoint.families.blocks import Frame, depth_frame
+from megatron_mtp.checkpoint.families.depth_flags import framed_depths
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
 from megatron_mtp.checkpoint.hf_config import HFConfig
@@ -33,5 +34,6 @@ NEMOTRON = Family(
     depth_pattern=r"^mtp\.layers\.(\d+)\.eh_proj\.weight$",
     features=STORED_HEAD,
     carried=(r"backbone\.layers\.", r"mtp\.layers\.\d+\.(mixer|norm)\."),
+    depth_flags=framed_depths,
     untrainable="Mamba layers, which are another of Megatron's models than the GPT that is trained here",
 )

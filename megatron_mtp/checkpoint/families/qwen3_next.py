@@ -4,6 +4,7 @@ All norms but those inside linear attention are zero-centred (1 + w) on both sid
 """
 
 from megatron_mtp.checkpoint.families.blocks import (
+    GQA,
     Frame,
     Place,
     depth_frame,
@@ -13,6 +14,7 @@ from megatron_mtp.checkpoint.families.blocks import (
     moe_rules,
     norm_rules,
 )
+from megatron_mtp.checkpoint.families.depth_flags import CENTRED, gqa_depths, rotary, softmax_experts
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa, moe
 from megatron_mtp.checkpoint.hf_config import HFConfig
@@ -28,9 +30,12 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
     return rules
 
 
+def _attention(config: HFConfig) -> GQA:
+    return gqa(config, bias=config.flag("attention_bias"), norms=True, gated=True)
+
+
 def _layer(config: HFConfig, layout: Layout, place: Place) -> list[Rule]:
-    hidden, experts = config.integer("hidden_size"), layout.has("depth of experts")
-    attention = gqa(config, bias=config.flag("attention_bias"), norms=True, gated=True)
+    hidden, experts, attention = config.integer("hidden_size"), layout.has("depth of experts"), _attention(config)
     rules = norm_rules(place, hidden, mla=False, moe=experts) + gqa_rules(place, attention)
     if not experts:
         width = config.integer("intermediate_size")
@@ -41,6 +46,12 @@ def _layer(config: HFConfig, layout: Layout, place: Place) -> list[Rule]:
         place,
         moe(config, layout, shared=shared, shared_name="shared_expert", shared_gate=True, bias=None, packed=packed),
     )
+
+
+def _depth_flags(config: HFConfig, layout: Layout) -> list[str]:
+    flags = [*gqa_depths(config, layout, _attention(config)), *rotary(config, 0.25), *CENTRED]
+    flags.append("--attention-output-gate")
+    return flags + (softmax_experts(config) if layout.has("depth of experts") else [])
 
 
 QWEN3_NEXT = Family(
@@ -57,5 +68,6 @@ QWEN3_NEXT = Family(
         "packed depth": r"^mtp\.layers\.0\.mlp\.experts\.gate_up_proj$",
     },
     carried=(r"model\.(language_model\.)?layers\.", r"model\.visual\."),
+    depth_flags=_depth_flags,
     untrainable="linear attention in the trunk, for which Megatron needs kernels that are not part of it",
 )

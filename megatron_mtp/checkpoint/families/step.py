@@ -1,6 +1,7 @@
 """Step-3.5: windows and gates by head; three depths, fed from before the final norm, each with a head of its own."""
 
-from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer, mlp_rules
+from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer, mlp_norm, mlp_rules
+from megatron_mtp.checkpoint.families.depth_flags import CENTRED, framed_depths
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, layers
 from megatron_mtp.checkpoint.hf_config import HFConfig
@@ -16,6 +17,7 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
         head = f"{place.hf}transformer.shared_head."
         frame_names = Frame.under(place.hf, "enorm", "hnorm", "eh_proj", "transformer.shared_head.norm")
         rules += depth_frame(depth, hidden, frame_names)
+        rules.append(mlp_norm(place, hidden))
         rules += mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width)
         rules.append(rename(f"{head}output.weight", f"mtp.layers.{depth}.output_layer.weight", (vocabulary, hidden)))
     return rules
@@ -27,6 +29,7 @@ STEP = Family(
     depth_pattern=r"^model\.layers\.(\d+)\.eh_proj\.weight$",
     features=STORED_HEAD,
     carried=(r"model\.layers\.", r"(vision_model|vit_large_projector|model\.vision)"),
+    depth_flags=lambda config, layout: [*framed_depths(config, layout), *CENTRED],
     untrainable="sliding windows with gates by head, and depths fed from before the final norm",
     input="pre",
 )

@@ -71,10 +71,12 @@ def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
 
 
 def is_dense(config: HFConfig) -> bool:
-    """Whether the trunk has no experts, and those of the depths stand for a dense MLP (`split_mlp_rules`)."""
+    """Whether the experts, all of which are always chosen, stand for a dense MLP (`split_mlp_rules`)."""
+    experts, chosen = config.integer("n_routed_experts", "num_experts"), config.integer("num_experts_per_tok")
+    parts = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
     dense = config.integer("first_k_dense_replace", default=0, least=0)
-    experts = config.integer("n_routed_experts", "num_experts")
-    return dense >= layers(config) and experts == config.integer("num_experts_per_tok") == 2
+    whole = 4 * config.integer("moe_intermediate_size") == config.integer("intermediate_size")
+    return experts == chosen == parts == 2 and whole and dense >= layers(config) - 1
 
 
 def frame(

@@ -48,21 +48,24 @@ class Vanilla(Proposer):
         for first_B, width, is_last in self._windows(sequences, count):
             rows = sequences.chain(first_B, width, 0)
             states_SBH = trunk_SBH = sequences.states_at(first_B, width)
+            tokens_BT = sequences.tokens_at(first_B + 1, width + count)
             for depth in range(1, count + 1):
                 given_SBH = states_SBH if self.runner.chained else trunk_SBH
-                tokens_BR = sequences.tokens_at(first_B + depth, width)
+                tokens_BR = tokens_BT[:, depth - 1 : depth - 1 + width]
                 states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, self.caches[depth - 1])
                 if is_last:
-                    picked.append(pick(self.runner.logits(states_SBH[-1:])[:, 0], scene, depth - 1))
-                    sequences.put_tokens(sequences.newest_B + depth, picked[-1][0].unsqueeze(1))
+                    picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], scene, depth - 1))
+                    tokens_BT[:, width + depth - 1] = picked[-1][0]
         return chain_of(picked)
 
     def _windows(self, sequences: Sequences, count: int) -> Iterator[tuple[Tensor, int, bool]]:
         """First row, number of rows and whether they are the last, of what depths 1 .. `count` have to run."""
-        width = max(sequences.growth_since(self._seen[depth]) + depth for depth in range(count))
-        yield from windows(sequences, width)
+        yield from windows(sequences, self._width(sequences, count))
         for depth in range(count):
             self._seen[depth] = sequences.lengths()
+
+    def _width(self, sequences: Sequences, count: int) -> int:
+        return max(sequences.growth_since(self._seen[depth]) + depth for depth in range(count))
 
 
 class ParallelHeads(Vanilla):
@@ -70,27 +73,38 @@ class ParallelHeads(Vanilla):
 
 
 class TrunkStates(Vanilla):
-    """Every module fed with the trunk's states and the next token, as TensorRT-LLM's MTP does; not as trained from
-    depth 2 on.
+    """What TensorRT-LLM's vanilla MTP worker does (its `MTPWorker`), which is not what was trained.
 
-    Only the rows of drafts have another state, the module's before; module d drafts at row m + d - 2.
+    Module d gets the trunk's states at the rows of the tokens d - 1 further on; only the rows of drafts have another
+    state, that of the module before. And a round runs the last K accepted tokens alone: where K drafts and the bonus
+    token were accepted, the first of these K + 1 rows is never run, and stays in the caches as it was made, of zeros.
+
+        K = 2, t_0 .. t_5 known, t_3 .. t_5 of the last round (m = 5); h_0 the trunk's states, g_1 module 1's
+        module 1    rows 3, 4: (h_0[3], t_4) (h_0[4], t_5)      row 2, which would be (h_0[2], t_3), was left out
+        module 2    rows 3, 4: (h_0[4], t_5) (g_1[4], x_1)
     """
 
     @torch.inference_mode()
     def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
         picked: list[tuple[Tensor, Tensor | None]] = []
         for first_B, width, is_last in self._windows(sequences, count):
-            states_SBH = sequences.states_at(first_B, width)
+            rows = sequences.chain(first_B, width, 0)
+            tokens_BT = sequences.tokens_at(first_B + 1, width + count)
+            drafted: list[Tensor] = []
             for depth in range(1, count + 1):
-                wide = states_SBH.size(0)
-                rows = sequences.chain(first_B, wide, count)
-                tokens_BR = sequences.tokens_at(first_B + 1, wide)
-                out_SBH = self.runner.depth(depth, states_SBH, tokens_BR, rows, self.caches[depth - 1])
+                trunk_SBH = sequences.states_at(first_B + depth - 1, width - len(drafted))
+                tokens_BR = tokens_BT[:, depth - 1 : depth - 1 + width]
+                given_SBH = torch.cat([trunk_SBH, *drafted])
+                states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, self.caches[depth - 1])
                 if is_last:
-                    picked.append(pick(self.runner.logits(out_SBH[-1:])[:, 0], scene, depth - 1))
-                    sequences.put_tokens(sequences.newest_B + depth, picked[-1][0].unsqueeze(1))
-                    states_SBH = torch.cat([states_SBH, out_SBH[-1:]])
+                    picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], scene, depth - 1))
+                    tokens_BT[:, width + depth - 1] = picked[-1][0]
+                    drafted.append(states_SBH[-1:])
         return chain_of(picked)
+
+    def _width(self, sequences: Sequences, count: int) -> int:
+        prompts_are_run = any(self._seen[0])
+        return count if prompts_are_run else max(sequences.growth_since(self._seen[0]), count)
 
 
 class Eagle(Proposer):
@@ -106,12 +120,12 @@ class Eagle(Proposer):
     @torch.inference_mode()
     def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
         state_SBH = self.catch_up(sequences)
-        picked = [pick(self.runner.logits(state_SBH)[:, 0], scene, 0)]
+        picked = [pick(self.runner.draft_logits(state_SBH)[:, 0], scene, 0)]
         for position in range(1, count):
             token_B1 = picked[-1][0].unsqueeze(1)
             rows = sequences.chain(sequences.newest_B - 1 + position, 1, count)
             state_SBH = self.runner.depth(1, state_SBH, token_B1, rows, self.cache)
-            picked.append(pick(self.runner.logits(state_SBH)[:, 0], scene, position))
+            picked.append(pick(self.runner.draft_logits(state_SBH)[:, 0], scene, position))
         return chain_of(picked)
 
     def catch_up(self, sequences: Sequences) -> Tensor:

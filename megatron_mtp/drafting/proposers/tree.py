@@ -48,7 +48,7 @@ class Grower(Eagle):
     @property
     def beam(self) -> int:
         """`beam_width`, of as many tokens as there are."""
-        return min(self.config.beam_width, self.runner.vocab_size)
+        return min(self.config.beam_width, self.runner.drafted)
 
     def grow(self, sequences: Sequences, scene: Round, widths: list[int], most: int | None, drawn: bool) -> list[Level]:
         """Levels with `widths[i]` candidates a row.
@@ -104,7 +104,7 @@ class Grower(Eagle):
         drafted: int,
         drawn: bool,
     ) -> Level:
-        logits_BFV = self.runner.logits(states_SBH)
+        logits_BFV = self.runner.draft_logits(states_SBH)
         # At temperature 0 the order of a beam comes from the model's own distribution.
         probs_BFV = logits_BFV.softmax(-1) if scene.sampling.greedy else scene.sampling.probabilities(logits_BFV)
         batch, rows, _ = probs_BFV.shape
@@ -149,7 +149,7 @@ class Tree(Grower):
     def _widths(self, count: int) -> list[int]:
         if self.config.tree_nodes is not None:
             return [self.beam] * count
-        return [min(width, self.runner.vocab_size) for width in self.config.tree or DEFAULT_TREE][:count]
+        return [min(width, self.runner.drafted) for width in self.config.tree or DEFAULT_TREE][:count]
 
     @torch.inference_mode()
     def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:

@@ -1,0 +1,120 @@
+"""What every depth adds to the time of a training step, against what its arithmetic adds.
+
+    python benchmarks/depth_cost.py                    D = 1, 2 and 4 beside D = 0
+    python benchmarks/depth_cost.py --quick            does it run? (the figures mean nothing)
+
+With C the multiply-adds of one layer for a token, H the hidden size, V the vocabulary and L the trunk's layers, D
+depths add D (2 H^2 + C + H V) to L C + H V. All models take turns step by step, so that a load from outside meets all.
+"""
+
+import argparse
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+
+from benchmarks.train_step import ON_CPU, Side, Sizes, build_side, make_batches, set_up_megatron  # noqa: I001  (first)
+
+import torch
+from megatron.training import get_args
+
+from benchmarks.harness import Goal, compare, hardware, interleave, report, table
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.model.trunk import MTPGPTModelConfig
+from megatron_mtp.training.forward_step import ForwardStep
+from megatron_mtp.training.metrics import Metrics
+
+GOAL = 1.05
+"""The time that depths add is at most so many times what their arithmetic adds."""
+
+DEFAULTS = {
+    "cpu": Sizes(256, 4, 4, 512, 4, 8192, "fp32"),
+    "cuda": Sizes(2048, 8, 16, 2048, 4, 32768, "bf16"),
+    "quick": Sizes(32, 1, 2, 32, 2, 256, "fp32"),
+}
+REPEATS = {"cpu": 9, "cuda": 50, "quick": 2}
+
+
+def main() -> None:
+    """Measure and report."""
+    wanted = parse(sys.argv[1:])
+    where = "quick" if wanted.quick else "cpu" if ON_CPU else "cuda"
+    if wanted.threads or wanted.quick:
+        torch.set_num_threads(wanted.threads or 1)
+    sizes, command = DEFAULTS[where], sys.argv
+    set_up_megatron(sizes, max(wanted.depths))
+    sys.argv = command
+    sides = {depths: build(depths) for depths in (0, *wanted.depths)}
+    steps = {str(depths): lambda depths=depths, side=side: step(depths, side) for depths, side in sides.items()}
+    spent = interleave(steps, wanted.repeats or REPEATS[where], synchronize=torch.cuda.synchronize)
+    wall = {name: [one.wall for one in rounds] for name, rounds in spent.items()}
+    results = {f"D={depths}": result(depths, wall, sizes) for depths in wanted.depths}
+    torch.distributed.destroy_process_group()
+    report(
+        "depth_cost",
+        hardware(ON_CPU),
+        {"sizes": asdict(sizes), "seconds without depths": statistics.median(wall["0"]), **results},
+        [Goal(f"time added / arithmetic added, {name}", one["ratio"], GOAL) for name, one in results.items()],
+        [
+            table(
+                ("depths", "s a step", "added", "arithmetic", "ratio"),
+                [(n, *one.values()) for n, one in results.items()],
+            )
+        ],
+    )
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Ends the process with one sentence and status 2 where a number makes no sense."""
+    parser = argparse.ArgumentParser(
+        description="The time that MTP depths add to a training step, against their arithmetic.",
+        epilog="example: python benchmarks/depth_cost.py --depths 1 2 --repeats 20",
+    )
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4], metavar="D", help="default: 1 2 4")
+    parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds, one step of each model")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of the CPU; default: all cores")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    wanted = parser.parse_args(argv)
+    for name, given in (("depths", wanted.depths), ("repeats", [wanted.repeats]), ("threads", [wanted.threads])):
+        if any(number is not None and number < 1 for number in given):
+            parser.error(f"--{name} is {' '.join(map(str, given))}; give 1 or more.")
+    return wanted
+
+
+def build(depths: int) -> Side:
+    """Our model with so many depths, in training."""
+    get_args().mtp_num_layers = depths or None
+    return build_side(MTPGPTModelConfig, ForwardStep(MTPConfig(), Metrics(None)), make_batches(2))
+
+
+def step(depths: int, side: Side) -> None:
+    """A training step; Megatron's arguments are those of the process."""
+    get_args().mtp_num_layers = depths or None
+    side.step()
+
+
+def result(depths: int, wall: dict[str, list[float]], sizes: Sizes) -> dict[str, Any]:
+    """Part of a step without depths that is added, measured and by arithmetic."""
+    added = compare(wall[str(depths)], wall["0"]).paired_ratio - 1
+    arithmetic = added_arithmetic(depths, sizes)
+    return {
+        "seconds": round(statistics.median(wall[str(depths)]), 4),
+        "added": round(added, 4),
+        "arithmetic": round(arithmetic, 4),
+        "ratio": round(added / arithmetic, 4),
+    }
+
+
+def added_arithmetic(depths: int, sizes: Sizes) -> float:
+    """D (2 H^2 + C + H V) / (L C + H V); Megatron's gated MLP is 4 H wide, and attention sees half of a sequence."""
+    hidden = sizes.hidden_size
+    layer = 4 * hidden**2 + 3 * 4 * hidden**2 + sizes.seq_length * hidden
+    head = hidden * sizes.vocab_size
+    return depths * (2 * hidden**2 + layer + head) / (sizes.num_layers * layer + head)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Train the depths of a checkpoint in a loop of one's own, as an RL trainer or a fine-tuning script would.
+
+    python examples/own_loop.py CHECKPOINT [STEPS]
+
+The batch has prompts and answers: labels are masked on the prompts. Here the answers are random tokens, where a trainer
+would have its rollouts; the policy's own loss is left out, and the trunk gets no gradient.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_mtp.platform import prepare
+
+prepare()
+
+import torch  # noqa: E402
+
+from megatron_mtp.checkpoint.model import load_model  # noqa: E402
+from megatron_mtp.config import MTPConfig  # noqa: E402
+from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states  # noqa: E402
+
+ROWS, SLOTS, PROMPT = 4, 32, 12
+
+
+def main(checkpoint: Path, steps: int) -> None:
+    """A few steps of distillation, printing the loss by depth."""
+    model = load_model(checkpoint).train()
+    optimizer = torch.optim.AdamW(model.mtp.parameters(), lr=1e-3)
+    settings = MTPConfig(mtp_loss="kd", mtp_train_only=True)
+    for step in range(steps):
+        stream_BS = torch.randint(model.vocab_size, (ROWS, SLOTS + 1), generator=torch.Generator().manual_seed(0))
+        tokens_BS, labels_BS = stream_BS[:, :-1], stream_BS[:, 1:]
+        mask_BS = (torch.arange(SLOTS) >= PROMPT).expand_as(tokens_BS)
+        with torch.no_grad():
+            hidden_SBH = trunk_states(model, tokens_BS)
+        made = mtp_loss(hidden_SBH, model, tokens_BS, labels_BS, mask_BS, settings)
+        optimizer.zero_grad()
+        made.loss.backward()
+        optimizer.step()
+        print(f"step {step}: " + ", ".join(f"depth {d} {mean:.4f}" for d, mean in enumerate(made.depth_means, start=1)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 5)

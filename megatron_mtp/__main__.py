@@ -1,0 +1,8 @@
+"""`python -m megatron_mtp` is `megatron-mtp`; under torchrun, `torchrun ... -m megatron_mtp train ...`."""
+
+import sys
+
+from megatron_mtp.command.line import main
+
+if __name__ == "__main__":
+    sys.exit(main())

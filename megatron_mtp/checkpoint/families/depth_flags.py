@@ -1,0 +1,68 @@
+"""Megatron's flags for the depths of families whose trunk it cannot run: a model of one layer like theirs.
+
+`verify` builds it, gives the depths the trunk's hidden states, and the attention that Megatron has no module for.
+"""
+
+from megatron_mtp.checkpoint.families.blocks import GQA, MLA
+from megatron_mtp.checkpoint.families.family import Layout
+from megatron_mtp.checkpoint.families.flags import (
+    UntrainableError,
+    common_flags,
+    expert_flags,
+    gqa_flags,
+    latent_flags,
+    pairs,
+    rope_flags,
+    rotated_part,
+)
+from megatron_mtp.checkpoint.families.trunk import gqa
+from megatron_mtp.checkpoint.hf_config import HFConfig
+
+ALL_LAYERS = pairs({"moe-layer-freq": 1})
+NO_POSITIONS = pairs({"position-embedding-type": "none"})
+CENTRED = ["--apply-layernorm-1p"]
+"""Norms whose weight is 1 + w."""
+
+
+def gqa_depths(config: HFConfig, layout: Layout, attention: GQA) -> list[str]:
+    """Dense depths with grouped-query attention, without positions."""
+    if attention.out_bias:
+        raise UntrainableError("biases of all projections, which Megatron has only together with all others")
+    width = config.integer("intermediate_size")
+    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(config, attention), *NO_POSITIONS]
+
+
+def rotary(config: HFConfig, part: float = 1.0, interleaved: bool = False) -> list[str]:
+    """Rotary positions, of the part of a head that the config says or this one."""
+    flags = [*pairs({"position-embedding-type": "rope"}), *rope_flags(config, rotated_part(config, part))]
+    return flags + ["--rotary-interleaved"] * interleaved
+
+
+def framed_depths(config: HFConfig, layout: Layout) -> list[str]:
+    """Depths of which Megatron has the frame, and the MLP if it is dense."""
+    width = config.integer("intermediate_size", "moe_intermediate_size")
+    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(config, gqa(config)), *NO_POSITIONS]
+
+
+def latent_depths(config: HFConfig, layout: Layout, attention: MLA, width: int) -> list[str]:
+    """Dense depths with latent attention."""
+    return [*common_flags(config, layout.depths, 1, width), *latent_flags(config, attention)]
+
+
+def sigmoid_experts(config: HFConfig) -> list[str]:
+    """Experts in every depth, chosen as in DeepSeek-V3."""
+    return [*expert_flags(config), *ALL_LAYERS]
+
+
+def softmax_experts(config: HFConfig) -> list[str]:
+    """Experts in every depth, chosen by softmax, and a shared one behind a gate."""
+    sizes = {
+        "num-experts": config.integer("num_experts"), "moe-router-topk": config.integer("num_experts_per_tok"),
+        "moe-ffn-hidden-size": config.integer("moe_intermediate_size"), "moe-router-score-function": "softmax",
+        "moe-router-load-balancing-type": "none", "moe-router-dtype": "fp32",
+        "moe-shared-expert-intermediate-size": config.integer("shared_expert_intermediate_size"),
+    }  # fmt: skip
+    normed = config.flag("norm_topk_prob", default=True)
+    return [
+        *pairs(sizes), "--moe-shared-expert-gate", *["--moe-router-pre-softmax"] * (not normed), *ALL_LAYERS
+    ]  # fmt: skip

@@ -1,0 +1,66 @@
+"""What the tokenizer of a trained model tells its export: the rows that stand for tokens, and the special ones' ids."""
+
+import json
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_mtp.checkpoint.dist_store import DistReader
+
+GENERATION = "generation_config.json"
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The vocabulary as the tokenizer and Megatron's arguments know it.
+
+    Attributes:
+        size: ids that can occur; None where nothing tells.
+        ids: `bos_token_id` and its like, where there are such tokens.
+        folder: of the tokenizer; None where it is not known.
+    """
+
+    size: int | None
+    ids: dict[str, int]
+    folder: Path | None
+
+    @classmethod
+    def of(cls, folder: Path | None, args: Namespace) -> "Tokens":
+        """By the tokenizer in a folder, and by what the run was told of its own."""
+        said = getattr(args, "vocab_size", None)
+        if folder is None or not any(folder.glob("tokenizer*")):
+            ends = getattr(args, "null_tokenizer_eod_id", None)
+            return cls(said, {} if ends is None else {"eos_token_id": ends}, folder)
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        size = max(len(tokenizer), *(index + 1 for index in tokenizer.get_vocab().values()), said or 0)
+        return cls(size, {name: value for name, value in ids.items() if value is not None}, folder)
+
+    def vocabulary(self, reader: DistReader) -> int:
+        """Rows of embedding and head in the folder: without those that Megatron adds to make their number divisible.
+
+        Raises:
+            ValueError: the tokenizer has more tokens than the checkpoint has rows.
+        """
+        rows = reader.shape(EMBEDDING)[0]
+        if self.size is not None and self.size > rows:
+            raise ValueError(
+                f"the tokenizer {self.folder or ''} has {self.size} tokens, but '{EMBEDDING}' in {reader.folder} has "
+                f"{rows} rows; give the tokenizer that the model was trained with (--tokenizer)."
+            )
+        return self.size or rows
+
+    def generation_config(self) -> dict[str, str]:
+        """The file that tells engines where a text ends, by its name; none where the tokenizer's folder has one."""
+        if not self.ids or (self.folder is not None and (self.folder / GENERATION).is_file()):
+            return {}
+        return {GENERATION: json.dumps(self.ids, indent=2) + "\n"}
+
+
+def run_tokenizer(args: Namespace) -> Path | None:
+    """The folder of the tokenizer that a run was given, if it is still there."""
+    model = getattr(args, "tokenizer_model", None)
+    return Path(model) if model and Path(model).is_dir() else None

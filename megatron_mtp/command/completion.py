@@ -1,0 +1,109 @@
+"""`megatron-mtp completion SHELL`: a script that completes verbs, flags and choices, made of the parsers."""
+
+import contextlib
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
+
+import shtab
+
+from megatron_mtp.command.line import VERBS
+from megatron_mtp.platform import prepare
+
+SHELLS = ("bash", "zsh")
+
+EXAMPLES = """examples:
+  megatron-mtp completion bash > ~/.local/share/bash-completion/completions/megatron-mtp
+  megatron-mtp completion zsh > ~/.zfunc/_megatron-mtp    # with ~/.zfunc in fpath
+"""
+
+
+def main(arguments: list[str], program: str) -> int:
+    """Print the script."""
+    args = parser(program).parse_args(arguments)
+    with contextlib.redirect_stdout(sys.stderr):  # importing Megatron may speak
+        script = shtab.complete(whole(program.split()[0]), args.shell)
+    print(script)
+    return 0
+
+
+def parser(program: str) -> ArgumentParser:
+    """The shell alone."""
+    made = ArgumentParser(
+        program,
+        description="Print a script that completes verbs and flags; write it to where the shell looks for such.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    made.add_argument("shell", choices=SHELLS, help="which shell")
+    return made
+
+
+def whole(program: str) -> ArgumentParser:
+    """One parser of all verbs, for what reads parsers; the verbs themselves parse with their own."""
+    made = ArgumentParser(program)
+    verbs = made.add_subparsers(metavar="VERB")
+    for verb, makers in PARSERS.items():
+        parsers = [make(f"{program} {verb}") for make in makers]
+        line = VERBS[verb].line
+        verbs.add_parser(verb, help=line, parents=parsers, add_help=False, conflict_handler="resolve")
+    return made
+
+
+def _train(program: str) -> ArgumentParser:
+    prepare()
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_mtp.training.arguments import add_mtp_arguments
+
+    return add_mtp_arguments(add_megatron_arguments(ArgumentParser(program)))
+
+
+def _evaluate(program: str) -> ArgumentParser:
+    from megatron_mtp.command.evaluate import parser
+
+    return parser(program)
+
+
+def _generate(program: str) -> ArgumentParser:
+    prepare()
+    from megatron_mtp.drafting.command import parser
+
+    return parser(program)
+
+
+def _convert(program: str) -> ArgumentParser:
+    from megatron_mtp.checkpoint.command import parser
+
+    return parser(program)
+
+
+def _preprocess(program: str) -> ArgumentParser:
+    from megatron_mtp.data.command import parser
+
+    return parser(program)
+
+
+def _report(program: str) -> ArgumentParser:
+    from megatron_mtp.report.command import parser
+
+    return parser(program)
+
+
+def _doctor(program: str) -> ArgumentParser:
+    from megatron_mtp.command.doctor import parser
+
+    return parser(program)
+
+
+PARSERS: dict[str, tuple[Callable[[str], ArgumentParser], ...]] = {
+    "train": (_train,),
+    "convert": (_convert,),
+    "generate": (_generate,),
+    "evaluate": (_train, _evaluate),
+    "report": (_report,),
+    "doctor": (_doctor,),
+    "preprocess": (_preprocess,),
+    "completion": (parser,),
+}
+"""The parsers whose flags a verb takes."""

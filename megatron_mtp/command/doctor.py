@@ -1,0 +1,163 @@
+"""`megatron-mtp doctor`: what this machine has, what the absence of each thing costs, and whether training can run.
+
+Every check is a row of a table; those that training cannot do without decide the exit status.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import shutil
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+DISTRIBUTION = "megatron-mtp"
+
+EXAMPLES = """examples:
+  megatron-mtp doctor           # for people
+  megatron-mtp doctor --json    # one object: {"can_train": ..., "checks": [...]}
+
+exit status: 0 if training can run here (on the CPU counts), 1 if not.
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row.
+
+    Attributes:
+        found: version or name; None if it is not there.
+        ok: it is there, in a version that is supported.
+        needed: training cannot run here without it.
+        says: what is supported, or what the absence costs.
+    """
+
+    name: str
+    found: str | None
+    ok: bool
+    needed: bool
+    says: str
+
+
+def main(arguments: list[str], program: str) -> int:
+    """Print the checks; exit status 0 if training can run on this machine, 1 if not."""
+    args = parser(program).parse_args(arguments)
+    checks = [check for part in CHECKS for check in part()]
+    can_train = all(check.ok for check in checks if check.needed)
+    if args.json:
+        print(json.dumps({"can_train": can_train, "checks": [asdict(check) for check in checks]}))
+    else:
+        print(text_of(checks, can_train))
+    return 0 if can_train else 1
+
+
+def parser(program: str) -> ArgumentParser:
+    """All flags."""
+    made = ArgumentParser(
+        program,
+        description="What this machine has, what it costs that something is missing, and whether training can run.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    return made
+
+
+def text_of(checks: list[Check], can_train: bool) -> str:
+    """A line a check, and the verdict."""
+    signs = {check: "ok  " if check.ok else "FAIL" if check.needed else "-   " for check in checks}
+    width = max(len(check.name) for check in checks)
+    lines = [f"{sign} {c.name:<{width}}  {c.found or 'not found'}: {c.says}" for c, sign in signs.items()]
+    missing = ", ".join(check.name for check in checks if check.needed and not check.ok)
+    verdict = "training can run here" if can_train else f"training cannot run here, for want of: {missing}"
+    return "\n".join([*lines, verdict])
+
+
+def check_versions() -> list[Check]:
+    """Python and every package that ours requires, against the ranges of pyproject.toml."""
+    try:
+        about = importlib.metadata.metadata(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return [Check(DISTRIBUTION, None, False, True, "install it with `pip install -e .` in its folder")]
+    required = [Requirement(line) for line in about.get_all("Requires-Dist") or []]
+    rows = [_version("Python", platform.python_version(), SpecifierSet(about["Requires-Python"]))]
+    rows += [_version(one.name, _installed(one.name), one.specifier) for one in required if one.marker is None]
+    return rows
+
+
+def _version(name: str, found: str | None, supported: SpecifierSet) -> Check:
+    range_ = f"supported is {supported}" if supported else "any version is supported"
+    return Check(name, found, found is not None and supported.contains(found, prereleases=True), True, range_)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_device() -> list[Check]:
+    """The CUDA device, and what processes on it, or on CPUs, talk over."""
+    torch = _torch()
+    if torch is None:
+        return []
+    on_cuda = torch.cuda.is_available()
+    device = torch.cuda.get_device_properties(0) if on_cuda else None
+    named = None if device is None else f"{torch.cuda.device_count()} x {device.name}"
+    memory = "training runs on the CPU over gloo, with small models only"
+    if device is not None:
+        memory = f"{device.total_memory / 2**30:.0f} GiB of memory each, CUDA {torch.version.cuda}"
+    nccl, gloo = torch.distributed.is_nccl_available(), torch.distributed.is_gloo_available()
+    return [
+        Check("CUDA device", named, on_cuda, False, memory),
+        Check("NCCL", "in torch" if nccl else None, nccl, on_cuda, "processes on CUDA devices talk over it"),
+        Check("gloo", "in torch" if gloo else None, gloo, not on_cuda, "processes on CPUs talk over it"),
+    ]
+
+
+def _torch() -> ModuleType | None:
+    try:
+        import torch
+    except (ImportError, OSError):  # a library that it links to may be missing
+        return None
+    return torch
+
+
+def check_kernels() -> list[Check]:
+    """What makes training faster where it is there."""
+    return [_transformer_engine(), _apex(), _compiler()]
+
+
+def _transformer_engine() -> Check:
+    found = _installed("transformer-engine") if importlib.util.find_spec("transformer_engine") else None
+    costs = "Megatron's own modules and plain attention take its place: slower on a CUDA device, and no FP8"
+    return Check("Transformer Engine", found, found is not None, False, "fused layers" if found else costs)
+
+
+def _apex() -> Check:
+    """NVIDIA's has fused optimizers; a package index has another project of that name."""
+    spec = importlib.util.find_spec("apex")
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
+    is_nvidias = any((Path(place) / "optimizers").is_dir() for place in places)
+    costs = "torch's Adam takes the place of the fused one, and gradients are not accumulated in the matrix products"
+    if is_nvidias:
+        return Check("Apex", _installed("apex") or "built here", True, False, "fused optimizers")
+    if spec is not None:
+        costs = f"the installed package of that name is another project (NVIDIA's is built from its source); {costs}"
+    return Check("Apex", None, False, False, costs)
+
+
+def _compiler() -> Check:
+    path = shutil.which("g++")
+    says = "torch.compile and Triton build kernels with it on a CUDA device; on the CPU nothing needs it"
+    return Check("g++", path, path is not None, False, says)
+
+
+CHECKS: tuple[Callable[[], list[Check]], ...] = (check_versions, check_device, check_kernels)

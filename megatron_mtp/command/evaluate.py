@@ -1,0 +1,117 @@
+"""`megatron-mtp evaluate`: losses and acceptance by depth of a checkpoint on a text, by the evaluation of training.
+
+It is `train` with `--skip-train` and what that needs; every flag of `train` may follow, and one that is given stands.
+"""
+
+import json
+import os
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from megatron_mtp.platform import prepare
+
+DEFAULTS = (
+    "--skip-train --use-checkpoint-args --no-load-optim --no-load-rng --split 0,1,0 --micro-batch-size 1 "
+    "--train-iters 1 --eval-interval 1 --eval-iters 16 --no-create-attention-mask-in-dataloader"
+)
+"""What `train` needs to evaluate and do nothing else."""
+
+EXAMPLES = f"""examples:
+  # the whole of some files or folders, with the tokenizer of the training
+  megatron-mtp evaluate --load runs/mine/checkpoint --text held_out
+
+  # 64 batches of 8 sequences of a corpus that preprocess has made; figures as one JSON object
+  megatron-mtp evaluate --load runs/mine/checkpoint --data-path data/corpus --micro-batch-size 8 --eval-iters 64 --json
+
+  # a model that is cut over two GPUs
+  torchrun --nproc-per-node 2 -m megatron_mtp evaluate --load CKPT --data-path data/corpus \\
+      --tensor-model-parallel-size 2
+
+every flag of `megatron-mtp train` may follow; in front of them stand
+  {DEFAULTS.replace(" --train", chr(10) + "  --train")}
+"""
+
+
+def main(arguments: list[str], program: str) -> int:
+    """Print the figures of a checkpoint; bad input ends with one sentence and exit status 2."""
+    args, rest = parser(program).parse_known_args(arguments)
+    on_cpu = prepare()
+
+    from megatron_mtp.drafting.text import own_output
+    from megatron_mtp.training.arguments import fail
+
+    answer = own_output()
+    with TemporaryDirectory(prefix="megatron-mtp-") as folder:
+        try:
+            flags = _data_flags(args, Path(folder))
+        except (ValueError, RuntimeError) as error:
+            fail(program, ValueError(error))
+        from megatron_mtp.training.run import main as train
+
+        sys.argv = [program, *DEFAULTS.split(), *flags, "--load", args.load, *rest]
+        evaluated = train(sys.argv, on_cpu).evaluated
+    if evaluated is not None:  # on the rank that knows
+        row, table = evaluated
+        print(json.dumps({"load": args.load, **row}) if args.json else table, file=answer, flush=True)
+    return 0
+
+
+def parser(program: str) -> ArgumentParser:
+    """The flags that `train` does not have."""
+    made = ArgumentParser(
+        program,
+        description="Losses, acceptance by depth and expected accepted length of a checkpoint on a text.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to, or a converted one")
+    add("--text", nargs="+", metavar="PATH", help="files or folders to evaluate on, whole (or give --data-path)")
+    add("--tokenizer-model", metavar="FOLDER", help="Hugging Face tokenizer folder; default: the one of the training")
+    add("--json", action="store_true", help="print one JSON object, under the names of metrics.jsonl")
+    return made
+
+
+def _data_flags(args: Namespace, folder: Path) -> list[str]:
+    """Flags for tokenizer and text; a text is made into a corpus in `folder`."""
+    chosen = [] if args.tokenizer_model is None else _tokenizer_flags(args.tokenizer_model)
+    if args.text is None:
+        return chosen
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            "--text is read by one process, and there are several; make a corpus with megatron-mtp preprocess and give "
+            "--data-path."
+        )
+    from megatron_mtp.checkpoint.dist_store import DistReader, iteration_folder
+    from megatron_mtp.checkpoint.hf_tokens import run_tokenizer
+
+    stored = DistReader(iteration_folder(Path(args.load))).common()["args"]
+    tokenizer = args.tokenizer_model or run_tokenizer(stored)
+    if tokenizer is None:
+        raise ValueError(f"--load is {args.load}, which names no tokenizer that is there; give --tokenizer-model.")
+    tokens = _corpus(args.text, str(tokenizer), folder / "corpus")
+    if tokens <= stored.seq_length:
+        raise ValueError(
+            f"--text has {tokens} tokens, and the model's sequences have {stored.seq_length}; give more text."
+        )
+    samples = (tokens - 1) // stored.seq_length
+    return [*chosen, "--data-path", str(folder / "corpus"), "--eval-iters", str(samples)]
+
+
+def _tokenizer_flags(folder: str) -> list[str]:
+    named = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
+    return [*named, "--no-use-tokenizer-model-from-checkpoint-args"]
+
+
+def _corpus(texts: list[str], tokenizer: str, prefix: Path) -> int:
+    """Tokens of the corpus that is made of the texts."""
+    from megatron_mtp.data.checks import read_sidecar
+    from megatron_mtp.data.command import main as preprocess
+
+    flags = ["--input", *texts, "--tokenizer", tokenizer, "--output-prefix", str(prefix), "--workers", "1"]
+    if preprocess(flags, "megatron-mtp evaluate --text"):
+        sys.exit(2)
+    return int(read_sidecar(str(prefix))["tokens"])

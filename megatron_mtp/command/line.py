@@ -1,0 +1,128 @@
+"""`megatron-mtp VERB ...`: the table of verbs, and how each is called.
+
+A verb imports what it needs when it is called, so that `--help` and `report` do not wait for torch; Megatron must find
+the platform prepared.
+"""
+
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_mtp import __version__
+
+PROGRAM = "megatron-mtp"
+
+EXAMPLES = """examples:
+  megatron-mtp doctor
+  megatron-mtp preprocess --input my_texts --output-prefix data/corpus
+  megatron-mtp train <Megatron's flags> --mtp-num-layers 2 --mtp-metrics-dir runs/mine
+  torchrun --nproc-per-node 8 -m megatron_mtp train <the same flags>
+  megatron-mtp evaluate --load runs/mine/checkpoint --text my_texts
+  megatron-mtp generate --load runs/mine/checkpoint --prompt 'def ' --speculative-config '{"method": "mtp"}'
+  megatron-mtp report runs/mine
+  megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported
+
+megatron-mtp VERB --help lists the flags of a verb, with examples of its own.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line (None: sys.argv); return its exit status, 2 for a verb that does not exist."""
+    arguments = sys.argv[1:] if argv is None else argv
+    verb = parser().parse_args(arguments[:1]).verb
+    return VERBS[verb].run(f"{PROGRAM} {verb}", arguments[1:])
+
+
+def parser() -> ArgumentParser:
+    """The verb alone; what follows belongs to the verb's own parser."""
+    verbs = "\n".join(f"  {name:<12}{verb.line}" for name, verb in VERBS.items())
+    made = ArgumentParser(
+        PROGRAM,
+        usage=f"{PROGRAM} VERB ...",
+        description=f"Multi-Token Prediction for GPT models trained with Megatron-Core.\n\nverbs:\n{verbs}",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    made.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the above")
+    made.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    return made
+
+
+def _train(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.platform import prepare
+
+    on_cpu = prepare()
+
+    from megatron_mtp.training.run import main
+
+    sys.argv = [program, *arguments]  # Megatron's parser reads nothing else
+    main(sys.argv, on_cpu)
+    return 0
+
+
+def _evaluate(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.command.evaluate import main
+
+    return main(arguments, program)
+
+
+def _generate(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.platform import prepare
+
+    prepare()
+
+    from megatron_mtp.drafting.command import main
+
+    main([program, *arguments])
+    return 0
+
+
+def _convert(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.checkpoint.command import main
+
+    return main(arguments, program)
+
+
+def _preprocess(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.data.command import main
+
+    return main(arguments, program)
+
+
+def _report(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.report.command import main
+
+    return main(arguments, program)
+
+
+def _doctor(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.command.doctor import main
+
+    return main(arguments, program)
+
+
+def _completion(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.command.completion import main
+
+    return main(arguments, program)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What `--help` says of it, and what runs it: given how it is called and its arguments, the exit status."""
+
+    line: str
+    run: Callable[[str, list[str]], int]
+
+
+VERBS = {
+    "train": Verb("pretrain a GPT, with Megatron's flags and --mtp-*", _train),
+    "convert": Verb("between Hugging Face folders and Megatron's checkpoints; inspect, verify", _convert),
+    "generate": Verb("text from a checkpoint, drafting several tokens per forward", _generate),
+    "evaluate": Verb("loss and acceptance by depth of a checkpoint on a text", _evaluate),
+    "report": Verb("one HTML page of one run or several", _report),
+    "doctor": Verb("what this machine has, and what it costs that something is missing", _doctor),
+    "preprocess": Verb("text to the .bin and .idx that train reads", _preprocess),
+    "completion": Verb("a script that completes verbs and flags in bash or zsh", _completion),
+}

@@ -1,0 +1,189 @@
+"""Turn text into the `.bin` and `.idx` that Megatron trains on; without a tokenizer, train one first.
+
+The command line of this room: reads the flags, calls it, prints one line per step. Exit status 2 for a user's mistake.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_mtp.data.checks import read_sidecar
+from megatron_mtp.data.corpus import write_corpus
+from megatron_mtp.data.documents import Document, choose_documents, find_files, list_documents, read_document
+from megatron_mtp.data.tokenizer import SMALLEST_VOCAB, TOKENIZER_FILES, Encoder, train_bpe
+
+EXAMPLES = """examples:
+  # every .txt, .md, .py and .jsonl file of a folder; trains a tokenizer of 8192 entries (data/corpus-tokenizer)
+  megatron-mtp preprocess --input my_texts --output-prefix data/corpus
+
+  # the Python sources of the installed packages, 40 MB of them, small vocabulary
+  megatron-mtp preprocess --input '.venv/lib/python3*/site-packages' --include '*.py' --max-mb 40 \\
+      --vocab-size 1024 --output-prefix data/code
+
+  # JSONL, text under "content", with a tokenizer that is already there
+  megatron-mtp preprocess --input 'shards/*.jsonl' --json-key content --tokenizer models/Qwen3-0.6B \\
+      --output-prefix data/web
+
+then train with: --data-path PREFIX --tokenizer-type HuggingFaceTokenizer --tokenizer-model TOKENIZER_FOLDER
+"""
+TRAINING_BYTES = 20_000_000
+# One huge file must not fill the tokenizer's whole sample, unless there are few others.
+TRAINING_BYTES_PER_FILE = 1_000_000
+# Flags that change nothing in the output.
+NOT_SETTINGS = ("output_prefix", "workers", "overwrite")
+
+
+def main(argv: Sequence[str] | None = None, program: str = "preprocess.py") -> int:
+    """Run the command (None: sys.argv), which speaks as `program`.
+
+    Returns its exit status: 0 done or already done, 2 for a mistake in the flags or the input.
+    """
+    args = parser(program).parse_args(argv)
+    try:
+        preprocess(args)
+    except (ValueError, RuntimeError) as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def preprocess(args: argparse.Namespace) -> None:
+    """Find, tokenise, write; raises ValueError for a user's mistake and RuntimeError for a dead worker."""
+    _check_flags(args)
+    settings = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SETTINGS}
+    if not args.overwrite and _is_done(args.output_prefix, settings):
+        return
+    documents = list_documents(find_files(args.input, args.include))
+    total = sum(document.size for document in documents)
+    documents = choose_documents(documents, _bytes(args.max_mb), args.seed, args.shuffle)
+    if not documents:
+        raise ValueError(f"--input: every file in {', '.join(map(repr, args.input))} is empty; give files with text.")
+    size = sum(document.size for document in documents)
+    print(f"{len(documents)} documents, {size / 1e6:.1f} of {total / 1e6:.1f} MB", flush=True)
+    folder = args.tokenizer or _trained_tokenizer(args, documents)
+    encoder = Encoder.from_folder(folder, args.eod_token, args.trust_remote_code)
+    record = write_corpus(documents, encoder, args.output_prefix, args.json_key, args.workers, settings)
+    print(
+        f"{args.output_prefix}.bin and .idx: {record['documents']} documents, {record['tokens']} tokens, "
+        f"vocabulary {record['vocab_size']}, {record['text_bytes'] / record['tokens']:.2f} bytes a token, "
+        f"EOD '{record['eod_token']}' = {record['eod_id']}, {record['seconds']} s"
+    )
+    print(f"tokenizer: {folder}")
+    if args.eod_token:
+        print(
+            f"note: Megatron ends documents at the eos_token of {folder}/tokenizer_config.json; see that it is the same"
+        )
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    """All flags."""
+    made = argparse.ArgumentParser(
+        program,
+        description=__doc__.split("\n")[0] if __doc__ else None,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders, quoted globs; a .jsonl file holds one document a line",
+    )
+    add(
+        "--include",
+        nargs="+",
+        default=["*.txt", "*.md", "*.py", "*.jsonl"],
+        metavar="GLOB",
+        help="names to take inside folders (default: *.txt *.md *.py *.jsonl)",
+    )
+    add("--json-key", default="text", metavar="KEY", help="key of the text in .jsonl lines (default: text)")
+    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
+    which = made.add_mutually_exclusive_group()
+    which.add_argument("--tokenizer", metavar="FOLDER", help="an existing Hugging Face tokenizer")
+    which.add_argument(
+        "--vocab-size",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="without --tokenizer: train a byte-level BPE of N entries (default: 8192)",
+    )
+    add("--tokenizer-output", metavar="FOLDER", help="where the trained one goes (default: PREFIX-tokenizer)")
+    add("--eod-token", metavar="TOKEN", help="token that ends a document (default: the tokenizer's eos_token)")
+    add("--trust-remote-code", action="store_true", help="run the tokenizer folder's own Python code")
+    add("--max-mb", type=float, metavar="MB", help="take a sample of about so much text, spread over all of it")
+    add("--seed", type=int, default=1234, help="of the shuffle and of the sample (default: 1234)")
+    add("--no-shuffle", dest="shuffle", action="store_false", help="keep documents in the order of their file names")
+    add("--workers", type=int, default=os.cpu_count(), help="processes (default: one per core); output is the same")
+    add("--overwrite", action="store_true", help="replace what is already there")
+    return made
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    if args.workers < 1:
+        raise ValueError(f"--workers: {args.workers} processes cannot work; give 1 or more.")
+    if args.max_mb is not None and args.max_mb <= 0:
+        raise ValueError(f"--max-mb: {args.max_mb} MB leaves nothing; give a number above 0 or leave the flag out.")
+    if not args.tokenizer and args.vocab_size < SMALLEST_VOCAB:
+        raise ValueError(f"--vocab-size: {args.vocab_size} is too small; give {SMALLEST_VOCAB} or more.")
+    if args.tokenizer and args.tokenizer_output:
+        raise ValueError(
+            f"--tokenizer-output: '{args.tokenizer_output}' would stay empty, since --tokenizer '{args.tokenizer}' "
+            "is used as it is; leave one of the two out."
+        )
+
+
+def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
+    """Say so and return True when the output is there; ValueError when it was made with other settings."""
+    if not os.path.exists(f"{prefix}.idx"):
+        return False
+    record = read_sidecar(prefix)
+    whole = os.path.exists(f"{prefix}.bin") and os.path.getsize(f"{prefix}.bin") == record.get("bin_bytes")
+    whole = whole and os.path.isdir(record["tokenizer"])
+    differing = [
+        f"--{n.replace('_', '-')}" for n, value in settings.items() if whole and record["settings"].get(n) != value
+    ]
+    if not whole or differing:
+        reason = f"with another {', '.join(differing)}" if whole else "by something else, or is no longer whole"
+        raise ValueError(
+            f"--output-prefix: '{prefix}' is already there, made {reason}; "
+            "add --overwrite to replace it, or name another prefix."
+        )
+    print(
+        f"{prefix}.bin and .idx are already there: {record['documents']} documents, {record['tokens']} tokens "
+        "with these settings (--overwrite makes them again)"
+    )
+    return True
+
+
+def _trained_tokenizer(args: argparse.Namespace, documents: Sequence[Document]) -> str:
+    """Train the tokenizer, or take one of the wanted size that an interrupted run has left; return its folder."""
+    folder = args.tokenizer_output or f"{args.output_prefix}-tokenizer"
+    if not args.overwrite and TOKENIZER_FILES & set(os.listdir(folder) if os.path.isdir(folder) else []):
+        found = Encoder.from_folder(folder).vocab_size
+        if found != args.vocab_size:
+            raise ValueError(
+                f"--tokenizer-output: '{folder}' already holds a tokenizer of {found} entries, not {args.vocab_size}; "
+                f"use it with --tokenizer {folder}, or add --overwrite to replace it."
+            )
+        print(f"tokenizer: taking the one of {found} entries that is already in {folder}", flush=True)
+        return folder
+    started = time.monotonic()
+    limit = max(TRAINING_BYTES_PER_FILE, TRAINING_BYTES // len(documents))
+    heads = [d if d.line else d._replace(size=min(d.size, limit)) for d in documents]
+    texts = (read_document(d, args.json_key) for d in choose_documents(heads, TRAINING_BYTES, args.seed, shuffle=True))
+    print(f"tokenizer: training a byte-level BPE of {args.vocab_size} entries", flush=True)
+    # Tokens of the old tokenizer must not stand beside the new one, should this run end half-way.
+    Path(f"{args.output_prefix}.idx").unlink(missing_ok=True)
+    train_bpe(texts, args.vocab_size, folder)
+    print(f"tokenizer: {folder}, {time.monotonic() - started:.1f} s", flush=True)
+    return folder
+
+
+def _bytes(megabytes: float | None) -> int | None:
+    return None if megabytes is None else int(megabytes * 1_000_000)

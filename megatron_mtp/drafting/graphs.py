@@ -1,0 +1,65 @@
+"""One step as a CUDA graph: propose, verify and keep are recorded once and replayed, without Python in between.
+
+A recorded step reads and writes the same memory each time, so that all that changes from step to step must be in
+tensors that are written in place: tokens, lengths, states and caches are. Its shapes hang on the batch and K alone
+(`Sequences.fixed_growth`), and it reads nothing back.
+
+    step 1    runs the prompts' rows through the drafter, as many as there are
+    step 2    has the shapes of all further ones; run once, so that caches and workspaces are there
+    step 3    is recorded, which runs nothing, and replayed, as are all after it
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.types import Draft
+
+Step = Callable[[], Draft]
+Record = Callable[[Step], tuple[Callable[[], None], Draft]]
+"""Records a step without running it: its replay, and the draft whose tensors every replay fills."""
+
+METHODS = ("mtp", "mtp_eagle")
+VERIFIERS = ("greedy", "rejection")
+
+
+def can_record(runner: Runner, method: str, verifier: str) -> bool:
+    """Whether a step is of the kind that was made for it, on a device that can: layers of experts ask the host."""
+    return runner.device.type == "cuda" and runner.all_short and method in METHODS and verifier in VERIFIERS
+
+
+def record_on_cuda(step: Step) -> tuple[Callable[[], None], Draft]:
+    """`Record` with torch's CUDA graphs, whose memory is the graph's own."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        draft = step()
+    return graph.replay, draft
+
+
+class GraphedStep:
+    """Steps of one batch and one K.
+
+    Args:
+        step: one step, from draft to kept rows.
+        growth: tokens that a step adds at most, K + 1.
+    """
+
+    def __init__(self, step: Step, sequences: Sequences, growth: int, record: Record = record_on_cuda) -> None:
+        self._step, self._sequences, self._growth, self._record = step, sequences, growth, record
+        self._done = 0
+        self._replay: Callable[[], None] | None = None
+
+    def __call__(self) -> Draft:
+        """Take a step; of the draft only the number of nodes is to be used."""
+        self._done += 1
+        if self._done == 1:
+            return self._step()
+        self._sequences.fixed_growth = self._growth
+        if self._done == 2:
+            return self._step()
+        if self._replay is None:
+            self._replay, self._draft = self._record(self._step)
+        self._replay()
+        return self._draft

@@ -1,0 +1,83 @@
+"""What was drafted, accepted and emitted, step by step: a file for `megatron-mtp report`, written on request.
+
+    {"config": {"method": "mtp", ...}, "figures": {...}, "pieces": {"12": " the", ...}, "texts": [
+        {"prompt": [5, 12], "steps": [{"drafted": [7, 9], "parents": [0, 1], "accepted": 1, "emitted": [7, 8]}, ...]}]}
+
+`drafted` are the nodes of the step's tree and `parents` the rows that they continue (row 0 is the newest token, row i
+the i-th node), as in `types.Draft`; a node that was no candidate is null.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.types import Draft
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FILE = "drafts.json"
+
+
+class Record:
+    """Takes in every step, as the loop's `Emit`; reads the drafts back to the host, which costs a little time."""
+
+    def __init__(self, prompts: list[list[int]]) -> None:
+        self.texts: list[dict[str, Any]] = [{"prompt": prompt, "steps": []} for prompt in prompts]
+
+    def __call__(self, text: int, row: int, tokens: list[int], accepted: int, draft: Draft | None) -> None:
+        """A step of a text, which is a row of its batch's draft; None for the token that follows the prompt."""
+        drafted: list[int | None] = []
+        parents: list[int] = []
+        if draft is not None and draft.nodes:
+            valid = draft.valid()[row].tolist()
+            drafted = [node if ok else None for node, ok in zip(draft.tokens_BN[row].tolist(), valid, strict=True)]
+            parents = draft.parents()[row].tolist()
+        step = {"drafted": drafted, "parents": parents, "accepted": accepted, "emitted": tokens}
+        self.texts[text]["steps"].append(step)
+
+    def write(
+        self,
+        folder: Path,
+        config: SpeculativeConfig | None,
+        figures: dict[str, Any],
+        tokenizer: "PreTrainedTokenizerBase | None",
+    ) -> None:
+        """The file, beside and renamed.
+
+        Raises:
+            ValueError: the folder cannot be written.
+        """
+        pieces = {} if tokenizer is None else {token: tokenizer.decode([token]) for token in sorted(self._tokens())}
+        settings = None if config is None else asdict(config)
+        whole = {"config": settings, "figures": figures, "pieces": pieces, "texts": self.texts}
+        beside = folder / f"{FILE}.partial"
+        try:
+            beside.write_text(json.dumps(whole), encoding="utf-8")
+            beside.replace(folder / FILE)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+
+    def _tokens(self) -> set[int]:
+        steps = [step for text in self.texts for step in text["steps"]]
+        drafted = {token for step in steps for token in step["drafted"] if token is not None}
+        emitted = {token for step in steps for token in step["emitted"]}
+        return drafted | emitted | {token for text in self.texts for token in text["prompt"]}
+
+
+def make_folder(folder: Path) -> None:
+    """So that a run's time is not lost on a folder that cannot be.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def unwritable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"--record is {folder}, which cannot be written ({error.strerror}); name another folder.")

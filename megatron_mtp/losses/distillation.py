@@ -1,0 +1,77 @@
+"""Soft labels: the trunk's own distribution p of the token that a depth predicts with q; a chunk at a time.
+
+    kd    t^2 KL(p || q), both at temperature t     gradient  t (q - p)          (Hinton et al., arXiv:1503.02531)
+    tv    1 - sum_v min(p, q), which is one minus the probability that rejection sampling accepts a draft of q
+          (Leviathan et al., arXiv:2211.17192, corollary 3.6)
+          gradient  q (a - sum_u q_u a_u) / t  with  a_v = -[q_v < p_v]
+
+With a draft vocabulary q is a distribution over its tokens. kd then compares with p restricted to them and
+renormalised, since log p - log q has no bound outside; tv with p as it is, where the tokens outside have q = 0 and add
+nothing to the overlap, so that tv remains the rate of rejection.
+
+Letters in names: N slots, V this rank's slice of the vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.losses.linear_cross_entropy import TokenLoss
+from megatron_mtp.losses.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A `TokenLoss`: KL(p || q) of tempered distributions."""
+
+    temperature: float = 1.0
+
+    def __call__(
+        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
+        assert teacher_NV is not None
+        teacher_NV = vocabulary.drafted(teacher_NV)
+        gap_NV = (teacher_NV - logits_NV).div_(self.temperature)
+        q_NV, q_normaliser_N1 = vocabulary.softmax_(logits_NV.div_(self.temperature))
+        p_NV, p_normaliser_N1 = vocabulary.softmax_(teacher_NV.div_(self.temperature))
+        gap_NV += q_normaliser_N1 - p_normaliser_N1  # log p - log q
+        terms_NV = torch.expm1(-gap_NV).add_(gap_NV).mul_(p_NV)  # p (log p - log q) - p + q: none cancels another
+        loss_N = vocabulary.sum(terms_NV)[:, 0]
+        return self.temperature**2 * loss_N, q_NV.sub_(p_NV).mul_(self.temperature)
+
+
+@dataclass(frozen=True)
+class TotalVariation:
+    """A `TokenLoss`: the probability that a draft of q is rejected."""
+
+    temperature: float = 1.0
+
+    def __call__(
+        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
+        assert teacher_NV is not None
+        q_NV, _ = vocabulary.softmax_(logits_NV.div_(self.temperature))
+        p_NV = vocabulary.drafted(vocabulary.softmax_(teacher_NV.div_(self.temperature))[0])
+        short_NV = q_NV * (q_NV < p_NV)
+        short_N1 = vocabulary.sum(short_NV)
+        overlap_N = vocabulary.sum(torch.minimum(q_NV, p_NV))[:, 0]
+        return 1 - overlap_N, q_NV.mul_(short_N1).sub_(short_NV).div_(self.temperature)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A `TokenLoss`: a weighted sum of others."""
+
+    parts: tuple[tuple[float, TokenLoss], ...]
+
+    def __call__(
+        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
+        loss_N, gradient_NV = torch.zeros_like(logits_NV[:, 0]), torch.zeros_like(logits_NV)
+        for weight, part in self.parts:
+            teacher = None if teacher_NV is None else teacher_NV.clone()
+            part_N, part_NV = part(logits_NV.clone(), labels_N, teacher, vocabulary)
+            loss_N += weight * part_N
+            gradient_NV += weight * part_NV
+        return loss_N, gradient_NV

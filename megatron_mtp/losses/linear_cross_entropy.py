@@ -1,0 +1,155 @@
+"""Head and loss together, in chunks of tokens, so that no [tokens, V] logits outlive their chunk.
+
+In come hidden states, the head's weight and what every slot is to predict; out comes one weighted sum of losses. The
+weights of all slots are known before the backward pass, and the whole depends on the upstream gradient by a factor
+alone. So the gradients are made in the forward pass, while a chunk's logits are there, and the backward pass scales
+them: three matrix products a chunk, as a head with all its logits has, and memory of
+
+    one chunk of logits + hidden gradients [N, H] + one weight gradient [V / TP, H] in float32,
+
+however many depths there are. A head that is not trained costs no weight gradient and one product less.
+
+Letters in names: N slots, H hidden, V this rank's slice of the vocabulary, D depths.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.losses.vocabulary import Vocabulary
+
+CHUNK_BYTES = 32 * 2**20
+"""Float32 logits of one chunk: about what the last cache of a CPU holds; half and twice of it were slower."""
+
+CHUNK_BYTES_CUDA = 512 * 2**20
+"""On a GPU a product has to be large enough to fill the card."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the slots of one depth are to predict.
+
+    Attributes:
+        labels_N: tokens; of a draft vocabulary their numbers in it.
+        mask_N: float, of each slot in the depth's sum; 0 leaves it out.
+        scale: scalar tensor, of the depth's sum in the total.
+        teacher_NH: states whose logits are soft labels, where the loss wants them.
+    """
+
+    labels_N: Tensor
+    mask_N: Tensor
+    scale: Tensor
+    teacher_NH: Tensor | None = None
+
+
+TokenLoss = Callable[[Tensor, Tensor, Tensor | None, Vocabulary], tuple[Tensor, Tensor]]
+"""(logits_NV, labels_N, teacher logits [N, V] or None, vocabulary) -> (loss_N, gradient_NV), float32.
+
+It may overwrite the logits."""
+
+
+def linear_loss(
+    token_loss: TokenLoss,
+    hidden: Sequence[Tensor],
+    targets: Sequence[Targets],
+    weight_VH: Tensor,
+    vocabulary: Vocabulary,
+    teacher_weight_VH: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """sum_d scale_d sum_d, to be trained on, and the depths' own masked sums [D], to be logged.
+
+    Args:
+        token_loss: of a chunk.
+        hidden: of every depth, [N, H]; every tensor-parallel rank has all slots, and gets its slice's part of their
+            gradients (so Megatron's copy or gather into the tensor-parallel region comes before).
+        targets: of every depth.
+        weight_VH: this rank's slice of the head.
+        vocabulary: whose slice it is.
+        teacher_weight_VH: the head of the teachers' logits; `weight_VH` if None.
+    """
+    rows = [states_NH.to(weight_VH.dtype) for states_NH in hidden]
+    if teacher_weight_VH is not None:
+        teacher_weight_VH = teacher_weight_VH.detach()
+    total, sums_D = _LinearLoss.apply(token_loss, targets, vocabulary, teacher_weight_VH, weight_VH, *rows)
+    return total, sums_D
+
+
+class _LinearLoss(torch.autograd.Function):
+    """Forward: losses, and the gradients of their sum. Backward: these, times the upstream gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token_loss: TokenLoss,
+        targets: Sequence[Targets],
+        vocabulary: Vocabulary,
+        teacher_weight_VH: Tensor | None,
+        weight_VH: Tensor,
+        *hidden: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        taught_by_VH = weight_VH if teacher_weight_VH is None else teacher_weight_VH
+        trains_weight, *trains_hidden = ctx.needs_input_grad[4:]
+        exact = torch.promote_types(weight_VH.dtype, torch.float32)
+        weight_grad_VH = torch.zeros_like(weight_VH, dtype=exact) if trains_weight else None
+        hidden_grads = [
+            torch.empty_like(states_NH) if trains else None
+            for states_NH, trains in zip(hidden, trains_hidden, strict=True)
+        ]
+        entries = vocabulary.widest if teacher_weight_VH is None else max(vocabulary.widest, len(teacher_weight_VH))
+        sums = []
+        for states_NH, target, hidden_grad_NH in zip(hidden, targets, hidden_grads, strict=True):
+            total = torch.zeros((), dtype=exact, device=weight_VH.device)
+            for chunk in _chunks(len(states_NH), entries, weight_VH.is_cuda):
+                teacher_NH = None if target.teacher_NH is None else target.teacher_NH[chunk]
+                teacher_NV = None if teacher_NH is None else _logits(teacher_NH, taught_by_VH, vocabulary)
+                logits_NV = _logits(states_NH[chunk], weight_VH, vocabulary)
+                loss_N, gradient_NV = token_loss(logits_NV, target.labels_N[chunk], teacher_NV, vocabulary)
+                mask_N = target.mask_N[chunk].to(exact)
+                total += loss_N.masked_fill(mask_N == 0, 0).dot(mask_N)
+                if hidden_grad_NH is None and weight_grad_VH is None:
+                    continue
+                scale_N = mask_N * (target.scale * vocabulary.logit_scale)
+                gradient_NV = gradient_NV.mul_(scale_N.unsqueeze(1)).to(weight_VH.dtype)
+                if hidden_grad_NH is not None:
+                    torch.mm(gradient_NV, weight_VH, out=hidden_grad_NH[chunk])
+                if weight_grad_VH is not None:
+                    _add_product(weight_grad_VH, gradient_NV.t(), states_NH[chunk])
+            sums.append(total)
+        ctx.weight_dtype = weight_VH.dtype
+        ctx.save_for_backward(weight_grad_VH, *hidden_grads)
+        sums_D = torch.stack(sums)
+        ctx.mark_non_differentiable(sums_D)
+        return sums_D.dot(torch.stack([target.scale for target in targets]).to(exact)), sums_D
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        weight_grad_VH, *hidden_grads = ctx.saved_tensors
+        dtype = ctx.weight_dtype
+        scaled = (
+            None if gradient is None else (gradient.to(upstream.dtype) * upstream).to(dtype)  # bfloat16 would round it
+            for gradient in (weight_grad_VH, *hidden_grads)
+        )
+        return None, None, None, None, *scaled
+
+
+def _chunks(slots: int, entries: int, is_cuda: bool) -> Iterator[slice]:
+    at_once = max(1, (CHUNK_BYTES_CUDA if is_cuda else CHUNK_BYTES) // (4 * entries))
+    for start in range(0, slots, at_once):
+        yield slice(start, min(start + at_once, slots))
+
+
+def _logits(states_NH: Tensor, weight_VH: Tensor, vocabulary: Vocabulary) -> Tensor:
+    logits_NV = states_NH.to(weight_VH.dtype) @ weight_VH.t()
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return logits_NV if vocabulary.logit_scale == 1 else logits_NV.mul_(vocabulary.logit_scale)
+
+
+def _add_product(total_VH: Tensor, left_VN: Tensor, right_NH: Tensor) -> None:
+    """total += left @ right, summed over chunks in float32 whatever the weights are kept in."""
+    if left_VN.dtype == total_VH.dtype:
+        total_VH.addmm_(left_VN, right_NH)
+    else:
+        total_VH += left_VN @ right_NH

@@ -1,0 +1,83 @@
+"""Reductions over a vocabulary that is cut over tensor-parallel ranks: plain torch, one collective each.
+
+Letters in names: N slots, V this rank's slice of the vocabulary (of the drafted tokens where there is a draft
+vocabulary), W this rank's slice of all tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """This rank's slice of it.
+
+    Attributes:
+        slice_size: entries that this rank holds; each the same number, but of a draft vocabulary.
+        group: the ranks that hold the slices; None for one rank with all.
+        logit_scale: by which all logits are multiplied.
+        drafts: the tokens that the entries are; None where they are all.
+    """
+
+    slice_size: int
+    group: ProcessGroup | None = None
+    logit_scale: float = 1.0
+    drafts: DraftVocabulary | None = None
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def size(self) -> int:
+        """Entries of all slices."""
+        return self.slice_size * self.ranks if self.drafts is None else self.drafts.size
+
+    @property
+    def widest(self) -> int:
+        """Entries that a rank may hold at most; the same number on every rank, as the walk over chunks must be."""
+        return self.slice_size if self.drafts is None else self.drafts.size
+
+    def max(self, values_NV: Tensor) -> Tensor:
+        """[N, 1]"""
+        return self._reduced(values_NV.amax(dim=1, keepdim=True), ReduceOp.MAX)
+
+    def sum(self, values_NV: Tensor) -> Tensor:
+        """[N, 1]"""
+        return self.added(values_NV.sum(dim=1, keepdim=True))
+
+    def added(self, parts: Tensor) -> Tensor:
+        """The sum over ranks of what each has, in place."""
+        return self._reduced(parts, ReduceOp.SUM)
+
+    def own(self, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the tokens stand in this rank's slice, [N, 1] (0 if they do not), and whether they do."""
+        first = 0 if self.group is None else self.group.rank() * self.slice_size
+        if self.drafts is not None:
+            first = self.drafts.first
+        local_N1 = (tokens_N - first).unsqueeze(1)
+        is_own_N1 = (local_N1 >= 0) & (local_N1 < self.slice_size)
+        return local_N1.masked_fill(~is_own_N1, 0), is_own_N1
+
+    def softmax_(self, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities in the memory of the logits, and log of their normaliser, [N, 1]."""
+        largest_N1 = self.max(logits_NV)
+        weights_NV = logits_NV.sub_(largest_N1).exp_()
+        total_N1 = self.sum(weights_NV)
+        return weights_NV.div_(total_N1), total_N1.log() + largest_N1
+
+    def drafted(self, values_NW: Tensor) -> Tensor:
+        """Of values for all tokens those of the entries, [N, V]; values that are of the entries already stay."""
+        if self.drafts is None or values_NW.size(1) == self.slice_size:
+            return values_NW
+        return values_NW.index_select(1, self.drafts.rows_K)
+
+    def _reduced(self, values: Tensor, op: ReduceOp.RedOpType) -> Tensor:
+        if self.ranks > 1:
+            torch.distributed.all_reduce(values, op=op, group=self.group)
+        return values

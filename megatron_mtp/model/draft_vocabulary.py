@@ -1,0 +1,46 @@
+"""The draft vocabulary: the N tokens that the depths may draft, of which the head's rows are all that a draft costs.
+
+A head that is cut over tensor-parallel ranks has its drafted rows where they are, so that ranks may hold different
+numbers of them. Tokens stand in ascending order: the drafts of a rank's slice are neighbours, numbered from `first`.
+
+    vocabulary 0 .. 7 over two ranks, drafted 1 2 6      rank 0: rows 1 2, first 0      rank 1: row 2, first 2
+
+Letters in names: N drafted tokens, K those of this rank's slice, V the whole vocabulary, W this rank's slice of it.
+"""
+
+import torch
+from torch import Tensor, nn
+
+DRAFT_VOCABULARY = "mtp.draft_vocabulary"
+"""The key of the drafted tokens [N] in state dicts and checkpoints: a buffer of the MTP block."""
+
+NOT_DRAFTED = -1
+"""The index of a token outside of the draft vocabulary."""
+
+
+class DraftVocabulary(nn.Module):
+    """Where this rank's drafted rows are; its tensors move with the model, and are in no checkpoint.
+
+    Attributes:
+        rows_K: within this rank's slice of the head.
+        drafted_W: whether each token of the slice is drafted.
+        index_V: of every token among the drafted ones; `NOT_DRAFTED` for the others.
+        first: index of the first of `rows_K`.
+        size: N.
+    """
+
+    rows_K: Tensor
+    drafted_W: Tensor
+    index_V: Tensor
+
+    def __init__(self, tokens_N: Tensor, slice_size: int, ranks: int = 1, rank: int = 0) -> None:
+        super().__init__()
+        start = rank * slice_size
+        index_V = torch.full((slice_size * ranks,), NOT_DRAFTED, device=tokens_N.device)
+        index_V[tokens_N] = torch.arange(tokens_N.numel(), device=tokens_N.device)
+        drafted_W = index_V[start : start + slice_size] != NOT_DRAFTED
+        self.register_buffer("rows_K", drafted_W.nonzero()[:, 0], persistent=False)
+        self.register_buffer("drafted_W", drafted_W, persistent=False)
+        self.register_buffer("index_V", index_V, persistent=False)
+        self.first = int((tokens_N < start).sum())
+        self.size = tokens_N.numel()

@@ -1,0 +1,43 @@
+"""A trunk that stays as it was loaded, while the depths on it are trained (`--mtp-train-only`).
+
+Without gradients to record, the trunk's pass keeps no activations; Megatron's DDP and optimizer leave out parameters
+that want none, so there are no gradient buffers, master weights or moments of them either.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def freeze_trunk(model: nn.Module) -> None:
+    """Everything but the MTP block wants no gradient: layers, norms, embedding and head, and the embedding's copy."""
+    for module in trunk_modules(model):
+        module.requires_grad_(False)
+
+
+def trunk_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a stage that are not the MTP block."""
+    return (module for name, module in model.named_children() if name != "mtp")
+
+
+def answer_with_zeros(hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:
+    """The hidden state, whose backward pass gives the stage's input a gradient of zeros.
+
+    The pipeline's schedule waits for a gradient from every stage but the first, also where nothing is trained.
+    """
+    answered: Tensor = _ZeroGradient.apply(hidden_SBH, stage_input_SBH)
+    return answered
+
+
+class _ZeroGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:
+        ctx.like = stage_input_SBH.shape, stage_input_SBH.dtype, stage_input_SBH.device
+        return hidden_SBH.clone()  # a view could not be freed by the schedule
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
+        shape, dtype, device = ctx.like
+        return None, torch.zeros(shape, dtype=dtype, device=device)

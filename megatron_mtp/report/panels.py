@@ -1,0 +1,94 @@
+"""Which charts a page has, and the table of final figures: from the rows of one run or several.
+
+Of one run, the depths share a chart and have a colour each; of several, every figure has a chart of its own, on which
+the runs have a colour each.
+"""
+
+import re
+from collections.abc import Callable
+from html import escape
+
+from megatron_mtp.report.charts import Chart, Points, Series
+from megatron_mtp.report.runs import Run
+
+LENGTH, SECONDS, MEMORY = "expected accepted length", "step seconds", "peak memory bytes"
+GIB = 2**30
+
+KINDS: tuple[tuple[str, str, str, float, tuple[float, float] | None], ...] = (
+    (r"loss$", "Loss", "nats per token", 1.0, None),
+    (r"acceptance$", "Acceptance given the earlier depths", "rate", 1.0, (0.0, 1.0)),
+    (r"overlap$", "Acceptance of sampled drafts", "sum of min(p, q)", 1.0, (0.0, 1.0)),
+    (rf"^{LENGTH}$", "Expected accepted length", "tokens per forward", 1.0, None),
+    (rf"^{SECONDS}$", "Time of a step", "seconds", 1.0, None),
+    (rf"^{MEMORY}$", "Peak memory", "GiB", GIB, None),
+)
+"""Of every kind of chart: the figures that it shows, title, unit, what values are divided by, ends of the axis."""
+
+
+def charts(runs: list[Run]) -> list[Chart]:
+    """Every chart that the runs have figures for."""
+    drawn = []
+    for pattern, title, unit, divisor, ends in KINDS:
+        keys = [key for key in _keys(runs) if re.search(pattern, key)]
+        for group in [keys] if len(runs) == 1 else [[key] for key in keys]:
+            series = [one for key in group for one in _series(runs, key, divisor)]
+            if any(one.points for one in series):
+                heading = title if len(runs) == 1 or len(keys) == 1 else f"{title}: {label(group[0])}"
+                drawn.append(Chart(heading, unit, [one for one in series if one.points], whole=ends))
+    return drawn
+
+
+def _series(runs: list[Run], key: str, divisor: float) -> list[Series]:
+    """Training's line and the evaluations' of every run; where there is no evaluation, training's stands out."""
+    made = []
+    for number, run in enumerate(runs):
+        name, colour = (label(key), _depth(key)) if len(runs) == 1 else (run.name, number)
+        parts = {split: _divided(run.points(split, key), divisor) for split in ("training", "evaluation")}
+        made.append(Series(name, colour, parts["training"], faint=bool(parts["evaluation"])))
+        made.append(Series(name, colour, parts["evaluation"]))
+    return made
+
+
+def _divided(points: Points, divisor: float) -> Points:
+    return [(step, value / divisor) for step, value in points]
+
+
+def label(key: str) -> str:
+    """'mtp_2 loss' is depth 2, 'lm loss' the trunk; other figures keep their name."""
+    return f"depth {_depth(key)}" if _depth(key) else "trunk" if key == "lm loss" else key
+
+
+def _depth(key: str) -> int:
+    """0 of what belongs to no depth."""
+    named = re.match(r"mtp_(\d+) ", key)
+    return int(named[1]) if named else 0
+
+
+def _keys(runs: list[Run]) -> list[str]:
+    return list(dict.fromkeys(key for run in runs for key in run.figures()))
+
+
+def table(runs: list[Run]) -> str:
+    """The newest value of every figure, a column a run."""
+    heads = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in runs)
+    rows = [_table_row("last step", [str(max(row["iteration"] for row in run.rows)) for run in runs])]
+    for split in ("evaluation", "training"):
+        for key in _keys(runs):
+            values = [run.last(split, key) for run in runs]
+            if any(value is not None for value in values):
+                write = WRITERS.get(key, _plain)
+                rows.append(_table_row(f"{key} ({split})", ["" if v is None else write(v) for v in values]))
+    caption = "The newest value of every figure"
+    return f'<table><caption>{caption}</caption><tr><th scope="col">figure</th>{heads}</tr>{"".join(rows)}</table>'
+
+
+def _table_row(name: str, cells: list[str]) -> str:
+    return f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+
+
+def _plain(value: float) -> str:
+    return f"{value:.4f}"
+
+
+WRITERS: dict[str, Callable[[float], str]] = {MEMORY: lambda value: f"{value / GIB:.2f} GiB"}
+"""How a figure is written where four digits are not right."""

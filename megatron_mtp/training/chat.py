@@ -1,0 +1,74 @@
+"""Conversations for `--sft` from files of JSON lines, where the package `datasets`, by which Megatron reads, is not.
+
+A line is an object whose "messages" are [{"role": "system", "content": ...}, {"role": "user", ...}, ...], one or more
+conversations of which each begins with a system message. Rows are packed, and prompts masked, by Megatron's own class.
+"""
+
+import importlib.util
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.training.datasets.sft_dataset import SFTDataset
+
+
+class ChatFile:
+    """The messages of every line; in memory are only the places where lines begin."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self._starts = path, array("q")
+        with open(path, "rb") as file:
+            place = 0
+            for line in file:
+                if line.strip():
+                    self._starts.append(place)
+                place += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> list[dict[str, Any]]:
+        with open(self.path, "rb") as file:
+            file.seek(self._starts[index])
+            messages: list[dict[str, Any]] = json.loads(file.readline())["messages"]
+        return messages
+
+
+class ChatDataset(SFTDataset):
+    """Megatron's, over a `ChatFile`."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> ChatFile:
+        return ChatFile(dataset_path)
+
+
+def sft_dataset() -> type[SFTDataset]:
+    """Megatron's own where it can read files, else ours."""
+    return ChatDataset if importlib.util.find_spec("datasets") is None else SFTDataset
+
+
+def check_chat_files(paths: list[str]) -> None:
+    """Whether the files of `--data-path` are there, and begin as conversations do.
+
+    Raises:
+        ValueError: there is none, or one is missing or empty, or has something else in its first line.
+    """
+    if not paths:
+        raise ValueError("--data-path is missing; with --sft give files of conversations (JSONL), or --mock-data.")
+    for path in paths:
+        if not Path(path).is_file():
+            raise ValueError(f"--data-path: there is no file '{path}'; with --sft give files of conversations (JSONL).")
+        with open(path, encoding="utf-8") as file:
+            line = next((line for line in file if line.strip()), "")
+        try:
+            roles = [message["role"] for message in json.loads(line)["messages"]]
+        except (ValueError, KeyError, TypeError):
+            roles = []
+        if not roles:
+            raise ValueError(
+                f"--data-path: the first line of '{path}' is no conversation; with --sft give lines such as "
+                '{"messages": [{"role": "system", "content": "..."}, {"role": "user", "content": "..."}, '
+                '{"role": "assistant", "content": "..."}]}.'
+            )

@@ -1,0 +1,36 @@
+"""What a step costs: seconds of the clock and bytes of memory, read off without waiting for the device."""
+
+import resource
+import statistics
+import time
+
+import torch
+
+
+class StepClock:
+    """How long steps take, from the first loss of one to that of the next.
+
+    An evaluation stops it. A checkpoint counts into the step before it, which the median of an interval leaves out.
+    """
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._seconds: list[float] = []
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._began is not None:
+            self._seconds.append(time.perf_counter() - self._began)
+        self._began = None
+
+    def read(self) -> dict[str, float]:
+        """The median since the last call; nothing where no step has ended."""
+        seconds, self._seconds = self._seconds, []
+        return {"step seconds": statistics.median(seconds)} if seconds else {}
+
+
+def peak_memory() -> int:
+    """Bytes that this rank has held at most: tensors on a CUDA device, or else the process."""
+    return torch.cuda.max_memory_allocated() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

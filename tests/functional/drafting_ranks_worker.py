@@ -1,0 +1,48 @@
+"""Drafts with one model on one rank each and cut over both, from a checkpoint saved between; run under torchrun.
+
+python -m torch.distributed.run --nproc-per-node 2 drafting_ranks_worker.py FOLDER
+"""
+
+import json
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    from megatron_mtp.platform import prepare
+
+    prepare()
+    sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+    import torch
+    from drafting_single import model_of, prompts_of
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_mtp.drafting.api import generate
+    from megatron_mtp.drafting.runner import Runner
+
+    METHODS = (None, {"method": "mtp"}, {"method": "mtp_tree"})
+
+    def texts(kind: str, ranks: int, folder: Path) -> list[list[list[int]]]:
+        """What every method emits on so many tensor-parallel ranks; one rank saves its weights, more load them."""
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(ranks)
+        model_parallel_cuda_manual_seed(0)
+        model = model_of(kind, tensor_model_parallel_size=ranks)
+        sharded = {"model": model.sharded_state_dict()}
+        if ranks == 1:
+            folder.mkdir(exist_ok=True)
+            dist_checkpointing.save(sharded, str(folder))
+        else:
+            model.load_state_dict(dist_checkpointing.load(sharded, str(folder))["model"])
+        runner = Runner(model)
+        return [generate(runner, prompts_of(2), 10, speculative=method).token_ids for method in METHODS]
+
+    torch.distributed.init_process_group("gloo")
+    same = {}
+    for kind in ("gqa", "mha-tied-layernorm", "moe", "mla", "mla-moe"):
+        folder = Path(sys.argv[1]) / kind
+        alone, cut = (texts(kind, ranks, folder) for ranks in (1, 2))
+        same[kind] = [one == alone[0] for one in (*alone, *cut)]
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps(same))

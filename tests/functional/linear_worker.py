@@ -1,0 +1,38 @@
+"""The chunked losses over the ranks of this job, against their definitions in each of them: prints the worst of all.
+
+torchrun --nproc-per-node 2 linear_worker.py
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+from linear_cases import SETTINGS, Case, worst
+
+from megatron_mtp.config import MTPConfig
+
+CASES = [Case.drawn(seed) for seed in range(20)]
+
+
+def main() -> None:
+    """One line a loss, from the first rank."""
+    torch.distributed.init_process_group("gloo")
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    for name, given in SETTINGS.items():
+        settings, found = MTPConfig(**given), torch.zeros(())
+        for case, drafted_K in ((each, drafts) for each in CASES for drafts in (None, each.drafted())):
+            plain = case.plain(settings, drafted_K)
+            plain[-1] = plain[-1].chunk(group.size())[group.rank()]
+            found = torch.maximum(found, torch.tensor(worst(case.chunked(settings, group, drafted_K), plain)))
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+        if group.rank() == 0:
+            print(f"worst of {name}: {found.item():.3e}", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

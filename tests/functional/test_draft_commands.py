@@ -1,0 +1,90 @@
+"""Whole commands: a run counts what its depths may draft, others resume it in other layouts, and it drafts."""
+
+import json
+import sys
+from pathlib import Path
+
+import launch
+import pytest
+import torch
+
+from megatron_mtp.platform import prepare
+
+prepare()
+sys.path.append(str(launch.ROOT / "tools" / "checkpoint"))
+
+from convert import main as convert  # noqa: E402
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # noqa: E402
+
+from megatron_mtp.checkpoint.inspecting import inspect  # noqa: E402
+from megatron_mtp.drafting.api import generate  # noqa: E402
+from megatron_mtp.drafting.load import load_runner  # noqa: E402
+
+STEPS, HALF, DRAFTED = 4, 2, 40
+CONTEXT, TENSOR = "--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+def corpus(prefix: Path) -> Path:
+    """Of 127 tokens those below 20 and from 100 on are in nine of ten places."""
+    generator = torch.Generator().manual_seed(1)
+    frequent = torch.cat([torch.arange(1, 20), torch.arange(100, 121)])
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(127))
+    for _ in range(40):
+        rare = torch.randint(1, 121, (300,), generator=generator)
+        often = frequent[torch.randint(DRAFTED, (300,), generator=generator)]
+        document = torch.where(torch.rand(300, generator=generator) < 0.9, often, rare)
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def command(folder: Path, data: Path, *flags: str) -> list[str]:
+    arguments = [
+        *(flag for flag in launch.TINY_RUN if flag != "--mock-data"),
+        *f"--data-path {data} --split 100,0,0 --train-iters {STEPS} --eval-interval 100 --eval-iters 0".split(),
+        *f"--log-interval 1 --mtp-acceptance-interval 1 --mtp-metrics-dir {folder}".split(),
+        *"--attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 64".split(),
+        *flags,
+    ]
+    return launch.torchrun(2, "pretrain_gpt.py", *arguments)
+
+
+def rows(folder: Path) -> dict[int, dict[str, float]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row.pop("iteration"): row for row in found if row.pop("split") == "training"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps over two context-parallel ranks, which saves after two."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = f"--mtp-draft-vocab-size {DRAFTED} --save {folder}/checkpoint --save-interval {HALF} {CONTEXT}".split()
+    log = launch.run(command(folder, corpus(folder / "corpus"), *flags), folder / "log")
+    assert f"> the depths draft {DRAFTED} of 128 tokens, the most frequent, 9" in log
+    return folder
+
+
+def test_a_run_goes_on_with_the_checkpoints_draft_vocabulary_in_another_layout(trained: Path, tmp_path: Path) -> None:
+    flags = f"--load {trained}/checkpoint --ckpt-step {HALF} {TENSOR}".split()
+    log = launch.run(command(tmp_path, trained / "corpus", *flags), tmp_path / "log")
+    assert f"> the depths draft {DRAFTED} of 128 tokens, as {trained}" in log
+    ours, theirs = rows(tmp_path), rows(trained)
+    assert list(ours) == [3, 4]
+    for step, row in ours.items():
+        assert row == pytest.approx(theirs[step], rel=2e-4), step
+
+
+def test_it_drafts_its_tokens_and_is_exported_with_all(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner, prompts = load_runner(trained / "checkpoint"), [[1, 2, 3], [101, 7]]
+    assert runner.drafted == DRAFTED
+    drafted = generate(runner, prompts, 30, speculative={"method": "mtp"})
+    assert drafted.token_ids == generate(runner, prompts, 30).token_ids
+    assert drafted.stats.drafted > 0
+    assert inspect(trained / "checkpoint")["draft vocabulary"] == DRAFTED
+    assert convert(["drop-mtp", str(trained / "checkpoint"), str(tmp_path / "one"), "--keep", "1"]) == 0
+    assert inspect(tmp_path / "one")["draft vocabulary"] == DRAFTED
+    assert convert(["mcore-to-hf", str(trained / "checkpoint"), str(tmp_path / "exported")]) == 0
+    said = f"draft vocabulary: {DRAFTED} tokens, left out: the depths of the folder draft all tokens"
+    assert said in capsys.readouterr().out

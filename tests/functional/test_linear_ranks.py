@@ -1,0 +1,16 @@
+"""losses/linear_cross_entropy.py with the vocabulary cut over two ranks."""
+
+import re
+from pathlib import Path
+
+import launch
+
+TOLERANCE = 1e-6
+LOSSES = 9
+
+
+def test_two_slices_give_the_values_and_gradients_of_the_definition(tmp_path: Path) -> None:
+    printed = launch.run(launch.torchrun(2, Path(__file__).parent / "linear_worker.py"), tmp_path / "log")
+    found = {name: float(figure) for name, figure in re.findall(r"worst of (.*): (\S+)", printed)}
+    assert len(found) == LOSSES
+    assert max(found.values()) <= TOLERANCE, found

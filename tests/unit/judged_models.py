@@ -1,0 +1,129 @@
+"""A small folder of every family, its bigram twin, and what transformers computes of both: one process judges all.
+
+Import it only after `megatron_mtp.platform.prepare()` (conftest.py does that).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from hf_models import MODELS, make, read, write
+from torch import Tensor
+
+from megatron_mtp.checkpoint.depth_logits import depth_logits
+from megatron_mtp.checkpoint.exporting import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.megatron_args import depth_flags_of, megatron_arguments
+from megatron_mtp.checkpoint.plan import HFModel
+from megatron_mtp.checkpoint.verify import all_reference_logits, megatron_logits
+
+QUIET = Options(quiet=True, workers=1)
+PLAIN = {"llama": 0, "llama-tied": 0, "qwen2-mha": 0, "qwen3": 0}
+TRAINED = {
+    "mimo": 3,
+    "deepseek_v3": 3,
+    "kimi_k2": 1,
+    "glm4_moe": 3,
+    "glm4_moe-lean": 1,
+    "bailing_moe": 3,
+}
+"""Families that Megatron runs, and the depths of the folder."""
+SPLIT = {
+    "qwen3_next": 1,
+    "qwen3_5": 1,
+    "qwen3_5_text": 1,
+    "qwen3_5_moe_text": 1,
+    "qwen3_5_moe_text-packed": 1,
+    "exaone_moe": 1,
+    "ernie4_5_moe": 3,
+    "mimo_v2_flash": 3,
+    "longcat_flash": 1,
+    "nemotron_h": 3,
+    "step3p5": 1,
+    "step3p7": 3,
+}
+"""Families whose trunk is left to transformers."""
+ZERO_CENTRED = ("qwen3_next", "qwen3_5", "step3p")
+"""Families whose norms multiply by 1 + w."""
+TOKENS_BS = torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(3))
+Logits = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A folder, and what transformers computes of it and of what a checkpoint of it gives back.
+
+    Attributes:
+        given: None where Megatron runs the trunk.
+    """
+
+    folder: Path
+    logits: Logits
+    given: Logits | None
+
+
+def judge_all(root: Path) -> dict[tuple[str, bool], Judged]:
+    """All families, by name and whether it is the bigram model."""
+    folders: dict[tuple[str, bool], Path] = {}
+    for name, depths in (PLAIN | TRAINED | SPLIT).items():
+        folders[name, False] = make(root / name, name, depths)
+        folders[name, True] = make(root / f"{name}-bigram", name, depths)
+        write(folders[name, True], as_bigram(name, read(folders[name, True])))
+    backs = {key: _there_and_back(folder) for key, folder in folders.items() if key[0] in SPLIT}
+    logits = all_reference_logits([*folders.values(), *backs.values()], TOKENS_BS)
+    own = dict(zip(folders, logits, strict=False))
+    given = dict(zip(backs, logits[len(folders) :], strict=True))
+    return {key: Judged(folder, own[key], given.get(key)) for key, folder in folders.items()}
+
+
+def _there_and_back(folder: Path) -> Path:
+    mcore, back = folder.with_name(f"{folder.name}-mcore"), folder.with_name(f"{folder.name}-back")
+    hf_to_mcore(folder, mcore, QUIET, megatron_arguments)
+    form = kept_form(mcore)
+    assert form is not None
+    mcore_to_hf(mcore, back, QUIET, form)
+    return back
+
+
+def our_logits(judged: Judged, mcore: Path, tokens_BS: Tensor = TOKENS_BS) -> Logits:
+    """Convert the folder and compute, as `verify` does."""
+    hf_to_mcore(judged.folder, mcore, QUIET, megatron_arguments)
+    if judged.given is None:
+        return megatron_logits(mcore, tokens_BS)
+    model = HFModel.read(judged.folder)
+    flags = depth_flags_of(model)
+    assert flags is not None
+    depths = depth_logits(mcore, model, flags, tokens_BS, judged.given)
+    return {"trunk": judged.given["trunk"], **depths}
+
+
+def as_bigram(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Trunk and depths become the same bigram table: layers add nothing, norms are 1, depths pass on the embedding."""
+    out = {key: _bigram(name, key, tensor) for key, tensor in tensors.items()}
+    for key, original in OWN.items():
+        out |= {own: out[original].clone() for own in out if own.endswith(key)}
+    return out
+
+
+OWN = {
+    "mtp.embed_tokens.weight": "model.embed_tokens.weight",
+    "shared_head.output.weight": "lm_head.weight",
+}
+"""A depth's own embedding and head, and those of the trunk that they must be."""
+ADDS = ("o_proj.weight", "out_proj.weight", "dense.weight", "down_proj.weight", "down_proj")
+"""Last tensors of what a layer adds."""
+PROJECTIONS = ("eh_proj.weight", "mtp.fc.weight", "mtp_linear_proj")
+
+
+def _bigram(name: str, key: str, tensor: Tensor) -> Tensor:
+    if key.endswith(ADDS):
+        return torch.zeros_like(tensor)
+    if "norm" in key and tensor.dim() == 1:
+        return torch.zeros_like(tensor) if name.startswith(ZERO_CENTRED) else torch.ones_like(tensor)
+    if "router.e_score_correction_bias" in key:  # LongCat's last experts return what they get: none is to be chosen
+        experts: int = MODELS[name].config["n_routed_experts"]
+        return tensor - 100 * (torch.arange(tensor.size(0)) >= experts)
+    eye, none = torch.eye(tensor.size(0)), torch.zeros(tensor.size(0), tensor.size(0))
+    if key.endswith("input_proj.weight"):
+        return torch.cat([none, eye], dim=1)
+    return torch.cat([eye, none], dim=1) if any(part in key for part in PROJECTIONS) else tensor

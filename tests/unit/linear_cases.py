@@ -1,0 +1,124 @@
+"""Random heads, states and targets for the chunked losses, and both sides' value and gradients."""
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses import LOSSES, linear_cross_entropy, needs_teacher, needs_whole_teacher
+from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
+from megatron_mtp.losses.reference import plain_loss
+from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ce": {},
+    "ce smoothed": {"mtp_label_smoothing": 0.1},
+    "ce with z-loss": {"mtp_z_loss": 1e-2},
+    "ce with both": {"mtp_label_smoothing": 0.2, "mtp_z_loss": 1e-3},
+    "kd": {"mtp_loss": "kd"},
+    "kd tempered": {"mtp_loss": "kd", "mtp_temperature": 2.0},
+    "tv": {"mtp_loss": "tv"},
+    "tv tempered": {"mtp_loss": "tv", "mtp_temperature": 0.5},
+    "mix": {"mtp_loss": "mix", "mtp_loss_mix": "0.2,0.3,0.5"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and chunking of one comparison."""
+
+    slots: tuple[int, ...]
+    hidden: int
+    vocabulary: int
+    rows_at_once: int
+    logit_scale: float
+    seed: int
+
+    @classmethod
+    def drawn(cls, seed: int) -> "Case":
+        """One to three depths, up to 48 slots, odd sizes, chunks of any number of rows."""
+        draw = random.Random(seed)
+        return cls(
+            tuple(draw.randint(1, 48) for _ in range(draw.randint(1, 3))),
+            hidden=draw.randint(2, 24),
+            vocabulary=2 * draw.randint(4, 60),
+            rows_at_once=draw.randint(1, 64),
+            logit_scale=draw.choice([1.0, 0.5]),
+            seed=seed,
+        )
+
+    def leaves(self) -> tuple[list[Tensor], list[Targets], Tensor]:
+        """States [N, H] and targets of every depth, and the whole head's weight."""
+        generator = torch.Generator().manual_seed(self.seed)
+        states = [torch.randn(slots, self.hidden, generator=generator) for slots in self.slots]
+        targets = [
+            Targets(
+                torch.randint(self.vocabulary, (slots,), generator=generator),
+                (torch.rand(slots, generator=generator) > 0.3) * torch.rand(slots, generator=generator),
+                torch.rand((), generator=generator),
+                torch.randn(slots, self.hidden, generator=generator),
+            )
+            for slots in self.slots
+        ]
+        weight_VH = torch.randn(self.vocabulary, self.hidden, generator=generator) / self.hidden**0.5
+        return states, targets, weight_VH
+
+    def drafted(self) -> Tensor:
+        """The tokens of a draft vocabulary, ascending, one in either half of the vocabulary at least."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        kept_V = torch.rand(self.vocabulary, generator=generator) < 0.4
+        kept_V[0] = kept_V[-1] = True
+        return kept_V.nonzero()[:, 0]
+
+    def plain(self, settings: MTPConfig, drafted_K: Tensor | None = None) -> list[Tensor]:
+        """Value, gradients of the states, gradient of the weight, in float64."""
+        states, targets, weight_VH = self.leaves()
+        states = [state_NH.double().requires_grad_() for state_NH in states]
+        weight_VH = weight_VH.double().requires_grad_()
+        exact = [
+            Targets(one.labels_N, one.mask_N.double(), one.scale.double(), one.teacher_NH.double())  # type: ignore[union-attr]
+            for one in targets
+        ]
+        value = plain_loss(settings, states, exact, weight_VH, self.logit_scale, drafted_K)
+        value.backward()
+        return [value.detach(), *(state.grad for state in states), weight_VH.grad]  # type: ignore[list-item]
+
+    def chunked(
+        self, settings: MTPConfig, group: ProcessGroup | None = None, drafted_K: Tensor | None = None
+    ) -> list[Tensor]:
+        """The same by `linear_loss`, over the slices of a group; a rank's weight gradient is that of its slice."""
+        states, targets, weight_VH = self.leaves()
+        ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        slice_VH = weight_VH.chunk(ranks)[rank].clone().requires_grad_()
+        states = [state_NH.requires_grad_() for state_NH in states]
+        if not needs_teacher(settings):
+            targets = [Targets(one.labels_N, one.mask_N, one.scale) for one in targets]
+        linear_cross_entropy.CHUNK_BYTES = 4 * len(slice_VH) * self.rows_at_once
+        rows, vocabulary, teacher = slice_VH, Vocabulary(len(slice_VH), group, self.logit_scale), None
+        if drafted_K is not None:
+            drafts = DraftVocabulary(drafted_K, len(slice_VH), ranks, rank)
+            rows = slice_VH[drafts.rows_K]
+            vocabulary = replace(vocabulary, slice_size=len(rows), drafts=drafts)
+            targets = [replace(one, labels_N=drafts.index_V[one.labels_N]) for one in targets]
+            teacher = slice_VH if needs_whole_teacher(settings) else None
+        value, _ = linear_loss(LOSSES[settings.mtp_loss](settings), states, targets, rows, vocabulary, teacher)
+        (3 * value).backward()  # the upstream gradient is a factor
+        gradients = [leaf.grad / 3 for leaf in (*states, slice_VH) if leaf.grad is not None]
+        if group is not None:
+            for gradient in gradients[:-1]:
+                torch.distributed.all_reduce(gradient, group=group)
+        return [value.detach(), *gradients]
+
+
+def worst(ours: list[Tensor], plain: list[Tensor]) -> float:
+    """Largest difference of any, relative to the largest entry."""
+    differences = [
+        ((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item()
+        for mine, theirs in zip(ours, plain, strict=True)
+    ]
+    return max(differences)

@@ -1,0 +1,149 @@
+"""One command line: verbs reach the same code as the doors, the doctor tells what is there, shells can complete."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_mtp.command import doctor, line
+from megatron_mtp.command.completion import PARSERS
+from megatron_mtp.command.doctor import Check
+
+ROOT = Path(__file__).parents[2]
+
+
+def printed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "megatron_mtp", *arguments], capture_output=True, text=True)
+
+
+def test_every_verb_is_listed_and_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        line.main(["--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {verb} " in shown for verb in line.VERBS)
+    for verb, (*_, own) in PARSERS.items():
+        text = own(f"megatron-mtp {verb}").format_help()
+        assert "examples:" in text
+        assert f"megatron-mtp {verb}" in text.split("examples:")[1]
+
+
+def test_a_verb_that_does_not_exist_ends_with_status_2_and_names_those_that_do() -> None:
+    for arguments in (["trian"], []):
+        done = printed(*arguments)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert "megatron-mtp: error: " in done.stderr
+    assert "'train'" in printed("trian").stderr
+
+
+def test_the_light_verbs_do_not_wait_for_torch() -> None:
+    code = "import sys; from megatron_mtp.command import line; import megatron_mtp.report.command; "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_console_script_is_this_command_line() -> None:
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="megatron-mtp")
+    assert script.value == "megatron_mtp.command.line:main"
+
+
+def test_a_door_and_its_verb_are_one_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for door, verb in (("tools/checkpoint/convert.py", "convert"), ("tools/data/preprocess.py", "preprocess")):
+        by_door = subprocess.run([sys.executable, str(ROOT / door)], capture_output=True, text=True)
+        with pytest.raises(SystemExit) as end:
+            line.main([verb])
+        assert end.value.code == by_door.returncode == 2
+        said = [text.splitlines()[-1].split(": error: ")[1] for text in (by_door.stderr, capsys.readouterr().err)]
+        assert said[0] == said[1]
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def checks(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, object]]]:
+    status = line.main(["doctor", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["can_train"] == (status == 0)
+    return status, {check["name"]: check for check in told["checks"]}
+
+
+def test_the_doctor_finds_what_the_tests_run_with(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = checks(capsys)
+    assert status == 0
+    assert found["megatron-core"]["found"] == importlib.metadata.version("megatron-core")
+    assert found["megatron-core"]["says"] == "supported is <0.20,>=0.19"
+    assert {"Python", "torch", "CUDA device", "NCCL", "gloo", "Transformer Engine", "Apex", "g++"} <= set(found)
+    assert line.main(["doctor"]) == 0
+    assert capsys.readouterr().out.endswith("training can run here\n")
+
+
+def test_a_version_out_of_range_is_named_and_is_status_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = doctor._installed
+    monkeypatch.setattr(doctor, "_installed", lambda name: "0.18.1" if name == "megatron-core" else version(name))
+    status, found = checks(capsys)
+    assert status == 1
+    assert not found["megatron-core"]["ok"]
+    assert line.main(["doctor"]) == 1
+    assert "training cannot run here, for want of: megatron-core" in capsys.readouterr().out
+
+
+def test_a_machine_without_gloo_or_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    no_gloo = SimpleNamespace(is_nccl_available=lambda: True, is_gloo_available=lambda: False)
+    cuda = SimpleNamespace(is_available=lambda: False)
+    monkeypatch.setattr(doctor, "_torch", lambda: SimpleNamespace(cuda=cuda, distributed=no_gloo))
+    assert checks(capsys)[0] == 1
+    monkeypatch.setattr(doctor, "_torch", lambda: None)
+    monkeypatch.setattr(doctor, "_installed", lambda name: None if name == "torch" else "1")
+    assert checks(capsys)[0] == 1
+
+
+@pytest.mark.parametrize(("folder", "found"), [("optimizers", "built here"), ("lib", None)])
+def test_apex_is_nvidias_alone(folder: str, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "apex" / folder).mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(doctor, "_installed", lambda _: None)
+    apex: Check = doctor._apex()
+    assert apex.found == found
+    assert ("another project" in apex.says) == (found is None)
+
+
+# --- completion ------------------------------------------------------------------------------------------------------
+
+
+def completed(script: Path, *words: str) -> list[str]:
+    """What bash offers for the last word."""
+    typed = " ".join(f"'{word}'" for word in words)
+    code = f"source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; "
+    code += f"_shtab_megatron_mtp '{words[0]}' '{words[-1]}' '{words[-2]}'; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    return subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert line.main(["completion", shell]) == 0
+    return capsys.readouterr().out
+
+
+def test_bash_completes_verbs_flags_and_choices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "completion.bash"
+    file.write_text(script("bash", capsys))
+    offer: Callable[..., list[str]] = lambda *words: completed(file, "megatron-mtp", *words)  # noqa: E731
+    assert set(offer("")) >= set(line.VERBS)
+    assert offer("train", "--mtp-num-l") == ["--mtp-num-layers"]
+    assert "--text" in offer("evaluate", "--te")
+    assert offer("convert", "mcore") == ["mcore-to-hf"]
+    assert offer("train", "--normalization", "RMS") == ["RMSNorm"]
+
+
+def test_the_script_for_zsh_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    made = script("zsh", capsys)
+    assert made.startswith("#compdef megatron-mtp")
+    assert all(f"    {verb}:'" in made for verb in line.VERBS)

@@ -1,0 +1,122 @@
+"""A model whose depths draft some tokens alone: its checkpoint, its own loss, and what the engine makes of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafting_single import model_of, p_value_of, prompts_of, run
+from megatron.core import dist_checkpointing
+from megatron_single import VOCABULARY, forward_ours, make_batch, our_model, randomise
+
+from megatron_mtp.checkpoint.dist_store import stored_draft_vocabulary
+from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary
+from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+DRAFTED = [2, 3, 5, 17, 40, 41, 77, 95]
+
+
+def test_rows_of_two_slices_by_hand() -> None:
+    """The example at the top of the file: vocabulary 0 .. 7, drafted 1 2 6."""
+    first, second = (DraftVocabulary(torch.tensor([1, 2, 6]), 4, 2, rank) for rank in (0, 1))
+    assert (first.rows_K.tolist(), first.first) == ([1, 2], 0)
+    assert (second.rows_K.tolist(), second.first) == ([2], 2)
+    assert first.index_V.tolist() == second.index_V.tolist() == [-1, 0, 1, -1, -1, -1, 2, -1]
+    assert second.drafted_W.tolist() == [False, False, True, False]
+    assert first.size == second.size == 3
+
+
+@pytest.mark.parametrize("lacks", [False, True], ids=["stored", "not yet stored"])
+def test_the_map_is_saved_with_the_depths_and_loaded(lacks: bool, tmp_path: Path) -> None:
+    saved, loading = our_model(2, drafted=None if lacks else DRAFTED), our_model(2, drafted=DRAFTED)
+    randomise(loading, seed=3)
+    dist_checkpointing.save({"model": saved.sharded_state_dict()}, str(tmp_path))
+    stored = stored_draft_vocabulary(tmp_path)
+    assert (None if stored is None else stored.tolist()) == (None if lacks else DRAFTED)
+
+    loading._lacks_draft_vocabulary = lacks
+    state = dist_checkpointing.load({"model": loading.sharded_state_dict()}, str(tmp_path))["model"]
+    assert (DRAFT_VOCABULARY in state) != lacks
+    loading.load_state_dict(state)
+    assert loading.mtp.draft_vocabulary is not None
+    assert loading.mtp.draft_vocabulary.tolist() == DRAFTED
+    for ours, theirs in zip(loading.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert DRAFT_VOCABULARY in loading.sharded_state_dict()
+
+
+def test_rows_that_are_not_drafted_learn_of_the_trunk_alone() -> None:
+    model, batch = our_model(2, drafted=DRAFTED), make_batch(2)
+    hidden_SBH = trunk_states(model, batch["tokens"]).detach()
+    made = mtp_loss(hidden_SBH, model, batch["tokens"], batch["labels"], batch["loss_mask"])
+    made.loss.backward()
+    gradient_VH = model.output_layer.weight.grad
+    assert gradient_VH is not None
+    assert gradient_VH.abs().sum(1).nonzero()[:, 0].tolist() == DRAFTED
+    output = forward_ours(model, batch)
+    assert made.depth_means.tolist() == pytest.approx([float(sums.total / sums.tokens) for sums in output.depths])
+
+
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mtp": ("gqa", {"method": "mtp", "num_speculative_tokens": 3}),
+    "tied": ("mha-tied-layernorm", {"method": "mtp", "num_speculative_tokens": 3}),
+    "mtp_eagle": ("gqa", {"method": "mtp_eagle", "num_speculative_tokens": 4}),
+    "mtp_trunk_states": ("gqa", {"method": "mtp_trunk_states"}),
+    "mtp_tree": ("gqa", {"method": "mtp_tree", "tree": [20, 2]}),
+    "mtp_tree-dynamic": ("gqa", {"method": "mtp_tree", "tree_nodes": 12, "num_speculative_tokens": 4}),
+    "mtp_beam": ("gqa", {"method": "mtp_beam", "num_speculative_tokens": 3}),
+    "parallel_heads": ("parallel", {"method": "parallel_heads", "num_speculative_tokens": 3}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_drafts_are_of_the_map_and_the_text_is_the_trunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, settings = METHODS[name]
+    target, prompts = Runner(model_of(kind, drafted=DRAFTED)), prompts_of(4)
+    drafts: list[int] = []
+    observe = type(run_method(target, settings)).observe
+
+    def noting(self: Any, sequences: Any, draft: Any, logits_BRV: Any) -> None:
+        drafts.extend(draft.tokens_BN[draft.valid()].tolist())
+        observe(self, sequences, draft, logits_BRV)
+
+    monkeypatch.setattr(type(run_method(target, settings)), "observe", noting)
+    answers = generate(Runner(model_of(kind)), prompts, 40).token_ids
+    assert generate(target, prompts, 40, speculative=settings).token_ids == answers
+    assert len(set(drafts)) > 1
+    assert set(drafts) <= set(DRAFTED)
+    assert not {token for answer in answers for token in answer} <= set(DRAFTED)
+
+
+def run_method(target: Runner, settings: dict[str, Any]) -> Any:
+    return run(target, [[1]], 2, settings)[1].proposer
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "mtp-rejection": {"method": "mtp", "num_speculative_tokens": 2},
+    "mtp-block": {"method": "mtp", "num_speculative_tokens": 2, "verifier": "block"},
+    "tree-specinfer": {"method": "mtp_tree", "tree": [2, 2], "verifier": "specinfer"},
+    "tree-spectr": {"method": "mtp_tree", "tree": [2, 2], "verifier": "spectr"},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_texts_keep_the_targets_distribution(name: str) -> None:
+    """CHI: two of the three tokens are drafted, and all three are emitted as often as the target says."""
+    assert p_value_of(SAMPLED[name], drafted=[0, 2]) > 0.001
+
+
+def test_a_draft_head_is_the_rows_of_the_whole_one() -> None:
+    target = Runner(model_of("gqa", drafted=DRAFTED), vocab_size=90)
+    states_SBH = torch.randn(3, 2, target.hidden_size, dtype=target.dtype, generator=torch.Generator().manual_seed(1))
+    whole_BRV, drafts_BRV = target.logits(states_SBH), target.draft_logits(states_SBH)
+    inside = torch.isin(torch.arange(90), torch.tensor(DRAFTED))
+    torch.testing.assert_close(drafts_BRV[..., inside], whole_BRV[..., inside])
+    assert (drafts_BRV[..., ~inside] == -torch.inf).all()
+    assert (target.drafted, Runner(model_of("gqa")).drafted) == (len(DRAFTED) - 1, VOCABULARY)
+    assert Sampling(1.0).probabilities(drafts_BRV)[..., ~inside].sum() == 0

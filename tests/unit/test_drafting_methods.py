@@ -1,0 +1,202 @@
+"""What every method inherits: KV caches after any accept pattern, INV no neighbour matters, EDGE the ends of texts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from drafting_single import model_of, prompts_of, run, runner_of
+from torch import Tensor
+
+from megatron_mtp.drafting import loop
+from megatron_mtp.drafting.config import METHODS
+from megatron_mtp.drafting.kv_cache import KVCache
+from megatron_mtp.drafting.loop import Limits, Method
+from megatron_mtp.drafting.proposers import mtp
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.types import Draft, Round
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method's settings, and the kind of model that it drafts with."""
+
+    settings: dict[str, Any]
+    kind: str = "gqa"
+
+    def target(self, dtype: torch.dtype = torch.float64) -> Runner:
+        return runner_of(self.kind, dtype=dtype)
+
+    def run(self, target: Runner, prompts: list[list[int]], new: int, **more: Any) -> tuple[Sequences, Method]:
+        needs_model = self.settings["method"] == "draft_model"
+        drafter = Runner(model_of("mha-tied-layernorm", dtype=target.dtype)) if needs_model else None
+        return run(target, prompts, new, self.settings, drafter=drafter, **more)
+
+
+CASES: dict[str, Case] = {
+    "mtp": Case({"method": "mtp", "num_speculative_tokens": 3}),
+    "mtp-latent": Case({"method": "mtp", "num_speculative_tokens": 3}, "mla"),
+    "mtp_eagle": Case({"method": "mtp_eagle", "num_speculative_tokens": 5}),
+    "mtp_eagle-latent": Case({"method": "mtp_eagle", "num_speculative_tokens": 5}, "mla"),
+    "mtp_trunk_states": Case({"method": "mtp_trunk_states"}),
+    "mtp_tree": Case({"method": "mtp_tree", "tree": [3, 2, 1]}),
+    "mtp_tree-dynamic": Case({"method": "mtp_tree", "tree_nodes": 12, "num_speculative_tokens": 4}),
+    "mtp_beam": Case({"method": "mtp_beam", "num_speculative_tokens": 3}),
+    "parallel_heads": Case({"method": "parallel_heads"}, "parallel"),
+    "draft_model": Case({"method": "draft_model", "model": "-", "num_speculative_tokens": 3}),
+    "ngram": Case({"method": "ngram", "num_speculative_tokens": 4}),
+    "lookahead": Case({"method": "lookahead"}),
+}
+every_method = pytest.mark.parametrize("name", CASES)
+
+
+def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    return run(target, prompts, new_tokens, None)[0].texts
+
+
+def test_no_method_is_left_out() -> None:
+    assert {case.settings["method"] for case in CASES.values()} == set(METHODS)
+
+
+def caches_of(proposer: Any) -> list[KVCache]:
+    """The drafter's, of depth 1, 2, ... where there are several."""
+    return proposer.caches if hasattr(proposer, "caches") else [proposer.cache]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "mtp_trunk_states"])
+def test_caches_are_those_of_a_fresh_prefill(name: str) -> None:
+    """KV: after drafts accepted and rejected at random, the trunk's rows and the drafter's final ones.
+
+    The exception is `mtp_trunk_states`, whose rows depend on what was accepted, by its nature.
+    """
+    case = CASES[name]
+    target, prompts = case.target(), prompts_of(4)
+    used, driven = case.run(target, prompts, 40, answers=plain(target, prompts, 60))
+    assert driven.stats.accepted > (0 if name == "lookahead" else 20)
+    fresh, redone = case.run(target, [text[:-1] for text in used.texts], 12)
+    assert_same_rows(used.cache, fresh.cache, [len(text) - 1 for text in used.texts])
+    inner: Any = driven.proposer.inner  # type: ignore[attr-defined]
+    if case.settings["method"] in ("ngram", "lookahead"):
+        assert not hasattr(inner, "cache")
+        return
+    pairs = zip(caches_of(inner), caches_of(redone.proposer), strict=True)
+    for depth, (ours, theirs) in enumerate(pairs, start=1):
+        # The drafter has not run the last step's tokens, and depth d is d - 1 rows behind.
+        assert_same_rows(ours, theirs, [len(text) - 7 - depth for text in used.texts])
+
+
+def assert_same_rows(ours: KVCache, theirs: KVCache, counts: list[int]) -> None:
+    held = zip([*ours.keys, *ours.values], [*theirs.keys, *theirs.values], strict=True)
+    for one, other in held:
+        if one is not None and other is not None:
+            for row, count in enumerate(counts):
+                torch.testing.assert_close(one[row, :, :count], other[row, :, :count], rtol=1e-9, atol=1e-9)
+
+
+class Overheard:
+    """Of one text of a batch: every draft, and all logits that it was made from, by the text's length."""
+
+    def __init__(self, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.row, self.patch = row, monkeypatch
+        self.logits: dict[tuple[int, int], list[Tensor]] = {}
+        self.drafts: dict[tuple[int, int], list[list[int]]] = {}
+
+    def listen(self, proposer: type) -> None:
+        propose, logits = proposer.propose, Runner.logits  # type: ignore[attr-defined]
+
+        def overheard(made_by: Any, sequences: Sequences, scene: Round, count: int) -> Draft:
+            key, heard = (len(sequences.texts[self.row]), count), []
+
+            def noting(runner: Runner, hidden_SBH: Tensor) -> Tensor:
+                heard.append(logits(runner, hidden_SBH))
+                return heard[-1]
+
+            with self.patch.context() as patch:
+                patch.setattr(Runner, "logits", noting)
+                draft = propose(made_by, sequences, scene, count)
+            if sequences.live[self.row]:
+                self.logits[key] = [one_BRV[self.row] for one_BRV in heard]
+                own = (draft.tokens_BN, draft.parents(), draft.valid())
+                self.drafts[key] = [one_BN[self.row].tolist() for one_BN in own]
+            return draft
+
+        self.patch.setattr(proposer, "propose", overheard)
+
+
+@every_method
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
+def test_neighbours_change_nothing(
+    name: str, dtype: torch.dtype, allowed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """INV: drafts and their logits of a text alone and among others, while the others' drafts fare differently.
+
+    What differs is rounding, of products over another number of rows: `allowed` is relative to the largest logit.
+    """
+    case, prompts = CASES[name], prompts_of(4)
+    heard = []
+    for batch, row in ((prompts, 2), (prompts[2:3], 0)):
+        target = case.target(dtype)
+        _, method = case.run(target, batch, 1)
+        with monkeypatch.context() as patch:
+            ears = Overheard(row, patch)
+            ears.listen(type(method.proposer))
+            case.run(target, batch, 30)
+        heard.append(ears)
+    among, alone = heard
+    shared = among.drafts.keys() & alone.drafts.keys()
+    assert len(shared) > 10
+    for key in shared:
+        assert among.drafts[key] == alone.drafts[key]
+        for one_RV, other_RV in zip(among.logits[key], alone.logits[key], strict=True):
+            torch.testing.assert_close(one_RV, other_RV, rtol=0, atol=allowed * other_RV.abs().max().item())
+
+
+@every_method
+def test_a_stop_token_inside_a_draft_ends_the_text_there(name: str) -> None:
+    case, prompts = CASES[name], prompts_of(3)
+    target = case.target()
+    answers = plain(target, prompts, 60)
+    news = [answer[len(prompt) :] for answer, prompt in zip(answers, prompts, strict=True)]
+    stop = news[0][10]
+    wanted = [new[: new.index(stop) + 1] if stop in new else new for new in news]
+    limits = Limits(60, stop_ids=frozenset([stop]))
+    sequences, driven = case.run(target, prompts, 60, answers=answers, limits=limits)
+    assert [text[len(prompt) :] for text, prompt in zip(sequences.texts, prompts, strict=True)] == wanted
+    assert driven.stats.emitted == sum(map(len, wanted))
+    assert sequences.length_B.tolist() == [len(text) for text in sequences.texts]
+
+
+@every_method
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_the_bonus_token_counts_against_the_budget(name: str, budget: int) -> None:
+    """K above what remains, and a prompt of one token."""
+    case, prompts = CASES[name], [[3], [5, 6, 7]]
+    target = case.target()
+    sequences, driven = case.run(target, prompts, budget, answers=plain(target, prompts, 8))
+    assert sequences.texts == plain(target, prompts, budget)
+    assert driven.stats.emitted == 2 * budget
+    assert driven.stats.drafted <= 2 * max(budget - 1, 0) * budget
+
+
+@every_method
+def test_prompts_longer_than_a_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, prompts = CASES[name], prompts_of(3, longest=40)
+    target = case.target()
+    whole = case.run(target, prompts, 30)[0].texts
+    monkeypatch.setattr(loop, "CHUNK", 8)
+    monkeypatch.setattr(mtp, "CHUNK", 8)
+    assert case.run(target, prompts, 30)[0].texts == whole == plain(target, prompts, 30)
+
+
+@pytest.mark.parametrize("name", ["ngram", "lookahead"])
+def test_without_a_match_nothing_is_drafted(name: str) -> None:
+    """A text of tokens that are all different, and a pool that is still empty."""
+    case = CASES[name]
+    target = case.target()
+    sequences, driven = case.run(target, [[1, 2, 3, 4, 5]], 2)
+    assert len(set(sequences.texts[0])) == 7
+    assert driven.stats.drafted == driven.stats.accepted == 0
+    assert sequences.texts == plain(target, [[1, 2, 3, 4, 5]], 2)

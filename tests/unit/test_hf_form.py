@@ -1,0 +1,149 @@
+"""The Hugging Face form of trained models: vocabulary, special tokens, and the config keys that engines read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import make, read
+from megatron.core import dist_checkpointing
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_mtp.checkpoint.exporting import mcore_to_hf
+from megatron_mtp.checkpoint.hf_form import form_of
+from megatron_mtp.checkpoint.importing import HF_FILES, Options, hf_to_mcore, keep_hf_files
+from megatron_mtp.checkpoint.mcore_store import TRACKER
+from megatron_mtp.checkpoint.megatron_args import megatron_arguments, parsed
+from megatron_mtp.checkpoint.model import load_model, model_config
+from megatron_mtp.checkpoint.verify import verify
+from megatron_mtp.data.tokenizer import train_bpe
+from megatron_mtp.model.trunk import MTPGPTModelBuilder
+
+QUIET = Options(quiet=True, workers=1)
+TINY = (
+    "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0"
+)
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8 --moe-router-score-function sigmoid"
+LATENT = "--multi-latent-attention --qk-layernorm --q-lora-rank 8 --kv-lora-rank 8 --rope-type rope"
+ALL_KEYS = (
+    "architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps rope_parameters rope_theta "
+    "tie_word_embeddings attention_bias dtype torch_dtype num_nextn_predict_layers"
+)
+ROUTER_KEYS = (
+    "n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace n_group "
+    "topk_group norm_topk_prob routed_scaling_factor scoring_func topk_method"
+)
+FORMS = {
+    "dense": ("", None, f"{ROUTER_KEYS} use_qk_norm partial_rotary_factor"),
+    "experts": (EXPERTS, None, f"{ROUTER_KEYS} use_qk_norm partial_rotary_factor"),
+    "latent": (
+        f"{EXPERTS} {LATENT}",
+        None,
+        f"{ROUTER_KEYS} moe_layer_freq q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
+    ),
+    "mimo": ("--add-qkv-bias", "mimo", "auto_map"),
+}
+"""Flags, family, and the keys that the loaders of transformers 5.23, vLLM 0.32 and SGLang 0.5.23 read for it."""
+
+
+def save(model: torch.nn.Module, args: Any, folder: Path) -> Path:
+    """As Megatron does: with the rows that pad the vocabulary."""
+    inner = folder / "iter_0000001"
+    inner.mkdir(parents=True)
+    entries = {"model": model.sharded_state_dict(), "args": args, "checkpoint_version": 3.0, "iteration": 1}
+    dist_checkpointing.save(entries, str(inner))
+    (folder / TRACKER).write_text("1")
+    return folder
+
+
+def trained(folder: Path, flags: str = "", vocabulary: int | None = 100, tokenizer: Path | None = None) -> Path:
+    """A checkpoint with two depths and 128 or more rows, as if a run had left it."""
+    words = [*TINY.split(), *flags.split(), "--mtp-num-layers", "2", "--untie-embeddings-and-output-weights"]
+    args = parsed(words, vocabulary or 300)
+    args.vocab_size, args.tokenizer_model = vocabulary, None if tokenizer is None else str(tokenizer)
+    model = MTPGPTModelBuilder(model_config(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    return save(model, args, folder)
+
+
+def export(source: Path, target: Path, **choice: Any) -> dict[str, Any]:
+    mcore_to_hf(source, target, QUIET, form_of(source, **choice))
+    keys: dict[str, Any] = json.loads((target / "config.json").read_text())
+    return keys
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_bpe(["some words to make a vocabulary of"] * 3, 260, tmp_path_factory.mktemp("tokenizer") / "bpe")
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("name", FORMS)
+def test_every_key_that_an_engine_reads_is_written(name: str, tmp_path: Path) -> None:
+    flags, family, own = FORMS[name]
+    keys = export(trained(tmp_path / "mcore", flags), tmp_path / "hf", family=family)
+    assert {*ALL_KEYS.split(), *own.split()} <= keys.keys()
+    assert [key for key, value in keys.items() if value is None] == []
+
+
+@pytest.mark.usefixtures("megatron")
+def test_the_rows_that_pad_the_vocabulary_stay_behind(tmp_path: Path) -> None:
+    source = trained(tmp_path / "mcore")
+    keys = export(source, tmp_path / "hf")
+    tensors, model = read(tmp_path / "hf"), load_model(source)
+    assert keys["vocab_size"] == 100
+    assert torch.equal(tensors["model.embed_tokens.weight"], model.embedding.word_embeddings.weight[:100])
+    assert torch.equal(tensors["lm_head.weight"], model.output_layer.weight[:100])
+    assert model.output_layer.weight.size(0) == 128
+    hf_to_mcore(tmp_path / "hf", tmp_path / "again", QUIET, megatron_arguments)
+    assert export(tmp_path / "again", tmp_path / "back") == keys
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
+    assert [check for check in verify(tmp_path / "hf", source) if not check.ok] == []
+
+
+@pytest.mark.usefixtures("megatron")
+def test_what_megatron_has_padded_and_saved_goes_back_as_it_came(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "mimo", 1)
+    hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+    model = load_model(tmp_path / "mcore")
+    assert model.embedding.word_embeddings.weight.size(0) == 128
+    assert read(source)["model.embed_tokens.weight"].size(0) == 96
+    saved = save(
+        model,
+        dist_checkpointing.load_common_state_dict(str(tmp_path / "mcore" / "release"))["args"],
+        tmp_path / "saved",
+    )
+    keep_hf_files(tmp_path / "mcore" / HF_FILES, saved / HF_FILES, {})
+    export(saved, tmp_path / "back")
+    there, back = read(source), read(tmp_path / "back")
+    assert there.keys() == back.keys()
+    assert [name for name in there if not torch.equal(there[name], back[name])] == []
+
+
+@pytest.mark.usefixtures("megatron")
+def test_the_tokenizer_tells_vocabulary_and_special_tokens(tmp_path: Path, tokenizer: Path) -> None:
+    keys = export(trained(tmp_path / "mcore", vocabulary=None, tokenizer=tokenizer), tmp_path / "hf")
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    assert keys["vocab_size"] == 260
+    assert keys.items() >= ids.items()
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text()) == ids
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+
+
+@pytest.mark.usefixtures("megatron")
+def test_without_a_tokenizer_nothing_is_made_up(tmp_path: Path) -> None:
+    keys = export(trained(tmp_path / "mcore", vocabulary=None), tmp_path / "hf")
+    assert keys["vocab_size"] == 384  # all rows: 300 padded to a multiple of 128
+    assert not [key for key in keys if key.endswith("_token_id")]
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    source = trained(tmp_path / "mcore")
+    with pytest.raises(ValueError, match=r"has 260 tokens, but .* has 128 rows"):
+        export(source, tmp_path / "hf", tokenizer=tokenizer)
+    assert not (tmp_path / "hf").exists()

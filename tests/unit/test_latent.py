@@ -1,0 +1,19 @@
+"""Latent attention whose queries are not compressed, as DeepSeek-V2-Lite's and Moonlight's, against transformers."""
+
+from pathlib import Path
+
+import pytest
+from hf_models import make
+
+from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.megatron_args import megatron_arguments
+from megatron_mtp.checkpoint.verify import verify
+
+
+@pytest.mark.usefixtures("megatron")
+def test_queries_without_a_rank_are_computed_as_transformers_computes_them(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "deepseek_v3-lean", 1)
+    hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True, workers=1), megatron_arguments)
+    checks = verify(source, tmp_path / "mcore")
+    assert len(checks) == 4
+    assert [check for check in checks if not check.ok] == []

@@ -1,0 +1,98 @@
+"""losses/linear_cross_entropy.py and the losses in its chunks, against their definitions: values and gradients."""
+
+import pytest
+import torch
+from linear_cases import SETTINGS, Case, worst
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses import LOSSES, linear_cross_entropy
+from megatron_mtp.losses.cross_entropy import CrossEntropy
+from megatron_mtp.losses.distillation import TotalVariation
+from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
+from megatron_mtp.losses.vocabulary import Vocabulary
+
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def usual_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", linear_cross_entropy.CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_values_and_gradients_are_those_of_the_definition(name: str) -> None:
+    config = MTPConfig(**SETTINGS[name])
+    found = {case: worst(case.chunked(config), case.plain(config)) for case in map(Case.drawn, range(40))}
+    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_draft_vocabulary_has_the_values_and_gradients_of_the_definition(name: str) -> None:
+    config = MTPConfig(**SETTINGS[name])
+    found = {}
+    for case in map(Case.drawn, range(40)):
+        drafted_K = case.drafted()
+        found[case] = worst(case.chunked(config, drafted_K=drafted_K), case.plain(config, drafted_K))
+    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("name", ["ce", "kd", "tv"])
+def test_the_comparison_sees_another_draft_vocabulary(name: str) -> None:
+    config, drafted_K = MTPConfig(**SETTINGS[name]), CASE.drafted()
+    assert worst(CASE.chunked(config, drafted_K=drafted_K), CASE.plain(config, drafted_K[:-1])) > 1e-4
+
+
+CASE = Case((7, 9), 8, 20, 4, 1.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ("ce", CrossEntropy(label_smoothing=0.01)),
+        ("ce with z-loss", CrossEntropy(z_loss=0.0)),
+        ("tv", TotalVariation(temperature=1.01)),
+    ],
+)
+def test_the_comparison_sees_a_wrong_loss(given: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MTPConfig(**SETTINGS[given])
+    monkeypatch.setitem(LOSSES, config.mtp_loss, lambda _: wrong)  # type: ignore[arg-type]
+    assert worst(CASE.chunked(config), CASE.plain(config)) > 1e-4
+
+
+def test_a_head_that_is_not_trained_gets_no_gradient_and_the_states_the_same() -> None:
+    states, targets, weight_VH = CASE.leaves()
+    trained = CASE.chunked(MTPConfig())
+    leaves = [state_NH.requires_grad_() for state_NH in states]
+    total, _ = linear_loss(CrossEntropy(), leaves, targets, weight_VH, Vocabulary(len(weight_VH)))
+    total.backward()
+    assert weight_VH.grad is None
+    for leaf, gradient in zip(leaves, trained[1:], strict=False):
+        assert torch.allclose(leaf.grad, gradient, atol=1e-6)  # type: ignore[arg-type]
+
+
+def test_a_slot_of_weight_zero_counts_nowhere_whatever_its_loss() -> None:
+    states_NH = torch.tensor([[1.0, 0.0], [1e30, 0.0]]).requires_grad_()
+    weight_VH = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    targets = Targets(torch.tensor([0, 1]), torch.tensor([1.0, 0.0]), torch.tensor(1.0))
+    total, sums_D = linear_loss(CrossEntropy(), [states_NH], [targets], weight_VH, Vocabulary(2))
+    total.backward()
+    assert sums_D.tolist() == [pytest.approx(0.126928)]  # log(1 + exp(-2))
+    assert states_NH.grad is not None
+    assert states_NH.grad[1].tolist() == [0, 0]
+
+
+def test_bfloat16_keeps_its_statistics_in_float32() -> None:
+    states, targets, weight_VH = Case((512,), 32, 4096, 64, 1.0, 0).leaves()
+    rounded = [states[0].bfloat16().requires_grad_()], weight_VH.bfloat16().requires_grad_()
+    exact = [rounded[0][0].detach().float().requires_grad_()], rounded[1].detach().float().requires_grad_()
+    found = []
+    for hidden, weight in (rounded, exact):
+        total, _ = linear_loss(CrossEntropy(), hidden, targets, weight, Vocabulary(4096))
+        total.backward()
+        found.append((total, hidden[0].grad, weight.grad))
+    (total, *gradients), (exact_total, *exact_gradients) = found
+    assert total.dtype == torch.float32
+    assert total.item() == pytest.approx(exact_total.item(), rel=2e-3)
+    for gradient, other in zip(gradients, exact_gradients, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient.float() - other).norm() <= 1e-2 * other.norm()

@@ -1,0 +1,167 @@
+"""training/objective.py: what the depths are compared with, and what the logs say, against sums written out by hand."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.losses import LOSSES
+from megatron_mtp.losses.schedule import kept_slots
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary
+from megatron_mtp.model.sharing import Head
+from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+SLOTS, ROWS, HIDDEN, VOCABULARY, DEPTHS = 9, 2, 8, 16, 2
+SEED = (1234, 7)
+
+
+def states() -> tuple[Tensor, list[Tensor], Tensor]:
+    """Of trunk and depths [S, B, H], and the head's weight."""
+    generator = torch.Generator().manual_seed(5)
+    hidden = [torch.randn(SLOTS, ROWS, HIDDEN, generator=generator).requires_grad_() for _ in range(1 + DEPTHS)]
+    return hidden[0], hidden[1:], torch.randn(VOCABULARY, HIDDEN, generator=generator)
+
+
+def batch() -> DepthBatch:
+    generator = torch.Generator().manual_seed(6)
+    labels_BS = torch.randint(VOCABULARY, (ROWS, SLOTS), generator=generator)
+    whole = {"tokens": None, "labels": labels_BS, "loss_mask": (torch.rand(ROWS, SLOTS, generator=generator) > 0.3)}
+    add_depths(whole, DEPTHS, None)
+    return depth_batch(whole)
+
+
+def outcome(**settings: Any) -> ObjectiveOutput:
+    return outcome_of(states(), **settings)
+
+
+def outcome_of(
+    leaves: tuple[Tensor, list[Tensor], Tensor], drafted: Tensor | None = None, **settings: Any
+) -> ObjectiveOutput:
+    trunk_SBH, depth_hidden, weight_VH = leaves
+    group = parallel_state.get_tensor_model_parallel_group()
+    head = Head(
+        project=lambda state: state @ weight_VH.t(),
+        cross_entropy=lambda labels, logits: torch.nn.functional.cross_entropy(
+            logits.permute(1, 2, 0), labels, reduction="none"
+        ),
+        tp_group=group,
+        weight=weight_VH,
+        whole=lambda state: state,
+        drafts=None if drafted is None else DraftVocabulary(drafted, VOCABULARY),
+    )
+    return NextTokensObjective([0.5, 0.25], group, **settings)(trunk_SBH, depth_hidden, head, head, batch())
+
+
+def plain_kd_sums(slots: list[int]) -> list[float]:
+    """KL of the trunk's distribution d slots later from that of depth d, over the unmasked of these slots."""
+    trunk_SBH, depth_hidden, weight_VH = states()
+    trunk_SBV = torch.log_softmax(trunk_SBH @ weight_VH.t(), -1)
+    sums = []
+    for depth, state_SBH in enumerate(depth_hidden, start=1):
+        draft_SBV = torch.log_softmax(state_SBH @ weight_VH.t(), -1)
+        mask_BS = batch().loss_mask_DBS[depth - 1]
+        inside = [slot for slot in slots if slot + depth < SLOTS]
+        log_p, log_q = trunk_SBV[[slot + depth for slot in inside]], draft_SBV[inside]
+        sums.append(((log_p.exp() * (log_p - log_q)).sum(-1) * mask_BS[:, inside].t()).sum().item())
+    return sums
+
+
+KD = {"depth_loss": LOSSES["kd"](MTPConfig(mtp_loss="kd")), "distils": True}
+
+
+def test_a_depth_is_compared_with_the_trunk_as_many_slots_later() -> None:
+    output = outcome(**KD, per_token=True)
+    assert [sums.total.item() for sums in output.depths] == pytest.approx(plain_kd_sums(list(range(SLOTS))), rel=1e-5)
+    weighted = 0.5 * output.depths[0].total + 0.25 * output.depths[1].total
+    assert output.loss.item() == pytest.approx((output.main.total + weighted).item())
+
+
+def test_the_trunk_is_a_teacher_and_learns_nothing_of_it() -> None:
+    trunk_SBH, depth_hidden, _ = leaves = states()
+    output = outcome_of(leaves, **KD, trains_trunk=False)
+    output.loss.backward()
+    assert trunk_SBH.grad is None
+    assert all(state.grad is not None for state in depth_hidden)
+
+
+def test_kept_slots_stand_for_all() -> None:
+    keep = partial(kept_slots, 0.4, SEED)
+    kept = keep(SLOTS)
+    assert kept is not None
+    output = outcome(**KD, kept_slots=keep)
+    share = kept.numel() / SLOTS
+    expected = [total / share for total in plain_kd_sums(kept.tolist())]
+    assert [sums.total.item() for sums in output.depths] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_trunks_loss_in_chunks_is_the_same() -> None:
+    plain, chunked = outcome(), outcome(linear_main=True)
+    assert chunked.main.total.item() == pytest.approx(plain.main.total.item(), rel=1e-6)
+    assert chunked.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
+
+
+def test_a_trunk_that_is_not_trained_adds_its_loss_without_gradient() -> None:
+    output = outcome(linear_main=True, trains_trunk=False)
+    assert not output.main.total.requires_grad
+    assert output.loss.requires_grad
+
+
+DRAFTED = torch.tensor([1, 4, 5, 9, 10, 15])
+
+
+def test_labels_outside_of_the_draft_vocabulary_count_nowhere_in_a_depths_mean() -> None:
+    output = outcome(drafted=DRAFTED)
+    _, depth_hidden, weight_VH = states()
+    weighted = torch.zeros(())
+    for depth, (state_SBH, weight) in enumerate(zip(depth_hidden, (0.5, 0.25), strict=True)):
+        labels_SB, mask_BS = batch().labels_DBS[depth].t(), batch().loss_mask_DBS[depth]
+        counts_SB = torch.isin(labels_SB, DRAFTED) & (mask_BS.t() > 0)
+        log_q_SBN = torch.log_softmax(state_SBH @ weight_VH[DRAFTED].t(), -1)
+        number_SB = (labels_SB.unsqueeze(-1) == DRAFTED).int().argmax(-1, keepdim=True)
+        total = -(log_q_SBN.gather(-1, number_SB)[..., 0] * counts_SB).sum()
+        assert 0 < counts_SB.sum() < mask_BS.sum()
+        assert output.depths[depth].tokens == counts_SB.sum()
+        assert output.depths[depth].total.item() == pytest.approx(total.item(), rel=1e-5)
+        weighted = weighted + weight * output.main.tokens * total / counts_SB.sum()
+    assert output.loss.item() == pytest.approx((output.main.total + weighted).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["kd", "tv"])
+def test_soft_labels_of_all_slots_count_whatever_their_label_is(loss: str) -> None:
+    """And tv compares with the trunk's word on all tokens: what it gives to others is rejected."""
+    settings = {"depth_loss": LOSSES[loss](MTPConfig(mtp_loss=loss)), "distils": True, "whole_teacher": loss == "tv"}
+    output = outcome(drafted=DRAFTED, **settings)
+    trunk_SBH, depth_hidden, weight_VH = states()
+    target_SBV, rows_NH = trunk_SBH @ weight_VH.t(), weight_VH[DRAFTED]
+    for depth, state_SBH in enumerate(depth_hidden, start=1):
+        mask_SB = batch().loss_mask_DBS[depth - 1].t()[:-depth]
+        q_SBN = torch.softmax(state_SBH @ rows_NH.t(), -1)[:-depth]
+        if loss == "tv":
+            p_SBN = torch.softmax(target_SBV, -1)[depth:, :, DRAFTED]
+            losses_SB = 1 - torch.minimum(p_SBN, q_SBN).sum(-1)
+        else:
+            p_SBN = torch.softmax(target_SBV[..., DRAFTED], -1)[depth:]
+            losses_SB = (p_SBN * (p_SBN / q_SBN).log()).sum(-1)
+        assert output.depths[depth - 1].total.item() == pytest.approx((losses_SB * mask_SB).sum().item(), rel=1e-5)
+        assert output.depths[depth - 1].tokens == batch().loss_mask_DBS[depth - 1].sum()
+
+
+def test_acceptance_is_of_drafts_from_the_draft_vocabulary() -> None:
+    counts = outcome(drafted=DRAFTED, measures_acceptance=True).acceptance
+    assert counts is not None
+    trunk_SBH, depth_hidden, weight_VH = states()
+    target_SBV = trunk_SBH @ weight_VH.t()
+    mask_SB = batch().loss_mask_DBS[0].t()[:-1]
+    logits_SBN = (depth_hidden[0] @ weight_VH[DRAFTED].t())[:-1]
+    agrees_SB = DRAFTED[logits_SBN.argmax(-1)] == target_SBV.argmax(-1)[1:]
+    overlap_SB = torch.minimum(logits_SBN.softmax(-1), target_SBV.softmax(-1)[1:, :, DRAFTED]).sum(-1)
+    assert counts.valid[0] == mask_SB.sum()
+    assert counts.accepted[0] == (agrees_SB * mask_SB).sum()
+    assert counts.overlap[0].item() == pytest.approx((overlap_SB * mask_SB).sum().item(), rel=1e-5)

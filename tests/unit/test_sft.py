@@ -1,0 +1,102 @@
+"""Megatron's --sft rows with depths: shifts end with their conversation, and prompts count at no depth."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.utils import Split
+
+from megatron_mtp.training import forward_step
+from megatron_mtp.training.chat import ChatDataset, check_chat_files
+from megatron_mtp.training.forward_step import get_batch
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+SLOTS, PAD = 12, 99
+CHATS = [
+    {"role": "system", "content": "1"},
+    {"role": "user", "content": "2 3"},
+    {"role": "assistant", "content": "4 5 6"},
+    {"role": "system", "content": "1"},
+    {"role": "user", "content": "7"},
+    {"role": "assistant", "content": "8 9"},
+]
+
+
+class Words:
+    """A tokenizer of numbers; as Megatron's, it gives prompts the target -100."""
+
+    eod, pad = 98, PAD
+
+    def tokenize_conversation(self, conversation: list[dict[str, str]], **_: Any) -> tuple[np.ndarray, np.ndarray]:
+        tokens, targets = [], []
+        for message in conversation:
+            ids = [int(word) for word in message["content"].split()]
+            tokens += ids
+            targets += ids if message["role"] == "assistant" else [-100] * len(ids)
+        return np.array(tokens), np.array(targets)
+
+
+@pytest.fixture
+def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the forward step makes of a row with both conversations."""
+    (tmp_path / "chats.jsonl").write_text("\n" + json.dumps({"messages": CHATS}) + "\n")
+    config = Namespace(
+        tokenizer=Words(),
+        sequence_length=SLOTS,
+        context_parallel_size=1,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        create_attention_mask=False,
+    )
+    rows = ChatDataset.__new__(ChatDataset)
+    rows.dataset, rows.config = ChatDataset.build_low_level_dataset(str(tmp_path / "chats.jsonl"), config), config  # type: ignore[arg-type]
+    rows.indices, rows.index_split, rows.num_samples = np.array([0]), Split.train, 1
+    args = Namespace(
+        sft=True,
+        dataloader_inter_document_masking=False,
+        create_attention_mask_in_dataloader=False,
+        micro_batch_size=1,
+        eval_micro_batch_size=1,
+        seq_length=SLOTS,
+        pipeline_model_parallel_size=1,
+        pipeline_model_parallel_layout=None,
+        mtp_num_layers=2,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    monkeypatch.setattr(forward_step, "get_args", lambda: args)
+    monkeypatch.setattr(forward_step, "is_first_or_last_pipeline_stage", lambda _: True)
+    return get_batch(iter([torch.utils.data.default_collate([rows[0]])]), None)
+
+
+def test_masks_end_with_the_answer_and_prompts_count_nowhere(batch: dict[str, Any]) -> None:
+    """Slots 0 .. 5 are the first conversation, 6 .. 9 the second, and then there is padding."""
+    assert batch["tokens"].tolist() == [[1, 2, 3, 4, 5, 6, 1, 7, 8, 9, PAD, PAD]]
+    assert batch["cu_seqlens"].tolist() == [0, 6, 12]
+    assert batch["loss_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0]]
+    assert (batch["labels"] * batch["loss_mask"]).tolist() == [[0, 0, 4, 5, 6, 0, 0, 8, 9, 0, 0, 0]]
+    masks, labels, tokens = (batch[f"depth_{name}"][0].T for name in ("loss_mask", "labels", "tokens"))
+    assert masks.tolist() == [[0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0]]
+    assert (labels * masks).tolist() == [[0, 4, 5, 6, 0, 0, 8, 9, 0, 0, 0, 0], [4, 5, 6, 0, 0, 0, 9, 0, 0, 0, 0, 0]]
+    assert tokens[0].tolist() == [2, 3, 4, 5, 6, 0, 7, 8, 9, PAD, PAD, 0]
+    assert tokens[1].tolist() == [3, 4, 5, 6, 0, 0, 8, 9, PAD, PAD, 0, 0]
+    assert batch["whole_tokens"].tolist() == [5, 5, 4]
+
+
+@pytest.mark.parametrize("text", ["", "\n", '{"text": "no chat"}\n', "no json\n", '{"messages": []}\n'])
+def test_a_file_without_conversations_is_one_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=r"^--data-path: the first line of '.*chats.jsonl' is no conversation; with"):
+        check_chat_files([str(tmp_path / "chats.jsonl")])
+
+
+def test_a_file_that_is_not_there_is_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"^--data-path: there is no file '/nowhere'; with --sft give files of"):
+        check_chat_files(["/nowhere"])
+    with pytest.raises(ValueError, match=r"^--data-path is missing; with --sft give files of conversations"):
+        check_chat_files([])

@@ -1,6 +1,7 @@
 """Runs whole commands the way a user would, one or several processes; a failure shows the end of what they printed."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,9 @@ TINY_RUN = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0"
 ).split()
 """A model that trains in 30 ms a step on two cores."""
+
+MEASURED = {"step seconds", "peak memory bytes"}
+"""What the metrics say of the machine instead of the model: two runs of the same steps differ in it."""
 
 
 def python(script: str | Path, *arguments: str) -> list[str]:
@@ -77,3 +81,10 @@ def finish(process: subprocess.Popen[bytes], log: Path, timeout: float = TIMEOUT
 def run(command: list[str], log: Path, timeout: float = TIMEOUT) -> str:
     """What a command printed."""
     return finish(start(command, log), log, timeout)
+
+
+def learned(folder: Path) -> dict[int, dict[str, float]]:
+    """Losses and acceptance at every training step; one that was taken twice counts as it was the last time."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    training = {row.pop("iteration"): row for row in rows if row.pop("split") == "training"}
+    return {step: {name: row[name] for name in row.keys() - MEASURED} for step, row in training.items()}

@@ -1,6 +1,5 @@
 """Whole commands: a run counts what its depths may draft, others resume it in other layouts, and it drafts."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -49,11 +48,6 @@ def command(folder: Path, data: Path, *flags: str) -> list[str]:
     return launch.torchrun(2, "pretrain_gpt.py", *arguments)
 
 
-def rows(folder: Path) -> dict[int, dict[str, float]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row.pop("iteration"): row for row in found if row.pop("split") == "training"}
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps over two context-parallel ranks, which saves after two."""
@@ -68,7 +62,7 @@ def test_a_run_goes_on_with_the_checkpoints_draft_vocabulary_in_another_layout(t
     flags = f"--load {trained}/checkpoint --ckpt-step {HALF} {TENSOR}".split()
     log = launch.run(command(tmp_path, trained / "corpus", *flags), tmp_path / "log")
     assert f"> the depths draft {DRAFTED} of 128 tokens, as {trained}" in log
-    ours, theirs = rows(tmp_path), rows(trained)
+    ours, theirs = launch.learned(tmp_path), launch.learned(trained)
     assert list(ours) == [3, 4]
     for step, row in ours.items():
         assert row == pytest.approx(theirs[step], rel=2e-4), step

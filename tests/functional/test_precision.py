@@ -1,6 +1,5 @@
 """Training in bfloat16 with float32 master weights, next to the same training in float32."""
 
-import json
 from pathlib import Path
 
 import launch
@@ -25,8 +24,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def losses(folder: Path) -> torch.Tensor:
     """Of trunk and depths at every step, [steps, 3]."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return torch.tensor([[row[name] for name in LOSSES] for row in rows if row["split"] == "training"])
+    return torch.tensor([[row[name] for name in LOSSES] for row in launch.learned(folder).values()])
 
 
 def dtypes(checkpoint: Path) -> dict[str, torch.dtype]:

@@ -1,6 +1,5 @@
 """Whole commands: a run that stops, or is killed, and resumes ends with the bits of one that was never interrupted."""
 
-import json
 import re
 import shutil
 import time
@@ -49,11 +48,6 @@ class Run:
     def run(self) -> str:
         return launch.run(self.command(), self.log)
 
-    def losses(self) -> dict[int, dict[str, float]]:
-        """Of every step, with all their digits; a step that was taken twice counts as it was the last time."""
-        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().split("\n") if line]
-        return {row.pop("iteration"): row for row in rows if row["split"] == "training"}
-
     def checkpoint(self) -> dict[str, Any]:
         """Everything in the last checkpoint that is a tensor: weights and optimizer state."""
         file = self.folder / "whole.pt"
@@ -76,7 +70,7 @@ def printed_steps(log: str) -> list[int]:
 
 def assert_same_end(run: Run, uninterrupted: Run) -> None:
     """Not from the printed losses: Megatron's second line after a start is the mean of two steps (0.19.2)."""
-    assert run.losses() == uninterrupted.losses()
+    assert launch.learned(run.folder) == launch.learned(uninterrupted.folder)
     ours, theirs = run.checkpoint(), uninterrupted.checkpoint()
     assert len(theirs) > 40
     assert ours.keys() == theirs.keys()

@@ -57,7 +57,7 @@ from megatron.training.training import (  # noqa: E402
 )
 from torch import Tensor  # noqa: E402
 
-from benchmarks.harness import Goal, allocated_peak, compare, hardware, interleave, report, resident_peak, table  # noqa: E402
+from benchmarks.harness import Goal, allocated_peak, compare, count, hardware, interleave, report, resident_peak, table  # noqa: E402
 from megatron_mtp.config import MTPConfig  # noqa: E402
 from megatron_mtp.model.trunk import MTPGPTModelConfig  # noqa: E402
 from megatron_mtp.platform.portable import with_portable_modules  # noqa: E402
@@ -163,19 +163,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         values = ", ".join(f"{getattr(sizes, name)} ({where})" for where, sizes in DEFAULTS.items())
         choices = tuple(SAME) if name == "dtype" else None
         parser.add_argument("--" + name.replace("_", "-"), type=kind, choices=choices, help=f"default: {values}")
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4], metavar="D", help="default: 1 2 4")
+    parser.add_argument("--depths", type=count, nargs="+", default=[1, 2, 4], metavar="D", help="default: 1 2 4")
     values = ", ".join(f"{repeats} ({where})" for where, repeats in REPEATS.items())
-    parser.add_argument("--repeats", type=int, help=f"timed rounds, one step of each side; default: {values}")
+    parser.add_argument("--repeats", type=count, help=f"timed rounds, one step of each side; default: {values}")
     parser.add_argument(
         "--self-check", action="store_true", help="time a second copy of Megatron's side too: the noise"
     )
-    parser.add_argument("--threads", type=int, help="threads of the CPU; default: all cores (with --quick 1)")
+    parser.add_argument("--threads", type=count, help="threads of the CPU; default: all cores (with --quick 1)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
-    wanted = parser.parse_args(argv)
-    for name, given in (("depths", wanted.depths), ("repeats", [wanted.repeats]), ("threads", [wanted.threads])):
-        if any(number is not None and number < 1 for number in given):
-            parser.error(f"--{name} is {' '.join(map(str, given))}; give 1 or more.")
-    return wanted
+    return parser.parse_args(argv)
 
 
 def resolve(wanted: argparse.Namespace) -> tuple[Sizes, int]:

@@ -182,8 +182,8 @@ def resolve(wanted: argparse.Namespace) -> tuple[Sizes, int]:
     return Sizes(**chosen), wanted.repeats or REPEATS[where]
 
 
-def set_up_megatron(sizes: Sizes, depths: int) -> None:
-    """Megatron's global arguments and process groups, as a run of `pretrain_gpt.py` has them."""
+def set_up_megatron(sizes: Sizes, depths: int, *more: str) -> None:
+    """Megatron's global arguments and process groups, as a run of `pretrain_gpt.py` with `more` flags has them."""
     join_single_process()
     flags = {name: value for name, value in asdict(sizes).items() if name not in ("vocab_size", "dtype")}
     flags |= {
@@ -192,7 +192,7 @@ def set_up_megatron(sizes: Sizes, depths: int) -> None:
         "global_batch_size": sizes.micro_batch_size,
         "mtp_num_layers": depths,
     }
-    sys.argv = [sys.argv[0], *MEGATRON_FLAGS.split()]
+    sys.argv = [sys.argv[0], *MEGATRON_FLAGS.split(), *more]
     for name, value in flags.items():
         sys.argv += ["--" + name.replace("_", "-"), str(value)]
     if sizes.dtype == "bf16":
@@ -243,10 +243,13 @@ def build_side(
     forward_step: Callable[..., Any],
     dataset: list[dict[str, Tensor]],
     like: Side | None = None,
+    settings: MTPConfig | None = None,
 ) -> Side:
     """Model, DDP, optimizer and learning rate, as `pretrain()` sets them up; `like` gives the weights."""
     args = get_args()
     config = gpt_config_from_args(args, model_config_cls=model_config)
+    if settings is not None:
+        config.mtp = settings
     if model_config is GPTModelConfig and config.transformer.transformer_impl == "local":
         config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
     model = config.get_builder_cls()(config).build_distributed_models(

@@ -152,6 +152,15 @@ def test_depth_cost_runs_and_ends_with_its_report() -> None:
     assert summary["results"]["D=1"]["arithmetic"] == pytest.approx(arithmetic, abs=1e-4)
 
 
+def test_train_only_runs_and_ends_with_its_report() -> None:
+    summary = summary_of("train_only.py")
+    assert summary["benchmark"] == "train_only"
+    results = summary["results"]
+    assert 0 < results["MiB"]["depths alone"] < results["MiB"]["joint"]
+    assert [goal["value"] for goal in summary["goals"]] == [results["time ratio"], results["memory ratio"]]
+    assert [(goal["goal"], goal["op"]) for goal in summary["goals"]] == [(0.6, "<="), (0.6, "<=")]
+
+
 def test_shift_runs_and_ends_with_its_report() -> None:
     summary = summary_of("shift.py")
     assert summary["benchmark"] == "shift"

@@ -4,9 +4,9 @@
     python benchmarks/train_only.py --loss tv           by another loss
     python benchmarks/train_only.py --quick             does it run? (the figures mean nothing)
 
-The joint side trains everything by cross-entropy, as `pretrain_gpt.py` does by default; the other has
-`--mtp-train-only` with `--mtp-loss`. Memory is the peak of all that a side allocates from nothing to the end of its second step: weights,
-gradients, optimizer state and activations. Both sides then take turns step by step.
+The joint side trains everything by cross-entropy, as `pretrain_gpt.py` does by default; the other has `--mtp-train-
+only` with `--mtp-loss`. Memory is the peak of all that a side allocates from nothing to the end of its second step:
+weights, gradients, optimizer state and activations. Both sides then take turns step by step.
 """
 
 import argparse

@@ -41,7 +41,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         input=json.dumps(commands),
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -15,7 +15,9 @@ def test_a_killed_training_loses_no_checkpoint_and_goes_on(tmp_path: Path) -> No
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     words = [sys.executable, str(WORKER), str(tmp_path), str(KILLS), str(seed)]
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
     print(told)

@@ -34,6 +34,7 @@ stop() {
     rm -rf "$work"
 }
 trap stop EXIT
+trap "exit 143" HUP INT TERM
 
 head --bytes 1024 /dev/urandom >"$work/munge.key"
 chmod 600 "$work/munge.key"
@@ -62,6 +63,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
 MailProg=/bin/true
+KillWait=10
+MinJobAge=7200
 SchedulerParameters=bf_interval=2,sched_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

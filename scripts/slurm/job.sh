@@ -78,8 +78,8 @@ step() {
     bash "$CODE/scripts/slurm/step.sh" "$@" 2>&1 | tee -a "$RUN/log.txt"
 }
 
-requeue_if_stopped() { # scontrol ends this script, too
-    if [ -e "$START/stopped" ]; then
+requeue_if_stopped() { # not where scancel or SLURM's own requeue has ended the job; scontrol ends this script, too
+    if [ -e "$START/stopped" ] && [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then
         echo "stopped by SLURM's signal: job $SLURM_JOB_ID goes back into the queue"
         scontrol requeue "$SLURM_JOB_ID"
     fi

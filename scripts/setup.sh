@@ -27,9 +27,10 @@ fi
 python=$(find_python)
 echo "setup: installing into .venv with $("$python" --version)"
 [ -x .venv/bin/python ] && .venv/bin/python -c '' 2>/dev/null || { rm -rf .venv; "$python" -m venv .venv; }
-# uv installs in seconds what takes pip minutes; where it cannot be had, pip does it.
+# uv installs in seconds what takes pip minutes; where it cannot be had, pip does it. Compiled modules make every process
+# start in a third of the time, also where Python may not write them itself (PYTHONDONTWRITEBYTECODE).
 if .venv/bin/python -m pip install --quiet --disable-pip-version-check uv 2>/dev/null &&
-    VIRTUAL_ENV=.venv .venv/bin/uv pip install --quiet --constraint constraints.txt --editable '.[dev]'; then
+    VIRTUAL_ENV=.venv .venv/bin/uv pip install --quiet --compile-bytecode --constraint constraints.txt --editable '.[dev]'; then
     :
 else
     .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'

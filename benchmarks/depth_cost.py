@@ -21,7 +21,7 @@ from benchmarks.train_step import ON_CPU, Side, Sizes, build_side, make_batches,
 import torch
 from megatron.training import get_args
 
-from benchmarks.harness import Goal, compare, hardware, interleave, report, table
+from benchmarks.harness import Goal, compare, count, hardware, interleave, report, table
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.trunk import MTPGPTModelConfig
 from megatron_mtp.training.forward_step import ForwardStep
@@ -73,15 +73,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description="The time that MTP depths add to a training step, against their arithmetic.",
         epilog="example: python benchmarks/depth_cost.py --depths 1 2 --repeats 20",
     )
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4], metavar="D", help="default: 1 2 4")
-    parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds, one step of each model")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of the CPU; default: all cores")
+    parser.add_argument("--depths", type=count, nargs="+", default=[1, 2, 4], metavar="D", help="default: 1 2 4")
+    parser.add_argument("--repeats", type=count, metavar="N", help="timed rounds, one step of each model")
+    parser.add_argument("--threads", type=count, metavar="N", help="threads of the CPU; default: all cores")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
-    wanted = parser.parse_args(argv)
-    for name, given in (("depths", wanted.depths), ("repeats", [wanted.repeats]), ("threads", [wanted.threads])):
-        if any(number is not None and number < 1 for number in given):
-            parser.error(f"--{name} is {' '.join(map(str, given))}; give 1 or more.")
-    return wanted
+    return parser.parse_args(argv)
 
 
 def build(depths: int) -> Side:

@@ -25,7 +25,7 @@ import torch  # noqa: E402
 from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
 
 from benchmarks.accepted import Trained, acceptance, accepted_table  # noqa: E402
-from benchmarks.harness import Goal, hardware, report  # noqa: E402
+from benchmarks.harness import Goal, count, hardware, report  # noqa: E402
 from benchmarks.speeds import FULL, QUICK, speeds  # noqa: E402
 from megatron_mtp.drafting import load_runner  # noqa: E402
 from megatron_mtp.drafting.load import join_world  # noqa: E402
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("runs/quickstart/data/corpus"), help="its .bin/.idx prefix")
     parser.add_argument("--part", choices=["acceptance", "speed", "all"], default="all")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=count, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     scale = QUICK if args.quick else FULL

@@ -19,6 +19,7 @@ import shlex
 import statistics
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -86,6 +87,17 @@ class Peak:
 
     mib: float | None
     why: str | None = None
+
+
+def count(text: str) -> int:
+    """The type of a command-line flag that takes a number of things.
+
+    Raises:
+        ArgumentTypeError: it is none of 1 or more.
+    """
+    if not text.isdecimal() or int(text) == 0:
+        raise ArgumentTypeError(f"{text} was given; give 1 or more.")
+    return int(text)
 
 
 def hardware(on_cpu: bool) -> dict[str, Any]:

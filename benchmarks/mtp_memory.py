@@ -33,7 +33,7 @@ import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import get_args
 
-from benchmarks.harness import Goal, allocated_peak, compare, hardware, interleave, report, table
+from benchmarks.harness import Goal, allocated_peak, compare, count, hardware, interleave, report, table
 
 SIDES = (OURS, THEIRS)
 MARGINAL, STEP = 0.25, 1.0
@@ -82,13 +82,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         epilog="example: python benchmarks/mtp_memory.py --vocab-sizes 131072 --repeats 10",
     )
     parser.add_argument("--vocab-sizes", type=int, nargs="+", metavar="V", help="default: 65536 131072")
-    parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds, one step of each side; default: 5")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of the CPU; default: all cores")
+    parser.add_argument("--repeats", type=count, metavar="N", help="timed rounds, one step of each side; default: 5")
+    parser.add_argument("--threads", type=count, metavar="N", help="threads of the CPU; default: all cores")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
     wanted = parser.parse_args(argv)
-    for name in ("repeats", "threads"):
-        if (number := getattr(wanted, name)) is not None and number < 1:
-            parser.error(f"--{name} is {number}; give 1 or more.")
     if any(vocabulary % 128 for vocabulary in wanted.vocab_sizes or []):
         parser.error(f"--vocab-sizes is {wanted.vocab_sizes}; give multiples of 128, to which Megatron pads.")
     return wanted

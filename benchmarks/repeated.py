@@ -29,7 +29,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
 
 from benchmarks.accepted import VANILLA, Trained, accepted_table, identical  # noqa: E402
 from benchmarks.accepted import figures as figures_of  # noqa: E402
-from benchmarks.harness import Goal, hardware, report  # noqa: E402
+from benchmarks.harness import Goal, count, hardware, report  # noqa: E402
 from megatron_mtp.drafting import load_runner  # noqa: E402
 from megatron_mtp.drafting.load import join_world  # noqa: E402
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("runs/repeated"))
     parser.add_argument("--tokenizer", type=Path, default=Path("runs/quickstart/data/corpus-tokenizer"))
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=count, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if not args.tokenizer.is_dir():

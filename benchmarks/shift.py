@@ -25,7 +25,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.multi_token_prediction import roll_tensor  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.harness import Goal, compare, hardware, interleave, report, table  # noqa: E402
+from benchmarks.harness import Goal, compare, count, hardware, interleave, report, table  # noqa: E402
 from megatron_mtp.data.batch import add_depths  # noqa: E402
 from megatron_mtp.data.shift import documents_from_offsets  # noqa: E402
 
@@ -42,15 +42,12 @@ def main() -> None:
         description="Time of the depths' shifts of a packed batch, against Megatron's rolling.",
         epilog="example: python benchmarks/shift.py --documents 2048 --depths 2",
     )
-    parser.add_argument("--documents", type=int, default=512, help="default: 512")
-    parser.add_argument("--depths", type=int, default=4, help="default: 4")
-    parser.add_argument("--repeats", type=int, default=15, help="timed rounds; default: 15")
+    parser.add_argument("--documents", type=count, default=512, help="default: 512")
+    parser.add_argument("--depths", type=count, default=4, help="default: 4")
+    parser.add_argument("--repeats", type=count, default=15, help="timed rounds; default: 15")
     parser.add_argument("--quick", action="store_true", help="8 documents, 2 rounds: whether it runs, not how fast")
     wanted = parser.parse_args()
     documents, repeats = (8, 2) if wanted.quick else (wanted.documents, wanted.repeats)
-    for flag, value in (("--documents", documents), ("--depths", wanted.depths), ("--repeats", repeats)):
-        if value < 1:
-            parser.error(f"{flag} is {value}; give 1 or more.")
     results = measure(documents, wanted.depths, repeats)
     row = (results["seconds"][OURS] * 1e3, results["seconds"][THEIRS] * 1e3, results["times_faster"])
     report(

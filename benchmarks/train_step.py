@@ -57,7 +57,7 @@ from megatron.training.training import (  # noqa: E402
 )
 from torch import Tensor  # noqa: E402
 
-from benchmarks.harness import Goal, allocated_peak, compare, hardware, interleave, report, resident_peak, table  # noqa: E402
+from benchmarks.harness import Goal, allocated_peak, compare, count, hardware, interleave, report, resident_peak, table  # noqa: E402
 from megatron_mtp.config import MTPConfig  # noqa: E402
 from megatron_mtp.model.trunk import MTPGPTModelConfig  # noqa: E402
 from megatron_mtp.platform.portable import with_portable_modules  # noqa: E402
@@ -163,19 +163,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         values = ", ".join(f"{getattr(sizes, name)} ({where})" for where, sizes in DEFAULTS.items())
         choices = tuple(SAME) if name == "dtype" else None
         parser.add_argument("--" + name.replace("_", "-"), type=kind, choices=choices, help=f"default: {values}")
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4], metavar="D", help="default: 1 2 4")
+    parser.add_argument("--depths", type=count, nargs="+", default=[1, 2, 4], metavar="D", help="default: 1 2 4")
     values = ", ".join(f"{repeats} ({where})" for where, repeats in REPEATS.items())
-    parser.add_argument("--repeats", type=int, help=f"timed rounds, one step of each side; default: {values}")
+    parser.add_argument("--repeats", type=count, help=f"timed rounds, one step of each side; default: {values}")
     parser.add_argument(
         "--self-check", action="store_true", help="time a second copy of Megatron's side too: the noise"
     )
-    parser.add_argument("--threads", type=int, help="threads of the CPU; default: all cores (with --quick 1)")
+    parser.add_argument("--threads", type=count, help="threads of the CPU; default: all cores (with --quick 1)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
-    wanted = parser.parse_args(argv)
-    for name, given in (("depths", wanted.depths), ("repeats", [wanted.repeats]), ("threads", [wanted.threads])):
-        if any(number is not None and number < 1 for number in given):
-            parser.error(f"--{name} is {' '.join(map(str, given))}; give 1 or more.")
-    return wanted
+    return parser.parse_args(argv)
 
 
 def resolve(wanted: argparse.Namespace) -> tuple[Sizes, int]:
@@ -186,8 +182,8 @@ def resolve(wanted: argparse.Namespace) -> tuple[Sizes, int]:
     return Sizes(**chosen), wanted.repeats or REPEATS[where]
 
 
-def set_up_megatron(sizes: Sizes, depths: int) -> None:
-    """Megatron's global arguments and process groups, as a run of `pretrain_gpt.py` has them."""
+def set_up_megatron(sizes: Sizes, depths: int, *more: str) -> None:
+    """Megatron's global arguments and process groups, as a run of `pretrain_gpt.py` with `more` flags has them."""
     join_single_process()
     flags = {name: value for name, value in asdict(sizes).items() if name not in ("vocab_size", "dtype")}
     flags |= {
@@ -196,7 +192,7 @@ def set_up_megatron(sizes: Sizes, depths: int) -> None:
         "global_batch_size": sizes.micro_batch_size,
         "mtp_num_layers": depths,
     }
-    sys.argv = [sys.argv[0], *MEGATRON_FLAGS.split()]
+    sys.argv = [sys.argv[0], *MEGATRON_FLAGS.split(), *more]
     for name, value in flags.items():
         sys.argv += ["--" + name.replace("_", "-"), str(value)]
     if sizes.dtype == "bf16":
@@ -247,10 +243,13 @@ def build_side(
     forward_step: Callable[..., Any],
     dataset: list[dict[str, Tensor]],
     like: Side | None = None,
+    settings: MTPConfig | None = None,
 ) -> Side:
     """Model, DDP, optimizer and learning rate, as `pretrain()` sets them up; `like` gives the weights."""
     args = get_args()
     config = gpt_config_from_args(args, model_config_cls=model_config)
+    if settings is not None:
+        config.mtp = settings
     if model_config is GPTModelConfig and config.transformer.transformer_impl == "local":
         config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
     model = config.get_builder_cls()(config).build_distributed_models(

@@ -5,11 +5,12 @@ and live in Megatron's TransformerConfig; here is only what Megatron lacks.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
-LOSS_NAMES = ("ce", "kd", "tv", "mix")
+LOSS_NAMES = ["ce", "kd", "tv", "mix"]
 SCHEDULE_NAMES = ("constant", "step", "cosine")
 
 
@@ -184,7 +185,7 @@ class MTPConfig:
             raise ValueError(f"--mtp-loss-final-factor is {self.mtp_loss_final_factor}; give 0 or more.")
 
 
-def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+def _one_of(flag: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{flag} is '{value}'; choose one of {', '.join(allowed)}.")
 

@@ -6,21 +6,24 @@
 # Settings, as environment variables:
 #   DEPTHS 2   STEPS 600   SEQUENCE 512   BATCH 4   LR 5e-4   LOSS kd (ce, kd, tv)   FRACTION 1   PRECISION --bf16
 #   FAMILY glm4_moe (or mimo; deepseek_v3 for latent attention)   PROMPT a text to draft on   FLAGS more of pretrain_gpt.py
+#   SAVE_INTERVAL STEPS   PYTHON, LAUNCH: commands to run programs and trainings with, in place of .venv (scripts/slurm)
 set -euo pipefail
 model=$(realpath "${1:?give the folder of a Hugging Face model}")
 corpus=${2:?give the text to train on: a file, a folder or a glob}
 run=$(realpath -m "${3:-runs/attached}")
 if [[ $corpus != /* ]]; then corpus=$PWD/$corpus; fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash scripts/setup.sh
+[ -n "${PYTHON:-}" ] || bash scripts/setup.sh
 depths=${DEPTHS:-2} steps=${STEPS:-600} sequence=${SEQUENCE:-512} batch=${BATCH:-4}
-python=.venv/bin/python
+python=${PYTHON:-.venv/bin/python}
+launch=${LAUNCH:-$python}
 
 $python tools/data/preprocess.py --input "$corpus" --tokenizer "$model" --output-prefix "$run/data/corpus"
 [ -d "$run/trunk" ] || $python tools/checkpoint/convert.py hf-to-mcore "$model" "$run/trunk" --resume
 [ -d "$run/start" ] || $python tools/checkpoint/convert.py attach-mtp "$run/trunk" "$run/start" \
     --mtp-num-layers "$depths" --mtp-init last-layer --resume
 
+# shellcheck disable=SC2206  # PRECISION and FLAGS are several words
 train=(
     --use-checkpoint-args --mtp-num-layers "$depths" --mtp-train-only --mtp-loss "${LOSS:-kd}" --mtp-loss-scaling-factor 1
     --mtp-token-fraction "${FRACTION:-1}"
@@ -33,14 +36,14 @@ train=(
 )
 shown='error|Error|^>|^ \[.* iteration |validation loss|^[+|]|expected accepted|saving checkpoint'
 evaluate() { # of a checkpoint, on the text that is kept back
-    $python pretrain_gpt.py "${train[@]}" --skip-train --eval-interval 1 --load "$1" --finetune --mtp-metrics-dir "$run/before" 2>&1 | tee "$2" |
+    $launch pretrain_gpt.py "${train[@]}" --skip-train --eval-interval 1 --load "$1" --finetune --mtp-metrics-dir "$run/before" 2>&1 | tee "$2" |
         grep -E 'rror|^[+|]|expected accepted' || { tail -n 5 "$2" >&2; exit 1; }
 }
 
 [ -e "$run/before.txt" ] || { evaluate "$run/start" "$run/before.partial"; mv "$run/before.partial" "$run/before.txt"; }
 load=(--load "$run/checkpoint")
 [ -e "$run/checkpoint/latest_checkpointed_iteration.txt" ] || load=(--load "$run/start" --finetune)
-$python pretrain_gpt.py "${train[@]}" "${load[@]}" --save "$run/checkpoint" --save-interval "$steps" \
+$launch pretrain_gpt.py "${train[@]}" "${load[@]}" --save "$run/checkpoint" --save-interval "${SAVE_INTERVAL:-$steps}" \
     --eval-interval "$steps" --mtp-metrics-dir "$run" 2>&1 | tee "$run/log.txt" | grep --line-buffered -E "$shown"
 
 if [ ! -d "$run/exported" ]; then

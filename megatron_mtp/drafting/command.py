@@ -28,6 +28,7 @@ from megatron_mtp.drafting.types import Draft
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+DTYPES = ("float32", "bfloat16")
 WARM_UP = 8
 """Tokens that are generated before the clock runs, so that no side pays for what is made once."""
 
@@ -74,6 +75,7 @@ def parser(program: str) -> ArgumentParser:
     )
     add = made.add_argument
     add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to; the newest iteration is taken")
+    add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
     add("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer folder; default: the one of the training")
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     add("--prompt-file", metavar="F", help='one prompt; of a .jsonl every line, as {"prompt": ...}')
@@ -98,13 +100,14 @@ def run(args: Namespace, answer: TextIO) -> None:
     config = None if args.speculative_config is None else parse_config(args.speculative_config)
     if args.batch_size < 1:
         raise ValueError(f"--batch-size is {args.batch_size}; give 1 or more.")
-    loaded = load_checkpoint(args.load, flag="--load")
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    loaded = load_checkpoint(args.load, dtype=dtype, flag="--load")
     tokenizer = _tokenizer(args.tokenizer or loaded.tokenizer)
     prompts = read_prompts(args.prompt, args.prompt_file, args.prompt_ids, tokenizer)
     check_prompts(loaded.runner, prompts, args.max_new_tokens)
     drafter = None
     if config is not None and config.method == "draft_model":
-        drafter = load_checkpoint(str(config.model), flag="speculative config: model").runner
+        drafter = load_checkpoint(str(config.model), dtype=dtype, flag="speculative config: model").runner
     make_method(loaded.runner, config, sampling, drafter)
     limits = _limits(args, tokenizer)
     work = _Work(loaded.runner, prompts, sampling, limits, drafter, args.batch_size, args.seed)
@@ -118,7 +121,7 @@ def run(args: Namespace, answer: TextIO) -> None:
         make_folder(args.record)
     texts, cost = work.timed(config, _Watchers(stream, record))
     plain_texts, plain = work.timed(None) if args.compare and config is not None else (None, None)
-    figures = summary(cost, plain, None if plain_texts is None else plain_texts == texts)
+    figures = summary(cost, loaded.runner.dtype, plain, None if plain_texts is None else plain_texts == texts)
     if not _is_first():
         return
     if record is not None:

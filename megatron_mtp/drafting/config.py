@@ -1,13 +1,14 @@
 """The settings of a drafting method, in the form of vLLM's `--speculative-config`: a JSON object with a `method`."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 MOST_DRAFTED = 15
 """K + 1 rows of a chain at most 16: what fused decode kernels take."""
 
-METHODS = (
+METHODS = [
     "mtp",
     "mtp_eagle",
     "mtp_trunk_states",
@@ -17,8 +18,8 @@ METHODS = (
     "draft_model",
     "ngram",
     "lookahead",
-)
-VERIFIER_NAMES = ("greedy", "rejection", "block", "spectr", "specinfer", "relaxed", "joint", "bild")
+]
+VERIFIER_NAMES = ["greedy", "rejection", "block", "spectr", "specinfer", "relaxed", "joint", "bild"]
 LOSSY = ("relaxed", "joint", "bild")
 """Verifiers that do not keep the target's distribution; they run only where `verifier` names them."""
 
@@ -144,7 +145,7 @@ def config_from(given: dict[str, Any]) -> SpeculativeConfig:
 _EXAMPLE = """give for example '{"method": "mtp", "num_speculative_tokens": 2}'."""
 
 
-def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
+def _one_of(key: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"speculative config: {key} is {value!r}; choose one of {', '.join(allowed)}.")
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_mtp.drafting.types import AcceptanceStats
 
 
@@ -25,7 +27,7 @@ class Cost:
         return self.stats.emitted / self.seconds if self.seconds else 0.0
 
 
-def summary(cost: Cost, plain: Cost | None = None, same: bool | None = None) -> dict[str, Any]:
+def summary(cost: Cost, dtype: torch.dtype, plain: Cost | None = None, same: bool | None = None) -> dict[str, Any]:
     """The figures under the names of `--json`; `plain` is what plain decoding of the same prompts cost."""
     stats = cost.stats
     joules = None if cost.joules is None else cost.joules / max(stats.emitted, 1)
@@ -39,6 +41,7 @@ def summary(cost: Cost, plain: Cost | None = None, same: bool | None = None) -> 
         "drafter_seconds": round(stats.drafter_seconds, 4),
         "tokens_per_second": round(cost.tokens_per_second, 2),
         "energy_joules_per_token": joules,
+        "dtype": str(dtype).removeprefix("torch."),
     }
     if joules is None:
         figures["energy_reason"] = cost.why
@@ -63,9 +66,14 @@ def table(figures: dict[str, Any], sampled: bool) -> str:
         plain = figures["plain_tokens_per_second"]
         rows.append(("speed-up", f"{figures['speed_up']:.2f} over plain decoding at {plain:.1f} tokens per second"))
         if not sampled:
-            rows.append(("same tokens", "yes" if figures["same_tokens"] else "NO"))
+            rows.append(("same tokens", "yes" if figures["same_tokens"] else f"NO{_rounding(figures['dtype'])}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _rounding(dtype: str) -> str:
+    """Why greedy texts may differ: a tie of logits falls as the rounding does, which depends on a forward's rows."""
+    return "" if dtype == "float32" else f": {dtype} rounds several rows otherwise than one; --dtype float32 compares"
 
 
 def _energy(figures: dict[str, Any]) -> str:

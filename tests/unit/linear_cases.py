@@ -99,6 +99,7 @@ class Case:
         if not needs_teacher(settings):
             targets = [Targets(one.labels_N, one.mask_N, one.scale) for one in targets]
         linear_cross_entropy.CHUNK_BYTES = 4 * len(slice_VH) * self.rows_at_once
+        linear_cross_entropy.BLOCK_BYTES = linear_cross_entropy.CHUNK_BYTES // 2
         rows, vocabulary, teacher = slice_VH, Vocabulary(len(slice_VH), group, self.logit_scale), None
         if drafted_K is not None:
             drafts = DraftVocabulary(drafted_K, len(slice_VH), ranks, rank)

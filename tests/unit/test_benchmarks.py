@@ -152,6 +152,32 @@ def test_depth_cost_runs_and_ends_with_its_report() -> None:
     assert summary["results"]["D=1"]["arithmetic"] == pytest.approx(arithmetic, abs=1e-4)
 
 
+def test_train_only_runs_and_ends_with_its_report() -> None:
+    summary = summary_of("train_only.py")
+    assert summary["benchmark"] == "train_only"
+    results = summary["results"]
+    assert 0 < results["MiB"]["depths alone"] < results["MiB"]["joint"]
+    assert [goal["value"] for goal in summary["goals"]] == [results["time ratio"], results["memory ratio"]]
+    assert [(goal["goal"], goal["op"]) for goal in summary["goals"]] == [(0.6, "<="), (0.6, "<=")]
+
+
+def test_losses_compares_runs_that_have_finished(tmp_path: Path) -> None:
+    for loss, rate in {"ce": 0.5, "kd": 0.525, "tv": 0.54}.items():
+        row = {
+            "split": "evaluation",
+            "lm loss": 2.0,
+            "mtp_1 loss": 2.0,
+            "mtp_1 acceptance": rate,
+            "mtp_1 overlap": rate,
+        }
+        (tmp_path / "quick" / loss).mkdir(parents=True)
+        rows = [{"iteration": 3, **row}, {"iteration": 3, "split": "training"}]
+        (tmp_path / "quick" / loss / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    summary = summary_of("losses.py", "--checkpoint", str(tmp_path), "--run", str(tmp_path))
+    assert summary["results"]["points"]["kd"] == {"mtp_1 acceptance": 52.5, "mtp_1 overlap": 52.5}
+    assert [(goal["value"], goal["met"]) for goal in summary["goals"]] == [(4.0, True), (4.0, True)]
+
+
 def test_shift_runs_and_ends_with_its_report() -> None:
     summary = summary_of("shift.py")
     assert summary["benchmark"] == "shift"

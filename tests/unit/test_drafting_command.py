@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -112,14 +113,25 @@ def test_figures_of_a_run() -> None:
     first.count(2, 2, 3)
     second.count(1, 0, 1)
     stats = merged([first, second])
-    figures = summary(Cost(stats, 2.0, None, "no meter"), Cost(stats, 4.0, 1.0), same=True)
+    figures = summary(Cost(stats, 2.0, None, "no meter"), torch.float32, Cost(stats, 4.0, 1.0), same=True)
     assert figures["accepted_per_position"] == [0.5, 1.0]
     assert figures["accepted_length"] == figures["tokens_per_second"] == figures["speed_up"] == 2.0
     assert figures["energy_joules_per_token"] is None
     assert figures["energy_reason"] == "no meter"
     words = table(figures, sampled=False).split()
     assert "speed-up 2.00 over plain decoding at 1.0 tokens per second same tokens yes" in " ".join(words)
-    assert summary(Cost(stats, 2.0, 8.0))["energy_joules_per_token"] == 2.0
+    assert summary(Cost(stats, 2.0, 8.0), torch.float32)["energy_joules_per_token"] == 2.0
+
+
+def test_texts_that_differ_by_rounding_say_so() -> None:
+    stats = AcceptanceStats()
+    stats.count(2, 2, 3)
+    cost = Cost(stats, 1.0)
+    for dtype, said in (
+        (torch.float32, "same tokens +NO$"),
+        (torch.bfloat16, "NO: bfloat16 rounds .* --dtype float32"),
+    ):
+        assert re.search(said, table(summary(cost, dtype, cost, same=False), sampled=False))
 
 
 def test_energy_of_counters_that_wrap(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ TOLERANCE = 1e-6
 
 @pytest.fixture(autouse=True)
 def usual_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", linear_cross_entropy.CHUNK_BYTES)
+    for name in ("CHUNK_BYTES", "BLOCK_BYTES"):
+        monkeypatch.setattr(linear_cross_entropy, name, getattr(linear_cross_entropy, name))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -14,7 +14,6 @@ from megatron_single import (
     gradients,
     objective,
     our_model,
-    relative_difference,
 )
 from torch import Tensor
 
@@ -111,4 +110,8 @@ def test_a_packed_row_is_its_documents(kind: dict[str, Any], pack: Pack) -> None
     model.zero_grad()
     torch.stack([output.loss for output in single]).sum().backward()
     of_single = gradients(model)
-    assert max(relative_difference(of_packed[name], of_single[name]) for name in of_single) < 1e-5
+    # Alone in its document a token attends to itself, whatever queries and keys are: their gradients are rounding.
+    rounding = torch.finfo(torch.float32).eps * max(gradient.abs().max() for gradient in of_single.values())
+    for name, expected in of_single.items():
+        allowed = 1e-5 * expected.abs().max() + rounding
+        assert (of_packed[name] - expected).abs().max() <= allowed, name

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# On a node: run a command, and pass SLURM's signal to those who can act on it. step.sh calls it, by srun.
+#   node.sh ranks TORCHRUN ...    to the ranks, which save and stop (Megatron's --exit-signal-handler)
+#   node.sh itself COMMAND ...    to the command, which ends
+# SIGUSR1 (sbatch --signal) and SIGTERM (preemption, the time limit, scancel) reach this shell alone, or with it all that
+# it started: that is the cluster's proctrack plugin. torchrun would answer with SIGTERM to its ranks and, 30 s later,
+# SIGKILL, whether they have saved or not. So torchrun ignores both signals, and its ranks do until Megatron has set its
+# handler of SIGTERM; the word is repeated until they are gone, since it may come before that.
+# shellcheck disable=SC2317  # a trap calls the functions
+set -uo pipefail
+whom=$1
+shift
+export PET_NODE_RANK=$SLURM_NODEID # torchrun's --node-rank
+
+children_of() { # neither pgrep nor /proc/PID/task/TID/children is everywhere
+    local stat line fields
+    for stat in /proc/[0-9]*/stat; do
+        { read -r line <"$stat"; } 2>/dev/null || continue
+        read -ra fields <<<"${line##*) }" # after the name: state, parent
+        if [ "${fields[1]}" = "$1" ]; then
+            line=${stat#/proc/}
+            echo "${line%/stat}"
+        fi
+    done
+}
+
+tell() {
+    if [ "$whom" = itself ]; then
+        kill -TERM "$command" 2>/dev/null
+    else
+        children_of "$command" | xargs -r kill -TERM 2>/dev/null
+    fi
+}
+
+stop() {
+    told=yes
+    touch "$START/stopped"
+    while kill -0 "$command" 2>/dev/null; do
+        tell
+        sleep 2
+    done >/dev/null 2>&1 &
+}
+
+trap stop USR1 TERM
+(
+    [ "$whom" = itself ] || trap '' USR1 TERM
+    exec "$@"
+) &
+command=$!
+told=yes
+while [ -n "$told" ]; do # a signal has ended the wait, and not the command
+    told=
+    wait "$command"
+    status=$?
+done
+exit "$status"

@@ -1,0 +1,35 @@
+"""What the documents speak of, as small as can be: folders of Hugging Face models with a tokenizer, and texts.
+
+python document_scene.py FOLDER
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+import hf_models
+
+from megatron_mtp.data.tokenizer import train_bpe
+
+ENTRIES = 384
+MODELS = {"GLM-4.5-Air": ("glm4_moe", 1), "Qwen3-0.6B": ("qwen3", 0)}
+"""Folder in models/ to its kind and its depths."""
+
+
+def main(folder: Path) -> None:
+    texts = [path.read_text() for path in sorted(Path(hf_models.__file__).parent.glob("*.py"))]
+    (folder / "my_texts").mkdir()
+    (folder / "held_out").mkdir()
+    for number, text in enumerate(texts):
+        (folder / ("held_out" if number == 0 else "my_texts") / f"{number}.txt").write_text(text)
+    train_bpe(texts, ENTRIES, str(folder / "tokenizer"))
+    hf_models.SIZES |= {"vocab_size": ENTRIES, "max_position_embeddings": 4096}
+    for name, (kind, depths) in MODELS.items():
+        made = hf_models.make(folder / "models" / name, kind, depths)
+        shutil.copytree(folder / "tokenizer", made, dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

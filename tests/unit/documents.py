@@ -1,0 +1,109 @@
+"""The documents as tests read them: their fenced blocks, code in their sentences, and parsers for both."""
+
+import re
+import sys
+from argparse import ArgumentParser, _SubParsersAction
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = {str(path.relative_to(ROOT)): path for path in PAGES}
+SHELLS = ("sh", "bash")
+DOORS = {
+    "pretrain_gpt.py": "train",
+    "generate_gpt.py": "generate",
+    "tools/checkpoint/convert.py": "convert",
+    "tools/data/preprocess.py": "preprocess",
+}
+"""Scripts that are a verb of `megatron-mtp`."""
+
+ENGINES = {
+    "vllm serve": "--speculative-config --trust-remote-code",
+    "python -m sglang.launch_server": "--model-path --speculative-algorithm --speculative-num-steps "
+    "--speculative-eagle-topk --speculative-num-draft-tokens --speculative-draft-model-path --trust-remote-code",
+}
+"""Flags of programs that are not installed here, looked up in their own documentation."""
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*(?![-\w*])")
+
+
+def blocks(text: str, *languages: str) -> list[tuple[str, str]]:
+    """Language and text of the fenced blocks that are marked as one of these languages."""
+    return [(language, body) for language, body in _FENCE.findall(text) if language in languages]
+
+
+def spans(text: str) -> list[str]:
+    """Code in sentences and tables."""
+    return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))]
+
+
+def flags_in(text: str) -> list[str]:
+    """Every `--flag` that a text names; not `--mtp-*`, which stands for many."""
+    return _FLAG.findall(text)
+
+
+def parse(program: str, *arguments: str) -> None:
+    """Parse as the program would: one that does not take the arguments ends with its own message and status 2."""
+    written = " ".join((program, *arguments))
+    for engine, known in ENGINES.items():
+        if written.startswith(engine):
+            unknown = set(flags_in(written)) - set(known.split())
+            sys.exit(f"{engine}: not among the flags that were looked up: {unknown}" if unknown else 0)
+    if program == "torchrun":
+        given = launcher().parse_args(arguments)
+        module = ["-m"] * given.module
+        return parse("python", *module, given.training_script, *given.training_script_args)
+    if program == "python" and arguments[:2] == ("-m", "megatron_mtp"):
+        program, arguments = "megatron-mtp", arguments[2:]
+    if program == "python" and not Path(arguments[0]).is_file():
+        sys.exit(f"{arguments[0]} is not there")
+    verb, rest = arguments[0], arguments[1:]
+    parser_of(DOORS.get(verb, verb)).parse_args(rest)
+
+
+@cache
+def launcher() -> ArgumentParser:
+    """torchrun's."""
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()
+
+
+@cache
+def parser_of(verb: str) -> ArgumentParser:
+    """With all flags of a verb of `megatron-mtp`."""
+    from megatron_mtp.command.completion import PARSERS
+
+    if verb not in PARSERS:
+        sys.exit(f"megatron-mtp has no verb '{verb}'")
+    parsers = [make(f"megatron-mtp {verb}") for make in PARSERS[verb]]
+    if len(parsers) == 1:
+        return parsers[0]
+    return ArgumentParser(f"megatron-mtp {verb}", parents=parsers, add_help=False, conflict_handler="resolve")
+
+
+@cache
+def commands() -> dict[str, frozenset[str]]:
+    """Every verb, and every command of `convert`, to its flags."""
+    from megatron_mtp.command.completion import PARSERS
+
+    verbs = {verb: frozenset(_flags(parser_of(verb))) for verb in PARSERS}
+    (converting,) = _subparsers(parser_of("convert"))
+    return verbs | {name: frozenset(_flags(parser)) for name, parser in converting.items()}
+
+
+def _flags(parser: ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+    for children in _subparsers(parser):
+        for child in children.values():
+            yield from _flags(child)
+
+
+def _subparsers(parser: ArgumentParser) -> Iterator[dict[str, ArgumentParser]]:
+    for action in parser._actions:
+        if isinstance(action, _SubParsersAction):
+            yield action.choices

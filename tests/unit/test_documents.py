@@ -1,0 +1,163 @@
+"""What the documents name is there: files, links, verbs, flags and settings, in sentences and tables as in blocks.
+
+tests/functional/test_document_commands.py runs the commands that stand in blocks.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from documents import DOCUMENTS, DOORS, ENGINES, ROOT, SHELLS, blocks, commands, flags_in, launcher, spans
+
+from megatron_mtp.command.line import VERBS
+
+README = DOCUMENTS["README.md"].read_text()
+FILES = [
+    f"/{path.relative_to(ROOT)}"
+    for folder in ("", "megatron_mtp/**/", "tools/**/", "scripts/**/", "tests/**/", "benchmarks/", "examples/", "docs/")
+    for path in ROOT.glob(f"{folder}*.*")
+]
+PROGRAM = re.compile(r"^(?:\.venv/bin/)?(python|torchrun|megatron-mtp|bash|sbatch) ")
+
+
+def absent_files(text: str) -> list[str]:
+    """Scripts, modules and pages that a text names and that nobody has."""
+    words = [word.strip(",;:()") for part in (*spans(text), *shown(text)) for word in part.split()]
+    named = {word for word in words if re.fullmatch(r"[\w./-]+\.(py|sh|md|txt)", word) and not word.startswith("/")}
+    return sorted(name for name in named if not any(file.endswith(f"/{name}") for file in FILES))
+
+
+def shown(text: str) -> list[str]:
+    """The lines of all shell blocks, those that are continued in one."""
+    return [line for _, block in blocks(text, *SHELLS) for line in block.replace("\\\n", " ").splitlines()]
+
+
+def unknown_flags(code: str) -> list[str]:
+    """Flags in a piece of code that the command in it does not take; of a flag alone, that no command does."""
+    known = known_flags(code)
+    return [flag for flag in flags_in(code) if flag not in known]
+
+
+def known_flags(code: str) -> frozenset[str]:
+    """Of the verb, script or command of `convert` that the code begins with; of all where it begins with none."""
+    for engine, flags in ENGINES.items():
+        if code.startswith(engine):
+            return frozenset(flags.split())
+    words = [DOORS.get(word, word) for word in PROGRAM.sub("", code).replace("-m megatron_mtp ", "").split()]
+    named = [word for word in words[:8] if word in commands()]
+    if "pytest" in words[:2]:
+        return frozenset(["--durations"])
+    if words and words[0].startswith(("benchmarks/", "scripts/", "examples/")):
+        return literals(words[0])
+    if code.startswith("torchrun"):
+        return own(named[0]) | launched() if named else launched()
+    if named and words[0] == named[0]:
+        return own(named[1] if named[0] == "convert" and len(named) > 1 else named[0])
+    return everything()
+
+
+def own(command: str) -> frozenset[str]:
+    return commands()[command]
+
+
+def launched() -> frozenset[str]:
+    """torchrun's flags."""
+    return frozenset(flag for action in launcher()._actions for flag in action.option_strings)
+
+
+def literals(script: str) -> frozenset[str]:
+    """Flags that a script without a parser of its own names, or its helpers."""
+    texts = [path.read_text() for path in (ROOT / script).parent.glob("*.*")]
+    return frozenset(flag for text in texts for flag in re.findall(r"--[\w-]+", text))
+
+
+def everything() -> frozenset[str]:
+    engines = frozenset(flag for flags in ENGINES.values() for flag in flags.split())
+    return frozenset().union(*commands().values()) | launched() | engines
+
+
+def unknown_verbs(code: str) -> list[str]:
+    """What stands in the place of a verb and is none; VERB and `...` stand for any."""
+    named = re.findall(r"(?:^|\s)(?:megatron-mtp|-m megatron_mtp) ([\w.-]+)", code)
+    return [verb for verb in named if verb not in (*VERBS, "VERB", "...", "--help", "--version")]
+
+
+def unmarked_commands(text: str) -> list[str]:
+    """Lines of blocks that are commands, and not marked as such, so that no test would run them."""
+    lines = [line for _, block in blocks(text, "", "text", "console", "shell") for line in block.splitlines()]
+    return [line for line in lines if PROGRAM.match(line)]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_everything_that_a_document_names_is_there(name: str) -> None:
+    text = DOCUMENTS[name].read_text()
+    code = [*spans(text), *shown(text)]
+    assert absent_files(text) == []
+    assert [flag for piece in code for flag in unknown_flags(piece)] == []
+    assert [verb for piece in code for verb in unknown_verbs(piece)] == []
+    assert unmarked_commands(text) == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", DOCUMENTS[name].read_text())
+    here = [link for link in links if "://" not in link]
+    assert [link for link in here if not (DOCUMENTS[name].parent / link).exists()] == []
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    assert [name for name in DOCUMENTS if name != "README.md" and f"]({name})" not in README] == []
+
+
+def test_the_map_names_every_file_of_the_package_and_no_other() -> None:
+    named = {file for line in README.split("\n## Map\n")[1].split("```")[1].splitlines() for file in mapped(line)}
+    package = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_mtp").glob("**/*[!_].py")}
+    assert sorted(package - named) == []
+    assert sorted(file for file in named if not (ROOT / file).exists()) == []
+
+
+def mapped(line: str) -> list[str]:
+    """Files that a line of the map speaks of: of `a/b.py, c.py  what b does; d.py is its part` b, c and d, all in a."""
+    first, *rest = line.replace(",", "").split() or [""]
+    path = Path("megatron_mtp" if line.startswith("  ") else ".", first)
+    if not rest:
+        return []
+    if first.endswith("/"):
+        return [str(file.relative_to(ROOT)) for file in (ROOT / path).rglob("*.py")] or [str(path)]
+    others = re.findall(r"(?<![\w/])[\w-]+\.(?:py|sh)", " ".join(rest))
+    return [str(path), *(str(path.parent / other) for other in others)]
+
+
+def test_the_settings_of_the_attaching_script_are_those_of_its_page() -> None:
+    script, page = (ROOT / name for name in ("scripts/attach_mtp.sh", "docs/attaching.md"))
+    rows = [line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("| `")]
+    told = {name for row in rows for name in re.findall(r"`([A-Z_]+)`", row)}
+    assert told == set(re.findall(r"\$\{([A-Z_]+):?-", script.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("--no-such-flag", ["--no-such-flag"]),
+        ("--mtp-num-layers 2", []),
+        ("generate_gpt.py --load X --mtp-num-layers 2", ["--mtp-num-layers"]),
+        ("drop-mtp --keep 1", []),
+        ("attach-mtp --keep 1", ["--keep"]),
+        ("python tools/checkpoint/convert.py drop-mtp a b --mtp-num-layers 1", ["--mtp-num-layers"]),
+        ("torchrun --nproc-per-node 2 pretrain_gpt.py --mtp-num-layers 2 --record x", ["--record"]),
+        ("torchrun --nproc-per-nodes 2 -m megatron_mtp evaluate --text x", ["--nproc-per-nodes"]),
+        ("python benchmarks/shift.py --slots 3", ["--slots"]),
+        ("vllm serve x --speculative-method mtp", ["--speculative-method"]),
+    ],
+)
+def test_unknown_flags_are_seen(code: str, wrong: list[str]) -> None:
+    assert unknown_flags(code) == wrong
+
+
+def test_what_is_not_there_is_seen() -> None:
+    text = (
+        "`scripts/no_such.sh` and `training/run.py`\n```bash\npython no_such.py\n```\n```\nbash scripts/test.sh\n```\n"
+    )
+    assert absent_files(text) == ["no_such.py", "scripts/no_such.sh"]
+    assert unmarked_commands(text) == ["bash scripts/test.sh"]
+    assert unknown_verbs("megatron-mtp trian ...") == ["trian"]

@@ -1,0 +1,70 @@
+"""checkpoint/hf_config.py: what a config.json may leave out, and what is said of one that is wrong."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_mtp.checkpoint.hf_config import CONFIG, HFConfig
+
+
+def config(**keys: Any) -> HFConfig:
+    return HFConfig.from_keys({"model_type": "llama", **keys})
+
+
+def test_a_text_model_inside_another_is_read_and_keeps_the_type_of_the_whole() -> None:
+    read = HFConfig.from_keys({"model_type": "outer", "size": 1, "text_config": {"model_type": "inner", "layers": 2}})
+    assert read.model_type == "outer"
+    assert (read.integer("size"), read.integer("layers")) == (1, 2)
+
+
+def test_the_first_name_that_is_there_counts_and_null_is_not_there() -> None:
+    read = config(old=3, new=None, theta=2)
+    assert read.integer("new", "old") == 3
+    assert read.integer("neither", default=7) == 7
+    assert read.number("theta") == 2.0
+    assert (read.flag("new", default=True), read.flag("neither")) == (True, False)
+    assert (read.has("old"), read.has("new")) == (True, False)
+    assert config(kinds=["a", "b", "c"]).words("kinds", 2) == ["a", "b"]
+    assert read.words("kinds", 2) is None
+
+
+def test_rotary_settings_are_found_in_all_three_places() -> None:
+    assert config(rope_theta=5.0).rope == {"rope_theta": 5.0}
+    older = config(rope_theta=5.0, rope_scaling={"type": "yarn", "factor": 2.0}).rope
+    assert older == {"rope_theta": 5.0, "type": "yarn", "rope_type": "yarn", "factor": 2.0}
+    nested = config(rope_theta=5.0, rope_scaling=None, rope_parameters={"rope_type": "default", "rope_theta": 9.0})
+    assert nested.rope == {"rope_type": "default", "rope_theta": 9.0}
+
+
+WRONG: list[tuple[Callable[[], object], str]] = [
+    (lambda: HFConfig.from_keys([]), "config.json has no 'model_type'; give a folder that transformers can load."),
+    (lambda: HFConfig.from_keys({"model_type": 3}), "config.json has no 'model_type'"),
+    (lambda: config(text_config=[1]), r"'text_config' is \[1\]; it must be an object."),
+    (lambda: config().integer("layers", "n_layer"), "lacks 'layers', which models of type 'llama' must have."),
+    (lambda: config(layers=0).integer("layers"), "'layers' is 0; it must be a whole number of at least 1."),
+    (lambda: config(layers=True).integer("layers"), "'layers' is True; it must be a whole number"),
+    (lambda: config(layers=2**31).integer("layers"), "'layers' is 2147483648; it must be a whole number"),
+    (lambda: config(eps=float("inf")).number("eps"), "'eps' is inf; it must be a number above 0."),
+    (lambda: config(eps="1").number("eps"), "'eps' is '1'; it must be a number above 0."),
+    (lambda: config(tie=1).flag("tie"), "'tie' is 1; it must be true or false."),
+    (lambda: config(kinds=["a"]).words("kinds", 2), "'kinds' must be a list of 2 words, one a layer."),
+    (lambda: config(kinds=["a", 2]).words("kinds", 2), "'kinds' must be a list of 2 words, one a layer."),
+]
+
+
+@pytest.mark.parametrize(("read", "said"), WRONG)
+def test_what_is_wrong_is_one_sentence(read: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "does not exist; give a folder"), ("{", "is not JSON"), ("[" * 10**5, "is not JSON")]
+)
+def test_a_file_that_is_not_there_or_not_json(text: str | None, said: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / CONFIG).write_text(text)
+    with pytest.raises(ValueError, match=f"{CONFIG} {said}"):
+        HFConfig.read(tmp_path)

@@ -1,0 +1,104 @@
+"""checkpoint/hf_keys.py: which trained models can become which family, and what is said of the others."""
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from megatron_mtp.checkpoint.hf_keys import KEYS, check_computable
+
+DENSE: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": False,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "rotary_interleaved": False,
+    "use_rope_scaling": False,
+    "window_size": None,
+    "multi_latent_attention": False,
+    "qk_layernorm": False,
+    "rotary_percent": 1.0,
+    "rotary_base": 10000,
+    "num_layers": 3,
+    "ffn_hidden_size": 64,
+    "num_experts": None,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_shared_expert_gate": False,
+    "moe_layer_freq": [0, 1, 1],
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_ffn_hidden_size": 16,
+    "moe_router_topk": 2,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None,
+}
+
+
+def trained(**changes: Any) -> Namespace:
+    return Namespace(**{**DENSE, **changes})
+
+
+def test_models_of_the_families_can_be_exported() -> None:
+    check_computable(trained())
+    check_computable(trained(**EXPERTS))
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "another norm than --normalization RMSNorm": {"normalization": "LayerNorm"},
+    "--apply-layernorm-1p": {"layernorm_zero_centered_gamma": True},
+    "another activation than --swiglu": {"swiglu": False},
+    "biases": {"add_bias_linear": True},
+    "other positions than --position-embedding-type rope": {"position_embedding_type": "learned_absolute"},
+    "--rotary-interleaved": {"rotary_interleaved": True},
+    "--use-rope-scaling": {"use_rope_scaling": True},
+    "--window-size": {"window_size": (16, 0)},
+    "--moe-router-score-function softmax": {**EXPERTS, "moe_router_score_function": "softmax"},
+    "--moe-shared-expert-gate": {**EXPERTS, "moe_shared_expert_gate": True},
+    "dense layers after MoE": {**EXPERTS, "moe_layer_freq": [1, 0, 1]},
+    "a rotary scaling": {"multi_latent_attention": True, "rope_type": "yarn", "rotary_scaling_factor": 40.0},
+}
+
+
+@pytest.mark.parametrize("said", FOREIGN)
+def test_what_no_family_computes_is_named(said: str) -> None:
+    with pytest.raises(ValueError, match=rf"^the checkpoint was trained with {said}.*, which no family here has"):
+        check_computable(trained(**FOREIGN[said]))
+
+
+@pytest.mark.parametrize("frequency", [2, [1, 0, 1]])
+def test_dense_layers_have_to_come_first(frequency: Any) -> None:
+    with pytest.raises(ValueError, match="dense layers after MoE"):
+        check_computable(trained(**{**EXPERTS, "moe_layer_freq": frequency}))
+
+
+UNFIT: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", EXPERTS, "names a dense family without partial rotation"),
+    ("qwen3", {"rotary_percent": 0.5}, "names a dense family without partial rotation"),
+    ("deepseek_v3", {}, "needs a model of --multi-latent-attention with --qk-layernorm"),
+    ("deepseek_v3", {"multi_latent_attention": True}, "needs a model of --multi-latent-attention with --qk-layernorm"),
+    ("mimo", {"qk_layernorm": True}, "needs a dense model without --qk-layernorm"),
+    ("glm4_moe", {"ffn_hidden_size": 66}, "--ffn-hidden-size 66 cannot be shared out among two routed"),
+    (
+        "glm4_moe",
+        {**EXPERTS, "moe_shared_expert_intermediate_size": 24},
+        "24 is no multiple of --moe-ffn-hidden-size 16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "said"), UNFIT)
+def test_a_family_that_does_not_fit_says_what_it_needs(family: str, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        KEYS[family](trained(**changes))
+
+
+def test_experts_as_the_config_counts_them() -> None:
+    keys = KEYS["glm4_moe"](trained(**EXPERTS))
+    assert (keys["n_routed_experts"], keys["n_shared_experts"], keys["first_k_dense_replace"]) == (4, 2, 1)
+    assert keys["norm_topk_prob"] is True
+    dense = KEYS["glm4_moe"](trained())
+    assert (dense["n_routed_experts"], dense["moe_intermediate_size"], dense["first_k_dense_replace"]) == (2, 16, 2)

@@ -1,0 +1,23 @@
+"""A page whose making is killed at any moment is whole, or is the one that was there before."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+WORKER = Path(__file__).parent / "killed_reports.py"
+KILLS = 60
+"""Of few calls that change files a third of all kills should meet each."""
+
+
+def test_a_killed_report_leaves_no_half_of_a_page(tmp_path: Path) -> None:
+    losses = ({"iteration": step, "split": "training", "lm loss": 1 / step} for step in range(1, 4000))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in losses))
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    words = [sys.executable, str(WORKER), str(tmp_path), str(KILLS), str(seed)]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == {"killed": KILLS, "wrong": []}

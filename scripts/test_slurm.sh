@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# Start a SLURM of two nodes on this machine, submit the jobs of scripts/slurm to it, preempt one: tests/functional/test_slurm.py.
+# Start a SLURM of two nodes on this machine and try the jobs of scripts/slurm on it: tests/functional/test_slurm.py.
 #   scripts/test_slurm.sh [pytest arguments]
-# Needs Debian's packages slurm-wlm and munge; root gets them by apt. Where they cannot be had, the script says so and ends
-# with status 77, which test runners take for "skipped". All daemons end with the script; nothing is left behind.
+# Needs Debian's packages slurm-wlm and munge; root gets them by apt. Where they cannot be had, the script says so and
+# ends with status 77, which test runners take for "skipped". All daemons end with the script; nothing is left behind.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 
 skip() { echo "test_slurm.sh: skipped, since $1"; exit 77; }
-missing() { for command in munged slurmctld slurmd sbatch; do command -v "$command" || return 0; done >/dev/null; return 1; }
+missing() {
+    local command
+    for command in munged slurmctld slurmd sbatch; do command -v "$command" >/dev/null || return 0; done
+    return 1
+}
 PATH=$PATH:/usr/sbin:/sbin
 if missing && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes slurm-wlm munge; } >/dev/null 2>&1 || true
@@ -34,6 +38,7 @@ stop() {
     rm -rf "$work"
 }
 trap stop EXIT
+trap "exit 143" HUP INT TERM
 
 head --bytes 1024 /dev/urandom >"$work/munge.key"
 chmod 600 "$work/munge.key"
@@ -62,6 +67,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
 MailProg=/bin/true
+KillWait=10
+MinJobAge=7200
 SchedulerParameters=bf_interval=2,sched_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -76,7 +83,10 @@ for node in "${nodes[@]}"; do
     mkdir "$work/spool.$node"
     slurmd -f "$SLURM_CONF" -N "$node"
 done
-for _ in {1..60}; do [ "$(sinfo --noheader --states=idle --Node --partition=low 2>/dev/null | wc -l)" != 2 ] || break; sleep 0.5; done
+for _ in {1..60}; do
+    [ "$(sinfo --noheader --states=idle --Node --partition=low 2>/dev/null | wc -l)" != 2 ] || break
+    sleep 0.5
+done
 sinfo --Node --partition=low
 
 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 tests/functional/test_slurm.py "$@" ||

@@ -54,7 +54,7 @@ copy_code() { # once a job: a start after a requeue goes on with the same code a
     tar -C "$SLURM_SUBMIT_DIR" --exclude=__pycache__ -cf - pretrain_gpt.py generate_gpt.py megatron_mtp tools scripts |
         tar -C "$CODE.partial" -xf -
     cp "$RECIPE" "$JOB/recipe.sh"
-    { git -C "$SLURM_SUBMIT_DIR" rev-parse HEAD && git -C "$SLURM_SUBMIT_DIR" status --short; } >"$JOB/revision" 2>/dev/null ||
+    (cd "$SLURM_SUBMIT_DIR" && git rev-parse HEAD && git status --short) >"$JOB/revision" 2>/dev/null ||
         echo "no git revision" >"$JOB/revision"
     mv "$CODE.partial" "$CODE"
 }
@@ -63,9 +63,9 @@ meet() { # where the ranks of torchrun meet, how many a node has, and which Pyth
     local hosts
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     export MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
-    export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # below the ports that systems lend by themselves
+    export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # below those that systems lend
     export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
-    export PYTHONPATH=$CODE${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # the copy, whatever the folder and the installation
+    export PYTHONPATH=$CODE${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # the copy, whatever the folder
     if [ -n "${CONTAINER:-}" ]; then
         export STEP_PYTHON=python
     else
@@ -78,8 +78,8 @@ step() {
     bash "$CODE/scripts/slurm/step.sh" "$@" 2>&1 | tee -a "$RUN/log.txt"
 }
 
-requeue_if_stopped() { # scontrol ends this script, too
-    if [ -e "$START/stopped" ]; then
+requeue_if_stopped() { # not where scancel or SLURM's own requeue has ended the job; scontrol ends this script, too
+    if [ -e "$START/stopped" ] && [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then
         echo "stopped by SLURM's signal: job $SLURM_JOB_ID goes back into the queue"
         scontrol requeue "$SLURM_JOB_ID"
     fi

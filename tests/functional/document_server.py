@@ -93,8 +93,8 @@ def status_of(command: list[str]) -> int:
         if beginning is None:
             run(*command)
         else:
-            look_up(*command)
             print(f"[parsed alone, since it {PARSED[beginning]}: {written}]", flush=True)
+            look_up(*command)
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

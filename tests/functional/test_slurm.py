@@ -60,14 +60,17 @@ class Job:
         """Until it has happened; AssertionError if the job has ended without."""
         deadline = time.monotonic() + PATIENCE
         while not happened():
-            ended = self.facts()["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-            assert not ended or happened(), f"the job ended before {what}:\n{self.printed()[-6000:]}"
+            assert not self.ended() or happened(), f"the job ended before {what}:\n{self.printed()[-6000:]}"
             assert time.monotonic() < deadline, f"waited {PATIENCE} s for {what}:\n{self.printed()[-6000:]}"
             time.sleep(0.1)
 
+    def ended(self) -> bool:
+        """Neither it nor an element of its array is in the queue."""
+        return slurm("squeue", "--noheader", "--jobs", self.number) == ""
+
     def finish(self) -> str:
         """What it printed, once it has ended well."""
-        self.wait("its end", lambda: slurm("squeue", "--noheader", "--jobs", self.number) == "")
+        self.wait("its end", self.ended)
         states = re.findall(r"JobState=(\w+)", slurm("scontrol", "show", "job", self.number))
         assert set(states) == {"COMPLETED"}, f"{states}:\n{self.printed()[-6000:]}"
         return self.printed()
@@ -152,3 +155,13 @@ def test_a_checkpoint_is_evaluated_and_converted(preempted: Job) -> None:
     assert "expected accepted length" in evaluation.finish()
     assert "FAIL" not in conversion.finish()
     assert (preempted.run / "exported" / "config.json").exists()
+
+
+def test_a_cancelled_job_is_not_queued_again(folder: Path) -> None:
+    job = Job(folder / "cancelled", "pretrain", "tiny")
+    job.wait("its step", lambda: f"{job.number}.0 " in slurm("squeue", "--noheader", "--steps", "--jobs", job.number))
+    time.sleep(1)  # the first lines of node.sh
+    slurm("scancel", job.number)
+    job.wait("its end", job.ended)
+    assert job.facts()["JobState"] == "CANCELLED"
+    assert (job.run / "jobs" / job.number / "start-0" / "stopped").exists(), "its ranks were told to save"

@@ -18,7 +18,7 @@ class Cluster:
         self.run = folder / "run"
         (folder / "bin").mkdir()
         self.answer("srun", "")
-        self.answer("scontrol", "echo node7; echo node8")
+        self.answer("scontrol", "echo node7; echo node8; echo JobState=RUNNING")
 
     def answer(self, command: str, script: str) -> None:
         """What the command does, once it has written down its arguments."""

@@ -5,6 +5,7 @@ the moments every other one is a time; the rest are calls that change files, of 
 time at all, so that a time would seldom meet what lies between them.
 """
 
+import faulthandler
 import io
 import itertools
 import os
@@ -115,7 +116,7 @@ class Killer:
             output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            signal.alarm(LIMIT)
+            faulthandler.dump_traceback_later(LIMIT, exit=True)
             status = command()
         except BaseException:  # else the fork would go on as if it were its parent
             traceback.print_exc()

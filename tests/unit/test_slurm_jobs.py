@@ -28,7 +28,7 @@ def value(words: list[str], flag: str) -> str:
 
 def test_ranks_meet_at_the_first_node(cluster: Cluster) -> None:
     cluster.submit("pretrain", "tiny", "--lr", "5e-4")
-    assert cluster.given("scontrol") == ["show", "hostnames", "node[7-8]"]
+    assert cluster.given("scontrol")[:3] == ["show", "hostnames", "node[7-8]"]
     words = cluster.given()
     meeting = {"--nodes": "2", "--nnodes": "2", "--nproc-per-node": "4", "--master-addr": "node7"}
     assert {flag: value(words, flag) for flag in meeting} == meeting
@@ -121,6 +121,14 @@ def test_a_stopped_job_goes_back_into_the_queue(cluster: Cluster) -> None:
     done = cluster.submit("pretrain", "tiny")
     assert done.returncode == 75
     assert cluster.given("scontrol")[-2:] == ["requeue", "123456"]
+
+
+def test_a_cancelled_job_does_not(cluster: Cluster) -> None:
+    """Its ranks get SIGTERM as well; and Bash, ended by that signal, still does what it was told for the end."""
+    cluster.answer("srun", 'touch "$START/stopped"')
+    cluster.answer("scontrol", "echo node7; echo node8; echo JobState=CANCELLED")
+    cluster.submit("pretrain", "tiny")
+    assert "requeue" not in cluster.given("scontrol")
 
 
 def test_a_failed_job_does_not(cluster: Cluster) -> None:

@@ -3,7 +3,8 @@
 # a token), with one depth: the experts are spread over 8 ranks, so any multiple of 8 GPUs.
 : "${DATA:=data/corpus}" "${TOKENIZER:=models/Moonlight-16B-A3B}" "${HF_MODEL:=models/Moonlight-16B-A3B}"
 : "${FAMILY:=deepseek_v3}"
-: "${DEPTHS:=1}" "${SEQUENCE:=4096}" "${MICRO_BATCH:=1}" "${GLOBAL_BATCH:=1024}" "${STEPS:=100000}" "${SAVE_INTERVAL:=500}"
+: "${DEPTHS:=1}" "${SEQUENCE:=4096}" "${MICRO_BATCH:=1}" "${GLOBAL_BATCH:=1024}"
+: "${STEPS:=100000}" "${SAVE_INTERVAL:=500}"
 : "${LR:=4e-4}" "${SEED:=1234}" "${EXPERT_PARALLEL:=8}"
 
 MODEL=(

@@ -1,7 +1,8 @@
 # shellcheck shell=bash disable=SC2034  # the jobs read the arrays
 # The shape of Qwen3-8B with one depth: 2 ranks of a node share every layer, so any even number of GPUs.
 : "${DATA:=data/corpus}" "${TOKENIZER:=models/Qwen3-8B}" "${HF_MODEL:=models/Qwen3-8B}" "${FAMILY:=glm4_moe}"
-: "${DEPTHS:=1}" "${SEQUENCE:=4096}" "${MICRO_BATCH:=1}" "${GLOBAL_BATCH:=512}" "${STEPS:=100000}" "${SAVE_INTERVAL:=500}"
+: "${DEPTHS:=1}" "${SEQUENCE:=4096}" "${MICRO_BATCH:=1}" "${GLOBAL_BATCH:=512}"
+: "${STEPS:=100000}" "${SAVE_INTERVAL:=500}"
 : "${LR:=3e-4}" "${SEED:=1234}" "${TENSOR_PARALLEL:=2}"
 
 MODEL=(

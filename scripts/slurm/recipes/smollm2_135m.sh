@@ -1,7 +1,8 @@
 # shellcheck shell=bash disable=SC2034  # the jobs read the arrays
 # The shape of SmolLM2-135M with two depths: any number of GPUs.
 : "${DATA:=data/corpus}" "${TOKENIZER:=models/SmolLM2-135M}" "${HF_MODEL:=models/SmolLM2-135M}" "${FAMILY:=glm4_moe}"
-: "${DEPTHS:=2}" "${SEQUENCE:=2048}" "${MICRO_BATCH:=8}" "${GLOBAL_BATCH:=512}" "${STEPS:=100000}" "${SAVE_INTERVAL:=1000}"
+: "${DEPTHS:=2}" "${SEQUENCE:=2048}" "${MICRO_BATCH:=8}" "${GLOBAL_BATCH:=512}"
+: "${STEPS:=100000}" "${SAVE_INTERVAL:=1000}"
 : "${LR:=3e-3}" "${SEED:=1234}"
 
 MODEL=(

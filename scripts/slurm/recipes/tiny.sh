@@ -1,7 +1,8 @@
 # shellcheck shell=bash disable=SC2034  # the jobs read the arrays
 # A GPT of two layers on made-up tokens, for a look at the jobs: a CPU trains it in seconds.
 : "${HF_MODEL:=models/tiny}" "${FAMILY:=glm4_moe}"
-: "${DEPTHS:=2}" "${STEPS:=40}" "${SAVE_INTERVAL:=20}" "${MICRO_BATCH:=2}" "${GLOBAL_BATCH:=4}" "${LR:=1e-3}" "${SEED:=1234}"
+: "${DEPTHS:=2}" "${STEPS:=40}" "${SAVE_INTERVAL:=20}" "${MICRO_BATCH:=2}" "${GLOBAL_BATCH:=4}"
+: "${LR:=1e-3}" "${SEED:=1234}"
 
 MODEL=(
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64

@@ -1,0 +1,76 @@
+"""Every recipe of scripts/slurm: what its job would start goes through the stage that reads a run's arguments."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import RECIPES, Cluster
+from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+from megatron.training.global_vars import unset_global_variables
+
+from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
+
+GPUS = {"moe_16b": 32, "qwen3_8b": 16, "smollm2_135m": 8, "tiny": 2}
+VOCABULARY = {"moe_16b": 163840, "qwen3_8b": 151936, "smollm2_135m": 49152, "tiny": 127}
+PARAMETERS = {"moe_16b": 15_960_110_208, "qwen3_8b": 8_190_735_360, "smollm2_135m": 134_515_008, "tiny": 98_496}
+"""Of the trunks. Qwen3-8B and SmolLM2-135M have as many tensor elements in their safetensors files."""
+
+
+@pytest.fixture(autouse=True)
+def _no_globals_left() -> Iterator[None]:
+    yield
+    unset_global_variables()
+    unset_num_microbatches_calculator()
+
+
+def parsed(recipe: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """Arguments of the first rank of a run on the recipe's GPUs, with a vocabulary but without data to read."""
+    data = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY[recipe]}".split()
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags, *data])
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(GPUS[recipe])}.items():
+        monkeypatch.setenv(name, value)
+    set_machine_flags(sys.argv, on_cpu=True)
+    args, _ = parse_checked_args()
+    return args
+
+
+def parameters(args: Namespace, vocabulary: int) -> int:
+    """Of the trunk, counted from its sizes."""
+    hidden, layers = args.hidden_size, args.num_layers
+    dense = 3 * hidden * args.ffn_hidden_size
+    if args.num_experts is None:
+        widths = layers * dense
+    else:
+        all_experts = args.num_experts * args.moe_ffn_hidden_size + args.moe_shared_expert_intermediate_size
+        experts = 3 * hidden * all_experts + args.num_experts * (hidden + 1)
+        widths = sum(experts if has_experts else dense for has_experts in args.moe_layer_freq)
+    tables = 2 if args.untie_embeddings_and_output_weights else 1
+    return layers * (attention(args) + 2 * hidden) + widths + hidden + tables * vocabulary * hidden
+
+
+def attention(args: Namespace) -> int:
+    """Parameters of one layer's attention."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    if not args.multi_latent_attention:
+        groups = args.num_query_groups if args.group_query_attention else heads
+        return 2 * hidden * args.kv_channels * (heads + groups) + 2 * args.kv_channels * args.qk_layernorm
+    rank, content, position, value = args.kv_lora_rank, args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim
+    down = hidden * heads * (content + position) + hidden * (rank + position) + rank
+    return down + rank * heads * (content + value) + heads * value * hidden
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_read_as_the_model_that_it_names(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(tmp_path)
+    done = cluster.submit("pretrain", recipe)
+    assert done.returncode == 0, done.stderr
+    words = cluster.given()
+    flags = words[words.index(str(cluster.run / "jobs/123456/code/pretrain_gpt.py")) + 1 :]
+    args = parsed(recipe, flags, monkeypatch)
+    assert parameters(args, VOCABULARY[recipe]) == PARAMETERS[recipe]
+    assert args.exit_signal_handler
+    assert args.save == args.load == str(cluster.run / "checkpoint")

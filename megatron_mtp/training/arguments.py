@@ -219,11 +219,9 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
             f"--mtp-train-only was given with --load {args.load}, where there is no checkpoint of a trunk; give one "
             "that exists, or --pretrained-checkpoint."
         )
-    # Validation turns the older flag into this one, but only later.
-    position = "rope" if args.use_rotary_position_embeddings else args.position_embedding_type
-    if position not in ("rope", "none"):
+    if args.position_embedding_type not in ("rope", "none"):
         raise ValueError(
-            f"--position-embedding-type is {position}, which MTP cannot use, since a depth sees "
+            f"--position-embedding-type is {args.position_embedding_type}, which MTP cannot use, since a depth sees "
             "later tokens at earlier slots; give rope or none."
         )
     if settings.mtp_architecture == "parallel" and args.mtp_use_repeated_layer:

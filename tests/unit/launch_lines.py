@@ -172,6 +172,7 @@ LINES: dict[str, Line] = {
         --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 4096
         --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 384 --tensor-model-parallel-size 4
         --sequence-parallel {_OVERLAPPED}""",
+        refused=_LEARNED,  # Megatron checks depths before it applies the older flag
     ),
     "mixtral-8x7b": Line(
         8,
@@ -314,7 +315,7 @@ LINES: dict[str, Line] = {
         --pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 4 --expert-model-parallel-size 32
         --expert-tensor-parallel-size 1 --account-for-embedding-in-pipeline-split
         --account-for-loss-in-pipeline-split --sequence-parallel --no-create-attention-mask-in-dataloader
-        --use-flash-attn --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --enable-experimental
+        --use-flash-attn --cross-entropy-loss-fusion --cross-entropy-fusion-impl native --enable-experimental
         {_OVERLAPPED}""",
     ),
     "glm4.5-air": Line(

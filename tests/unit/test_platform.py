@@ -62,14 +62,6 @@ def test_preparing_twice_changes_nothing() -> None:
     assert not hasattr(wrapped, "__wrapped__")
 
 
-def test_functions_that_were_compiled_before_run_as_they_are() -> None:
-    """Megatron's, where a user's script has imported it before us."""
-    compiled = []
-    compile_with = torch._dynamo.optimize(lambda graph, inputs: compiled.append(graph) or graph.forward)
-    assert torch.equal(compile_with(lambda tensor: -tensor)(torch.ones(2)), -torch.ones(2))
-    assert compiled == []
-
-
 @pytest.mark.parametrize("has_makefile", [True, False])
 def test_a_checkout_of_megatron_lm_compiles_its_helpers(
     has_makefile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -167,6 +167,8 @@ def check_flags(args: Namespace) -> None:
             "--eval-interval is missing; give the number of steps between evaluations (more than --train-iters for "
             "none before the end)."
         )
+    if args.save is not None and args.save_interval is None:
+        raise ValueError(f"--save is {args.save}, but --save-interval is missing; give the steps between checkpoints.")
     if (pattern := args.hybrid_layer_pattern or args.hybrid_override_pattern) is not None:
         raise ValueError(
             f"--hybrid-layer-pattern is {pattern}, but this script builds transformers alone; drop the flag, or use "

@@ -43,6 +43,7 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (f"{ROPE} {MOCK} {DEPTHS} --save runs/x", "--save is runs/x, but --save-interval is missing"),
         (f"{ROPE} {MOCK} --mtp-num-layers 0", "--mtp-num-layers is 0; give 1 or more"),
         (f"{ROPE} {MOCK} --mtp-num-layers -1", "--mtp-num-layers is -1; give 1 or more"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-scaling-factor -0.1", "--mtp-loss-scaling-factor is -0.1; give 0 or more"),

@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from megatron_mtp.checkpoint.reference_forms import DepthForm, Tensors, config_of, depth_tensors, read_tensors
 
-PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
 NAMES_ALONE: dict[str, Any] = {"device_map": "meta"}
 SEEING = ("vision", "visual", "projector")
 """Parts of models that read images: no logits of text need them."""

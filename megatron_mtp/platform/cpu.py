@@ -42,7 +42,7 @@ def install() -> None:
     """Substitute every row, once: torch's before Megatron is imported, since its modules copy `torch.compile`."""
     if installed():
         return
-    import torch._dynamo  # noqa: F401  (it catalogues torch's functions when imported, and must find the original ones)
+    import torch._dynamo  # it catalogues torch's functions when imported, and must find the original ones
     from torch.utils._device import _device_constructors
 
     _device_constructors()  # a catalogue as well, of what `with torch.device("meta")` applies to
@@ -51,6 +51,7 @@ def install() -> None:
         for row in rows():
             setattr(row.owner, row.name, row.replacement)
             SUBSTITUTIONS.append(row)
+    torch.compiler.set_stance("force_eager")  # what was compiled by modules that were imported before
     # Dropout's generator and the CPU's are two on a GPU and one here, of which Megatron would warn at every use.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 

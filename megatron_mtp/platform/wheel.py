@@ -9,6 +9,7 @@ as that of the embedding's copy on a later pipeline stage is.
 import functools
 from collections.abc import Callable
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ _STATE_WITH_GAPS = DistributedOptimizer.sharded_param_state_fully_reshardable
 
 
 def install() -> None:
-    """Replace the three functions."""
-    dataset_utils.compile_helpers = _already_compiled
+    """Replace the three functions; a checkout of Megatron-LM, which has the Makefile, compiles as ever."""
+    if not Path(dataset_utils.__file__).with_name("Makefile").exists():
+        dataset_utils.compile_helpers = _already_compiled
     TopKRouter._apply_expert_bias = _count_for_expert_bias
     DistributedOptimizer.sharded_param_state_fully_reshardable = _without_gaps(_STATE_WITH_GAPS)
 

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +36,8 @@ CPU_FLAGS = (
 NO_TE_FLAGS = "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion"
 """What it needs on a CUDA device without Transformer Engine."""
 
+ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
+"""Megatron's `extra_args_provider`: takes its parser, and returns it with flags added."""
 
 SPOKEN_AFTER = 20.0
 """Seconds that other ranks leave the first rank to say what is wrong."""
@@ -83,7 +86,25 @@ def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
 
 def parse_checked_args() -> tuple[Namespace, MTPGPTModelConfig]:
     """Parse, check and validate `sys.argv`; Megatron's global arguments and tokenizer are set when this returns."""
-    given = parse_args(add_mtp_arguments)
+    args = parse_run_args()
+    if args.rank == 0:
+        check_data(args)
+    return args, checked_model_config(args)
+
+
+def parse_run_args(
+    extra_args_provider: ArgumentsProvider | None = None, args_defaults: dict[str, Any] | None = None
+) -> Namespace:
+    """The same without a look at the corpus and the checkpoint's depths; both arguments are Megatron's.
+
+    Raises:
+        ValueError: a flag has a value that is not allowed.
+    """
+
+    def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+        return add_mtp_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
+
+    given = parse_args(add_arguments)
     if not given.use_checkpoint_args:
         check_flags(given)
     if given.load is not None and (iteration := repair_tracker(Path(given.load))) is not None and given.rank == 0:
@@ -93,22 +114,29 @@ def parse_checked_args() -> tuple[Namespace, MTPGPTModelConfig]:
         )
     stored = checkpoint_arguments(given)
 
-    def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-        parser = add_mtp_arguments(parser)
+    def add_stored_arguments(parser: ArgumentParser) -> ArgumentParser:
+        parser = add_arguments(parser)
         parser.set_defaults(**stored)
         return parser
 
-    args = parse_and_validate_args(extra_args_provider=add_arguments)
+    args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
     if args.use_checkpoint_args:
         check_flags(args)  # only now are they known
-    if args.rank == 0:
-        check_data(args)
-    model_config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
+    return args
+
+
+def checked_model_config(args: Namespace, **gpt_config: Any) -> MTPGPTModelConfig:
+    """The model that validated arguments describe, `gpt_config` being further arguments of `gpt_config_from_args`.
+
+    Raises:
+        ValueError: the checkpoint to load lacks depths, and no flag says how to make them; or it has other ones.
+    """
+    model_config = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **gpt_config})
     model_config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
     model_config.mtp = mtp_config_from_args(args)
     model_config.absent_mtp_layers = check_checkpoint(args, model_config.mtp)
     model_config.draft_vocabulary, model_config.absent_draft_vocabulary = draft_vocabulary(args, model_config.mtp)
-    return args, model_config
+    return model_config
 
 
 def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
@@ -138,6 +166,13 @@ def check_flags(args: Namespace) -> None:
         raise ValueError(
             "--eval-interval is missing; give the number of steps between evaluations (more than --train-iters for "
             "none before the end)."
+        )
+    if args.save is not None and args.save_interval is None:
+        raise ValueError(f"--save is {args.save}, but --save-interval is missing; give the steps between checkpoints.")
+    if (pattern := args.hybrid_layer_pattern or args.hybrid_override_pattern) is not None:
+        raise ValueError(
+            f"--hybrid-layer-pattern is {pattern}, but this script builds transformers alone; drop the flag, or use "
+            "Megatron's pretrain_hybrid.py."
         )
     if args.logits_load_dir is not None:
         raise ValueError(

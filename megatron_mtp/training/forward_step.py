@@ -113,7 +113,11 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = {}
     if tp_rank == 0:
-        assert data_iterator is not None
+        if data_iterator is None:
+            raise ValueError(
+                "this pipeline stage reads batches, but the data sets provider built none for it; give pretrain() the "
+                "datasets_provider of megatron_mtp.training.datasets, or build them wherever its reads_data says."
+            )
         loaded = next(data_iterator)
         for key in _BATCH_KEYS:
             value = loaded.get(key)

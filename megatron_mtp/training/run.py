@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
@@ -10,6 +11,7 @@ from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     pretrain_cfg_container_from_args,
 )
+from megatron.training.config import PretrainConfigContainer
 
 from megatron_mtp.model.sharing import embedding_ranks
 from megatron_mtp.training.arguments import fail, parse_checked_args, set_machine_flags
@@ -20,31 +22,46 @@ from megatron_mtp.training.metrics import Metrics
 
 def main(argv: list[str], on_cpu: bool) -> Metrics:
     """Run what the command line asks for; bad input ends with one sentence and exit status 2."""
-    join_single_process()
-    note = set_machine_flags(argv, on_cpu)
-    if note and os.environ["RANK"] == "0":
-        print(f"> {note}", flush=True)
+    fit_to_machine(argv, on_cpu)
     try:
         args, model_config = parse_checked_args()
     except ValueError as error:
         fail(Path(argv[0]).name, error)
-    settings = model_config.mtp
+    metrics = train(pretrain_cfg_container_from_args(args, model_config), datasets_provider)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return metrics
+
+
+def fit_to_machine(argv: list[str], on_cpu: bool) -> None:
+    """Add to `argv` what this machine needs, and say so; started as plain `python`, be a job of one rank."""
+    join_single_process()
+    note = set_machine_flags(argv, on_cpu)
+    if note and os.environ["RANK"] == "0":
+        print(f"> {note}", flush=True)
+
+
+def train(config: PretrainConfigContainer, datasets_provider: Any, **pretrain_arguments: Any) -> Metrics:
+    """Megatron's `pretrain()` of the model that `config.model`, an `MTPGPTModelConfig`, describes.
+
+    The forward step is ours, and what is done after evaluations; `pretrain_arguments` are others of `pretrain()`.
+    """
+    settings = config.model.mtp
     metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir))
+    pretrain_arguments.setdefault("get_embedding_ranks", get_embedding_ranks)
     try:
         pretrain(
-            pretrain_cfg_container_from_args(args, model_config),
+            config,
             datasets_provider,
             ModelType.encoder_or_decoder,
             ForwardStep(settings, metrics),
-            get_embedding_ranks=get_embedding_ranks,
             non_loss_data_func=metrics.end_evaluation,
+            **pretrain_arguments,
         )
     except SystemExit:  # --exit-interval and its like end the loop so, on all ranks together
         metrics.close()
         raise
     metrics.close()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
     return metrics
 
 

@@ -42,6 +42,7 @@ PARSED = {
     "bash scripts/test.sh": "runs all tests, this one included",
     "torchrun --nproc-per-node 8": "wants eight processes",
     "python -m pytest": "is run with all tests",
+    "sbatch": "needs SLURM, of which scripts/test_slurm.sh starts one",
     "vllm serve": "needs vLLM, which has an environment of its own (scripts/test_vllm.sh)",
     "python -m sglang.launch_server": "needs SGLang, which has no build for a CPU",
 }
@@ -127,13 +128,16 @@ def run(program: str, *arguments: str) -> None:
 def look_up(program: str, *arguments: str) -> None:
     """Whether the program is there, and takes these arguments."""
     if program in ("bash", "sbatch"):
-        sys.exit(subprocess.run(["/bin/bash", "-n", arguments[0]]).returncode)
+        script = next(word for word in arguments if word.endswith((".sh", ".sbatch")))
+        if subprocess.run(["/bin/bash", "-n", script]).returncode:
+            sys.exit(f"{script} is no script of bash")
     if program == "python" and arguments[:2] == ("-m", "pytest"):
         import pytest
 
         os.chdir(ROOT)
         sys.exit(pytest.main([*arguments[2:], "--collect-only", "-q", "-n", "0"]))
-    parse(program, *arguments)
+    if program != "bash":
+        parse(program, *arguments)
 
 
 if __name__ == "__main__":

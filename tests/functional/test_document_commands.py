@@ -43,7 +43,8 @@ for run in mine one two; do cp -r runs/quickstart runs/$run; done
 FLAGS = (
     "--seq-length 64 --micro-batch-size 2 --global-batch-size 2 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
 )
-FLAGS += "--vocab-size 383 --train-iters 2 --eval-interval 2 --eval-iters 1 --moe-token-dispatcher-type allgather"
+FLAGS += "--vocab-size 383 --train-iters 2 --save-interval 2 --eval-interval 2 --eval-iters 1 "
+FLAGS += "--moe-token-dispatcher-type allgather"
 """What documents call the flags of a launch line."""
 
 

@@ -20,6 +20,9 @@ DOORS = {
 """Scripts that are a verb of `megatron-mtp`."""
 
 ENGINES = {
+    "sbatch": "--nodes --gpus-per-node --exclusive --time --mem --array --signal --requeue --partition",
+    "srun": "--kill-on-bad-exit",
+    "scancel": "--signal",
     "vllm serve": "--speculative-config --trust-remote-code",
     "python -m sglang.launch_server": "--model-path --speculative-algorithm --speculative-num-steps "
     "--speculative-eagle-topk --speculative-num-draft-tokens --speculative-draft-model-path --trust-remote-code",

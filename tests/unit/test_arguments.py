@@ -43,6 +43,7 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (f"{ROPE} {MOCK} {DEPTHS} --save runs/x", "--save is runs/x, but --save-interval is missing"),
         (f"{ROPE} {MOCK} --mtp-num-layers 0", "--mtp-num-layers is 0; give 1 or more"),
         (f"{ROPE} {MOCK} --mtp-num-layers -1", "--mtp-num-layers is -1; give 1 or more"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-scaling-factor -0.1", "--mtp-loss-scaling-factor is -0.1; give 0 or more"),
@@ -54,6 +55,7 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             f"{ROPE} {MOCK} {DEPTHS} --mtp-architecture parallel --mtp-use-repeated-layer",
             "--mtp-use-repeated-layer was given with --mtp-architecture parallel",
         ),
+        (f"{ROPE} {MOCK} {DEPTHS} --hybrid-layer-pattern M*M*", "--hybrid-layer-pattern is M*M*, but this script"),
         (f"{ROPE} {MOCK} --hybrid-context-parallel", "--hybrid-context-parallel was given"),
         (
             f"{ROPE} {MOCK} --dataloader-inter-document-masking --context-parallel-size 2",

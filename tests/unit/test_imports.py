@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": LOW | {"data", "model", "losses", "checkpoint"},
     "drafting": LOW | {"data", "model", "losses", "checkpoint", "drafting"},
     "training": LOW | {"data", "model", "losses", "checkpoint", "drafting", "training"},
+    "integrations": LOW | {"model", "training", "integrations"},
     "report": {"report"},
     "command": LOW | {"data", "checkpoint", "drafting", "training", "report", "command"},
     "__main__": {"command"},
@@ -104,6 +105,8 @@ def test_the_plain_modules_are_where_this_test_looks_for_them() -> None:
         ("model/mtp.py", "from megatron.core import mpu\nfrom . import sharing\nfrom ..data import batch", []),
         ("training/run.py", "from megatron_mtp.checkpoint.mcore_store import x", []),
         ("training/run.py", "from megatron_mtp.command.line import main", ["megatron_mtp.command.line.main"]),
+        ("training/run.py", "from megatron_mtp.integrations import a", ["megatron_mtp.integrations.a"]),
+        ("integrations/a.py", "from megatron_mtp.command.line import main", ["megatron_mtp.command.line.main"]),
         ("report/page.py", "from megatron_mtp.training.metrics import FILE", ["megatron_mtp.training.metrics.FILE"]),
     ],
 )

@@ -1,10 +1,13 @@
 """On a CPU, what asks for CUDA gets the CPU; every substitution says why it is there."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from megatron.core.datasets import utils as dataset_utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_mtp.platform import cpu, prepare, stand_ins
+from megatron_mtp.platform import cpu, prepare, stand_ins, wheel
 
 pytestmark = pytest.mark.skipif(
     not cpu.installed(), reason="there is a CUDA device here: nothing is substituted; run on a machine without one"
@@ -57,3 +60,15 @@ def test_preparing_twice_changes_nothing() -> None:
     assert before == cpu.SUBSTITUTIONS
     wrapped = DistributedOptimizer.sharded_param_state_fully_reshardable.__wrapped__
     assert not hasattr(wrapped, "__wrapped__")
+
+
+@pytest.mark.parametrize("has_makefile", [True, False])
+def test_a_checkout_of_megatron_lm_compiles_its_helpers(
+    has_makefile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_makefile:
+        (tmp_path / "Makefile").touch()
+    monkeypatch.setattr(dataset_utils, "__file__", str(tmp_path / "utils.py"))
+    monkeypatch.setattr(dataset_utils, "compile_helpers", "megatron's")
+    wheel.install()
+    assert (dataset_utils.compile_helpers == "megatron's") == has_makefile

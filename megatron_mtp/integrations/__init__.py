@@ -1,0 +1,1 @@
+"""Doors for programs of others: their own scripts keep running, with the depths of this package."""

@@ -1,0 +1,122 @@
+"""For a `pretrain_gpt.py` of one's own, as Megatron-LM's is since 0.19: two changed lines, and it has our depths.
+
+    from megatron_mtp.integrations.megatron_lm import gpt_config_from_args, parse_and_validate_args, pretrain
+
+below the script's own imports, whose functions of these names they take the place of; and no `forward_step` in its
+call of `pretrain()`. docs/megatron_lm.md shows both lines in place. Importing this file makes Megatron runnable on this
+machine (`megatron_mtp.platform`).
+"""
+
+from megatron_mtp.platform import prepare
+
+ON_CPU = prepare()
+
+import sys  # noqa: E402
+from argparse import Namespace  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.training import get_args  # noqa: E402
+from megatron.training.config import PretrainConfigContainer  # noqa: E402
+
+from megatron_mtp.model.trunk import MTPGPTModelBuilder, MTPGPTModelConfig  # noqa: E402
+from megatron_mtp.training.arguments import (  # noqa: E402
+    ArgumentsProvider,
+    checked_model_config,
+    fail,
+    parse_run_args,
+)
+from megatron_mtp.training.datasets import datasets_provider  # noqa: E402
+from megatron_mtp.training.run import fit_to_machine, get_embedding_ranks, train  # noqa: E402
+
+__all__ = [
+    "datasets_provider",
+    "get_embedding_ranks",
+    "gpt_config_from_args",
+    "model_provider",
+    "parse_and_validate_args",
+    "pretrain",
+]
+
+
+def parse_and_validate_args(
+    extra_args_provider: ArgumentsProvider | None = None, args_defaults: dict[str, Any] | None = None
+) -> Namespace:
+    """Megatron's function of this name, with the --mtp-* flags and their checks beside.
+
+    A flag with a value that is not allowed ends the program with one sentence and exit status 2.
+    """
+    fit_to_machine(sys.argv, ON_CPU)
+    try:
+        return parse_run_args(extra_args_provider, args_defaults)
+    except ValueError as error:
+        fail(Path(sys.argv[0]).name, error)
+
+
+def gpt_config_from_args(
+    args: Namespace,
+    config: TransformerConfig | None = None,
+    model_config_cls: type[MTPGPTModelConfig] = MTPGPTModelConfig,
+) -> MTPGPTModelConfig:
+    """Megatron's function of this name; the model's builder puts our block on the trunk.
+
+    Ends the program with one sentence where a checkpoint lacks depths, unless --mtp-init says how to make them.
+    """
+    if not issubclass(model_config_cls, MTPGPTModelConfig):
+        raise TypeError(f"model_config_cls is {model_config_cls.__name__}; give a subclass of MTPGPTModelConfig.")
+    try:
+        return checked_model_config(args, config=config, model_config_cls=model_config_cls)
+    except ValueError as error:
+        fail(Path(sys.argv[0]).name, error)
+
+
+def pretrain(
+    cfg_container: PretrainConfigContainer,
+    train_valid_test_dataset_provider: Any,
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    forward_step_func: None = None,
+    model_provider: None = None,
+    **pretrain_arguments: Any,
+) -> None:
+    """Megatron's function of this name, which takes neither a forward step nor a model provider: it has its own.
+
+    Args:
+        cfg_container: of Megatron's `pretrain_cfg_container_from_args`.
+        train_valid_test_dataset_provider: the script's own, of data sets whose samples have the keys of GPTDataset.
+        model_type: the only one there is.
+        forward_step_func, model_provider: None; they are named to say what is wrong in a call that has them still.
+        pretrain_arguments: others of Megatron's `pretrain()`, such as `store`.
+
+    Raises:
+        TypeError: one of them was given, or the model's configuration was made by Megatron's `gpt_config_from_args`.
+    """
+    if forward_step_func is not None or model_provider is not None:
+        raise TypeError(
+            "pretrain() of megatron_mtp.integrations.megatron_lm was given a forward step or a model provider, which "
+            "would not train the depths; take them out of the call."
+        )
+    if cfg_container.model is None:
+        cfg_container.model = gpt_config_from_args(get_args())
+    if not isinstance(cfg_container.model, MTPGPTModelConfig):
+        raise TypeError(
+            f"the model's configuration is a {type(cfg_container.model).__name__}; make it by the "
+            "gpt_config_from_args of megatron_mtp.integrations.megatron_lm, imported after Megatron's."
+        )
+    train(cfg_container, train_valid_test_dataset_provider, **pretrain_arguments)
+
+
+def model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: TransformerConfig | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> torch.nn.Module:
+    """A pipeline stage of the model that the global arguments describe, as Megatron's `get_model()` asks for it."""
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    builder = MTPGPTModelBuilder(gpt_config_from_args(get_args(), config))
+    return builder.build_model(groups, pre_process, post_process, vp_stage)

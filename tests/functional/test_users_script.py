@@ -1,0 +1,46 @@
+"""A user's own `pretrain_gpt.py` takes our depths by two changed lines, and trains what ours trains."""
+
+import difflib
+from pathlib import Path
+
+import launch
+import pytest
+
+SCRIPT = (Path(__file__).parent / "users_pretrain_gpt.py").read_text(encoding="utf-8")
+LAST_IMPORT = "from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage\n"
+IMPORT = "from megatron_mtp.integrations.megatron_lm import gpt_config_from_args, parse_and_validate_args, pretrain\n"
+STEP = "        forward_step,\n"
+RUN = "--train-iters 3 --log-interval 1 --eval-interval 2 --eval-iters 1".split()
+
+
+def with_our_depths() -> str:
+    """The user's script with the two lines of docs/megatron_lm.md."""
+    return SCRIPT.replace(LAST_IMPORT, LAST_IMPORT + IMPORT).replace(STEP, "")
+
+
+def test_two_lines_are_changed_and_the_page_shows_them() -> None:
+    changed = difflib.ndiff(SCRIPT.splitlines(), with_our_depths().splitlines())
+    lines = [line for line in changed if line[0] in "+-"]
+    assert lines == [f"+ {IMPORT.strip()}", f"- {STEP.rstrip()}"]
+    page = (launch.ROOT / "docs" / "megatron_lm.md").read_text(encoding="utf-8")
+    assert f"+{IMPORT}" in page
+    assert f"-{STEP}" in page
+
+
+@pytest.mark.parametrize(("processes", "flags"), [(1, ""), (2, "--pipeline-model-parallel-size 2")])
+def test_the_script_learns_what_ours_learns(processes: int, flags: str, tmp_path: Path) -> None:
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(with_our_depths(), encoding="utf-8")
+    given = [*launch.TINY_RUN, *RUN, *flags.split(), "--mtp-metrics-dir"]
+    started = {}
+    for name, file, more in (("ours", "pretrain_gpt.py", []), ("theirs", script, ["--users-greeting", "us"])):
+        arguments = [*given, str(tmp_path / name), *more]
+        command = launch.python(file, *arguments) if processes == 1 else launch.torchrun(processes, file, *arguments)
+        started[name] = launch.start(command, tmp_path / f"{name}.log")
+    printed = {name: launch.finish(process, tmp_path / f"{name}.log") for name, process in started.items()}
+    assert "the user's script greets us" in printed["theirs"]
+    assert printed["theirs"].count("expected accepted length") == printed["ours"].count("expected accepted length") > 0
+    losses = launch.learned(tmp_path / "ours")
+    assert list(losses) == [1, 2, 3]
+    assert losses[1].keys() == {"lm loss", "mtp_1 loss", "mtp_2 loss"}
+    assert launch.learned(tmp_path / "theirs") == losses

@@ -1,0 +1,386 @@
+"""Command lines with which models are trained by Megatron-LM's own pretrain_gpt.py, as far as they are no paths.
+
+Shapes and flags are those of Megatron-LM's examples, its functional tests and published recipes. Where a line reads
+text, it reads mock data here, with a vocabulary of the same size; what else depends on a machine's disks is left out.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What is said of a line that depths cannot train with, and the words that come and go to mend it."""
+
+    says: str
+    drop: str = ""
+    add: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A launch line: the GPUs that torchrun starts, the vocabulary, the flags, and how many depths are added."""
+
+    gpus: int
+    vocabulary: int
+    flags: str
+    depths: int = 1
+    refused: Refusal | None = None
+
+    @property
+    def mended(self) -> str:
+        """The flags as the refusal asks for them."""
+        if self.refused is None:
+            return self.flags
+        return f"{self.flags.replace(self.refused.drop or ' ', ' ')} {self.refused.add}"
+
+
+_ADAM = "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --lr-decay-style cosine"
+_LOGGED = "--log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10"
+_BY_SAMPLES = f"""
+    --train-samples 268554688 --lr 1.2e-5 --min-lr 1.2e-6 --lr-decay-samples 255126953 --lr-warmup-samples 162761
+    {_ADAM} --bf16 --init-method-std 0.02 --exit-duration-in-mins 230 --eval-iters 32 --eval-interval 500
+    --save-interval 500 --log-interval 1 --log-throughput --log-timers-to-tensorboard --log-memory-to-tensorboard
+    --log-validation-ppl-to-tensorboard --manual-gc --manual-gc-interval 10 --distributed-timeout-minutes 60
+    --no-mmap-bin-files --num-workers 6 --split 99,1,0 --dist-ckpt-strictness log_all --auto-detect-ckpt-format"""
+_OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+_LLAMA_LIKE = """
+    --use-mcore-models --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0"""
+_GPT3 = f"""
+    --attention-backend auto --seq-length 2048 --max-position-embeddings 2048 --init-method-std 0.006 {_ADAM} --fp16
+    --lr 6.0e-5 --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 430000 --train-iters 500000
+    --split 949,50,1 {_LOGGED}"""
+_LLAMA2 = f"""
+    {_LLAMA_LIKE} --no-masked-softmax-fusion --use-flash-attn --seq-length 4096 --max-position-embeddings 4096
+    --init-method-std 0.02 --train-iters 500000 --lr 3e-4 --min-lr 3e-5 --lr-warmup-iters 2000 {_ADAM} --bf16
+    --initial-loss-scale 65536 {_LOGGED}"""
+_LATENT = """
+    --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64
+    --v-head-dim 128 --qk-layernorm --mscale 1.0 --mscale-all-dim 1.0"""
+_SIGMOID_ROUTER = """
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3
+    --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-dtype fp32
+    --moe-grouped-gemm --moe-permute-fusion --moe-token-dispatcher-type alltoall"""
+_SOFTMAX_ROUTER = """
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-router-dtype fp32 --moe-grouped-gemm
+    --moe-permute-fusion --moe-token-dispatcher-type alltoall"""
+_DEEPSEEK_V3 = f"""
+    {_LLAMA_LIKE} {_LATENT} {_SIGMOID_ROUTER} --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432
+    --num-attention-heads 128 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096 --norm-epsilon 1e-6
+    --rotary-base 10000 --rotary-scaling-factor 40 --make-vocab-size-divisible-by 3232 --num-experts 256
+    --moe-layer-freq ([0]*3+[1]*58) --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048
+    --moe-router-topk 8 --moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk-scaling-factor 2.5
+    --cross-entropy-loss-fusion --cross-entropy-fusion-impl native --no-create-attention-mask-in-dataloader
+    --no-check-for-nan-in-loss-and-grad --enable-experimental"""
+_LEARNED = Refusal("--position-embedding-type is learned_absolute", add="--position-embedding-type rope")
+_OVERLAP = "--overlap-moe-expert-parallel-comm"
+
+LINES: dict[str, Line] = {
+    "gpt3-345m": Line(
+        8,
+        50257,
+        f"""--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 64
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --transformer-impl
+        transformer_engine --async-save --ckpt-format torch_dist --use-persistent-ckpt-worker
+        --attention-softmax-in-fp32 --no-gradient-accumulation-fusion --no-bias-gelu-fusion {_GPT3}""",
+        refused=_LEARNED,
+    ),
+    "gpt3-857m": Line(
+        8,
+        50257,
+        f"""--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 1 --global-batch-size 16
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2
+        --recompute-activations {_GPT3}""",
+        refused=_LEARNED,
+    ),
+    "gpt3-175b": Line(
+        1024,
+        50257,
+        f"""--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --micro-batch-size 1 --global-batch-size 1536
+        --rampup-batch-size 16 16 5859375 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16
+        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 {_GPT3}""",
+        refused=_LEARNED,
+    ),
+    "llama2-7b": Line(
+        16,
+        32000,
+        f"""--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --micro-batch-size 1
+        --global-batch-size 256 --tensor-model-parallel-size 2 --use-distributed-optimizer {_LLAMA2}""",
+    ),
+    "llama2-7b-context-parallel": Line(
+        32,
+        32000,
+        f"""--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --micro-batch-size 1
+        --global-batch-size 128 --tensor-model-parallel-size 2 --context-parallel-size 4 --cp-comm-type p2p
+        --sequence-parallel {_OVERLAPPED} {_LLAMA2} --seq-length 32768 --max-position-embeddings 32768""",
+    ),
+    "llama2-70b": Line(
+        256,
+        32000,
+        f"""--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention
+        --num-query-groups 8 --micro-batch-size 1 --global-batch-size 1024 --tensor-model-parallel-size 8
+        --pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 5 --sequence-parallel
+        --tp-comm-overlap {_OVERLAPPED} {_LLAMA2}""",
+        depths=2,
+    ),
+    "llama3-8b-fp8": Line(
+        8,
+        128256,
+        f"""{_LLAMA_LIKE} --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+        --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192
+        --max-position-embeddings 8192 --rotary-base 1000000 --rotary-percent 1.0 --init-method-std 0.0134
+        --attention-backend fused --apply-layernorm-1p --micro-batch-size 1 --global-batch-size 128
+        --train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015
+        --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 {_ADAM} --bf16 --grad-reduce-in-bf16
+        --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1
+        --exit-duration-in-mins 235 --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max
+        --fp8-param-gather --tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel
+        {_OVERLAPPED} --tiktoken-pattern v2 --no-create-attention-mask-in-dataloader --no-mmap-bin-files
+        --num-workers 1 --split 99,1,0 --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000
+        --log-throughput --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
+        --distributed-timeout-minutes 60""",
+    ),
+    "llama3.1-405b": Line(
+        1024,
+        128256,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} --num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248
+        --num-attention-heads 128 --group-query-attention --num-query-groups 8 --seq-length 8192
+        --max-position-embeddings 131072 --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 8.0
+        --norm-epsilon 1e-5 --micro-batch-size 1 --global-batch-size 512 --tensor-model-parallel-size 8
+        --pipeline-model-parallel-size 16 --num-layers-per-virtual-pipeline-stage 1 --context-parallel-size 2
+        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --sequence-parallel
+        --tp-comm-overlap {_OVERLAPPED} --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16
+        --defer-embedding-wgrad-compute --wgrad-deferral-limit 22""",
+    ),
+    "llama3.2-1b": Line(
+        8,
+        128256,
+        f"""{_LLAMA_LIKE.replace("--untie-embeddings-and-output-weights", "")} {_BY_SAMPLES} --num-layers 16
+        --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --group-query-attention
+        --num-query-groups 8 --kv-channels 64 --seq-length 8192 --max-position-embeddings 131072
+        --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 32.0 --micro-batch-size 2
+        --global-batch-size 256 {_OVERLAPPED}""",
+        depths=2,
+    ),
+    "nemotron4-15b": Line(
+        64,
+        256000,
+        f"""{_BY_SAMPLES} --use-mcore-models --normalization LayerNorm --apply-layernorm-1p --squared-relu
+        --disable-bias-linear --untie-embeddings-and-output-weights --use-rotary-position-embeddings
+        --no-position-embedding --rotary-percent 0.5 --rotary-base 10000 --no-rope-fusion --attention-dropout 0.0
+        --hidden-dropout 0.0 --num-layers 32 --hidden-size 6144 --ffn-hidden-size 24576 --num-attention-heads 48
+        --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 4096
+        --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 384 --tensor-model-parallel-size 4
+        --sequence-parallel {_OVERLAPPED}""",
+        refused=_LEARNED,  # Megatron checks depths before it applies the older flag
+    ),
+    "mixtral-8x7b": Line(
+        8,
+        32000,
+        f"""{_LLAMA_LIKE} --seq-length 4096 --max-position-embeddings 32768 --num-layers 32 --hidden-size 4096
+        --ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01 --group-query-attention
+        --num-query-groups 8 --no-masked-softmax-fusion --no-position-embedding --rotary-base 1000000
+        --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+        --moe-grouped-gemm --moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce
+        --split 99990,8,2 --micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-iters 500000
+        --lr-decay-iters 320000 --lr-warmup-iters 500 --min-lr 1.0e-5 {_ADAM} --bf16
+        --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 8 --expert-model-parallel-size 2
+        --use-distributed-optimizer --sequence-parallel --log-interval 1 --save-interval 10000 --eval-interval 1000
+        --eval-iters 10 --no-load-optim --no-load-rng""",
+    ),
+    "mixtral-8x22b": Line(
+        128,
+        32000,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} {_SOFTMAX_ROUTER} --transformer-impl transformer_engine --use-flash-attn
+        --num-layers 56 --hidden-size 6144 --ffn-hidden-size 16384 --num-attention-heads 48 --group-query-attention
+        --num-query-groups 8 --seq-length 4096 --max-position-embeddings 4096 --make-vocab-size-divisible-by 128
+        --num-experts 8 --moe-router-topk 2 --moe-router-fusion --micro-batch-size 1 --global-batch-size 256
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 1
+        --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --sequence-parallel --tp-comm-overlap
+        {_OVERLAPPED} --no-ckpt-fully-parallel-save --finetune""",
+        depths=2,
+    ),
+    "deepseek-v2-lite": Line(
+        32,
+        102400,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} {_SOFTMAX_ROUTER} {_LATENT.replace("--q-lora-rank 1536", "")} --num-layers 27
+        --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 --kv-channels 16 --seq-length 4096
+        --max-position-embeddings 163840 --rotary-base 10000 --rotary-scaling-factor 40 --num-experts 64
+        --moe-layer-freq [0]+[1]*26 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816
+        --moe-router-topk 6 --moe-router-pre-softmax --micro-batch-size 1 --global-batch-size 512
+        --expert-model-parallel-size 8 --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity
+        {_OVERLAPPED}""",
+    ),
+    "deepseek-v3": Line(
+        1024,
+        129280,
+        f"""{_DEEPSEEK_V3} {_BY_SAMPLES} --micro-batch-size 1 --global-batch-size 8192 --tensor-model-parallel-size 2
+        --pipeline-model-parallel-size 16 --expert-model-parallel-size 64 --expert-tensor-parallel-size 1
+        --pipeline-model-parallel-layout Et*3|(tt|)*29m|L --sequence-parallel --moe-router-fusion
+        --recompute-granularity selective --recompute-modules mla_up_proj mlp {_OVERLAPPED}""",
+    ),
+    "deepseek-v3-uneven-stages": Line(
+        256,
+        129280,
+        f"""{_DEEPSEEK_V3} {_BY_SAMPLES} --micro-batch-size 1 --global-batch-size 2048
+        --pipeline-model-parallel-size 8 --decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 7
+        --expert-model-parallel-size 32 --moe-token-dispatcher-type flex --moe-enable-deepep --fp8-format e4m3
+        --fp8-recipe blockwise --fp8-param-gather --use-precision-aware-optimizer --main-grads-dtype fp32
+        --main-params-dtype fp32 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 {_OVERLAPPED}""",
+    ),
+    "deepseek-proxy": Line(
+        16,
+        50257,
+        f"""{_LLAMA_LIKE} {_LATENT} {_SIGMOID_ROUTER} --num-layers 15 --moe-layer-freq ([0]*3+[1]*12)
+        --pipeline-model-parallel-layout Et*3|(tt|)*6mL --hidden-size 1024 --ffn-hidden-size 4096
+        --num-attention-heads 32 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096
+        --rotary-base 10000 --rotary-scaling-factor 40 --make-vocab-size-divisible-by 3232 --norm-epsilon 1e-6
+        --num-experts 32 --moe-ffn-hidden-size 1024 --moe-shared-expert-intermediate-size 1024 --moe-router-topk 4
+        --moe-router-pre-softmax --moe-router-group-topk 2 --moe-router-num-groups 4
+        --moe-router-topk-scaling-factor 2.0 --attention-backend unfused --no-rope-fusion
+        --cross-entropy-loss-fusion --cross-entropy-fusion-impl native --manual-gc --manual-gc-interval 100
+        --recompute-granularity selective --recompute-modules layernorm mla_up_proj mlp moe_act
+        --mtp-loss-scaling-factor 0.1 --micro-batch-size 1 --global-batch-size 8 --train-iters 50 --exit-interval 50
+        --lr 0.00015 --min-lr 1.0e-5 --lr-warmup-fraction .01 {_ADAM} --bf16 --init-method-std 0.02
+        --log-num-zeros-in-grad --log-params-norm --eval-iters 32 --eval-interval 200 --save-interval 25
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4
+        --expert-tensor-parallel-size 1 --use-distributed-optimizer --sequence-parallel {_OVERLAP}""",
+        refused=Refusal(f"{_OVERLAP} was given with --mtp-num-layers", drop=_OVERLAP),
+    ),
+    "kimi-k2": Line(
+        512,
+        163840,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} {_LATENT} {_SIGMOID_ROUTER} --num-layers 61 --hidden-size 7168
+        --ffn-hidden-size 18432 --num-attention-heads 64 --kv-channels 64 --seq-length 4096
+        --max-position-embeddings 131072 --rotary-base 50000 --rotary-scaling-factor 32 --no-rope-fusion
+        --num-experts 384 --moe-layer-freq [0]+[1]*60 --moe-ffn-hidden-size 2048
+        --moe-shared-expert-intermediate-size 2048 --moe-router-topk 8 --moe-router-num-groups 1
+        --moe-router-group-topk 1 --moe-router-pre-softmax --moe-router-topk-scaling-factor 2.827
+        --attention-softmax-in-fp32 --micro-batch-size 1 --global-batch-size 4096 --optimizer muon
+        --muon-momentum 0.95 --pipeline-model-parallel-size 8 --decoder-last-pipeline-num-layers 5
+        --tensor-model-parallel-size 8 --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
+        --sequence-parallel --empty-unused-memory-level 2""",
+        depths=2,
+    ),
+    "moonlight-16b-a3b": Line(
+        64,
+        163840,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} {_LATENT.replace("--q-lora-rank 1536", "")} {_SIGMOID_ROUTER} --num-layers 27
+        --hidden-size 2048 --ffn-hidden-size 11264 --num-attention-heads 16 --kv-channels 128 --seq-length 8192
+        --max-position-embeddings 8192 --rotary-base 50000 --rotary-scaling-factor 1 --num-experts 64
+        --moe-layer-freq [0]+[1]*26 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816
+        --moe-router-topk 6 --moe-router-topk-scaling-factor 2.446 --micro-batch-size 1 --global-batch-size 1024
+        --expert-model-parallel-size 8 {_OVERLAPPED}""",
+    ),
+    "qwen2.5-7b": Line(
+        16,
+        151936,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} --add-qkv-bias --num-layers 28 --hidden-size 3584 --ffn-hidden-size 18944
+        --num-attention-heads 28 --group-query-attention --num-query-groups 4 --seq-length 8192
+        --max-position-embeddings 32768 --rotary-base 1000000 --norm-epsilon 1e-6 --micro-batch-size 1
+        --global-batch-size 512 --tensor-model-parallel-size 4 --sequence-parallel {_OVERLAPPED}
+        --reset-position-ids --reset-attention-mask --eod-mask-loss""",
+        depths=2,
+    ),
+    "qwen3-0.6b": Line(
+        8,
+        151936,
+        f"""{_LLAMA_LIKE.replace("--untie-embeddings-and-output-weights", "")} {_BY_SAMPLES} --qk-layernorm
+        --num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 --group-query-attention
+        --num-query-groups 8 --kv-channels 128 --seq-length 4096 --max-position-embeddings 40960
+        --rotary-base 1000000 --rotary-percent 1.0 --norm-epsilon 1e-6 --no-bias-swiglu-fusion --no-rope-fusion
+        --no-masked-softmax-fusion --micro-batch-size 4 --global-batch-size 256 {_OVERLAPPED}""",
+        depths=2,
+    ),
+    "qwen3-30b-a3b": Line(
+        32,
+        151936,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} {_SOFTMAX_ROUTER} --qk-layernorm --num-layers 48 --hidden-size 2048
+        --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention --num-query-groups 4
+        --kv-channels 128 --seq-length 4096 --max-position-embeddings 40960 --rotary-base 1000000 --norm-epsilon 1e-6
+        --make-vocab-size-divisible-by 1187 --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8
+        --micro-batch-size 1 --global-batch-size 256 --expert-model-parallel-size 8
+        --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4 {_OVERLAPPED}
+        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1""",
+    ),
+    "qwen3-235b-a22b": Line(
+        256,
+        151936,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} {_SOFTMAX_ROUTER} --qk-layernorm --num-layers 94 --hidden-size 4096
+        --ffn-hidden-size 12288 --num-attention-heads 64 --group-query-attention --num-query-groups 4
+        --kv-channels 128 --seq-length 4096 --max-position-embeddings 40960 --rotary-percent 1.0
+        --rotary-base 1000000 --rotary-seq-len-interpolation-factor 1 --norm-epsilon 1e-6
+        --make-vocab-size-divisible-by 1187 --num-experts 128 --moe-ffn-hidden-size 1536 --moe-router-topk 8
+        --moe-router-fusion --micro-batch-size 1 --global-batch-size 2048 --tensor-model-parallel-size 2
+        --pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 4 --expert-model-parallel-size 32
+        --expert-tensor-parallel-size 1 --account-for-embedding-in-pipeline-split
+        --account-for-loss-in-pipeline-split --sequence-parallel --no-create-attention-mask-in-dataloader
+        --use-flash-attn --cross-entropy-loss-fusion --cross-entropy-fusion-impl native --enable-experimental
+        {_OVERLAPPED}""",
+    ),
+    "glm4.5-air": Line(
+        64,
+        151552,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} {_SIGMOID_ROUTER} --add-qkv-bias --num-layers 46 --hidden-size 4096
+        --ffn-hidden-size 10944 --num-attention-heads 96 --group-query-attention --num-query-groups 8
+        --kv-channels 128 --seq-length 8192 --max-position-embeddings 131072 --rotary-percent 0.5
+        --rotary-base 1000000 --no-rope-fusion --norm-epsilon 1e-5 --num-experts 128 --moe-layer-freq [0]*1+[1]*45
+        --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 1408 --moe-router-topk 8
+        --moe-router-pre-softmax --moe-router-topk-scaling-factor 1.0 --micro-batch-size 1 --global-batch-size 256
+        --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --expert-model-parallel-size 8
+        --expert-tensor-parallel-size 1 --sequence-parallel {_OVERLAPPED}""",
+    ),
+    "glm4.5": Line(
+        256,
+        151552,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} {_SIGMOID_ROUTER} --add-qkv-bias --qk-layernorm --num-layers 92
+        --hidden-size 5120 --ffn-hidden-size 12288 --num-attention-heads 96 --group-query-attention
+        --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 131072
+        --rotary-percent 0.5 --rotary-base 1000000 --no-rope-fusion --norm-epsilon 1e-5 --num-experts 160
+        --moe-layer-freq [0]*3+[1]*89 --moe-ffn-hidden-size 1536 --moe-shared-expert-intermediate-size 1536
+        --moe-router-topk 8 --moe-router-pre-softmax --moe-router-topk-scaling-factor 2.5 --micro-batch-size 1
+        --global-batch-size 1024 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4
+        --expert-model-parallel-size 16 --expert-tensor-parallel-size 1 --context-parallel-size 2
+        --sequence-parallel {_OVERLAPPED} --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d
+        --use-precision-aware-optimizer""",
+        depths=2,
+    ),
+    "gpt-oss-20b": Line(
+        32,
+        201088,
+        f"""{_BY_SAMPLES} --use-mcore-models --no-masked-softmax-fusion --untie-embeddings-and-output-weights
+        --no-rope-fusion --normalization RMSNorm --position-embedding-type rope --num-layers 24 --hidden-size 2880
+        --ffn-hidden-size 2880 --num-attention-heads 64 --group-query-attention --num-query-groups 8 --kv-channels 64
+        --num-experts 32 --moe-ffn-hidden-size 2880 --moe-router-dtype fp32 --moe-router-topk 4
+        --moe-aux-loss-coeff 0.0 --moe-token-dispatcher-type alltoall --moe-router-score-function softmax
+        --moe-router-load-balancing-type aux_loss --seq-length 4096 --max-position-embeddings 40960
+        --make-vocab-size-divisible-by 128 --rotary-percent 1.0 --rotary-base 150000 --no-bias-gelu-fusion
+        --sequence-parallel --no-bias-dropout-fusion --quick-geglu --glu-linear-offset 1.0 --softmax-type learnable
+        --window-attn-skip-freq 2 --activation-func-clamp-value 7.0 --window-size 127,0 --micro-batch-size 1
+        --global-batch-size 128 --tensor-model-parallel-size 2 --expert-model-parallel-size 4
+        --expert-tensor-parallel-size 1""",
+    ),
+    "mimo-7b": Line(
+        64,
+        151680,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} --add-qkv-bias --num-layers 36 --hidden-size 4096 --ffn-hidden-size 11008
+        --num-attention-heads 32 --group-query-attention --num-query-groups 8 --use-rotary-position-embeddings
+        --norm-epsilon 1e-05 --rotary-base 640000 --seq-length 32768 --max-position-embeddings 32768
+        --micro-batch-size 1 --global-batch-size 640 --tensor-model-parallel-size 4 --context-parallel-size 2
+        --sequence-parallel {_OVERLAPPED}""",
+    ),
+    "qwen3-next-80b-a3b": Line(
+        64,
+        151936,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} {_SOFTMAX_ROUTER} --num-layers 48 --hidden-size 2048 --ffn-hidden-size 5120
+        --num-attention-heads 16 --group-query-attention --num-query-groups 2 --kv-channels 256 --seq-length 4096
+        --max-position-embeddings 262144 --norm-epsilon 1e-6 --apply-layernorm-1p --qk-layernorm
+        --apply-wd-to-qk-layernorm --attention-output-gate --rotary-percent 0.25 --rotary-base 10000000
+        --rotary-seq-len-interpolation-factor 1 --no-rope-fusion --experimental-attention-variant gated_delta_net
+        --linear-attention-freq 4 --linear-conv-kernel-dim 4 --linear-key-head-dim 128 --linear-value-head-dim 128
+        --linear-num-key-heads 16 --linear-num-value-heads 32 --num-experts 512 --moe-ffn-hidden-size 512
+        --moe-shared-expert-intermediate-size 512 --moe-shared-expert-gate --moe-router-topk 10
+        --make-vocab-size-divisible-by 1187 --micro-batch-size 1 --global-batch-size 512
+        --expert-model-parallel-size 32 --expert-tensor-parallel-size 1 --enable-experimental {_OVERLAPPED}""",
+    ),
+}

@@ -1,0 +1,65 @@
+"""What a user's own script imports: Megatron's functions with ours beside, and a sentence where it is half changed."""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+from megatron.training import argument_utils
+from megatron.training.global_vars import unset_global_variables
+
+from megatron_mtp.integrations import megatron_lm
+from megatron_mtp.model.trunk import MTPGPTModel
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--position-embedding-type rope --micro-batch-size 1 --train-iters 1 --eval-interval 1 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 99 --mtp-num-layers 2 --greeting hello"
+)
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The user's flags; Megatron's global arguments are gone afterwards."""
+    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in single.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["my_pretrain.py", *FLAGS.split()])
+    yield sys.argv
+    unset_global_variables()
+    unset_num_microbatches_calculator()
+
+
+def add_greeting(parser: ArgumentParser) -> ArgumentParser:
+    parser.add_argument("--greeting")
+    return parser
+
+
+def test_arguments_are_the_users_megatrons_and_ours(command_line: list[str], megatron: None) -> None:
+    args = megatron_lm.parse_and_validate_args(add_greeting, args_defaults={"lr_decay_style": "cosine"})
+    assert (args.greeting, args.mtp_num_layers, args.mtp_architecture) == ("hello", 2, "sequential")
+    model = megatron_lm.model_provider()
+    assert isinstance(model, MTPGPTModel)
+    assert len(model.mtp.layers) == 2
+    with pytest.raises(TypeError, match="give a subclass of MTPGPTModelConfig"):
+        megatron_lm.gpt_config_from_args(args, model_config_cls=argument_utils.GPTModelConfig)
+    with pytest.raises(TypeError, match="is a GPTModelConfig; make it by the gpt_config_from_args of megatron_mtp"):
+        megatron_lm.pretrain(SimpleNamespace(model=argument_utils.gpt_config_from_args(args)), None)
+
+
+def test_a_bad_flag_is_one_sentence(command_line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command_line += ["--mtp-architecture", "diagonal"]
+    with pytest.raises(SystemExit) as exit_info:
+        megatron_lm.parse_and_validate_args(add_greeting)
+    assert exit_info.value.code == 2
+    assert "my_pretrain.py: error: --mtp-architecture is 'diagonal'; choose one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [{"forward_step_func": print}, {"model_provider": print}])
+def test_what_would_not_train_the_depths_is_not_taken(given: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="take them out of the call"):
+        megatron_lm.pretrain(SimpleNamespace(model=None), None, ModelType.encoder_or_decoder, **given)

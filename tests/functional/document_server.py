@@ -128,7 +128,7 @@ def run(program: str, *arguments: str) -> None:
 def look_up(program: str, *arguments: str) -> None:
     """Whether the program is there, and takes these arguments."""
     if program in ("bash", "sbatch"):
-        script = next(word for word in arguments if word.endswith((".sh", ".sbatch")))
+        script = next((word for word in arguments if word.endswith(".sbatch")), arguments[0])
         if subprocess.run(["/bin/bash", "-n", script]).returncode:
             sys.exit(f"{script} is no script of bash")
     if program == "python" and arguments[:2] == ("-m", "pytest"):

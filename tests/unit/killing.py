@@ -21,6 +21,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tqdm import tqdm
+
 LIMIT = 300
 """Seconds after which a command counts as hanging."""
 
@@ -29,6 +31,9 @@ CHANGES |= {"mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "
 
 Command = Callable[[], int]
 """Runs to its end; returns its exit status."""
+
+
+tqdm.set_lock(threading.RLock())  # its own is shared by forks: one that is killed with it would stop all later ones
 
 
 @dataclass

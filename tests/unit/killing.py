@@ -21,8 +21,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tqdm import tqdm
-
 LIMIT = 300
 """Seconds after which a command counts as hanging."""
 
@@ -31,9 +29,6 @@ CHANGES |= {"mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "
 
 Command = Callable[[], int]
 """Runs to its end; returns its exit status."""
-
-
-tqdm.set_lock(threading.RLock())  # its own is shared by forks: one that is killed with it would stop all later ones
 
 
 @dataclass
@@ -165,8 +160,3 @@ def _of_files(function: Any) -> bool:
         return True
     owner = getattr(function, "__self__", None)
     return isinstance(owner, io.IOBase) and owner not in (sys.stdout, sys.stderr)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Contents by name."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -5,6 +5,7 @@ A part that is done leaves a record. An interrupted conversion leaves `<target>.
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -15,7 +16,8 @@ from typing import Any
 from tqdm import tqdm
 
 RECORDS = "progress"
-PLAN = "plan.json"
+PLAN = "progress.json"
+"""Beside the records: a folder that has it is not done, and one file can be removed at once, which a folder cannot."""
 
 
 class PartialFolder:
@@ -45,12 +47,11 @@ class PartialFolder:
                 f"{self.path} is left from a conversion of another source or with other options; remove it."
             )
         (self.path / RECORDS).mkdir(parents=True, exist_ok=True)
-        _write_whole(self.path / RECORDS / PLAN, text)
+        _write_whole(self.path / PLAN, text)
 
     def _blank(self) -> bool:
         """Whether a killed run had not even written its plan, which comes before everything else."""
-        names = {str(path.relative_to(self.path)) for path in self.path.rglob("*")}
-        return names <= {RECORDS, f"{RECORDS}/{PLAN}.new"}
+        return {path.name for path in self.path.rglob("*")} <= {RECORDS, f"{PLAN}.new"}
 
     def record(self, part: int) -> Any:
         """What a part that is done has left; None where it is not done."""
@@ -68,13 +69,12 @@ class PartialFolder:
         if self.target.exists():
             self.target.rmdir()
         self.path.rename(self.target)
-        for path in sorted((self.target / RECORDS).iterdir(), key=lambda path: path.name == PLAN):  # the plan last
-            path.unlink()
-        (self.target / RECORDS).rmdir()
+        shutil.rmtree(self.target / RECORDS)
+        (self.target / PLAN).unlink()
 
 
 def _planned(folder: Path) -> str | None:
-    path = folder / RECORDS / PLAN
+    path = folder / PLAN
     return path.read_text() if path.is_file() else None
 
 

@@ -1,26 +1,44 @@
-"""The helper process that every rank starts at its first save, to hold a queue: it ends with its rank.
+"""What kills do to Megatron's saves: a helper process that stays, and an iteration that still calls itself whole.
 
-Megatron's own lives on when a rank is killed: half a gigabyte each, until somebody finds it. And on a CPU it is forked,
-since spawning imports everything a second time, which takes longer than the save.
+The helper, which every rank starts at its first save to hold a queue, ends here with its rank; Megatron's lives on when
+a rank is killed: half a gigabyte each, until somebody finds it. And on a CPU it is forked, since spawning imports
+everything a second time, which takes longer than the save.
+
+An iteration that was whole but not yet named is saved again by the next run, over itself. Its `metadata.json`, which
+says that it is whole, goes first; under Megatron's it stays all the time.
 """
 
 import ctypes
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.managers import SyncManager
+from pathlib import Path
 from typing import Any
+
+import torch
 
 PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process gets when the one that started it is gone (prctl(2))."""
 
 
 def install(on_cpu: bool) -> None:
-    """Replace Megatron's function for the queue, in synchronous saves."""
+    """Replace Megatron's function for the queue, in synchronous saves, and put one before every save."""
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async.get_write_results_queue = partial(_results_queue, filesystem_async, on_cpu)
+    dist_checkpointing.save = partial(_save, dist_checkpointing.save)
+
+
+def _save(save: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
+    """Megatron's `dist_checkpointing.save`, into a folder that says that it is whole only when it is."""
+    if torch.distributed.get_rank() == 0:
+        Path(checkpoint_dir, "metadata.json").unlink(missing_ok=True)
+    torch.distributed.barrier()
+    return save(sharded_state_dict, checkpoint_dir, *rest, **settings)
 
 
 def _results_queue(owner: Any, on_cpu: bool, mp_mode: str = "spawn") -> Any:

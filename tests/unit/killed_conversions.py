@@ -1,58 +1,79 @@
-"""Conversions killed by SIGKILL at moments all over their time, then resumed, in children of a process without threads.
+"""Conversions that are killed, resumed, killed again and so on, until one gets through: as often as it takes.
 
-    python killed_conversions.py SOURCE FOLDER MOMENTS COMMAND [FLAGS]
+    python killed_conversions.py FOLDER KILLS SEED < JSON    [[COMMAND, SOURCE, FLAG, ...], ...]
 
-Prints JSON: of each moment what was left, and whether the resumed conversion has written the same files.
+Each command is killed KILLS times in FOLDER. Prints JSON: of each command how many conversions got through after kills,
+and what was wrong.
 """
 
 import json
-import os
 import shutil
-import signal
 import sys
-import time
+import threading
+from functools import partial
 from pathlib import Path
+from random import Random
+
+from killing import Killer, files
+from tqdm import tqdm
 
 from megatron_mtp.checkpoint import command as convert
+from megatron_mtp.checkpoint.streaming import PLAN, RECORDS
 
 
-def main(source: Path, folder: Path, moments: int, command: list[str]) -> list[dict[str, object]]:
+def main(folder: Path, kills: int, seed: int, commands: list[list[str]]) -> dict[str, dict[str, object]]:
     convert.quieten()
-    import megatron_mtp.checkpoint.hf_form
-    import megatron_mtp.checkpoint.megatron_args  # noqa: F401
-
-    def start(target: Path, *more: str) -> int:
-        child = os.fork()
-        if not child:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            os._exit(convert.main([command[0], str(source), str(target), "--workers", "1", *command[1:], *more]))
-        return child
-
-    def finished(child: int) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-    started = time.monotonic()
-    assert finished(start(folder / "whole")) == 0
-    takes = time.monotonic() - started
-    told = []
-    for moment in range(moments):
-        target = folder / f"killed-{moment}"
-        child = start(target)
-        time.sleep(takes * (moment + 0.5) / moments)
-        os.kill(child, signal.SIGKILL)
-        status = finished(child)
-        left = target.exists(), target.with_name(f"{target.name}.partial").exists()
-        status_again = 0 if left[0] and status == 0 else finished(start(target, "--resume"))
-        told.append({"status": status, "target": left[0], "partial": left[1], "resumed": status_again,
-                     "same": files(target) == files(folder / "whole"),
-                     "rest": target.with_name(f"{target.name}.partial").exists()})  # fmt: skip
-        shutil.rmtree(target, ignore_errors=True)
+    tqdm.monitor_interval = 0  # a thread, which a fork would lack
+    tqdm.set_lock(threading.RLock())  # the default is shared by all processes, and a killed one may hold it
+    folder.mkdir()
+    told: dict[str, dict[str, object]] = {}
+    for verb, source, *flags in commands:
+        words = partial(words_of, verb, source, flags)
+        # Once in this process, so that forks find imported what is imported late; its thread is gone when it is done.
+        assert convert.main([*words(folder / "first"), "--json"]) == 0
+        killer = Killer(kills, Random(seed), folder / "log")
+        told[verb] = kill(killer, words, folder)
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     return told
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def words_of(verb: str, source: str, flags: list[str], target: Path) -> list[str]:
+    return [verb, source, str(target), "--workers", "1", "--resume", *flags]
+
+
+def kill(killer: Killer, words: "partial[list[str]]", folder: Path) -> dict[str, object]:
+    killer.measure(lambda: convert.main(words(folder / "whole")))
+    whole = files(folder / "whole")
+    wrong: list[str] = []
+    number = 0
+    while not killer.enough:
+        number += 1
+        target = folder / f"killed-{number}"
+        while killer.end_or_kill(lambda target=target: convert.main(words(target))):  # type: ignore[misc]
+            wrong += looks_whole_and_is_not(target, whole)
+            if killer.enough:
+                if (target / PLAN).exists() or not target.exists():
+                    killer.end(lambda target=target: convert.main(words(target)))  # type: ignore[misc]
+                break
+            if target.exists() and not (target / PLAN).exists():  # killed after it was through
+                break
+        if files(target) != whole or target.with_name(f"{target.name}.partial").exists():
+            wrong.append(f"{target.name} is not what a conversion writes that nobody kills")
+        shutil.rmtree(target)
+    return {"through": number, "killed": killer.done, "wrong": wrong}
+
+
+def looks_whole_and_is_not(target: Path, whole: dict[str, bytes]) -> list[str]:
+    """A folder of the final name holds all there is, whatever records of its making are still there."""
+    if not target.exists():
+        return []
+    held = {
+        name: content for name, content in files(target).items() if name != PLAN and not name.startswith(f"{RECORDS}/")
+    }
+    both = target.with_name(f"{target.name}.partial").exists()
+    return [f"{target.name} holds {sorted(held)}, beside a partial one: {both}"] if held != whole or both else []
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])))
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.load(sys.stdin))))

@@ -160,3 +160,8 @@ def _of_files(function: Any) -> bool:
         return True
     owner = getattr(function, "__self__", None)
     return isinstance(owner, io.IOBase) and owner not in (sys.stdout, sys.stderr)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Contents by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

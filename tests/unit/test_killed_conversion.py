@@ -2,10 +2,11 @@
 
 import json
 import os
-import signal
+import secrets
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hf_models import make
@@ -15,23 +16,41 @@ from megatron_mtp.checkpoint.megatron_args import megatron_arguments
 from megatron_mtp.checkpoint.streaming import PLAN, RECORDS, PartialFolder
 
 WORKER = Path(__file__).parent / "killed_conversions.py"
-MOMENTS = 6
+KILLS = 20
+COMMANDS = {
+    "hf-to-mcore": ["hf"],
+    "mcore-to-hf": ["mcore"],
+    "attach-mtp": ["trunk", "--mtp-num-layers", "2"],
+    "drop-mtp": ["mcore", "--keep", "1"],
+}
+"""What each command is given."""
 
 
-@pytest.mark.parametrize("command", ["hf-to-mcore", "mcore-to-hf"])
-def test_a_killed_conversion_is_resumed_to_the_same_bytes(command: str, tmp_path: Path) -> None:
-    source = make(tmp_path / "source", "deepseek_v3", 3)
-    if command == "mcore-to-hf":
-        hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True, workers=1), megatron_arguments)
-        source = tmp_path / "mcore"
-    words = [sys.executable, str(WORKER), str(source), str(tmp_path), str(MOMENTS), command]
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    killed = [each for each in told if each["status"] == -signal.SIGKILL]
-    assert killed, told
-    assert [each for each in killed if each["target"] and each["partial"]] == []
-    assert [each for each in told if each["resumed"] or not each["same"] or each["rest"]] == []
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All commands in one process, which takes longer to start than any of them."""
+    folder = tmp_path_factory.mktemp("conversions")
+    for name, depths in (("mcore", 3), ("trunk", 0)):
+        hf = make(folder / ("hf" if depths else "hf-trunk"), "deepseek_v3", depths)
+        hf_to_mcore(hf, folder / name, Options(quiet=True, workers=1), megatron_arguments)
+    commands = [[command, str(folder / source), *flags] for command, (source, *flags) in COMMANDS.items()]
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(folder / "killed"), str(KILLS), str(seed)],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_killed_conversion_is_resumed_to_the_same_bytes(command: str, told: dict[str, Any]) -> None:
+    assert told[command]["killed"] == KILLS
+    assert told[command]["wrong"] == []
 
 
 def test_a_run_killed_before_its_plan_was_written_is_as_if_it_had_not_been(tmp_path: Path) -> None:
@@ -51,8 +70,8 @@ def test_a_run_killed_while_its_records_were_removed_is_taken_up_again(tmp_path:
 
 
 def test_a_folder_with_another_plan_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "out" / RECORDS).mkdir(parents=True)
-    (tmp_path / "out" / RECORDS / PLAN).write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / PLAN).write_text("mine")
     with pytest.raises(ValueError, match="is not empty"):
         PartialFolder(tmp_path / "out", {"a": 1}, resume=True)
-    assert (tmp_path / "out" / RECORDS / PLAN).read_text() == "mine"
+    assert (tmp_path / "out" / PLAN).read_text() == "mine"

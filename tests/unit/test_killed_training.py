@@ -1,0 +1,26 @@
+"""A training that is killed at any moment, however often, ends with the checkpoints of one that nobody killed."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+WORKER = Path(__file__).parent / "killed_trainings.py"
+KILLS = 20
+
+
+def test_a_killed_training_loses_no_checkpoint_and_goes_on(tmp_path: Path) -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    words = [sys.executable, str(WORKER), str(tmp_path), str(KILLS), str(seed)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    print(told)
+    assert told["killed"] == KILLS
+    assert told["wrong"] == []
+    assert any(told["found at"]), "every kill came before the first save"

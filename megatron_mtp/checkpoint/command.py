@@ -196,7 +196,8 @@ def parser(program: str) -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
         if target and name != "verify":
             _writing_flags(command)
-        _OWN_FLAGS.get(name, lambda _: None)(command)
+        if name in _OWN_FLAGS:
+            _OWN_FLAGS[name](command)
     return made
 
 

@@ -76,7 +76,8 @@ def join_world_of_one() -> None:
     """A process group of this process alone, with Megatron's parallel state, unless there is one."""
     if torch.distributed.is_initialized():
         return
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1234)
 

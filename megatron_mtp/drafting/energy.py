@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from megatron_mtp.platform import cpu
+
 RAPL = Path("/sys/class/powercap")
 
 
@@ -50,7 +52,7 @@ def _readable(counter: Path) -> bool:
 
 def _nvml() -> tuple[Any, Any] | None:
     """The library and this process's device, where both are there."""
-    if torch.cuda.current_device() == torch.device("cpu"):
+    if cpu.installed():
         return None
     try:
         import pynvml

@@ -22,6 +22,7 @@ from megatron_mtp.checkpoint.mcore_store import TRACKER, repair_tracker
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
+from megatron_mtp.platform import cpu
 
 HERE: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
@@ -117,11 +118,12 @@ def load_checkpoint(
 def join_world() -> None:
     """The process group of the job, or of this process alone; all of it is tensor-parallel."""
     if not torch.distributed.is_initialized():
-        backend = "gloo" if torch.cuda.current_device() == torch.device("cpu") else "nccl"
+        backend = "gloo" if cpu.installed() else "nccl"
         if "RANK" in os.environ:
             torch.distributed.init_process_group(backend)
         else:
-            torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(torch.distributed.get_world_size())
         model_parallel_cuda_manual_seed(0)
@@ -147,7 +149,7 @@ def _iteration(folder: Path, flag: str) -> Path:
 def _adapted(args: Namespace) -> Namespace:
     ranks = torch.distributed.get_world_size()
     changes = HERE | dict.fromkeys(OVER_ALL_RANKS, ranks)
-    if torch.cuda.current_device() == torch.device("cpu") or args.transformer_impl == "local":
+    if cpu.installed() or args.transformer_impl == "local":
         changes |= WITHOUT_TE
     return Namespace(**{**vars(args), **changes})
 

@@ -17,7 +17,7 @@ COLOUR, PLAIN = "\033[32m", "\033[0m"
 
 def read_prompts(
     texts: list[str], file: str | None, ids: list[str], tokenizer: "PreTrainedTokenizerBase | None"
-) -> list:
+) -> list[list[int]]:
     """Token ids of all prompts: of `--prompt`, of `--prompt-file`, of `--prompt-ids`, in this order.
 
     A file is one prompt; of a file that ends in .jsonl, every line is one, an object with a key 'prompt'.

@@ -77,7 +77,8 @@ def linear_loss(
     rows = [states_NH.to(weight_VH.dtype) for states_NH in hidden]
     if teacher_weight_VH is not None:
         teacher_weight_VH = teacher_weight_VH.detach()
-    total, sums_D = _LinearLoss.apply(token_loss, targets, vocabulary, teacher_weight_VH, weight_VH, *rows)
+    arguments = token_loss, targets, vocabulary, teacher_weight_VH, weight_VH, *rows
+    total, sums_D = _LinearLoss.apply(*arguments)  # type: ignore[no-untyped-call]
     return total, sums_D
 
 

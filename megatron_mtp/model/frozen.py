@@ -27,7 +27,7 @@ def answer_with_zeros(hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:
 
     The pipeline's schedule waits for a gradient from every stage but the first, also where nothing is trained.
     """
-    answered: Tensor = _ZeroGradient.apply(hidden_SBH, stage_input_SBH)
+    answered: Tensor = _ZeroGradient.apply(hidden_SBH, stage_input_SBH)  # type: ignore[no-untyped-call]
     return answered
 
 

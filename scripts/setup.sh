@@ -26,7 +26,10 @@ fi
 
 python=$(find_python)
 echo "setup: installing into .venv with $("$python" --version)"
-[ -x .venv/bin/python ] && .venv/bin/python -c '' 2>/dev/null || { rm -rf .venv; "$python" -m venv .venv; }
+if ! .venv/bin/python -c '' 2>/dev/null; then
+    rm -rf .venv
+    "$python" -m venv .venv
+fi
 # uv installs in seconds what takes pip minutes; where it cannot be had, pip does it. Compiled modules make every process
 # start in a third of the time, also where Python may not write them itself (PYTHONDONTWRITEBYTECODE).
 if .venv/bin/python -m pip install --quiet --disable-pip-version-check uv 2>/dev/null &&

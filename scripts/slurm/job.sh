@@ -59,10 +59,16 @@ copy_code() { # once a job: a start after a requeue goes on with the same code a
     mv "$CODE.partial" "$CODE"
 }
 
+address_of() { # a node's name, or, where no name server knows it, what SLURM itself calls the node by
+    local known=
+    getent hosts "$1" >/dev/null || known=$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+    echo "${known:-$1}"
+}
+
 meet() { # where the ranks of torchrun meet, how many a node has, and which Python runs them
     local hosts
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    export MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
+    export MASTER_ADDR=${MASTER_ADDR:-$(address_of "${hosts[0]}")}
     export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # below those that systems lend
     export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
     export PYTHONPATH=$CODE${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # the copy, whatever the folder

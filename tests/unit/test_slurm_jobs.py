@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -35,6 +36,17 @@ def test_ranks_meet_at_the_first_node(cluster: Cluster) -> None:
     assert value(words, "--master-port") == "23456", "20000 and the last four digits of the job's id"
     assert words[-2:] == ["--lr", "5e-4"], "flags after the recipe come last, where they win"
     assert "--container-image" not in words
+
+
+def test_a_node_whose_name_has_no_address_is_called_as_slurm_calls_it(cluster: Cluster) -> None:
+    cluster.answer("getent", "false")
+    cluster.answer("scontrol", "echo node7; echo '   NodeAddr=10.0.0.7 NodeHostName=here Version=22.05'")
+    cluster.submit("pretrain", "tiny")
+    cluster.answer("getent", "true")
+    cluster.submit("pretrain", "tiny")
+    words = cluster.given()
+    met_at = [after for flag, after in pairwise(words) if flag == "--master-addr"]
+    assert met_at == ["10.0.0.7", "node7"]
 
 
 def test_a_gpu_gets_a_rank(cluster: Cluster) -> None:

@@ -4,9 +4,6 @@ A step of drafting has few rows, so that on a small model Megatron's bookkeeping
 the product, and on a large one the product is bound by reading weights. `lean` returns a forward for the layers that it
 knows (one tensor-parallel rank, no biases, rotary halves, no quantisation); the others run as Megatron's modules.
 
-On a CPU the weights are also packed for oneDNN, whose product takes about the time of reading the weights for 1 to 16
-rows; torch's own takes up to 5 times that at 2 to 4 rows.
-
 Letters in names: S rows of a forward, B batch, H hidden, G key heads, Q query heads of one key head, C channels.
 """
 
@@ -20,46 +17,32 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm
+from torch.linalg import vector_norm
 
 from megatron_mtp.drafting.cached_attention import CachedAttention, attend
+from megatron_mtp.drafting.products import product
 from megatron_mtp.platform.portable import PortableNorm
 
 Forward = Callable[[Tensor, "Angles | None"], Tensor]
 Angles = tuple[Tensor, Tensor]
 """Cosine and signed sine of every row's rotary angles, each [S, B, 1, 1, C]; see `turns`."""
 
-MOST_PACKED_ROWS = 64
-"""With more rows a product is bound by arithmetic, and torch's own is as good."""
-
-
-def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """x [..., in] to x @ weight.T [..., out]."""
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or _is_fake(weight):
-        return lambda hidden: linear(hidden, weight)
-    weight = weight.detach()
-    packed, packed_linear = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise.default
-    most = MOST_PACKED_ROWS * weight.size(1)
-
-    def multiply(hidden: Tensor) -> Tensor:
-        if hidden.numel() > most:
-            return linear(hidden, weight)
-        return packed_linear(hidden, packed, None, "none", [], "")
-
-    return multiply
-
 
 def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
-    """RMSNorm as `PortableNorm` computes it, without a module around it; other norms as they are."""
+    """RMSNorm as `PortableNorm` computes it, in half of torch's operations; other norms as they are."""
     if type(norm) is not PortableNorm or norm.bias is not None:
         return norm
-    weight, eps = norm.weight.detach() + (1 if norm.centred else 0), norm.eps
-    shape = weight.shape
-    return lambda hidden: rms_norm(hidden, shape, weight, eps)
+    weight = norm.weight.detach() + (1 if norm.centred else 0)
+    # x w / sqrt(|x|^2 / H + eps) = x (w sqrt(H)) / hypot(|x|, sqrt(eps H)), in float32 or better
+    channels, dtype, exact = weight.numel(), weight.dtype, torch.promote_types(weight.dtype, torch.float32)
+    scaled = weight.to(exact) * channels**0.5
+    least = torch.tensor((norm.eps * channels) ** 0.5, dtype=exact, device=weight.device)
 
+    def normalise(hidden: Tensor) -> Tensor:
+        length = vector_norm(hidden, 2, -1, True, dtype=exact)
+        return (hidden / torch.hypot(length, least) * scaled).to(dtype)
 
-def _is_fake(weight: Tensor) -> bool:
-    return isinstance(weight, torch._subclasses.FakeTensor) or weight.is_meta
+    return normalise
 
 
 def turns(angles_L11C: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from megatron_mtp.drafting.cached_attention import Scope, attach
-from megatron_mtp.drafting.dense_layer import Angles, lean, product, short_norm, turns
+from megatron_mtp.drafting.dense_layer import Angles, lean, short_norm, turns
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
+from megatron_mtp.drafting.products import product
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPGPTModel

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import PreTrainedTokenizerFast
 
 from megatron_mtp.platform import prepare
@@ -74,3 +75,7 @@ def test_depths_are_trained_on_answers_beside_a_trunk_that_stays(tmp_path: Path)
     changed = {key for key, before, after in both if not torch.equal(before, after[: len(before)])}  # less padding
     assert {key for key in changed if not key.startswith("mtp.")} == set()
     assert {f"mtp.layers.{depth}.eh_proj.weight" for depth in (0, 1)} <= changed
+    stored = FileSystemReader(tmp_path / "trained" / "iter_0000003").read_metadata().state_dict_metadata
+    optimized = [key for key in stored if key.startswith("optimizer.state.")]
+    assert optimized
+    assert [key for key in optimized if ".mtp." not in key] == []

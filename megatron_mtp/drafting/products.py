@@ -18,6 +18,9 @@ MOST_PACKED_ROWS = 64
 
 TIMED_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, MOST_PACKED_ROWS)
 
+TIMED_ENTRIES = 2**24
+"""Of a larger weight so many are timed."""
+
 CLEARLY = 1.1
 """Torch's own is taken where it is faster by this, so that the noise of timing seldom decides."""
 
@@ -29,11 +32,12 @@ def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or _is_fake(weight):
         return lambda hidden: linear(hidden, weight)
     weight = weight.detach()
-    few = own_rows(*weight.shape, torch.get_num_threads()) if weight.dtype == torch.float32 else 0
+    outputs, inputs = weight.shape
+    few = own_rows(outputs, inputs, torch.get_num_threads()) if weight.dtype == torch.float32 else 0
     if few == MOST_PACKED_ROWS:
         return lambda hidden: linear(hidden, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    few, most = few * weight.size(1), MOST_PACKED_ROWS * weight.size(1)
+    few, most = few * inputs, MOST_PACKED_ROWS * inputs
 
     def multiply(hidden: Tensor) -> Tensor:
         if few < hidden.numel() <= most:
@@ -47,7 +51,7 @@ def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
 @torch.inference_mode()
 def own_rows(outputs: int, inputs: int, threads: int) -> int:
     """Up to how many rows torch's own product in float32 is faster with so many threads; timed once in a process."""
-    weight = torch.ones(outputs, inputs)
+    weight = torch.ones(min(outputs, TIMED_ENTRIES // inputs + 1), inputs)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     few = 0
     for rows in TIMED_ROWS:

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16")
 WARM_UP = 8
 """Tokens that are generated before the clock runs, so that no side pays for what is made once."""
+TURNS = 5
+"""Of drafting and plain decoding at most, where they are compared."""
+COMPARED_SECONDS = 2.0
+"""After which no further turn is taken."""
 
 EXAMPLES = f"""examples:
   # two drafts per step with the depths that the checkpoint was trained with, and how much faster that is
@@ -120,8 +124,10 @@ def run(args: Namespace, answer: TextIO) -> None:
     if args.record is not None and _is_first():
         make_folder(args.record)
     texts, cost = work.timed(config, _Watchers(stream, record))
-    plain_texts, plain = work.timed(None) if args.compare and config is not None else (None, None)
-    figures = summary(cost, loaded.runner.dtype, plain, None if plain_texts is None else plain_texts == texts)
+    plain, same = None, None
+    if args.compare and config is not None:
+        cost, plain, same = work.compared(config, texts, cost)
+    figures = summary(cost, loaded.runner.dtype, plain, same)
     if not _is_first():
         return
     if record is not None:
@@ -184,6 +190,21 @@ class _Work:
         texts = [ids for part in parts for ids in part.token_ids]
         return texts, Cost(merged([part.stats for part in parts]), seconds, meter.joules(), meter.why)
 
+    def compared(self, config: SpeculativeConfig, texts: list[list[int]], cost: Cost) -> tuple[Cost, Cost, bool]:
+        """Costs of drafting and of plain decoding, and whether that emits `texts` too; of short ones the medians.
+
+        Several ranks take one turn, since their clocks might not agree on another.
+        """
+        drafting, plain, same = [cost], [], True
+        turns = TURNS if torch.distributed.get_world_size() == 1 else 1
+        while True:
+            plain_texts, plain_cost = self.timed(None)
+            plain.append(plain_cost)
+            same = same and plain_texts == texts
+            if len(plain) == turns or sum(one.seconds for one in (*drafting, *plain)) > COMPARED_SECONDS:
+                return _median(drafting), _median(plain), same
+            drafting.append(self.timed(config)[1])
+
     def _batches(self, config: SpeculativeConfig | None, watchers: "_Watchers") -> Iterator[Generated]:
         for first in range(0, len(self.prompts), self.batch):
             prompts = self.prompts[first : first + self.batch]
@@ -209,6 +230,10 @@ class _Work:
             limits=limits,
             emit=emit,
         )
+
+
+def _median(costs: list[Cost]) -> Cost:
+    return sorted(costs, key=lambda cost: cost.seconds)[len(costs) // 2]
 
 
 def _tokenizer(folder: str | Path | None) -> "PreTrainedTokenizerBase | None":

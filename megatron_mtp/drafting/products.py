@@ -33,11 +33,11 @@ def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda hidden: linear(hidden, weight)
     weight = weight.detach()
     outputs, inputs = weight.shape
-    few = own_rows(outputs, inputs, torch.get_num_threads()) if weight.dtype == torch.float32 else 0
-    if few == MOST_PACKED_ROWS:
+    few_rows = own_rows(outputs, inputs, torch.get_num_threads()) if weight.dtype == torch.float32 else 0
+    if few_rows == MOST_PACKED_ROWS:
         return lambda hidden: linear(hidden, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    few, most = few * inputs, MOST_PACKED_ROWS * inputs
+    few, most = few_rows * inputs, MOST_PACKED_ROWS * inputs
 
     def multiply(hidden: Tensor) -> Tensor:
         if few < hidden.numel() <= most:

@@ -12,7 +12,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
 from functools import partial
 from multiprocessing.managers import SyncManager
 from pathlib import Path
@@ -30,11 +29,13 @@ def install(on_cpu: bool) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async.get_write_results_queue = partial(_results_queue, filesystem_async, on_cpu)
-    dist_checkpointing.save = partial(_save, dist_checkpointing.save)
+    dist_checkpointing.save = _save
 
 
-def _save(save: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
+def _save(sharded_state_dict: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
     """Megatron's `dist_checkpointing.save`, into a folder that says that it is whole only when it is."""
+    from megatron.core.dist_checkpointing.serialization import save
+
     if torch.distributed.get_rank() == 0:
         Path(checkpoint_dir, "metadata.json").unlink(missing_ok=True)
     torch.distributed.barrier()

@@ -2,7 +2,7 @@
 
 A recorded step reads and writes the same memory each time, so that all that changes from step to step must be in
 tensors that are written in place: tokens, lengths, states and caches are. Its shapes hang on the batch and K alone
-(`Sequences.fixed_growth`), and it reads nothing back.
+(`Sequences.fixed_growth`), and it reads nothing back. Plain decoding is the step without drafts.
 
     step 1    runs the prompts' rows through the drafter, as many as there are
     step 2    has the shapes of all further ones; run once, so that caches and workspaces are there
@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import Draft
@@ -21,13 +22,14 @@ Step = Callable[[], Draft]
 Record = Callable[[Step], tuple[Callable[[], None], Draft]]
 """Records a step without running it: its replay, and the draft whose tensors every replay fills."""
 
-METHODS = ("mtp", "mtp_eagle")
 VERIFIERS = ("greedy", "rejection")
+"""Those that read nothing back."""
 
 
-def can_record(runner: Runner, method: str, verifier: str) -> bool:
-    """Whether a step is of the kind that was made for it, on a device that can: layers of experts ask the host."""
-    return runner.device.type == "cuda" and runner.all_short and method in METHODS and verifier in VERIFIERS
+def can_record(runner: Runner, proposer: Proposer, count: int, verifier: str) -> bool:
+    """Whether a step of K = `count` is made for it, on a device that can: layers of experts ask the host."""
+    of_the_kind = verifier in VERIFIERS and (count == 0 or proposer.recordable)
+    return of_the_kind and runner.all_short and runner.device.type == "cuda"
 
 
 def record_on_cuda(step: Step) -> tuple[Callable[[], None], Draft]:

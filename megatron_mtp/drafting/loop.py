@@ -71,14 +71,13 @@ def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits,
     method.proposer.start(sequences)
     graphed = _graphed(runner, sequences, method)
     while any(sequences.live):
-        asked = method.count if method.auto is None else method.auto.choose()
-        count = min(asked, _remaining(sequences, limits) - 1)
+        count = method.count if method.auto is None else method.auto.choose()
         before = drafted = time.perf_counter()
-        if graphed is not None and count == method.count:
+        if graphed is not None:
             draft = graphed()
         else:
             scene = Round(method.sampling, sequences.noise, method.config, _thinking(sequences, method.config))
-            draft = method.proposer.propose(sequences, scene, count) if count > 0 else empty_draft(sequences)
+            draft = propose(sequences, method, scene, count)
             drafted = time.perf_counter()
             verify(runner, sequences, method, draft, scene)
         _emit(sequences, method, limits, emit, offered=draft)
@@ -90,8 +89,8 @@ def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits,
 
 
 def _graphed(runner: Runner, sequences: Sequences, method: Method) -> GraphedStep | None:
-    """Steps of all K drafts as a CUDA graph, where that is possible; its time counts as the target's."""
-    if method.auto is not None or not can_record(runner, method.config.method, str(method.config.verifier)):
+    """Steps as a CUDA graph, where that is possible; all of its time counts as the target's."""
+    if method.auto is not None or not can_record(runner, method.proposer, method.count, str(method.config.verifier)):
         return None
     return GraphedStep(lambda: step(runner, sequences, method), sequences, method.count + 1)
 
@@ -99,9 +98,16 @@ def _graphed(runner: Runner, sequences: Sequences, method: Method) -> GraphedSte
 def step(runner: Runner, sequences: Sequences, method: Method) -> Draft:
     """All of a step that the device does: draft K tokens, score, judge and keep them."""
     scene = Round(method.sampling, sequences.noise, method.config)
-    draft = method.proposer.propose(sequences, scene, method.count)
+    draft = propose(sequences, method, scene, method.count)
     verify(runner, sequences, method, draft, scene)
     return draft
+
+
+def propose(sequences: Sequences, method: Method, scene: Round, count: int) -> Draft:
+    """K = `count` drafts, also where a text has fewer tokens to go: what it samples must not hang on its neighbours."""
+    if count == 0:
+        return Draft(sequences.tokens_BT[:, :0])
+    return method.proposer.propose(sequences, scene, count)
 
 
 @torch.inference_mode()
@@ -131,29 +137,20 @@ def prefill(runner: Runner, sequences: Sequences, sampling: Sampling) -> None:
     sequences.append(draw(probs_BV, sequences.noise.uniform(RECOVER, 1)[:, 0]))
 
 
-def empty_draft(sequences: Sequences) -> Draft:
-    """K = 0: plain decoding."""
-    return Draft(sequences.tokens_BT[:, :0])
-
-
-def _remaining(sequences: Sequences, limits: Limits) -> int:
-    """The most new tokens that a live text may still have."""
-    texts = zip(sequences.texts, sequences.prompts, sequences.live, strict=True)
-    return max(limits.budget(prompt) - (len(text) - prompt) for text, prompt, live in texts if live)
-
-
 def _emit(sequences: Sequences, method: Method, limits: Limits, emit: Emit | None, offered: Draft | None) -> None:
-    """Hand out what a step has gained, up to each text's end."""
+    """Hand out what a step has gained, up to each text's end; drafts beyond its budget count as never offered."""
     depths = [0] * len(sequences.texts) if offered is None else depth_of(offered)
     for row, gained in enumerate(sequences.read_back()):
         if not sequences.live[row]:
             continue
         prompt = sequences.prompts[row]
         text = sequences.texts[row][prompt:] + gained
-        end = _end(text, len(gained), limits.budget(prompt), limits)
+        budget = limits.budget(prompt)
+        end = _end(text, len(gained), budget, limits)
         kept = gained if end is None else gained[: len(gained) - (len(text) - end)]
-        accepted = min(len(gained) - 1, len(kept))
-        method.stats.count(depths[row], accepted, len(kept))
+        useful = min(depths[row], budget - (len(text) - len(gained)) - 1)
+        accepted = min(len(gained) - 1, len(kept), useful)
+        method.stats.count(useful, accepted, len(kept))
         sequences.settle(row, kept, end is not None)
         if emit is not None:
             emit(row, kept, accepted, offered)

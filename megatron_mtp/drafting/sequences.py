@@ -136,10 +136,12 @@ class Sequences:
 
     def read_back(self) -> list[list[int]]:
         """The new tokens of every text, which the host did not know yet; a text that has ended has none."""
-        lengths = self.length_B.tolist()
+        known, lengths = self.lengths(), self.length_B.tolist()
+        first = min(known)
+        tokens_BN = self.tokens_BT[:, first : max(lengths)].cpu()
         return [
-            self.tokens_BT[row, len(text) : length].tolist() if live else []
-            for row, (text, length, live) in enumerate(zip(self.texts, lengths, self.live, strict=True))
+            tokens_BN[row, then - first : now - first].tolist() if live else []
+            for row, (then, now, live) in enumerate(zip(known, lengths, self.live, strict=True))
         ]
 
     def settle(self, row: int, gained: list[int], ended: bool) -> None:

@@ -1,5 +1,6 @@
 """What every method inherits: KV caches after any accept pattern, INV no neighbour matters, EDGE the ends of texts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,17 +106,22 @@ class Overheard:
         self.drafts: dict[tuple[int, int], list[list[int]]] = {}
 
     def listen(self, proposer: type) -> None:
-        propose, logits = proposer.propose, Runner.logits  # type: ignore[attr-defined]
+        propose = proposer.propose  # type: ignore[attr-defined]
+        heads = {name: getattr(Runner, name) for name in ("logits", "draft_logits")}
 
         def overheard(made_by: Any, sequences: Sequences, scene: Round, count: int) -> Draft:
             key, heard = (len(sequences.texts[self.row]), count), []
 
-            def noting(runner: Runner, hidden_SBH: Tensor) -> Tensor:
-                heard.append(logits(runner, hidden_SBH))
-                return heard[-1]
+            def noting_after(head: Callable[[Runner, Tensor], Tensor]) -> Callable[[Runner, Tensor], Tensor]:
+                def noting(runner: Runner, hidden_SBH: Tensor) -> Tensor:
+                    heard.append(head(runner, hidden_SBH))
+                    return heard[-1]
+
+                return noting
 
             with self.patch.context() as patch:
-                patch.setattr(Runner, "logits", noting)
+                for name, head in heads.items():
+                    patch.setattr(Runner, name, noting_after(head))
                 draft = propose(made_by, sequences, scene, count)
             if sequences.live[self.row]:
                 self.logits[key] = [one_BRV[self.row] for one_BRV in heard]
@@ -150,6 +156,7 @@ def test_neighbours_change_nothing(
     assert len(shared) > 10
     for key in shared:
         assert among.drafts[key] == alone.drafts[key]
+        assert bool(alone.logits[key]) == (case.settings["method"] not in ("ngram", "lookahead"))
         for one_RV, other_RV in zip(among.logits[key], alone.logits[key], strict=True):
             torch.testing.assert_close(one_RV, other_RV, rtol=0, atol=allowed * other_RV.abs().max().item())
 

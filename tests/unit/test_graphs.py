@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_mtp.drafting import loop
 from megatron_mtp.drafting.api import generate, make_method
 from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.graphs import METHODS, GraphedStep, Step, can_record
+from megatron_mtp.drafting.graphs import GraphedStep, Step, can_record
+from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
@@ -79,15 +80,16 @@ class Counted(GraphedStep):
 def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "replays", 0)
     monkeypatch.setattr(loop, "GraphedStep", Counted)
-    monkeypatch.setattr(loop, "can_record", lambda _, method, __: method in METHODS)
+    monkeypatch.setattr(loop, "can_record", lambda _, proposer, count, __: count == 0 or proposer.recordable)
 
 
-@pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
-@pytest.mark.usefixtures("on_tape")
-def test_repeated_steps_emit_what_plain_decoding_does(method: str) -> None:
-    target, prompts = runner_of(), prompts_of(4)
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "parallel_heads"])
+def test_repeated_steps_emit_what_plain_decoding_does(method: str, count: int, request: pytest.FixtureRequest) -> None:
+    target, prompts = runner_of("parallel" if method == "parallel_heads" else "gqa"), prompts_of(4)
     answers = generate(target, prompts, 40).token_ids
-    settings = {"method": method, "num_speculative_tokens": 3}
+    request.getfixturevalue("on_tape")
+    settings = {"method": method, "num_speculative_tokens": count}
     assert generate(target, prompts, 40, speculative=settings).token_ids == answers
     assert Counted.replays > 20
 
@@ -132,11 +134,16 @@ def test_only_steps_made_for_it_are_recorded() -> None:
     class OnCuda:
         device, all_short = torch.device("cuda"), True
 
-    target: Any = OnCuda()
-    assert can_record(target, "mtp", "greedy")
-    assert can_record(target, "mtp_eagle", "rejection")
-    assert not can_record(target, "mtp_tree", "greedy")
-    assert not can_record(target, "mtp", "block")
-    assert not can_record(runner_of(), "mtp", "greedy")
-    target.all_short = False
-    assert not can_record(target, "mtp", "greedy")
+    on_cuda: Any = OnCuda()
+    target = runner_of()
+    vanilla, eagle, tree = (
+        PROPOSERS[name](target, SpeculativeConfig(name)) for name in ("mtp", "mtp_eagle", "mtp_tree")
+    )
+    assert can_record(on_cuda, vanilla, 2, "greedy")
+    assert can_record(on_cuda, eagle, 2, "rejection")
+    assert can_record(on_cuda, tree, 0, "greedy")
+    assert not can_record(on_cuda, tree, 2, "greedy")
+    assert not can_record(on_cuda, vanilla, 2, "block")
+    assert not can_record(target, vanilla, 2, "greedy")
+    on_cuda.all_short = False
+    assert not can_record(on_cuda, vanilla, 2, "greedy")

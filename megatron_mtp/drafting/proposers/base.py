@@ -15,11 +15,13 @@ class Proposer:
     Attributes:
         most: the largest K that it can be asked for; None without a limit.
         limit, remedy: where `most` comes from, and what to do about it, for the message to one who asks for more.
+        recordable: whether a draft reads nothing back and has shapes that hang on the batch and K alone (`graphs.py`).
     """
 
     most: int | None = None
     limit: str = ""
     remedy: str = ""
+    recordable: bool = False
 
     def __init__(self, runner: Runner, config: SpeculativeConfig) -> None:
         self.runner, self.config = runner, config

@@ -32,6 +32,7 @@ class Vanilla(Proposer):
 
     limit = "one with each of the checkpoint's depths"
     remedy = "choose mtp_eagle, which reuses a module"
+    recordable = True
 
     def __init__(self, runner: Runner, config: SpeculativeConfig) -> None:
         super().__init__(runner, config)
@@ -84,6 +85,8 @@ class TrunkStates(Vanilla):
         module 2    rows 3, 4: (h_0[4], t_5) (g_1[4], x_1)
     """
 
+    recordable = False
+
     @torch.inference_mode()
     def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
         picked: list[tuple[Tensor, Tensor | None]] = []
@@ -112,6 +115,8 @@ class Eagle(Proposer):
 
     Provisional rows are overwritten in the next round, by rows with the trunk's states.
     """
+
+    recordable = True
 
     def start(self, sequences: Sequences) -> None:
         self.cache = KVCache(1, len(sequences.texts), sequences.capacity)

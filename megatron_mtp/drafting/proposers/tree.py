@@ -45,6 +45,8 @@ class Level:
 class Grower(Eagle):
     """Level by level: run rows, choose their candidates, choose which of these to continue."""
 
+    recordable = False
+
     @property
     def beam(self) -> int:
         """`beam_width`, of as many tokens as there are."""

@@ -169,9 +169,9 @@ def _perplexity(model: Trained, texts: list[list[int]]) -> float:
     """Of the emitted tokens under the target at temperature 1."""
     total, count = 0.0, 0
     for prompt, text in zip(model.prompts, texts, strict=True):
-        whole = torch.tensor([prompt + text])
+        whole = torch.tensor([prompt + text], device=model.runner.device)
         length = whole.size(1)
-        rows = chain_rows(torch.zeros(1, dtype=torch.long), length, length, length)
+        rows = chain_rows(torch.zeros_like(whole[:, 0]), length, length, length)
         hidden_SBH = model.runner.trunk(whole, rows, KVCache(model.runner.trunk_layers, 1, length))
         log_probs = model.runner.logits(hidden_SBH)[0].log_softmax(-1)
         target = whole[0, len(prompt) :]
@@ -258,7 +258,7 @@ class SinglePosition(Vanilla):
 
         def alone(first_B: Tensor, rows: int, beyond: int) -> Rows:
             made = chain(first_B, rows, beyond)
-            slot_W = torch.arange(made.window)
+            slot_W = torch.arange(made.window, device=first_B.device)
             own_BRW = slot_W == made.positions_BR.unsqueeze(2)
             mask_B1RW = torch.zeros_like(made.mask_B1RW).masked_fill_(~own_BRW.unsqueeze(1), FORBIDDEN)
             return Rows(made.positions_BR, made.slots_BR, mask_B1RW) if self._drafting else made

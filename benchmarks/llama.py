@@ -79,9 +79,10 @@ def greedy(trunk: LlamaForCausalLM, depths: MtpModel | None, prompt: list[int], 
     original = MtpModel.from_pretrained
     MtpModel.from_pretrained = classmethod(lambda cls, *_, **__: depths)
     try:
+        prompt_BT = torch.tensor([prompt], device=trunk.device)
         ids = trunk.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            prompt_BT,
+            attention_mask=torch.ones_like(prompt_BT),
             max_new_tokens=new_tokens,
             do_sample=False,
             use_mtp=True if depths is not None else None,

@@ -136,9 +136,15 @@ def check_kernels() -> list[Check]:
 
 
 def _transformer_engine() -> Check:
-    found = _installed("transformer-engine") if importlib.util.find_spec("transformer_engine") else None
-    costs = "Megatron's own modules and plain attention take its place: slower on a CUDA device, and no FP8"
-    return Check("Transformer Engine", found, found is not None, False, "fused layers" if found else costs)
+    found = _installed("transformer-engine")
+    says = "Megatron's own modules and plain attention take its place: slower on a CUDA device, and no FP8"
+    if found is None or _torch() is None:
+        return Check("Transformer Engine", found, False, False, says)
+    from megatron_mtp.platform.kernels import why_not
+
+    broken = why_not("transformer_engine.pytorch")
+    says = "fused layers" if broken is None else f"{broken}; {says}"
+    return Check("Transformer Engine", found, broken is None, False, says)
 
 
 def _apex() -> Check:

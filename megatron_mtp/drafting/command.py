@@ -108,6 +108,8 @@ def run(args: Namespace, answer: TextIO) -> None:
     loaded = load_checkpoint(args.load, dtype=dtype, flag="--load")
     tokenizer = _tokenizer(args.tokenizer or loaded.tokenizer)
     prompts = read_prompts(args.prompt, args.prompt_file, args.prompt_ids, tokenizer)
+    if not -(2**63) <= args.seed <= 2**63 - len(prompts):
+        raise ValueError(f"--seed is {args.seed}, which 64 bits do not hold for every prompt; give a smaller one.")
     check_prompts(loaded.runner, prompts, args.max_new_tokens)
     drafter = None
     if config is not None and config.method == "draft_model":
@@ -154,11 +156,11 @@ class _Watchers:
         if self.stream is None and self.record is None:
             return None
 
-        def emit(row: int, tokens: list[int], drafted: int, draft: Draft | None) -> None:
+        def emit(row: int, tokens: list[int], drafted: int, useful: int, draft: Draft | None) -> None:
             if self.stream is not None:
                 self.stream(tokens, drafted)
             if self.record is not None:
-                self.record(first + row, row, tokens, drafted, draft)
+                self.record(first + row, row, tokens, drafted, useful, draft)
 
         return emit
 
@@ -190,8 +192,10 @@ class _Work:
         texts = [ids for part in parts for ids in part.token_ids]
         return texts, Cost(merged([part.stats for part in parts]), seconds, meter.joules(), meter.why)
 
-    def compared(self, config: SpeculativeConfig, texts: list[list[int]], cost: Cost) -> tuple[Cost, Cost, bool]:
+    def compared(self, config: SpeculativeConfig, texts: list[list[int]], cost: Cost) -> tuple[Cost, Cost, bool | None]:
         """Costs of drafting and of plain decoding, and whether that emits `texts` too; of short ones the medians.
+
+        Sampled texts are others by their nature, though not their distribution: for them it is None.
 
         Several ranks take one turn, since their clocks might not agree on another.
         """
@@ -202,7 +206,7 @@ class _Work:
             plain.append(plain_cost)
             same = same and plain_texts == texts
             if len(plain) == turns or sum(one.seconds for one in (*drafting, *plain)) > COMPARED_SECONDS:
-                return _median(drafting), _median(plain), same
+                return _median(drafting), _median(plain), same if self.sampling.greedy else None
             drafting.append(self.timed(config)[1])
 
     def _batches(self, config: SpeculativeConfig | None, watchers: "_Watchers") -> Iterator[Generated]:
@@ -245,6 +249,8 @@ def _tokenizer(folder: str | Path | None) -> "PreTrainedTokenizerBase | None":
 
 
 def _limits(args: Namespace, tokenizer: "PreTrainedTokenizerBase | None") -> Limits:
+    if "" in args.stop:
+        raise ValueError("--stop is empty; give the text to end after.")
     if tokenizer is None:
         if args.stop:
             raise ValueError(

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from math import prod
+from typing import Any, get_args
 
 MOST_DRAFTED = 15
 """K + 1 rows of a chain at most 16: what fused decode kernels take."""
@@ -19,6 +20,9 @@ METHODS = [
     "ngram",
     "lookahead",
 ]
+MOST_NODES = 255
+"""Of a tree: what is scored and walked through in every step grows with their square."""
+
 VERIFIER_NAMES = ["greedy", "rejection", "block", "spectr", "specinfer", "relaxed", "joint", "bild"]
 LOSSY = ("relaxed", "joint", "bild")
 """Verifiers that do not keep the target's distribution; they run only where `verifier` names them."""
@@ -74,16 +78,17 @@ class SpeculativeConfig:
         if self.verifier is not None:
             _one_of("verifier", self.verifier, VERIFIER_NAMES)
         _check_count(self.num_speculative_tokens)
+        _check_kinds(self)
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and low <= value <= high):
+            if value is not None and not low <= value <= high:
                 raise ValueError(f"speculative config: {name} is {value!r}; give a number from {low} to {high}.")
         if self.ngram_min > self.ngram_max:
             raise ValueError(
                 f"speculative config: ngram_min is {self.ngram_min}, above ngram_max, {self.ngram_max}; swap them."
             )
-        if self.tree is not None and (not self.tree or min(self.tree) < 1):
-            raise ValueError(f"speculative config: tree is {list(self.tree)}; give candidates per level, like [4, 2].")
+        if self.tree is not None:
+            _check_tree(self.tree)
         if self.verifier == "relaxed" and (self.think_start is None or self.think_end is None):
             raise ValueError(
                 "speculative config: the verifier 'relaxed' relaxes inside the thinking phase alone; give the token "
@@ -148,6 +153,45 @@ _EXAMPLE = """give for example '{"method": "mtp", "num_speculative_tokens": 2}'.
 def _one_of(key: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"speculative config: {key} is {value!r}; choose one of {', '.join(allowed)}.")
+
+
+_KINDS = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    tuple[int, ...]: "a list of whole numbers",
+    type(None): "null",
+}
+
+
+def _check_kinds(config: SpeculativeConfig) -> None:
+    """Of the settings that are not chosen from a list."""
+    for field in fields(config):
+        if field.name in ("method", "verifier", "num_speculative_tokens"):
+            continue
+        value, kinds = getattr(config, field.name), get_args(field.type) or (field.type,)
+        if not any(_is_of(value, kind) for kind in kinds):
+            words = " or ".join(_KINDS[kind] for kind in kinds)
+            raise ValueError(f"speculative config: {field.name} is {value!r}; give {words}.")
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """JSON has no float 1, and Python counts booleans as integers."""
+    if kind == tuple[int, ...]:
+        return isinstance(value, tuple) and all(type(one) is int for one in value)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def _check_tree(tree: tuple[int, ...]) -> None:
+    if not tree or min(tree) < 1:
+        raise ValueError(f"speculative config: tree is {list(tree)}; give candidates per level, like [4, 2].")
+    nodes = sum(prod(tree[:level]) for level in range(1, len(tree) + 1))
+    if len(tree) > MOST_DRAFTED or nodes > MOST_NODES:
+        raise ValueError(
+            f"speculative config: tree is {list(tree)}, of {len(tree)} levels and {nodes} nodes; give at most "
+            f"{MOST_DRAFTED} levels and {MOST_NODES} nodes."
+        )
 
 
 def _check_count(count: int | str | None) -> None:

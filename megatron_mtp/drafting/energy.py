@@ -20,7 +20,7 @@ class Meter:
     def __init__(self, powercap: Path = RAPL) -> None:
         self._rapl = [zone / "energy_uj" for zone in sorted(powercap.glob("*-rapl:?")) if _readable(zone / "energy_uj")]
         self._nvml = _nvml()
-        self.why = None if self._nvml or self._rapl else "no NVML, and no readable RAPL counter"
+        self.why = None if self._nvml or self._rapl else "no NVML (nvidia-ml-py), and no readable RAPL counter"
         self._start = self._read()
 
     def joules(self) -> float | None:
@@ -51,13 +51,14 @@ def _readable(counter: Path) -> bool:
 
 
 def _nvml() -> tuple[Any, Any] | None:
-    """The library and this process's device, where both are there."""
+    """The library and this process's device, where both are there; NVML knows nothing of CUDA_VISIBLE_DEVICES."""
     if cpu.installed():
         return None
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except Exception:  # neither the library nor its driver is required, and each has errors of its own
         return None

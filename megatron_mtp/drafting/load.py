@@ -23,6 +23,7 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
 from megatron_mtp.platform import cpu
+from megatron_mtp.platform.kernels import transformer_engine_works
 
 HERE: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
@@ -147,9 +148,11 @@ def _iteration(folder: Path, flag: str) -> Path:
 
 
 def _adapted(args: Namespace) -> Namespace:
+    """TE's modules stay where `dense_layer` has nothing shorter, which steps need to be recorded as CUDA graphs."""
     ranks = torch.distributed.get_world_size()
     changes = HERE | dict.fromkeys(OVER_ALL_RANKS, ranks)
-    if cpu.installed() or args.transformer_impl == "local":
+    is_dense = not (args.num_experts or args.multi_latent_attention)
+    if args.transformer_impl == "local" or (is_dense and ranks == 1) or not transformer_engine_works():
         changes |= WITHOUT_TE
     return Namespace(**{**vars(args), **changes})
 

@@ -24,9 +24,9 @@ from megatron_mtp.drafting.verifiers import Verifier
 CHUNK = 512
 """Rows of a prompt that go through the model at once."""
 
-Emit = Callable[[int, list[int], int, Draft | None], None]
-"""Told, after every step, a text's number, its new tokens, how many of these were drafted, and the batch's draft (None
-for the token that follows the prompt)."""
+Emit = Callable[[int, list[int], int, int, Draft | None], None]
+"""Told, after every step, a text's number, its new tokens, how many of these were drafted, how many could have been,
+and the batch's draft (None for the token that follows the prompt)."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def prefill(runner: Runner, sequences: Sequences, sampling: Sampling) -> None:
 
 def _emit(sequences: Sequences, method: Method, limits: Limits, emit: Emit | None, offered: Draft | None) -> None:
     """Hand out what a step has gained, up to each text's end; drafts beyond its budget count as never offered."""
-    depths = [0] * len(sequences.texts) if offered is None else depth_of(offered)
+    levels = [[]] * len(sequences.texts) if offered is None else offered.levels()
     for row, gained in enumerate(sequences.read_back()):
         if not sequences.live[row]:
             continue
@@ -148,27 +148,12 @@ def _emit(sequences: Sequences, method: Method, limits: Limits, emit: Emit | Non
         budget = limits.budget(prompt)
         end = _end(text, len(gained), budget, limits)
         kept = gained if end is None else gained[: len(gained) - (len(text) - end)]
-        useful = min(depths[row], budget - (len(text) - len(gained)) - 1)
+        useful = min(max([0, *levels[row]]), budget - (len(text) - len(gained)) - 1)
         accepted = min(len(gained) - 1, len(kept), useful)
         method.stats.count(useful, accepted, len(kept))
         sequences.settle(row, kept, end is not None)
         if emit is not None:
-            emit(row, kept, accepted, offered)
-
-
-def depth_of(draft: Draft) -> list[int]:
-    """The longest path of candidates that each sequence was offered."""
-    if draft.is_chain and draft.valid_BN is None:
-        return [draft.nodes] * draft.tokens_BN.size(0)
-    valid_BN = draft.valid().tolist()
-    parents_BN = draft.parents().tolist()
-    depths = []
-    for valid, parents in zip(valid_BN, parents_BN, strict=True):
-        level = [0]
-        for ok, parent in zip(valid, parents, strict=True):
-            level.append(level[parent] + 1 if ok and level[parent] >= 0 else -1)
-        depths.append(max(level))
-    return depths
+            emit(row, kept, accepted, useful, offered)
 
 
 def _end(text: list[int], gained: int, budget: int, limits: Limits) -> int | None:

@@ -4,7 +4,7 @@
         {"prompt": [5, 12], "steps": [{"drafted": [7, 9], "parents": [0, 1], "accepted": 1, "emitted": [7, 8]}, ...]}]}
 
 `drafted` are the nodes of the step's tree and `parents` the rows that they continue (row 0 is the newest token, row i
-the i-th node), as in `types.Draft`; a node that was no candidate is null.
+the i-th node), as in `types.Draft`; a node that was no candidate, or beyond the text's end, is null.
 """
 
 import json
@@ -27,13 +27,13 @@ class Record:
     def __init__(self, prompts: list[list[int]]) -> None:
         self.texts: list[dict[str, Any]] = [{"prompt": prompt, "steps": []} for prompt in prompts]
 
-    def __call__(self, text: int, row: int, tokens: list[int], accepted: int, draft: Draft | None) -> None:
+    def __call__(self, text: int, row: int, tokens: list[int], accepted: int, useful: int, draft: Draft | None) -> None:
         """A step of a text, which is a row of its batch's draft; None for the token that follows the prompt."""
         drafted: list[int | None] = []
         parents: list[int] = []
         if draft is not None and draft.nodes:
-            valid = draft.valid()[row].tolist()
-            drafted = [node if ok else None for node, ok in zip(draft.tokens_BN[row].tolist(), valid, strict=True)]
+            nodes = zip(draft.tokens_BN[row].tolist(), draft.levels()[row], strict=True)
+            drafted = [token if 0 < level <= useful else None for token, level in nodes]
             parents = draft.parents()[row].tolist()
         step = {"drafted": drafted, "parents": parents, "accepted": accepted, "emitted": tokens}
         self.texts[text]["steps"].append(step)

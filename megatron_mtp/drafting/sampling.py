@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LEAST_TEMPERATURE = 1e-6
+"""Below it, logits divided by the temperature leave float32."""
+
 DRAFT, VERIFY, RECOVER = 0, 1, 2
 """Streams: drafting, accepting, and the token after the accepted ones never share a number."""
 
@@ -20,7 +23,7 @@ class Sampling:
     """How a token is chosen; temperature 0 is greedy, and then top-k and top-p change nothing.
 
     Attributes:
-        temperature: logits are divided by it.
+        temperature: logits are divided by it, in float32 or better.
         top_k: only the k most likely tokens; 0 for all.
         top_p: only the smallest set of most likely tokens that holds this much probability; 1 for all.
 
@@ -35,6 +38,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"--temperature is {self.temperature}; give 0 (greedy) or more.")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"--temperature is {self.temperature}, too small to divide by; give 0 (greedy) or at least "
+                f"{LEAST_TEMPERATURE}."
+            )
         if self.top_k < 0:
             raise ValueError(f"--top-k is {self.top_k}; give 0 (all tokens) or a number of tokens.")
         if not 0 < self.top_p <= 1:
@@ -49,7 +57,7 @@ class Sampling:
         if self.greedy:
             best = logits.argmax(dim=-1, keepdim=True)
             return torch.zeros_like(logits).scatter_(-1, best, 1.0)
-        logits = logits / self.temperature
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
         if 0 < self.top_k < logits.size(-1):
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, -torch.inf)

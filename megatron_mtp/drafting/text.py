@@ -45,11 +45,15 @@ def _texts_of(file: Path) -> list[str]:
     if file.suffix != ".jsonl":
         return [text]
     try:
-        return [json.loads(line)["prompt"] for line in text.splitlines() if line.strip()]
+        prompts = [json.loads(line)["prompt"] for line in text.splitlines() if line.strip()]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
             f"--prompt-file: '{file}' has a line that is no JSON object with a key 'prompt' ({error!r}); mend it."
         ) from error
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise ValueError(f"--prompt-file: '{file}' has the prompt {prompt!r}, which is no text; mend it.")
+    return prompts
 
 
 def _ids_of(listed: str) -> list[int]:

@@ -62,6 +62,18 @@ class Draft:
             return self.valid_BN
         return torch.ones_like(self.tokens_BN, dtype=torch.bool)
 
+    def levels(self) -> list[list[int]]:
+        """How deep every node stands, from 1 on, on the host; -1 where it is no candidate, or continues none."""
+        if self.is_chain and self.valid_BN is None:
+            return [list(range(1, self.nodes + 1))] * self.tokens_BN.size(0)
+        found = []
+        for valid, parents in zip(self.valid().tolist(), self.parents().tolist(), strict=True):
+            level = [0]
+            for ok, parent in zip(valid, parents, strict=True):
+                level.append(level[parent] + 1 if ok and level[parent] >= 0 else -1)
+            found.append(level[1:])
+        return found
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -106,7 +118,8 @@ class AcceptanceStats:
         emitted: tokens that went out, the ones of the prefill's forward included.
         drafted, accepted: tokens on the longest path that was offered, and on the one that was kept.
         accepted_at: by position in the draft, how often it was accepted; `offered_at` likewise.
-        target_seconds, drafter_seconds: of the clock.
+        target_seconds, drafter_seconds: of the clock; on a GPU drafting is launched and not waited for, so that what
+            the device still does for it falls to the target.
     """
 
     target_forwards: int = 0

@@ -55,7 +55,7 @@ def test_drafting_emits_what_plain_decoding_does_and_says_what_it_cost(checkpoin
     steps = [text["steps"] for text in drafts["texts"]]
     assert [[token for step in text for token in step["emitted"]] for text in steps] == one["token_ids"]
     assert sum(step["accepted"] for text in steps for step in text) == one["accepted"]
-    assert sum(len(step["drafted"]) for text in steps for step in text) == one["drafted"]
+    assert sum(token is not None for text in steps for step in text for token in step["drafted"]) == one["drafted"]
     assert one["energy_joules_per_token"] is not None or one["energy_reason"]
     two = printed(generate(*flags, processes=2), tmp_path / "log2")
     assert two["token_ids"] == one["token_ids"]
@@ -92,6 +92,9 @@ BAD = {
     ),
     "depths": (["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}'], "or choose mtp_eagle"),
     "temperature": (["--temperature", "-1"], "--temperature is -1.0; give 0 (greedy) or more."),
+    "tiny temperature": (["--temperature", "1e-40"], "too small to divide by; give 0 (greedy) or at least 1e-06."),
+    "seed": (["--seed", str(10**20)], "which 64 bits do not hold for every prompt; give a smaller one."),
+    "stop": (["--stop", ""], "--stop is empty; give the text to end after."),
     "file": (["--prompt-file", "/nowhere.txt"], "'/nowhere.txt' cannot be read"),
     "positions": (["--prompt-ids", ",".join(["1"] * 64)], "has 64 tokens, and the model has 64 positions"),
     "empty": (["--prompt-ids", ""], "a prompt is empty"),

@@ -3,12 +3,15 @@
 import io
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
+from megatron_mtp.drafting import energy
 from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.command import parser
 from megatron_mtp.drafting.config import parse_config
@@ -42,6 +45,7 @@ def test_prompts_from_everywhere(tokenizer: object, tmp_path: Path) -> None:
         ([], None, ["1;2"], "--prompt-ids is '1;2'"),
         ([], "latin.txt", [], "cannot be read"),
         ([], "bad.jsonl", [], "no JSON object with a key 'prompt'"),
+        ([], "ids.jsonl", [], r"has the prompt \[1, 2\], which is no text"),
     ],
 )
 def test_bad_prompts(
@@ -49,6 +53,7 @@ def test_bad_prompts(
 ) -> None:
     (tmp_path / "latin.txt").write_bytes(b"\xe4")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [1, 2]}\n')
     with pytest.raises(ValueError, match=said):
         read_prompts(texts, None if file is None else str(tmp_path / file), ids, tokenizer)  # type: ignore[arg-type]
 
@@ -74,20 +79,22 @@ def test_text_streams_with_its_drafts_in_colour(tokenizer: object) -> None:
 
 
 def test_a_record_holds_drafts_trees_and_what_became_of_them(tokenizer: object, tmp_path: Path) -> None:
-    """The second text of a batch: a tree a -> b and c, of which c was no candidate."""
+    """The second text of a batch: a tree a -> b and c, of which c was no candidate; then a draft beyond its end."""
     record = Record([[1], [2, 3]])
-    record(1, 1, [4], 0, None)
+    record(1, 1, [4], 0, 0, None)
     tree = Draft(
         torch.tensor([[0, 0, 0], [5, 6, 7]]),
         parents_BN=torch.tensor([[0, 1, 1], [0, 1, 1]]),
         valid_BN=torch.tensor([[True] * 3, [True, True, False]]),
     )
-    record(1, 1, [5, 8], 1, tree)
+    record(1, 1, [5, 8], 1, 2, tree)
+    record(1, 1, [5, 6], 1, 1, tree)
     record.write(tmp_path, parse_config('{"method": "mtp_tree"}'), {"drafted": 2}, tokenizer)  # type: ignore[arg-type]
     written = json.loads((tmp_path / "drafts.json").read_text())
     first = {"drafted": [], "parents": [], "accepted": 0, "emitted": [4]}
     second = {"drafted": [5, 6, None], "parents": [0, 1, 1], "accepted": 1, "emitted": [5, 8]}
-    assert written["texts"] == [{"prompt": [1], "steps": []}, {"prompt": [2, 3], "steps": [first, second]}]
+    third = {"drafted": [5, None, None], "parents": [0, 1, 1], "accepted": 1, "emitted": [5, 6]}
+    assert written["texts"] == [{"prompt": [1], "steps": []}, {"prompt": [2, 3], "steps": [first, second, third]}]
     assert sorted(map(int, written["pieces"])) == [1, 2, 3, 4, 5, 6, 8]
     assert written["config"]["method"] == "mtp_tree"
     assert [path.name for path in tmp_path.iterdir()] == ["drafts.json"]
@@ -149,7 +156,23 @@ def test_without_a_meter_it_says_so(tmp_path: Path) -> None:
         pytest.skip("this machine has a GPU, whose meter answers")
     meter = Meter(tmp_path)
     assert meter.joules() is None
-    assert meter.why == "no NVML, and no readable RAPL counter"
+    assert meter.why == "no NVML (nvidia-ml-py), and no readable RAPL counter"
+
+
+def test_the_meter_is_of_the_device_that_torch_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML counts all devices of a machine, CUDA_VISIBLE_DEVICES or not, so that it is asked by UUID."""
+    joules = {"GPU-of-this-process": 4.0, "GPU-another": 9.0}
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=lambda uuid: 1e3 * joules[uuid],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(energy.cpu, "installed", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="of-this-process"))
+    meter = Meter(tmp_path)
+    joules["GPU-of-this-process"] += 2.5
+    assert meter.joules() == 2.5
 
 
 def taught(drafter: float, accepted: list[float], target: float = 1.0) -> AutoK:

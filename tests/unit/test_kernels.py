@@ -1,0 +1,31 @@
+"""Libraries of fused kernels are used where they can be imported, whatever is installed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_mtp.command import doctor
+from megatron_mtp.platform.kernels import transformer_engine_works, why_not
+
+
+def test_why_a_module_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_a_module.py").write_text("raise OSError('wrong driver')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert why_not("json") is None
+    assert why_not("no_such_module") == "it is not installed"
+    assert why_not("half_a_module") == "it cannot be imported: OSError: wrong driver"
+
+
+def test_a_transformer_engine_of_another_build_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('libcublas.so.13 is not there')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    monkeypatch.setattr(doctor, "_installed", lambda _: "2.11")
+    why_not.cache_clear()
+    assert not transformer_engine_works()
+    check = doctor._transformer_engine()
+    assert (check.found, check.ok) == ("2.11", False)
+    assert "it cannot be imported: OSError: libcublas.so.13 is not there" in check.says
+    why_not.cache_clear()

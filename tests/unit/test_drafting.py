@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import KINDS, Agreeing, model_of, p_value_of, prompts_of, run, runner_of, trained_forward
+from drafting_single import (
+    KINDS,
+    Agreeing,
+    model_of,
+    p_value_of,
+    prompts_of,
+    run,
+    run_every_step_in_python,
+    runner_of,
+    trained_forward,
+)
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -89,6 +99,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drafts: list[tuple[list[int], int, Tensor]] = []
+        run_every_step_in_python(monkeypatch)
 
         def pick(logits_BV: Tensor, scene: Any, position: int) -> tuple[Tensor, Tensor | None]:
             self.drafts.append((scene.noise.position_B.tolist(), position, logits_BV.clone()))
@@ -141,7 +152,7 @@ def test_drafts_after_accepted_and_rejected_ones_are_the_training_forwards(monke
 def test_trunk_states_run_the_last_k_tokens_with_the_states_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of `TrunkStates`: a round of three new tokens, of which the first one's row is left out."""
     target, calls = runner_of(depths=2), []
-    states_SBH = torch.arange(6.0, dtype=target.dtype).view(6, 1, 1).expand(-1, -1, target.hidden_size)
+    states_SBH = torch.arange(6.0, dtype=target.dtype, device="cuda").view(6, 1, 1).expand(-1, -1, target.hidden_size)
 
     def depth(number: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, _: KVCache) -> Tensor:
         calls.append((number, hidden_SBH[:, 0, 0].tolist(), tokens_BR[0].tolist(), rows.slots_BR[0].tolist()))
@@ -151,14 +162,14 @@ def test_trunk_states_run_the_last_k_tokens_with_the_states_ahead(monkeypatch: p
     logits = lambda given_SBH: one_hot(given_SBH[..., 0].long() % 91, 96).transpose(0, 1)  # noqa: E731
     monkeypatch.setattr(target, "draft_logits", logits)
     sequences = Sequences(target, [[10, 11, 12]], [0], 20)
-    sequences.put_states(states_SBH, chain_rows(torch.zeros(1, dtype=torch.long), 6, 6, 20))
+    sequences.put_states(states_SBH, chain_rows(sequences.length_B - 3, 6, 6, 20))
     method = make_method(target, config_from({"method": "mtp_trunk_states"}), Sampling())
     method.proposer.start(sequences)
     scene = Round(Sampling(), sequences.noise, method.config)
     method.proposer.propose(sequences, scene, 2)
     assert calls == [(1, [0, 0, 1], [10, 11, 12], [20, 0, 1]), (2, [0, 1, 100], [11, 12, 9], [20, 0, 1])]
     calls.clear()
-    sequences.put_tokens(sequences.length_B, torch.tensor([[13, 14, 15]]))
+    sequences.put_tokens(sequences.length_B, torch.tensor([[13, 14, 15]], device="cuda"))
     sequences.length_B += 3
     sequences.settle(0, [13, 14, 15], ended=False)
     draft = method.proposer.propose(sequences, scene, 2)
@@ -286,6 +297,25 @@ def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, temperatur
             assert sequences.length_B.shape == (3,)
         with pytest.raises(DataDependentOutputException):  # planted
             int(sequences.length_B[0])
+
+
+@pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "mtp_tree", "mtp_beam"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@torch.inference_mode()
+def test_every_tensor_is_on_the_models_device(method: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the model on the device "meta", which as CUDA does refuses tensors of the CPU beside its own."""
+    model = model_of("gqa").to("meta")
+    model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to("meta")  # made on the device, and no buffer
+    target, sampling = Runner(model), Sampling(temperature, top_k=20, top_p=0.9)
+    sequences = Sequences(target, prompts_of(3), [1, 2, 3], 60)
+    prefill(target, sequences, sampling)
+    chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 2}), sampling)
+    chosen.proposer.start(sequences)
+    sequences.fixed_growth = 3
+    step(target, sequences, chosen)
+    monkeypatch.setattr(Sequences, "newest_B", torch.tensor([1, 2, 3]))  # planted
+    with pytest.raises(RuntimeError, match="device"):
+        step(target, sequences, chosen)
 
 
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])

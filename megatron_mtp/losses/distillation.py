@@ -12,6 +12,7 @@ nothing to the overlap, so that tv remains the rate of rejection.
 Letters in names: N slots, V this rank's slice of the vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,10 @@ from torch import Tensor
 
 from megatron_mtp.losses.linear_cross_entropy import TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
+
+LARGEST_GAP = 40.0
+"""Of log q - log p: the exponential of 88 overflows float32, where p is 0. With q exp(-40) in the place of a smaller p,
+p (log p - log q) - p + q is the same to float64's last digit: it is q."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,14 @@ class Divergence:
     ) -> tuple[Tensor, Tensor]:
         assert teacher_NV is not None
         teacher_NV = vocabulary.drafted(teacher_NV)
-        gap_NV = (teacher_NV - logits_NV).div_(self.temperature)
-        q_NV, q_normaliser_N1 = vocabulary.softmax_(logits_NV.div_(self.temperature))
-        p_NV, p_normaliser_N1 = vocabulary.softmax_(teacher_NV.div_(self.temperature))
-        gap_NV += q_normaliser_N1 - p_normaliser_N1  # log p - log q
-        terms_NV = torch.expm1(-gap_NV).add_(gap_NV).mul_(p_NV)  # p (log p - log q) - p + q: none cancels another
+        gap_NV = logits_NV.div_(self.temperature) - teacher_NV.div_(self.temperature)
+        q_NV, q_normaliser_N1 = vocabulary.softmax_(logits_NV)
+        p_NV, p_normaliser_N1 = vocabulary.softmax_(teacher_NV)
+        gap_NV += p_normaliser_N1 - q_normaliser_N1  # log q - log p
+        gap_NV.clamp_(max=LARGEST_GAP)
+        floor_NV = q_NV * math.exp(-LARGEST_GAP)
+        terms_NV = torch.expm1(gap_NV).sub_(gap_NV)  # p (log p - log q) - p + q: none cancels another
+        terms_NV.mul_(torch.maximum(p_NV, floor_NV, out=floor_NV))
         loss_N = vocabulary.sum(terms_NV)[:, 0]
         return self.temperature**2 * loss_N, q_NV.sub_(p_NV).mul_(self.temperature)
 

@@ -13,7 +13,7 @@ Letters in names: N slots, H hidden, V this rank's slice of the vocabulary, D de
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,10 @@ times as fast as over the whole chunk. Not where slices are on several ranks, si
 
 CHUNK_BYTES_CUDA = 512 * 2**20
 """On a GPU a product has to be large enough to fill the card."""
+
+FLOAT16_GRADIENT = 2.0**8
+"""To what the largest gradient of a float16 logit is lifted: the forward pass is before the loss scale, without which
+those of unlikely tokens are less than float16's least. The hidden gradients, sums over V, need the room above."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ def linear_loss(
         teacher_weight_VH: the head of the teachers' logits; `weight_VH` if None.
     """
     rows = [states_NH.to(weight_VH.dtype) for states_NH in hidden]
+    if not torch.is_grad_enabled():  # of which an autograd function hears nothing
+        weight_VH, rows = weight_VH.detach(), [states_NH.detach() for states_NH in rows]
     if teacher_weight_VH is not None:
         teacher_weight_VH = teacher_weight_VH.detach()
     arguments = token_loss, targets, vocabulary, teacher_weight_VH, weight_VH, *rows
@@ -98,6 +104,7 @@ class _LinearLoss(torch.autograd.Function):
         taught_by_VH = weight_VH if teacher_weight_VH is None else teacher_weight_VH
         trains_weight, *trains_hidden = ctx.needs_input_grad[4:]
         exact = torch.promote_types(weight_VH.dtype, torch.float32)
+        lift = _lift(targets, vocabulary, weight_VH.dtype)
         weight_grad_VH = torch.zeros_like(weight_VH, dtype=exact) if trains_weight else None
         hidden_grads = [
             torch.empty_like(states_NH) if trains else None
@@ -107,18 +114,19 @@ class _LinearLoss(torch.autograd.Function):
         sums = []
         for states_NH, target, hidden_grad_NH in zip(hidden, targets, hidden_grads, strict=True):
             total = torch.zeros((), dtype=exact, device=weight_VH.device)
+            lifted = replace(target, scale=target.scale * lift)
             for chunk in _chunks(len(states_NH), entries, weight_VH.is_cuda):
                 teacher_NH = None if target.teacher_NH is None else target.teacher_NH[chunk]
                 teacher_NV = None if teacher_NH is None else _product(teacher_NH, taught_by_VH)
                 logits_NV = _product(states_NH[chunk], weight_VH)
-                total += _sum_(token_loss, logits_NV, teacher_NV, target, chunk, vocabulary)
+                total += _sum_(token_loss, logits_NV, teacher_NV, lifted, chunk, vocabulary)
                 gradient_NV = logits_NV
                 if hidden_grad_NH is not None:
                     torch.mm(gradient_NV, weight_VH, out=hidden_grad_NH[chunk])
                 if weight_grad_VH is not None:
                     _add_product(weight_grad_VH, gradient_NV.t(), states_NH[chunk])
             sums.append(total)
-        ctx.weight_dtype = weight_VH.dtype
+        ctx.weight_dtype, ctx.lift = weight_VH.dtype, lift
         ctx.save_for_backward(weight_grad_VH, *hidden_grads)
         sums_D = torch.stack(sums)
         ctx.mark_non_differentiable(sums_D)
@@ -127,12 +135,20 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         weight_grad_VH, *hidden_grads = ctx.saved_tensors
-        dtype = ctx.weight_dtype
+        dtype, upstream = ctx.weight_dtype, upstream / ctx.lift
         scaled = (
             None if gradient is None else (gradient.to(upstream.dtype) * upstream).to(dtype)  # bfloat16 would round it
             for gradient in (weight_grad_VH, *hidden_grads)
         )
         return None, None, None, None, *scaled
+
+
+def _lift(targets: Sequence[Targets], vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor | float:
+    """By what the gradients are multiplied in the forward pass, and divided in float32 in the backward pass."""
+    if dtype != torch.float16:
+        return 1.0
+    largest = torch.stack([target.scale for target in targets]).max() * vocabulary.logit_scale
+    return FLOAT16_GRADIENT / largest.clamp(min=1e-30)
 
 
 def _chunks(slots: int, entries: int, is_cuda: bool) -> Iterator[slice]:
@@ -182,7 +198,12 @@ def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:
 
 def _add_product(total_VH: Tensor, left_VN: Tensor, right_NH: Tensor) -> None:
     """total += left @ right, summed over chunks in float32 whatever the weights are kept in."""
-    if left_VN.dtype == total_VH.dtype:
+    exact = total_VH.dtype
+    if left_VN.dtype == exact:
         total_VH.addmm_(left_VN, right_NH)
-    else:
+    elif left_VN.dtype != torch.float16:
         total_VH += left_VN @ right_NH
+    elif left_VN.is_cuda:  # a product in float16 would overflow at frequent tokens, and lose the rare ones
+        total_VH += torch.mm(left_VN, right_NH, out_dtype=exact)
+    else:
+        total_VH.addmm_(left_VN.to(exact), right_NH.to(exact))

@@ -20,6 +20,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
+from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -161,9 +162,19 @@ class MultiTokenPredictionLayer(MegatronModule):
         def run(hidden: Tensor, embedded: Tensor | None, mask: Tensor | None) -> Tensor:
             return self._run(hidden, embedded, attention, mask)
 
-        return tensor_parallel.checkpoint(
-            run, self.config.distribute_saved_activations, hidden_SBH, embedded_SBH, padding_mask_BS
-        )
+        if torch.is_grad_enabled() and not hidden_SBH.requires_grad:
+            # Behind a detached or frozen trunk no input wants a gradient; without one the output would record none.
+            hidden_SBH = hidden_SBH.detach().requires_grad_()
+        inputs = hidden_SBH, embedded_SBH, padding_mask_BS
+        distributes, rng_tracker = self.config.distribute_saved_activations, tensor_parallel.get_cuda_rng_tracker
+        if self.config.fp8 or self.config.fp4:
+            from megatron.core.extensions.transformer_engine import te_checkpoint
+
+            # Delayed scaling stashes its amax history only if FP8 is on where the checkpoint begins.
+            delayed = self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed
+            with get_fp8_context(self.config) if delayed else nullcontext():
+                return te_checkpoint(run, distributes, rng_tracker, self.tp_group, *inputs)
+        return tensor_parallel.checkpoint(run, distributes, *inputs)
 
     def _run(
         self,

@@ -5,12 +5,14 @@ the shared embedding. Given an `Objective`, the last stage returns what the obje
 depths' hidden states; without one it is a plain GPT.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.distributed import distributed_data_parallel
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -112,9 +114,16 @@ class MTPGPTModel(GPTModel):
         super().set_input_tensor(input_tensor)
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Megatron's, which copies the embedding between stages: only once the MTP stage has its own."""
-        if self._trunk_is_built:
-            super().setup_embeddings_and_output_layer()
+        """Megatron's, which copies the embedding between stages: only once the MTP stage has its own.
+
+        With gradient accumulation fusion the output layer answers with a dummy gradient, which DDP drops and with it
+        what the depths' loss has added. `zero_out_wgrad` makes the dummy zero, and DDP add the sum.
+        """
+        if not self._trunk_is_built:
+            return
+        super().setup_embeddings_and_output_layer()
+        if self.post_process and self.config.mtp_num_layers and not self.config.mtp_detach_heads:
+            self._head_owner().weight.zero_out_wgrad = True
 
     def _tell_precision(self) -> None:
         """Hand the depths' TE modules their part of the quantisation recipe, as Megatron does for the trunk's."""
@@ -177,13 +186,17 @@ class MTPGPTModel(GPTModel):
         shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
         return self.mtp(hidden_SBH, batch.tokens_DBS, position_ids_BS, self.embedding, attention, shifted_in_DBS)
 
+    def _head_owner(self) -> Any:
+        """The module whose weight is the head's: the output layer, or the embedding that a tied head draws on."""
+        if self.share_embeddings_and_output_weights and (self.pre_process or self.mtp_process):
+            return self.embedding.word_embeddings
+        return self.output_layer
+
     def head(self, runtime_gather_output: bool | None = None, detached: bool = False) -> Head:
         """The output head, as a loss needs it; detached, it is not trained."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        if weight is None:
-            weight = self.output_layer.weight
-        if detached:
-            weight = weight.detach()
+        owner = self._head_owner()
+        _await_gathered(owner)
+        weight = owner.weight.detach() if detached else owner.weight
 
         def project(hidden_SBH: Tensor) -> Tensor:
             logits_SBV, _ = self.output_layer(hidden_SBH, weight=weight, runtime_gather_output=runtime_gather_output)
@@ -203,6 +216,16 @@ class MTPGPTModel(GPTModel):
             logit_scale=self._scale_logits(torch.ones(())).item(),
             drafts=self.drafts,
         )
+
+
+def _await_gathered(module: torch.nn.Module) -> None:
+    """Wait for the module's weights, as DDP does before its forward with `--overlap-param-gather`.
+
+    The losses in chunks read the head's weight without a forward of the module that owns it.
+    """
+    for hook in module._forward_pre_hooks.values():
+        if inspect.getmodule(hook) is distributed_data_parallel:
+            hook(module, ())
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ from linear_cases import SETTINGS, Case, worst
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import LOSSES, linear_cross_entropy
 from megatron_mtp.losses.cross_entropy import CrossEntropy
-from megatron_mtp.losses.distillation import TotalVariation
+from megatron_mtp.losses.distillation import Divergence, TotalVariation
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
@@ -71,6 +71,39 @@ def test_a_head_that_is_not_trained_gets_no_gradient_and_the_states_the_same() -
         assert torch.allclose(leaf.grad, gradient, atol=1e-6)  # type: ignore[arg-type]
 
 
+def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function of autograd is told that its inputs need gradients, also where none are recorded."""
+    states, targets, weight_VH = CASE.leaves()
+    leaves = [state_NH.requires_grad_() for state_NH in states]
+    products: list[str] = []
+    monkeypatch.setattr(linear_cross_entropy, "_add_product", lambda *_: products.append("of the weight"))
+    monkeypatch.setattr(torch, "mm", lambda *_, out: products.append("of the states"))
+    values = []
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            arguments = leaves, targets, weight_VH.requires_grad_(), Vocabulary(len(weight_VH))
+            values.append(linear_loss(CrossEntropy(), *arguments)[1])
+        assert set(products) == ({"of the weight", "of the states"} if training else set())
+        products.clear()
+    assert torch.equal(*values)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("surplus", [15, 25, 41, 60, 80, 95, 101, 110, 300])
+def test_tokens_that_the_trunk_rules_out_have_a_finite_divergence(surplus: float, temperature: float) -> None:
+    """log q - log p of 88 was infinite in float32, and nan where p was 0; here about `surplus`, at three tokens."""
+    generator = torch.Generator().manual_seed(0)
+    logits_NV, teacher_NV = torch.randn(2, 5, 50, generator=generator)
+    teacher_NV[:, [3, 20, 49]] -= surplus * temperature
+    leaf_NV = logits_NV.double().requires_grad_()
+    log_p_NV, log_q_NV = ((each / temperature).log_softmax(1) for each in (teacher_NV.double(), leaf_NV))
+    exact_N = temperature**2 * (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(1)
+    (exact_NV,) = torch.autograd.grad(exact_N.sum(), leaf_NV)
+    labels_N = torch.zeros(5, dtype=torch.int64)
+    loss_N, gradient_NV = Divergence(temperature)(logits_NV.clone(), labels_N, teacher_NV.clone(), Vocabulary(50))
+    assert worst([loss_N, gradient_NV], [exact_N.detach(), exact_NV]) <= 1e-6
+
+
 def test_a_slot_of_weight_zero_counts_nowhere_whatever_its_loss() -> None:
     states_NH = torch.tensor([[1.0, 0.0], [1e30, 0.0]]).requires_grad_()
     weight_VH = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
@@ -80,6 +113,27 @@ def test_a_slot_of_weight_zero_counts_nowhere_whatever_its_loss() -> None:
     assert sums_D.tolist() == [pytest.approx(0.126928)]  # log(1 + exp(-2))
     assert states_NH.grad is not None
     assert states_NH.grad[1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("scale", [400.0, 0.1, 0.01])
+def test_float16_keeps_the_gradients_of_unlikely_tokens(scale: float) -> None:
+    """As with autograd, where the loss scale is there before they are rounded; nor do those of many slots overflow."""
+    generator = torch.Generator().manual_seed(0)
+    slots, hidden, entries, often = 512, 64, 32_000, 640
+    states_NH = torch.randn(slots, hidden, generator=generator).half().cuda() + 0.5
+    weight_VH = (0.06 * torch.randn(entries, hidden, generator=generator)).half().cuda()
+    labels_N = torch.randint(often, (slots,), generator=generator).cuda()
+    labels_N[: slots // 2] = 7  # half of the slots add to one row
+    leaves = [states_NH.double().requires_grad_(), weight_VH.double().requires_grad_()]
+    exact = scale * torch.nn.functional.cross_entropy(leaves[0] @ leaves[1].t(), labels_N, reduction="sum")
+    exact_NH, exact_VH = torch.autograd.grad(exact, leaves)
+    halves = [states_NH.requires_grad_(), weight_VH.requires_grad_()]
+    targets = Targets(labels_N, torch.ones(slots).cuda(), torch.tensor(scale).cuda())
+    total, _ = linear_loss(CrossEntropy(), halves[:1], [targets], weight_VH, Vocabulary(entries))
+    loss_scale = 16 / scale
+    found_NH, found_VH = torch.autograd.grad(loss_scale * total, halves)
+    for found, expected in ((found_NH, exact_NH), (found_VH, exact_VH), (found_VH[often:], exact_VH[often:])):
+        assert (found.double() / loss_scale - expected).norm() <= 1e-3 * expected.norm()
 
 
 def test_bfloat16_keeps_its_statistics_in_float32() -> None:

@@ -1,15 +1,23 @@
 """model/trunk.py: a plain GPT where no objective is given, and Megatron's checkpoint keys."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.extensions import transformer_engine
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron_single import (
     MOE,
+    ROWS,
+    SLOTS,
     forward_ours,
     gradients,
     loss_of,
@@ -21,6 +29,8 @@ from megatron_single import (
     relative_difference,
 )
 
+from megatron_mtp.model import mtp
+from megatron_mtp.model.frozen import freeze_trunk
 from megatron_mtp.model.trunk import MTPGPTModel
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -77,22 +87,115 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE.values(), ids=RECOMPUTE.keys())
+@pytest.mark.parametrize("trunk", ["trained", "detached", "frozen"])
 @pytest.mark.parametrize("architecture", ["sequential", "parallel"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-def test_recomputation_changes_nothing(kind: dict[str, Any], architecture: str, recompute: dict[str, Any]) -> None:
+def test_recomputation_changes_nothing(
+    kind: dict[str, Any], architecture: str, trunk: str, recompute: dict[str, Any]
+) -> None:
+    """Nor where the depths' inputs want no gradient: their weights are trained nonetheless."""
     losses, grads = [], []
-    for changes in (kind, {**kind, **recompute}):
-        model = our_model(2, architecture=architecture, **changes)
+    for changes in ({}, recompute):
+        model = our_model(2, architecture=architecture, mtp_detach_heads=trunk == "detached", **kind, **changes)
+        if trunk == "frozen":
+            freeze_trunk(model)
         runs: list[int] = []
         attention = model.mtp.layers[0].tf_layer.self_attention.core_attention
         attention.register_forward_hook(lambda *_, runs=runs: runs.append(1))
-        output = forward_ours(model, make_batch(2))
+        output = forward_ours(model, make_batch(2), trains_trunk=trunk != "frozen")
         loss_of(output).backward()
-        assert len(runs) == (1 if changes is kind else 2), "the depth's attention runs twice where it is recomputed"
+        assert len(runs) == (2 if changes else 1), "the depth's attention runs twice where it is recomputed"
         losses.append(mean_losses(output))
-        grads.append(gradients(model))
+        grads.append(gradients(model.mtp if trunk == "frozen" else model))
     assert torch.equal(*losses)
     assert max(relative_difference(grads[1][name], grad) for name, grad in grads[0].items()) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_on"),
+    [
+        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, True),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, False),
+        ({"fp4": "e2m1"}, False),
+    ],
+)
+def test_quantised_depths_are_recomputed_by_tes_checkpoint(
+    precision: dict[str, Any], is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's stand in for TE's: only delayed scaling has to be on where the checkpoint begins."""
+    model = our_model(1, architecture="parallel", **RECOMPUTE["uniform"])
+    for name, value in precision.items():
+        setattr(model.config, name, value)
+    entered: list[bool] = []
+    found: list[tuple[int, bool, Any]] = []
+
+    def te_checkpoint(run: Any, distributes: bool, rng_tracker: Any, group: Any, *inputs: Any) -> Any:
+        assert rng_tracker is tensor_parallel.get_cuda_rng_tracker
+        found.append((len(entered), distributes, group))
+        return tensor_parallel.checkpoint(run, distributes, *inputs)
+
+    @contextmanager
+    def get_fp8_context(_: Any) -> Iterator[None]:
+        entered.append(True)
+        yield
+
+    monkeypatch.setattr(transformer_engine, "te_checkpoint", te_checkpoint)
+    monkeypatch.setattr(mtp, "get_fp8_context", get_fp8_context)
+    hidden_SBH = torch.randn(SLOTS, ROWS, model.config.hidden_size).cuda()
+    attention = mtp.AttentionInputs(make_batch(1)["attention_mask"])
+    model.mtp.layers[0](hidden_SBH, None, attention).sum().backward()
+    assert found == [(int(is_on), False, model.pg_collection.tp)]
+    assert gradients(model.mtp)
+
+
+class FusedAccumulation:
+    """Stands in for Apex's extension, which adds a layer's weight gradient to `main_grad` within its backward pass."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(states_NH: torch.Tensor, gradient_NV: torch.Tensor, main_grad_VH: torch.Tensor) -> None:
+        main_grad_VH += gradient_NV.t() @ states_NH
+
+
+def main_gradients(model: MTPGPTModel, **settings: Any) -> dict[str, torch.Tensor]:
+    """What Megatron's optimizer would see of two microbatches."""
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    wrapped.zero_grad_buffer()
+    for seed in (2, 3):
+        loss_of(forward_ours(wrapped, make_batch(2, seed=seed), **settings)).backward()
+    return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("linear_main", [False, True], ids=["main-by-layer", "main-in-chunks"])
+@pytest.mark.parametrize("pipeline", [False, True], ids=["one-stage", "last-of-several"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_fused_accumulation_keeps_what_the_depths_add_to_the_head(
+    tied: bool, pipeline: bool, linear_main: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output layer's dummy gradient was dropped together with the depths' own."""
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", FusedAccumulation, raising=False)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
+    if pipeline:  # where Megatron marks no weight, unlike on a stage that is first and last
+        monkeypatch.setattr(LanguageModule, "setup_embeddings_and_output_layer", lambda _: None)
+    plain, fused = (
+        main_gradients(our_model(2, tied, gradient_accumulation_fusion=fusion), linear_main=linear_main)
+        for fusion in (False, True)
+    )
+    assert max(relative_difference(fused[name], gradient) for name, gradient in plain.items()) <= 1e-5
+
+
+@pytest.mark.parametrize("depths", [None, 2])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_head_is_gathered_before_the_losses_in_chunks_read_it(tied: bool, depths: int | None) -> None:
+    """With --overlap-param-gather; the output layer, whose forward waited for it, has none then."""
+    model = our_model(depths, tied)
+    overlapping = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=1000
+    )
+    wrapped = DistributedDataParallel(model.config, overlapping, model)
+    forward_ours(wrapped, make_batch(depths or 0), linear_main=True)
+    assert len(wrapped.bucket_groups) > 3
+    assert all(group.param_gather_dispatched for group in wrapped.bucket_groups)
+    assert not [group for group in wrapped.bucket_groups if group.param_gather_handle is not None]
 
 
 def sharded(model: GPTModel) -> dict[str, Any]:

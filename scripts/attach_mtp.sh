@@ -46,7 +46,8 @@ load=(--load "$run/checkpoint")
 $launch pretrain_gpt.py "${train[@]}" "${load[@]}" --save "$run/checkpoint" --save-interval "${SAVE_INTERVAL:-$steps}" \
     --eval-interval "$steps" --mtp-metrics-dir "$run" 2>&1 | tee "$run/log.txt" | grep --line-buffered -E "$shown"
 
-if [ ! -d "$run/exported" ]; then
+if [ "$run/checkpoint/latest_checkpointed_iteration.txt" -nt "$run/exported/config.json" ]; then # also where there is none
+    rm -rf "$run/exported"
     $python tools/checkpoint/convert.py mcore-to-hf "$run/checkpoint" "$run/exported" --family "${FAMILY:-glm4_moe}" \
         --tokenizer "$model" --resume
 fi

@@ -37,7 +37,8 @@ logging=(
     tee "$run/log.txt" | grep --line-buffered -E 'error|Error|^>|^ \[.* iteration |validation loss|^[+|]|expected accepted|saving checkpoint'
 
 # The trained model as a Hugging Face folder that serving engines load with its depths, and the proof that it is the same.
-if [ ! -d "$run/exported" ]; then
+if [ "$run/checkpoint/latest_checkpointed_iteration.txt" -nt "$run/exported/config.json" ]; then # also where there is none
+    rm -rf "$run/exported"
     .venv/bin/python tools/checkpoint/convert.py mcore-to-hf "$run/checkpoint" "$run/exported" --resume
 fi
 .venv/bin/python tools/checkpoint/convert.py verify "$run/exported" "$run/checkpoint"

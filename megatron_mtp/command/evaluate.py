@@ -77,7 +77,12 @@ def parser(program: str) -> ArgumentParser:
 
 def _data_flags(args: Namespace, folder: Path) -> list[str]:
     """Flags for tokenizer and text; a text is made into a corpus in `folder`."""
+    from megatron_mtp.checkpoint.dist_store import DistReader, iteration_folder
+
+    stored = DistReader(iteration_folder(Path(args.load))).common()["args"]
     chosen = [] if args.tokenizer_model is None else _tokenizer_flags(args.tokenizer_model)
+    if not chosen and stored.tokenizer_type == "NullTokenizer" and stored.vocab_size is not None:
+        chosen = ["--vocab-size", str(stored.vocab_size)]  # which Megatron does not take from a checkpoint
     if args.text is None:
         return chosen
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -85,10 +90,8 @@ def _data_flags(args: Namespace, folder: Path) -> list[str]:
             "--text is read by one process, and there are several; make a corpus with megatron-mtp preprocess and give "
             "--data-path."
         )
-    from megatron_mtp.checkpoint.dist_store import DistReader, iteration_folder
     from megatron_mtp.checkpoint.hf_tokens import run_tokenizer
 
-    stored = DistReader(iteration_folder(Path(args.load))).common()["args"]
     tokenizer = args.tokenizer_model or run_tokenizer(stored)
     if tokenizer is None:
         raise ValueError(f"--load is {args.load}, which names no tokenizer that is there; give --tokenizer-model.")

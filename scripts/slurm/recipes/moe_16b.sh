@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034  # the jobs read the arrays
 # The shape of Moonlight-16B-A3B, a small DeepSeek-V3 (latent attention, 64 experts of which 6 and 2 shared ones work on
-# a token), with one depth: the experts are spread over 8 ranks, so any multiple of 8 GPUs.
+# a token), with one depth: the experts are spread over 8 ranks, so 8, 16, 32, ... GPUs.
 : "${DATA:=data/corpus}" "${TOKENIZER:=models/Moonlight-16B-A3B}" "${HF_MODEL:=models/Moonlight-16B-A3B}"
 : "${FAMILY:=deepseek_v3}"
 : "${DEPTHS:=1}" "${SEQUENCE:=4096}" "${MICRO_BATCH:=1}" "${GLOBAL_BATCH:=1024}"

@@ -36,6 +36,7 @@ EXAMPLES = """examples:
 an interrupted conversion leaves DST.partial; the same command with --resume goes on.
 """
 DTYPES = ("float32", "bfloat16", "float16")
+SHARD = "5GB"
 
 
 def main(argv: Sequence[str] | None = None, program: str = "convert.py") -> int:
@@ -90,7 +91,7 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.exporting import mcore_to_hf
     from megatron_mtp.checkpoint.hf_form import form_of
 
-    form = form_of(args.source, args.like, args.family, args.tokenizer)
+    form = form_of(args.source, args.like, args.family, args.tokenizer, args.trust_remote_code)
     done = asdict(mcore_to_hf(args.source, args.target, options(args), form))
     drafted = stored_draft_vocabulary(iteration_folder(args.source))
     if drafted is not None:
@@ -122,7 +123,7 @@ def look(args: argparse.Namespace) -> dict[str, Any]:
 def prove(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.verify import verify
 
-    checks = verify(args.source, args.target, args.text)
+    checks = verify(args.source, args.target, args.text, trust_remote_code=args.trust_remote_code)
     return {"checks": [asdict(check) for check in checks], "ok": all(check.ok for check in checks)}
 
 
@@ -144,9 +145,10 @@ def options(args: argparse.Namespace) -> Any:
 
     if args.workers < 1:
         raise ValueError(f"--workers: {args.workers} layers at a time are none; give 1 or more.")
+    dtype = getattr(args, "dtype", None)  # not every command makes tensors of another type, or shards
     return Options(
-        dtype=None if args.dtype is None else getattr(torch, args.dtype),
-        shard_bytes=size(args.max_shard_size),
+        dtype=None if dtype is None else getattr(torch, dtype),
+        shard_bytes=size(getattr(args, "max_shard_size", SHARD)),
         workers=args.workers,
         resume=args.resume,
         quiet=args.json or not sys.stderr.isatty(),
@@ -217,11 +219,13 @@ HELP: dict[str, tuple[str, bool]] = {
 
 def _writing_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--dtype", choices=DTYPES, help="type of all floating-point tensors (default: as they are)")
-    add("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
     workers = min(os.cpu_count() or 1, 4)
     add("--workers", type=int, default=workers, metavar="N", help=f"layers at a time (default: {workers})")
     add("--resume", action="store_true", help="go on with what an interrupted conversion has left")
+
+
+def _import_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--dtype", choices=DTYPES, help="type of all floating-point tensors (default: as they are)")
 
 
 def _attach_flags(command: argparse.ArgumentParser) -> None:
@@ -236,19 +240,28 @@ def _drop_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _export_flags(command: argparse.ArgumentParser) -> None:
+    _import_flags(command)
+    _trust_flag(command)
     add = command.add_argument
+    add("--max-shard-size", default=SHARD, metavar="SIZE", help=f"of a safetensors file (default: {SHARD})")
     add("--like", type=Path, metavar="FOLDER", help="take config and tokenizer from this Hugging Face folder")
     add("--family", metavar="NAME", help="model_type to export to (default: that of the source, or the one that fits)")
     add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to put into the folder (default: the run's own)")
 
 
+def _trust_flag(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
+
+
 def _verify_flags(command: argparse.ArgumentParser) -> None:
+    _trust_flag(command)
     command.add_argument("--text", type=Path, metavar="FILE", help="compare on this text, perplexity included")
 
 
 _OWN_FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "attach-mtp": _attach_flags,
     "drop-mtp": _drop_flags,
+    "hf-to-mcore": _import_flags,
     "mcore-to-hf": _export_flags,
     "verify": _verify_flags,
 }

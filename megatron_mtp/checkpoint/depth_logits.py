@@ -53,12 +53,14 @@ def depth_logits(
     """
     reader = DistReader(folder)
     model = build(parsed(flags, source.config.integer("vocab_size")))
+    tokens_BS, given = tokens_BS.cuda(), {name: value.cuda() for name, value in given.items()}
     for number, layer in enumerate(model.mtp.layers, start=1):
         _replace_absent(layer, f"mtp.layers.{number - 1}.", reader, given.get(f"given {number}"))
     fill(model, reader, ("mtp.", "embedding.", "output_layer."))
     _scale(model, source.family.depth_scales(source.config))
     with torch.no_grad():
-        return _run(model, reader, tokens_BS, given["given state"].unsqueeze(1), source.family.input == "pre")
+        out = _run(model, reader, tokens_BS, given["given state"].unsqueeze(1), source.family.input == "pre")
+    return {name: logits_SV.cpu() for name, logits_SV in out.items()}
 
 
 def _replace_absent(layer: Any, prefix: str, reader: DistReader, added_SH: Tensor | None) -> None:
@@ -103,11 +105,11 @@ def _run(
 def _own(reader: DistReader, number: int, key: str, shared: Tensor) -> Tensor:
     """A depth's own tensor, or the one that it shares with the trunk."""
     own = f"mtp.layers.{number - 1}.{key}"
-    return reader.read(own).float() if reader.holds(own) else shared
+    return reader.read(own).float().cuda() if reader.holds(own) else shared
 
 
 def _attention_inputs(model: MTPGPTModel, slots: int) -> AttentionInputs:
     """Causal; latent attention makes its positions itself."""
-    mask = torch.ones(1, 1, slots, slots).tril().logical_not()
+    mask = torch.ones(1, 1, slots, slots, device="cuda").tril().logical_not()
     rotary = model.position_embedding_type == "rope" and not model.config.multi_latent_attention
     return AttentionInputs(mask, model.rotary_pos_emb(slots) if rotary else None)

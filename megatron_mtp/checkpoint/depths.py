@@ -4,6 +4,7 @@
 its input norms are 1, and eh_proj = [0 | I] passes the hidden state on. `random` draws its matrices anew instead.
 """
 
+import json
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.dist_store import RELEASE, Chunk, DistReader, write_catalogue, write_chunk
-from megatron_mtp.checkpoint.importing import HF_FILES, Converted, Options, read_chunk
+from megatron_mtp.checkpoint.families import CARRIED, family_of
+from megatron_mtp.checkpoint.hf_config import HFConfig, read_json
+from megatron_mtp.checkpoint.importing import HF_FILES, ORIGIN, Converted, Options, read_chunk
 from megatron_mtp.checkpoint.mcore_store import TRACKER
 from megatron_mtp.checkpoint.streaming import PartialFolder, run_parts
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
@@ -58,7 +61,22 @@ def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Conv
         if (key.startswith("mtp.layers.") and int(key.split(".")[2]) < keep) or (key == DRAFT_VOCABULARY and keep)
     ]
     args = _args(reader, mtp_num_layers=keep or None)
-    return _copy(reader, source, target, kept, args, options, {"depths": keep})
+    dropped = _carried_parts(reader, source, keep)
+    return _copy(reader, source, target, kept, args, options, {"depths": keep}, dropped)
+
+
+def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str]:
+    """Tensors of depths after the first `keep` that Megatron has no module for: names in the Hugging Face folder.
+
+    Raises:
+        ValueError: there are carried tensors, but not the config that tells what they belong to.
+    """
+    carried = [key.removeprefix(CARRIED) for key in reader.keys if key.startswith(CARRIED)]
+    if not carried:
+        return frozenset()
+    config = HFConfig.read(source / HF_FILES)
+    depth_of = family_of(config).depth_of
+    return frozenset(name for name in carried if (depth := depth_of(config, name)) is not None and depth >= keep)
 
 
 def _copy(
@@ -69,9 +87,10 @@ def _copy(
     common: dict[str, Any],
     options: Options,
     plan: dict[str, Any],
+    dropped: frozenset[str] = frozenset(),
 ) -> Converted:
-    """The trunk's tensors and those that were made, as a new checkpoint."""
-    trunk = [key for key in reader.keys if not key.startswith("mtp.")]
+    """The trunk's tensors, without the carried ones that are dropped, and those that were made, as a new checkpoint."""
+    trunk = [key for key in reader.keys if not key.startswith("mtp.") and key.removeprefix(CARRIED) not in dropped]
     sources: list[Source] = [(key, lambda key=key: reader.read(key)) for key in trunk]  # type: ignore[misc]
     partial = PartialFolder(target, {"source": str(source.resolve()), **plan}, options.resume)
     inside = partial.path / RELEASE
@@ -87,9 +106,20 @@ def _copy(
     write_catalogue(inside, chunks, common)
     if (source / HF_FILES).is_dir():
         shutil.copytree(source / HF_FILES, partial.path / HF_FILES, dirs_exist_ok=True)
+        _correct_origin(partial.path / HF_FILES / ORIGIN, plan["depths"], dropped)
     (partial.path / TRACKER).write_text(RELEASE)
     partial.finish()
     return Converted("Megatron", plan["depths"], len(chunks), sum(chunk.length for chunk in chunks))
+
+
+def _correct_origin(path: Path, depths: int, dropped: frozenset[str]) -> None:
+    """What the kept files say of the tensors that are there."""
+    if not path.is_file():
+        return
+    origin = read_json(path)
+    layout = origin.get("layout", {})
+    carried = [name for name in layout.get("carried", []) if name not in dropped]
+    path.write_text(json.dumps({**origin, "layout": {**layout, "depths": depths, "carried": carried}}, indent=2) + "\n")
 
 
 def _writer(file: Path, entries: list[Source]) -> Callable[[Callable[[int], None]], list[dict[str, Any]]]:

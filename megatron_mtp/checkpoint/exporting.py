@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,13 +75,13 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
     work = [(_bytes(part, reader), _part_writer(reader, part, shards, budget)) for part in parts_of(rules).values()]
     total = sum(size for size, _ in work)
     run_parts(partial, work, options.workers, total, options.quiet)
-    _write_files(partial.path, form, with_dtype(keys, options))
+    _write_files(partial.path, form, with_dtype(keys, tensors))
     partial.finish()
     return Converted(family.title, layout.depths, len(tensors), total)
 
 
 def with_depths(keys: dict[str, Any], depths: int) -> dict[str, Any]:
-    """The config's keys for so many depths; as they are where they say so already."""
+    """The config's keys for so many depths, by every name that it counts them by; as they are where they say so."""
     config = HFConfig.from_keys(keys)
     family = family_of(config)
     said = (
@@ -90,16 +91,26 @@ def with_depths(keys: dict[str, Any], depths: int) -> dict[str, Any]:
     )
     if family.depth_pattern is None or said is None or said == depths:
         return keys
-    text = {**keys.get("text_config", keys), family.depth_keys[0]: depths}
-    return {**keys, "text_config": text} if "text_config" in keys else text
+    counts = {key: depths for key in family.depth_keys if config.has(key)} or {family.depth_keys[0]: depths}
+    whole = {**keys, **{key: count for key, count in counts.items() if key in keys}}
+    if "text_config" not in keys:
+        return whole | counts
+    return {**whole, "text_config": {**keys["text_config"], **counts}}
 
 
-def with_dtype(keys: dict[str, Any], options: Options) -> dict[str, Any]:
-    """The config's keys once all tensors have another type."""
-    if options.dtype is None:
-        return keys
-    name = str(options.dtype).removeprefix("torch.")
-    return {**keys, **{key: name for key in ("dtype", "torch_dtype") if key in keys}}
+Written = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, shape and type of a tensor in the folder."""
+
+
+def with_dtype(keys: dict[str, Any], tensors: list[Written]) -> dict[str, Any]:
+    """The config's keys, with the type that most numbers in the tensors have; where no key says it, none will."""
+    counts: Counter[torch.dtype] = Counter()
+    for _, shape, dtype in tensors:
+        counts[dtype] += torch.Size(shape).numel() * dtype.is_floating_point
+    name = str(counts.most_common(1)[0][0]).removeprefix("torch.")
+    said: dict[str, Any] = {key: name for key in ("dtype", "torch_dtype") if key in keys}
+    inner = {"text_config": with_dtype(keys["text_config"], tensors)} if "text_config" in keys else {}
+    return {**keys, **said, **inner}
 
 
 def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
@@ -120,8 +131,8 @@ def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
         )
 
 
-def _written(rule: Rule, reader: DistReader, options: Options) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Name, shape and type of the HF tensors that a rule makes."""
+def _written(rule: Rule, reader: DistReader, options: Options) -> list[Written]:
+    """The HF tensors that a rule makes."""
     if not rule.mcore:
         return [(tensor.name, tensor.shape or (), torch.float32) for tensor in rule.hf]
     key = stored_key(rule.mcore[0], reader)

@@ -10,14 +10,19 @@ from pathlib import Path
 from megatron_mtp.checkpoint.dist_store import DistReader
 from megatron_mtp.checkpoint.exporting import HFForm, kept_form
 from megatron_mtp.checkpoint.families import family_of
-from megatron_mtp.checkpoint.families.trunk import ZERO_QKV_BIAS, ZERO_ROUTER_BIAS
 from megatron_mtp.checkpoint.hf_config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.hf_keys import CODE, KEYS, check_computable, common_keys
-from megatron_mtp.checkpoint.hf_tokens import Tokens, run_tokenizer
-from megatron_mtp.checkpoint.plan import HFModel, stored_layout
+from megatron_mtp.checkpoint.hf_tokens import Tokens, has_tokenizer, run_tokenizer
+from megatron_mtp.checkpoint.plan import HFModel, stored_layout, zero_features
 
 
-def form_of(source: Path, like: Path | None = None, family: str | None = None, tokenizer: Path | None = None) -> HFForm:
+def form_of(
+    source: Path,
+    like: Path | None = None,
+    family: str | None = None,
+    tokenizer: Path | None = None,
+    trust_remote_code: bool = False,
+) -> HFForm:
     """The form for a checkpoint: like another folder, as a conversion has kept it, or by Megatron's arguments.
 
     Args:
@@ -25,12 +30,17 @@ def form_of(source: Path, like: Path | None = None, family: str | None = None, t
         like: an HF folder or a converted checkpoint to take config and files from.
         family: `model_type` to export to.
         tokenizer: folder of the tokenizer to copy.
+        trust_remote_code: whether to run the code of a tokenizer that has some.
 
     Raises:
-        ValueError: flags contradict each other, or no family has what the model has.
+        ValueError: flags contradict each other or name no tokenizer, or no family has what the model has.
     """
     if like is not None and family is not None:
         raise ValueError("--like and --family were given, but a folder to be like has its family; drop one of the two.")
+    if tokenizer is not None and not has_tokenizer(tokenizer):
+        raise ValueError(
+            f"--tokenizer is {tokenizer}, where there is no tokenizer; give a folder with tokenizer.json or its like."
+        )
     if like is not None:
         form = kept_form(like) or hf_folder_form(like)
         return HFForm(form.keys, form.features, form.carried, tokenizer or form.files)
@@ -38,7 +48,7 @@ def form_of(source: Path, like: Path | None = None, family: str | None = None, t
     reader = DistReader(source)
     if kept is not None and family is None and _holds(kept, stored_layout(reader).depths):
         return HFForm(kept.keys, kept.features, kept.carried, tokenizer or kept.files)
-    return trained_form(reader, family, tokenizer or (kept.files if kept else None))
+    return trained_form(reader, family, tokenizer or (kept.files if kept else None), trust_remote_code)
 
 
 def hf_folder_form(folder: Path) -> HFForm:
@@ -55,12 +65,15 @@ def _holds(form: HFForm, depths: int) -> bool:
     return not depths or family_of(HFConfig.from_keys(form.keys)).depth_pattern is not None
 
 
-def trained_form(reader: DistReader, family: str | None = None, tokenizer: Path | None = None) -> HFForm:
+def trained_form(
+    reader: DistReader, family: str | None = None, tokenizer: Path | None = None, trust_remote_code: bool = False
+) -> HFForm:
     """The form for a checkpoint that no conversion has made.
 
     Args:
         family: `model_type` of the folder; None for the one that fits.
         tokenizer: folder to copy into it; None for the one of the training run, where it is there.
+        trust_remote_code: whether to run the tokenizer's own code.
 
     Raises:
         ValueError: no family here has what the model has, or the one asked for has not.
@@ -71,18 +84,12 @@ def trained_form(reader: DistReader, family: str | None = None, tokenizer: Path 
     chosen = family or _fitting(args, depths)
     if chosen not in KEYS:
         raise ValueError(f"--family is '{chosen}'; a trained model becomes one of {', '.join(KEYS)}.")
-    tokens = Tokens.of(tokenizer or run_tokenizer(args), args)
+    tokens = Tokens.of(tokenizer or run_tokenizer(args), args, trust_remote_code)
     dtype = str(reader.dtype("decoder.final_layernorm.weight")).removeprefix("torch.")
     keys = {**common_keys(args, tokens.vocabulary(reader), dtype), **KEYS[chosen](args), **tokens.ids}
     keys |= {"model_type": chosen} | ({"num_nextn_predict_layers": depths} if depths else {})
     texts = {**CODE.get(chosen, {}), **tokens.generation_config()}
-    return HFForm(keys, _zero_features(reader), files=tokens.folder, texts=texts)
-
-
-def _zero_features(reader: DistReader) -> tuple[str, ...]:
-    """Biases that the model does without, and that engines look for in these families: written as zeros."""
-    names = {ZERO_QKV_BIAS: "self_attention.linear_qkv.bias", ZERO_ROUTER_BIAS: "mlp.router.expert_bias"}
-    return tuple(feature for feature, name in names.items() if not any(key.endswith(f".{name}") for key in reader.keys))
+    return HFForm(keys, zero_features(reader), files=tokens.folder, texts=texts)
 
 
 def _fitting(args: Namespace, depths: int) -> str:

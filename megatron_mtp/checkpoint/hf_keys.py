@@ -17,6 +17,24 @@ def check_computable(args: Namespace) -> None:
         )
 
 
+def _is_said(name: str) -> Callable[[Namespace], bool]:
+    """Whether an argument has a value; checkpoints of an older Megatron do not know all of them."""
+
+    def is_said(args: Namespace) -> bool:
+        value = getattr(args, name, None)
+        return any(value) if isinstance(value, list) else bool(value)
+
+    return is_said
+
+
+_ALWAYS_FOREIGN = (
+    "use_mup no_rope_freq apply_residual_connection_post_layernorm qk_l2_norm glu_linear_offset "
+    "activation_func_clamp_value attention_output_gate experimental_attention_variant "
+    "moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size "
+    "heterogeneous_layers_config_path spec"
+).split()
+"""Arguments with which a model computes something else, whatever their value."""
+
 _FOREIGN: list[tuple[Callable[[Namespace], bool], str]] = [
     (lambda args: args.normalization != "RMSNorm", "another norm than --normalization RMSNorm"),
     (lambda args: args.layernorm_zero_centered_gamma, "--apply-layernorm-1p"),
@@ -24,21 +42,23 @@ _FOREIGN: list[tuple[Callable[[Namespace], bool], str]] = [
     (lambda args: args.add_bias_linear, "biases (without --disable-bias-linear)"),
     (lambda args: args.position_embedding_type != "rope", "other positions than --position-embedding-type rope"),
     (lambda args: args.rotary_interleaved and not args.multi_latent_attention, "--rotary-interleaved"),
-    (lambda args: args.use_rope_scaling, "--use-rope-scaling"),
     (lambda args: args.window_size is not None, "--window-size"),
     (lambda args: bool(args.num_experts) and args.moe_router_score_function != "sigmoid",
      "--moe-router-score-function softmax"),
     (lambda args: bool(args.num_experts) and bool(args.moe_shared_expert_gate), "--moe-shared-expert-gate"),
     (lambda args: bool(args.num_experts) and _dense_first(args) is None, "dense layers after MoE"),
-    (lambda args: args.multi_latent_attention and args.rope_type == "yarn" and args.rotary_scaling_factor != 1.0,
-     "a rotary scaling (--rotary-scaling-factor)"),
+    (lambda args: _is_yarn(args) and args.mscale != 1.0 and not args.mscale_all_dim,
+     "--mscale without --mscale-all-dim"),
+    (lambda args: getattr(args, "rotary_seq_len_interpolation_factor", None) not in (None, 1),
+     "--rotary-seq-len-interpolation-factor"),
+    (lambda args: getattr(args, "softmax_type", "vanilla") != "vanilla", "another --softmax-type than vanilla"),
+    *((_is_said(name), f"--{name.replace('_', '-')}") for name in _ALWAYS_FOREIGN),
 ]  # fmt: skip
 """Whether a model computes something else, and how to say it."""
 
 
 def common_keys(args: Namespace, vocabulary: int, dtype: str) -> dict[str, Any]:
     """Keys of every family."""
-    rope = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
     return {
         "vocab_size": vocabulary,
         "hidden_size": args.hidden_size,
@@ -50,8 +70,8 @@ def common_keys(args: Namespace, vocabulary: int, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": args.max_position_embeddings,
         "rms_norm_eps": args.layernorm_epsilon,
         "hidden_act": "silu",
-        "rope_parameters": rope,
-        "rope_theta": rope["rope_theta"],
+        **_rope(args),
+        "rope_theta": float(args.rotary_base),
         "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
         "attention_bias": bool(args.add_qkv_bias),
         "attention_dropout": 0.0,
@@ -60,6 +80,24 @@ def common_keys(args: Namespace, vocabulary: int, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+def _rope(args: Namespace, **others: float) -> dict[str, Any]:
+    """Rotary settings, with the numbers that Megatron has no flags for; a scaling also as engines used to read it."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rotary_base), **others}
+    if _is_yarn(args):
+        mscales = {"mscale": args.mscale, "mscale_all_dim": args.mscale_all_dim}
+        fixed = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
+        rope |= {"rope_type": "yarn", "factor": args.rotary_scaling_factor, **mscales, **fixed}
+    elif args.use_rope_scaling and not args.multi_latent_attention:
+        fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        rope |= {"rope_type": "llama3", "factor": args.rope_scaling_factor, **fixed}
+    return {"rope_parameters": rope} | ({} if rope["rope_type"] == "default" else {"rope_scaling": rope})
+
+
+def _is_yarn(args: Namespace) -> bool:
+    """Whether latent attention scales its positions; YaRN, Megatron's default there, does nothing with factor 1."""
+    return args.multi_latent_attention and args.rope_type != "rope" and args.rotary_scaling_factor != 1.0
 
 
 def _dense(architecture: str) -> Callable[[Namespace], dict[str, Any]]:
@@ -72,12 +110,11 @@ def _dense(architecture: str) -> Callable[[Namespace], dict[str, Any]]:
 
 
 def _glm(args: Namespace) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": float(args.rotary_base), "partial_rotary_factor": args.rotary_percent}
     return {
         "architectures": ["Glm4MoeForCausalLM"],
         "use_qk_norm": bool(args.qk_layernorm),
         "partial_rotary_factor": args.rotary_percent,
-        "rope_parameters": rope,
+        **_rope(args, partial_rotary_factor=args.rotary_percent),
         **_experts(args),
     }
 

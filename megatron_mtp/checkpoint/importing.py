@@ -107,7 +107,7 @@ def _check_carried(model: HFModel) -> None:
     from megatron_mtp.checkpoint.reference import check_whole
 
     try:
-        AutoConfig.from_pretrained(model.folder.folder)
+        AutoConfig.from_pretrained(model.folder.folder, trust_remote_code=False)
     except Exception:  # whatever its checks of a config raise: then nothing is known here, and `verify` says why
         return
     check_whole(model.folder.folder, {name: stored.shape for name, stored in model.folder.tensors.items()})

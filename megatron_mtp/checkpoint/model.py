@@ -46,7 +46,7 @@ def build(stored: Namespace, draft_vocabulary: Tensor | None = None) -> MTPGPTMo
         config.draft_vocabulary = draft_vocabulary
         model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     assert isinstance(model, MTPGPTModel)
-    return model.eval()
+    return model.cuda().eval()
 
 
 def fill(model: MTPGPTModel, reader: DistReader, parts: tuple[str, ...] = ("",)) -> None:
@@ -59,13 +59,19 @@ def fill(model: MTPGPTModel, reader: DistReader, parts: tuple[str, ...] = ("",))
     model.load_state_dict(loaded["model"], strict=False)
 
 
-def model_config(stored: Namespace) -> MTPGPTModelConfig:
-    """The configuration of a model from the arguments that a checkpoint keeps."""
+def completed(stored: Namespace) -> Namespace:
+    """All of Megatron's arguments, from those of a checkpoint that say what its model computes."""
     args = parse_flags(ONE_PROCESS.split())
     for name in MODEL_ARGUMENTS:
         if getattr(stored, name, None) is not None:
             setattr(args, name, getattr(stored, name))
     validate_args(args)
+    return args
+
+
+def model_config(stored: Namespace) -> MTPGPTModelConfig:
+    """The configuration of a model from the arguments that a checkpoint keeps."""
+    args = completed(stored)
     config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
     config.rope_scaling_factor = args.rope_scaling_factor
     config.mtp = MTPConfig(mtp_architecture=getattr(stored, "mtp_architecture", None) or "sequential")

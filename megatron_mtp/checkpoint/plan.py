@@ -6,11 +6,12 @@ its tensors. Rules are grouped into parts, a layer each, which are converted, re
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_mtp.checkpoint.dist_store import DistReader
 from megatron_mtp.checkpoint.families import Family, Layout, family_of
+from megatron_mtp.checkpoint.families.trunk import ZERO_QKV_BIAS, ZERO_ROUTER_BIAS
 from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.hf_shards import HFFolder, block_of
 from megatron_mtp.checkpoint.rules import Piece, Rule, Shape
@@ -98,6 +99,12 @@ def stored_layout(reader: DistReader, features: Iterable[str] = (), carried: Ite
     return Layout(len(depths), frozenset(features), tuple(carried))
 
 
+def zero_features(reader: DistReader) -> tuple[str, ...]:
+    """Biases that the model does without, and that engines look for in some families: written as zeros."""
+    names = {ZERO_QKV_BIAS: "self_attention.linear_qkv.bias", ZERO_ROUTER_BIAS: "mlp.router.expert_bias"}
+    return tuple(feature for feature, name in names.items() if not any(key.endswith(f".{name}") for key in reader.keys))
+
+
 @dataclass(frozen=True)
 class HFModel:
     """An HF folder whose tensors have been found to be those of its family."""
@@ -118,6 +125,11 @@ class HFModel:
         rules = family.all_rules(config, layout)
         check_hf(rules, folder, config)
         return cls(config, family, layout, folder, rules)
+
+    def beside(self, reader: DistReader) -> "HFModel":
+        """The same model with rules for this checkpoint, which may lack biases that the folder has as zeros."""
+        layout = replace(self.layout, features=self.layout.features | set(zero_features(reader)))
+        return replace(self, layout=layout, rules=self.family.all_rules(self.config, layout))
 
 
 def _fits(stored: Shape, piece: Piece) -> bool:

@@ -56,7 +56,7 @@ def config_of(folder: Path) -> tuple[DepthForm | None, Any]:
     keys = read_json(folder / CONFIG)
     form = FORMS.get(keys["model_type"])
     if form is None or form.trunk_type is None:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config.__dict__.pop("quantization_config", None)  # tensors are read as what they stand for
         return form, _with_eyes(config) if config.model_type == "step3p5" else config
     own = {form.keys.get(name, name): value for name, value in keys.items() if name not in _NOT_THE_TRUNKS}

@@ -21,7 +21,7 @@ PLAN = "progress.json"
 
 
 class PartialFolder:
-    """The folder beside the target.
+    """The folder beside the target, or beside the folder that the target is a link to.
 
     Args:
         target: must not exist, or be empty.
@@ -29,10 +29,14 @@ class PartialFolder:
         resume: whether to go on with what an earlier run left.
 
     Raises:
-        ValueError: the target holds something, or there is a partial folder and it is not to be resumed.
+        ValueError: the target holds something or is a mount point, or there is a partial folder that is not to be
+            resumed.
     """
 
     def __init__(self, target: Path, plan: Mapping[str, Any], resume: bool) -> None:
+        target = target.resolve()
+        if target.is_mount():
+            raise ValueError(f"{target} is a mount point, which nothing can be renamed to; name a new folder in it.")
         self.target, self.path = target, target.with_name(f"{target.name}.partial")
         text = json.dumps(plan, sort_keys=True)
         if resume and not self.path.exists() and _planned(target) == text:

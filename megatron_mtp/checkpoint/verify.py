@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.dist_store import DistReader
 from megatron_mtp.checkpoint.exporting import HFForm, mcore_to_hf
 from megatron_mtp.checkpoint.hf_config import CONFIG, read_json
+from megatron_mtp.checkpoint.hf_tokens import load_tokenizer
 from megatron_mtp.checkpoint.importing import Options
 from megatron_mtp.checkpoint.megatron_args import depth_flags_of, flags_of
 from megatron_mtp.checkpoint.plan import HFModel, check_mcore, stored_key
@@ -47,23 +48,32 @@ class Check:
     witness: str
 
 
-def verify(hf: Path, mcore: Path, text: Path | None = None, slots: int = 32, seed: int = 0) -> list[Check]:
+def verify(
+    hf: Path,
+    mcore: Path,
+    text: Path | None = None,
+    slots: int = 32,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> list[Check]:
     """All checks that apply.
 
     Args:
         text: the prompt, of which the folder's tokenizer makes tokens; None for random tokens.
         slots: random tokens, or the most tokens of the text divided by 16.
+        trust_remote_code: whether to run the tokenizer's own code.
 
     Raises:
         ValueError: one of the two is damaged, or they are not of the same family.
     """
-    model, reader = HFModel.read(hf), DistReader(mcore)
+    reader = DistReader(mcore)
+    model = HFModel.read(hf).beside(reader)
     check_mcore(model.rules, reader)
     checks = [_round_trip(model, reader)]
     flags, depth_flags = flags_of(model)[0], depth_flags_of(model)
     if flags is None and depth_flags is None:
         return checks
-    tokens_BS = _prompt(model, slots, seed) if text is None else _text_prompt(hf, text, 16 * slots)
+    tokens_BS = _prompt(model, slots, seed) if text is None else _text_prompt(hf, text, 16 * slots, trust_remote_code)
     if flags is None:
         theirs, ours = split_logits(model, depth_flags or [], hf, mcore, tokens_BS)
         checks += compare(theirs, ours, "transformers from the checkpoint")
@@ -130,10 +140,8 @@ def _prompt(model: HFModel, slots: int, seed: int) -> Tensor:
     return torch.randint(0, model.config.integer("vocab_size"), (1, slots), generator=generator)
 
 
-def _text_prompt(folder: Path, text: Path, slots: int) -> Tensor:
-    from transformers import AutoTokenizer
-
-    tokens = AutoTokenizer.from_pretrained(folder)(text.read_text(encoding="utf-8"))["input_ids"][:slots]
+def _text_prompt(folder: Path, text: Path, slots: int, trust_remote_code: bool) -> Tensor:
+    tokens = load_tokenizer(folder, trust_remote_code)(text.read_text(encoding="utf-8"))["input_ids"][:slots]
     if len(tokens) < 2:
         raise ValueError(f"--text: {text} makes {len(tokens)} token(s); give a longer text.")
     return torch.tensor([tokens])
@@ -202,15 +210,16 @@ def megatron_logits(folder: Path, tokens_BS: Tensor) -> dict[str, Tensor]:
 
     model = load_model(folder)
     depths = model.config.mtp_num_layers or 0
-    slots = tokens_BS.size(1)
-    positions_BS = torch.arange(slots).unsqueeze(0)
-    mask = torch.ones(1, 1, slots, slots).tril().logical_not()
-    batch: dict[str, Any] = {"tokens": tokens_BS, "labels": tokens_BS.roll(-1, 1), "loss_mask": torch.ones(1, slots)}
+    tokens_BS, slots = tokens_BS.cuda(), tokens_BS.size(1)
+    positions_BS = torch.arange(slots, device="cuda").unsqueeze(0)
+    mask = torch.ones(1, 1, slots, slots, device="cuda").tril().logical_not()
+    ones_BS = torch.ones_like(tokens_BS).float()
+    batch: dict[str, Any] = {"tokens": tokens_BS, "labels": tokens_BS.roll(-1, 1), "loss_mask": ones_BS}
     add_depths(batch, max(depths, 1), None)
 
     def logits(hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Any, *_: Any) -> dict[str, Tensor]:
         states = {"trunk": hidden_SBH} | {f"depth {d}": state for d, state in enumerate(depth_hidden, start=1)}
-        return {name: head.project(state_SBH)[:, 0].clone() for name, state_SBH in states.items()}
+        return {name: head.project(state_SBH)[:, 0].clone().cpu() for name, state_SBH in states.items()}
 
     with torch.no_grad():
         out: dict[str, Tensor] = model(

@@ -4,6 +4,8 @@ Any layout that Megatron saved loads, since its distributed checkpoints cut tens
 the process group.
 """
 
+import contextlib
+import io
 import os
 from argparse import Namespace
 from dataclasses import dataclass
@@ -11,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.argument_utils import gpt_config_from_args
 from torch import Tensor
 
-from megatron_mtp.checkpoint.dist_store import stored_draft_vocabulary
-from megatron_mtp.checkpoint.mcore_store import TRACKER, repair_tracker
+from megatron_mtp.checkpoint.dist_store import DistReader, iteration_folder, stored_draft_vocabulary
+from megatron_mtp.checkpoint.hf_tokens import EMBEDDING, has_tokenizer
+from megatron_mtp.checkpoint.importing import HF_FILES
+from megatron_mtp.checkpoint.mcore_store import repair_tracker
+from megatron_mtp.checkpoint.model import completed, fill
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
@@ -75,7 +80,7 @@ class Loaded:
 
     Attributes:
         runner: the model.
-        tokenizer: the folder that the model was trained with; None if it was trained on plain ids.
+        tokenizer: the folder that the model was trained or converted with; None if there are plain ids alone.
     """
 
     runner: Runner
@@ -103,14 +108,16 @@ def load_checkpoint(
     """
     iteration = _iteration(Path(folder), flag)
     join_world()
-    args = dist_checkpointing.load_common_state_dict(str(iteration)).get("args")
+    reader = DistReader(iteration)
+    args = reader.common().get("args")
     if not isinstance(args, Namespace):
         raise ValueError(f"{flag} is {folder}, which does not hold the arguments that its model was trained with.")
+    if not hasattr(args, "params_dtype"):  # a conversion knows what the model computes, and nothing of a run
+        args, dtype = _of_a_conversion(args, iteration, flag), dtype or reader.dtype(EMBEDDING)
     model = _model(_adapted(args), stored_draft_vocabulary(iteration))
-    state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(iteration))
-    model.load_state_dict(state["model"])
-    model = model.cuda() if dtype is None else model.cuda().to(dtype)
-    tokenizer = _tokenizer(args)
+    fill(model, reader)
+    _keep_weights_in(model.cuda(), dtype or model.config.params_dtype)
+    tokenizer = _tokenizer(args, iteration.parent / HF_FILES)
     if vocab_size is None and tokenizer is not None:
         vocab_size = _entries(tokenizer)
     return Loaded(Runner(model, vocab_size), tokenizer)
@@ -131,20 +138,12 @@ def join_world() -> None:
 
 
 def _iteration(folder: Path, flag: str) -> Path:
-    """The folder of the newest iteration."""
-    if dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
-        return folder
-    tracker = folder / TRACKER
-    if not tracker.is_file():
-        raise ValueError(f"{flag} is {folder}, where there is no {TRACKER}; give a folder that Megatron saved to.")
+    """The folder of the newest iteration, or of the one that a conversion has made."""
     repair_tracker(folder)
-    iteration = folder / f"iter_{int(tracker.read_text()):07d}"
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(iteration)):
-        raise ValueError(
-            f"{flag} is {folder}, whose {iteration.name} is no distributed checkpoint; save with --ckpt-format "
-            "torch_dist."
-        )
-    return iteration
+    try:
+        return iteration_folder(folder)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
 
 
 def _adapted(args: Namespace) -> Namespace:
@@ -166,9 +165,25 @@ def _model(args: Namespace, draft_vocabulary: Tensor | None) -> MTPGPTModel:
     return model
 
 
-def _tokenizer(args: Namespace) -> Path | None:
+def _keep_weights_in(model: MTPGPTModel, dtype: torch.dtype) -> None:
+    """All of them, as Megatron has them in training; buffers, such as the biases of experts, stay as they are."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+
+
+def _of_a_conversion(args: Namespace, iteration: Path, flag: str) -> Namespace:
+    if getattr(args, "megatron_mtp_untrainable", False):
+        raise ValueError(f"{flag} is {iteration.parent}, converted from a model that Megatron cannot run.")
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
+        return completed(args)
+
+
+def _tokenizer(args: Namespace, kept: Path) -> Path | None:
+    """The tokenizer of the training, or the one that a conversion has kept."""
     named = getattr(args, "tokenizer_model", None)
-    return Path(named) if named and args.tokenizer_type == "HuggingFaceTokenizer" and Path(named).is_dir() else None
+    if named and args.tokenizer_type == "HuggingFaceTokenizer" and Path(named).is_dir():
+        return Path(named)
+    return kept if has_tokenizer(kept) else None
 
 
 def _entries(tokenizer: Path) -> int:

@@ -18,7 +18,7 @@ def why_not(module: str) -> str | None:
 
 
 def hide_broken_transformer_engine() -> None:
-    """Let its import fail in the one way (ImportError) that Megatron takes for its absence, whatever the true one is."""
+    """Let its import fail in the one way (ImportError) that Megatron takes for absence, whatever the true one is."""
     if why_not("transformer_engine.pytorch") is not None:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # the import system's word for it
 

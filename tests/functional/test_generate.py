@@ -88,7 +88,7 @@ BAD = {
     ),
     "draft model": (
         ["--speculative-config", '{"method": "draft_model", "num_speculative_tokens": 2, "model": "/nowhere"}'],
-        "speculative config: model is /nowhere",
+        "speculative config: model: /nowhere",
     ),
     "depths": (["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}'], "or choose mtp_eagle"),
     "temperature": (["--temperature", "-1"], "--temperature is -1.0; give 0 (greedy) or more."),
@@ -99,7 +99,7 @@ BAD = {
     "positions": (["--prompt-ids", ",".join(["1"] * 64)], "has 64 tokens, and the model has 64 positions"),
     "empty": (["--prompt-ids", ""], "a prompt is empty"),
     "text": (["--prompt", "hello"], "names no tokenizer"),
-    "checkpoint": (["--load", "/nowhere"], "--load is /nowhere, where there is no latest_"),
+    "checkpoint": (["--load", "/nowhere"], "--load: /nowhere is no Megatron distributed checkpoint"),
 }
 
 

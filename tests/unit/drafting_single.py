@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import fields
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -11,6 +12,7 @@ from megatron_single import MOE, VOCABULARY, our_model, randomise, transformer_c
 from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.drafting import loop
 from megatron_mtp.drafting.api import generate, make_method
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.loop import Limits, Method, decode
@@ -123,15 +125,20 @@ def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Te
     def capture(hidden: Tensor, depths: list[Tensor], head: Head, _: Head, __: DepthBatch) -> Any:
         return head.project(hidden)[:, 0], [head.project(state)[:, 0] for state in depths]
 
-    tokens = torch.tensor([text])
+    tokens = torch.tensor([text], device="cuda")
     slots = len(text)
-    batch: dict[str, Any] = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, slots)}
+    batch: dict[str, Any] = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones_like(tokens).float()}
     add_depths(batch, twin.config.mtp_num_layers or 1, None)
-    mask = torch.ones(1, 1, slots, slots).tril().logical_not()
-    positions = torch.arange(slots).unsqueeze(0)
+    mask = torch.ones(1, 1, slots, slots, device="cuda").tril().logical_not()
+    positions = torch.arange(slots, device="cuda").unsqueeze(0)
     return twin(
         tokens, positions, mask, labels=tokens, output_processor=capture, output_processor_context=depth_batch(batch)
     )
+
+
+def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what a step calls can be watched: the replay of a CUDA graph calls nothing."""
+    monkeypatch.setattr(loop, "can_record", lambda *_: False)
 
 
 class Agreeing(Proposer):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import model_of, p_value_of, prompts_of, run
+from drafting_single import model_of, p_value_of, prompts_of, run, run_every_step_in_python
 from megatron.core import dist_checkpointing
 from megatron_single import VOCABULARY, forward_ours, make_batch, our_model, randomise
 
@@ -85,6 +85,7 @@ def test_drafts_are_of_the_map_and_the_text_is_the_trunks(name: str, monkeypatch
         drafts.extend(draft.tokens_BN[draft.valid()].tolist())
         observe(self, sequences, draft, logits_BRV)
 
+    run_every_step_in_python(monkeypatch)
     monkeypatch.setattr(type(run_method(target, settings)), "observe", noting)
     answers = generate(Runner(model_of(kind)), prompts, 40).token_ids
     assert generate(target, prompts, 40, speculative=settings).token_ids == answers
@@ -113,9 +114,11 @@ def test_sampled_texts_keep_the_targets_distribution(name: str) -> None:
 
 def test_a_draft_head_is_the_rows_of_the_whole_one() -> None:
     target = Runner(model_of("gqa", drafted=DRAFTED), vocab_size=90)
-    states_SBH = torch.randn(3, 2, target.hidden_size, dtype=target.dtype, generator=torch.Generator().manual_seed(1))
+    states_SBH = torch.randn(3, 2, target.hidden_size, generator=torch.Generator().manual_seed(1)).to(
+        "cuda", target.dtype
+    )
     whole_BRV, drafts_BRV = target.logits(states_SBH), target.draft_logits(states_SBH)
-    inside = torch.isin(torch.arange(90), torch.tensor(DRAFTED))
+    inside = torch.isin(torch.arange(90), torch.tensor(DRAFTED)).cuda()
     torch.testing.assert_close(drafts_BRV[..., inside], whole_BRV[..., inside])
     assert (drafts_BRV[..., ~inside] == -torch.inf).all()
     assert (target.drafted, Runner(model_of("gqa")).drafted) == (len(DRAFTED) - 1, VOCABULARY)

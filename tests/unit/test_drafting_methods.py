@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import model_of, prompts_of, run, runner_of
+from drafting_single import model_of, prompts_of, run, run_every_step_in_python, runner_of
 from torch import Tensor
 
 from megatron_mtp.drafting import loop
@@ -106,6 +106,7 @@ class Overheard:
         self.drafts: dict[tuple[int, int], list[list[int]]] = {}
 
     def listen(self, proposer: type) -> None:
+        run_every_step_in_python(self.patch)
         propose = proposer.propose  # type: ignore[attr-defined]
         heads = {name: getattr(Runner, name) for name in ("logits", "draft_logits")}
 

@@ -44,8 +44,8 @@ def prefilled(target: Runner, prompts: list[list[int]]) -> Sequences:
 
 def accepting(paths: list[list[int]], rows: int) -> Any:
     """A verifier that accepts these rows, whatever the logits say, and then token 1."""
-    kept_BR = torch.tensor([[row in path for row in range(rows)] for path in paths])
-    return lambda *_: Verdict(kept_BR, torch.ones(len(paths), dtype=torch.long))
+    kept_BR = torch.tensor([[row in path for row in range(rows)] for path in paths], device="cuda")
+    return lambda *_: Verdict(kept_BR, torch.ones_like(kept_BR[:, 0], dtype=torch.long))
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
@@ -56,8 +56,8 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
     sequences = prefilled(target, prompts)
     config = config_from({"method": "ngram", "num_speculative_tokens": 0})
     method = make_method(target, config, Sampling())
-    tokens_BN = torch.arange(10, 10 + len(PARENTS)).expand(len(PATHS), -1)
-    tree = Draft(tokens_BN, None, torch.tensor(PARENTS).expand(len(PATHS), -1))
+    tokens_BN = torch.arange(10, 10 + len(PARENTS), device="cuda").expand(len(PATHS), -1)
+    tree = Draft(tokens_BN, None, torch.tensor(PARENTS, device="cuda").expand(len(PATHS), -1))
     method.verifier = accepting(PATHS, tree.nodes + 1)
     scene = Round(Sampling(), sequences.noise, config)
     verify(target, sequences, method, tree, scene)
@@ -90,8 +90,7 @@ def eagle_reference(twin: MTPGPTModel, text: list[int], path: list[int]) -> Tens
     tokens = text[1:]
     for step in range(len(path) + 1):
         rows = states_SBH.size(0)
-        embedded = twin.embedding(input_ids=torch.tensor([tokens[:rows]]), position_ids=torch.arange(rows)[None])
-        mask = torch.ones(1, 1, rows, rows).tril().logical_not()
+        embedded, mask = embedded_and_mask(twin, tokens[:rows])
         out_SBH = twin.mtp.layers[0](states_SBH, embedded, AttentionInputs(mask, twin.rotary_pos_emb(rows)))
         if step < len(path):
             states_SBH = torch.cat([states_SBH, out_SBH[-1:]])
@@ -102,12 +101,18 @@ def eagle_reference(twin: MTPGPTModel, text: list[int], path: list[int]) -> Tens
 @torch.no_grad()
 def trunk_states(twin: MTPGPTModel, text: list[int]) -> Tensor:
     """h_0 [S, 1, H] by the forward of training."""
-    rows = len(text)
-    hidden = twin.embedding(input_ids=torch.tensor([text]), position_ids=torch.arange(rows)[None])
-    mask = torch.ones(1, 1, rows, rows).tril().logical_not()
+    hidden, mask = embedded_and_mask(twin, text)
     for layer in twin.decoder.layers:
-        hidden, _ = layer(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=twin.rotary_pos_emb(rows))
+        hidden, _ = layer(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=twin.rotary_pos_emb(len(text)))
     return twin.decoder.final_layernorm(hidden)
+
+
+def embedded_and_mask(twin: MTPGPTModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
+    """[S, 1, H], and True where a row must not look."""
+    rows = len(tokens)
+    places_1S = torch.arange(rows, device="cuda").unsqueeze(0)
+    mask = torch.ones(1, 1, rows, rows, device="cuda").tril().logical_not()
+    return twin.embedding(input_ids=torch.tensor([tokens], device="cuda"), position_ids=places_1S), mask
 
 
 def grown(target: Runner, text: list[int], settings: dict[str, Any]) -> tuple[Draft, Any]:

@@ -5,6 +5,7 @@ they were, and a tensor that a step makes anew instead of writing it in place is
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,10 +132,8 @@ def test_the_tape_sees_a_length_that_is_not_written_in_place(in_place: bool, mon
 
 
 def test_only_steps_made_for_it_are_recorded() -> None:
-    class OnCuda:
-        device, all_short = torch.device("cuda"), True
-
-    on_cuda: Any = OnCuda()
+    on_cuda: Any = SimpleNamespace(device=torch.device("cuda"), all_short=True)
+    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), all_short=True)
     target = runner_of()
     vanilla, eagle, tree = (
         PROPOSERS[name](target, SpeculativeConfig(name)) for name in ("mtp", "mtp_eagle", "mtp_tree")
@@ -144,6 +143,6 @@ def test_only_steps_made_for_it_are_recorded() -> None:
     assert can_record(on_cuda, tree, 0, "greedy")
     assert not can_record(on_cuda, tree, 2, "greedy")
     assert not can_record(on_cuda, vanilla, 2, "block")
-    assert not can_record(target, vanilla, 2, "greedy")
+    assert not can_record(on_cpu, vanilla, 2, "greedy")
     on_cuda.all_short = False
     assert not can_record(on_cuda, vanilla, 2, "greedy")

@@ -14,11 +14,12 @@ from megatron_mtp.checkpoint.exporting import mcore_to_hf
 from megatron_mtp.checkpoint.hf_form import form_of
 from megatron_mtp.checkpoint.importing import HF_FILES, Options, hf_to_mcore, keep_hf_files
 from megatron_mtp.checkpoint.mcore_store import TRACKER
-from megatron_mtp.checkpoint.megatron_args import megatron_arguments, parsed
+from megatron_mtp.checkpoint.megatron_args import megatron_arguments, parse_flags, parsed
 from megatron_mtp.checkpoint.model import load_model, model_config
 from megatron_mtp.checkpoint.verify import verify
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.model.trunk import MTPGPTModelBuilder
+from megatron_mtp.training.arguments import checkpoint_arguments
 
 QUIET = Options(quiet=True, workers=1)
 TINY = (
@@ -93,7 +94,7 @@ def test_every_key_that_an_engine_reads_is_written(name: str, tmp_path: Path) ->
 def test_the_rows_that_pad_the_vocabulary_stay_behind(tmp_path: Path) -> None:
     source = trained(tmp_path / "mcore")
     keys = export(source, tmp_path / "hf")
-    tensors, model = read(tmp_path / "hf"), load_model(source)
+    tensors, model = read(tmp_path / "hf"), load_model(source).cpu()
     assert keys["vocab_size"] == 100
     assert torch.equal(tensors["model.embed_tokens.weight"], model.embedding.word_embeddings.weight[:100])
     assert torch.equal(tensors["lm_head.weight"], model.output_layer.weight[:100])
@@ -131,6 +132,18 @@ def test_the_tokenizer_tells_vocabulary_and_special_tokens(tmp_path: Path, token
     assert keys.items() >= ids.items()
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text()) == ids
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
+
+
+@pytest.mark.usefixtures("megatron")
+def test_rows_that_no_token_has_are_kept_when_a_converted_model_is_trained(tmp_path: Path, tokenizer: Path) -> None:
+    """As Qwen3's and DeepSeek-V3's, whose embeddings have more rows than their tokenizers have tokens."""
+    converted = trained(tmp_path / "converted", vocabulary=300)
+    args = parse_flags(["--use-checkpoint-args", "--load", str(converted)])
+    vars(args).update({**checkpoint_arguments(args), "tokenizer_model": str(tokenizer)})
+    model = MTPGPTModelBuilder(model_config(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    keys = export(save(model, args, tmp_path / "mcore"), tmp_path / "hf")
+    assert keys["vocab_size"] == 300
+    assert torch.equal(read(tmp_path / "hf")["lm_head.weight"], model.output_layer.weight[:300].cpu())
 
 
 @pytest.mark.usefixtures("megatron")

@@ -54,12 +54,22 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "biases": {"add_bias_linear": True},
     "other positions than --position-embedding-type rope": {"position_embedding_type": "learned_absolute"},
     "--rotary-interleaved": {"rotary_interleaved": True},
-    "--use-rope-scaling": {"use_rope_scaling": True},
     "--window-size": {"window_size": (16, 0)},
     "--moe-router-score-function softmax": {**EXPERTS, "moe_router_score_function": "softmax"},
     "--moe-shared-expert-gate": {**EXPERTS, "moe_shared_expert_gate": True},
     "dense layers after MoE": {**EXPERTS, "moe_layer_freq": [1, 0, 1]},
-    "a rotary scaling": {"multi_latent_attention": True, "rope_type": "yarn", "rotary_scaling_factor": 40.0},
+    "--rotary-seq-len-interpolation-factor": {"rotary_seq_len_interpolation_factor": 2},
+    "--no-rope-freq": {"no_rope_freq": [0, 1, 0]},
+    "--use-mup": {"use_mup": True},
+    "--apply-residual-connection-post-layernorm": {"apply_residual_connection_post_layernorm": True},
+    "--glu-linear-offset": {"glu_linear_offset": 1.0},
+    "--activation-func-clamp-value": {"activation_func_clamp_value": 7.0},
+    "--moe-apply-probs-on-input": {**EXPERTS, "moe_apply_probs_on_input": True},
+    "another --softmax-type than vanilla": {"softmax_type": "off-by-one"},
+    "--mscale without --mscale-all-dim": {
+        **{"multi_latent_attention": True, "rope_type": "yarn", "rotary_scaling_factor": 40.0},
+        **{"mscale": 0.7, "mscale_all_dim": 0.0},
+    },
 }
 
 
@@ -67,6 +77,10 @@ FOREIGN: dict[str, dict[str, Any]] = {
 def test_what_no_family_computes_is_named(said: str) -> None:
     with pytest.raises(ValueError, match=rf"^the checkpoint was trained with {said}.*, which no family here has"):
         check_computable(trained(**FOREIGN[said]))
+
+
+def test_an_argument_that_changes_nothing_is_no_hindrance() -> None:
+    check_computable(trained(no_rope_freq=[0, 0, 0], rotary_seq_len_interpolation_factor=1, softmax_type="vanilla"))
 
 
 @pytest.mark.parametrize("frequency", [2, [1, 0, 1]])

@@ -27,7 +27,7 @@ def test_last_layer_is_copied_and_the_hidden_state_passes(model: MTPGPTModel) ->
     )
     assert torch.equal(filled[made + "final_layernorm.weight"], filled["decoder.final_layernorm.weight"])
     embedded, hidden = torch.randn(3, 32), torch.randn(3, 32)
-    projected = torch.cat([embedded, hidden], dim=-1) @ filled[made + "eh_proj.weight"].T
+    projected = torch.cat([embedded, hidden], dim=-1) @ filled[made + "eh_proj.weight"].cpu().T
     assert torch.equal(projected, hidden)
 
 

@@ -25,14 +25,16 @@ SEED = (1234, 7)
 def states() -> tuple[Tensor, list[Tensor], Tensor]:
     """Of trunk and depths [S, B, H], and the head's weight."""
     generator = torch.Generator().manual_seed(5)
-    hidden = [torch.randn(SLOTS, ROWS, HIDDEN, generator=generator).requires_grad_() for _ in range(1 + DEPTHS)]
-    return hidden[0], hidden[1:], torch.randn(VOCABULARY, HIDDEN, generator=generator)
+    hidden = [torch.randn(SLOTS, ROWS, HIDDEN, generator=generator).cuda() for _ in range(1 + DEPTHS)]
+    trunk_SBH, *depth_hidden = (state_SBH.requires_grad_() for state_SBH in hidden)
+    return trunk_SBH, depth_hidden, torch.randn(VOCABULARY, HIDDEN, generator=generator).cuda()
 
 
 def batch() -> DepthBatch:
     generator = torch.Generator().manual_seed(6)
-    labels_BS = torch.randint(VOCABULARY, (ROWS, SLOTS), generator=generator)
-    whole = {"tokens": None, "labels": labels_BS, "loss_mask": (torch.rand(ROWS, SLOTS, generator=generator) > 0.3)}
+    labels_BS = torch.randint(VOCABULARY, (ROWS, SLOTS), generator=generator).cuda()
+    mask_BS = (torch.rand(ROWS, SLOTS, generator=generator) > 0.3).cuda()
+    whole = {"tokens": None, "labels": labels_BS, "loss_mask": mask_BS}
     add_depths(whole, DEPTHS, None)
     return depth_batch(whole)
 
@@ -113,13 +115,13 @@ def test_a_trunk_that_is_not_trained_adds_its_loss_without_gradient() -> None:
     assert output.loss.requires_grad
 
 
-DRAFTED = torch.tensor([1, 4, 5, 9, 10, 15])
+DRAFTED = torch.tensor([1, 4, 5, 9, 10, 15], device="cuda")
 
 
 def test_labels_outside_of_the_draft_vocabulary_count_nowhere_in_a_depths_mean() -> None:
     output = outcome(drafted=DRAFTED)
     _, depth_hidden, weight_VH = states()
-    weighted = torch.zeros(())
+    weighted = torch.zeros((), device="cuda")
     for depth, (state_SBH, weight) in enumerate(zip(depth_hidden, (0.5, 0.25), strict=True)):
         labels_SB, mask_BS = batch().labels_DBS[depth].t(), batch().loss_mask_DBS[depth]
         counts_SB = torch.isin(labels_SB, DRAFTED) & (mask_BS.t() > 0)

@@ -30,7 +30,7 @@ def tensors(*shape: int, value_channels: int = CHANNELS, keys: int | None = None
     generator = torch.Generator().manual_seed(3)
     others = shape if keys is None else (keys, *shape[1:])
     shapes = [(*shape, HEADS, CHANNELS), (*others, GROUPS, CHANNELS), (*others, GROUPS, value_channels)]
-    return [torch.randn(one, generator=generator, dtype=torch.float64).requires_grad_() for one in shapes]
+    return [torch.randn(one, generator=generator, dtype=torch.float64).cuda().requires_grad_() for one in shapes]
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
 
 def assert_same(ours: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
-    upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(4), dtype=ours.dtype)
+    upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(4), dtype=ours.dtype).cuda()
     for one, other in zip(
         torch.autograd.grad((ours * upstream).sum(), inputs),
         torch.autograd.grad((expected * upstream).sum(), inputs),
@@ -60,7 +60,7 @@ def assert_same(ours: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
 
 def causal(queries: int, keys: int) -> Tensor:
     """[B, queries, keys]; the queries are the last of the keys."""
-    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).expand(ROWS, -1, -1)
+    return torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril(keys - queries).expand(ROWS, -1, -1)
 
 
 @pytest.mark.parametrize("value_channels", [CHANNELS, 5], ids=["equal", "fewer value channels"])
@@ -76,11 +76,8 @@ def test_queries_at_the_end_of_more_keys() -> None:
 
 def test_a_layer_that_is_not_causal() -> None:
     inputs = tensors(SLOTS, ROWS)
-    assert_same(
-        attention(causal=False)(*inputs, None),
-        plain(*inputs, torch.ones(ROWS, SLOTS, SLOTS, dtype=torch.bool)),
-        inputs,
-    )
+    everything = torch.ones_like(causal(SLOTS, SLOTS))
+    assert_same(attention(causal=False)(*inputs, None), plain(*inputs, everything), inputs)
 
 
 def test_a_mask_of_its_own_for_every_row() -> None:
@@ -93,7 +90,7 @@ def test_a_mask_of_its_own_for_every_row() -> None:
 @pytest.mark.parametrize("window", [(3, 0), (-1, 0), (2, 1)])
 def test_a_sliding_window(window: tuple[int, int]) -> None:
     inputs = tensors(SLOTS, ROWS)
-    slot = torch.arange(SLOTS)
+    slot = torch.arange(SLOTS, device="cuda")
     ahead = slot[None, :] - slot[:, None]
     visible = (ahead <= 0) & ((ahead >= -window[0]) | (window[0] < 0))
     assert_same(attention(window_size=window)(*inputs, None), plain(*inputs, visible.expand(ROWS, -1, -1)), inputs)
@@ -106,11 +103,11 @@ def test_a_sliding_window(window: tuple[int, int]) -> None:
 )
 def test_packed_documents_do_not_see_each_other(lengths: list[int], padded: list[int] | None) -> None:
     cu_seqlens, cu_seqlens_padded = (
-        None if sizes is None else torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (lengths, padded)
+        None if sizes is None else torch.tensor([0, *sizes]).cumsum(0).int().cuda() for sizes in (lengths, padded)
     )
     packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, cu_seqlens_padded, cu_seqlens_padded)
     inputs = tensors(SLOTS)
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(padded or lengths))
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(padded or lengths)).cuda()
     visible = causal(SLOTS, SLOTS)[:1] & (document[:, None] == document[None, :])
     expected = plain(*(tensor.unsqueeze(1) for tensor in inputs), visible).squeeze(1)
     assert_same(attention()(*inputs, None, packed_seq_params=packed), expected, inputs)
@@ -124,9 +121,9 @@ def test_float32_is_that_of_megatrons_own() -> None:
 
 def test_dropout_is_in_training_alone_and_from_the_generator_of_heads() -> None:
     core, inputs = attention(attention_dropout=0.5), tensors(SLOTS, ROWS)
-    outside = torch.get_rng_state()
+    outside = torch.cuda.get_rng_state()
     dropped = core(*inputs, None)
-    assert torch.equal(torch.get_rng_state(), outside)
+    assert torch.equal(torch.cuda.get_rng_state(), outside)
     assert not torch.allclose(dropped, core.eval()(*inputs, None))
     assert torch.equal(core(*inputs, None), attention()(*inputs, None))
 

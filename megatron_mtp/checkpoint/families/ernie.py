@@ -2,7 +2,7 @@
 
 from megatron_mtp.checkpoint.families.blocks import GQA, Frame, Place, depth_frame, depth_layer
 from megatron_mtp.checkpoint.families.depth_flags import gqa_depths, rotary
-from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.family import Family, Layout, numbered_depth
 from megatron_mtp.checkpoint.families.llama import dense_layer
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa
 from megatron_mtp.checkpoint.hf_config import HFConfig
@@ -35,6 +35,7 @@ ERNIE = Family(
     depth_pattern=r"^model\.mtp_linear_proj\.(\d+)\.weight$",
     features=STORED_HEAD,
     carried=(r"model\.layers\.", r"model\.mtp_linear_proj\.\d+\.bias$"),
+    depth_of=numbered_depth(r"model\.mtp_linear_proj\.(\d+)\."),
     depth_flags=_depth_flags,
     untrainable="a router of softmax scores with a correction bias, and depths without a norm before the head",
 )

@@ -43,6 +43,7 @@ class Family:
         features: name of a form to the pattern of the tensors that show it.
         carried: patterns of tensors to keep as they are where no rule names them: vision towers, and trunk layers
             that Megatron cannot run.
+        depth_of: the depth (from 0) that a carried tensor belongs to; None for those of the trunk.
         flags: Megatron's flags that build the model; None where Megatron cannot run it.
         untrainable: why Megatron cannot run the trunk; None where it can.
         depth_flags: Megatron's flags for a model with such depths, where it cannot run the trunk.
@@ -59,6 +60,7 @@ class Family:
     depth_limit: int | None = None
     features: Mapping[str, str] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
+    depth_of: Callable[[HFConfig, str], int | None] = lambda config, name: None
     flags: Callable[[HFConfig, Layout], list[str]] | None = None
     untrainable: str | None = None
     depth_flags: Callable[[HFConfig, Layout], list[str]] | None = None
@@ -112,6 +114,17 @@ class Family:
             return 0
         pattern = re.compile(self.depth_pattern)
         return len({match.group(1) for name in names if (match := pattern.search(name))})
+
+
+def numbered_depth(pattern: str) -> Callable[[HFConfig, str], int | None]:
+    """`Family.depth_of` where names that match have the depth's index as the group."""
+    compiled = re.compile(pattern)
+
+    def depth_of(config: HFConfig, name: str) -> int | None:
+        match = compiled.match(name)
+        return None if match is None else int(match.group(1))
+
+    return depth_of
 
 
 def _any_matches(pattern: str, names: list[str]) -> bool:

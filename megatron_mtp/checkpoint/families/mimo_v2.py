@@ -2,7 +2,7 @@
 
 from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer, mlp_norm, mlp_rules
 from megatron_mtp.checkpoint.families.depth_flags import framed_depths
-from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.family import Family, Layout, numbered_depth
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
 from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.rules import Rule
@@ -26,6 +26,7 @@ MIMO_V2 = Family(
     depth_pattern=r"^model\.mtp\.layers\.(\d+)\.eh_proj\.weight$",
     features=STORED_HEAD,
     carried=(r"model\.layers\.", r"model\.mtp\.layers\.\d+\.(input_layernorm|self_attn)\."),
+    depth_of=numbered_depth(r"model\.mtp\.layers\.(\d+)\."),
     depth_flags=framed_depths,
     untrainable="sliding windows with sinks, and values of another width than keys",
 )

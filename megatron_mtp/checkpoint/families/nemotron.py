@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_mtp.checkpoint.families.blocks import Frame, depth_frame
 from megatron_mtp.checkpoint.families.depth_flags import framed_depths
-from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.family import Family, Layout, numbered_depth
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
 from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.rules import Rule
@@ -28,12 +28,18 @@ def _row(config: HFConfig) -> int:
     return len(pattern)
 
 
+def _depth_of(config: HFConfig, name: str) -> int | None:
+    index = numbered_depth(r"mtp\.layers\.(\d+)\.")(config, name)
+    return None if index is None else index // _row(config)
+
+
 NEMOTRON = Family(
     "Nemotron-3",
     _rules,
     depth_pattern=r"^mtp\.layers\.(\d+)\.eh_proj\.weight$",
     features=STORED_HEAD,
     carried=(r"backbone\.layers\.", r"mtp\.layers\.\d+\.(mixer|norm)\."),
+    depth_of=_depth_of,
     depth_flags=framed_depths,
     untrainable="Mamba layers, which are another of Megatron's models than the GPT that is trained here",
 )

@@ -1,0 +1,65 @@
+"""checkpoint/depths.py: a family's folder after `drop-mtp` is one that was published with fewer depths."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import make, read
+
+from megatron_mtp.checkpoint.depths import drop_depths
+from megatron_mtp.checkpoint.exporting import kept_form, mcore_to_hf, with_depths
+from megatron_mtp.checkpoint.families import FAMILIES
+from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.importing import HF_FILES, ORIGIN, Options, hf_to_mcore
+from megatron_mtp.checkpoint.megatron_args import megatron_arguments
+from megatron_mtp.checkpoint.plan import HFModel
+
+QUIET = Options(quiet=True, workers=1)
+CASES = [(name, 3, keep) for name in ("mimo_v2_flash", "step3p7", "nemotron_h") for keep in (0, 1)]
+CASES += [("ernie4_5_moe", 3, 1), ("mimo", 3, 1), ("glm4_moe", 3, 0), ("longcat_flash", 1, 0), ("qwen3_5", 1, 0)]
+
+
+@pytest.mark.parametrize(("name", "depths", "keep"), CASES)
+def test_no_part_of_a_dropped_depth_is_left(name: str, depths: int, keep: int, tmp_path: Path) -> None:
+    source = make(tmp_path / "source", name, depths)
+    hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+    drop_depths(tmp_path / "mcore", tmp_path / "less", keep, QUIET)
+    form = kept_form(tmp_path / "less")
+    assert form is not None
+    mcore_to_hf(tmp_path / "less", tmp_path / "back", QUIET, form)
+    there, back = read(source), read(tmp_path / "back")
+    assert back.keys() == read(make(tmp_path / "fewer", name, keep)).keys()
+    assert [key for key in back if not torch.equal(back[key], there[key])] == []
+    assert HFModel.read(tmp_path / "back").layout.depths == keep
+    assert json.loads((tmp_path / "less" / HF_FILES / ORIGIN).read_text())["layout"]["depths"] == keep
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "depth"),
+    [
+        ("mimo_v2_flash", "model.mtp.layers.2.self_attn.q_proj.weight", 2),
+        ("mimo_v2_flash", "model.layers.2.self_attn.q_proj.weight", None),
+        ("ernie4_5_moe", "model.mtp_linear_proj.1.bias", 1),
+        ("step3p5", "model.layers.45.self_attn.q_proj.weight", 0),
+        ("step3p5", "model.layers.44.self_attn.q_proj.weight", None),
+        ("step3p7", "vision_model.conv1.weight", None),
+        ("nemotron_h", "mtp.layers.3.mixer.gate.weight", 1),  # two layers a depth
+        ("nemotron_h", "backbone.layers.3.mixer.gate.weight", None),
+        ("qwen3_next", "model.layers.3.linear_attn.A_log", None),
+    ],
+)
+def test_the_depth_of_a_carried_tensor(model_type: str, name: str, depth: int | None) -> None:
+    config = HFConfig.from_keys({"model_type": model_type, "num_hidden_layers": 45})
+    assert FAMILIES[model_type].depth_of(config, name) == depth
+
+
+def test_every_key_that_counts_depths_is_written() -> None:
+    both = {"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    none = dict.fromkeys(both, 0)
+    assert with_depths({"model_type": "qwen3_next", **both}, 0) == {"model_type": "qwen3_next", **none}
+    nested = {"model_type": "qwen3_5", "num_nextn_predict_layers": 1, "text_config": both}
+    assert with_depths(nested, 0) == {"model_type": "qwen3_5", "num_nextn_predict_layers": 0, "text_config": none}
+    one = {"model_type": "qwen3_next", "num_nextn_predict_layers": 1}
+    assert with_depths(one, 0) == {"model_type": "qwen3_next", "num_nextn_predict_layers": 0}
+    assert with_depths({"model_type": "mimo"}, 2) == {"model_type": "mimo", "num_nextn_predict_layers": 2}

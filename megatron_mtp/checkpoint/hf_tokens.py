@@ -4,10 +4,9 @@ import json
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_mtp.checkpoint.dist_store import DistReader
-from megatron_mtp.checkpoint.hf_config import read_json
+from megatron_mtp.data.tokenizer import read_tokenizer
 
 GENERATION = "generation_config.json"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -38,7 +37,7 @@ class Tokens:
         if folder is None or not has_tokenizer(folder):
             ends = getattr(args, "null_tokenizer_eod_id", None)
             return cls(said, {} if ends is None else {"eos_token_id": ends}, folder)
-        tokenizer = load_tokenizer(folder, trust_remote_code)
+        tokenizer = read_tokenizer(folder, trust_remote_code)
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         size = max(len(tokenizer), *(index + 1 for index in tokenizer.get_vocab().values()), said or 0)
         return cls(size, {name: value for name, value in ids.items() if value is not None}, folder)
@@ -67,33 +66,6 @@ class Tokens:
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder has files of a tokenizer."""
     return any(folder.glob("tokenizer*"))
-
-
-def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """transformers' tokenizer in a folder, which never asks at the terminal whether to run the folder's code.
-
-    Raises:
-        ValueError: it cannot be loaded, or not without running its own code.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # every class of tokenizer raises its own
-        if not trust_remote_code and _has_code(folder):
-            raise ValueError(
-                f"the tokenizer in {folder} is a class of its own, whose code is run only with --trust-remote-code; "
-                "read it, and give the flag."
-            ) from None
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{folder} holds no tokenizer that transformers can load ({said:.200}); give another folder."
-        ) from None
-
-
-def _has_code(folder: Path) -> bool:
-    path = folder / "tokenizer_config.json"
-    return path.is_file() and "AutoTokenizer" in (read_json(path).get("auto_map") or {})
 
 
 def run_tokenizer(args: Namespace) -> Path | None:

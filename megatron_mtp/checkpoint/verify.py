@@ -21,11 +21,11 @@ from torch import Tensor
 from megatron_mtp.checkpoint.dist_store import DistReader
 from megatron_mtp.checkpoint.exporting import HFForm, mcore_to_hf
 from megatron_mtp.checkpoint.hf_config import CONFIG, read_json
-from megatron_mtp.checkpoint.hf_tokens import load_tokenizer
 from megatron_mtp.checkpoint.importing import Options
 from megatron_mtp.checkpoint.megatron_args import depth_flags_of, flags_of
 from megatron_mtp.checkpoint.plan import HFModel, check_mcore, stored_key
 from megatron_mtp.checkpoint.rules import Rule
+from megatron_mtp.data.tokenizer import read_tokenizer
 
 TOLERANCE = 1e-4
 """Largest difference of float32 logits, of the size of 1, that the order of additions explains."""
@@ -141,7 +141,7 @@ def _prompt(model: HFModel, slots: int, seed: int) -> Tensor:
 
 
 def _text_prompt(folder: Path, text: Path, slots: int, trust_remote_code: bool) -> Tensor:
-    tokens = load_tokenizer(folder, trust_remote_code)(text.read_text(encoding="utf-8"))["input_ids"][:slots]
+    tokens = read_tokenizer(folder, trust_remote_code)(text.read_text(encoding="utf-8"))["input_ids"][:slots]
     if len(tokens) < 2:
         raise ValueError(f"--text: {text} makes {len(tokens)} token(s); give a longer text.")
     return torch.tensor([tokens])

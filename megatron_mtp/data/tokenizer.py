@@ -74,23 +74,15 @@ def load_tokenizer(
     Raises:
         ValueError: no such folder, no tokenizer in it, no `eos_token`, or `eod_token` is not in its vocabulary.
     """
-    from transformers import AutoTokenizer
-
     if not os.path.isdir(folder):
         raise ValueError(
             f"--tokenizer: there is no folder '{folder}'; give a Hugging Face tokenizer folder, or leave the flag out "
             "to train one of --vocab-size entries from the corpus."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:  # each tokenizer class raises its own: OSError, ValueError, KeyError, ImportError
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"--tokenizer: '{folder}' holds no tokenizer that transformers can load ({reason}); "
-            "give a folder with tokenizer.json and tokenizer_config.json."
-        ) from error
+        tokenizer = read_tokenizer(Path(folder), trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"--tokenizer: {error}") from error
     if eod_token is not None:
         if eod_token not in tokenizer.get_vocab():
             raise ValueError(
@@ -104,6 +96,34 @@ def load_tokenizer(
             "name one of its tokens with --eod-token."
         )
     return tokenizer
+
+
+def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """transformers' tokenizer in a folder, which never asks at the terminal whether to run the folder's code.
+
+    Raises:
+        ValueError: it cannot be loaded, or not without running its own code.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # each tokenizer class raises its own: OSError, ValueError, KeyError, ImportError
+        if not trust_remote_code and _has_code(folder):
+            raise ValueError(
+                f"the tokenizer in '{folder}' is a class of its own, whose code is run only with --trust-remote-code; "
+                "read it, and give the flag."
+            ) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"'{folder}' holds no tokenizer that transformers can load ({reason:.200}); give a folder with "
+            "tokenizer.json and tokenizer_config.json."
+        ) from error
+
+
+def _has_code(folder: Path) -> bool:
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and "AutoTokenizer" in (json.loads(path.read_text(encoding="utf-8")).get("auto_map") or {})
 
 
 @dataclass(frozen=True)

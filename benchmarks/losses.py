@@ -111,7 +111,7 @@ def command(loss: str, folder: Path, wanted: argparse.Namespace) -> list[str]:
 def last_row(metrics: Path) -> dict[str, Any]:
     """The last evaluation that a run has written; that of iteration 0 stands for none."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return next((row for row in reversed(rows) if row["split"] == "evaluation"), {"iteration": 0})
+    return next((row for row in reversed(rows) if row["split"] != "training"), {"iteration": 0})
 
 
 if __name__ == "__main__":

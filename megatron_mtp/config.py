@@ -12,6 +12,9 @@ ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
 LOSS_NAMES = ["ce", "kd", "tv", "mix"]
 SCHEDULE_NAMES = ("constant", "step", "cosine")
+TEMPERATURES = (0.01, 100.0)
+"""The coldest and the hottest: beyond them float32 has no tempered distributions that differ from one word and from all
+words alike."""
 
 
 def _flag(default: object, help_text: str, **argparse_kwargs: object) -> object:
@@ -150,8 +153,11 @@ class MTPConfig:
             )
         if self.mtp_loss_mix is not None:
             self.mix_weights()
-        if not self.mtp_temperature > 0:
-            raise ValueError(f"--mtp-temperature is {self.mtp_temperature}; give a number above 0.")
+        coldest, hottest = TEMPERATURES
+        if not coldest <= self.mtp_temperature <= hottest:
+            raise ValueError(
+                f"--mtp-temperature is {self.mtp_temperature}; give a number from {coldest:g} to {hottest:g}."
+            )
         if not 0 <= self.mtp_label_smoothing < 1:
             raise ValueError(f"--mtp-label-smoothing is {self.mtp_label_smoothing}; give 0 or more, and less than 1.")
         if not 0 <= self.mtp_z_loss < math.inf:

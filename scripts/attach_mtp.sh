@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Give a model of Hugging Face's MTP depths that draft for it: attached, distilled on a frozen trunk, measured, exported.
 #   scripts/attach_mtp.sh MODEL_DIR CORPUS [RUN_DIR]
-# MODEL_DIR holds config.json, safetensors and a tokenizer; CORPUS is text for tools/data/preprocess.py: a file, a folder
-# or a glob, with the last 2 % kept for measuring. Everything goes to RUN_DIR (runs/attached). Started again, it goes on.
+# MODEL_DIR holds config.json, safetensors and a tokenizer; CORPUS is text for tools/data/preprocess.py: a folder, a file
+# of JSON lines or a glob, of 25 documents or more: the last 2 % are kept for measuring. Everything goes to RUN_DIR
+# (runs/attached). Started again, it goes on.
 # Settings, as environment variables:
 #   DEPTHS 2   STEPS 600   SEQUENCE 512   BATCH 4   LR 5e-4   LOSS kd (ce, kd, tv)   FRACTION 1   PRECISION --bf16
 #   FAMILY glm4_moe (or mimo; deepseek_v3 for latent attention)   PROMPT a text to draft on   FLAGS more of pretrain_gpt.py

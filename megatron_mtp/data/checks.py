@@ -11,6 +11,7 @@ offsets, D int64 bounds, and in multimodal data S int8 modes.
 import hashlib
 import json
 import os
+import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,28 +35,30 @@ SLICES = 64
 REBUILD = "build it again with tools/data/preprocess.py --overwrite"
 
 
+PARTS = ("training", "validation", "testing")
+
+
 class Index(NamedTuple):
-    """What an index says: `tokens` of `dtype` in `documents` documents."""
+    """What an index says: `tokens` of `dtype` in `sequences` sequences (as a rule one a document) of `documents`."""
 
     dtype: type[np.integer]
     documents: int
     tokens: int
+    sequences: int
 
 
-def data_prefixes(data_path: Sequence[str]) -> list[str]:
-    """Drop the weights of a blend: `["0.3", "a", "0.7", "b"]` and `["a", "b"]` both give `["a", "b"]`.
+def check_weights(data_path: Sequence[str]) -> None:
+    """Check that all datasets of a blend have a weight, or none; as in Megatron, an odd number of words has no weights.
 
-    As in Megatron, an odd number of entries has no weights. Raises ValueError when only some prefixes have one.
+    Raises:
+        ValueError: some have one and some have none, which Megatron may take for datasets called like numbers.
     """
     weights = [_is_number(value) for value in data_path[::2]]
-    if len(data_path) % 2 or not any(weights):
-        return [value.strip() for value in data_path]
-    if not all(weights):
+    if len(data_path) % 2 == 0 and any(weights) and not all(weights):
         raise ValueError(
             f"--data-path: in '{' '.join(data_path)}' some datasets have a weight and some have none; "
             "write WEIGHT PREFIX for each of them, or prefixes alone."
         )
-    return [value.strip() for value in data_path[1::2]]
 
 
 def check_data_prefixes(prefixes: Sequence[str], vocab_size: int) -> None:
@@ -72,6 +75,27 @@ def check_data_prefixes(prefixes: Sequence[str], vocab_size: int) -> None:
         if "://" not in prefix:
             index = _check_files(prefix)
             _check_ids(prefix, index, vocab_size)
+
+
+def check_split(prefixes: Sequence[str], split: str) -> None:
+    """Check that every part of `--split` has text; Megatron would look for some in an empty one forever.
+
+    Raises:
+        ValueError: at the first dataset with too few sequences for a part.
+    """
+    weights = np.array([float(weight) for weight in re.findall(r"[.0-9]+", split)])  # as Megatron reads it
+    ends = weights.cumsum() / weights.sum()
+    for prefix in prefixes:
+        if "://" in prefix:
+            continue
+        count = read_index(prefix).sequences
+        bounds = [0, *(round(end * count) for end in ends)]
+        for part, weight, start, end in zip(PARTS, weights, bounds, bounds[1:], strict=False):
+            if weight and start == end:
+                raise ValueError(
+                    f"--split is {split}, which of the {count} documents of '{prefix}' leaves none for {part}; give "
+                    f"text of more documents, or another --split (of 0 for {part}, it is left out)."
+                )
 
 
 def read_sidecar(prefix: str) -> dict[str, Any]:
@@ -167,7 +191,7 @@ def read_index(prefix: str) -> Index:
     if size not in (expected, expected + sequences):
         raise ValueError(f"--data-path: '{path}' has {size} bytes where {expected} belong: it was cut off; {REBUILD}.")
     lengths = np.fromfile(path, dtype=np.int32, count=sequences, offset=HEADER.size)
-    return Index(TOKEN_DTYPES[code], max(bounds - 1, 0), int(lengths.sum(dtype=np.int64)))
+    return Index(TOKEN_DTYPES[code], max(bounds - 1, 0), int(lengths.sum(dtype=np.int64)), sequences)
 
 
 def _check_ids(prefix: str, index: Index, vocab_size: int) -> None:

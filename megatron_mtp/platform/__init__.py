@@ -7,19 +7,21 @@ import warnings
 
 import torch
 
-from megatron_mtp.platform import cpu
+from megatron_mtp.platform import cpu, kernels
 
 
 def prepare() -> bool:
     """Make Megatron runnable on this machine; returns whether it runs on the CPU."""
+    kernels.hide_broken_transformer_engine()
     on_cpu = cpu.installed() or not torch.cuda.is_available()
     if on_cpu:
         # On a machine without a GPU nobody misses these kernels, and every import says that they are not there.
         warnings.filterwarnings("ignore", message="(?i).*(apex|transformer.engine).*", category=UserWarning)
         cpu.install()
-    from megatron_mtp.platform import saving, torch_adam, wheel
+    from megatron_mtp.platform import frozen_stages, saving, torch_adam, wheel
 
     wheel.install()
     saving.install(on_cpu)
     torch_adam.install()
+    frozen_stages.install()
     return on_cpu

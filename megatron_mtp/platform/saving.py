@@ -36,10 +36,12 @@ def _save(sharded_state_dict: Any, checkpoint_dir: str, *rest: Any, **settings: 
     """Megatron's `dist_checkpointing.save`, into a folder that says that it is whole only when it is."""
     from megatron.core.dist_checkpointing.serialization import save
 
+    from megatron_mtp.platform.frozen_stages import with_optimizer
+
     if torch.distributed.get_rank() == 0:
         Path(checkpoint_dir, "metadata.json").unlink(missing_ok=True)
     torch.distributed.barrier()
-    return save(sharded_state_dict, checkpoint_dir, *rest, **settings)
+    return save(with_optimizer(sharded_state_dict), checkpoint_dir, *rest, **settings)
 
 
 def _results_queue(owner: Any, on_cpu: bool, mp_mode: str = "spawn") -> Any:

@@ -26,9 +26,13 @@ class ResumableDistributedOptimizer(DistributedOptimizer):
         super().load_state_dict(state_dict)
         self._own_steps()
 
+    @torch.no_grad()
     def _set_main_param_and_optimizer_states(self, model_param: Any, tensors: dict[str, Any]) -> None:
-        """Loaded tensors come without `step`, which is loaded by then and stays."""
-        super()._set_main_param_and_optimizer_states(model_param, {"step": None, **tensors})
+        """Loaded tensors come without a `step` or with that of a first step, while it is loaded by then and stays.
+
+        In float32 they go into the parameters themselves.
+        """
+        super()._set_main_param_and_optimizer_states(model_param, {**tensors, "step": None})
 
     def _own_steps(self, step: torch.Tensor | None = None) -> None:
         for state in self.optimizer.state.values():

@@ -39,14 +39,24 @@ def charts(runs: list[Run]) -> list[Chart]:
 
 
 def _series(runs: list[Run], key: str, divisor: float) -> list[Series]:
-    """Training's line and the evaluations' of every run; where there is no evaluation, training's stands out."""
+    """Training's line and the validations' of every run; where there is no validation, training's stands out.
+
+    Test data, on which a run is evaluated once in the end, stands in the table alone.
+    """
     made = []
     for number, run in enumerate(runs):
         name, colour = (label(key), _depth(key)) if len(runs) == 1 else (run.name, number)
-        parts = {split: _divided(run.points(split, key), divisor) for split in ("training", "evaluation")}
-        made.append(Series(name, colour, parts["training"], faint=bool(parts["evaluation"])))
-        made.append(Series(name, colour, parts["evaluation"]))
+        splits = [split for split in run.evaluations() if not split.startswith("test")]
+        parts = {split: _divided(run.points(split, key), divisor) for split in splits}
+        made.append(Series(name, colour, _divided(run.points("training", key), divisor), faint=any(parts.values())))
+        made += [Series(_of_set(name, split), colour, points) for split, points in parts.items()]
     return made
+
+
+def _of_set(name: str, split: str) -> str:
+    """With the name of the set of data, where it has one."""
+    _, dash, of_set = split.partition("-")
+    return f"{name}, {of_set}" if dash else name
 
 
 def _divided(points: Points, divisor: float) -> Points:
@@ -72,7 +82,7 @@ def table(runs: list[Run]) -> str:
     """The newest value of every figure, a column a run."""
     heads = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in runs)
     rows = [_table_row("last step", [str(max(row["iteration"] for row in run.rows)) for run in runs])]
-    for split in ("evaluation", "training"):
+    for split in [*dict.fromkeys(split for run in runs for split in run.evaluations()), "training"]:
         for key in _keys(runs):
             values = [run.last(split, key) for run in runs]
             if any(value is not None for value in values):

@@ -2,12 +2,16 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 METRICS = "metrics.jsonl"
 DRAFTS = "drafts.json"
+
+SPLIT = re.compile("training|evaluation|(validation|test)(-.+)?")
+"""What a row is of; of several sets of data each has its name."""
 
 Row = dict[str, Any]
 
@@ -18,7 +22,7 @@ class Run:
 
     Attributes:
         name: the folder as it was given.
-        rows: of metrics.jsonl, in its order.
+        rows: of metrics.jsonl, in its order; files of older runs call all data of evaluations 'evaluation'.
         drafts: the object of drafts.json; None where there is no such file.
     """
 
@@ -34,6 +38,10 @@ class Run:
         """The newest value."""
         values = self._values(split, key)
         return values[-1][1] if values else None
+
+    def evaluations(self) -> list[str]:
+        """Splits other than training: validation, or several such as validation-code, and test."""
+        return list(dict.fromkeys(row["split"] for row in self.rows if row["split"] != "training"))
 
     def figures(self) -> list[str]:
         """Names of all figures, in the order in which they first appear."""
@@ -79,7 +87,7 @@ def _row(file: Path, number: int, line: str) -> Row:
 def _is_row(row: Row) -> bool:
     figures = [value for key, value in row.items() if key != "split"]
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in figures)
-    return numbers and isinstance(row.get("iteration"), int) and row.get("split") in ("training", "evaluation")
+    return numbers and isinstance(row.get("iteration"), int) and SPLIT.fullmatch(str(row.get("split"))) is not None
 
 
 def _drafts(file: Path) -> dict[str, Any] | None:

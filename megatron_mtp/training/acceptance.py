@@ -6,9 +6,14 @@ accepted with probability sum_v min(p, q) (Leviathan et al., arXiv:2211.17192, s
 
 With a draft vocabulary the drafts are of its tokens alone, and the trunk's word is of all.
 
-Letters in names: D depths, S sequence, B batch, V this rank's slice of the vocabulary.
+Slots are taken in chunks, as by the losses, so that no [S, B, V] logits are ever there. Of a chunk of slots 0 1 2 and
+two depths, the trunk's words at 1 2 3 4 are looked up: one product for slots that several depths share.
+
+Letters in names: D depths, S sequence, B batch, H hidden, V this rank's slice of the vocabulary, C slots of a chunk, L
+later slots that they look at, T slots of this rank and copies of others'.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.losses.linear_cross_entropy import CHUNK_BYTES, CHUNK_BYTES_CUDA
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.training.later_slots import LaterSlots
 
@@ -62,21 +68,20 @@ def count_acceptance(
 ) -> AcceptanceCounts:
     """Counts of this rank's slots; the same on every tensor-parallel rank."""
     later = LaterSlots(batch.slots_S, len(depth_hidden), cp_group)
-    target_SBV = head.project(hidden_SBH).float()
-    targets = later.lookup(_argmax(target_SBV, head.tp_group))
-    probabilities = later.lookup(_softmax_(target_SBV, head.tp_group))
-    so_far_SB = torch.ones_like(targets[: len(batch.slots_S)], dtype=torch.bool)
-    counts: list[list[Tensor]] = []
-    for depth, (state_SBH, mask_BS) in enumerate(zip(depth_hidden, batch.loss_mask_DBS, strict=True), start=1):
-        draft_SBV = head.draft_logits(state_SBH).float()
-        valid_SB = mask_BS.transpose(0, 1) > 0
-        reached_SB = so_far_SB & valid_SB
-        where_S = later.where(depth)
-        so_far_SB = reached_SB & (_argmax(draft_SBV, head.tp_group) == targets[where_S])
-        overlap_SB = _overlap(probabilities[where_S], _softmax_(draft_SBV, head.tp_group), head)
-        overlap = (overlap_SB * valid_SB).sum()
-        counts.append([valid_SB.sum().float(), reached_SB.sum().float(), so_far_SB.sum().float(), overlap])
-    return AcceptanceCounts(*torch.stack([torch.stack(row) for row in counts], dim=1))
+    trunk_TBH = later.lookup(head.whole(hidden_SBH))
+    depths = [head.whole(state_SBH) for state_SBH in depth_hidden]
+    where_DS = torch.stack([later.where(depth) for depth in range(1, len(depths) + 1)])
+    judged = []
+    for chunk in _chunks(depths[0], head):
+        looked_L, where_DC = where_DS[:, chunk].unique(return_inverse=True)
+        judged.append(_judge(trunk_TBH[looked_L], where_DC, [state_SBH[chunk] for state_SBH in depths], head))
+    agree_DSB, overlap_DSB = (torch.cat(parts, dim=1) for parts in zip(*judged, strict=True))
+    valid_DSB = batch.loss_mask_DBS.transpose(1, 2) > 0
+    accepted_DSB = (valid_DSB & agree_DSB).cumprod(dim=0) > 0
+    reached_DSB = valid_DSB.clone()
+    reached_DSB[1:] &= accepted_DSB[:-1]
+    counted = (valid_DSB, reached_DSB, accepted_DSB, overlap_DSB * valid_DSB)
+    return AcceptanceCounts(*(each_DSB.sum(dim=(1, 2)).float() for each_DSB in counted))
 
 
 def acceptance_rates(stacked_4D: Tensor) -> AcceptanceRates:
@@ -88,6 +93,35 @@ def acceptance_rates(stacked_4D: Tensor) -> AcceptanceRates:
         product *= rate
         length += product
     return AcceptanceRates(conditional, [o / v if v else 0.0 for o, v in zip(overlap, valid, strict=True)], length)
+
+
+def _chunks(state_SBH: Tensor, head: Head) -> Iterator[slice]:
+    """So many slots at once that their logits in float32 are as large as a chunk of the losses."""
+    slots, rows, _ = state_SBH.shape
+    at_once = max(1, (CHUNK_BYTES_CUDA if state_SBH.is_cuda else CHUNK_BYTES) // (4 * rows * len(head.weight)))
+    for start in range(0, slots, at_once):
+        yield slice(start, start + at_once)
+
+
+def _judge(trunk_LBH: Tensor, where_DC: Tensor, depths: list[Tensor], head: Head) -> tuple[Tensor, Tensor]:
+    """Of a chunk's slots, whether the argmaxes agree and how far the distributions overlap, both [D, C, B]."""
+    target_LBV = _logits(trunk_LBH, head)
+    words_LB = _argmax(target_LBV, head.tp_group)
+    p_LBV = _softmax_(target_LBV, head.tp_group)
+    agree, overlap = [], []
+    for state_CBH, where_C in zip(depths, where_DC, strict=True):
+        draft_CBV = _logits(state_CBH, head)
+        if head.drafts is not None:
+            draft_CBV.masked_fill_(~head.drafts.drafted_W, -torch.inf)
+        agree.append(_argmax(draft_CBV, head.tp_group) == words_LB[where_C])
+        overlap.append(_overlap(p_LBV[where_C], _softmax_(draft_CBV, head.tp_group), head.tp_group))
+    return torch.stack(agree), torch.stack(overlap)
+
+
+def _logits(states_NBH: Tensor, head: Head) -> Tensor:
+    """This rank's slice of them, new and in float32."""
+    product_NBV = states_NBH.to(head.weight.dtype) @ head.weight.t()
+    return product_NBV.mul_(head.logit_scale).float()
 
 
 def _argmax(logits_SBV: Tensor, tp_group: ProcessGroup) -> Tensor:
@@ -114,7 +148,7 @@ def _softmax_(logits_SBV: Tensor, tp_group: ProcessGroup) -> Tensor:
     return weights_SBV.div_(total_SB1)
 
 
-def _overlap(p_SBV: Tensor, q_SBV: Tensor, head: Head) -> Tensor:
-    overlap_SB = torch.minimum(p_SBV, q_SBV).sum(dim=-1)
-    torch.distributed.all_reduce(overlap_SB, group=head.tp_group)
+def _overlap(p_SBV: Tensor, q_SBV: Tensor, tp_group: ProcessGroup) -> Tensor:
+    overlap_SB = torch.minimum(p_SBV, q_SBV, out=q_SBV).sum(dim=-1)
+    torch.distributed.all_reduce(overlap_SB, group=tp_group)
     return overlap_SB

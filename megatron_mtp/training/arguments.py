@@ -3,7 +3,7 @@
 Every check raises ValueError with one sentence that names the flag, the value and the remedy.
 """
 
-import importlib.util
+import math
 import os
 import sys
 import time
@@ -22,8 +22,9 @@ from megatron_mtp.checkpoint.dist_store import CATALOGUE, DistReader
 from megatron_mtp.checkpoint.mcore_store import absent_layers, repair_tracker
 from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.checks import check_data_prefixes, check_tokenizer
+from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights
 from megatron_mtp.model.trunk import MTPGPTModelConfig
+from megatron_mtp.platform.kernels import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.training.chat import check_chat_files
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
 
@@ -35,6 +36,9 @@ CPU_FLAGS = (
 
 NO_TE_FLAGS = "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion"
 """What it needs on a CUDA device without Transformer Engine."""
+
+NO_APEX_FLAG = "--no-gradient-accumulation-fusion"
+"""What it needs there with Transformer Engine, but without Apex's extension, which the head's gradient is made by."""
 
 ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 """Megatron's `extra_args_provider`: takes its parser, and returns it with flags added."""
@@ -78,9 +82,12 @@ def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
     if on_cpu:
         argv += CPU_FLAGS.split()
         return f"no CUDA device: running on the CPU over gloo, with {CPU_FLAGS}"
-    if importlib.util.find_spec("transformer_engine") is None:
+    if not transformer_engine_works():
         argv += NO_TE_FLAGS.split()
         return f"no Transformer Engine: running with Megatron's own modules, {NO_TE_FLAGS}"
+    if not fuses_weight_gradients() and NO_APEX_FLAG not in argv:
+        argv.append(NO_APEX_FLAG)
+        return f"no fused weight gradients of Apex: running with {NO_APEX_FLAG}"
     return None
 
 
@@ -179,6 +186,7 @@ def check_flags(args: Namespace) -> None:
             "--logits-load-dir was given, but training on a teacher's stored logits is left to Megatron's own script; "
             "drop the flag, or use that script."
         )
+    _check_metrics_folder(settings.mtp_metrics_dir)
     _check_sequences(args)
     if args.mtp_num_layers is not None:
         _check_depths(args, settings)
@@ -186,6 +194,15 @@ def check_flags(args: Namespace) -> None:
         raise ValueError("--mtp-train-only was given without --mtp-num-layers; say how many depths to train.")
     elif settings.mtp_draft_vocab_size is not None or settings.mtp_draft_vocab_file is not None:
         raise ValueError("a draft vocabulary was given without --mtp-num-layers; say how many depths draft from it.")
+
+
+def _check_metrics_folder(named: str | None) -> None:
+    """It is made when there is something to write, which must not be when it turns out that it cannot."""
+    if named is None:
+        return
+    there = next(path for path in (Path(named), *Path(named).absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"--mtp-metrics-dir is {named}, but {there} is a file; name a folder.")
 
 
 def _check_sequences(args: Namespace) -> None:
@@ -213,7 +230,7 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
         raise ValueError(
             f"--mtp-num-layers is {depths}; give 1 or more, or leave the flag out to train without depths."
         )
-    if factor is not None and factor < 0:
+    if factor is not None and not 0 <= factor < math.inf:
         raise ValueError(f"--mtp-loss-scaling-factor is {factor}; give 0 or more (0.1 is Megatron's default).")
     settings.loss_weights(depths)
     if settings.mtp_train_only and not any(map(checkpoint_exists, (args.load, args.pretrained_checkpoint))):
@@ -247,6 +264,8 @@ def check_data(args: Namespace) -> None:
     """Whether the corpus is there, whole, and made with a vocabulary that fits."""
     if args.mock_data or (args.skip_train and args.data_path is None):
         return
+    for given in (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path):
+        check_weights(given or [])
     prefixes = _prefixes(args)
     if args.sft:
         return check_chat_files(prefixes)
@@ -256,6 +275,8 @@ def check_data(args: Namespace) -> None:
             "--mock-data."
         )
     check_data_prefixes(prefixes, args.padded_vocab_size)
+    if args.data_path is not None and args.split is not None:
+        check_split(prefixes, args.split)
     if args.tokenizer_model is not None:
         check_tokenizer(prefixes, args.tokenizer_model)
 

@@ -20,9 +20,7 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     kind = _kind(args)
 
     def is_built_here() -> bool:
-        if mpu.get_tensor_model_parallel_rank() != 0:
-            return False
-        return args.sft or reads_data(vp_stage)
+        return mpu.get_tensor_model_parallel_rank() == 0 and reads_data(vp_stage)
 
     print_rank_0(f"> building {kind.__name__} for {samples} training, validation and test samples")
     return BlendedMegatronDatasetBuilder(kind, samples, is_built_here, dataset_config(args)).build()

@@ -105,9 +105,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     and `depth_*` [B, S, D] where there are labels.
     """
     args = get_args()
-    packed = args.sft or args.dataloader_inter_document_masking
-    needs_tokens = reads_data(vp_stage)
-    if not needs_tokens and not packed:
+    if not reads_data(vp_stage):
         return dict.fromkeys(_BATCH_KEYS)
 
     tp_rank = mpu.get_tensor_model_parallel_rank()
@@ -124,7 +122,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
             batch[key] = None if value is None else value.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=packed,
+        has_cu_seqlens=_reads_packed_rows(),
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -144,13 +142,23 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     if batch["labels"] is not None:
         mask_ignored_labels(batch)
         add_depths(batch, args.mtp_num_layers or 0, document_BS)
-    if needs_tokens:
+    if _reads_slots(vp_stage):
         _keep_own_slots(batch)
     return batch
 
 
 def reads_data(vp_stage: int | None) -> bool:
     """Whether this pipeline stage takes part of a batch, so that the data sets are built for it."""
+    return _reads_packed_rows() or _reads_slots(vp_stage)
+
+
+def _reads_packed_rows() -> bool:
+    """Every stage then needs to know at least where documents start, for its attention."""
+    args = get_args()
+    return bool(args.sft or args.dataloader_inter_document_masking)
+
+
+def _reads_slots(vp_stage: int | None) -> bool:
     return is_first_or_last_pipeline_stage(vp_stage) or _reads_everything(vp_stage)
 
 

@@ -64,6 +64,7 @@ class Metrics:
         self.evaluated: tuple[dict[str, Any], str] | None = None
         self._training = Window()
         self._evaluation = Window()
+        self._data, self._sets = "validation", 0  # what is evaluated on, and how many sets of it are through
         self._clock = StepClock()
         self._steps: int | None = None  # training steps begun, counted from the start of the run that is resumed
         self._has_written = False
@@ -86,10 +87,22 @@ class Metrics:
             self._steps = step
             self._training.add(report, acceptance)
 
+    def begin_evaluation(self, data: str) -> None:
+        """On 'validation' or 'test' data, which Megatron does not tell `end_evaluation`; it may be on several sets."""
+        self._data, self._sets = data, 0
+
     def end_evaluation(self, model: Any) -> None:
-        """Megatron's `non_loss_data_func`, called on every rank when an evaluation is through."""
+        """Megatron's `non_loss_data_func`, called on every rank when an evaluation on one set is through."""
         window, self._evaluation = self._evaluation, Window()
-        self._publish("evaluation", window)
+        self._publish(self._evaluated_set(), window)
+        self._sets += 1
+
+    def _evaluated_set(self) -> str:
+        """Of several sets with the suffix that Megatron gives to its own figures."""
+        args = get_args()
+        if not args.multiple_validation_sets:
+            return self._data
+        return f"{self._data}-{args.validation_set_names[self._sets] if args.validation_set_names else self._sets}"
 
     def close(self) -> None:
         """Write what is left of an interval, and the plot; Megatron has closed its writers by now."""
@@ -117,7 +130,7 @@ class Metrics:
         if rates is not None:
             print_rank_last(table(losses, rates))
             if not self._closing:
-                _log_acceptance(rates, iteration, " validation" if split == "evaluation" else "")
+                _log_acceptance(rates, iteration, "" if split == "training" else f" {split}")
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.folder is None or not is_last_rank():

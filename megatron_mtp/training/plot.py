@@ -1,4 +1,7 @@
-"""The plot of a run: loss and acceptance by depth over training steps, from metrics.jsonl."""
+"""The plot of a run: loss and acceptance by depth over training steps, from metrics.jsonl.
+
+Test data, on which a run is evaluated once in the end, is left out. Files of older runs call all data 'evaluation'.
+"""
 
 import json
 from pathlib import Path
@@ -13,16 +16,19 @@ import matplotlib.pyplot as plt
 def plot_metrics(source: Path, target: Path) -> None:
     """Draw `source` (metrics.jsonl) into `target` (PNG); an existing plot is replaced when the new one is whole."""
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line]
-    evaluation = [row for row in rows if row["split"] == "evaluation"]
+    splits = dict.fromkeys(row["split"] for row in rows if row["split"].startswith(("validation", "evaluation")))
+    evaluations = {split: [row for row in rows if row["split"] == split] for split in splits}
     figure, (loss_axes, acceptance_axes) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     names = sorted({name for row in rows for name in row if name.endswith(" loss")})
     for index, name in enumerate(names):
         _line(loss_axes, [row for row in rows if row["split"] == "training"], name, f"C{index}", alpha=0.5)
-        _line(loss_axes, evaluation, name, f"C{index}", marker="o", label=f"{name} (evaluation)")
+        for split, of_split in evaluations.items():
+            _line(loss_axes, of_split, name, f"C{index}", marker="o", label=f"{name} ({split})")
     loss_axes.set(title="loss by depth", xlabel="step", ylabel="nats per token")
-    for index, name in enumerate(sorted({n for row in evaluation for n in row if n.endswith(" acceptance")})):
-        _line(acceptance_axes, evaluation, name, f"C{index + 1}", marker="o", label=f"{name} given the earlier depths")
-    acceptance_axes.set(title="acceptance by depth", xlabel="step", ylabel="rate", ylim=(0, 1))
+    for index, name in enumerate(sorted({name for row in rows for name in row if name.endswith(" acceptance")})):
+        for split, of_split in evaluations.items():
+            _line(acceptance_axes, of_split, name, f"C{index + 1}", marker="o", label=f"{name} ({split})")
+    acceptance_axes.set(title="acceptance by depth, given the earlier ones", xlabel="step", ylabel="rate", ylim=(0, 1))
     for axes in (loss_axes, acceptance_axes):
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
@@ -34,6 +40,6 @@ def plot_metrics(source: Path, target: Path) -> None:
 
 
 def _line(axes: Any, rows: list[dict[str, Any]], name: str, color: str, **style: Any) -> None:
-    points = [(row["iteration"], row[name]) for row in rows if name in row]
+    points = {row["iteration"]: row[name] for row in rows if name in row}  # of rows of one step, the last
     if points:
-        axes.plot(*zip(*points, strict=True), color=color, **style)
+        axes.plot(points.keys(), points.values(), color=color, **style)

@@ -1,12 +1,14 @@
 """One training run: arguments and model configuration, and Megatron's `pretrain()` with them."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
-from megatron.training import get_args, pretrain
+from megatron.training import get_args, pretrain, training
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     pretrain_cfg_container_from_args,
@@ -50,19 +52,36 @@ def train(config: PretrainConfigContainer, datasets_provider: Any, **pretrain_ar
     metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir))
     pretrain_arguments.setdefault("get_embedding_ranks", get_embedding_ranks)
     try:
-        pretrain(
-            config,
-            datasets_provider,
-            ModelType.encoder_or_decoder,
-            ForwardStep(settings, metrics),
-            non_loss_data_func=metrics.end_evaluation,
-            **pretrain_arguments,
-        )
+        with _evaluations_told(metrics):
+            pretrain(
+                config,
+                datasets_provider,
+                ModelType.encoder_or_decoder,
+                ForwardStep(settings, metrics),
+                non_loss_data_func=metrics.end_evaluation,
+                **pretrain_arguments,
+            )
     except SystemExit:  # --exit-interval and its like end the loop so, on all ranks together
         metrics.close()
         raise
     metrics.close()
     return metrics
+
+
+@contextmanager
+def _evaluations_told(metrics: Metrics) -> Iterator[None]:
+    """Let the metrics know on what data each evaluation is, which Megatron says in the prefix of its own line alone."""
+    evaluate = training.evaluate_and_print_results
+
+    def told(prefix: str, *rest: Any, **settings: Any) -> None:
+        metrics.begin_evaluation("test" if prefix.endswith("test set") else "validation")
+        evaluate(prefix, *rest, **settings)
+
+    training.evaluate_and_print_results = told
+    try:
+        yield
+    finally:
+        training.evaluate_and_print_results = evaluate
 
 
 def get_embedding_ranks(pipeline_ranks: list[int]) -> list[int]:

@@ -1,10 +1,14 @@
 """Whole commands over several processes: they train, evaluate and end well."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import launch
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 RUNS = {
     "pp2-vpp2": (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
@@ -15,6 +19,15 @@ RUNS = {
     "dp2": (2, "--use-distributed-optimizer"),
     "cp2": (2, "--context-parallel-size 2"),
     "tp2-packed": (2, "--tensor-model-parallel-size 2 --dataloader-inter-document-masking"),
+    "pp3-packed": (
+        3,
+        "--pipeline-model-parallel-size 3 --num-layers 3 --dataloader-inter-document-masking --micro-batch-size 1",
+    ),
+    "pp2-vpp2-packed": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 "
+        "--dataloader-inter-document-masking --micro-batch-size 1",
+    ),
     "pp3-documents": (3, "--pipeline-model-parallel-size 3 --num-layers 3 --reset-attention-mask --eod-mask-loss"),
 }
 
@@ -27,6 +40,56 @@ def test_a_run_over_several_processes_trains_and_evaluates(processes: int, flags
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert log.count("expected accepted length") == 4  # at steps 2 and 4, and in the end on validation and test data
+
+
+def test_rows_say_on_what_data_an_evaluation_was(tmp_path: Path) -> None:
+    """In the loop at step 2, and after it on validation and test data."""
+    flags = "--train-iters 2 --log-interval 1 --eval-interval 2 --eval-iters 1 --split 80,10,10".split()
+    launch.run(launch.pretrain(*flags, "--mtp-metrics-dir", str(tmp_path)), tmp_path / "log")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    expected = [(1, "training"), (2, "training"), (2, "validation"), (2, "validation"), (2, "test")]
+    assert [(row["iteration"], row["split"]) for row in rows] == expected
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint to train the depths of."""
+    folder = tmp_path_factory.mktemp("start")
+    flags = "--train-iters 1 --eval-interval 9 --eval-iters 0 --save-interval 1".split()
+    launch.run(launch.pretrain(*flags, "--save", str(folder / "checkpoint")), folder / "log")
+    return folder / "checkpoint"
+
+
+OPTIMIZERS = {
+    "float32": "",
+    "bfloat16": "--bf16",
+    "distributed": "--use-distributed-optimizer",
+    "distributed and reshardable": "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
+}
+
+
+@pytest.mark.parametrize("flags", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_depths_alone_are_saved_and_resumed_where_a_stage_has_nothing_to_train(
+    flags: str, start: Path, tmp_path: Path
+) -> None:
+    """Megatron fails in the save, or when the other stages read what the first stage wrote of its empty optimizer."""
+
+    def run(*loaded: str, to: Path) -> dict[str, torch.Tensor]:
+        fixed = "--pipeline-model-parallel-size 2 --mtp-train-only --train-iters 2 --save-interval 1 --eval-interval 9"
+        command = (*fixed.split(), "--eval-iters", "0", *flags.split(), *loaded, "--save", str(to))
+        launch.run(launch.pretrain(*command, processes=2), tmp_path / "log")
+        dcp_to_torch_save(to / "iter_0000002", tmp_path / "whole.pt")
+        stored = torch.load(tmp_path / "whole.pt", weights_only=False)
+        return {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
+
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    expected = run("--load", str(start), "--finetune", to=whole)
+    shutil.copytree(whole / "iter_0000001", resumed / "iter_0000001")
+    (resumed / "latest_checkpointed_iteration.txt").write_text("1")
+    tensors = run("--load", str(resumed), to=resumed)
+    assert sum(name.startswith("optimizer") for name in tensors) > 2
+    assert tensors.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(tensors[name], value)] == []
 
 
 def test_bad_input_over_two_processes_is_said_once(tmp_path: Path) -> None:

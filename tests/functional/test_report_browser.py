@@ -32,7 +32,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [
             {"iteration": step, "split": split, "lm loss": 5 - step / 20, "mtp_1 loss": 5.5 - step / 20,
              "mtp_1 acceptance": step / 60, "expected accepted length": 1 + step / 60}
-            for step in range(10, 60, 10) for split in ("training", "evaluation")
+            for step in range(10, 60, 10) for split in ("training", "validation")
         ]  # fmt: skip
         (folder / name).mkdir()
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -3,13 +3,20 @@
 At slot i depth d drafts the token for which the trunk's word stands at slot i + d.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head
+from megatron_mtp.training import acceptance
 from megatron_mtp.training.acceptance import AcceptanceCounts, acceptance_rates
 from megatron_mtp.training.acceptance import count_acceptance as count_acceptance_of_group
 
@@ -18,14 +25,15 @@ WORDS = 3
 
 @pytest.fixture
 def head(megatron: None) -> Head:
-    def project(logits_SBV: Tensor) -> Tensor:
-        return logits_SBV.clone()  # a head makes new logits, which the measurement may overwrite
+    return head_of(torch.eye(WORDS).cuda())
 
-    def no_loss(labels_BS: Tensor, logits_SBV: Tensor) -> Tensor:
-        raise AssertionError("acceptance needs no loss")
+
+def head_of(weight_VH: Tensor) -> Head:
+    def all_at_once(*_: Tensor) -> Tensor:
+        raise AssertionError("acceptance takes neither all logits nor a loss")
 
     group = parallel_state.get_tensor_model_parallel_group()
-    return Head(project, no_loss, group, torch.empty(WORDS, 0), no_loss)
+    return Head(all_at_once, all_at_once, group, weight_VH, whole=lambda states_SBH: states_SBH)
 
 
 def count_acceptance(trunk_SBV: Tensor, drafts: list[Tensor], head: Head, batch: DepthBatch) -> AcceptanceCounts:
@@ -144,6 +152,52 @@ def test_counts_are_the_same_as_a_loop_over_slots(head: Head) -> None:
     )
     assert lists(counts) == expected
     assert expected[2][2] > 0, "the example never comes to the last depth"
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 9])
+def test_counts_do_not_depend_on_chunks(at_once: int, megatron: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 slots of 2 rows, drafts of 5 of 7 words, two depths that share what they look up."""
+    rows, slots, vocabulary = 2, 10, 7
+    generator = torch.Generator().manual_seed(5)
+    weight_VH, trunk, *noise = (
+        torch.randn(*shape, generator=generator).cuda() for shape in ((vocabulary, 4), *[(slots, rows, 4)] * 3)
+    )
+    states = [trunk.roll(-depth, dims=0) + 0.5 * noise[depth - 1] for depth in (1, 2)]
+    drafts = DraftVocabulary(torch.tensor([0, 2, 3, 4, 6]).cuda(), vocabulary)
+    head = replace(head_of(weight_VH), logit_scale=2.0, drafts=drafts)
+    batch = document(rows, slots, 2, (torch.rand(rows, slots, generator=generator) > 0.2).float())
+    whole = count_acceptance(trunk, states, head, batch)
+    monkeypatch.setattr(acceptance, "CHUNK_BYTES", at_once * rows * vocabulary * 4)
+    monkeypatch.setattr(acceptance, "CHUNK_BYTES_CUDA", at_once * rows * vocabulary * 4)
+    torch.testing.assert_close(
+        count_acceptance(trunk, states, head, batch).stacked(), whole.stacked(), atol=0, rtol=1e-6
+    )
+    assert (whole.stacked() > 0).all()
+
+
+class Largest(TorchDispatchMode):
+    """Numbers in the largest tensor that was made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        sizes = (tensor.numel() for tensor in tree_leaves(made) if isinstance(tensor, Tensor))
+        self.numbers = max(self.numbers, *sizes, 0)
+        return made
+
+
+def test_no_tensor_is_larger_than_the_logits_of_a_chunk(megatron: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation at 32k slots of 131k words would otherwise need four times 17 GB for every card's slice."""
+    slots, vocabulary, at_once, depths = 64, 500, 8, 2
+    head = head_of(torch.randn(vocabulary, 2).cuda())
+    trunk, *states = (torch.randn(slots, 1, 2).cuda() for _ in range(1 + depths))
+    batch = document(1, slots, depths)
+    for name in ("CHUNK_BYTES", "CHUNK_BYTES_CUDA"):
+        monkeypatch.setattr(acceptance, name, at_once * vocabulary * 4)
+    with Largest() as largest:
+        count_acceptance(trunk, states, head, batch)
+    assert largest.numbers == (at_once + depths - 1) * vocabulary < slots * vocabulary
 
 
 def test_measuring_keeps_no_graph(head: Head) -> None:

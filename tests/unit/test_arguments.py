@@ -12,7 +12,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.training.global_vars import unset_global_variables
 
-from megatron_mtp.training.arguments import CPU_FLAGS, NO_TE_FLAGS, set_machine_flags
+from megatron_mtp.training import arguments
+from megatron_mtp.training.arguments import CPU_FLAGS, NO_APEX_FLAG, NO_TE_FLAGS, set_machine_flags
 from megatron_mtp.training.run import main
 
 MODEL = (
@@ -81,7 +82,15 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             "--mtp-draft-vocab-file is /nowhere, which is no text",
         ),
         (f"{ROPE} {DEPTHS}", "--data-path is missing; give the prefix"),
-        (f"{ROPE} {DEPTHS} --data-path /nowhere/corpus", "--data-path"),
+        (f"{ROPE} {DEPTHS} --data-path /nowhere/corpus", "there is no dataset '/nowhere/corpus'"),
+        (f"{ROPE} {DEPTHS} --data-path 0.5 a b c", "in '0.5 a b c' some datasets have a weight and some have none"),
+        (f"{ROPE} {DEPTHS} --data-path a b 0.5 c", "in 'a b 0.5 c' some datasets have a weight and some have none"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-scaling-factor nan", "--mtp-loss-scaling-factor is nan; give 0 or more"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-temperature inf", "--mtp-temperature is inf; give a number from 0.01 to 100"),
+        (
+            f"{ROPE} {MOCK} --mtp-metrics-dir {__file__}/metrics",
+            f"--mtp-metrics-dir is {__file__}/metrics, but {__file__} is a file; name a folder",
+        ),
     ],
 )
 def test_bad_flags_are_one_sentence(
@@ -199,11 +208,26 @@ def test_machine_flags_come_last_and_are_said() -> None:
     assert note.startswith("no CUDA device")
 
 
-def test_without_transformer_engine_a_gpu_gets_megatrons_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    argv = ["pretrain_gpt.py"]
-    set_machine_flags(argv, on_cpu=False)
-    assert argv[1:] == NO_TE_FLAGS.split()
+@pytest.mark.parametrize(
+    ("has_te", "has_apex", "given", "added"),
+    [
+        (True, True, [], []),
+        (True, False, [], [NO_APEX_FLAG]),
+        (True, False, [NO_APEX_FLAG], []),
+        (False, True, [], NO_TE_FLAGS.split()),
+        (False, False, [], NO_TE_FLAGS.split()),
+    ],
+)
+def test_a_gpu_gets_the_flags_for_the_kernels_that_are_missing(
+    has_te: bool, has_apex: bool, given: list[str], added: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformer Engine without Apex: Megatron fuses weight gradients by default, and the head refuses to be built."""
+    monkeypatch.setattr(arguments, "transformer_engine_works", lambda: has_te)
+    monkeypatch.setattr(arguments, "fuses_weight_gradients", lambda: has_apex)
+    argv = ["pretrain_gpt.py", *given]
+    note = set_machine_flags(argv, on_cpu=False)
+    assert argv == ["pretrain_gpt.py", *given, *added]
+    assert (note is None) == (not added)
 
 
 def test_help_shows_our_flags_and_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

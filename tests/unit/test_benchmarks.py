@@ -164,7 +164,7 @@ def test_train_only_runs_and_ends_with_its_report() -> None:
 def test_losses_compares_runs_that_have_finished(tmp_path: Path) -> None:
     for loss, rate in {"ce": 0.5, "kd": 0.525, "tv": 0.54}.items():
         row = {
-            "split": "evaluation",
+            "split": "validation",
             "lm loss": 2.0,
             "mtp_1 loss": 2.0,
             "mtp_1 acceptance": rate,

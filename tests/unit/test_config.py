@@ -1,5 +1,6 @@
 """config.py: the settings that become flags, and what is said of wrong ones."""
 
+import math
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
@@ -45,7 +46,10 @@ def test_allowed_settings(settings: dict[str, Any]) -> None:
             {"mtp_loss": "mix", "mtp_loss_mix": "1,2"},
             "--mtp-loss-mix is '1,2'; give 3 numbers of 0 or more (of ce, kd and tv), with commas, not all 0.",
         ),
-        ({"mtp_temperature": 0.0}, "--mtp-temperature is 0.0; give a number above 0."),
+        ({"mtp_temperature": 0.0}, "--mtp-temperature is 0.0; give a number from 0.01 to 100."),
+        ({"mtp_temperature": 1e-30}, "--mtp-temperature is 1e-30; give a number from 0.01 to 100."),
+        ({"mtp_temperature": math.inf}, "--mtp-temperature is inf; give a number from 0.01 to 100."),
+        ({"mtp_temperature": math.nan}, "--mtp-temperature is nan; give a number from 0.01 to 100."),
         ({"mtp_label_smoothing": 1.0}, "--mtp-label-smoothing is 1.0; give 0 or more, and less than 1."),
         ({"mtp_z_loss": -1.0}, "--mtp-z-loss is -1.0; give 0 or more."),
         ({"mtp_token_fraction": 0.0}, "--mtp-token-fraction is 0.0; give a number above 0, and at most 1."),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_mtp.data import checks
-from megatron_mtp.data.checks import check_data_prefixes, data_prefixes
+from megatron_mtp.data.checks import check_data_prefixes, check_split, check_weights
 
 
 def write_dataset(prefix: Path, documents: list[list[int]], dtype: type[np.integer] = np.uint16) -> str:
@@ -36,32 +36,15 @@ def refusal(prefix: str, vocab_size: int = 10) -> str:
     return message
 
 
-@pytest.mark.parametrize(
-    ("data_path", "prefixes"),
-    [
-        (["a"], ["a"]),
-        (["a", "b"], ["a", "b"]),
-        (["0.3", "a", "0.7", "b"], ["a", "b"]),
-        (["30", "a"], ["a"]),
-        (["a", "b", "c"], ["a", "b", "c"]),
-        (["0.3", "a", "b"], ["0.3", "a", "b"]),
-        (["1", " a "], ["a"]),
-    ],
-)
-def test_data_prefixes_agrees_with_megatron(data_path: list[str], prefixes: list[str]) -> None:
-    from megatron.core.datasets.utils import get_blend_from_list
-
-    assert data_prefixes(data_path) == prefixes
-    blend = get_blend_from_list(data_path)
-    assert blend is not None
-    assert blend[0] == prefixes
+@pytest.mark.parametrize("blend", ["", "a", "a b", "a b c", "0.3 a 0.7 b", "30 a", "0.3 a b"])
+def test_whole_blends_pass(blend: str) -> None:
+    check_weights(blend.split())
 
 
-def test_half_weighted_blend_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"--data-path: in '0\.3 a b c' some datasets have a weight and some have none"
-    ):
-        data_prefixes(["0.3", "a", "b", "c"])
+@pytest.mark.parametrize("blend", ["0.3 a b c", "a b 0.7 c"])
+def test_half_weighted_blend_is_refused(blend: str) -> None:
+    with pytest.raises(ValueError, match=f"--data-path: in '{blend}' some datasets have a weight and some have none"):
+        check_weights(blend.split())
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
@@ -157,3 +140,22 @@ def test_a_corpus_of_another_vocabulary_is_refused(prefix: str, tmp_path: Path) 
         checks.check_tokenizer([prefix], fits)
     with pytest.raises(ValueError, match=r"^--data-path: the dataset .* whose vocabulary is not that of --tokenizer-m"):
         checks.check_tokenizer([prefix], other)
+
+
+@pytest.mark.parametrize("split", ["50,50,0", "100,0,0", "1", "34, 33, 33", "0,1,0"])
+def test_splits_with_text_in_every_part_pass(split: str, tmp_path: Path) -> None:
+    prefix = write_dataset(tmp_path / "c", [[5, 6, 0], [9, 0], [7, 0]])
+    check_split([prefix, "s3://bucket/left/to/megatron"], split)
+
+
+@pytest.mark.parametrize(
+    ("split", "part"),
+    [("98,2,0", "validation"), ("969, 30, 1", "validation"), ("60,39,1", "testing"), ("1,99", "training")],
+)
+def test_a_part_without_text_is_refused(split: str, part: str, tmp_path: Path) -> None:
+    """In which Megatron would look for text forever."""
+    prefix = write_dataset(tmp_path / "c", [[5, 6, 0], [9, 0], [7, 0]])
+    with pytest.raises(
+        ValueError, match=f"--split is {split}, which of the 3 documents of '{prefix}' leaves none for {part}"
+    ):
+        check_split([prefix], split)

@@ -16,7 +16,14 @@ from megatron_mtp.training.metrics import FILE, PLOT, Metrics, table
 
 @pytest.fixture
 def args(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Namespace:
-    args = Namespace(curr_iteration=0, iteration=0, log_interval=2, train_iters=4)
+    args = Namespace(
+        curr_iteration=0,
+        iteration=0,
+        log_interval=2,
+        train_iters=4,
+        multiple_validation_sets=False,
+        validation_set_names=None,
+    )
     monkeypatch.setattr(metrics_module, "get_args", lambda: args)
     return args
 
@@ -61,11 +68,61 @@ def test_evaluation_adds_counts_before_it_divides(
         metrics.add(report(4.0, 1), counts([90], [90], [89]))
         metrics.end_evaluation(model=None)
     (row,) = rows(tmp_path)
-    assert row["split"] == "evaluation"
+    assert row["split"] == "validation"
     assert row["lm loss"] == 2.0
     assert row["mtp_1 acceptance"] == pytest.approx(0.9)
     assert row["expected accepted length"] == pytest.approx(1.9)
     assert "1.900 tokens per target forward" in capsys.readouterr().out
+
+
+def evaluate(metrics: Metrics, data: str, sets: int) -> None:
+    metrics.begin_evaluation(data)
+    for _ in range(sets):
+        with torch.no_grad():
+            metrics.add(report(1.0, 1), counts([2], [2], [1]))
+            metrics.end_evaluation(model=None)
+
+
+@pytest.mark.parametrize(
+    ("sets", "names", "splits"),
+    [
+        (1, None, ["validation", "validation", "test"]),
+        (2, None, ["validation-0", "validation-1", "validation-0", "validation-1", "test-0", "test-1"]),
+        (2, ["a", "b"], ["validation-a", "validation-b", "validation-a", "validation-b", "test-a", "test-b"]),
+    ],
+)
+def test_evaluations_say_on_what_data_they_were(
+    sets: int,
+    names: list[str] | None,
+    splits: list[str],
+    args: Namespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the loop, after it, and on test data: three at the same step, whose figures had the same names."""
+    writer = Writer()
+    monkeypatch.setattr(metrics_module, "get_tensorboard_writer", lambda: writer)
+    args.multiple_validation_sets, args.validation_set_names = sets > 1, names
+    metrics = Metrics(tmp_path)
+    for data in ("validation", "validation", "test"):
+        evaluate(metrics, data, sets)
+    assert [row["split"] for row in rows(tmp_path)] == splits
+    assert metrics.evaluated is not None
+    assert metrics.evaluated[0]["split"] == splits[-1]
+    assert writer.names == {f"{name} {split}" for name in RATES for split in splits}
+
+
+RATES = ("mtp_1 acceptance", "mtp_1 overlap", "expected accepted length")
+
+
+class Writer:
+    """Of TensorBoard, as far as it is asked."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def add_scalar(self, name: str, value: float, iteration: int) -> None:
+        self.names.add(name)
 
 
 def test_training_rows_say_what_a_step_cost(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """On a CPU, what asks for CUDA gets the CPU; every substitution says why it is there."""
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_mtp.platform import cpu, prepare, stand_ins, wheel
+from megatron_mtp.platform import cpu, kernels, prepare, stand_ins, wheel
 
 pytestmark = pytest.mark.skipif(
     not cpu.installed(), reason="there is a CUDA device here: nothing is substituted; run on a machine without one"
@@ -51,7 +53,24 @@ def test_events_measure_milliseconds() -> None:
 def test_every_substitution_has_a_reason_and_is_in_place() -> None:
     for row in cpu.SUBSTITUTIONS:
         assert len(row.reason) > 20
-        assert getattr(row.owner, row.name) is row.replacement or callable(row.replacement)
+        assert getattr(row.owner, row.name) is row.replacement, row.name
+
+
+@pytest.mark.parametrize("cause", ["OSError('libcublas.so.13: no such file')", "ImportError('undefined symbol')"])
+def test_a_transformer_engine_that_cannot_be_imported_is_none_to_megatron(
+    cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron takes an ImportError alone for its absence, and would end with any other."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(f"raise {cause}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    kernels.why_not.cache_clear()
+    kernels.hide_broken_transformer_engine()
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("transformer_engine")
+    assert str(kernels.why_not("transformer_engine.pytorch")).startswith("it cannot be imported")
+    kernels.why_not.cache_clear()
 
 
 def test_preparing_twice_changes_nothing() -> None:

@@ -57,7 +57,7 @@ def rows(depths: int, offset: float = 0.0) -> list[dict[str, Any]]:
         cost = {"step seconds": 0.25, "peak memory bytes": 3 * 2**30}
         made.append({"iteration": step, "split": "training", **losses, **cost})
     rates = {f"mtp_{d} {name}": 0.75 for d in range(1, depths + 1) for name in ("acceptance", "overlap")}
-    return [*made, {"iteration": 50, "split": "evaluation", **losses, **rates, "expected accepted length": 2.3125}]
+    return [*made, {"iteration": 50, "split": "validation", **losses, **rates, "expected accepted length": 2.3125}]
 
 
 def drafts() -> dict[str, Any]:
@@ -97,6 +97,31 @@ def test_a_run_has_its_charts_its_table_and_its_drafts(tmp_path: Path, capsys: p
     own = [a["title"] for a in made.of("span") if a.get("class") == "own" and "title" in a]
     assert [title.rsplit(" ")[-1] for title in own if title] == ["3)", "8)", "6)"]
     assert sorted(path.name for path in folder.iterdir()) == ["drafts.json", "metrics.jsonl", "report.html"]
+
+
+def test_evaluations_on_several_sets_and_on_test_data_are_told_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    values = {"training": 1.5, "validation-code": 1.25, "validation-prose": 1.75, "test-code": 1.125}
+    made = [json.dumps({"iteration": 7, "split": split, "lm loss": value}) for split, value in values.items()]
+    (folder / "metrics.jsonl").write_text("\n".join(made))
+    assert report(folder) == 0
+    words = Page((folder / "report.html").read_text()).words
+    assert "trunk, code" in words
+    assert "trunk, prose" in words
+    assert [words.count(f"lm loss ({split})") for split in values] == [1, 1, 1, 1]
+    assert "1.1250" in words
+    assert "step 7: 1.125" not in words
+
+
+def test_a_run_of_before_evaluations_had_names_is_read(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    file = folder / "metrics.jsonl"
+    file.write_text(file.read_text().replace("validation", "evaluation"))
+    assert report(folder) == 0
+    words = Page((folder / "report.html").read_text()).words
+    assert "mtp_2 acceptance (evaluation)" in words
+    assert "step 50: 0.75" in words
 
 
 def test_several_runs_stand_on_one_chart_a_figure(tmp_path: Path) -> None:
@@ -163,7 +188,7 @@ DAMAGED = {
     "no object": "[1]",
     "no step": '{"split": "training", "lm loss": 1.0}',
     "no number": '{"iteration": 1, "split": "training", "lm loss": "1"}',
-    "another split": '{"iteration": 1, "split": "test", "lm loss": 1.0}',
+    "another split": '{"iteration": 1, "split": "tests", "lm loss": 1.0}',
 }
 
 

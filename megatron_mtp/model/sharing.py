@@ -68,8 +68,3 @@ class Head:
     def draft_weight(self) -> Tensor:
         """The rows that the depths draft with, [V / TP, H] or fewer."""
         return self.weight if self.drafts is None else self.weight.index_select(0, self.drafts.rows_K)
-
-    def draft_logits(self, hidden_SBH: Tensor) -> Tensor:
-        """Hidden states of a depth to logits of all tokens, [S, B, V / TP]; those it may not draft have -inf."""
-        logits_SBV = self.project(hidden_SBH)
-        return logits_SBV if self.drafts is None else logits_SBV.masked_fill(~self.drafts.drafted_W, -torch.inf)

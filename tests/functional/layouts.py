@@ -142,8 +142,7 @@ LOADS = [(model, name) for model in ("tied-d3", "moe-d3") for name in sources(mo
 """Model, and the layout that loads the checkpoints of all layouts."""
 
 MOVES = [
-    (model, source, target)
-    for model in DEEP
+    ("tied-d3", source, target)
     for source, target in (
         (SINGLE, "pp2"),
         ("pp2", "tp2"),
@@ -192,7 +191,7 @@ LAUNCHES: dict[str, Launch] = {
         1,
         [
             *(job for model in MODELS for job in (f"init/{model}/ours", f"train/{model}/{SINGLE}")),
-            *(f"move/{model}/{SINGLE}/{SINGLE}" for model in DEEP),
+            f"move/tied-d3/{SINGLE}/{SINGLE}",
         ],
     ),
     "interop": Launch(

@@ -71,10 +71,14 @@ def completed(stored: Namespace) -> Namespace:
 
 def model_config(stored: Namespace) -> MTPGPTModelConfig:
     """The configuration of a model from the arguments that a checkpoint keeps."""
-    args = completed(stored)
+    return config_of(completed(stored))
+
+
+def config_of(args: Namespace) -> MTPGPTModelConfig:
+    """The same from all of Megatron's arguments, for what a model computes: nothing of its training."""
     config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
-    config.rope_scaling_factor = args.rope_scaling_factor
-    config.mtp = MTPConfig(mtp_architecture=getattr(stored, "mtp_architecture", None) or "sequential")
+    config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
+    config.mtp = MTPConfig(mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential")
     return config
 
 

@@ -16,17 +16,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.training.argument_utils import gpt_config_from_args
 from torch import Tensor
 
 from megatron_mtp.checkpoint.dist_store import DistReader, iteration_folder, stored_draft_vocabulary
 from megatron_mtp.checkpoint.hf_tokens import EMBEDDING, has_tokenizer
 from megatron_mtp.checkpoint.importing import HF_FILES
 from megatron_mtp.checkpoint.mcore_store import repair_tracker
-from megatron_mtp.checkpoint.model import completed, fill
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.checkpoint.model import completed, config_of, fill
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
+from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder
 from megatron_mtp.platform import cpu
 from megatron_mtp.platform.kernels import transformer_engine_works
 
@@ -157,8 +155,7 @@ def _adapted(args: Namespace) -> Namespace:
 
 
 def _model(args: Namespace, draft_vocabulary: Tensor | None) -> MTPGPTModel:
-    config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
-    config.mtp = MTPConfig(mtp_architecture=getattr(args, "mtp_architecture", "sequential"))
+    config = config_of(args)
     config.draft_vocabulary = draft_vocabulary
     model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     assert isinstance(model, MTPGPTModel)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hf_models import make
 
 from megatron_mtp.checkpoint.depths import attach_depths
@@ -12,7 +13,9 @@ from megatron_mtp.checkpoint.exporting import mcore_to_hf
 from megatron_mtp.checkpoint.hf_form import form_of
 from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
 from megatron_mtp.checkpoint.megatron_args import megatron_arguments
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.checkpoint.verify import verify
+from megatron_mtp.drafting.load import load_checkpoint
 
 QUIET = Options(quiet=True, workers=1)
 LLAMA3 = {
@@ -65,3 +68,13 @@ def test_a_scaled_model_is_exported_as_it_was_trained(family: str, tmp_path: Pat
     keys = json.loads((tmp_path / "back" / "config.json").read_text())
     assert keys["rope_parameters"].items() >= rope.items()
     assert [check for check in verify(tmp_path / "back", trained, slots=SLOTS) if not check.ok] == []
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_scaled_model_drafts_at_the_angles_that_are_proved(tmp_path: Path) -> None:
+    """Of factor 32, where Megatron's builder has 8 unless it is told."""
+    hf_to_mcore(published(tmp_path / "source", "llama", 0, LLAMA3), tmp_path / "mcore", QUIET, megatron_arguments)
+    drafting = load_checkpoint(tmp_path / "mcore").runner.model.rotary_pos_emb
+    torch.testing.assert_close(
+        drafting.inv_freq, load_model(tmp_path / "mcore").rotary_pos_emb.inv_freq, rtol=0, atol=0
+    )

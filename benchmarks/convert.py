@@ -1,9 +1,10 @@
-"""Conversion in both directions against copying the same safetensors files, on a synthetic model of 8 GB.
+"""Conversion in both directions: few large tensors against a copy of the same files, and 4,000 small ones.
 
-    python benchmarks/convert.py [--gigabytes 8] [--folder DIR]
+    python benchmarks/convert.py [--part size|count] [--gigabytes 8] [--folder DIR]
 
-Each side is a process of its own, so that its peak of resident memory is its own: `copy` reads and writes every tensor
-through safetensors, `import` and `export` are the two conversions. All figures come from one run.
+`size` converts a synthetic model of 8 GB. Each side is a process of its own, so that its peak of resident memory is its
+own: `copy` reads and writes every tensor through safetensors, `import` and `export` are the two conversions. `count`
+converts a model of 3,966 small tensors, most of them experts, in one file and in twenty. Importing Megatron is not timed.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,23 @@ def main() -> None:
     if args.side is not None:
         print(json.dumps(run_side(args.side, args.folder)))
         return
-    args.folder.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    goals: list[Goal] = []
+    for part in PARTS if args.part is None else (args.part,):
+        args.folder.mkdir(parents=True, exist_ok=True)
+        found, promised = PARTS[part](args)
+        results[part], goals = found, goals + promised
+        shutil.rmtree(args.folder)
+    report("convert", hardware(on_cpu=True), results, goals)
+
+
+def compare_sizes(args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
+    """Throughput and peaks of a large model."""
     size = write_model(args.folder / "source", args.gigabytes)
     seconds, peaks = {}, {}
     for side in SIDES:
         found = in_own_process(side, args.folder)
         seconds[side], peaks[side] = found["seconds"], found["peak"]
-    shutil.rmtree(args.folder)
     results = {
         "bytes": size,
         "layer_bytes": LAYER,
@@ -53,11 +65,30 @@ def main() -> None:
         ),
         *(Goal(f"{side}: peak over the largest layer, MiB", (peaks[side] - LAYER) / MIB, 1024.0) for side in SIDES[1:]),
     ]
-    report("convert", hardware(on_cpu=True), results, goals)
+    return results, goals
+
+
+def compare_counts(args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
+    """Seconds of both directions, the tensors being in one file or in many."""
+    seconds: dict[str, float] = {}
+    for files in (1, FILES):
+        folder = args.folder / str(files)
+        write_experts(folder / "source", files)
+        for side in ("import", "export"):
+            seconds[f"{side}, {files} file(s)"] = in_own_process(side, folder)["seconds"]
+    results = {"tensors": len(experts_shapes()), "seconds": seconds}
+    return results, [Goal(f"{what}: seconds", value, 3.0) for what, value in seconds.items()]
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], tuple[dict[str, Any], list[Goal]]]] = {
+    "size": compare_sizes,
+    "count": compare_counts,
+}
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--part", choices=PARTS, help="run this part alone (default: both)")
     parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the model (default: 8)")
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/benchmark-convert"), help="scratch, removed at the end"
@@ -108,6 +139,54 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+
+
+EXPERTS: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 216,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+}
+FILES = 20
+
+
+def write_experts(folder: Path, files: int) -> None:
+    """A GLM-4 MoE folder of zeros in so many files."""
+    from megatron_mtp.checkpoint.hf_shards import HFShards
+
+    folder.mkdir(parents=True)
+    tensors = [(name, shape, torch.bfloat16) for name, shape in experts_shapes().items()]
+    size = sum(2 * torch.Size(shape).numel() for _, shape, _ in tensors)
+    HFShards(folder, tensors, -(-size // files) + 2 * 64 * 128)  # the files are made with zeros inside
+    (folder / "config.json").write_text(json.dumps(EXPERTS))
+
+
+def experts_shapes() -> dict[str, tuple[int, ...]]:
+    from megatron_mtp.platform import prepare
+
+    prepare()
+    from megatron_mtp.checkpoint.families import Layout, family_of
+    from megatron_mtp.checkpoint.hf_config import HFConfig
+
+    config = HFConfig.from_keys(EXPERTS)
+    rules = family_of(config).all_rules(config, Layout(0))
+    return {tensor.name: tensor.shape or () for rule in rules for tensor in rule.hf}
 
 
 def in_own_process(side: str, folder: Path) -> dict[str, Any]:

@@ -112,6 +112,7 @@ class DistReader:
                 for key, value in catalogue.state_dict_metadata.items()
                 if isinstance(value, TensorStorageMetadata)
             }
+            self._chunks = {(key, tuple(c.offsets)): c for key, entry in self._tensors.items() for c in entry.chunks}
         except Exception as error:
             raise ValueError(f"{self.folder / CATALOGUE} is no catalogue of a checkpoint: {error}.") from None
         self._layers = {layer: key for key in self._tensors for layer in self._layers_of(key)}
@@ -155,13 +156,14 @@ class DistReader:
         return [f"decoder.layers.{layer}.{match.group(1)}" for layer in range(self._tensors[key].size[0])]
 
     def _slab(self, key: str, offset: Shape, shape: Shape) -> Tensor:
+        whole = self._chunks.get((key, offset))
+        if whole is not None and tuple(whole.sizes) == shape:  # one expert of many: no search through their chunks
+            return self._chunk(key, whole)
         overlaps = []
         for chunk in self._tensors[key].chunks:
             overlap = _overlap(tuple(chunk.offsets), tuple(chunk.sizes), offset, shape)
             if overlap is not None:
                 overlaps.append((chunk, overlap))
-        if len(overlaps) == 1 and tuple(overlaps[0][0].sizes) == shape:
-            return self._chunk(key, overlaps[0][0])
         out = torch.empty(shape, dtype=self.dtype(key))
         covered = 0
         for chunk, (start, sizes) in overlaps:

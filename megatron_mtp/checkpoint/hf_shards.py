@@ -7,8 +7,10 @@ they stand for, and their scales are no tensors of their own.
 import json
 import os
 import struct
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ class HFFolder:
 
     def __init__(self, folder: Path, block: tuple[int, int] = (128, 128)) -> None:
         self.folder, self._block = folder, block
+        self._open = _OpenFiles()
         self.tensors: dict[str, Stored] = {}
         for file, names in _files(folder).items():
             self._add(file, names)
@@ -97,16 +100,32 @@ class HFFolder:
 
     def read(self, name: str) -> Tensor:
         """One tensor; FP8 with block scales comes as bfloat16."""
-        tensor = _read(self.tensors[name], name)
+        tensor = self._read(self.tensors[name], name)
         scale = self._scales.get(f"{name}{SCALE}")
         if scale is not None:
-            return dequantise(tensor, _read(scale, f"{name}{SCALE}"), self._block)
+            return dequantise(tensor, self._read(scale, f"{name}{SCALE}"), self._block)
         if tensor.dtype in FP8:
             raise ValueError(
                 f"'{name}' in {self.tensors[name].file} is FP8 without a '{name}{SCALE}'; only block scales are known "
                 "here, so give the model in bfloat16."
             )
         return tensor
+
+    def _read(self, stored: Stored, name: str) -> Tensor:
+        tensor: Tensor = self._open.file(stored.file).get_tensor(name)
+        return tensor
+
+
+class _OpenFiles(threading.local):
+    """Each thread's own handles of the files that it read last: opening a file parses its whole header."""
+
+    def __init__(self) -> None:
+        self.file = lru_cache(maxsize=32)(_open)
+
+
+def _open(file: Path) -> Any:
+    # Not mapped: pages of mapped files would count as memory of this process.
+    return safe_open(file, framework="pt", backend="pread")
 
 
 def block_of(keys: dict[str, Any]) -> tuple[int, int]:
@@ -173,13 +192,6 @@ def read_header(file: Path) -> dict[str, Stored]:
     if unknown is not None:
         raise ValueError(f"{file} has '{unknown}', which is not known here; known are {', '.join(DTYPES)}.")
     return {name: Stored(file, tuple(v["shape"]), DTYPES[v["dtype"]]) for name, v in tensors.items()}
-
-
-def _read(stored: Stored, name: str) -> Tensor:
-    # Not mapped: pages of mapped files would count as memory of this process.
-    with safe_open(stored.file, framework="pt", backend="pread") as file:
-        tensor: Tensor = file.get_tensor(name)
-        return tensor
 
 
 def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:

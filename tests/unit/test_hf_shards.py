@@ -7,6 +7,7 @@ import pytest
 import torch
 from hf_models import make, read, write
 
+from megatron_mtp.checkpoint import dist_store, hf_shards
 from megatron_mtp.checkpoint.dist_store import DistReader
 from megatron_mtp.checkpoint.exporting import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.hf_shards import HFFolder, dequantise
@@ -62,3 +63,23 @@ def test_fp8_without_scales_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"'{NAME}' in .* is FP8 without"):
         hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
     assert not (tmp_path / "mcore").exists()
+
+
+def test_a_file_is_opened_once_for_all_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening parses the whole header: an opening a tensor makes reading quadratic."""
+    folder = HFFolder(make(tmp_path / "hf", "llama", 0, shards=True))
+    opened: list[Path] = []
+    whole = hf_shards.safe_open
+    monkeypatch.setattr(hf_shards, "safe_open", lambda file, **_: (opened.append(file), whole(file, "pt"))[1])
+    for name in sorted(folder.tensors):
+        folder.read(name)
+    assert len(opened) == len(set(opened)) == 3
+
+
+def test_an_expert_is_found_without_a_search_through_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_to_mcore(make(tmp_path / "hf", "glm4_moe", 1), tmp_path / "mcore", QUIET, megatron_arguments)
+    form = kept_form(tmp_path / "mcore")
+    assert form is not None
+    monkeypatch.setattr(dist_store, "_overlap", lambda *_: pytest.fail("searched"))
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form)
+    assert read(tmp_path / "back").keys() == read(tmp_path / "hf").keys()

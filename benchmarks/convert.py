@@ -4,7 +4,7 @@
 
 `size` converts a synthetic model of 8 GB. Each side is a process of its own, so that its peak of resident memory is its
 own: `copy` reads and writes every tensor through safetensors, `import` and `export` are the two conversions. `count`
-converts a model of 3,966 small tensors, most of them experts, in one file and in twenty. Importing Megatron is not timed.
+converts 3,966 small tensors, most of them experts, in one file and in twenty. Importing Megatron is not timed.
 """
 
 import argparse

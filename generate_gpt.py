@@ -6,12 +6,9 @@
 """
 
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
-    from megatron_mtp.platform import prepare
+    from megatron_mtp.command.line import run
 
-    prepare()
-
-    from megatron_mtp.drafting.command import main  # Megatron must find the platform prepared
-
-    main(sys.argv)
+    sys.exit(run("generate", Path(sys.argv[0]).name, sys.argv[1:]))

@@ -7,12 +7,9 @@ Without a CUDA device it runs on the CPU over gloo. `python pretrain_gpt.py --he
 """
 
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the processes that write checkpoints import this file, and need nothing of it
-    from megatron_mtp.platform import prepare
+    from megatron_mtp.command.line import run
 
-    on_cpu = prepare()
-
-    from megatron_mtp.training.run import main  # Megatron must find the platform prepared
-
-    main(sys.argv, on_cpu)
+    sys.exit(run("train", Path(sys.argv[0]).name, sys.argv[1:]))

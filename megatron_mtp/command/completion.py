@@ -50,13 +50,14 @@ def whole(program: str) -> ArgumentParser:
     return made
 
 
-def _train(program: str) -> ArgumentParser:
+def train_parser(program: str) -> ArgumentParser:
+    """With Megatron's flags and ours."""
     prepare()
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_mtp.training.arguments import add_mtp_arguments
+    from megatron_mtp.training.flags import add_mtp_arguments, add_run_arguments
 
-    return add_mtp_arguments(add_megatron_arguments(ArgumentParser(program)))
+    return add_run_arguments(add_mtp_arguments(add_megatron_arguments(ArgumentParser(program))))
 
 
 def _evaluate(program: str) -> ArgumentParser:
@@ -66,8 +67,7 @@ def _evaluate(program: str) -> ArgumentParser:
 
 
 def _generate(program: str) -> ArgumentParser:
-    prepare()
-    from megatron_mtp.drafting.command import parser
+    from megatron_mtp.drafting.flags import parser
 
     return parser(program)
 
@@ -97,10 +97,10 @@ def _doctor(program: str) -> ArgumentParser:
 
 
 PARSERS: dict[str, tuple[Callable[[str], ArgumentParser], ...]] = {
-    "train": (_train,),
+    "train": (train_parser,),
     "convert": (_convert,),
     "generate": (_generate,),
-    "evaluate": (_train, _evaluate),
+    "evaluate": (train_parser, _evaluate),
     "report": (_report,),
     "doctor": (_doctor,),
     "preprocess": (_preprocess,),

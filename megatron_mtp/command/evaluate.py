@@ -9,8 +9,11 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from megatron_mtp.platform import prepare
+from megatron_mtp.training.console import quiet, say
+from megatron_mtp.training.flags import parse_run
 
 DEFAULTS = (
     "--skip-train --use-checkpoint-args --no-load-optim --no-load-rng --split 0,1,0 --micro-batch-size 1 "
@@ -37,12 +40,25 @@ every flag of `megatron-mtp train` may follow; in front of them stand
 def main(arguments: list[str], program: str) -> int:
     """Print the figures of a checkpoint; bad input ends with one sentence and exit status 2."""
     args, rest = parser(program).parse_known_args(arguments)
-    on_cpu = prepare()
+    given, rest = parse_run(program, rest)
+    with quiet(given.verbose):
+        on_cpu = prepare()
 
-    from megatron_mtp.drafting.text import own_output
+        from megatron_mtp.drafting.text import own_output
+
+        answer = own_output() if given.verbose else None
+        evaluated = _evaluate(args, rest, program, on_cpu)
+        if evaluated is not None:  # on the rank that knows
+            row, table = evaluated
+            shown = json.dumps({"load": args.load, **row}) if args.json else table
+            say(shown) if answer is None else print(shown, file=answer, flush=True)
+    return 0
+
+
+def _evaluate(args: Namespace, rest: list[str], program: str, on_cpu: bool) -> tuple[dict[str, Any], str] | None:
+    """The row and the table of the evaluation, on the rank that has them."""
     from megatron_mtp.training.arguments import fail
 
-    answer = own_output()
     with TemporaryDirectory(prefix="megatron-mtp-") as folder:
         try:
             flags = _data_flags(args, Path(folder))
@@ -51,11 +67,7 @@ def main(arguments: list[str], program: str) -> int:
         from megatron_mtp.training.run import main as train
 
         sys.argv = [program, *DEFAULTS.split(), *flags, "--load", args.load, *rest]
-        evaluated = train(sys.argv, on_cpu).evaluated
-    if evaluated is not None:  # on the rank that knows
-        row, table = evaluated
-        print(json.dumps({"load": args.load, **row}) if args.json else table, file=answer, flush=True)
-    return 0
+        return train(sys.argv, on_cpu, shows_tables=False).evaluated
 
 
 def parser(program: str) -> ArgumentParser:

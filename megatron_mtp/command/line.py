@@ -31,7 +31,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line (None: sys.argv); return its exit status, 2 for a verb that does not exist."""
     arguments = sys.argv[1:] if argv is None else argv
     verb = parser().parse_args(arguments[:1]).verb
-    return VERBS[verb].run(f"{PROGRAM} {verb}", arguments[1:])
+    return run(verb, f"{PROGRAM} {verb}", arguments[1:])
+
+
+def run(verb: str, program: str, arguments: list[str]) -> int:
+    """The exit status of a verb that is called `program`."""
+    return VERBS[verb].run(program, arguments)
 
 
 def parser() -> ArgumentParser:
@@ -50,14 +55,24 @@ def parser() -> ArgumentParser:
 
 
 def _train(program: str, arguments: list[str]) -> int:
-    from megatron_mtp.platform import prepare
+    from megatron_mtp.training.console import quiet
+    from megatron_mtp.training.flags import parse_run
 
-    on_cpu = prepare()
+    given, rest = parse_run(program, arguments)
+    if given.help_megatron:
+        from megatron_mtp.command.completion import train_parser
 
-    from megatron_mtp.training.run import main
+        train_parser(program).print_help()
+        return 0
+    with quiet(given.verbose):
+        from megatron_mtp.platform import prepare
 
-    sys.argv = [program, *arguments]  # Megatron's parser reads nothing else
-    main(sys.argv, on_cpu)
+        on_cpu = prepare()
+
+        from megatron_mtp.training.run import main
+
+        sys.argv = [program, *rest]  # Megatron's parser reads nothing else
+        main(sys.argv, on_cpu)
     return 0
 
 
@@ -68,8 +83,10 @@ def _evaluate(program: str, arguments: list[str]) -> int:
 
 
 def _generate(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.drafting.flags import parser
     from megatron_mtp.platform import prepare
 
+    parser(program).parse_args(arguments)  # --help and unknown flags do not wait for torch
     prepare()
 
     from megatron_mtp.drafting.command import main

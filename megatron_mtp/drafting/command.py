@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 from megatron_mtp.drafting.api import Generated, check_prompts, generate, make_method
-from megatron_mtp.drafting.config import METHODS, VERIFIER_NAMES, SpeculativeConfig, parse_config
+from megatron_mtp.drafting.config import SpeculativeConfig, parse_config
 from megatron_mtp.drafting.energy import Meter
+from megatron_mtp.drafting.flags import parser
 from megatron_mtp.drafting.load import load_checkpoint
 from megatron_mtp.drafting.loop import Emit, Limits
 from megatron_mtp.drafting.record import Record, make_folder
@@ -28,32 +29,12 @@ from megatron_mtp.drafting.types import Draft
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DTYPES = ("float32", "bfloat16")
 WARM_UP = 8
 """Tokens that are generated before the clock runs, so that no side pays for what is made once."""
 TURNS = 5
 """Of drafting and plain decoding at most, where they are compared."""
 COMPARED_SECONDS = 2.0
 """After which no further turn is taken."""
-
-EXAMPLES = f"""examples:
-  # two drafts per step with the depths that the checkpoint was trained with, and how much faster that is
-  megatron-mtp generate --load runs/quickstart/checkpoint --prompt 'def forward(self' \\
-      --speculative-config '{{"method": "mtp"}}' --compare
-
-  # one module reused for five drafts, sampled; everything as JSON
-  megatron-mtp generate --load CHECKPOINT --prompt-file prompts.jsonl --batch-size 8 --temperature 0.8 --top-p 0.95 \\
-      --speculative-config '{{"method": "mtp_eagle", "num_speculative_tokens": 5, "verifier": "block"}}' --json
-
-  # as many drafts as pay off, 0 included
-  megatron-mtp generate --load CHECKPOINT --prompt-ids 1,2,3 \\
-      --speculative-config '{{"method": "mtp", "num_speculative_tokens": "auto"}}'
-
-methods: {", ".join(METHODS)}
-verifiers: {", ".join(VERIFIER_NAMES)}; relaxed, joint and bild change the distribution
-docs/drafting.md says what each does.
-"""
-
 
 def main(argv: list[str]) -> None:
     """Run the command line; bad input ends with one sentence and exit status 2."""
@@ -67,35 +48,6 @@ def main(argv: list[str]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"{program}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-
-
-def parser(program: str) -> ArgumentParser:
-    """All flags."""
-    made = ArgumentParser(
-        program,
-        description="Generate text with a trained checkpoint, plainly or drafting several tokens per forward.",
-        epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    add = made.add_argument
-    add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to; the newest iteration is taken")
-    add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
-    add("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer folder; default: the one of the training")
-    add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    add("--prompt-file", metavar="F", help='one prompt; of a .jsonl every line, as {"prompt": ...}')
-    add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="token ids; may be given several times")
-    add("--speculative-config", metavar="JSON", help="how to draft, see below; default: plain decoding")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy; default: 0")
-    add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens; default: 0, all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="and among those holding this probability; default: 1")
-    add("--seed", type=int, default=0, metavar="N", help="of the first prompt; the others count on; default: 0")
-    add("--batch-size", type=int, default=1, metavar="N", help="prompts that run together; default: 1")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end a text after this; may be given several times")
-    add("--compare", action="store_true", help="decode plainly as well, and say how much faster drafting is")
-    add("--record", type=Path, metavar="DIR", help="write DIR/drafts.json, for the page of megatron-mtp report")
-    add("--json", action="store_true", help="print one JSON object and nothing else")
-    return made
 
 
 def run(args: Namespace, answer: TextIO) -> None:

@@ -5,13 +5,16 @@
 
 import warnings
 
-import torch
-
-from megatron_mtp.platform import cpu, kernels
-
 
 def prepare() -> bool:
-    """Make Megatron runnable on this machine; returns whether it runs on the CPU."""
+    """Make Megatron runnable on this machine; returns whether it runs on the CPU.
+
+    Only this call imports torch, so that command lines are parsed without it.
+    """
+    import torch
+
+    from megatron_mtp.platform import cpu, kernels
+
     kernels.hide_broken_transformer_engine()
     on_cpu = cpu.installed() or not torch.cuda.is_available()
     if on_cpu:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -26,7 +26,9 @@ from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tok
 from megatron_mtp.model.trunk import MTPGPTModelConfig
 from megatron_mtp.platform.kernels import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.training.chat import check_chat_files
+from megatron_mtp.training.console import say
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
+from megatron_mtp.training.flags import add_mtp_arguments
 
 CPU_FLAGS = (
     "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-persist-layer-norm "
@@ -45,32 +47,6 @@ ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 
 SPOKEN_AFTER = 20.0
 """Seconds that other ranks leave the first rank to say what is wrong."""
-
-EXAMPLES = """examples:
-  # two depths, one process (without a CUDA device: on the CPU)
-  megatron-mtp train --num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 256 \\
-      --max-position-embeddings 256 --position-embedding-type rope --micro-batch-size 8 --train-iters 100 --lr 1e-3 \\
-      --data-path DATA --tokenizer-type HuggingFaceTokenizer --tokenizer-model DATA-tokenizer --mtp-num-layers 2
-
-  # the same over two pipeline stages
-  torchrun --nproc-per-node 2 -m megatron_mtp train ... --pipeline-model-parallel-size 2 --mtp-num-layers 2
-
-  # depths for a model that has none
-  megatron-mtp train ... --load CHECKPOINT --save NEW --mtp-num-layers 2 --mtp-init last-layer
-"""
-
-
-def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Megatron's `extra_args_provider`: one flag for every field of `MTPConfig`."""
-    parser.formatter_class = RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
-    _repair_help(parser)
-    group = parser.add_argument_group("multi-token prediction (megatron-mtp)")
-    for field in fields(MTPConfig):
-        flag = "--" + field.name.replace("_", "-")
-        group.add_argument(flag, dest=field.name, default=field.default, **field.metadata)
-    return parser
-
 
 def mtp_config_from_args(args: Namespace) -> MTPConfig:
     """Raises ValueError where a flag has a value that is not allowed."""
@@ -115,10 +91,7 @@ def parse_run_args(
     if not given.use_checkpoint_args:
         check_flags(given)
     if given.load is not None and (iteration := repair_tracker(Path(given.load))) is not None and given.rank == 0:
-        print(
-            f"> a save to {given.load} was cut short; going on from iteration {iteration}, its newest whole one",
-            flush=True,
-        )
+        say(f"> a save to {given.load} was cut short; going on from iteration {iteration}, its newest whole one")
     stored = checkpoint_arguments(given)
 
     def add_stored_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -292,9 +265,7 @@ def check_checkpoint(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
     if absent:
         args.finetune = True  # the stored optimizer knows nothing of the new depths
         if args.rank == 0:
-            print(
-                f"> depths that {folder} lacks: --mtp-init {settings.mtp_init}; starting as with --finetune", flush=True
-            )
+            say(f"> depths that {folder} lacks: --mtp-init {settings.mtp_init}; starting as with --finetune")
     return absent
 
 
@@ -302,15 +273,6 @@ def _prefixes(args: Namespace) -> list[str]:
     blend, per_split = get_blend_and_blend_per_split(args)
     blends = [blend] if blend is not None else list(per_split or [])
     return [prefix for one in blends if one is not None for prefix in one[0]]
-
-
-def _repair_help(parser: ArgumentParser) -> None:
-    """A help text of megatron-core 0.19 has a bare percent sign, over which `--help` fails."""
-    for action in parser._actions:
-        try:
-            (action.help or "") % vars(action)
-        except (ValueError, TypeError, KeyError):
-            action.help = str(action.help).replace("%", "%%")
 
 
 def fail(program: str, error: ValueError) -> NoReturn:

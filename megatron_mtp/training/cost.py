@@ -8,10 +8,7 @@ import torch
 
 
 class StepClock:
-    """How long steps take, from the first loss of one to that of the next.
-
-    An evaluation stops it. A checkpoint counts into the step before it, which the median of an interval leaves out.
-    """
+    """How long training steps take, without the evaluations and checkpoints between them."""
 
     def __init__(self) -> None:
         self._began: float | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.dist_store import stored_draft_vocabulary
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.frequent_tokens import most_frequent, tokens_of_file
+from megatron_mtp.training.console import say
 
 SIZE, FILE = "--mtp-draft-vocab-size", "--mtp-draft-vocab-file"
 
@@ -40,7 +41,7 @@ def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | Non
         return None, False
     _check_slices(tokens, args)
     if args.rank == 0:
-        print(f"> the depths draft {len(tokens)} of {args.padded_vocab_size} tokens, {source}", flush=True)
+        say(f"> the depths draft {len(tokens)} of {args.padded_vocab_size} tokens, {source}")
     return torch.tensor(tokens), folder is not None and stored is None
 
 

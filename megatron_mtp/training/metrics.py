@@ -2,17 +2,17 @@
 
 One `Metrics` belongs to one run and is handed to its forward step; nothing is kept in a class or module. Losses reach
 the console and the writers by themselves (Megatron's loop logs what the loss function reports); here they are kept for
-the file, together with acceptance, which the loop does not know.
+the file and the short log, together with acceptance, which the loop does not know.
 """
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import mpu
-from megatron.training import get_args, print_rank_last
+from megatron.training import get_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.utils import is_last_rank
 from torch import Tensor
@@ -52,6 +52,48 @@ class Window:
         return losses, acceptance_rates(self.acceptance_4D)
 
 
+@dataclass(frozen=True)
+class Step:
+    """What Megatron's loop says of a training step that is through; the optimizer's figures may be absent."""
+
+    number: int
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    is_skipped: bool = False
+
+    def figures(self) -> dict[str, float]:
+        named = {"learning rate": self.learning_rate, "grad norm": self.grad_norm}
+        return {name: float(value) for name, value in named.items() if value is not None}
+
+
+class Reporter(Protocol):
+    """Shows a run's figures while it goes on; called on the last rank alone."""
+
+    def interval(self, row: dict[str, Any], rates: AcceptanceRates | None) -> None:
+        """Training since the last call."""
+
+    def evaluated_batch(self) -> None:
+        """A microbatch of an evaluation is through."""
+
+    def evaluation(self, row: dict[str, Any], text: str) -> None:
+        """An evaluation is through; `text` is its table."""
+
+
+class PrintedTables:
+    """The reporter beside Megatron's own log: what that does not say."""
+
+    def interval(self, row: dict[str, Any], rates: AcceptanceRates | None) -> None:
+        if rates is not None:
+            print(table(row, rates), flush=True)
+
+    def evaluated_batch(self) -> None:
+        pass
+
+    def evaluation(self, row: dict[str, Any], text: str) -> None:
+        if "expected accepted length" in row:
+            print(text, flush=True)
+
+
 class Metrics:
     """Gathers every microbatch's report and writes them out: training each log interval, evaluation at its end.
 
@@ -59,33 +101,39 @@ class Metrics:
         evaluated: the row and the table of the last evaluation, on the rank that has the figures.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, reporter: Reporter | None = None) -> None:
         self.folder = folder
+        self._reporter = reporter or PrintedTables()
         self.evaluated: tuple[dict[str, Any], str] | None = None
         self._training = Window()
         self._evaluation = Window()
         self._data, self._sets = "validation", 0  # what is evaluated on, and how many sets of it are through
         self._clock = StepClock()
-        self._steps: int | None = None  # training steps begun, counted from the start of the run that is resumed
+        self._step: Step | None = None  # the last that is through; numbers count from the start of a resumed run
+        self._skipped = 0  # steps since the last row, whose gradients overflowed
         self._has_written = False
         self._closing = False
 
     def add(self, report: dict[str, Tensor], acceptance: AcceptanceCounts | None) -> None:
         """Take in a microbatch, in training (where gradients are recorded) or in evaluation."""
-        args = get_args()
-        evaluating = not torch.is_grad_enabled()
-        step: int | None = None if evaluating else args.curr_iteration + 1  # --skip-train knows no step
-        if step is None or step != self._steps:
-            self._clock.stop()
-        if self._steps is not None and self._steps % args.log_interval == 0 and step != self._steps:
-            self._end_interval()
-        if evaluating:
-            self._evaluation.add(report, acceptance)
-        else:
-            if step != self._steps:
-                self._clock.start()
-            self._steps = step
+        if torch.is_grad_enabled():
             self._training.add(report, acceptance)
+            return
+        self._evaluation.add(report, acceptance)
+        if is_last_rank():
+            self._reporter.evaluated_batch()
+
+    def begin_step(self) -> None:
+        """Megatron's loop begins a training step."""
+        self._clock.start()
+
+    def end_step(self, step: Step) -> None:
+        """The step is through, on every rank; at the end of a log interval its figures are published."""
+        self._clock.stop()
+        self._step = step
+        self._skipped += step.is_skipped
+        if step.number % get_args().log_interval == 0:
+            self._end_interval()
 
     def begin_evaluation(self, data: str) -> None:
         """On 'validation' or 'test' data, which Megatron does not tell `end_evaluation`; it may be on several sets."""
@@ -107,7 +155,6 @@ class Metrics:
     def close(self) -> None:
         """Write what is left of an interval, and the plot; Megatron has closed its writers by now."""
         self._closing = True
-        self._clock.stop()
         self._end_interval()
         if self.folder is not None and is_last_rank() and (self.folder / FILE).exists():
             plot_metrics(self.folder / FILE, self.folder / PLOT)
@@ -120,17 +167,28 @@ class Metrics:
         if not window.losses:
             return
         losses, rates = window.reduce()
-        iteration = get_args().iteration if self._steps is None else self._steps
+        iteration = get_args().iteration if self._step is None else self._step.number
         row: dict[str, Any] = {"iteration": iteration, "split": split, **losses, **_named(rates)}
         if split == "training":
-            row |= {**self._clock.read(), "peak memory bytes": peak_memory()}
-        elif is_last_rank():
-            self.evaluated = row, table(losses, rates)
+            row |= {**self._step_figures(), **self._clock.read(), "peak memory bytes": peak_memory()}
         self._write(row)
-        if rates is not None:
-            print_rank_last(table(losses, rates))
-            if not self._closing:
-                _log_acceptance(rates, iteration, "" if split == "training" else f" {split}")
+        if is_last_rank():
+            self._report(row, rates)
+        if rates is not None and not self._closing:
+            _log_acceptance(rates, iteration, "" if split == "training" else f" {split}")
+
+    def _step_figures(self) -> dict[str, float]:
+        """Of the last step, and how many since the last row were skipped, if any."""
+        skipped, self._skipped = self._skipped, 0
+        figures = {} if self._step is None else self._step.figures()
+        return {**figures, "skipped steps": skipped} if skipped else figures
+
+    def _report(self, row: dict[str, Any], rates: AcceptanceRates | None) -> None:
+        if row["split"] == "training":
+            self._reporter.interval(row, rates)
+            return
+        self.evaluated = row, table(row, rates)
+        self._reporter.evaluation(*self.evaluated)
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.folder is None or not is_last_rank():

@@ -1,14 +1,14 @@
 """One training run: arguments and model configuration, and Megatron's `pretrain()` with them."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
-from megatron.training import get_args, pretrain, training
+from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     pretrain_cfg_container_from_args,
@@ -17,22 +17,41 @@ from megatron.training.config import PretrainConfigContainer
 
 from megatron_mtp.model.sharing import embedding_ranks
 from megatron_mtp.training.arguments import fail, parse_checked_args, set_machine_flags
+from megatron_mtp.training.console import Listing, keep_listing, say
 from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.forward_step import ForwardStep
-from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.hooks import observed
+from megatron_mtp.training.metrics import Metrics, Reporter
+from megatron_mtp.training.short_log import ShortLog, fitting_interval
 
 
-def main(argv: list[str], on_cpu: bool) -> Metrics:
-    """Run what the command line asks for; bad input ends with one sentence and exit status 2."""
+def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
+    """Run what the command line asks for; bad input ends with one sentence and exit status 2.
+
+    Inside `quiet()` the run has a short log, with the tables of evaluations if `shows_tables`; else Megatron's.
+    """
     fit_to_machine(argv, on_cpu)
     try:
         args, model_config = parse_checked_args()
     except ValueError as error:
         fail(Path(argv[0]).name, error)
-    metrics = train(pretrain_cfg_container_from_args(args, model_config), datasets_provider)
+    reporter = _short_log(args, argv, shows_tables) if isinstance(sys.stdout, Listing) else None
+    metrics = train(pretrain_cfg_container_from_args(args, model_config), datasets_provider, reporter)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return metrics
+
+
+def _short_log(args: Namespace, argv: list[str], shows_tables: bool) -> ShortLog:
+    """Where Megatron's listing goes is said in one line, and --log-interval fits the run unless it was given."""
+    if not any(word.startswith("--log-i") for word in argv):
+        args.log_interval = fitting_interval(args.train_iters)
+    folder = args.mtp_metrics_dir or args.save
+    listing = keep_listing(None if folder is None else Path(folder))
+    if args.rank == 0 and not args.skip_train:
+        where = "--verbose shows Megatron's listing" if listing is None else f"Megatron's listing: {listing}"
+        say(f"> training to step {args.train_iters}, a line every {args.log_interval} steps; {where}")
+    return ShortLog(shows_tables)
 
 
 def fit_to_machine(argv: list[str], on_cpu: bool) -> None:
@@ -40,19 +59,25 @@ def fit_to_machine(argv: list[str], on_cpu: bool) -> None:
     join_single_process()
     note = set_machine_flags(argv, on_cpu)
     if note and os.environ["RANK"] == "0":
-        print(f"> {note}", flush=True)
+        say(f"> {note}")
 
 
-def train(config: PretrainConfigContainer, datasets_provider: Any, **pretrain_arguments: Any) -> Metrics:
+def train(
+    config: PretrainConfigContainer,
+    datasets_provider: Any,
+    reporter: Reporter | None = None,
+    **pretrain_arguments: Any,
+) -> Metrics:
     """Megatron's `pretrain()` of the model that `config.model`, an `MTPGPTModelConfig`, describes.
 
-    The forward step is ours, and what is done after evaluations; `pretrain_arguments` are others of `pretrain()`.
+    The forward step is ours, and what is done after evaluations. `reporter` shows the figures in place of Megatron's
+    log; `pretrain_arguments` are others of `pretrain()`.
     """
     settings = config.model.mtp
-    metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir))
+    metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir), reporter)
     pretrain_arguments.setdefault("get_embedding_ranks", get_embedding_ranks)
     try:
-        with _evaluations_told(metrics):
+        with observed(metrics, shows_checkpoints=reporter is not None):
             pretrain(
                 config,
                 datasets_provider,
@@ -66,22 +91,6 @@ def train(config: PretrainConfigContainer, datasets_provider: Any, **pretrain_ar
         raise
     metrics.close()
     return metrics
-
-
-@contextmanager
-def _evaluations_told(metrics: Metrics) -> Iterator[None]:
-    """Let the metrics know on what data each evaluation is, which Megatron says in the prefix of its own line alone."""
-    evaluate = training.evaluate_and_print_results
-
-    def told(prefix: str, *rest: Any, **settings: Any) -> None:
-        metrics.begin_evaluation("test" if prefix.endswith("test set") else "validation")
-        evaluate(prefix, *rest, **settings)
-
-    training.evaluate_and_print_results = told
-    try:
-        yield
-    finally:
-        training.evaluate_and_print_results = evaluate
 
 
 def get_embedding_ranks(pipeline_ranks: list[int]) -> list[int]:

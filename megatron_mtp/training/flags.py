@@ -1,0 +1,82 @@
+"""The flags that `megatron-mtp train` adds to Megatron's, for a parser that must not wait for Megatron."""
+
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import fields
+
+from megatron_mtp.config import MTPConfig
+
+DESCRIPTION = """Pretrain a GPT with MTP depths on Megatron's training loop.
+
+These are the flags of this project. All of Megatron-LM's pretrain_gpt.py are taken as well; --help-megatron lists them.
+Those that most runs need:
+
+  model      --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --seq-length --max-position-embeddings
+             --position-embedding-type --normalization --swiglu --untie-embeddings-and-output-weights
+  depths     --mtp-num-layers --mtp-loss-scaling-factor --mtp-use-repeated-layer --mtp-detach-heads
+  training   --micro-batch-size --global-batch-size --train-iters --lr --lr-decay-style --lr-warmup-iters --bf16
+  data       --data-path --split --tokenizer-type --tokenizer-model
+  run        --save --save-interval --load --eval-interval --eval-iters --log-interval --tensorboard-dir
+  layout     --tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size
+             --expert-model-parallel-size --sequence-parallel --use-distributed-optimizer"""
+
+EXAMPLES = """examples:
+  # two depths, one process (without a CUDA device: on the CPU)
+  megatron-mtp train --num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 256 \\
+      --max-position-embeddings 256 --position-embedding-type rope --micro-batch-size 8 --train-iters 100 --lr 1e-3 \\
+      --data-path DATA --tokenizer-type HuggingFaceTokenizer --tokenizer-model DATA-tokenizer --mtp-num-layers 2
+
+  # the same over two pipeline stages
+  torchrun --nproc-per-node 2 -m megatron_mtp train ... --pipeline-model-parallel-size 2 --mtp-num-layers 2
+
+  # depths for a model that has none
+  megatron-mtp train ... --load CHECKPOINT --save NEW --mtp-num-layers 2 --mtp-init last-layer
+"""
+
+
+def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Megatron's `extra_args_provider`: one flag for every field of `MTPConfig`."""
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    _repair_help(parser)
+    group = parser.add_argument_group("multi-token prediction (megatron-mtp)")
+    for field in fields(MTPConfig):
+        flag = "--" + field.name.replace("_", "-")
+        group.add_argument(flag, dest=field.name, default=field.default, **field.metadata)
+    return parser
+
+
+def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """The flags that act before Megatron's parser, which never sees them."""
+    group = parser.add_argument_group("the run (megatron-mtp)")
+    group.add_argument(
+        "--verbose",
+        action="store_true",
+        help="Show all that Megatron prints. Default: a short log, and the rest in megatron.log in --mtp-metrics-dir or "
+        "--save.",
+    )
+    group.add_argument("--help-megatron", action="store_true", help="List Megatron's flags as well, and end.")
+    return parser
+
+
+def help_parser(program: str) -> ArgumentParser:
+    """What `--help` shows: our flags, and a word on Megatron's."""
+    made = ArgumentParser(program, usage=f"{program} [flags]", description=DESCRIPTION)
+    return add_mtp_arguments(add_run_arguments(made))
+
+
+def parse_run(program: str, arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """The flags of the run, and the rest for Megatron's parser; `--help` ends here, before Megatron is imported."""
+    if {"-h", "--help"} & set(arguments):
+        help_parser(program).parse_args(["--help"])
+    parser = ArgumentParser(program, add_help=False, allow_abbrev=False)
+    return add_run_arguments(parser).parse_known_args(arguments)
+
+
+def _repair_help(parser: ArgumentParser) -> None:
+    """A help text of megatron-core 0.19 has a bare percent sign, over which `--help` fails."""
+    for action in parser._actions:
+        try:
+            (action.help or "") % vars(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")

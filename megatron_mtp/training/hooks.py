@@ -1,0 +1,71 @@
+"""Megatron's training loop, observed: what its functions are called with reaches the metrics and the short log.
+
+The loop has no callbacks for it, and looks its own functions up by name in its module.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.training import get_args, training
+
+from megatron_mtp.training.console import say
+from megatron_mtp.training.metrics import Metrics, Step
+
+
+Function = Callable[..., Any]
+
+
+@contextmanager
+def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None]:
+    """While this lasts, the metrics receive training steps and the data of evaluations."""
+    wrappers = {"train_step": _steps, "training_log": _logged_steps, "evaluate_and_print_results": _evaluations}
+    if shows_checkpoints:
+        wrappers["save_checkpoint_and_time"] = _saves
+    originals = {name: getattr(training, name) for name in wrappers}
+    for name, wrapper in wrappers.items():
+        setattr(training, name, wrapper(originals[name], metrics))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(training, name, original)
+
+
+def _steps(train_step: Function, metrics: Metrics) -> Function:
+    def timed(*given: Any, **named: Any) -> Any:
+        metrics.begin_step()
+        return train_step(*given, **named)
+
+    return timed
+
+
+def _logged_steps(training_log: Function, metrics: Metrics) -> Function:
+    """Called at the end of every step, on all ranks."""
+
+    def logged(losses: Any, sums: Any, learning_rate: float | None, step: int, *rest: Any, **named: Any) -> Any:
+        done = training_log(losses, sums, learning_rate, step, *rest, **named)
+        metrics.end_step(Step(step, learning_rate, grad_norm=rest[3], is_skipped=bool(rest[2])))
+        return done
+
+    return logged
+
+
+def _evaluations(evaluate_and_print_results: Function, metrics: Metrics) -> Function:
+    """Only the prefix of Megatron's own line says on what data an evaluation is."""
+
+    def told(prefix: str, *rest: Any, **named: Any) -> None:
+        metrics.begin_evaluation("test" if prefix.endswith("test set") else "validation")
+        evaluate_and_print_results(prefix, *rest, **named)
+
+    return told
+
+
+def _saves(save_checkpoint_and_time: Function, _: Metrics) -> Function:
+    def told(step: int, *rest: Any, **named: Any) -> None:
+        save_checkpoint_and_time(step, *rest, **named)
+        args = get_args()
+        if args.rank == 0:
+            say(f"> checkpoint of step {step} {'is being written' if args.async_save else 'saved'} to {args.save}")
+
+    return told

@@ -36,6 +36,7 @@ TURNS = 5
 COMPARED_SECONDS = 2.0
 """After which no further turn is taken."""
 
+
 def main(argv: list[str]) -> None:
     """Run the command line; bad input ends with one sentence and exit status 2."""
     program = Path(argv[0]).name
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> None:
 
 def run(args: Namespace, answer: TextIO) -> None:
     """Load, check, generate, report. Raises ValueError for bad input, before anything is generated."""
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
     config = None if args.speculative_config is None else parse_config(args.speculative_config)
     if args.batch_size < 1:
         raise ValueError(f"--batch-size is {args.batch_size}; give 1 or more.")

@@ -46,6 +46,7 @@ def parser(program: str) -> ArgumentParser:
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy; default: 0")
     add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens; default: 0, all")
     add("--top-p", type=float, default=1.0, metavar="P", help="and among those holding this probability; default: 1")
+    add("--min-p", type=float, default=0.0, metavar="P", help="and with this share of the likeliest's; default: 0, all")
     add("--seed", type=int, default=0, metavar="N", help="of the first prompt; the others count on; default: 0")
     add("--batch-size", type=int, default=1, metavar="N", help="prompts that run together; default: 1")
     add("--stop", action="append", default=[], metavar="TEXT", help="end a text after this; may be given several times")

@@ -20,12 +20,15 @@ DRAFT, VERIFY, RECOVER = 0, 1, 2
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen; temperature 0 is greedy, and then top-k and top-p change nothing.
+    """How a token is chosen; temperature 0 is greedy, and then the other settings change nothing.
+
+    Applied in this order, which is that of transformers; vLLM applies min-p before top-k and top-p.
 
     Attributes:
         temperature: logits are divided by it, in float32 or better.
         top_k: only the k most likely tokens; 0 for all.
         top_p: only the smallest set of most likely tokens that holds this much probability; 1 for all.
+        min_p: only tokens with at least this share of the most likely token's probability; 0 for all.
 
     Raises:
         ValueError: a value outside of what is allowed.
@@ -34,6 +37,7 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -47,6 +51,8 @@ class Sampling:
             raise ValueError(f"--top-k is {self.top_k}; give 0 (all tokens) or a number of tokens.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top-p is {self.top_p}; give a share of the probability in (0, 1].")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"--min-p is {self.min_p}; give 0 (all tokens) or a share up to 1.")
 
     @property
     def greedy(self) -> bool:
@@ -62,7 +68,9 @@ class Sampling:
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, -torch.inf)
         probs = logits.softmax(dim=-1)
-        return probs if self.top_p == 1 else _nucleus(probs, self.top_p)
+        if self.top_p < 1:
+            probs = _nucleus(probs, self.top_p)
+        return probs if self.min_p == 0 else _near_the_best(probs, self.min_p)
 
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:
@@ -70,6 +78,12 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     outside = ordered.cumsum(dim=-1) - ordered >= top_p
     kept = torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(outside, 0.0))
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _near_the_best(probs: Tensor, min_p: float) -> Tensor:
+    """A token stays if its probability is at least min_p times the highest (arXiv:2407.01082)."""
+    kept = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
     return kept / kept.sum(dim=-1, keepdim=True)
 
 

@@ -97,7 +97,7 @@ class Round:
     """What a verifier may know beside the draft and the target's logits.
 
     Attributes:
-        sampling: temperature, top-k and top-p, of target and drafter alike.
+        sampling: temperature, top-k, top-p and min-p, of target and drafter alike.
         noise: this round's random numbers of every request.
         config: the method's settings.
         thinking_B: whether t_m stands in the thinking phase; None where nobody asked.

@@ -48,6 +48,7 @@ ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 SPOKEN_AFTER = 20.0
 """Seconds that other ranks leave the first rank to say what is wrong."""
 
+
 def mtp_config_from_args(args: Namespace) -> MTPConfig:
     """Raises ValueError where a flag has a value that is not allowed."""
     return MTPConfig(**{field.name: getattr(args, field.name) for field in fields(MTPConfig)})

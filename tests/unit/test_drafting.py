@@ -181,7 +181,7 @@ def test_trunk_states_run_the_last_k_tokens_with_the_states_ahead(monkeypatch: p
 def test_sampled_texts_depend_on_their_seeds_alone(method: str) -> None:
     """Also at their ends, where a neighbour has more tokens to go: at temperature 4 drafts are often accepted."""
     target, prompts = runner_of(), prompts_of(8)
-    sampling = Sampling(4.0, top_k=20, top_p=0.95)
+    sampling = Sampling(4.0, top_k=20, top_p=0.95, min_p=0.02)
 
     def sampled(prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
         return generate(target, prompts, 12, sampling, METHODS[method], seeds).token_ids
@@ -306,7 +306,7 @@ def test_every_tensor_is_on_the_models_device(method: str, temperature: float, m
     """With the model on the device "meta", which as CUDA does refuses tensors of the CPU beside its own."""
     model = model_of("gqa").to("meta")
     model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to("meta")  # made on the device, and no buffer
-    target, sampling = Runner(model), Sampling(temperature, top_k=20, top_p=0.9)
+    target, sampling = Runner(model), Sampling(temperature, top_k=20, top_p=0.9, min_p=0.1)
     sequences = Sequences(target, prompts_of(3), [1, 2, 3], 60)
     prefill(target, sequences, sampling)
     chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 2}), sampling)

@@ -1,7 +1,14 @@
-"""Sampling: what temperature, top-k and top-p leave, and random numbers that belong to a request."""
+"""Sampling: what temperature, top-k, top-p and min-p leave, and random numbers that belong to a request."""
 
 import pytest
 import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from megatron_mtp.drafting.sampling import DRAFT, RECOVER, VERIFY, Noise, Sampling, draw
 
@@ -20,7 +27,36 @@ def test_top_k_and_top_p() -> None:
     torch.testing.assert_close(Sampling(0.5).probabilities(LOGITS), torch.tensor([1, 4, 9, 16]) / 30)
 
 
-@pytest.mark.parametrize(("field", "value"), [("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5)])
+def test_min_p() -> None:
+    # 0.2 is half of 0.4
+    torch.testing.assert_close(Sampling(1.0, min_p=0.49).probabilities(LOGITS), torch.tensor([0, 2 / 9, 3 / 9, 4 / 9]))
+    torch.testing.assert_close(Sampling(1.0, min_p=0.51).probabilities(LOGITS), torch.tensor([0, 0, 3 / 7, 4 / 7]))
+    assert Sampling(1.0, min_p=1.0).probabilities(LOGITS).tolist() == [0, 0, 0, 1]
+    # the temperature comes first: 1, 4, 9, 16 of 30, where a half of the best is 8
+    torch.testing.assert_close(Sampling(0.5, min_p=0.5).probabilities(LOGITS), torch.tensor([0, 0, 9 / 25, 16 / 25]))
+    # top-p comes before: 0.4 and 0.3 hold 0.55; if min-p came first, 4 of 7 would hold it alone
+    both = Sampling(1.0, top_p=0.55, min_p=0.6).probabilities(LOGITS)
+    torch.testing.assert_close(both, torch.tensor([0, 0, 3 / 7, 4 / 7]))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 1.0, 0.2), (12, 1.0, 0.1), (0, 0.8, 0.15), (9, 0.7, 0.3)])
+def test_all_settings_together_are_those_of_transformers(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = 2 * torch.randn(64, 50, generator=torch.Generator().manual_seed(5), dtype=torch.double)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    warpers += [TopKLogitsWarper(top_k or 50), TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]
+    expected = warpers(torch.zeros(64, 1, dtype=torch.long), logits).softmax(-1)
+    made = Sampling(temperature, top_k, top_p, min_p).probabilities(logits)
+    torch.testing.assert_close(made, expected)
+    assert (made == 0).any()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5), ("min_p", -0.1), ("min_p", 1.5)],
+)
 def test_values_that_are_not_allowed(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} is {value}"):
         Sampling(**{"temperature": 1.0, field: value})  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from tiny_target import (
     fit,
     logits_of,
     p_value,
+    processed,
     sampled_tree,
 )
 from torch import Tensor
@@ -56,6 +57,28 @@ def test_ragged_chains_keep_the_joint_distribution(verifier: str) -> None:
     length_B = torch.arange(SAMPLES) % 3
     ragged = replace(draft, valid_BN=torch.arange(2) < length_B.unsqueeze(1))
     assert p_value(emitted(VERIFIERS[verifier], ragged)) > LEVEL
+
+
+MIN_P = Sampling(temperature=1.0, min_p=0.25)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "children"),
+    [("rejection", CHAIN), ("block", CHAIN), ("spectr", CHAIN), ("specinfer", TREE)],
+)
+def test_min_p_keeps_the_joint_distribution(verifier: str, children: tuple[int, ...]) -> None:
+    """Target and drafter are both processed; of the 27 outcomes, those that min-p cuts off never come out."""
+    assert 1 < (processed(TARGET, MIN_P)[2] == 0).sum() < 18
+    draft = sampled_tree(children, SAMPLES, drafter=processed(DRAFTER, MIN_P))
+    assert p_value(emitted(VERIFIERS[verifier], draft, MIN_P), MIN_P) > LEVEL
+
+
+def test_the_chi_square_sees_min_p_on_one_side_alone() -> None:
+    """A drafter that reports its distribution after min-p, and samples before it."""
+    plain = sampled_tree(CHAIN, SAMPLES)
+    reported = sampled_tree(CHAIN, SAMPLES, drafter=processed(DRAFTER, MIN_P)).probs_BNV
+    assert p_value(emitted(rejection, replace(plain, probs_BNV=reported), MIN_P), MIN_P) < LEVEL
+    assert p_value(emitted(rejection, plain), MIN_P) == 0  # without min-p: outcomes that it cuts off
 
 
 # Known-wrong rules, each a mistake that has been made.

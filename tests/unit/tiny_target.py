@@ -17,6 +17,7 @@ from megatron_mtp.drafting.verifiers import Verifier
 V, K = 3, 2
 SAMPLES = 200_000
 PLAIN = SpeculativeConfig("mtp")
+ALL = Sampling(temperature=1.0)
 
 Tables = tuple[Tensor, Tensor, Tensor]
 
@@ -32,6 +33,12 @@ def tables(seed: int, sharpness: float = 1.5) -> Tables:
 
 
 TARGET, DRAFTER = tables(1), tables(2)
+
+
+def processed(given: Tables, sampling: Sampling) -> Tables:
+    """The distributions that `sampling` makes of these."""
+    first, second, third = (sampling.probabilities(table.log()) for table in given)
+    return first, second, third
 
 
 def after(given: Tables, prefix_BJ: Tensor) -> Tensor:
@@ -87,17 +94,17 @@ def logits_of(draft: Draft) -> Tensor:
     return torch.stack([after(TARGET, prefix).log() for prefix in prefixes], 1)
 
 
-def emitted(verifier: Verifier, draft: Draft) -> Tensor:
+def emitted(verifier: Verifier, draft: Draft, sampling: Sampling = ALL) -> Tensor:
     """K + 1 tokens of every sequence: those of the verdict, and then the target's own, [B, K + 1]."""
-    batch = draft.tokens_BN.size(0)
-    scene = Round(Sampling(temperature=1.0), Noise(torch.arange(batch), torch.full((batch,), 7)), PLAIN)
+    batch, target = draft.tokens_BN.size(0), processed(TARGET, sampling)
+    scene = Round(sampling, Noise(torch.arange(batch), torch.full((batch,), 7)), PLAIN)
     verdict = verifier(logits_of(draft), draft, scene)
     rows = verdict.kept_BR.int().argsort(dim=1, descending=True, stable=True)[:, : K + 1]
     tokens = torch.cat([draft.tokens_BN[:, :1], draft.tokens_BN], 1).gather(1, rows)[:, 1:]
     generator = torch.Generator().manual_seed(11)
     out = torch.zeros(batch, 0, dtype=torch.long)
     for position in range(K + 1):
-        own_B = draw(after(TARGET, out), torch.rand(batch, generator=generator, dtype=torch.double))
+        own_B = draw(after(target, out), torch.rand(batch, generator=generator, dtype=torch.double))
         drafted_B = tokens[:, position] if position < tokens.size(1) else own_B
         accepted_B = verdict.accepted_B
         token_B = torch.where(
@@ -107,13 +114,17 @@ def emitted(verifier: Verifier, draft: Draft) -> Tensor:
     return out
 
 
-def p_value(tokens_BJ: Tensor) -> float:
-    """Of the chi-square test against the exact joint distribution."""
-    expected = (TARGET[0][:, None, None] * TARGET[1][:, :, None] * TARGET[2]).flatten() * tokens_BJ.size(0)
+def p_value(tokens_BJ: Tensor, sampling: Sampling = ALL) -> float:
+    """Of the chi-square test against the exact joint distribution; 0 if an outcome without probability came out."""
+    first, second, third = processed(TARGET, sampling)
+    expected = (first[:, None, None] * second[:, :, None] * third).flatten() * tokens_BJ.size(0)
     cell_B = (tokens_BJ * torch.tensor([V * V, V, 1])).sum(1)
     observed = torch.bincount(cell_B, minlength=V**3)
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    freedom = torch.tensor((V**3 - 1) / 2.0, dtype=torch.double)
+    possible = expected > 0
+    if observed[~possible].any():
+        return 0.0
+    statistic = ((observed - expected) ** 2 / expected)[possible].sum()
+    freedom = torch.tensor((int(possible.sum()) - 1) / 2.0, dtype=torch.double)
     return float(torch.special.gammaincc(freedom, statistic / 2))
 
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron_mtp.platform import prepare
-from megatron_mtp.training.console import quiet, say
+from megatron_mtp.training.console import quiet
 from megatron_mtp.training.flags import parse_run
 
 DEFAULTS = (
@@ -41,17 +41,16 @@ def main(arguments: list[str], program: str) -> int:
     """Print the figures of a checkpoint; bad input ends with one sentence and exit status 2."""
     args, rest = parser(program).parse_known_args(arguments)
     given, rest = parse_run(program, rest)
-    with quiet(given.verbose):
+    with quiet(given.verbose, notes=sys.stderr) as output:
         on_cpu = prepare()
 
         from megatron_mtp.drafting.text import own_output
 
-        answer = own_output() if given.verbose else None
+        answer = own_output() if given.verbose else output
         evaluated = _evaluate(args, rest, program, on_cpu)
         if evaluated is not None:  # on the rank that knows
             row, table = evaluated
-            shown = json.dumps({"load": args.load, **row}) if args.json else table
-            say(shown) if answer is None else print(shown, file=answer, flush=True)
+            print(json.dumps({"load": args.load, **row}) if args.json else table, file=answer, flush=True)
     return 0
 
 

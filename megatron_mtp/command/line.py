@@ -84,10 +84,12 @@ def _evaluate(program: str, arguments: list[str]) -> int:
 
 def _generate(program: str, arguments: list[str]) -> int:
     from megatron_mtp.drafting.flags import parser
-    from megatron_mtp.platform import prepare
 
     parser(program).parse_args(arguments)  # --help and unknown flags do not wait for torch
-    prepare()
+
+    from megatron_mtp.checkpoint.command import quieten
+
+    quieten()
 
     from megatron_mtp.drafting.command import main
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import torch
 
+from megatron_mtp.checkpoint.dist_store import iteration_folder
 from megatron_mtp.drafting.api import Generated, check_prompts, generate, make_method
 from megatron_mtp.drafting.config import SpeculativeConfig, parse_config
 from megatron_mtp.drafting.energy import Meter
@@ -23,8 +24,9 @@ from megatron_mtp.drafting.record import Record, make_folder
 from megatron_mtp.drafting.report import Cost, merged, summary, table
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.text import Stream, cutter, own_output, read_prompts
+from megatron_mtp.drafting.text import Stream, cutter, own_output, quoted, read_prompts
 from megatron_mtp.drafting.types import Draft
+from megatron_mtp.platform import cpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,6 +73,8 @@ def run(args: Namespace, answer: TextIO) -> None:
     limits = _limits(args, tokenizer)
     work = _Work(loaded.runner, prompts, sampling, limits, drafter, args.batch_size, args.seed)
     shown = _is_first() and not args.json
+    if shown:
+        print(f"> {_named(args.load, loaded.runner)}")
     streams = shown and len(prompts) == 1 and tokenizer is not None
     if config is not None and not config.lossless and shown:
         print(f"> the verifier '{config.verifier}' does not keep the model's distribution")
@@ -78,6 +82,8 @@ def run(args: Namespace, answer: TextIO) -> None:
     record = None if args.record is None else Record(prompts)
     if args.record is not None and _is_first():
         make_folder(args.record)
+    if stream is not None:
+        stream.echo(prompts[0])
     texts, cost = work.timed(config, _Watchers(stream, record))
     plain, same = None, None
     if args.compare and config is not None:
@@ -93,7 +99,10 @@ def run(args: Namespace, answer: TextIO) -> None:
         text = None if written is None else written[0] if alone else written
         print(json.dumps({"token_ids": texts[0] if alone else texts, "text": text, **figures}), file=answer, flush=True)
         return
-    _print_texts(texts, written, streams)
+    if stream is None:
+        _print_texts(prompts, texts, tokenizer)
+    else:
+        print()
     print(f"\n{table(figures, sampled=not sampling.greedy)}")
 
 
@@ -218,11 +227,23 @@ def _is_first() -> bool:
     return torch.distributed.get_rank() == 0
 
 
-def _print_texts(texts: list[list[int]], written: list[str] | None, streamed: bool) -> None:
-    """What has not been streamed; token ids where there is no tokenizer."""
-    if streamed:
-        print()
-        return
-    for number, ids in enumerate(texts):
-        body = ",".join(map(str, ids)) if written is None else written[number]
-        print(f"[{number + 1}] {body}" if len(texts) > 1 else body)
+def _named(folder: str, runner: Runner) -> str:
+    """What was loaded, in a line."""
+    size = sum(weight.numel() for weight in runner.model.parameters())
+    ranks = torch.distributed.get_world_size()
+    share = "" if ranks == 1 else f" on each of {ranks} ranks"
+    device = "the CPU" if cpu.installed() else torch.cuda.get_device_name()
+    depths = {0: "no depths", 1: "1 depth"}.get(runner.depths, f"{runner.depths} depths")
+    dtype = str(runner.dtype).removeprefix("torch.")
+    return f"{folder}, {iteration_folder(Path(folder)).name}: {size:,} parameters{share}, {depths}, {dtype}, on {device}"
+
+
+def _print_texts(
+    prompts: list[list[int]], texts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None"
+) -> None:
+    """What has not been streamed, each after its prompt; token ids where there is no tokenizer."""
+    for number, (prompt, ids) in enumerate(zip(prompts, texts, strict=True), start=1):
+        sign = f"[{number}] " if len(texts) > 1 else ""
+        print(f"> {sign}prompt: {quoted(prompt, tokenizer)}")
+        body = ",".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True)
+        print(f"{sign}{body}")

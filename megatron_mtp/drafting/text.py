@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-COLOUR, PLAIN = "\033[32m", "\033[0m"
+COLOUR, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
 
 def read_prompts(
@@ -76,12 +76,26 @@ def cutter(stops: list[str], tokenizer: "PreTrainedTokenizerBase") -> Callable[[
     return cut
 
 
+def quoted(prompt: list[int], tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    """A prompt on one line: its text in quotes, or its token ids."""
+    return ",".join(map(str, prompt)) if tokenizer is None else repr(tokenizer.decode(prompt))
+
+
 class Stream:
-    """Text as it comes, accepted drafts in colour where the output is a terminal."""
+    """Text as it comes: on a terminal the prompt dim and accepted drafts in colour, elsewhere the prompt on a line."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", output: TextIO = sys.stdout) -> None:
+        self._tokenizer = tokenizer
         self._backend, self._stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
         self._output, self._coloured = output, output.isatty()
+
+    def echo(self, prompt: list[int]) -> None:
+        """Write the prompt, before what continues it."""
+        if self._coloured:
+            self._output.write(f"{DIM}{self._tokenizer.decode(prompt)}{PLAIN}")
+        else:
+            self._output.write(f"> prompt: {quoted(prompt, self._tokenizer)}\n")
+        self._output.flush()
 
     def __call__(self, tokens: list[int], drafted: int) -> None:
         """Write a step's tokens, of which the first `drafted` were drafted."""

@@ -1,7 +1,7 @@
 """What a run prints: our lines on the terminal, the thousand lines of Megatron and its libraries in a log file.
 
-    with quiet() as listing:     from here on, whatever is printed or warned of goes to the listing
-        listing.keep_in(folder)  which is a file from here on: megatron.log, or megatron-3.log of rank 3
+    with quiet():                from here on, whatever is printed or warned of goes to the listing
+        keep_listing(folder)     which is a file from here on: megatron.log, or megatron-3.log of rank 3
         say("...")               and this goes to the terminal
 
 Errors stay on stderr. A run that fails shows the end of its listing there as well, since Megatron prints what is wrong
@@ -30,7 +30,7 @@ class Listing(io.TextIOBase):
     """Takes the place of standard output: a log file once there is a folder for it, the last lines in memory.
 
     Attributes:
-        terminal: what standard output was before.
+        terminal: where `say` prints.
         path: the log file, if there is one.
     """
 
@@ -106,18 +106,21 @@ def keep_listing(folder: Path | None) -> Path | None:
 
 
 @contextmanager
-def quiet(verbose: bool = False) -> Iterator[None]:
-    """Keep what libraries print off the terminal, unless `verbose`; where the run fails, show the end of it."""
+def quiet(verbose: bool = False, notes: TextIO | None = None) -> Iterator[TextIO]:
+    """Keep what libraries print off the terminal, unless `verbose`; where the run fails, show the end of it.
+
+    Yields standard output as it was. `say` prints to `notes`, or there if it is None.
+    """
     if verbose:
-        yield
+        yield sys.stdout
         return
     for name, value in QUIET_LIBRARIES.items():
         os.environ.setdefault(name, value)
     with _own_terminal() as terminal:
-        listing = Listing(terminal)
+        listing = Listing(notes or terminal)
         with _replaced(listing):
             try:
-                yield
+                yield terminal
             except SystemExit as end:
                 if end.code not in (None, 0, 2):  # 2: a sentence has said what is wrong
                     _show_end(listing)

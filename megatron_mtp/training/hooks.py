@@ -52,10 +52,11 @@ def _logged_steps(training_log: Function, metrics: Metrics) -> Function:
 
 
 def _evaluations(evaluate_and_print_results: Function, metrics: Metrics) -> Function:
-    """Only the prefix of Megatron's own line says on what data an evaluation is."""
+    """Only the prefix of Megatron's own line says on what data it is: 'iteration 9', '... on validation (test) set'."""
 
     def told(prefix: str, *rest: Any, **named: Any) -> None:
-        metrics.begin_evaluation("test" if prefix.endswith("test set") else "validation")
+        is_after_run = prefix.endswith(" set")
+        metrics.begin_evaluation("test" if prefix.endswith("test set") else "validation", is_after_run)
         evaluate_and_print_results(prefix, *rest, **named)
 
     return told

@@ -75,8 +75,8 @@ class Reporter(Protocol):
     def evaluated_batch(self) -> None:
         """A microbatch of an evaluation is through."""
 
-    def evaluation(self, row: dict[str, Any], text: str) -> None:
-        """An evaluation is through; `text` is its table."""
+    def evaluation(self, row: dict[str, Any], text: str, when: str) -> None:
+        """An evaluation is through; `text` is its table, and `when` 'at step 140' or 'after the run'."""
 
 
 class PrintedTables:
@@ -89,7 +89,7 @@ class PrintedTables:
     def evaluated_batch(self) -> None:
         pass
 
-    def evaluation(self, row: dict[str, Any], text: str) -> None:
+    def evaluation(self, row: dict[str, Any], text: str, when: str) -> None:
         if "expected accepted length" in row:
             print(text, flush=True)
 
@@ -108,6 +108,7 @@ class Metrics:
         self._training = Window()
         self._evaluation = Window()
         self._data, self._sets = "validation", 0  # what is evaluated on, and how many sets of it are through
+        self._is_after_run = False
         self._clock = StepClock()
         self._step: Step | None = None  # the last that is through; numbers count from the start of a resumed run
         self._skipped = 0  # steps since the last row, whose gradients overflowed
@@ -135,9 +136,9 @@ class Metrics:
         if step.number % get_args().log_interval == 0:
             self._end_interval()
 
-    def begin_evaluation(self, data: str) -> None:
+    def begin_evaluation(self, data: str, is_after_run: bool = False) -> None:
         """On 'validation' or 'test' data, which Megatron does not tell `end_evaluation`; it may be on several sets."""
-        self._data, self._sets = data, 0
+        self._data, self._sets, self._is_after_run = data, 0, is_after_run
 
     def end_evaluation(self, model: Any) -> None:
         """Megatron's `non_loss_data_func`, called on every rank when an evaluation on one set is through."""
@@ -188,7 +189,7 @@ class Metrics:
             self._reporter.interval(row, rates)
             return
         self.evaluated = row, table(row, rates)
-        self._reporter.evaluation(*self.evaluated)
+        self._reporter.evaluation(*self.evaluated, "after the run" if self._is_after_run else f"at step {row['iteration']}")
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.folder is None or not is_last_rank():

@@ -58,12 +58,12 @@ class ShortLog:
             self._bar = tqdm(desc="evaluating", total=_microbatches(), unit="batch", leave=False, disable=None)
         self._bar.update()
 
-    def evaluation(self, row: dict[str, Any], text: str) -> None:
+    def evaluation(self, row: dict[str, Any], text: str, when: str) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
         if self._shows_tables:
-            say(f"{row['split']} at step {row['iteration']}:\n{text}")
+            say(f"{row['split']} {when}:\n{text}")
 
 
 def line_of(row: dict[str, Any], rates: AcceptanceRates | None, pace: Pace, width: int | None = None) -> str:

@@ -31,7 +31,7 @@ RUNS = {
 def test_a_run_over_several_processes_trains_and_evaluates(processes: int, flags: str, tmp_path: Path) -> None:
     run_of_four_steps = "--train-iters 4 --log-interval 1 --eval-interval 2 --eval-iters 1".split()
     log = launch.run(launch.pretrain(*run_of_four_steps, *flags.split(), processes=processes), tmp_path / "log")
-    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+) \|", log)]
+    losses = [float(loss) for loss in re.findall(r"lm loss (\S+) \|", log)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert log.count("expected accepted length") == 4  # at steps 2 and 4, and in the end on validation and test data

@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.megatron_args import megatron_arguments  # noqa: E4
 RUN = (
     "--use-checkpoint-args --micro-batch-size 2 --global-batch-size 4 --seq-length 32 --train-iters 1 --lr 1e-4 "
     "--log-interval 1 --eval-interval 10 --eval-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 95 "
-    "--moe-token-dispatcher-type allgather"
+    "--moe-token-dispatcher-type allgather --verbose"
 )
 LAYOUTS = {
     "single": (1, ""),

@@ -23,7 +23,7 @@ def command(folder: Path) -> list[str]:
 
 
 def steps(log: str) -> list[int]:
-    return [int(step) for step in re.findall(rf"iteration +(\d+)/ +{STEPS} \|", log)]
+    return [int(step) for step in re.findall(rf"step (\d+)/{STEPS} \|", log)]
 
 
 def wait_for_step(process: subprocess.Popen[bytes], log: Path, step: int) -> None:

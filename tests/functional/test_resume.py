@@ -65,7 +65,7 @@ def _tensors(state: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
 
 def printed_steps(log: str) -> list[int]:
     """The steps that a command took."""
-    return [int(step) for step in re.findall(rf"iteration +(\d+)/ +{STEPS} \|", log)]
+    return [int(step) for step in re.findall(rf"step (\d+)/{STEPS} \|", log)]
 
 
 def assert_same_end(run: Run, uninterrupted: Run) -> None:

@@ -79,7 +79,7 @@ class Job:
         """The training steps in the run's log, in the order in which they were taken."""
         log = self.run / "log.txt"
         text = log.read_text(errors="replace") if log.exists() else ""
-        return [int(step) for step in re.findall(rf"iteration +(\d+)/ +{STEPS} \|", text)]
+        return [int(step) for step in re.findall(rf"step (\d+)/{STEPS} \|", text)]
 
     def stop_by(self, stop: Callable[[], object]) -> int:
         """Stop it while it trains, see it in the queue again and let it start at once: its last step before."""
@@ -122,7 +122,7 @@ def preempted(sweep: Job, folder: Path) -> Job:
     second = job.stop_by(lambda: slurm("scancel", "--signal=USR1", job.number))
     job.finish()
     assert 3 <= first < second < STEPS
-    saved = [int(step) for step in re.findall(r"successfully saved checkpoint from iteration +(\d+)", job.printed())]
+    saved = [int(step) for step in re.findall(r"> checkpoint of step (\d+) saved", job.printed())]
     assert saved == [first, second, STEPS]
     return job
 

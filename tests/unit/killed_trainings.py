@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa:
 from megatron_mtp.checkpoint.mcore_store import TRACKER  # noqa: E402
 from megatron_mtp.report.page import page  # noqa: E402
 from megatron_mtp.report.runs import METRICS, read_runs  # noqa: E402
-from megatron_mtp.training.arguments import add_mtp_arguments  # noqa: E402
+from megatron_mtp.training.flags import add_mtp_arguments  # noqa: E402
 from megatron_mtp.training.run import main as train  # noqa: E402
 
 STEPS = 8

@@ -183,3 +183,11 @@ def test_shift_runs_and_ends_with_its_report() -> None:
     assert summary["benchmark"] == "shift"
     (goal,) = summary["goals"]
     assert (goal["value"], goal["goal"], goal["op"]) == (summary["results"]["times_faster"], 20.0, ">=")
+
+
+def test_startup_runs_and_ends_with_its_report() -> None:
+    summary = summary_of("startup.py")
+    assert summary["benchmark"] == "startup"
+    assert [(goal["what"], goal["goal"], goal["op"]) for goal in summary["goals"]] == [
+        ("report --help: seconds", 2.0, "<=")
+    ]

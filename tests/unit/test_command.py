@@ -42,10 +42,26 @@ def test_a_verb_that_does_not_exist_ends_with_status_2_and_names_those_that_do()
     assert "'train'" in printed("trian").stderr
 
 
-def test_the_light_verbs_do_not_wait_for_torch() -> None:
-    code = "import sys; from megatron_mtp.command import line; import megatron_mtp.report.command; "
-    code += "sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+HEAVY = "torch megatron transformers matplotlib"
+"""What takes seconds to import."""
+
+
+def test_help_does_not_wait_for_heavy_imports() -> None:
+    """Of every verb, in one process; what an earlier verb has imported would be seen with the later ones."""
+    code = f"""
+import sys
+from megatron_mtp.command import line
+for arguments in [[], *([verb] for verb in line.VERBS), *(["convert", name] for name in ("hf-to-mcore", "verify"))]:
+    try:
+        line.main([*arguments, "--help"])
+    except SystemExit as end:
+        assert end.code == 0, arguments
+    heavy = sorted(set({HEAVY.split()}) & sys.modules.keys())
+    assert not heavy, (arguments, heavy)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: ") == len(line.VERBS) + 3
 
 
 def test_the_console_script_is_this_command_line() -> None:

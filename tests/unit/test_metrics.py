@@ -11,13 +11,12 @@ import torch
 from megatron_mtp.training import cost
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates
-from megatron_mtp.training.metrics import FILE, PLOT, Metrics, table
+from megatron_mtp.training.metrics import FILE, PLOT, Metrics, Step, table
 
 
 @pytest.fixture
 def args(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Namespace:
     args = Namespace(
-        curr_iteration=0,
         iteration=0,
         log_interval=2,
         train_iters=4,
@@ -43,9 +42,10 @@ def rows(folder: Path) -> list[dict[str, float]]:
 def train(metrics: Metrics, args: Namespace, first: int, last: int) -> None:
     """Steps `first` .. `last`, two microbatches each; step n has a mean loss of n."""
     for step in range(first, last + 1):
-        args.curr_iteration = step - 1
+        metrics.begin_step()
         metrics.add(report(4.0 * step, 4), None)
         metrics.add(report(2.0 * step, 2), None)
+        metrics.end_step(Step(step, learning_rate=0.5**step, grad_norm=1.0 * step))
 
 
 def test_training_rows_average_an_interval_by_tokens(args: Namespace, tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ class Writer:
 
 
 def test_training_rows_say_what_a_step_cost(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 1, 1 and, as a checkpoint is saved, 9 s; the evaluation that takes 100 s is no part of any."""
-    now = iter([0.0, 1.0, 1.0, 2.0, 2.0, 11.0, 111.0, 112.0])
+    """Steps of 1, 3 and 2 s; what is between them, such as an evaluation of 100 s, is no part of any."""
+    now = iter([0.0, 1.0, 2.0, 5.0, 5.0, 7.0, 107.0, 108.0])
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     args.log_interval = 3
     metrics = Metrics(tmp_path)
@@ -138,7 +138,8 @@ def test_training_rows_say_what_a_step_cost(args: Namespace, tmp_path: Path, mon
     train(metrics, args, 4, 4)
     metrics.close()
     first, evaluation, last = rows(tmp_path)
-    assert (first["step seconds"], last["step seconds"]) == (1.0, 1.0)
+    assert (first["step seconds"], last["step seconds"]) == (2.0, 1.0)
+    assert (first["learning rate"], first["grad norm"]) == (0.125, 3.0)
     assert 2**20 < first["peak memory bytes"] <= last["peak memory bytes"]
     assert "step seconds" not in evaluation
     assert metrics.evaluated is not None

@@ -50,14 +50,11 @@ def whole(program: str) -> ArgumentParser:
     return made
 
 
-def train_parser(program: str) -> ArgumentParser:
-    """With Megatron's flags and ours."""
+def _train(program: str) -> ArgumentParser:
     prepare()
-    from megatron.training.arguments import add_megatron_arguments
+    from megatron_mtp.training.flags import all_parser
 
-    from megatron_mtp.training.flags import add_mtp_arguments, add_run_arguments
-
-    return add_run_arguments(add_mtp_arguments(add_megatron_arguments(ArgumentParser(program))))
+    return all_parser(program)
 
 
 def _evaluate(program: str) -> ArgumentParser:
@@ -97,10 +94,10 @@ def _doctor(program: str) -> ArgumentParser:
 
 
 PARSERS: dict[str, tuple[Callable[[str], ArgumentParser], ...]] = {
-    "train": (train_parser,),
+    "train": (_train,),
     "convert": (_convert,),
     "generate": (_generate,),
-    "evaluate": (train_parser, _evaluate),
+    "evaluate": (_train, _evaluate),
     "report": (_report,),
     "doctor": (_doctor,),
     "preprocess": (_preprocess,),

@@ -47,14 +47,16 @@ def main(arguments: list[str], program: str) -> int:
         from megatron_mtp.drafting.text import own_output
 
         answer = own_output() if given.verbose else output
-        evaluated = _evaluate(args, rest, program, on_cpu)
+        evaluated = _evaluate(args, given, rest, on_cpu, program)
         if evaluated is not None:  # on the rank that knows
             row, table = evaluated
             print(json.dumps({"load": args.load, **row}) if args.json else table, file=answer, flush=True)
     return 0
 
 
-def _evaluate(args: Namespace, rest: list[str], program: str, on_cpu: bool) -> tuple[dict[str, Any], str] | None:
+def _evaluate(
+    args: Namespace, given: Namespace, rest: list[str], on_cpu: bool, program: str
+) -> tuple[dict[str, Any], str] | None:
     """The row and the table of the evaluation, on the rank that has them."""
     from megatron_mtp.training.arguments import fail
 
@@ -64,9 +66,10 @@ def _evaluate(args: Namespace, rest: list[str], program: str, on_cpu: bool) -> t
         except (ValueError, RuntimeError) as error:
             fail(program, ValueError(error))
         from megatron_mtp.training.run import main as train
+        from megatron_mtp.training.run import with_file
 
-        sys.argv = [program, *DEFAULTS.split(), *flags, "--load", args.load, *rest]
-        return train(sys.argv, on_cpu, shows_tables=False).evaluated
+        argv = with_file(program, given, [*DEFAULTS.split(), *flags, "--load", args.load, *rest])
+        return train(argv, on_cpu, shows_tables=False).evaluated
 
 
 def parser(program: str) -> ArgumentParser:

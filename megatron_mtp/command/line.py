@@ -4,6 +4,7 @@ A verb imports what it needs when it is called, so that `--help` and `report` do
 the platform prepared.
 """
 
+import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
@@ -59,20 +60,16 @@ def _train(program: str, arguments: list[str]) -> int:
     from megatron_mtp.training.flags import parse_run
 
     given, rest = parse_run(program, arguments)
-    if given.help_megatron:
-        from megatron_mtp.command.completion import train_parser
-
-        train_parser(program).print_help()
-        return 0
+    if given.dry_run is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a plan is the same on every machine
     with quiet(given.verbose):
         from megatron_mtp.platform import prepare
 
         on_cpu = prepare()
 
-        from megatron_mtp.training.run import main
+        from megatron_mtp.training.run import command
 
-        sys.argv = [program, *rest]  # Megatron's parser reads nothing else
-        main(sys.argv, on_cpu)
+        command(program, given, rest, on_cpu)
     return 0
 
 

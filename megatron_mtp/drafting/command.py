@@ -235,12 +235,12 @@ def _named(folder: str, runner: Runner) -> str:
     device = "the CPU" if cpu.installed() else torch.cuda.get_device_name()
     depths = {0: "no depths", 1: "1 depth"}.get(runner.depths, f"{runner.depths} depths")
     dtype = str(runner.dtype).removeprefix("torch.")
-    return f"{folder}, {iteration_folder(Path(folder)).name}: {size:,} parameters{share}, {depths}, {dtype}, on {device}"
+    return (
+        f"{folder}, {iteration_folder(Path(folder)).name}: {size:,} parameters{share}, {depths}, {dtype}, on {device}"
+    )
 
 
-def _print_texts(
-    prompts: list[list[int]], texts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None"
-) -> None:
+def _print_texts(prompts: list[list[int]], texts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None") -> None:
     """What has not been streamed, each after its prompt; token ids where there is no tokenizer."""
     for number, (prompt, ids) in enumerate(zip(prompts, texts, strict=True), start=1):
         sign = f"[{number}] " if len(texts) > 1 else ""

@@ -1,4 +1,4 @@
-"""The flags that `megatron-mtp train` adds to Megatron's, for a parser that must not wait for Megatron."""
+"""The flags of `megatron-mtp train`: ours, for a parser that must not wait for Megatron, and all of them."""
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -29,6 +29,10 @@ EXAMPLES = """examples:
   # the same over two pipeline stages
   torchrun --nproc-per-node 2 -m megatron_mtp train ... --pipeline-model-parallel-size 2 --mtp-num-layers 2
 
+  # flags from a file, one of them overridden; what a job of 64 ranks would hold, without starting it
+  megatron-mtp train --config run.yaml --lr 2e-3
+  megatron-mtp train --config run.yaml --dry-run 64
+
   # depths for a model that has none
   megatron-mtp train ... --load CHECKPOINT --save NEW --mtp-num-layers 2 --mtp-init last-layer
 """
@@ -52,8 +56,22 @@ def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--verbose",
         action="store_true",
-        help="Show all that Megatron prints. Default: a short log, and the rest in megatron.log in --mtp-metrics-dir or "
-        "--save.",
+        help="Show all that Megatron prints. Default: a short log, and the rest in megatron.log in --mtp-metrics-dir "
+        "or --save.",
+    )
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file of flags, such as 'num-layers: 4'; sections may group them. The command line's flags win.",
+    )
+    group.add_argument(
+        "--dry-run",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="RANKS",
+        help="Print the plan of a job of so many ranks and end: flags, layout, parameters, memory, tokens of a step. "
+        "Needs no GPU. Default: the fewest ranks that the layout takes.",
     )
     group.add_argument("--help-megatron", action="store_true", help="List Megatron's flags as well, and end.")
     return parser
@@ -71,6 +89,13 @@ def parse_run(program: str, arguments: Sequence[str]) -> tuple[Namespace, list[s
         help_parser(program).parse_args(["--help"])
     parser = ArgumentParser(program, add_help=False, allow_abbrev=False)
     return add_run_arguments(parser).parse_known_args(arguments)
+
+
+def all_parser(program: str) -> ArgumentParser:
+    """With Megatron's flags too; the platform has to be prepared."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_run_arguments(add_mtp_arguments(add_megatron_arguments(ArgumentParser(program))))
 
 
 def _repair_help(parser: ArgumentParser) -> None:

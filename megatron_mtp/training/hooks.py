@@ -12,14 +12,18 @@ from megatron.training import get_args, training
 from megatron_mtp.training.console import say
 from megatron_mtp.training.metrics import Metrics, Step
 
-
 Function = Callable[..., Any]
+Wrapper = Callable[[Function, Metrics], Function]
 
 
 @contextmanager
 def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None]:
     """While this lasts, the metrics receive training steps and the data of evaluations."""
-    wrappers = {"train_step": _steps, "training_log": _logged_steps, "evaluate_and_print_results": _evaluations}
+    wrappers: dict[str, Wrapper] = {
+        "train_step": _steps,
+        "training_log": _logged_steps,
+        "evaluate_and_print_results": _evaluations,
+    }
     if shows_checkpoints:
         wrappers["save_checkpoint_and_time"] = _saves
     originals = {name: getattr(training, name) for name in wrappers}

@@ -189,7 +189,9 @@ class Metrics:
             self._reporter.interval(row, rates)
             return
         self.evaluated = row, table(row, rates)
-        self._reporter.evaluation(*self.evaluated, "after the run" if self._is_after_run else f"at step {row['iteration']}")
+        self._reporter.evaluation(
+            *self.evaluated, "after the run" if self._is_after_run else f"at step {row['iteration']}"
+        )
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.folder is None or not is_last_rank():

@@ -19,10 +19,41 @@ from megatron_mtp.model.sharing import embedding_ranks
 from megatron_mtp.training.arguments import fail, parse_checked_args, set_machine_flags
 from megatron_mtp.training.console import Listing, keep_listing, say
 from megatron_mtp.training.datasets import datasets_provider
+from megatron_mtp.training.flags import all_parser
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.hooks import observed
 from megatron_mtp.training.metrics import Metrics, Reporter
+from megatron_mtp.training.run_file import flags_of
 from megatron_mtp.training.short_log import ShortLog, fitting_interval
+
+
+def command(program: str, given: Namespace, rest: list[str], on_cpu: bool) -> None:
+    """`megatron-mtp train` with the flags of the run and the words for Megatron's parser (`flags.parse_run`)."""
+    if given.help_megatron:
+        say(all_parser(program).format_help())
+        return
+    argv = with_file(program, given, rest)
+    if given.dry_run is None:
+        main(argv, on_cpu)
+        return
+    from megatron_mtp.training.dry_run import plan
+
+    try:
+        say(plan(argv, given.dry_run))
+    except ValueError as error:
+        fail(Path(program).name, error)
+
+
+def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
+    """`sys.argv`, which Megatron's parser reads: what --config says, and the command line's flags, which win."""
+    try:
+        words = [] if given.config is None else flags_of(Path(given.config), all_parser(program))
+        if any(word.split("=")[0] == "--yaml-cfg" for word in (*words, *rest)):
+            raise ValueError("--yaml-cfg takes the place of all flags, those of the depths too; give --config.")
+    except ValueError as error:
+        fail(Path(program).name, error)
+    sys.argv = [program, *words, *rest]
+    return sys.argv
 
 
 def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:

@@ -235,7 +235,11 @@ def test_a_gpu_gets_the_flags_for_the_kernels_that_are_missing(
 @pytest.mark.parametrize(
     ("flag", "shown", "hidden"),
     [
-        ("--help", "--mtp-architecture --mtp-init --mtp-metrics-dir --verbose --help-megatron torchrun", "--moe-router"),
+        (
+            "--help",
+            "--mtp-architecture --mtp-init --mtp-metrics-dir --verbose --help-megatron torchrun",
+            "--moe-router",
+        ),
         ("--help-megatron", "--mtp-architecture --moe-router-topk --verbose torchrun", ""),
     ],
 )

@@ -1,0 +1,97 @@
+"""`--config run.yaml`: the flags of a run in a file. What comes out are the words that one would type.
+
+    model:                       # names of sections are free, and change nothing
+      num-layers: 4              # --num-layers 4; num_layers is the same
+      swiglu: true               # --swiglu; false leaves it out
+    data:
+      data-path: [0.7, a, 0.3, b]    # --data-path 0.7 a 0.3 b
+    lr: 1e-3
+
+Values are taken as they are written, so that 90,10,0 and 1e-3 stay what they are.
+"""
+
+from argparse import Action, ArgumentParser, BooleanOptionalAction
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+import yaml
+
+NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "verbose"}
+"""Flags that act before the file is read."""
+
+YES, NO = ("true", "yes", "on"), ("false", "no", "off")
+
+
+def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
+    """The words of a command line that says what the file does; `parser` has all flags that there are.
+
+    Raises:
+        ValueError: the file cannot be read, names a flag that there is not or one flag twice, or gives it a value that
+            it does not take.
+    """
+    known = {
+        option.removeprefix("--").replace("_", "-"): action
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    words, seen = [], dict[str, int]()
+    for key, value in _entries(_read(file), file):
+        name, where = key.value.replace("_", "-"), f"--config {file}, line {key.start_mark.line + 1}"
+        if name in NOT_IN_A_FILE:
+            raise ValueError(f"{where}: '{key.value}' cannot stand in a file; give --{name} on the command line.")
+        if name not in known:
+            raise ValueError(f"{where}: there is no flag --{name}; {_like(name, known)}")
+        if name in seen:
+            raise ValueError(f"{where}: '{key.value}' stands in line {seen[name]} already; remove one of the two.")
+        seen[name] = key.start_mark.line + 1
+        words += _words(f"--{name}", known[name], value, where)
+    return words
+
+
+def _read(file: Path) -> yaml.Node | None:
+    try:
+        return yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"--config is {file}, which cannot be read as YAML ({said}); correct it.") from error
+
+
+def _entries(node: yaml.Node | None, file: Path) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+    """Keys and values, those of sections among them."""
+    if node is None:
+        return
+    if not isinstance(node, yaml.MappingNode):
+        raise ValueError(f"--config is {file}, which holds no keys with values; write lines such as 'num-layers: 4'.")
+    for key, value in node.value:
+        if isinstance(value, yaml.MappingNode):
+            yield from _entries(value, file)
+        elif isinstance(key, yaml.ScalarNode):
+            yield key, value
+        else:
+            raise ValueError(f"--config {file}, line {key.start_mark.line + 1}: a key is no name of a flag.")
+
+
+def _words(flag: str, action: Action, value: yaml.Node, where: str) -> list[str]:
+    """The flag and its value; nothing for a switch that is off and for an empty value."""
+    if isinstance(value, yaml.SequenceNode):
+        given = [item.value for item in value.value if isinstance(item, yaml.ScalarNode)]
+        if action.nargs not in ("*", "+") or len(given) != len(value.value):
+            raise ValueError(f"{where}: {flag} does not take a list; give one value.")
+        return [flag, *given]
+    text = str(value.value)
+    if value.tag.endswith(":null"):
+        return []
+    if action.nargs != 0:
+        return [flag, text]
+    if text.lower() not in (*YES, *NO):
+        raise ValueError(f"{where}: {flag} is a switch, and was given '{text}'; give true or false.")
+    if text.lower() in YES:
+        return [flag]
+    return [f"--no-{flag[2:]}"] if isinstance(action, BooleanOptionalAction) else []
+
+
+def _like(name: str, known: dict[str, Action]) -> str:
+    close = get_close_matches(name, known, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else "--help-megatron lists all flags."

@@ -1,0 +1,39 @@
+"""`train --config --dry-run`: the plan of 64 ranks, by one process, from a file of flags."""
+
+import re
+import sys
+from pathlib import Path
+
+import launch
+
+RUN = """
+model:
+  {num-layers: 36, hidden-size: 4096, ffn-hidden-size: 12288, num-attention-heads: 32, group-query-attention: true,
+  num-query-groups: 8, kv-channels: 128, qk-layernorm: true, seq-length: 4096, max-position-embeddings: 40960,
+  position-embedding-type: rope, normalization: RMSNorm, swiglu: true, disable-bias-linear: true,
+  untie-embeddings-and-output-weights: true, mtp-num-layers: 1}
+layout: {tensor-model-parallel-size: 2, sequence-parallel: true, use-distributed-optimizer: true}
+training: {bf16: true, micro-batch-size: 1, global-batch-size: 256, train-iters: 10, lr: 1e-3, eval-interval: 10}
+data: {mock-data: true, tokenizer-type: NullTokenizer, vocab-size: 151936}
+"""
+"""The shape of Qwen3-8B with a depth."""
+
+
+def test_a_plan_counts_parameters_and_says_where_the_depths_stand(tmp_path: Path) -> None:
+    """Qwen3-8B has 8,190,735,360 parameters; 128 rows of padding in both tables are 1,048,576 more."""
+    (tmp_path / "run.yaml").write_text(RUN)
+    flags = f"--config {tmp_path}/run.yaml --global-batch-size 512 --pipeline-model-parallel-size 4 --dry-run 64"
+    command = [sys.executable, "-m", "megatron_mtp", "train", *flags.split()]
+    printed = launch.run(command, tmp_path / "log")
+    for line in (
+        "  --global-batch-size 512",  # the command line wins
+        "layout of 64 ranks: data 8, tensor 2, pipeline 4, context 1, expert 1",
+        "step: 512 sequences of 4096 tokens, 2,097,152 tokens, in 64 microbatches of 1 on every data-parallel rank",
+    ):
+        assert line in printed.splitlines()
+    rows = re.findall(r"^  (trunk|depths|embedding|head) +([\d,]+)$", printed, re.MULTILINE)
+    sizes = {part: int(size.replace(",", "")) for part, size in rows}
+    assert sizes["trunk"] + sizes["embedding"] + sizes["head"] == 8_190_735_360 + 1_048_576
+    layer = 6_946_071_552 // 36
+    assert sizes["depths"] == layer + 2 * 4096**2 + 3 * 4096  # eh_proj, two norms before it and one after the layer
+    assert "a rank of stage 3 holds a copy of the embedding, 9 layers, the depths, the head" in printed

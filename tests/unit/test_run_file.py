@@ -1,0 +1,85 @@
+"""--config: a file of flags is the command line that it stands for, and what is wrong with it is one sentence."""
+
+from argparse import ArgumentParser, BooleanOptionalAction
+from pathlib import Path
+
+import pytest
+
+from megatron_mtp.training.flags import parse_run
+from megatron_mtp.training.run_file import flags_of
+
+FILE = """
+model:
+  num-layers: 4
+  swiglu: true            # a switch
+  bf16: false
+  position_embedding_type: rope
+data: {data-path: [0.7, a, 0.3, b]}
+split: 90,10,0
+lr: 1e-3                  # as written, not 0.001
+rope: no
+seed:
+"""
+
+
+@pytest.fixture
+def parser() -> ArgumentParser:
+    made = ArgumentParser()
+    for flag in ("num-layers", "position-embedding-type", "split", "lr", "seed", "lr-decay-style"):
+        made.add_argument(f"--{flag}")
+    made.add_argument("--data-path", nargs="*")
+    made.add_argument("--swiglu", action="store_true")
+    made.add_argument("--bf16", action="store_true")
+    made.add_argument("--rope", action=BooleanOptionalAction)
+    return made
+
+
+def test_a_file_says_what_one_would_type(parser: ArgumentParser, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(FILE)
+    words = flags_of(tmp_path / "run.yaml", parser)
+    expected = (
+        "--num-layers 4 --swiglu --position-embedding-type rope --data-path 0.7 a 0.3 b --split 90,10,0 --lr 1e-3"
+    )
+    assert words == [*expected.split(), "--no-rope"]
+    assert parser.parse_args([*words, "--lr", "2e-3"]).lr == "2e-3"  # the command line comes after it
+
+
+def test_an_empty_file_says_nothing(parser: ArgumentParser, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("# nothing yet\n")
+    assert flags_of(tmp_path / "run.yaml", parser) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("num-layer: 4", "line 1: there is no flag --num-layer; did you mean num-layers?"),
+        ("x: {y: 1}", "line 1: there is no flag --y; --help-megatron lists all flags."),
+        ("a:\n  lr: 1\nb:\n  lr: 2", "line 4: 'lr' stands in line 2 already; remove one of the two."),
+        ("lr_decay_style: [a, b]", "line 1: --lr-decay-style does not take a list; give one value."),
+        ("data-path: [[a]]", "line 1: --data-path does not take a list"),
+        ("swiglu: 3", "line 1: --swiglu is a switch, and was given '3'; give true or false."),
+        ("\nverbose: true", "line 2: 'verbose' cannot stand in a file; give --verbose on the command line."),
+        ("lr: [", "cannot be read as YAML"),
+        ("- lr", "holds no keys with values; write lines such as 'num-layers: 4'."),
+        ("[a]: 1", "line 1: a key is no name of a flag."),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(text: str, says: str, parser: ArgumentParser, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"^--config") as refused:
+        flags_of(tmp_path / "run.yaml", parser)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there(parser: ArgumentParser, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read as YAML"):
+        flags_of(tmp_path / "none.yaml", parser)
+
+
+def test_the_flags_of_the_run_are_taken_from_those_of_megatron() -> None:
+    given, rest = parse_run("train", "--lr 1 --verbose --config run.yaml --dry-run 8 --config-logger-dir x".split())
+    assert (given.verbose, given.config, given.dry_run) == (True, "run.yaml", 8)
+    assert rest == "--lr 1 --config-logger-dir x".split()
+    assert parse_run("train", ["--dry-run", "--lr", "1"])[0].dry_run == 0
+    assert parse_run("train", [])[0].dry_run is None

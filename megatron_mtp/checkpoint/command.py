@@ -19,11 +19,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_mtp.checkpoint.hub import local_folder
 from megatron_mtp.platform import prepare
 
 EXAMPLES = """examples:
   # a model with MTP, ready for: megatron-mtp train --load checkpoints/glm --use-checkpoint-args ...
   megatron-mtp convert hf-to-mcore models/GLM-4.5-Air checkpoints/glm
+
+  # the same by its name on the Hub; an interrupted download goes on
+  megatron-mtp convert hf-to-mcore zai-org/GLM-4.5-Air checkpoints/glm
 
   # depths for a trunk that has none
   megatron-mtp convert hf-to-mcore models/Qwen3-0.6B checkpoints/qwen
@@ -83,7 +87,7 @@ def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.importing import hf_to_mcore
     from megatron_mtp.checkpoint.megatron_args import megatron_arguments
 
-    return asdict(hf_to_mcore(args.source, args.target, options(args), megatron_arguments))
+    return asdict(hf_to_mcore(local_folder(args.source), args.target, options(args), megatron_arguments))
 
 
 def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
@@ -123,7 +127,7 @@ def look(args: argparse.Namespace) -> dict[str, Any]:
 def prove(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.verify import verify
 
-    checks = verify(args.source, args.target, args.text, trust_remote_code=args.trust_remote_code)
+    checks = verify(local_folder(args.source), args.target, args.text, trust_remote_code=args.trust_remote_code)
     return {"checks": [asdict(check) for check in checks], "ok": all(check.ok for check in checks)}
 
 

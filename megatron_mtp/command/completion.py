@@ -81,6 +81,12 @@ def _preprocess(program: str) -> ArgumentParser:
     return parser(program)
 
 
+def _attach(program: str) -> ArgumentParser:
+    from megatron_mtp.command.attach import parser
+
+    return parser(program)
+
+
 def _report(program: str) -> ArgumentParser:
     from megatron_mtp.report.command import parser
 
@@ -98,6 +104,7 @@ PARSERS: dict[str, tuple[Callable[[str], ArgumentParser], ...]] = {
     "convert": (_convert,),
     "generate": (_generate,),
     "evaluate": (_train, _evaluate),
+    "attach": (_train, _attach),
     "report": (_report,),
     "doctor": (_doctor,),
     "preprocess": (_preprocess,),

@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   megatron-mtp evaluate --load runs/mine/checkpoint --text my_texts
   megatron-mtp generate --load runs/mine/checkpoint --prompt 'def ' --speculative-config '{"method": "mtp"}'
   megatron-mtp report runs/mine
+  megatron-mtp attach models/Qwen3-0.6B my_texts runs/attached
   megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported
 
 megatron-mtp VERB --help lists the flags of a verb, with examples of its own.
@@ -106,6 +107,12 @@ def _preprocess(program: str, arguments: list[str]) -> int:
     return main(arguments, program)
 
 
+def _attach(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.command.attach import main
+
+    return main(arguments, program)
+
+
 def _report(program: str, arguments: list[str]) -> int:
     from megatron_mtp.report.command import main
 
@@ -135,6 +142,7 @@ class Verb:
 VERBS = {
     "train": Verb("pretrain a GPT, with Megatron's flags and --mtp-*", _train),
     "convert": Verb("between Hugging Face folders and Megatron's checkpoints; inspect, verify", _convert),
+    "attach": Verb("depths for a Hugging Face model, trained on its frozen trunk, measured and exported", _attach),
     "generate": Verb("text from a checkpoint, drafting several tokens per forward", _generate),
     "evaluate": Verb("loss and acceptance by depth of a checkpoint on a text", _evaluate),
     "report": Verb("one HTML page of one run or several", _report),

@@ -1,0 +1,202 @@
+"""`megatron-mtp attach MODEL CORPUS RUN`: depths for a Hugging Face model, trained on its frozen trunk.
+
+The steps are verbs of this command line, each a process of its own. What a step has finished is not done again, so that
+the same command goes on after an interruption.
+"""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_mtp.checkpoint.hub import local_folder
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+EXAMPLES = """examples:
+  # two depths, 600 steps; everything goes to runs/attached
+  megatron-mtp attach models/Qwen3-0.6B my_texts
+
+  # three depths that learn total variation, on the 8 GPUs of this machine; the flags at the end are those of train
+  megatron-mtp attach models/Qwen3-0.6B my_texts runs/three --depths 3 --loss tv \\
+      --launch 'torchrun --nproc-per-node 8' --batch 64 --micro-batch-size 8
+
+the same command goes on where an earlier one has stopped.
+"""
+
+
+def main(arguments: list[str], program: str) -> int:
+    """Take all steps, or the one that --only names; the exit status is that of the step that failed, or 0."""
+    args, args.more = parser(program).parse_known_args(arguments)
+    try:
+        args.model = local_folder(args.model)
+    except ValueError as error:
+        return _refuse(program, str(error))
+    if not (args.model / "config.json").is_file():
+        return _refuse(program, f"{args.model} has no config.json; give the folder of a Hugging Face model.")
+    if args.only is not None:
+        return _in_this_process(STEPS[args.only], args)
+    for step in STEPS.values():
+        if (words := step.words(args)) is None:
+            continue
+        print(f"> {step.line}", flush=True)
+        if status := _in_own_process(step, words, args):
+            return status
+    print(f"> before: {args.run}/before/metrics.jsonl; after: {args.run}/metrics.jsonl and metrics.png")
+    print(f"> Hugging Face folder: {args.run}/exported")
+    return 0
+
+
+def parser(program: str) -> ArgumentParser:
+    """The flags that `train` does not have."""
+    made = ArgumentParser(
+        program,
+        description="Give a Hugging Face model MTP depths that draft for it: attached, trained on a frozen trunk, "
+        "measured before and after, exported. Flags of `megatron-mtp train` may follow.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("model", metavar="MODEL", help="folder of a Hugging Face model with its tokenizer, or a name on the Hub")
+    add("corpus", metavar="CORPUS", help="text to train on: a file, a folder or a quoted glob; 2 %% are kept back")
+    add("run", type=Path, nargs="?", default=Path("runs/attached"), metavar="RUN", help="default: runs/attached")
+    add("--depths", type=int, default=2, metavar="D", help="depths to attach; default: 2")
+    add("--steps", type=int, default=600, metavar="N", help="training steps; default: 600")
+    add("--sequence", type=int, default=512, metavar="S", help="tokens of a sequence; default: 512")
+    add("--batch", type=int, default=4, metavar="B", help="sequences of a step; default: 4")
+    add("--learning-rate", default="5e-4", metavar="LR", help="after the warm-up; default: 5e-4")
+    add("--loss", choices=("kd", "tv", "ce"), default="kd", help="of the depths (--mtp-loss of train); default: kd")
+    add("--token-fraction", default="1", metavar="F", help="part of the tokens that the depths' loss is on; default: 1")
+    add("--float32", action="store_true", help="train in float32; default: bfloat16")
+    add("--evaluated-batches", default="8", metavar="N", help="of text that is kept back; default: 8")
+    add("--save-every", type=int, metavar="N", help="steps between checkpoints; default: all steps")
+    add("--family", default="glm4_moe", metavar="NAME", help="of the exported folder; default: glm4_moe")
+    add("--prompt", default="The state of the union is", metavar="TEXT", help="what the drafting at the end begins with")
+    add("--launch", metavar="COMMAND", help="what starts the ranks of a training, such as 'torchrun --nproc-per-node 8'")
+    add("--only", choices=STEPS, help="take this step alone, in this process; for launchers of clusters")
+    return made
+
+
+def _refuse(program: str, sentence: str) -> int:
+    print(f"{program}: error: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _in_this_process(step: "Step", args: Namespace) -> int:
+    from megatron_mtp.command.line import PROGRAM, run
+
+    if (words := step.words(args)) is None:
+        return 0
+    return run(words[0], f"{PROGRAM} {words[0]}", words[1:])
+
+
+def _in_own_process(step: "Step", words: list[str], args: Namespace) -> int:
+    """Of one process, or of the ranks that --launch starts; Ctrl-C reaches the step itself, which says so."""
+    launcher = shlex.split(args.launch) if step.on_ranks and args.launch else [sys.executable]
+    try:
+        return subprocess.run([*launcher, "-m", "megatron_mtp", *words]).returncode
+    except KeyboardInterrupt:
+        return 130
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: what it is called, the verb and its arguments (None: it is done), whether all ranks take it."""
+
+    line: str
+    words: Callable[[Namespace], list[str] | None]
+    on_ranks: bool = False
+
+
+def _corpus(args: Namespace) -> list[str]:
+    flags = ["--input", args.corpus, "--tokenizer", str(args.model), "--output-prefix", _data(args)]
+    return ["preprocess", *flags]
+
+
+def _data(args: Namespace) -> str:
+    return str(args.run / "data" / "corpus")
+
+
+def _trunk(args: Namespace) -> list[str] | None:
+    target = args.run / "trunk"
+    return None if target.is_dir() else ["convert", "hf-to-mcore", str(args.model), str(target), "--resume"]
+
+
+def _start(args: Namespace) -> list[str] | None:
+    target = args.run / "start"
+    if target.is_dir():
+        return None
+    depths = ["--mtp-num-layers", str(args.depths), "--mtp-init", "last-layer"]
+    return ["convert", "attach-mtp", str(args.run / "trunk"), str(target), *depths, "--resume"]
+
+
+def _before(args: Namespace) -> list[str] | None:
+    folder = args.run / "before"
+    if (folder / "metrics.jsonl").exists():
+        return None
+    flags = f"--skip-train --eval-interval 1 --load {args.run}/start --finetune --mtp-metrics-dir {folder}"
+    return ["train", *_training(args), *flags.split()]
+
+
+def _train(args: Namespace) -> list[str]:
+    saved = args.run / "checkpoint"
+    load = ["--load", str(saved)] if (saved / TRACKER).exists() else ["--load", str(args.run / "start"), "--finetune"]
+    intervals = f"--save-interval {args.save_every or args.steps} --eval-interval {args.steps}"
+    folders = ["--save", str(saved), "--mtp-metrics-dir", str(args.run)]
+    return ["train", *_training(args), *load, *intervals.split(), *folders]
+
+
+def _training(args: Namespace) -> list[str]:
+    """The flags of every training and evaluation; those of the command line come after ours, and win."""
+    flags = (
+        f"--use-checkpoint-args --mtp-num-layers {args.depths} --mtp-train-only --mtp-loss {args.loss} "
+        f"--mtp-loss-scaling-factor 1 --mtp-token-fraction {args.token_fraction} --seq-length {args.sequence} "
+        f"--micro-batch-size {args.batch} --global-batch-size {args.batch} --train-iters {args.steps} "
+        f"--lr {args.learning_rate} --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters {args.steps // 20 + 1} "
+        "--clip-grad 1.0 --weight-decay 0.01 --adam-beta2 0.95 --attention-dropout 0 --hidden-dropout 0 "
+        f"--split 98,2,0 --eval-iters {args.evaluated_batches} --no-create-attention-mask-in-dataloader "
+        "--tokenizer-type HuggingFaceTokenizer"
+    )
+    paths = ["--data-path", _data(args), "--tokenizer-model", str(args.model)]
+    return [*flags.split(), *paths, *([] if args.float32 else ["--bf16"]), *args.more]
+
+
+def _export(args: Namespace) -> list[str] | None:
+    saved, target = args.run / "checkpoint", args.run / "exported"
+    if not _is_older(target / "config.json", saved / TRACKER):
+        return None
+    if target.is_dir():
+        shutil.rmtree(target)
+    flags = ["--family", args.family, "--tokenizer", str(args.model), "--resume"]
+    return ["convert", "mcore-to-hf", str(saved), str(target), *flags]
+
+
+def _is_older(file: Path, than: Path) -> bool:
+    return not file.exists() or file.stat().st_mtime < than.stat().st_mtime
+
+
+def _verify(args: Namespace) -> list[str]:
+    return ["convert", "verify", str(args.run / "exported"), str(args.run / "checkpoint")]
+
+
+def _draft(args: Namespace) -> list[str]:
+    method = ["--speculative-config", '{"method": "mtp"}', "--compare"]
+    prompt = ["--prompt", args.prompt, "--max-new-tokens", "96"]
+    return ["generate", "--load", str(args.run / "checkpoint"), *prompt, *method]
+
+
+STEPS = {
+    "corpus": Step("the corpus", _corpus),
+    "trunk": Step("the trunk in Megatron's form", _trunk),
+    "start": Step("the depths, as copies of the last layer", _start),
+    "before": Step("loss and acceptance before the training", _before, on_ranks=True),
+    "train": Step("the training", _train, on_ranks=True),
+    "export": Step("the Hugging Face folder", _export),
+    "verify": Step("the proof that folder and checkpoint are the same model", _verify),
+    "draft": Step("drafting", _draft),
+}

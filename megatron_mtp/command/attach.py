@@ -76,8 +76,12 @@ def parser(program: str) -> ArgumentParser:
     add("--evaluated-batches", default="8", metavar="N", help="of text that is kept back; default: 8")
     add("--save-every", type=int, metavar="N", help="steps between checkpoints; default: all steps")
     add("--family", default="glm4_moe", metavar="NAME", help="of the exported folder; default: glm4_moe")
-    add("--prompt", default="The state of the union is", metavar="TEXT", help="what the drafting at the end begins with")
-    add("--launch", metavar="COMMAND", help="what starts the ranks of a training, such as 'torchrun --nproc-per-node 8'")
+    add(
+        "--prompt", default="The state of the union is", metavar="TEXT", help="what the drafting at the end begins with"
+    )
+    add(
+        "--launch", metavar="COMMAND", help="what starts the ranks of a training, such as 'torchrun --nproc-per-node 8'"
+    )
     add("--only", choices=STEPS, help="take this step alone, in this process; for launchers of clusters")
     return made
 

@@ -32,7 +32,7 @@ TOKEN_DTYPES: dict[int, type[np.integer]] = {
 }
 SCAN_TOKENS = 64 * 1024 * 1024
 SLICES = 64
-REBUILD = "build it again with tools/data/preprocess.py --overwrite"
+REBUILD = "build it again with megatron-mtp preprocess --overwrite"
 
 
 PARTS = ("training", "validation", "testing")
@@ -152,7 +152,7 @@ def _check_files(prefix: str) -> Index:
     if not has_bin and not has_idx:
         raise ValueError(
             f"--data-path: there is no dataset '{prefix}' (neither {prefix}.bin nor {prefix}.idx); make one with "
-            f"tools/data/preprocess.py --input TEXT --output-prefix {prefix}, or correct the path."
+            f"megatron-mtp preprocess --input TEXT --output-prefix {prefix}, or correct the path."
         )
     if not has_idx:
         raise ValueError(
@@ -164,7 +164,7 @@ def _check_files(prefix: str) -> Index:
     if index.documents == 0 or index.tokens == 0:
         raise ValueError(
             f"--data-path: the dataset '{prefix}' is empty ({index.documents} documents, {index.tokens} tokens); "
-            "run tools/data/preprocess.py --overwrite on an --input that has text."
+            "run megatron-mtp preprocess --overwrite on an --input that has text."
         )
     expected = index.tokens * np.dtype(index.dtype).itemsize
     size = os.path.getsize(f"{prefix}.bin")

@@ -142,7 +142,7 @@ def _check_depths(runner: Runner, config: SpeculativeConfig) -> None:
     if not runner.depths:
         raise ValueError(
             f"'{config.method}' drafts with MTP modules, and the checkpoint has no MTP weights; train some "
-            "(pretrain_gpt.py --mtp-num-layers), or choose ngram, lookahead or draft_model."
+            "(megatron-mtp train --mtp-num-layers), or choose ngram, lookahead or draft_model."
         )
     if runner.chained == (config.method == "parallel_heads"):
         kind, other = ("sequential", "mtp") if runner.chained else ("parallel", "parallel_heads")

@@ -134,7 +134,7 @@ def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
     stored = vars(DistReader(folder).common()["args"])
     if stored.get("megatron_mtp_untrainable"):
         raise ValueError(
-            f"--load {args.load} is a conversion of a model that Megatron cannot run; tools/checkpoint/convert.py "
+            f"--load {args.load} is a conversion of a model that Megatron cannot run; megatron-mtp convert "
             "inspect says why, and mcore-to-hf converts it back."
         )
     return {name: stored[name] for name in MODEL_ARGUMENTS if stored.get(name) is not None}
@@ -245,7 +245,7 @@ def check_data(args: Namespace) -> None:
         return check_chat_files(prefixes)
     if not prefixes:
         raise ValueError(
-            "--data-path is missing; give the prefix of a .bin/.idx pair (tools/data/preprocess.py makes one), or "
+            "--data-path is missing; give the prefix of a .bin/.idx pair (megatron-mtp preprocess makes one), or "
             "--mock-data."
         )
     check_data_prefixes(prefixes, args.padded_vocab_size)

@@ -71,7 +71,7 @@ def mtp_loss(
     """
     settings = settings or MTPConfig()
     if not model.mtp_process:
-        raise ValueError("the model has no MTP depths; attach some with tools/checkpoint/convert.py attach-mtp.")
+        raise ValueError("the model has no MTP depths; attach some with megatron-mtp convert attach-mtp.")
     if not tokens_BS.shape == labels_BS.shape == loss_mask_BS.shape:
         raise ValueError(
             f"tokens, labels and loss mask have the shapes {tuple(tokens_BS.shape)}, {tuple(labels_BS.shape)} and "

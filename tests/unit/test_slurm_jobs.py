@@ -163,14 +163,15 @@ def test_a_conversion_is_proved(cluster: Cluster) -> None:
 
 
 def test_attaching_depths_takes_a_step_for_every_program(cluster: Cluster) -> None:
-    """`attach_mtp.sh` itself decides what to run; here srun stops it at the first."""
+    """`attach_mtp.sh` takes the steps of `megatron-mtp attach` one by one; here srun stops it at the first."""
     cluster.answer("srun", "exit 4")
     done = cluster.submit("attach_mtp", "smollm2_135m", CORPUS="LICENSE", HF_MODEL="docs")
     assert done.returncode == 4, done.stderr
     words = cluster.given()
-    assert words[words.index("--input") - 1] == "tools/data/preprocess.py"
+    first = words.index("megatron_mtp")
+    assert words[first + 1 : first + 5] == ["attach", str(ROOT / "docs"), str(ROOT / "LICENSE"), str(cluster.run)]
+    assert value(words, "--only") == "corpus"
     assert value(words, "--chdir") == str(cluster.run / "jobs/123456/code")
-    assert value(words, "--input") == str(ROOT / "LICENSE")
 
 
 class Node:

@@ -1,0 +1,209 @@
+"""`megatron-mtp attach`: its steps are commands that the verbs take, in order; a finished one is not taken again."""
+
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from documents import parse
+
+from megatron_mtp.checkpoint import hub
+from megatron_mtp.command import attach, line
+
+ORDER = "preprocess convert convert train train convert convert generate".split()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    return tmp_path / "hf"
+
+
+def settings(model: Path, run: Path, *flags: str) -> Namespace:
+    args, args.more = attach.parser("attach").parse_known_args([str(model), "texts", str(run), *flags])
+    return args
+
+
+def test_every_step_is_a_command_that_its_verb_takes(model: Path, tmp_path: Path) -> None:
+    args = settings(model, tmp_path / "run", "--depths", "3", "--float32", "--bf16", "--seed", "7")
+    steps = [step.words(args) for step in attach.STEPS.values()]
+    for words in steps:
+        assert words is not None
+        parse("megatron-mtp", *words)
+    assert [words[0] for words in steps if words] == ORDER
+    before, training = (words for words in steps if words and words[0] == "train")
+    assert training[training.index("--load") + 1] == str(tmp_path / "run" / "start")
+    for words in (before, training):
+        assert words[words.index("--mtp-num-layers") + 1] == "3"
+        assert words.count("--bf16") == 1  # the one that was given
+        assert words[words.index("--bf16") :][:3] == ["--bf16", "--seed", "7"]
+
+
+def finish(run: Path) -> None:
+    """As all steps leave the folder."""
+    for folder in ("trunk", "start", "before", "checkpoint", "exported"):
+        (run / folder).mkdir(parents=True)
+    (run / "before" / "metrics.jsonl").touch()
+    (run / "checkpoint" / attach.TRACKER).write_text("600")
+    (run / "exported" / "config.json").touch()
+
+
+def test_what_is_finished_is_not_done_again(model: Path, tmp_path: Path) -> None:
+    args = settings(model, tmp_path)
+    finish(tmp_path)
+    left = {name for name, step in attach.STEPS.items() if step.words(args)}
+    assert left == {"corpus", "train", "verify", "draft"}  # which find out by themselves, or cost little
+    training = attach.STEPS["train"].words(args)
+    assert training is not None
+    assert training[training.index("--load") + 1] == str(tmp_path / "checkpoint")
+    assert "--finetune" not in training
+
+
+def test_a_folder_that_is_older_than_the_checkpoint_is_exported_anew(model: Path, tmp_path: Path) -> None:
+    finish(tmp_path)
+    os.utime(tmp_path / "exported" / "config.json", (1, 1))
+    words = attach.STEPS["export"].words(settings(model, tmp_path))
+    assert words is not None
+    assert not (tmp_path / "exported").exists()
+
+
+def commands(monkeypatch: pytest.MonkeyPatch, failing: str = "none") -> list[list[str]]:
+    """Those that would be started from now on; one with this word fails."""
+    started: list[list[str]] = []
+
+    def run(command: list[str]) -> SimpleNamespace:
+        started.append(command)
+        return SimpleNamespace(returncode=3 if failing in command else 0)
+
+    monkeypatch.setattr(attach, "subprocess", SimpleNamespace(run=run))
+    return started
+
+
+def test_steps_are_processes_and_trainings_have_the_launcher(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = commands(monkeypatch)
+    flags = [str(model), "texts", str(tmp_path / "run"), "--launch", "torchrun --nproc-per-node 8"]
+    assert line.main(["attach", *flags]) == 0
+    assert [words[words.index("megatron_mtp") + 1] for words in started] == ORDER
+    ranks = [words[0] == "torchrun" for words in started]
+    assert ranks == [verb == "train" for verb in ORDER]
+    assert started[0][:3] == [sys.executable, "-m", "megatron_mtp"]
+
+
+def test_a_step_that_fails_ends_the_others(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = commands(monkeypatch, failing="attach-mtp")
+    assert line.main(["attach", str(model), "texts", str(tmp_path / "run")]) == 3
+    assert len(started) == 3
+
+
+def test_one_step_alone_runs_in_this_process(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(line, "run", lambda verb, program, words: ran.append((verb, words)) or 5)
+    given = [str(model), "texts", str(tmp_path / "run"), "--only"]
+    assert attach.main([*given, "verify"], "attach") == 5
+    assert ran == [("convert", ["verify", str(tmp_path / "run/exported"), str(tmp_path / "run/checkpoint")])]
+    finish(tmp_path / "run")
+    assert attach.main([*given, "trunk"], "attach") == 0  # which is done
+    assert len(ran) == 1
+
+
+def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert line.main(["attach", str(tmp_path), "texts"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said == f"megatron-mtp attach: error: {tmp_path} has no config.json; give the folder of a Hugging Face model.\n"
+    )
+
+
+# --- names on the Hub -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "is_name"),
+    [
+        ("Qwen/Qwen3-0.6B", True),
+        ("Qwen/Qwen3-0.6B@v1.0", True),
+        ("models", False),
+        ("/models/qwen", False),
+        ("./models/qwen", False),
+        ("a/b/c", False),
+        ("tests/unit", False),  # a folder here
+        ("tests/no_such", False),  # beside others: a path that is misspelt
+    ],
+)
+def test_a_name_on_the_hub_is_no_path(name: str, is_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert hub.is_hub_name(name) is is_name
+    if not is_name:
+        assert hub.local_folder(name) == Path(name)
+
+
+def test_a_model_is_downloaded_without_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def download(repo: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.update(repo=repo, revision=revision, patterns=allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert hub.local_folder("Qwen/Qwen3-0.6B@main") == tmp_path
+    assert (asked["repo"], asked["revision"]) == ("Qwen/Qwen3-0.6B", "main")
+    assert not {"*.py", "*.bin", "*.pt"} & set(asked["patterns"])  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("LocalEntryNotFoundError", "the Hub cannot be reached, and the model is not in the cache; give a folder."),
+        ("OfflineModeIsEnabled", "HF_HUB_OFFLINE is set"),
+        ("RepositoryNotFoundError", "there is no such model; check the name"),
+        ("GatedRepoError", "its owner has to grant access"),
+        ("SomethingElse", "the reason in lines; try again, or give a folder."),
+    ],
+)
+def test_a_download_that_fails_is_one_sentence(kind: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise type(kind, (Exception,), {})("the reason\nin lines")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ValueError, match=r"^Qwen/Qwen3-0\.6B could not be downloaded") as refused:
+        hub.local_folder("Qwen/Qwen3-0.6B")
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_names_of_the_hubs_errors_are_those_of_its_package() -> None:
+    import huggingface_hub.errors
+
+    assert [name for name in hub.REASONS if not hasattr(huggingface_hub.errors, name)] == []
+
+
+# --- the installed package ------------------------------------------------------------------------------------------
+
+
+def test_the_wheel_has_all_that_the_verbs_need(tmp_path: Path) -> None:
+    """Built, unpacked and run in a folder of its own, without the repository."""
+    root = Path(__file__).parents[2]
+    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("megatron_mtp", "pyproject.toml", "README.md", "LICENSE"):
+        (source / name).symlink_to(root / name)
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(site)], check=True)
+    packaged = {str(path.relative_to(site)) for path in site.rglob("*.py")}
+    assert packaged == {str(path.relative_to(root)) for path in (root / "megatron_mtp").rglob("*.py")}
+    code = "import megatron_mtp; print(megatron_mtp.__file__); from megatron_mtp.command import completion, line; "
+    code += "[make(verb).format_help() for verb, (*_, make) in completion.PARSERS.items() if verb != 'train']; "
+    code += "line.main(['attach', 'nowhere', 'texts'])"
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == str(site / "megatron_mtp" / "__init__.py")
+    assert "attach: error: nowhere has no config.json" in done.stderr

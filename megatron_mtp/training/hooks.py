@@ -12,7 +12,6 @@ from megatron.training import get_args, training
 from megatron_mtp.training.console import say
 from megatron_mtp.training.metrics import Metrics, Step
 
-
 Function = Callable[..., Any]
 
 

@@ -1,7 +1,7 @@
 """Convert checkpoints between Hugging Face and Megatron, look into them, and prove that both are the same model.
 
 The command line of the conversions: reads the flags, calls this room, prints what was done. Exit status 2 for a
-user's mistake, 1 where `verify` finds a difference.
+user's mistake; of `verify`, 1 for a difference, and 3 where no logits were compared.
 """
 
 import argparse
@@ -39,6 +39,8 @@ EXAMPLES = """examples:
 
 an interrupted conversion leaves DST.partial; the same command with --resume goes on.
 """
+DIFFERENT, UNCOMPARED = 1, 3
+"""Exit status of `verify`."""
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD = "5GB"
 
@@ -58,7 +60,9 @@ def main(argv: Sequence[str] | None = None, program: str = "convert.py") -> int:
         return 130
     result["seconds"] = round(time.monotonic() - started, 2)
     print(json.dumps(result) if args.json else text_of(result), flush=True)
-    return 0 if result.get("ok", True) else 1
+    if not result.get("ok", True):
+        return DIFFERENT
+    return 0 if result.get("compared", True) or args.allow_uncompared else UNCOMPARED
 
 
 def quieten() -> None:
@@ -128,7 +132,8 @@ def prove(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.verify import verify
 
     checks = verify(local_folder(args.source), args.target, args.text, trust_remote_code=args.trust_remote_code)
-    return {"checks": [asdict(check) for check in checks], "ok": all(check.ok for check in checks)}
+    ok = all(check.ok for check in checks if check.made)
+    return {"checks": [asdict(check) for check in checks], "ok": ok, "compared": all(check.made for check in checks)}
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
@@ -178,6 +183,9 @@ def text_of(result: dict[str, Any]) -> str:
     """For people: a line a fact."""
     lines = []
     for check in result.pop("checks", []):
+        if not check["made"]:
+            lines.append(f"none {check['name']}: {check['witness']}")
+            continue
         sign = "ok  " if check["ok"] else "FAIL"
         lines.append(f"{sign} {check['name']}: {check['figure']:.3g}  (witness: {check['witness']})")
     return "\n".join([*lines, *(f"{name}: {value}" for name, value in result.items())])
@@ -259,7 +267,9 @@ def _trust_flag(command: argparse.ArgumentParser) -> None:
 
 def _verify_flags(command: argparse.ArgumentParser) -> None:
     _trust_flag(command)
-    command.add_argument("--text", type=Path, metavar="FILE", help="compare on this text, perplexity included")
+    add = command.add_argument
+    add("--text", type=Path, metavar="FILE", help="compare on this text, perplexity included")
+    add("--allow-uncompared", action="store_true", help="exit with 0, not 3, where no logits can be compared")
 
 
 _OWN_FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {

@@ -17,6 +17,7 @@ from megatron_mtp.checkpoint.dist_store import DistReader
 from megatron_mtp.checkpoint.megatron_args import parsed
 from megatron_mtp.checkpoint.model import build, fill
 from megatron_mtp.checkpoint.plan import HFModel
+from megatron_mtp.checkpoint.prompt import Prompt, place
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
 from megatron_mtp.model.trunk import MTPGPTModel
 
@@ -39,7 +40,7 @@ class Given(torch.nn.Module):
 
 
 def depth_logits(
-    folder: Path, source: HFModel, flags: list[str], tokens_BS: Tensor, given: dict[str, Tensor]
+    folder: Path, source: HFModel, flags: list[str], prompt: Prompt, given: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Logits [S, V] of every depth, teacher-forced; float32.
 
@@ -53,7 +54,8 @@ def depth_logits(
     """
     reader = DistReader(folder)
     model = build(parsed(flags, source.config.integer("vocab_size")))
-    tokens_BS, given = tokens_BS.cuda(), {name: value.cuda() for name, value in given.items()}
+    place(model, prompt)
+    tokens_BS, given = prompt.tokens_BS.cuda(), {name: value.cuda() for name, value in given.items()}
     for number, layer in enumerate(model.mtp.layers, start=1):
         _replace_absent(layer, f"mtp.layers.{number - 1}.", reader, given.get(f"given {number}"))
     fill(model, reader, ("mtp.", "embedding.", "output_layer."))

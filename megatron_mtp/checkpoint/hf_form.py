@@ -5,14 +5,17 @@ with MTP; a dense model fits into them (`split_mlp_rules`). Without depths they 
 """
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
+from megatron_mtp.checkpoint.computation import check_config
 from megatron_mtp.checkpoint.dist_store import DistReader
-from megatron_mtp.checkpoint.exporting import HFForm, kept_form
+from megatron_mtp.checkpoint.exporting import HFForm, kept_form, with_depths
 from megatron_mtp.checkpoint.families import family_of
 from megatron_mtp.checkpoint.hf_config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.hf_keys import CODE, KEYS, check_computable, common_keys
 from megatron_mtp.checkpoint.hf_tokens import Tokens, has_tokenizer, run_tokenizer
+from megatron_mtp.checkpoint.importing import HF_FILES
 from megatron_mtp.checkpoint.plan import HFModel, stored_layout, zero_features
 
 
@@ -41,14 +44,28 @@ def form_of(
         raise ValueError(
             f"--tokenizer is {tokenizer}, where there is no tokenizer; give a folder with tokenizer.json or its like."
         )
+    reader, kept = DistReader(source), kept_form(source)
     if like is not None:
-        form = kept_form(like) or hf_folder_form(like)
-        return HFForm(form.keys, form.features, form.carried, tokenizer or form.files)
-    kept = kept_form(source)
-    reader = DistReader(source)
-    if kept is not None and family is None and _holds(kept, stored_layout(reader).depths):
-        return HFForm(kept.keys, kept.features, kept.carried, tokenizer or kept.files)
-    return trained_form(reader, family, tokenizer or (kept.files if kept else None), trust_remote_code)
+        form, remedy = kept_form(like) or hf_folder_form(like), "give a folder of the same model (--like)."
+        check_said(form, reader, f"the {CONFIG} of {like}", remedy)
+    elif kept is not None and family is None and _holds(kept, stored_layout(reader).depths):
+        form = kept
+        check_said(form, reader, f"{source / HF_FILES / CONFIG}", f"make the config anew (--family {_named(kept)}).")
+    else:
+        form = trained_form(reader, family, tokenizer or (kept.files if kept else None), trust_remote_code)
+        check_said(form, reader, "the config for it", "it cannot be exported to this family.")
+    return replace(form, files=tokenizer or form.files)
+
+
+def check_said(form: HFForm, reader: DistReader, source: str, remedy: str) -> None:
+    """Whether the folder's config will say what the checkpoint's arguments say; arguments as of `check_config`."""
+    layout = stored_layout(reader, form.features, form.carried)
+    check_config(with_depths(form.keys, layout.depths), layout, reader.common()["args"], source, remedy)
+
+
+def _named(form: HFForm) -> str:
+    model_type = HFConfig.from_keys(form.keys).model_type
+    return model_type if model_type in KEYS else "NAME"
 
 
 def hf_folder_form(folder: Path) -> HFForm:

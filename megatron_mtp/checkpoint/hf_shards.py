@@ -23,6 +23,8 @@ from megatron_mtp.checkpoint.hf_config import read_json
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SCALE = "_scale_inv"
+COPY = "consolidated"
+"""Beginning of files that repeat a model in another form, beside those of transformers (Mistral's)."""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -104,12 +106,28 @@ class HFFolder:
         scale = self._scales.get(f"{name}{SCALE}")
         if scale is not None:
             return dequantise(tensor, self._read(scale, f"{name}{SCALE}"), self._block)
-        if tensor.dtype in FP8:
-            raise ValueError(
-                f"'{name}' in {self.tensors[name].file} is FP8 without a '{name}{SCALE}'; only block scales are known "
-                "here, so give the model in bfloat16."
-            )
         return tensor
+
+    def check_type(self, name: str, must_be_weight: bool) -> None:
+        """Whether a tensor can be a weight.
+
+        Args:
+            must_be_weight: whether it is one; of the others, those named so are.
+
+        Raises:
+            ValueError: it is of integers or truth values, or FP8 without scales.
+        """
+        dtype, file = self.dtype(name), self.tensors[name].file
+        if dtype in FP8:
+            raise ValueError(
+                f"'{name}' in {file} is FP8 without a '{name}{SCALE}'; only block scales are known here, so give the "
+                "model in bfloat16."
+            )
+        if not dtype.is_floating_point and (must_be_weight or name.endswith(".weight")):
+            raise ValueError(
+                f"'{name}' in {file} is of type {str(dtype).removeprefix('torch.')}, but weights are floating-point "
+                "numbers; the model is quantised or damaged, so give it in bfloat16."
+            )
 
     def _read(self, stored: Stored, name: str) -> Tensor:
         tensor: Tensor = self._open.file(stored.file).get_tensor(name)
@@ -139,15 +157,21 @@ def block_of(keys: dict[str, Any]) -> tuple[int, int]:
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
     """Files of a folder, with the tensors that an index promises of each."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give the folder of a Hugging Face model.")
+    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith(COPY))
+    named: dict[Path, list[str] | None] = dict.fromkeys(files)
     if (folder / INDEX).is_file():
-        return _indexed(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if (folder / SINGLE) in files:
-        return {folder / SINGLE: None}
-    if files:
-        return dict.fromkeys(files)
+        named = _indexed(folder)
+    elif (folder / SINGLE) in files:
+        named = {folder / SINGLE: None}
+    beside = [file for file in files if file not in named]
+    if beside:
+        by = INDEX if (folder / INDEX).is_file() else f"a folder with {SINGLE}"
+        raise ValueError(
+            f"{beside[0]} is no file of {by}, and nothing is dropped silently; remove it, or name its tensors in "
+            f"{INDEX}."
+        )
+    if named:
+        return named
     pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
     if pickles:
         raise ValueError(

@@ -7,6 +7,7 @@ import torch
 
 from megatron_mtp.checkpoint.dist_store import DistReader
 from megatron_mtp.checkpoint.hf_config import CONFIG
+from megatron_mtp.checkpoint.hf_kinds import check_kind
 from megatron_mtp.checkpoint.importing import origin
 from megatron_mtp.checkpoint.megatron_args import flags_of
 from megatron_mtp.checkpoint.plan import HFModel, stored_layout
@@ -19,6 +20,7 @@ def inspect(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is neither of the two, or is damaged.
     """
+    check_kind(folder)
     return _hf(folder) if (folder / CONFIG).is_file() else _megatron(folder)
 
 

@@ -9,10 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from megatron_mtp.checkpoint.dist_store import DistReader
-from megatron_mtp.checkpoint.families import Family, Layout, family_of
+from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.trunk import ZERO_QKV_BIAS, ZERO_ROUTER_BIAS
 from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.hf_kinds import check_kind
 from megatron_mtp.checkpoint.hf_shards import HFFolder, block_of
 from megatron_mtp.checkpoint.rules import Piece, Rule, Shape
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
@@ -34,7 +37,7 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
     """Every tensor of the folder has one rule, and the shape that the config implies.
 
     Raises:
-        ValueError: a tensor is missing, left over, or of another shape.
+        ValueError: a tensor is missing, left over, of another shape, or of a type that no weight has.
     """
     left = dict(folder.tensors)
     for tensor in (tensor for rule in rules for tensor in rule.hf):
@@ -49,6 +52,7 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
                 f"'{tensor.name}' in {stored.file} is {_by(stored.shape)}, but {config.source} makes it "
                 f"{_by(tensor.shape)}; one of the two is wrong."
             )
+        folder.check_type(tensor.name, must_be_weight=tensor.shape is not None)
     if left:
         name, stored = next(iter(left.items()))
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -62,12 +66,17 @@ def check_mcore(rules: list[Rule], reader: DistReader) -> None:
     """The same of a Megatron checkpoint, whose draft vocabulary stays behind: the depths of a folder draft all tokens.
 
     Raises:
-        ValueError: a tensor is missing, left over, or of another shape.
+        ValueError: a tensor is missing, left over, of another shape, or of a type that no weight has.
     """
     left = set(reader.keys) - {DRAFT_VOCABULARY}
     for piece in (piece for rule in rules for piece in rule.mcore):
         key = stored_key(piece, reader)
         left -= {piece.key, *piece.aliases}
+        if not reader.dtype(key).is_floating_point and not key.startswith(CARRIED):
+            raise ValueError(
+                f"'{key}' in {reader.folder} is of type {_name(reader.dtype(key))}, but weights are floating-point "
+                "numbers; the checkpoint is damaged."
+            )
         if piece.shape is not None and not _fits(reader.shape(key), piece):
             raise ValueError(
                 f"'{key}' in {reader.folder} is {_by(reader.shape(key))}, but the config makes it "
@@ -117,7 +126,8 @@ class HFModel:
 
     @classmethod
     def read(cls, path: Path) -> "HFModel":
-        """Raises ValueError where the folder is damaged or contradicts itself."""
+        """Raises ValueError where the folder is of another kind, is damaged or contradicts itself."""
+        check_kind(path)
         config = HFConfig.read(path)
         family = family_of(config)
         folder = HFFolder(path, block_of(config.keys))
@@ -138,6 +148,10 @@ def _fits(stored: Shape, piece: Piece) -> bool:
     if piece.padded:
         return len(stored) == len(wanted) and stored[0] >= wanted[0] and stored[1:] == wanted[1:]
     return stored == wanted
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _by(shape: Shape) -> str:

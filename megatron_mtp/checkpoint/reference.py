@@ -5,7 +5,8 @@
 Nothing here knows the rules of the conversion or Megatron. The trunk is transformers' model. A depth is a model of the
 same class with one layer, fed with the projection of both halves in the place of embeddings, its final norm the
 depth's; reference_forms.py has the names. transformers says which tensors it lacks, and such a folder is refused.
-TOKENS and OUTPUT are safetensors: `tokens` [1, S] in, and out, depth d seeing the token d slots later, teacher-forced,
+TOKENS and OUTPUT are safetensors: `tokens` [1, S] and `positions` [S] in, and out, depth d seeing the token d slots
+later, teacher-forced,
 
     trunk, depth 1 ..   logits [S, V] of every slot, S - D slots of the depths
     given state         [S, H], what feeds the first depth
@@ -37,20 +38,27 @@ SEEING = ("vision", "visual", "projector")
 
 def main(folder: Path, tokens: Path, output: Path) -> None:
     """Compute and write all logits."""
-    tokens_BS = load_file(tokens)["tokens"]
+    given = load_file(tokens)
     with torch.no_grad():
-        save_file({name: value.contiguous() for name, value in all_logits(folder, tokens_BS).items()}, output)
+        found = all_logits(folder, given["tokens"], given["positions"])
+    save_file({name: value.contiguous() for name, value in found.items()}, output)
 
 
-def all_logits(folder: Path, tokens_BS: Tensor) -> Tensors:
-    """Logits of the trunk and of every depth, and what Megatron's side is given; float32."""
+def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensors:
+    """Logits of the trunk and of every depth, and what Megatron's side is given; float32.
+
+    Args:
+        positions_S: of the tokens; None counts them from 0.
+    """
+    if positions_S is None:
+        positions_S = torch.arange(tokens_BS.size(1))
     form, config = config_of(folder)
     tensors = read_tensors(folder)
     if form is not None:
         tensors = form.named(config, tensors)
     model = _load(_class_of(config), config, tensors, PLAIN, str(folder))
     words_VH, head_VH = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))
-    trunk = _run(model.get_decoder(), words_VH[tokens_BS])
+    trunk = _run(model.get_decoder(), words_VH[tokens_BS], positions_S)
     out = {"trunk": linear(trunk.after_BSH, head_VH)[0]}
     depths = [] if form is None else _depths(form, model.get_decoder(), tensors, PLAIN, str(folder))
     slots = tokens_BS.size(1) - len(depths)
@@ -58,7 +66,7 @@ def all_logits(folder: Path, tokens_BS: Tensor) -> Tensors:
     out["given state"] = state_BSH[0]
     for number, depth in enumerate(depths, start=1):
         own_VH = depth.tensors.get("embedding", words_VH)
-        ran = depth.run(own_VH[tokens_BS[:, number : number + slots]], state_BSH)
+        ran = depth.run(own_VH[tokens_BS[:, number : number + slots]], state_BSH, positions_S[:slots])
         state_BSH = ran.state(form)
         out[f"depth {number}"] = linear(ran.after_BSH, depth.tensors.get("head", head_VH))[0]
         if ran.added_BSH is not None:
@@ -109,11 +117,11 @@ class Depth:
     model: Any
     norm: torch.nn.Module
 
-    def run(self, embedded_BSH: Tensor, state_BSH: Tensor) -> Ran:
+    def run(self, embedded_BSH: Tensor, state_BSH: Tensor, positions_S: Tensor) -> Ran:
         """From the embedding of the token that this depth adds, and the state of the depth before."""
         halves = [self._norm("enorm")(embedded_BSH), self._norm("hnorm")(state_BSH)]
         both_BS2H = torch.cat(halves[::-1] if self.form.hidden_first else halves, dim=-1)
-        return _run(self.model, linear(both_BS2H, self.tensors["eh_proj"]), self.form.given)
+        return _run(self.model, linear(both_BS2H, self.tensors["eh_proj"]), positions_S, self.form.given)
 
     def _norm(self, part: str) -> torch.nn.Module:
         norm = copy.deepcopy(self.norm)
@@ -121,14 +129,16 @@ class Depth:
         return norm
 
 
-def _run(decoder: Any, hidden_BSH: Tensor, given: str | None = None) -> Ran:
+def _run(decoder: Any, hidden_BSH: Tensor, positions_S: Tensor, given: str | None = None) -> Ran:
     """A model without embedding and head, from the input of its first layer."""
     seen: list[Tensor] = []
     attended: list[Tensor] = []
     hooks = [_final_norm(decoder).register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))]
     if given == "attention":
         hooks.append(decoder.layers[0].self_attn.register_forward_hook(lambda _, args, out: attended.append(out[0])))
-    decoder(inputs_embeds=hidden_BSH, use_cache=False)
+    # Without a mask, transformers takes a gap between positions for the start of another sequence.
+    mask_BS, positions_BS = torch.ones_like(positions_S).unsqueeze(0), positions_S.unsqueeze(0)
+    decoder(inputs_embeds=hidden_BSH, position_ids=positions_BS, attention_mask=mask_BS, use_cache=False)
     for hook in hooks:
         hook.remove()
     ran = Ran(*seen)

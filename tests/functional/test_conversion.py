@@ -16,6 +16,7 @@ prepare()
 from megatron_mtp.checkpoint.exporting import mcore_to_hf  # noqa: E402
 from megatron_mtp.checkpoint.hf_form import form_of  # noqa: E402
 from megatron_mtp.checkpoint.importing import Options  # noqa: E402
+from megatron_mtp.checkpoint.prompt import Prompt  # noqa: E402
 from megatron_mtp.checkpoint.verify import megatron_logits, verify  # noqa: E402
 
 WORKER = Path(__file__).parent / "layout_worker.py"
@@ -70,7 +71,7 @@ def test_a_trained_model_drafts_in_transformers_as_it_was_trained(kind: str, tmp
     command = launch.python(CLIENT, str(exported), json.dumps([3, 4, 5, 6]), str(NEW))
     done = json.loads(launch.run(command, tmp_path / "client.log").strip().splitlines()[-1])
     assert done["with"] == done["without"]
-    teacher_forced = rounds(megatron_logits(checkpoint, torch.tensor([done["with"]])), done["with"], 4, 2)
+    teacher_forced = rounds(megatron_logits(checkpoint, Prompt.of(torch.tensor([done["with"]]))), done["with"], 4, 2)
     theirs = done["accepted"][1 : 1 + len(teacher_forced)]  # the trunk's first token comes without a draft
     assert mean(theirs) / 2 == pytest.approx(mean(teacher_forced) / 2, abs=0.01)
     assert 0.05 < mean(theirs) / 2 < 0.95  # neither says anything of the drafts if all or none are accepted

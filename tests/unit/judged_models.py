@@ -12,9 +12,11 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.depth_logits import depth_logits
 from megatron_mtp.checkpoint.exporting import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
 from megatron_mtp.checkpoint.megatron_args import depth_flags_of, megatron_arguments
 from megatron_mtp.checkpoint.plan import HFModel
+from megatron_mtp.checkpoint.prompt import Prompt
 from megatron_mtp.checkpoint.verify import all_reference_logits, megatron_logits
 
 QUIET = Options(quiet=True, workers=1)
@@ -46,6 +48,7 @@ SPLIT = {
 ZERO_CENTRED = ("qwen3_next", "qwen3_5", "step3p")
 """Families whose norms multiply by 1 + w."""
 TOKENS_BS = torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(3))
+PROMPT = Prompt.of(TOKENS_BS).stretched(HFConfig({"vocab_size": 96}, "any"), 0)
 Logits = dict[str, Tensor]
 
 
@@ -70,7 +73,7 @@ def judge_all(root: Path) -> dict[tuple[str, bool], Judged]:
         folders[name, True] = make(root / f"{name}-bigram", name, depths)
         write(folders[name, True], as_bigram(name, read(folders[name, True])))
     backs = {key: _there_and_back(folder) for key, folder in folders.items() if key[0] in SPLIT}
-    logits = all_reference_logits([*folders.values(), *backs.values()], TOKENS_BS)
+    logits = all_reference_logits([*folders.values(), *backs.values()], PROMPT)
     own = dict(zip(folders, logits, strict=False))
     given = dict(zip(backs, logits[len(folders) :], strict=True))
     return {key: Judged(folder, own[key], given.get(key)) for key, folder in folders.items()}
@@ -85,15 +88,15 @@ def _there_and_back(folder: Path) -> Path:
     return back
 
 
-def our_logits(judged: Judged, mcore: Path, tokens_BS: Tensor = TOKENS_BS) -> Logits:
+def our_logits(judged: Judged, mcore: Path, prompt: Prompt = PROMPT) -> Logits:
     """Convert the folder and compute, as `verify` does."""
     hf_to_mcore(judged.folder, mcore, QUIET, megatron_arguments)
     if judged.given is None:
-        return megatron_logits(mcore, tokens_BS)
+        return megatron_logits(mcore, prompt)
     model = HFModel.read(judged.folder)
     flags = depth_flags_of(model)
     assert flags is not None
-    depths = depth_logits(mcore, model, flags, tokens_BS, judged.given)
+    depths = depth_logits(mcore, model, flags, prompt, judged.given)
     return {"trunk": judged.given["trunk"], **depths}
 
 

@@ -16,6 +16,7 @@ from megatron_mtp.checkpoint.exporting import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
 from megatron_mtp.checkpoint.megatron_args import megatron_arguments
+from megatron_mtp.checkpoint.prompt import Prompt
 from megatron_mtp.checkpoint.reference import all_logits
 from megatron_mtp.checkpoint.reference_forms import FORMS
 from megatron_mtp.checkpoint.verify import compare, megatron_logits
@@ -79,7 +80,7 @@ def test_a_family_goes_there_and_back_and_computes_the_same(tmp_path: Path, monk
     tokens_BS = torch.randint(hf_models.VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         theirs = all_logits(source, tokens_BS)
-    checks = compare(theirs, megatron_logits(tmp_path / "mcore", tokens_BS))
+    checks = compare(theirs, megatron_logits(tmp_path / "mcore", Prompt.of(tokens_BS)))
     assert len(checks) == 2 + DEPTHS
     assert [check for check in checks if not check.ok] == []
 

@@ -160,3 +160,24 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path: Path, token
     with pytest.raises(ValueError, match=r"has 260 tokens, but .* has 128 rows"):
         export(source, tmp_path / "hf", tokenizer=tokenizer)
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("flags", ["--rotary-base 1000000", "--norm-epsilon 1e-3", "--rotary-percent 0.5"])
+def test_a_kept_config_does_not_override_the_checkpoints_arguments(flags: str, tmp_path: Path) -> None:
+    """As where a converted model was trained with other flags, over itself."""
+    source = trained(tmp_path / "mcore", flags)
+    keep_hf_files(export_folder(trained(tmp_path / "before"), tmp_path / "described"), source / HF_FILES, {})
+    with pytest.raises(ValueError, match=r"the checkpoint was trained with .*, but it is .* in .*hf/config.json; make"):
+        form_of(source)
+    with pytest.raises(ValueError, match=r"in the config.json of .*; give a folder of the same model"):
+        form_of(source, like=tmp_path / "described")
+    keys = form_of(source, family="glm4_moe").keys
+    assert keys["rope_theta"] == (1e6 if "base" in flags else 1e4)
+    assert keys["rms_norm_eps"] == (1e-3 if "epsilon" in flags else 1e-5)
+    assert keys["partial_rotary_factor"] == (0.5 if "percent" in flags else 1.0)
+
+
+def export_folder(source: Path, target: Path) -> Path:
+    export(source, target)
+    return target

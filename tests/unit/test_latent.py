@@ -15,5 +15,5 @@ def test_queries_without_a_rank_are_computed_as_transformers_computes_them(tmp_p
     source = make(tmp_path / "source", "deepseek_v3-lean", 1)
     hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True, workers=1), megatron_arguments)
     checks = verify(source, tmp_path / "mcore")
-    assert len(checks) == 4
+    assert "depth 1 logits, largest difference" in [check.name for check in checks]
     assert [check for check in checks if not check.ok] == []

@@ -15,6 +15,7 @@ from megatron.training import argument_utils
 from megatron_mtp.checkpoint import hf_keys
 from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS, parse_flags, parsed
 from megatron_mtp.checkpoint.model import ONE_PROCESS, model_config
+from megatron_mtp.checkpoint.prompt import Prompt
 from megatron_mtp.checkpoint.verify import megatron_logits
 from megatron_mtp.model.trunk import MTPGPTModelBuilder, MTPGPTModelConfig
 
@@ -100,4 +101,4 @@ def test_a_model_of_mup_is_built_again_as_it_was_trained(tmp_path: Path) -> None
     save(made, args, tmp_path / "mcore")
     mask = torch.ones(1, 1, 12, 12, device="cuda").tril().logical_not()
     theirs_SV = made(tokens_BS.cuda(), torch.arange(12, device="cuda").unsqueeze(0), mask)[0].cpu()
-    assert torch.allclose(megatron_logits(tmp_path / "mcore", tokens_BS)["trunk"], theirs_SV, atol=1e-5)
+    assert torch.allclose(megatron_logits(tmp_path / "mcore", Prompt.of(tokens_BS))["trunk"], theirs_SV, atol=1e-5)

@@ -1,0 +1,130 @@
+"""Do a checkpoint and a `config.json` describe the same computation?
+
+Where Megatron can run the model, both become Megatron's configuration, whose settings are compared. Where it cannot,
+the `config.json` that the conversion has kept is compared with the folder's, both with the defaults of transformers'
+class where there is one.
+"""
+
+import contextlib
+import io
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from megatron_mtp.checkpoint.families import Layout, family_of
+from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.hf_config import CONFIG, HFConfig, read_json
+from megatron_mtp.checkpoint.megatron_args import parsed
+
+Settings = dict[str, Any]
+
+ASIDE = (
+    "seq_length vocab_size make_vocab_size_divisible_by should_pad_vocab attention_dropout hidden_dropout "
+    "moe_router_load_balancing_type moe_aux_loss_coeff moe_router_bias_update_rate moe_router_dtype "
+    "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias add_qkv_bias "
+    "mtp_num_layers mtp_use_repeated_layer"
+).split()
+"""Of training, or seen in the tensors: their number and shapes, and biases that an export writes as zeros."""
+LATENT_ASIDE = "kv_channels num_query_groups rotary_percent".split()
+"""What latent attention does not read."""
+YARN = (
+    "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
+    "correction_range_round_to_int"
+).split()
+
+
+def settings_of(args: Namespace) -> Settings:
+    """What Megatron's arguments say of the computation, alike where they say the same in other words."""
+    from megatron_mtp.checkpoint.model import model_config
+
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
+        config = model_config(args)
+    found = {**vars(config.transformer), **vars(config)}
+    plain = {name: value for name, value in found.items() if isinstance(value, int | float | str | list | None)}
+    plain["activation_func"] = getattr(found["activation_func"], "__name__", None)
+    unread = {*ASIDE, *_unread(found)}
+    return {name: value for name, value in {**plain, **_in_one_form(found)}.items() if name not in unread}
+
+
+def _unread(found: Settings) -> list[str]:
+    """Settings that this model does not read."""
+    names = [] if found["num_moe_experts"] else [name for name in found if name.startswith("moe_")]
+    if not found["multi_latent_attention"]:
+        return names + ([] if found["rope_scaling"] else ["rope_scaling_factor"])
+    return names + LATENT_ASIDE + ([] if _scales(found) else YARN)
+
+
+def _in_one_form(found: Settings) -> Settings:
+    """Settings that can be given in several ways."""
+    frequency, groups = found["moe_layer_freq"], found["moe_router_num_groups"] or 1
+    layers = range(found["num_layers"])
+    return {
+        "moe_layer_freq": [int(n % frequency == 0) for n in layers] if isinstance(frequency, int) else list(frequency),
+        "moe_router_topk_scaling_factor": found["moe_router_topk_scaling_factor"] or 1.0,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": found["moe_router_group_topk"] if groups > 1 else None,
+        **({"rope_type": "yarn" if _scales(found) else "rope"} if found["multi_latent_attention"] else {}),
+    }
+
+
+def _scales(found: Settings) -> bool:
+    """Whether latent attention scales its positions; YaRN does nothing with factor 1."""
+    return bool(found["rope_type"] == "yarn" and found["rotary_scaling_factor"] != 1.0)
+
+
+def check_config(keys: Settings, layout: Layout, args: Namespace, source: str, remedy: str) -> None:
+    """Whether a `config.json` describes what the arguments of a checkpoint do.
+
+    Args:
+        source: where the keys are from, for messages.
+        remedy: what to do if it does not.
+
+    Raises:
+        ValueError: it does not.
+    """
+    config = HFConfig.from_keys(keys, source)
+    flags = family_of(config).flags
+    if flags is None or getattr(args, "megatron_mtp_untrainable", False):
+        return
+    try:
+        theirs = settings_of(parsed(flags(config, layout), config.integer("vocab_size")))
+    except UntrainableError as reason:
+        raise ValueError(f"{source} asks for {reason}, but the checkpoint was trained without it; {remedy}") from None
+    different = differences(settings_of(args), theirs)
+    if different:
+        raise ValueError(f"the checkpoint was trained with {different[0]} in {source}; {remedy}")
+
+
+def differences(ours: Settings, theirs: Settings) -> list[str]:
+    """Settings that are not equal, as `name ours, but theirs`."""
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return [f"{name} {ours.get(name)!r:.60}, but it is {theirs.get(name)!r:.60}" for name in names]
+
+
+def whole_config(folder: Path) -> Settings:
+    """Every key of a folder's `config.json` that may say what is computed, with the defaults of transformers' class."""
+    from megatron_mtp.checkpoint.reference_forms import config_of
+
+    try:
+        keys = config_of(folder)[1].to_dict()
+    except Exception:  # whatever transformers raises of a config that it does not know: then the file alone is compared
+        keys = read_json(folder / CONFIG)
+    return dict(_flat(keys))
+
+
+NAMES_ALONE = (
+    "architectures auto_map dtype torch_dtype transformers_version _name_or_path quantization_config use_cache "
+    "initializer_range attention_dropout bos_token_id eos_token_id pad_token_id id2label label2id output_attentions "
+    "output_hidden_states return_dict output_router_logits router_aux_loss_coef vision_config"
+).split()
+"""Keys that do not change the logits of text."""
+
+
+def _flat(keys: Settings, prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for name, value in keys.items():
+        if isinstance(value, dict) and name not in NAMES_ALONE:
+            found += _flat(value, f"{prefix}{name}.")
+        elif name not in NAMES_ALONE:
+            found.append((f"{prefix}{name}", value))
+    return found

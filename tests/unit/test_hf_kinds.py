@@ -1,0 +1,157 @@
+"""Folders that cannot be read: each kind is named in one sentence that says what to do, and nothing is made."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import make, read, write
+
+from megatron_mtp.checkpoint.command import main
+from megatron_mtp.checkpoint.hf_shards import INDEX, SINGLE
+
+Spoil = Callable[[Path], None]
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("published") / "llama", "llama", 0)
+
+
+def config(**changes: Any) -> Spoil:
+    def change(folder: Path) -> None:
+        keys = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(keys))
+
+    return change
+
+
+def quantised(**settings: Any) -> Spoil:
+    return config(quantization_config=settings)
+
+
+def adds(file: str, text: str = "{}") -> Spoil:
+    return lambda folder: (folder / file).write_text(text) and None
+
+
+def adapter(folder: Path) -> None:
+    shutil.move(folder / SINGLE, folder / "adapter_model.safetensors")
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "a/base"}))
+
+
+def gguf(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "model-q4.gguf")
+
+
+def typed(dtype: torch.dtype) -> Spoil:
+    return lambda folder: write(folder, {**read(folder), NORM: read(folder)[NORM].to(dtype)})
+
+
+def link(name: str) -> Spoil:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("blobs/absent")
+
+    return change
+
+
+def truncated(folder: Path) -> None:
+    (folder / SINGLE).write_bytes((folder / SINGLE).read_bytes()[:-10])
+
+
+def absurd_header(folder: Path) -> None:
+    (folder / SINGLE).write_bytes(struct.pack("<Q", 2**62) + b"{}")
+
+
+def folder_as_file(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    (folder / SINGLE).mkdir()
+
+
+def beside_single(folder: Path) -> None:
+    shutil.copy(folder / SINGLE, folder / "mtp.safetensors")
+
+
+def beside_index(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(read(folder), SINGLE)}))
+    shutil.copy(folder / SINGLE, folder / "model-00002-of-00002.safetensors")
+
+
+def missing_shard(folder: Path) -> None:
+    write(folder, read(folder), files=3)
+    for file in (SINGLE, INDEX, "model-00002-of-00003.safetensors"):
+        (folder / file).unlink()
+
+
+KINDS: dict[str, tuple[Spoil, str]] = {
+    "gptq": (quantised(quant_method="gptq", bits=4), "is quantised with gptq"),
+    "awq": (quantised(quant_method="awq", bits=4), "is quantised with awq"),
+    "bitsandbytes": (quantised(load_in_8bit=True), "is quantised with bitsandbytes"),
+    "compressed-tensors": (quantised(quant_method="compressed-tensors"), "is quantised with compressed-tensors"),
+    "mxfp4": (quantised(quant_method="mxfp4"), "is quantised with mxfp4"),
+    "unnamed": (quantised(bits=3), "is quantised with an unnamed method"),
+    "old gptq": (adds("quantize_config.json"), "is quantised with gptq"),
+    "old awq": (adds("quant_config.json"), "is quantised with awq"),
+    "lora": (adapter, "is an adapter (LoRA) of a/base; merge it into that model"),
+    "gguf": (gguf, "is a GGUF model"),
+    "wrapper": (config(model_type="llava", text_config={"model_type": "llama"}), "'llava' around a text model of type"),
+    "int8": (typed(torch.int8), f"'{NORM}' in"),
+    "uint8": (typed(torch.uint8), "is of type uint8, but weights are floating-point"),
+    "bool": (typed(torch.bool), "is of type bool, but weights are floating-point"),
+    "link of the weights": (link(SINGLE), f"{SINGLE} is a link to blobs/absent, which is not there"),
+    "link of a tokenizer": (link("tokenizer.json"), "tokenizer.json is a link to blobs/absent"),
+    "truncated": (truncated, "is not a whole safetensors file"),
+    "absurd header": (absurd_header, "is not a whole safetensors file"),
+    "a folder as a file": (folder_as_file, "cannot be read"),
+    "a file beside the single one": (beside_single, "mtp.safetensors is no file of a folder with model.safetensors"),
+    "a file that the index lacks": (beside_index, f"model-00002-of-00002.safetensors is no file of {INDEX}"),
+    "a shard is missing": (missing_shard, "lacks 'model."),
+    "config a list": (adds("config.json", "[1]"), "holds a list, not an object of keys"),
+    "config a number": (adds("config.json", "3"), "holds a int, not an object of keys"),
+    "vocabulary of 10^12": (config(vocab_size=10**12), "'vocab_size' is 1000000000000"),
+    "heads a text": (config(num_attention_heads="4"), "'num_attention_heads' is '4'"),
+    "epsilon negative": (config(rms_norm_eps=-1.0), "'rms_norm_eps' is -1.0"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_that_cannot_be_read_is_named(
+    kind: str, published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, words = KINDS[kind]
+    folder = Path(shutil.copytree(published, tmp_path / "hf"))
+    spoil(folder)
+    for arguments in (["hf-to-mcore", folder, tmp_path / "mcore"], ["inspect", folder]):
+        assert main([str(argument) for argument in arguments]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert words in said
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Qwen/Qwen3-0.6B", "download the model first (hf download Qwen/Qwen3-0.6B --local-dir FOLDER)"),
+        ("absent", "absent is no folder; give the folder"),
+    ],
+)
+def test_a_name_of_the_hub_is_no_folder(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["hf-to-mcore", name, "mcore"]) == 2
+    assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_copy_in_another_form_is_left_alone(published: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(published, tmp_path / "hf"))
+    shutil.copy(folder / SINGLE, folder / "consolidated.safetensors")
+    assert main(["inspect", str(folder)]) == 0

@@ -12,7 +12,8 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
-from multiprocessing import get_context
+from functools import cache
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,7 +22,6 @@ GRACE = 5.0
 """Seconds that the other ranks have to end after one that failed."""
 
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["loaded"])
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class Rank:
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
         os.chdir(self.folder)
-        os.environ.clear()
         os.environ.update(self.environment)
         sys.argv = [self.script, *self.arguments]
         sys.path.insert(0, str(Path(self.script).parent))
@@ -62,7 +61,21 @@ def run(script: Path, arguments: tuple[str, ...], ranks: int, log: Path, timeout
             process.join()
 
 
+@cache
+def _server() -> None:
+    """Start the process that forks; it finds `loaded` on PYTHONPATH alone."""
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([] if path is None else [path])])
+    _CONTEXT.set_forkserver_preload(["loaded"])
+    forkserver.ensure_running()
+    if path is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = path
+
+
 def _start(rank: Rank) -> BaseProcess:
+    _server()
     process = _CONTEXT.Process(target=rank)
     process.start()
     return process

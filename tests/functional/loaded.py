@@ -8,5 +8,10 @@ from megatron_mtp.platform import prepare
 
 prepare()
 torch.set_num_threads(1)
-for name in ("training.run", "drafting.command", "checkpoint.verify"):
-    import_module(f"megatron_mtp.{name}")
+MODULES = (
+    *(f"megatron_mtp.{name}" for name in ("training.run", "drafting.command", "checkpoint.verify")),
+    "megatron.core.tokenizers.text",  # loads transformers
+    "megatron.core.models.mimo",
+)
+for name in MODULES:
+    import_module(name)

@@ -5,9 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import forks
 import psutil
+import torch
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 300
@@ -25,32 +28,46 @@ MEASURED = {"step seconds", "peak memory bytes"}
 """What the metrics say of the machine instead of the model: two runs of the same steps differ in it."""
 
 
-def python(script: str | Path, *arguments: str) -> list[str]:
-    """The command of a single process; `script` is relative to the repository."""
-    return [sys.executable, str(ROOT / script), *arguments]
+@dataclass(frozen=True)
+class Command:
+    """A script, relative to the repository, with its arguments, in so many processes."""
+
+    script: str | Path
+    arguments: tuple[str, ...]
+    processes: int = 1
 
 
-def torchrun(processes: int, script: str | Path, *arguments: str) -> list[str]:
-    """The command of several processes on this machine, on a port that is free."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*launcher, str(ROOT / script), *arguments]
+def words(command: Command | list[str]) -> list[str]:
+    """A command as a user types it; torchrun finds a port that is free."""
+    if isinstance(command, list):
+        return command
+    torchrun = [*"-m torch.distributed.run --standalone --nproc-per-node".split(), str(command.processes)]
+    launcher = torchrun if command.processes > 1 else []
+    return [sys.executable, *launcher, str(ROOT / command.script), *command.arguments]
 
 
-def pretrain(*flags: str, processes: int = 1) -> list[str]:
+def python(script: str | Path, *arguments: str) -> Command:
+    """The command of a single process."""
+    return Command(script, arguments)
+
+
+def torchrun(processes: int, script: str | Path, *arguments: str) -> Command:
+    """The command of several processes on this machine."""
+    return Command(script, arguments, processes)
+
+
+def pretrain(*flags: str, processes: int = 1) -> Command:
     """`pretrain_gpt.py` with the tiny model and these flags beside."""
-    arguments = [*TINY_RUN, *flags]
-    if processes == 1:
-        return python("pretrain_gpt.py", *arguments)
-    return torchrun(processes, "pretrain_gpt.py", *arguments)
+    return Command("pretrain_gpt.py", (*TINY_RUN, *flags), processes)
 
 
-def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a command; everything it prints goes to `log`."""
+def start(command: Command | list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a command as a user would, torchrun included; everything it prints goes to `log`."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
     with open(log, "wb") as output:
         return subprocess.Popen(
-            command,
+            words(command),
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**environment, "OMP_NUM_THREADS": "1"},
@@ -67,20 +84,27 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def finish(process: subprocess.Popen[bytes], log: Path, timeout: float = TIMEOUT) -> str:
-    """What it printed, once it has ended well; AssertionError otherwise."""
+    """What a command that was started has printed, once it has ended well; AssertionError otherwise."""
     try:
-        status = process.wait(timeout)
+        status: str | int = process.wait(timeout)
     except subprocess.TimeoutExpired:
         kill(process)
         status = f"killed after {timeout} s"
+    return _printed(status, log)
+
+
+def run(command: Command | list[str], log: Path, timeout: float = TIMEOUT) -> str:
+    """What a command printed; scripts run in forks, which have Megatron imported but cannot share a CUDA device."""
+    if isinstance(command, list) or torch.cuda.is_available():
+        return finish(start(command, log), log, timeout)
+    status = forks.run(ROOT / command.script, command.arguments, command.processes, log, timeout)
+    return _printed(status, log)
+
+
+def _printed(status: str | int, log: Path) -> str:
     printed = log.read_text(errors="replace")
     assert status == 0, f"exit status {status}; the end of {log}:\n{printed[-4000:]}"
     return printed
-
-
-def run(command: list[str], log: Path, timeout: float = TIMEOUT) -> str:
-    """What a command printed."""
-    return finish(start(command, log), log, timeout)
 
 
 def learned(folder: Path) -> dict[int, dict[str, float]]:

@@ -1,16 +1,13 @@
-"""Jobs in one process set: models are built, trained for a step, saved and loaded by Megatron's own machinery.
+"""A job: a model is built, trained for a step, saved or loaded by Megatron's own machinery.
 
-    torchrun --nproc-per-node 2 layout_worker.py FOLDER train/tied-d1/tp2 move/tied-d1/tp2/pp2 ...
+    torchrun --nproc-per-node 2 layout_worker.py FOLDER train/tied-d1/tp2
 
-Importing takes longer than any job, hence many jobs a process; Megatron's global state is torn down between them.
 Rank 0 writes FOLDER/records/<job>.pt: losses, and whole tensors put together from all ranks. test_layouts.py and
 test_interop.py compare them.
 """
 
-import gc
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,21 +25,19 @@ from layouts import LAYOUTS, MODELS, SINGLE, Layout, sources  # noqa: E402
 from megatron.core import mpu  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.rerun_state_machine import RerunDataIterator  # noqa: E402
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker  # noqa: E402
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: E402
 from megatron.core.utils import get_model_config, unwrap_model  # noqa: E402
 from megatron.training import get_args, get_timers  # noqa: E402
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
-from megatron.training.training import destroy_global_state, evaluate, setup_model_and_optimizer, train_step  # noqa: E402
+from megatron.training.training import evaluate, setup_model_and_optimizer, train_step  # noqa: E402
 
 from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags  # noqa: E402
 from megatron_mtp.training.forward_step import ForwardStep  # noqa: E402
@@ -330,31 +325,14 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def forget_everything() -> None:
-    """Megatron forgets its groups without destroying them; their threads, 60 a job, would slow all later jobs down."""
-    destroy_global_state()
-    destroy_moe_metrics_tracker()
-    for group in list(torch.distributed.distributed_c10d._world.pg_map):
-        if group is not torch.distributed.group.WORLD:
-            torch.distributed.destroy_process_group(group)
-    for each in gc.get_objects():
-        if isinstance(each, DistributedDataParallel):
-            vars(each).clear()  # autograd keeps some of them alive, and they all their groups
-    gc.collect()
-
-
-def main(target: str, jobs: list[str]) -> None:
+def main(target: str, job: str) -> None:
     folder = Path(target)
     join_single_process()
-    for job in jobs:
-        started = time.perf_counter()
-        name, *arguments = job.split("/")
-        record = JOBS[name](folder, *arguments)
-        if record is not None and torch.distributed.get_rank() == 0:
-            file = folder / "records" / f"{'-'.join([name, *arguments])}.pt"
-            file.parent.mkdir(exist_ok=True)
-            torch.save(record, file)
-        torch.distributed.barrier()
-        forget_everything()
-        print(f"> job {job}: {time.perf_counter() - started:.2f} s", flush=True)
+    name, *arguments = job.split("/")
+    record = JOBS[name](folder, *arguments)
+    if torch.distributed.get_rank() == 0:
+        file = folder / "records" / f"{job.replace('/', '-')}.pt"
+        file.parent.mkdir(exist_ok=True)
+        torch.save(record, file)
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()

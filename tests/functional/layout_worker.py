@@ -1,4 +1,4 @@
-"""The process that runs the jobs of layout_jobs.py; see there.
+"""The process that runs a job of layout_jobs.py; see there.
 
 Only this small file is imported again by the processes that Megatron spawns to save a checkpoint.
 """
@@ -8,4 +8,4 @@ if __name__ == "__main__":
 
     from layout_jobs import main
 
-    main(sys.argv[1], sys.argv[2:])
+    main(*sys.argv[1:])

@@ -160,67 +160,13 @@ MOVES = [
 """Model, the layout that saved a checkpoint, and the one that goes on training from it."""
 
 
-def _steps(world_size: int) -> list[str]:
-    return [f"train/{model}/{name}" for model, name in CASES if LAYOUTS[name].world_size == world_size]
-
-
-def _loads(world_size: int) -> list[str]:
-    return [f"load/{model}/{name}" for model, name in LOADS if LAYOUTS[name].world_size == world_size]
-
-
-def _moves(world_size: int, from_more: bool) -> list[str]:
-    """Those that begin with more processes than they end with, or the others."""
-    return [
-        f"move/{model}/{source}/{target}"
-        for model, source, target in MOVES
-        if LAYOUTS[target].world_size == world_size and (LAYOUTS[source].world_size > world_size) == from_more
-    ]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Jobs that share one process set, after those of the launches that it needs."""
-
-    world_size: int
-    jobs: list[str]
-    needs: tuple[str, ...] = ()
-
-
-LAUNCHES: dict[str, Launch] = {
-    SINGLE: Launch(
-        1,
-        [
-            *(job for model in MODELS for job in (f"init/{model}/ours", f"train/{model}/{SINGLE}")),
-            f"move/tied-d3/{SINGLE}/{SINGLE}",
-        ],
-    ),
-    "interop": Launch(
-        1,
-        [
-            f"{job}/{model}/{rest}"
-            for model in MEGATRONS_OWN
-            for job, rest in (
-                ("init", "ours"),
-                ("init", "megatron"),
-                ("forward", "ours/ours"),
-                ("forward", "megatron/ours"),
-                ("forward", "megatron/megatron"),
-                ("forward", "ours/megatron"),
-            )
-        ],
-    ),
-    "two processes": Launch(
-        2,
-        [
-            *_steps(2),
-            *_moves(2, from_more=False),
-            "train/tied-d3/pp2/no-embedding-group",
-            "save_entries/tied-d3/pp2/megatron",
-            "save_entries/tied-d3/pp2/ours",
-        ],
-        needs=(SINGLE,),
-    ),
-    "four processes": Launch(4, [*_steps(4), *_moves(4, from_more=False), *_loads(4)], needs=(SINGLE, "two processes")),
-    "back to two": Launch(2, [*_moves(2, from_more=True), *_loads(2)], needs=("four processes",)),
-    "back to one": Launch(1, [*_moves(1, from_more=True), *_loads(1)], needs=("two processes", "four processes")),
-}
+def needs(job: str) -> list[str]:
+    """The jobs that must have run before this one: what it loads, they save."""
+    name, model, *rest = job.split("/")
+    if name in ("train", "resave"):
+        return [f"init/{model}/ours"]
+    if name == "forward":
+        return [f"init/{model}/{rest[-1]}"]
+    if name == "move":
+        return [f"train/{model}/{rest[0]}"]
+    return [f"train/{model}/{source}" for source in sources(model)] if name == "load" else []

@@ -6,13 +6,13 @@ from typing import Any
 import launch
 import pytest
 import torch
-from layouts import LAUNCHES
+from layouts import LAYOUTS, needs
 
 WORKER = Path(__file__).parent / "layout_worker.py"
 
 
 class Records:
-    """What the jobs of all launches wrote; every launch runs once, with all its jobs."""
+    """What jobs wrote; every job runs once, after those that it needs, in as many processes as its layout has."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -20,25 +20,26 @@ class Records:
 
     def of(self, job: str) -> dict[str, Any]:
         """The record of a job; the test fails with the end of the output where there is none."""
-        name = next(name for name, row in LAUNCHES.items() if job in row.jobs)
-        self._run(name)
-        file = self.folder / "records" / f"{job.replace('/', '-')}.pt"
-        if not file.exists():
-            pytest.fail(f"{job} left no record; {self._errors[name]}")
-        return torch.load(file)
+        self.run(job)
+        if self._errors[job]:
+            pytest.fail(f"{job} left no record; {self._errors[job]}")
+        return torch.load(self.folder / "records" / f"{job.replace('/', '-')}.pt")
 
-    def _run(self, name: str) -> None:
-        if name in self._errors:
+    def run(self, job: str) -> None:
+        """See that the job has run; one that fails is not tried again."""
+        if job in self._errors:
             return
-        row = LAUNCHES[name]
-        for needed in row.needs:
-            self._run(needed)
-        if row.world_size == 1:
-            command = launch.python(WORKER, str(self.folder), *row.jobs)
-        else:
-            command = launch.torchrun(row.world_size, WORKER, str(self.folder), *row.jobs)
-        self._errors[name] = ""
+        for needed in needs(job):
+            self.run(needed)
+        command = launch.torchrun(processes(job), WORKER, str(self.folder), job)
+        self._errors[job] = ""
         try:
-            launch.run(command, self.folder / f"{name}.log", timeout=max(launch.TIMEOUT, 15 * len(row.jobs)))
+            launch.run(command, self.folder / f"{job.replace('/', '-')}.log")
         except AssertionError as error:
-            self._errors[name] = str(error)
+            self._errors[job] = str(error)
+
+
+def processes(job: str) -> int:
+    """The last layout that a job names is the one that it runs in."""
+    named = [LAYOUTS[word].world_size for word in job.split("/") if word in LAYOUTS]
+    return named[-1] if named else 1

@@ -7,6 +7,8 @@ from statistics import mean
 import launch
 import pytest
 import torch
+from layouts import SINGLE
+from records import Records
 from torch import Tensor
 
 from megatron_mtp.platform import prepare
@@ -19,21 +21,9 @@ from megatron_mtp.checkpoint.importing import Options  # noqa: E402
 from megatron_mtp.checkpoint.prompt import Prompt  # noqa: E402
 from megatron_mtp.checkpoint.verify import megatron_logits, verify  # noqa: E402
 
-WORKER = Path(__file__).parent / "layout_worker.py"
 CLIENT = Path(__file__).parent / "mtp_client.py"
 RESAVED = {"untied-d3": ("tp2", "pp2", "pp2-vpp2"), "tied-d3": ("tp2", "pp2"), "moe-d2": ("ep2",)}
 """Models of layouts.py, and the layouts that save them."""
-
-
-@pytest.fixture(scope="module")
-def resaved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights, saved by one process and in every layout."""
-    folder = tmp_path_factory.mktemp("resaved")
-    one = [job for model in RESAVED for job in (f"init/{model}/ours", f"resave/{model}/single/sigmoid")]
-    two = [f"resave/{model}/{layout}/sigmoid" for model, layouts in RESAVED.items() for layout in layouts]
-    launch.run(launch.python(WORKER, str(folder), *one), folder / "one.log")
-    launch.run(launch.torchrun(2, WORKER, str(folder), *two), folder / "two.log")
-    return folder
 
 
 def export(source: Path, target: Path) -> Path:
@@ -42,10 +32,12 @@ def export(source: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("model", RESAVED)
-def test_every_layout_is_exported_to_the_same_bytes(resaved: Path, model: str, tmp_path: Path) -> None:
-    single = export(resaved / "resaved" / f"{model}-single", tmp_path / "single")
+def test_every_layout_is_exported_to_the_same_bytes(records: Records, model: str, tmp_path: Path) -> None:
+    for layout in (SINGLE, *RESAVED[model]):
+        records.of(f"resave/{model}/{layout}/sigmoid")
+    single = export(records.folder / "resaved" / f"{model}-{SINGLE}", tmp_path / "single")
     for layout in RESAVED[model]:
-        other = export(resaved / "resaved" / f"{model}-{layout}", tmp_path / layout)
+        other = export(records.folder / "resaved" / f"{model}-{layout}", tmp_path / layout)
         assert (other / "model.safetensors").read_bytes() == (single / "model.safetensors").read_bytes(), layout
         assert (other / "config.json").read_bytes() == (single / "config.json").read_bytes(), layout
 

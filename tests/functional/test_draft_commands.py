@@ -37,7 +37,7 @@ def corpus(prefix: Path) -> Path:
     return prefix
 
 
-def command(folder: Path, data: Path, *flags: str) -> list[str]:
+def command(folder: Path, data: Path, *flags: str) -> launch.Command:
     arguments = [
         *(flag for flag in launch.TINY_RUN if flag != "--mock-data"),
         *f"--data-path {data} --split 100,0,0 --train-iters {STEPS} --eval-interval 100 --eval-iters 0".split(),

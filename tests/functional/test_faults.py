@@ -14,7 +14,7 @@ ENDS_WITHIN = 60
 """Seconds after which ranks that wait for a dead one count as hanging."""
 
 
-def command(folder: Path) -> list[str]:
+def command(folder: Path) -> launch.Command:
     return launch.pretrain(
         *f"--train-iters {STEPS} --save-interval {INTERVAL} --eval-interval 100 --eval-iters 0".split(),
         *f"--log-interval 1 --pipeline-model-parallel-size 2 --save {folder}/saved --load {folder}/saved".split(),

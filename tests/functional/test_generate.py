@@ -27,16 +27,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoint"
 
 
-def generate(*flags: str, processes: int = 1) -> list[str]:
+def generate(*flags: str, processes: int = 1) -> launch.Command:
     if processes == 1:
         return launch.python("generate_gpt.py", *flags)
     return launch.torchrun(processes, "generate_gpt.py", *flags)
 
 
-def printed(command: list[str], log: Path) -> dict[str, Any]:
+def printed(command: launch.Command | list[str], log: Path) -> dict[str, Any]:
     """The JSON object, which must be all of standard output."""
     with open(log, "wb") as errors:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, timeout=launch.TIMEOUT, check=False)
+        done = subprocess.run(
+            launch.words(command), stdout=subprocess.PIPE, stderr=errors, timeout=launch.TIMEOUT, check=False
+        )
     assert done.returncode == 0, log.read_text()[-4000:]
     return json.loads(done.stdout)
 

@@ -37,7 +37,7 @@ class Run:
     def copy(self, folder: Path) -> "Run":
         return Run(shutil.copytree(self.folder, folder))
 
-    def command(self, *flags: str) -> list[str]:
+    def command(self, *flags: str) -> launch.Command:
         return launch.pretrain(
             *f"--train-iters {STEPS} --save-interval {HALF} --eval-interval 100 --eval-iters 0".split(),
             *"--log-interval 1 --attention-dropout 0.1 --hidden-dropout 0.1".split(),

@@ -5,13 +5,13 @@ The loop has no callbacks for it, and looks its own functions up by name in its 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from megatron.training import get_args, training
 
 from megatron_mtp.training.console import say
 from megatron_mtp.training.metrics import Metrics, Step
-
 
 Function = Callable[..., Any]
 
@@ -22,9 +22,16 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None
     wrappers = {"train_step": _steps, "training_log": _logged_steps, "evaluate_and_print_results": _evaluations}
     if shows_checkpoints:
         wrappers["save_checkpoint_and_time"] = _saves
+    with wrapped({name: partial(wrapper, metrics=metrics) for name, wrapper in wrappers.items()}):
+        yield
+
+
+@contextmanager
+def wrapped(wrappers: dict[str, Callable[[Function], Function]]) -> Iterator[None]:
+    """While this lasts, the functions of these names in Megatron's `training` module are what the wrappers make of them."""
     originals = {name: getattr(training, name) for name in wrappers}
     for name, wrapper in wrappers.items():
-        setattr(training, name, wrapper(originals[name], metrics))
+        setattr(training, name, wrapper(originals[name]))
     try:
         yield
     finally:
@@ -61,7 +68,7 @@ def _evaluations(evaluate_and_print_results: Function, metrics: Metrics) -> Func
     return told
 
 
-def _saves(save_checkpoint_and_time: Function, _: Metrics) -> Function:
+def _saves(save_checkpoint_and_time: Function, metrics: Metrics) -> Function:
     def told(step: int, *rest: Any, **named: Any) -> None:
         save_checkpoint_and_time(step, *rest, **named)
         args = get_args()

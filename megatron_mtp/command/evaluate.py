@@ -63,7 +63,6 @@ def main(arguments: list[str], program: str) -> int:
 
 def _evaluate(args: Namespace, rest: list[str], program: str, on_cpu: bool) -> tuple[dict[str, Any], str] | None:
     """The row and the table of the evaluation, on the rank that has them."""
-
     with TemporaryDirectory(prefix="megatron-mtp-") as folder:
         with sentences(program):
             _check(args, rest)

@@ -28,7 +28,7 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None
 
 @contextmanager
 def wrapped(wrappers: dict[str, Callable[[Function], Function]]) -> Iterator[None]:
-    """While this lasts, the functions of these names in Megatron's `training` module are what the wrappers make of them."""
+    """While this lasts, functions of Megatron's `training` module are what the wrappers of their names make of them."""
     originals = {name: getattr(training, name) for name in wrappers}
     for name, wrapper in wrappers.items():
         setattr(training, name, wrapper(originals[name]))

@@ -10,6 +10,7 @@ says. `python fuzzing.py FOLDER` is the process that forks: a case a line in, wh
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -24,6 +25,9 @@ from typing import Any
 
 TIMEOUT = 120.0
 """Seconds after which a child counts as hanging."""
+
+WARNING = re.compile(r"Warning: |^  ")
+"""A library's warning, and the line of source that Python shows with it."""
 
 Change = tuple[Any, ...]
 """What is done to a file of the folder: the name of a function of `CHANGES`, the path, and its further arguments."""
@@ -69,7 +73,7 @@ class Ended:
 def faults(case: Case, ended: Ended) -> list[str]:
     """What is wrong with the end of a case; nothing, as it should be."""
     refused = ended.status not in (0, *case.statuses)
-    lines = [line for line in ended.err.splitlines() if line.strip()]
+    lines = [line for line in ended.err.splitlines() if line.strip() and not WARNING.search(line)]
     found = {
         "does not end": ended.status is None,
         f"signal {-(ended.status or 0)}": (ended.status or 0) < 0,

@@ -10,8 +10,8 @@ offsets, D int64 bounds, and in multimodal data S int8 modes.
 
 import hashlib
 import json
+import math
 import os
-import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +59,9 @@ def check_weights(data_path: Sequence[str]) -> None:
             f"--data-path: in '{' '.join(data_path)}' some datasets have a weight and some have none; "
             "write WEIGHT PREFIX for each of them, or prefixes alone."
         )
+    for value in data_path[::2] if len(data_path) % 2 == 0 and all(weights) else ():
+        if not 0 < float(value) < math.inf:
+            raise ValueError(f"--data-path: {value} is no weight of a dataset; give a number above 0.")
 
 
 def check_data_prefixes(prefixes: Sequence[str], vocab_size: int) -> None:
@@ -77,13 +80,29 @@ def check_data_prefixes(prefixes: Sequence[str], vocab_size: int) -> None:
             _check_ids(prefix, index, vocab_size)
 
 
+def split_weights(split: str) -> list[float]:
+    """The weights of `--split`, such as 90,10,0; Megatron would pick numbers out of anything.
+
+    Raises:
+        ValueError: it is not up to three weights of which one is above 0.
+    """
+    words = split.split(",")
+    weights = [float(word) for word in words if _is_number(word)]
+    whole = len(weights) == len(words) <= len(PARTS) and all(0 <= weight < math.inf for weight in weights)
+    if not whole or not any(weights):
+        raise ValueError(
+            f"--split is '{split}'; give the weights of training, validation and test data, such as 90,10,0."
+        )
+    return weights
+
+
 def check_split(prefixes: Sequence[str], split: str) -> None:
     """Check that every part of `--split` has text; Megatron would look for some in an empty one forever.
 
     Raises:
         ValueError: at the first dataset with too few sequences for a part.
     """
-    weights = np.array([float(weight) for weight in re.findall(r"[.0-9]+", split)])  # as Megatron reads it
+    weights = np.array(split_weights(split))
     ends = weights.cumsum() / weights.sum()
     for prefix in prefixes:
         if "://" in prefix:

@@ -42,8 +42,7 @@ def write_corpus(
     needs a `__main__` guard. A failed or killed run leaves no PREFIX.idx.
 
     Raises:
-        ValueError: a document cannot be read (`read_document`), or there is no text at all.
-        RuntimeError: a worker process died.
+        ValueError: a document cannot be read (`read_document`), there is no text at all, or a worker process died.
     """
     started = time.monotonic()
     partial = {kind: f"{prefix}.{kind}.partial" for kind in ("bin", "idx", "json")}
@@ -131,7 +130,7 @@ def _chunk_encoder(encoder: Encoder, json_key: str, workers: int) -> Iterator[En
     try:
         yield lambda chunks: pool.map(_work, chunks)
     except BrokenProcessPool as error:
-        raise RuntimeError(
+        raise ValueError(
             f"--workers: one of {workers} worker processes died, most likely for lack of memory; give fewer."
         ) from error
     finally:

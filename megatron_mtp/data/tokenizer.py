@@ -76,8 +76,7 @@ def load_tokenizer(
     """
     if not os.path.isdir(folder):
         raise ValueError(
-            f"--tokenizer: there is no folder '{folder}'; give a Hugging Face tokenizer folder, or leave the flag out "
-            "to train one of --vocab-size entries from the corpus."
+            f"--tokenizer: there is no folder '{folder}'; give a Hugging Face tokenizer folder, or leave the flag out."
         )
     try:
         tokenizer = read_tokenizer(Path(folder), trust_remote_code)

@@ -26,9 +26,20 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None
     }
     if shows_checkpoints:
         wrappers["save_checkpoint_and_time"] = _saves
+
+    def of_this_run(wrapper: Wrapper) -> Callable[[Function], Function]:
+        return lambda function: wrapper(function, metrics)
+
+    with wrapped({name: of_this_run(wrapper) for name, wrapper in wrappers.items()}):
+        yield
+
+
+@contextmanager
+def wrapped(wrappers: dict[str, Callable[[Function], Function]]) -> Iterator[None]:
+    """While this lasts, functions of Megatron's `training` module are what the wrappers of their names make of them."""
     originals = {name: getattr(training, name) for name in wrappers}
     for name, wrapper in wrappers.items():
-        setattr(training, name, wrapper(originals[name], metrics))
+        setattr(training, name, wrapper(originals[name]))
     try:
         yield
     finally:
@@ -66,7 +77,7 @@ def _evaluations(evaluate_and_print_results: Function, metrics: Metrics) -> Func
     return told
 
 
-def _saves(save_checkpoint_and_time: Function, _: Metrics) -> Function:
+def _saves(save_checkpoint_and_time: Function, metrics: Metrics) -> Function:
     def told(step: int, *rest: Any, **named: Any) -> None:
         save_checkpoint_and_time(step, *rest, **named)
         args = get_args()

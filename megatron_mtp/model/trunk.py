@@ -42,6 +42,7 @@ from megatron_mtp.model.mtp import (
     MultiTokenPredictionLayerSubmodules,
     mtp_layer_submodules,
 )
+from megatron_mtp.model.padding import mask_padding_, tokens_of_slice
 from megatron_mtp.model.sharing import Head, attach_embedding
 from megatron_mtp.platform.portable import with_portable_modules
 
@@ -66,8 +67,10 @@ class MTPGPTModel(GPTModel):
         train_only_mtp: bool = False,
         draft_vocabulary: Tensor | None = None,
         absent_draft_vocabulary: bool = False,
+        true_vocab_size: int | None = None,
         **gpt_arguments: Any,
     ) -> None:
+        self.true_vocab_size = true_vocab_size
         self._trunk_is_built, self._trunk_is_frozen = False, train_only_mtp
         self._stage_input: Tensor | None = None
         super().__init__(mtp_block_spec=None, **gpt_arguments)
@@ -179,6 +182,14 @@ class MTPGPTModel(GPTModel):
             return logits_SBV.transpose(0, 1).contiguous()
         return head.cross_entropy(trunk_outputs["labels"], logits_SBV)
 
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Megatron's, of labels [B, S] and logits [S, B, V / TP]; rows that pad the vocabulary have no probability.
+
+        The logits are overwritten.
+        """
+        tokens = tokens_of_slice(self.true_vocab_size, logits.size(-1), self.pg_collection.tp.rank())
+        return super().compute_language_model_loss(labels, mask_padding_(logits, tokens))
+
     def depth_states(
         self, hidden_SBH: Tensor, batch: DepthBatch, position_ids_BS: Tensor, attention: AttentionInputs
     ) -> list[Tensor]:
@@ -215,6 +226,7 @@ class MTPGPTModel(GPTModel):
             whole=whole,
             logit_scale=self._scale_logits(torch.ones(())).item(),
             drafts=self.drafts,
+            vocab_size=self.true_vocab_size,
         )
 
 
@@ -237,6 +249,8 @@ class MTPGPTModelConfig(megatron_gpt.GPTModelConfig):
     absent_mtp_layers: tuple[int, ...] = ()
     draft_vocabulary: Tensor | None = None
     absent_draft_vocabulary: bool = False
+    true_vocab_size: int | None = None
+    """Tokens; `vocab_size` also counts the rows that Megatron appends to them. None if every row is a token."""
 
 
 class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
@@ -267,6 +281,7 @@ class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
             train_only_mtp=config.mtp.mtp_train_only,
             draft_vocabulary=config.draft_vocabulary,
             absent_draft_vocabulary=config.absent_draft_vocabulary,
+            true_vocab_size=config.true_vocab_size,
             config=config.transformer,
             transformer_layer_spec=_block_spec(config, layer_spec, vp_stage),
             vocab_size=_padded_vocab_size(config),

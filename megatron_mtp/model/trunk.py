@@ -63,6 +63,7 @@ class MTPGPTModel(GPTModel):
         *,
         mtp_submodules: MultiTokenPredictionLayerSubmodules | None,
         mtp_init: str = "random",
+        mtp_init_seed: int = 0,
         absent_mtp_layers: tuple[int, ...] = (),
         train_only_mtp: bool = False,
         draft_vocabulary: Tensor | None = None,
@@ -75,7 +76,7 @@ class MTPGPTModel(GPTModel):
         self._stage_input: Tensor | None = None
         super().__init__(mtp_block_spec=None, **gpt_arguments)
         self._trunk_is_built = True
-        self._mtp_init, self._absent = mtp_init, absent_mtp_layers
+        self._mtp_init, self._mtp_init_seed, self._absent = mtp_init, mtp_init_seed, absent_mtp_layers
         self._lacks_draft_vocabulary = absent_draft_vocabulary
         self.mtp_process = mtp_submodules is not None and mtp_on_this_rank(
             layout=self.config.pipeline_model_parallel_layout,
@@ -137,7 +138,9 @@ class MTPGPTModel(GPTModel):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
         """Layers that are absent from the checkpoint are made as `mtp_init` says; from then on they are like others."""
         if self.mtp_process and self._absent:
-            state_dict = fill_absent_layers(dict(state_dict), self.state_dict(), self.mtp, self._absent, self._mtp_init)
+            state_dict = fill_absent_layers(
+                dict(state_dict), self.state_dict(), self.mtp, self._absent, self._mtp_init, self._mtp_init_seed
+            )
         if self.mtp_process and self._lacks_draft_vocabulary:
             state_dict = {**state_dict, DRAFT_VOCABULARY: self.mtp.draft_vocabulary}
         self._absent, self._lacks_draft_vocabulary = (), False
@@ -246,6 +249,7 @@ class MTPGPTModelConfig(megatron_gpt.GPTModelConfig):
 
     builder: ClassVar[str] = "megatron_mtp.model.trunk.MTPGPTModelBuilder"
     mtp: MTPConfig = field(default_factory=MTPConfig)
+    mtp_init_seed: int = 0
     absent_mtp_layers: tuple[int, ...] = ()
     draft_vocabulary: Tensor | None = None
     absent_draft_vocabulary: bool = False
@@ -277,6 +281,7 @@ class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
         return MTPGPTModel(
             mtp_submodules=_mtp_submodules(config, layer_spec, vp_stage),
             mtp_init=config.mtp.mtp_init or "random",
+            mtp_init_seed=config.mtp_init_seed,
             absent_mtp_layers=config.absent_mtp_layers,
             train_only_mtp=config.mtp.mtp_train_only,
             draft_vocabulary=config.draft_vocabulary,

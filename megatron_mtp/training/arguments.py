@@ -118,6 +118,7 @@ def checked_model_config(args: Namespace, **gpt_config: Any) -> MTPGPTModelConfi
     model_config.mtp = mtp_config_from_args(args)
     args.vocab_size = true_vocab_size(args)  # checkpoints keep the arguments
     model_config.true_vocab_size = args.vocab_size
+    model_config.mtp_init_seed = args.seed
     model_config.absent_mtp_layers = check_checkpoint(args, model_config.mtp)
     model_config.draft_vocabulary, model_config.absent_draft_vocabulary = draft_vocabulary(args, model_config.mtp)
     return model_config

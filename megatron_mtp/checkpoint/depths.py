@@ -1,7 +1,7 @@
 """Depths attached to a Megatron checkpoint, or dropped from it: the trunk is copied as it is, tensor by tensor.
 
 `last-layer` starts each depth as one more step of the trunk: its layer is the trunk's last, its final norm the trunk's,
-its input norms are 1, and eh_proj = [0 | I] passes the hidden state on. `random` draws its matrices anew instead.
+its input norms are 1, and eh_proj = [0 | I] passes the hidden state on. `random` draws each as a new model has it.
 """
 
 import json
@@ -9,6 +9,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_mtp.checkpoint.importing import HF_FILES, ORIGIN, Converted, Optio
 from megatron_mtp.checkpoint.mcore_store import TRACKER
 from megatron_mtp.checkpoint.streaming import PartialFolder, run_parts
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.model.random_weights import RandomWeights
 
 INITS = ("random", "last-layer")
 Source = tuple[str, Callable[[], Tensor]]
@@ -32,13 +34,14 @@ def attach_depths(source: Path, target: Path, depths: int, init: str, seed: int,
     """Copy a checkpoint that has no depths, and give it some.
 
     Raises:
-        ValueError: it has depths already, or has no layer to take as a pattern, or the target is taken.
+        ValueError: it has depths already, or has no layer to take as a pattern, or one whose weights `random` cannot
+            draw, or the target is taken.
     """
     reader = DistReader(source)
     if any(key.startswith("mtp.") for key in reader.keys):
         raise ValueError(f"{source} has MTP depths already; drop-mtp makes a checkpoint without them.")
     last = _last_layer(reader)
-    made = [entry for depth in range(depths) for entry in _depth(reader, depth, last, init, seed + depth)]
+    made = [entry for depth in range(depths) for entry in _depth(reader, depth, last, init, seed)]
     args = _args(reader, mtp_num_layers=depths, mtp_use_repeated_layer=False, mtp_architecture="sequential")
     return _copy(reader, source, target, made, args, options, {"depths": depths, "init": init, "seed": seed})
 
@@ -137,35 +140,48 @@ def _writer(file: Path, entries: list[Source]) -> Callable[[Callable[[int], None
 
 
 def _depth(reader: DistReader, depth: int, last: int, init: str, seed: int) -> Iterator[Source]:
-    """The tensors of a depth, from 0."""
-    generator = torch.Generator().manual_seed(seed)
-    mcore, pattern = f"mtp.layers.{depth}.", f"decoder.layers.{last}."
-    norm = "decoder.final_layernorm.weight"
-    for name in ("enorm", "hnorm"):
-        yield f"{mcore}{name}.weight", lambda: torch.ones_like(reader.read(norm))
-    yield f"{mcore}final_layernorm.weight", lambda: reader.read(norm)
-    yield f"{mcore}eh_proj.weight", lambda: _projection(reader.read(norm), init, generator)
+    """The tensors of a depth, from 0.
+
+    Raises:
+        ValueError: `random` has no rule for a tensor of the trunk's last layer.
+    """
+    weights = RandomWeights.of(reader.common()["args"], last + 1, seed)
+    for key, pattern, shape in _keys(reader, depth, last):
+        if init == "random":
+            if weights.draw(key, (1,) * len(shape)) is None:
+                raise ValueError(f"--mtp-init random cannot draw '{key}'; give --mtp-init last-layer.")
+            yield key, partial(_drawn, weights, key, shape, reader.dtype(pattern))
+        elif key.endswith("eh_proj.weight"):
+            yield key, partial(_pass_hidden_state, shape, reader.dtype(pattern))
+        elif ".enorm." in key or ".hnorm." in key:
+            yield key, partial(_drawn, weights, key, shape, reader.dtype(pattern))
+        else:
+            yield key, partial(reader.read, pattern)
+
+
+def _keys(reader: DistReader, depth: int, last: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Of every tensor of a depth: key, the tensor of the trunk that it is made like, and shape."""
+    mcore, layer, norm = f"mtp.layers.{depth}.", f"decoder.layers.{last}.", "decoder.final_layernorm."
     for key in reader.keys:
-        if key.startswith(pattern):
-            inner = f"{mcore}transformer_layer.{key.removeprefix(pattern)}"
-            yield inner, lambda key=key: _layer(reader.read(key), init, generator)  # type: ignore[misc]
+        if key.startswith(norm):
+            for name in ("enorm", "hnorm", "final_layernorm"):
+                yield f"{mcore}{name}.{key.removeprefix(norm)}", key, tuple(reader.shape(key))
+        elif key.startswith(layer):
+            yield f"{mcore}transformer_layer.{key.removeprefix(layer)}", key, tuple(reader.shape(key))
+    hidden = reader.shape(f"{norm}weight")[0]
+    yield f"{mcore}eh_proj.weight", f"{norm}weight", (hidden, 2 * hidden)
 
 
-def _projection(norm_H: Tensor, init: str, generator: torch.Generator) -> Tensor:
-    hidden = norm_H.numel()
-    if init == "random":
-        return _drawn(torch.empty(hidden, 2 * hidden, dtype=norm_H.dtype), generator)
-    return torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1).to(norm_H.dtype)
+def _drawn(weights: RandomWeights, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    drawn = weights.draw(key, shape)
+    assert drawn is not None
+    return drawn.to(dtype)
 
 
-def _layer(tensor: Tensor, init: str, generator: torch.Generator) -> Tensor:
-    """The trunk's, or one drawn anew; norms and biases stay the trunk's."""
-    return _drawn(tensor, generator) if init == "random" and tensor.dim() > 1 else tensor
-
-
-def _drawn(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal with Megatron's default deviation (--init-method-std 0.02)."""
-    return (0.02 * torch.randn(like.shape, generator=generator)).to(like.dtype)
+def _pass_hidden_state(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """[0 | I]"""
+    hidden, _ = shape
+    return torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1).to(dtype)
 
 
 def _last_layer(reader: DistReader) -> int:

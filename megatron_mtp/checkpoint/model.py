@@ -78,6 +78,7 @@ def config_of(args: Namespace) -> MTPGPTModelConfig:
     """The same from all of Megatron's arguments, for what a model computes: nothing of its training."""
     config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
     config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
+    config.true_vocab_size = args.vocab_size
     config.mtp = MTPConfig(mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential")
     return config
 

@@ -97,7 +97,7 @@ def load_checkpoint(
 
     Args:
         folder: as given to `--save` in training, or one iteration's folder within it.
-        vocab_size: tokens that may be drafted; the tokenizer's, or all, if None.
+        vocab_size: tokens that may be drafted; if None the tokenizer's, or those that the model was trained with.
         dtype: of the weights; the checkpoint's if None.
         flag: how messages call the folder.
 

@@ -31,7 +31,8 @@ class Runner:
 
     Args:
         model: all of it on this pipeline stage; any tensor parallelism.
-        vocab_size: tokens that may be emitted; the padding of the vocabulary beyond them is never chosen.
+        vocab_size: tokens that may be emitted; those that the model was trained with by default. The padding of the
+            vocabulary beyond them is never chosen.
 
     Attributes:
         depths: D; 0 without MTP.
@@ -54,7 +55,7 @@ class Runner:
             )
         self.model = model.eval()
         self.positions: int = model.max_sequence_length
-        self.vocab_size: int = vocab_size or model.vocab_size
+        self.vocab_size: int = vocab_size or model.true_vocab_size or model.vocab_size
         self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0
         self.chained: bool = model.mtp.chained if self.depths else False
         self._scope = Scope()

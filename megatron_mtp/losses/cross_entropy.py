@@ -30,7 +30,9 @@ class CrossEntropy:
     ) -> tuple[Tensor, Tensor]:
         local_N1, is_own_N1 = vocabulary.own(labels_N)
         label_N1 = logits_NV.gather(1, local_N1).masked_fill_(~is_own_N1, 0)
-        rows_N2 = [label_N1, logits_NV.sum(1, keepdim=True)] if self.label_smoothing else [label_N1]
+        rows_N2 = [label_N1]
+        if self.label_smoothing:
+            rows_N2.append(vocabulary.tokens_of(logits_NV).sum(1, keepdim=True))
         linear_N2 = vocabulary.added(torch.cat(rows_N2, dim=1))
         softmax_NV, normaliser_N1 = vocabulary.softmax_(logits_NV)
         loss_N = normaliser_N1[:, 0] - (1 - self.label_smoothing) * linear_N2[:, 0]
@@ -40,7 +42,7 @@ class CrossEntropy:
             loss_N += self.z_loss * normaliser_N1[:, 0].square()
             softmax_NV *= 1 + 2 * self.z_loss * normaliser_N1
         if self.label_smoothing:
-            softmax_NV -= self.label_smoothing / vocabulary.size
+            vocabulary.tokens_of(softmax_NV).sub_(self.label_smoothing / vocabulary.size)
         hit_N1 = (1 - self.label_smoothing) * is_own_N1.to(softmax_NV.dtype)
         gradient_NV = softmax_NV.scatter_add_(1, local_N1, -hit_N1)
         if vocabulary.drafts is None:

@@ -191,9 +191,11 @@ def _product(states_NH: Tensor, weight_VH: Tensor) -> Tensor:
 
 
 def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """In float32 at least; the product's own memory, where that is its type."""
+    """In float32 at least; the product's own memory, where that is its type. Padding gets no probability."""
     logits_NV = product_NV.to(torch.promote_types(product_NV.dtype, torch.float32))
-    return logits_NV if vocabulary.logit_scale == 1 else logits_NV.mul_(vocabulary.logit_scale)
+    if vocabulary.logit_scale != 1:
+        logits_NV.mul_(vocabulary.logit_scale)
+    return vocabulary.mask_padding_(logits_NV)
 
 
 def _add_product(total_VH: Tensor, left_VN: Tensor, right_NH: Tensor) -> None:

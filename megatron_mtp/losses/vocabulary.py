@@ -1,7 +1,7 @@
 """Reductions over a vocabulary that is cut over tensor-parallel ranks: plain torch, one collective each.
 
-Letters in names: N slots, V this rank's slice of the vocabulary (of the drafted tokens where there is a draft
-vocabulary), W this rank's slice of all tokens.
+Letters in names: N slots, in one dimension or several, V this rank's slice of the vocabulary (of the drafted tokens
+where there is a draft vocabulary), W this rank's slice of all tokens.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
+from megatron_mtp.model.padding import mask_padding_, tokens_of_slice
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class Vocabulary:
         group: the ranks that hold the slices; None for one rank with all.
         logit_scale: by which all logits are multiplied.
         drafts: the tokens that the entries are; None where they are all.
+        tokens: of the whole vocabulary; the rows after them only pad the slices. None if every row is a token.
     """
 
     slice_size: int
     group: ProcessGroup | None = None
     logit_scale: float = 1.0
     drafts: DraftVocabulary | None = None
+    tokens: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -35,21 +38,40 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Entries of all slices."""
-        return self.slice_size * self.ranks if self.drafts is None else self.drafts.size
+        """Entries of all slices that are tokens."""
+        if self.drafts is not None:
+            return self.drafts.size
+        return self.slice_size * self.ranks if self.tokens is None else self.tokens
 
     @property
     def widest(self) -> int:
         """Entries that a rank may hold at most; the same number on every rank, as the walk over chunks must be."""
         return self.slice_size if self.drafts is None else self.drafts.size
 
+    def tokens_of(self, values_NX: Tensor) -> Tensor:
+        """The values of tokens, without those of padding: a view. X is V, or W where the values are of all tokens."""
+        return values_NX[..., : self._tokens_in(values_NX.size(-1))]
+
+    def mask_padding_(self, logits_NX: Tensor) -> Tensor:
+        """Give padding no probability, in place."""
+        return mask_padding_(logits_NX, self._tokens_in(logits_NX.size(-1)))
+
+    def _tokens_in(self, columns: int) -> int:
+        if self.drafts is not None and columns == self.slice_size:
+            return columns  # padding is never drafted
+        return tokens_of_slice(self.tokens, columns, self._rank)
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
     def max(self, values_NV: Tensor) -> Tensor:
         """[N, 1]"""
-        return self._reduced(values_NV.amax(dim=1, keepdim=True), ReduceOp.MAX)
+        return self._reduced(values_NV.amax(dim=-1, keepdim=True), ReduceOp.MAX)
 
     def sum(self, values_NV: Tensor) -> Tensor:
         """[N, 1]"""
-        return self.added(values_NV.sum(dim=1, keepdim=True))
+        return self.added(values_NV.sum(dim=-1, keepdim=True))
 
     def added(self, parts: Tensor) -> Tensor:
         """The sum over ranks of what each has, in place."""
@@ -57,9 +79,7 @@ class Vocabulary:
 
     def own(self, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
         """Where the tokens stand in this rank's slice, [N, 1] (0 if they do not), and whether they do."""
-        first = 0 if self.group is None else self.group.rank() * self.slice_size
-        if self.drafts is not None:
-            first = self.drafts.first
+        first = self._rank * self.slice_size if self.drafts is None else self.drafts.first
         local_N1 = (tokens_N - first).unsqueeze(1)
         is_own_N1 = (local_N1 >= 0) & (local_N1 < self.slice_size)
         return local_N1.masked_fill(~is_own_N1, 0), is_own_N1

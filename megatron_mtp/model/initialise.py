@@ -1,4 +1,4 @@
-"""Depths that a loaded checkpoint does not have: as in a new model, or made from the trunk's last layer.
+"""Depths that a loaded checkpoint does not have: drawn as in a new model, or made from the trunk's last layer.
 
 `last-layer` starts each missing depth as one more step of the trunk: its transformer layer is the trunk's last, its
 final norm the trunk's, its input norms are 1, and eh_proj = [0 | I] passes the hidden state on and drops the embedding.
@@ -7,9 +7,12 @@ final norm the trunk's, its input norms are 1, and eh_proj = [0 | I] passes the 
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
 from megatron_mtp.model.mtp import MultiTokenPredictionBlock
+from megatron_mtp.model.random_weights import RandomWeights
 
 
 def fill_absent_layers(
@@ -18,6 +21,7 @@ def fill_absent_layers(
     block: MultiTokenPredictionBlock,
     absent: tuple[int, ...],
     init: str,
+    seed: int,
 ) -> dict[str, Any]:
     """The loaded state with entries for the MTP layers that it lacks.
 
@@ -27,17 +31,38 @@ def fill_absent_layers(
         block: the stage's MTP block.
         absent: indices of the layers to make.
         init: 'random' or 'last-layer'.
+        seed: of 'random'.
 
     Raises:
         ValueError: the stage has no trunk layer that could be copied.
     """
     filled = dict(loaded)
-    for prefix in (f"mtp.layers.{index}." for index in absent):
-        for name, value in own.items():
-            if name.startswith(prefix):
-                made = value if init == "random" else _from_trunk(name.removeprefix(prefix), value, loaded, block)
-                filled[name] = made
+    weights = RandomWeights.of(block.config, block.config.num_layers, seed)
+    for index in absent:
+        prefix = f"mtp.layers.{index}."
+        new = {name.removeprefix(prefix): value for name, value in own.items() if name.startswith(prefix)}
+        if init == "random":
+            new |= _drawn(prefix, block.layers[index], weights)
+        else:
+            new = {name: _from_trunk(name, value, loaded, block) for name, value in new.items()}
+        filled |= {prefix + name: value for name, value in new.items()}
     return filled
+
+
+def _drawn(prefix: str, layer: Any, weights: RandomWeights) -> dict[str, Tensor]:
+    """This rank's part of a layer, by name relative to it; what has no rule stays as it is initialised."""
+
+    def draw(entry: ShardedTensor) -> Tensor:
+        part = weights.draw(entry.key, entry.global_shape, entry.global_slice())
+        return entry.data if part is None else part.view(entry.local_shape).to(entry.data)
+
+    drawn = {}
+    for name, entry in layer.sharded_state_dict(prefix).items():
+        if isinstance(entry, ShardedTensorFactory):
+            drawn[name.removeprefix(prefix)] = entry.merge_fn(dict_list_map_outplace(draw, entry.build()))
+        elif isinstance(entry, ShardedTensor):
+            drawn[name.removeprefix(prefix)] = draw(entry)
+    return drawn
 
 
 def _from_trunk(name: str, value: Any, loaded: dict[str, Any], block: MultiTokenPredictionBlock) -> Any:

@@ -54,6 +54,7 @@ class Head:
         whole: hidden states as the tensor-parallel region takes them: all slots, with gradients summed over its ranks.
         logit_scale: by which all logits are multiplied.
         drafts: the tokens that the depths may draft; None for all.
+        vocab_size: tokens of all slices; the rows after them only pad the slices. None if every row is a token.
     """
 
     project: Callable[[Tensor], Tensor]
@@ -63,6 +64,7 @@ class Head:
     whole: Callable[[Tensor], Tensor]
     logit_scale: float = 1.0
     drafts: DraftVocabulary | None = None
+    vocab_size: int | None = None
 
     @property
     def draft_weight(self) -> Tensor:

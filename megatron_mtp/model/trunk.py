@@ -42,6 +42,7 @@ from megatron_mtp.model.mtp import (
     MultiTokenPredictionLayerSubmodules,
     mtp_layer_submodules,
 )
+from megatron_mtp.model.padding import mask_padding_, tokens_of_slice
 from megatron_mtp.model.sharing import Head, attach_embedding
 from megatron_mtp.platform.portable import with_portable_modules
 
@@ -62,17 +63,20 @@ class MTPGPTModel(GPTModel):
         *,
         mtp_submodules: MultiTokenPredictionLayerSubmodules | None,
         mtp_init: str = "random",
+        mtp_init_seed: int = 0,
         absent_mtp_layers: tuple[int, ...] = (),
         train_only_mtp: bool = False,
         draft_vocabulary: Tensor | None = None,
         absent_draft_vocabulary: bool = False,
+        true_vocab_size: int | None = None,
         **gpt_arguments: Any,
     ) -> None:
+        self.true_vocab_size = true_vocab_size
         self._trunk_is_built, self._trunk_is_frozen = False, train_only_mtp
         self._stage_input: Tensor | None = None
         super().__init__(mtp_block_spec=None, **gpt_arguments)
         self._trunk_is_built = True
-        self._mtp_init, self._absent = mtp_init, absent_mtp_layers
+        self._mtp_init, self._mtp_init_seed, self._absent = mtp_init, mtp_init_seed, absent_mtp_layers
         self._lacks_draft_vocabulary = absent_draft_vocabulary
         self.mtp_process = mtp_submodules is not None and mtp_on_this_rank(
             layout=self.config.pipeline_model_parallel_layout,
@@ -134,7 +138,9 @@ class MTPGPTModel(GPTModel):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
         """Layers that are absent from the checkpoint are made as `mtp_init` says; from then on they are like others."""
         if self.mtp_process and self._absent:
-            state_dict = fill_absent_layers(dict(state_dict), self.state_dict(), self.mtp, self._absent, self._mtp_init)
+            state_dict = fill_absent_layers(
+                dict(state_dict), self.state_dict(), self.mtp, self._absent, self._mtp_init, self._mtp_init_seed
+            )
         if self.mtp_process and self._lacks_draft_vocabulary:
             state_dict = {**state_dict, DRAFT_VOCABULARY: self.mtp.draft_vocabulary}
         self._absent, self._lacks_draft_vocabulary = (), False
@@ -179,6 +185,14 @@ class MTPGPTModel(GPTModel):
             return logits_SBV.transpose(0, 1).contiguous()
         return head.cross_entropy(trunk_outputs["labels"], logits_SBV)
 
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Megatron's, of labels [B, S] and logits [S, B, V / TP]; rows that pad the vocabulary have no probability.
+
+        The logits are overwritten.
+        """
+        tokens = tokens_of_slice(self.true_vocab_size, logits.size(-1), self.pg_collection.tp.rank())
+        return super().compute_language_model_loss(labels, mask_padding_(logits, tokens))
+
     def depth_states(
         self, hidden_SBH: Tensor, batch: DepthBatch, position_ids_BS: Tensor, attention: AttentionInputs
     ) -> list[Tensor]:
@@ -215,6 +229,7 @@ class MTPGPTModel(GPTModel):
             whole=whole,
             logit_scale=self._scale_logits(torch.ones(())).item(),
             drafts=self.drafts,
+            vocab_size=self.true_vocab_size,
         )
 
 
@@ -234,9 +249,12 @@ class MTPGPTModelConfig(megatron_gpt.GPTModelConfig):
 
     builder: ClassVar[str] = "megatron_mtp.model.trunk.MTPGPTModelBuilder"
     mtp: MTPConfig = field(default_factory=MTPConfig)
+    mtp_init_seed: int = 0
     absent_mtp_layers: tuple[int, ...] = ()
     draft_vocabulary: Tensor | None = None
     absent_draft_vocabulary: bool = False
+    true_vocab_size: int | None = None
+    """Tokens; `vocab_size` also counts the rows that Megatron appends to them. None if every row is a token."""
 
 
 class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
@@ -263,10 +281,12 @@ class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
         return MTPGPTModel(
             mtp_submodules=_mtp_submodules(config, layer_spec, vp_stage),
             mtp_init=config.mtp.mtp_init or "random",
+            mtp_init_seed=config.mtp_init_seed,
             absent_mtp_layers=config.absent_mtp_layers,
             train_only_mtp=config.mtp.mtp_train_only,
             draft_vocabulary=config.draft_vocabulary,
             absent_draft_vocabulary=config.absent_draft_vocabulary,
+            true_vocab_size=config.true_vocab_size,
             config=config.transformer,
             transformer_layer_spec=_block_spec(config, layer_spec, vp_stage),
             vocab_size=_padded_vocab_size(config),

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.losses.linear_cross_entropy import CHUNK_BYTES, CHUNK_BYTES_CUDA
+from megatron_mtp.losses.vocabulary import Vocabulary
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.training.later_slots import LaterSlots
 
@@ -105,16 +106,18 @@ def _chunks(state_SBH: Tensor, head: Head) -> Iterator[slice]:
 
 def _judge(trunk_LBH: Tensor, where_DC: Tensor, depths: list[Tensor], head: Head) -> tuple[Tensor, Tensor]:
     """Of a chunk's slots, whether the argmaxes agree and how far the distributions overlap, both [D, C, B]."""
-    target_LBV = _logits(trunk_LBH, head)
+    vocabulary = Vocabulary(len(head.weight), head.tp_group, tokens=head.vocab_size)
+    target_LBV = vocabulary.mask_padding_(_logits(trunk_LBH, head))
     words_LB = _argmax(target_LBV, head.tp_group)
-    p_LBV = _softmax_(target_LBV, head.tp_group)
+    p_LBV, _ = vocabulary.softmax_(target_LBV)
     agree, overlap = [], []
     for state_CBH, where_C in zip(depths, where_DC, strict=True):
-        draft_CBV = _logits(state_CBH, head)
+        draft_CBV = vocabulary.mask_padding_(_logits(state_CBH, head))
         if head.drafts is not None:
             draft_CBV.masked_fill_(~head.drafts.drafted_W, -torch.inf)
         agree.append(_argmax(draft_CBV, head.tp_group) == words_LB[where_C])
-        overlap.append(_overlap(p_LBV[where_C], _softmax_(draft_CBV, head.tp_group), head.tp_group))
+        q_CBV, _ = vocabulary.softmax_(draft_CBV)
+        overlap.append(vocabulary.sum(torch.minimum(p_LBV[where_C], q_CBV, out=q_CBV)).squeeze(-1))
     return torch.stack(agree), torch.stack(overlap)
 
 
@@ -136,19 +139,3 @@ def _argmax(logits_SBV: Tensor, tp_group: ProcessGroup) -> Tensor:
     torch.distributed.all_gather(tokens, token_SB, group=tp_group)
     winner_SB = torch.stack(best).argmax(dim=0, keepdim=True)
     return torch.stack(tokens).gather(0, winner_SB).squeeze(0)
-
-
-def _softmax_(logits_SBV: Tensor, tp_group: ProcessGroup) -> Tensor:
-    """Probabilities over all slices, in the memory of the logits."""
-    largest_SB1 = logits_SBV.amax(dim=-1, keepdim=True)
-    torch.distributed.all_reduce(largest_SB1, op=torch.distributed.ReduceOp.MAX, group=tp_group)
-    weights_SBV = logits_SBV.sub_(largest_SB1).exp_()
-    total_SB1 = weights_SBV.sum(dim=-1, keepdim=True)
-    torch.distributed.all_reduce(total_SB1, group=tp_group)
-    return weights_SBV.div_(total_SB1)
-
-
-def _overlap(p_SBV: Tensor, q_SBV: Tensor, tp_group: ProcessGroup) -> Tensor:
-    overlap_SB = torch.minimum(p_SBV, q_SBV, out=q_SBV).sum(dim=-1)
-    torch.distributed.all_reduce(overlap_SB, group=tp_group)
-    return overlap_SB

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from megatron.training import get_tokenizer
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
@@ -116,9 +117,24 @@ def checked_model_config(args: Namespace, **gpt_config: Any) -> MTPGPTModelConfi
         model_config = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **gpt_config})
     model_config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
     model_config.mtp = mtp_config_from_args(args)
+    args.vocab_size = true_vocab_size(args)  # checkpoints keep the arguments
+    model_config.true_vocab_size = args.vocab_size
+    model_config.mtp_init_seed = args.seed
     model_config.absent_mtp_layers = check_checkpoint(args, model_config.mtp)
     model_config.draft_vocabulary, model_config.absent_draft_vocabulary = draft_vocabulary(args, model_config.mtp)
     return model_config
+
+
+def true_vocab_size(args: Namespace) -> int:
+    """Rows of the vocabulary that stand for tokens: the tokenizer's ids or, if these are fewer, `--vocab-size`.
+
+    A converted model may have more rows than its tokenizer has tokens; they are part of its softmax.
+    """
+    tokenizer = get_tokenizer()
+    known = [tokenizer.vocab_size, args.vocab_size or 0]
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        known.append(1 + max(tokenizer.inv_vocab))  # ids may have gaps
+    return min(max(known), args.padded_vocab_size)
 
 
 def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
@@ -262,7 +278,7 @@ def check_data(args: Namespace) -> None:
         )
     if args.skip_train and args.data_path is not None and not any(split_weights(args.split)[1:]):
         raise ValueError(f"--split is {args.split}, which leaves nothing to evaluate on; give 0,1,0.")
-    check_data_prefixes(prefixes, args.padded_vocab_size)
+    check_data_prefixes(prefixes, true_vocab_size(args))
     if args.data_path is not None and args.split is not None:
         check_split(prefixes, args.split)
     if args.tokenizer_model is not None:

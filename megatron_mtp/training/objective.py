@@ -159,5 +159,5 @@ def _chosen(values_S: Tensor, kept_S: Tensor | None) -> Tensor:
 
 def _vocabulary(head: Head, drafts: bool = False) -> Vocabulary:
     if not drafts or head.drafts is None:
-        return Vocabulary(len(head.weight), head.tp_group, head.logit_scale)
-    return Vocabulary(head.drafts.rows_K.numel(), head.tp_group, head.logit_scale, head.drafts)
+        return Vocabulary(len(head.weight), head.tp_group, head.logit_scale, tokens=head.vocab_size)
+    return Vocabulary(head.drafts.rows_K.numel(), head.tp_group, head.logit_scale, head.drafts, head.vocab_size)

@@ -15,7 +15,7 @@ SEQUENCE, MICROBATCHES, VOCABULARY = 32, 4, 128
 ROWS = {"stream": 2, "documents": 2, "packed": 1, "ragged": 1, "padded": 1}
 """Rows in a microbatch: Megatron's pipeline takes one packed row at a time."""
 
-EOD = VOCABULARY - 2  # what the NullTokenizer has for --vocab-size 127
+EOD = VOCABULARY - 1  # the NullTokenizer's
 LENGTHS = {
     "packed": [[4, 8, 4, 16], [32], [8, 8, 8, 8], [4] * 8],
     "ragged": [[1, 7, 12, 3, 9], [31, 1], [1] * 32, [2, 30]],

@@ -50,8 +50,11 @@ COMMON = f"""
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
     --micro-batch-size {ROWS["stream"]} --global-batch-size {ROWS["stream"] * MICROBATCHES}
     --train-iters 10 --eval-interval 10 --lr 1e-2 --clip-grad 1.0 --adam-eps 1e-3
-    --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --make-vocab-size-divisible-by 8
+    --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 8
 """
+PER_TOKEN = {"embedding.word_embeddings.weight", "output_layer.weight"}
+"""Keys of tensors with a row for every token."""
+
 NEW_RUN = "--finetune --no-load-optim --no-load-rng"
 
 
@@ -293,6 +296,7 @@ def whole_tensors(model: list[torch.nn.Module], name: str) -> dict[str, Any]:
     """Every tensor of the model put together from all ranks, by its key in checkpoints, as {name: tensors}.
 
     `<name> apart` is beside it: by key, how far two ranks that hold the same part differ, relative to the whole.
+    Rows that pad the vocabulary are left out, since their number depends on the layout; gradients must be zero there.
     """
     entries: dict[str, Any] = {
         str(index): unwrap_model(chunk).sharded_state_dict() for index, chunk in enumerate(model)
@@ -315,6 +319,10 @@ def whole_tensors(model: list[torch.nn.Module], name: str) -> dict[str, Any]:
         whole = wholes[piece.key]
         difference = (whole[piece.where] - piece.data).abs().max() / whole.abs().max().clamp(min=1e-30)
         apart[piece.key] = max(apart[piece.key], difference.item())
+    for key in PER_TOKEN & wholes.keys():
+        if name == "gradients" and wholes[key][VOCABULARY:].any():
+            raise ValueError(f"rows of {key} that pad the vocabulary have a gradient")
+        wholes[key] = wholes[key][:VOCABULARY]
     return {name: wholes, f"{name} apart": apart}
 
 

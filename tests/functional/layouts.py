@@ -56,6 +56,7 @@ MODELS: dict[str, Model] = {
     "padded-latent-d2": Model(2, f"{_PACKED} {_LATENT}", "padded", attention=""),
     "per-token-d3": Model(3, "--calculate-per-token-loss"),
     "distilled-d3": Model(3, f"{_UNTIED} {_DISTILLED}"),
+    "padded-vocabulary-d2": Model(2, "--make-vocab-size-divisible-by 80 --mtp-loss mix --mtp-loss-mix 0.2,0.4,0.4"),
     "frozen-d3": Model(3, "--mtp-loss kd", frozen=True),
     "frozen-moe-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type allgather", frozen=True),
 }
@@ -65,6 +66,9 @@ MEGATRONS_OWN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3", "repeated-d3", 
 
 PLAIN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3")
 DEEP = ("tied-d3", "untied-d3")
+PADDED = "padded-vocabulary-d2"
+"""128 tokens in 160 rows or, where two ranks share them, in 320: the second rank then holds padding alone."""
+
 HEADS = ("distilled-d3", "frozen-d3", "frozen-moe-d3")
 MOE = ("moe-d1", "moe-d3", "moe-alltoall-d1", "moe-alltoall-d3")
 ALL = tuple(name for name in MODELS if name != "moe-d2")
@@ -103,7 +107,11 @@ LAYOUTS: dict[str, Layout] = {
     SINGLE: Layout(),
     "tp2": Layout(
         tp=2,
-        models=(*PLAIN, "repeated-d3", "latent-d2", "latent-keys-d1", "parallel-d2", "ragged-d3", "padded-latent-d2"),
+        models=(
+            *PLAIN,
+            *("repeated-d3", "latent-d2", "latent-keys-d1", "parallel-d2", "ragged-d3", "padded-latent-d2"),
+            PADDED,
+        ),
     ),  # without experts, for which Megatron wants sequence parallelism here
     "tp2-sp": Layout(tp=2, flags="--sequence-parallel", models=ALL),
     "cp2": Layout(cp=2, models=CUTTABLE),

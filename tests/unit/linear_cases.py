@@ -38,6 +38,7 @@ class Case:
     rows_at_once: int
     logit_scale: float
     seed: int
+    padding: int = 0
 
     @classmethod
     def drawn(cls, seed: int) -> "Case":
@@ -46,14 +47,22 @@ class Case:
         return cls(
             tuple(draw.randint(1, 48) for _ in range(draw.randint(1, 3))),
             hidden=draw.randint(2, 24),
-            vocabulary=2 * draw.randint(4, 60),
+            vocabulary=draw.randint(8, 120),
             rows_at_once=draw.randint(1, 64),
             logit_scale=draw.choice([1.0, 0.5]),
             seed=seed,
-        )
+        ).padded(draw.choice([0, 1, 7, 150]))
+
+    def padded(self, least: int) -> "Case":
+        """With so many rows of padding, or one more where two ranks could not share the rows."""
+        return replace(self, padding=least + (self.vocabulary + least) % 2)
+
+    @property
+    def rows(self) -> int:
+        return self.vocabulary + self.padding
 
     def leaves(self) -> tuple[list[Tensor], list[Targets], Tensor]:
-        """States [N, H] and targets of every depth, and the whole head's weight."""
+        """States [N, H] and targets of every depth, and the whole head's weight, padding included."""
         generator = torch.Generator().manual_seed(self.seed)
         states = [torch.randn(slots, self.hidden, generator=generator) for slots in self.slots]
         targets = [
@@ -65,11 +74,11 @@ class Case:
             )
             for slots in self.slots
         ]
-        weight_VH = torch.randn(self.vocabulary, self.hidden, generator=generator) / self.hidden**0.5
+        weight_VH = torch.randn(self.rows, self.hidden, generator=generator) / self.hidden**0.5
         return states, targets, weight_VH
 
     def drafted(self) -> Tensor:
-        """The tokens of a draft vocabulary, ascending, one in either half of the vocabulary at least."""
+        """The tokens of a draft vocabulary, ascending; the first and the last token are among them."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         kept_V = torch.rand(self.vocabulary, generator=generator) < 0.4
         kept_V[0] = kept_V[-1] = True
@@ -84,9 +93,12 @@ class Case:
             Targets(one.labels_N, one.mask_N.double(), one.scale.double(), one.teacher_NH.double())  # type: ignore[union-attr]
             for one in targets
         ]
-        value = plain_loss(settings, states, exact, weight_VH, self.logit_scale, drafted_K)
+        value = plain_loss(settings, states, exact, weight_VH[: self.vocabulary], self.logit_scale, drafted_K)
         value.backward()
         return [value.detach(), *(state.grad for state in states), weight_VH.grad]  # type: ignore[list-item]
+
+    def entries(self, slice_size: int, group: ProcessGroup | None = None) -> Vocabulary:
+        return Vocabulary(slice_size, group, self.logit_scale, tokens=self.vocabulary if self.padding else None)
 
     def chunked(
         self, settings: MTPConfig, group: ProcessGroup | None = None, drafted_K: Tensor | None = None
@@ -100,7 +112,7 @@ class Case:
             targets = [Targets(one.labels_N, one.mask_N, one.scale) for one in targets]
         linear_cross_entropy.CHUNK_BYTES = 4 * len(slice_VH) * self.rows_at_once
         linear_cross_entropy.BLOCK_BYTES = linear_cross_entropy.CHUNK_BYTES // 2
-        rows, vocabulary, teacher = slice_VH, Vocabulary(len(slice_VH), group, self.logit_scale), None
+        rows, vocabulary, teacher = slice_VH, self.entries(len(slice_VH), group), None
         if drafted_K is not None:
             drafts = DraftVocabulary(drafted_K, len(slice_VH), ranks, rank)
             rows = slice_VH[drafts.rows_K]

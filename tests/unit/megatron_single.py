@@ -81,12 +81,14 @@ def our_model(
     architecture: str = "sequential",
     position: str = "rope",
     drafted: list[int] | None = None,
+    tokens: int | None = None,
     **changes: Any,
 ) -> MTPGPTModel:
     config = MTPGPTModelConfig(
         transformer=transformer_config(depths, **changes),
         mtp=MTPConfig(mtp_architecture=architecture),
         draft_vocabulary=None if drafted is None else torch.tensor(drafted),
+        true_vocab_size=tokens,
         **_gpt_fields(tied, position),
     )
     model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
@@ -133,10 +135,12 @@ def copy_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
             parameter.copy_(source[name])
 
 
-def make_batch(depths: int, loss_mask_BS: Tensor | None = None, seed: int = 2) -> dict[str, Any]:
+def make_batch(
+    depths: int, loss_mask_BS: Tensor | None = None, seed: int = 2, tokens: int = VOCABULARY
+) -> dict[str, Any]:
     """Whole sequences and their depths; the default mask has holes (about a fifth of the slots, a first and a last)."""
     generator = torch.Generator().manual_seed(seed)
-    stream_BS = torch.randint(1, VOCABULARY, (ROWS, SLOTS + 1), generator=generator).cuda()
+    stream_BS = torch.randint(1, tokens, (ROWS, SLOTS + 1), generator=generator).cuda()
     if loss_mask_BS is None:
         loss_mask_BS = (torch.rand(ROWS, SLOTS, generator=generator) > 0.2).float()
         loss_mask_BS[0, 0] = loss_mask_BS[1, -1] = 0

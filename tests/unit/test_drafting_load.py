@@ -13,6 +13,7 @@ from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
 from megatron_mtp.checkpoint.megatron_args import megatron_arguments
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.drafting import generate, load
+from megatron_mtp.drafting.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -58,3 +59,19 @@ def test_a_conversion_that_megatron_cannot_run_is_refused_in_a_sentence(tmp_path
     hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True), megatron_arguments)
     with pytest.raises(ValueError, match=r"--load is .*, converted from a model that Megatron cannot run"):
         load.load_checkpoint(tmp_path / "mcore")
+
+
+def test_rows_that_pad_the_vocabulary_are_never_emitted_where_no_tokenizer_tells_their_number(tmp_path: Path) -> None:
+    """96 tokens in 128 rows: the conversion knows the number; the runner took all rows for tokens."""
+    hf_to_mcore(hf_models.make(tmp_path / "hf", "mimo", 1), tmp_path / "mcore", Options(quiet=True), megatron_arguments)
+    for file in (tmp_path / "mcore" / "hf").glob("tokenizer*"):
+        file.unlink()
+    runner = load.load_runner(tmp_path / "mcore", dtype=torch.float32)
+    assert (runner.vocab_size, runner.model.vocab_size) == (96, 128)
+    head_VH = runner.model.output_layer.weight
+    with torch.no_grad():
+        head_VH[96:] = 100 * head_VH[:32]
+    sampling = Sampling(temperature=2.0)
+    for speculative in (None, {"method": "mtp"}):
+        made = generate(runner, [[1, 2, 3], [4]], 32, sampling, speculative=speculative)
+        assert all(token < 96 for text in made.token_ids for token in text)

@@ -1,12 +1,25 @@
 """Depths that a checkpoint lacks: the last layer's copy starts as one more step of the trunk."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import megatron_single
 import pytest
 import torch
-from megatron_single import our_model
+from megatron_single import LATENT, MOE, our_model
 from torch import Tensor
 
+from megatron_mtp.checkpoint.depths import attach_depths
+from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.megatron_args import megatron_arguments
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.model.initialise import fill_absent_layers
+from megatron_mtp.model.random_weights import RandomWeights
 from megatron_mtp.model.trunk import MTPGPTModel
+
+QUIET = Options(quiet=True, workers=1)
 
 
 @pytest.fixture
@@ -19,7 +32,7 @@ def without_layer(model: MTPGPTModel, index: int) -> dict[str, Tensor]:
 
 
 def test_last_layer_is_copied_and_the_hidden_state_passes(model: MTPGPTModel) -> None:
-    filled = fill_absent_layers(without_layer(model, 1), model.state_dict(), model.mtp, (1,), "last-layer")
+    filled = fill_absent_layers(without_layer(model, 1), model.state_dict(), model.mtp, (1,), "last-layer", 0)
     assert filled.keys() == model.state_dict().keys()
     made = "mtp.layers.1."
     assert torch.equal(
@@ -31,15 +44,77 @@ def test_last_layer_is_copied_and_the_hidden_state_passes(model: MTPGPTModel) ->
     assert torch.equal(projected, hidden)
 
 
-def test_random_keeps_what_was_initialised(model: MTPGPTModel) -> None:
-    filled = fill_absent_layers(without_layer(model, 1), model.state_dict(), model.mtp, (1,), "random")
-    for name, value in model.state_dict().items():
-        assert filled[name] is value or torch.equal(filled[name], value)
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "moe": {**MOE, "moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+    "biased experts": {**MOE, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+    "latent": LATENT,
+    "layer norm": {"normalization": "LayerNorm", "add_bias_linear": True, "qk_layernorm": True},
+    "zero-centred": {"layernorm_zero_centered_gamma": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_random_is_what_megatron_gives_a_new_model(kind: dict[str, Any]) -> None:
+    """Norms and biases are the same; matrices have the same mean and deviation."""
+    model, new = our_model(2, **kind), built(2, **kind)
+    filled = fill_absent_layers(without_layer(model, 1), model.state_dict(), model.mtp, (1,), "random", 7)
+    for name, parameter in new.named_parameters():
+        if not name.startswith("mtp.layers.1."):
+            assert torch.equal(filled[name], model.state_dict()[name])
+        elif parameter.dim() == 1:
+            assert torch.equal(filled[name], parameter), name
+        else:
+            assert filled[name].std().item() == pytest.approx(parameter.std().item(), rel=0.25), name
+            assert abs(filled[name].mean()) <= 5 * parameter.std() / parameter.numel() ** 0.5, name
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "glm4_moe"])
+def test_a_run_and_attach_mtp_draw_the_same_depths(family: str, tmp_path: Path) -> None:
+    """attach-mtp knew neither the smaller deviation of what writes to the residual stream nor norms of 1."""
+    hf_to_mcore(hf_models.make(tmp_path / "hf", family, 0), tmp_path / "trunk", QUIET, megatron_arguments)
+    attach_depths(tmp_path / "trunk", tmp_path / "attached", 2, "random", 7, QUIET)
+    attached = load_model(tmp_path / "attached")
+    loaded = {name: value for name, value in attached.state_dict().items() if not name.startswith("mtp.")}
+    drawn = fill_absent_layers(loaded, attached.state_dict(), attached.mtp, (0, 1), "random", 7)
+    for name, value in attached.mtp.state_dict().items():
+        if value is not None:
+            torch.testing.assert_close(drawn[f"mtp.{name}"], value, rtol=0, atol=0)
+
+
+def built(depths: int, **kind: Any) -> MTPGPTModel:
+    """As Megatron initialises it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron_single, "randomise", lambda _: None)
+        return our_model(depths, **kind)
+
+
+def test_random_goes_by_seed_and_layer() -> None:
+    weights, key = RandomWeights(7, 0.02, 4), "mtp.layers.0.eh_proj.weight"
+    drawn = weights.draw(key, (6, 12))
+    assert drawn is not None
+    for other in (replace(weights, seed=8).draw(key, (6, 12)), weights.draw(key.replace("0", "1"), (6, 12))):
+        assert other is not None
+        assert not (drawn == other).any()
+
+
+@pytest.mark.parametrize(("key", "shape"), [("linear_qkv.weight", (8, 6)), ("experts.linear_fc2.weight", (4, 6, 8))])
+def test_random_does_not_depend_on_how_a_tensor_is_cut(key: str, shape: tuple[int, ...]) -> None:
+    weights = RandomWeights(7, 0.02, 4)
+    whole = weights.draw(key, shape)
+    assert whole is not None
+    last: tuple[int | slice, ...] = (2,) * (len(shape) - 2)
+    for part in ((*last, slice(3, 5), slice(None)), (*last, slice(None), slice(4, 6))):
+        assert torch.equal(weights.draw(key, shape, part), whole[part])  # type: ignore[arg-type]
+
+
+def test_random_has_no_rule_for_what_it_does_not_know() -> None:
+    assert RandomWeights(7, 0.02, 4).draw("mtp.layers.0.transformer_layer.self_attention.A_log", (4,)) is None
 
 
 def test_stored_depths_are_left_alone(model: MTPGPTModel) -> None:
     loaded = {name: value + 1 if value is not None else None for name, value in without_layer(model, 1).items()}
-    filled = fill_absent_layers(loaded, model.state_dict(), model.mtp, (1,), "last-layer")
+    filled = fill_absent_layers(loaded, model.state_dict(), model.mtp, (1,), "last-layer", 0)
     name = "mtp.layers.0.eh_proj.weight"
     assert torch.equal(filled[name], loaded[name])
 
@@ -47,7 +122,7 @@ def test_stored_depths_are_left_alone(model: MTPGPTModel) -> None:
 def test_a_stage_without_trunk_layers_cannot_copy_one(model: MTPGPTModel) -> None:
     loaded = {name: value for name, value in without_layer(model, 1).items() if not name.startswith("decoder.layers.")}
     with pytest.raises(ValueError, match=r"--mtp-init last-layer .* give --mtp-init random"):
-        fill_absent_layers(loaded, model.state_dict(), model.mtp, (1,), "last-layer")
+        fill_absent_layers(loaded, model.state_dict(), model.mtp, (1,), "last-layer", 0)
 
 
 @pytest.mark.parametrize("name", ["transformer_layer", "mtp_model_layer"])

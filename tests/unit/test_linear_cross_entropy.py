@@ -11,7 +11,7 @@ from megatron_mtp.losses.distillation import Divergence, TotalVariation
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
-TOLERANCE = 1e-6
+TOLERANCE = 2e-6
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +69,20 @@ def test_a_head_that_is_not_trained_gets_no_gradient_and_the_states_the_same() -
     assert weight_VH.grad is None
     for leaf, gradient in zip(leaves, trained[1:], strict=False):
         assert torch.allclose(leaf.grad, gradient, atol=1e-6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_padding_of_the_vocabulary_has_no_gradient_at_all(name: str) -> None:
+    case = CASE.padded(6)
+    *_, weight_grad_VH = case.chunked(MTPConfig(**SETTINGS[name]))
+    assert not weight_grad_VH[case.vocabulary :].any()
+    assert weight_grad_VH[: case.vocabulary].any(1).all()
+
+
+def test_the_comparison_sees_padding_that_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASE.padded(6)
+    monkeypatch.setattr(Case, "entries", lambda _, slice_size, *__: Vocabulary(slice_size))
+    assert worst(case.chunked(MTPConfig()), case.plain(MTPConfig())) > 1e-2
 
 
 def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,8 +239,11 @@ def plain_layer(p: dict[str, Tensor], name: str, x_BSH: Tensor) -> Tensor:
     return x_BSH + (silu(gate) * up) @ p[f"{name}.mlp.linear_fc2.weight"].T
 
 
-def plain_losses(p: dict[str, Tensor], batch: dict[str, Any], depths: int, sequential: bool) -> Tensor:
-    """Mean losses of the trunk and of every depth, [1 + D], straight from mtp.md."""
+def plain_losses(
+    p: dict[str, Tensor], batch: dict[str, Any], depths: int, sequential: bool, vocabulary: int | None = None
+) -> Tensor:
+    """Mean losses of the trunk and of every depth, [1 + D], straight from their definition; the head's rows after
+    those of the vocabulary do not exist here."""
     tokens, labels, mask = batch["tokens"], batch["labels"], batch["loss_mask"]
     embed = p["embedding.word_embeddings.weight"]
     hidden = embed[tokens]
@@ -258,7 +261,7 @@ def plain_losses(p: dict[str, Tensor], batch: dict[str, Any], depths: int, seque
         states.append(plain_norm(p, f"{name}.final_layernorm", plain_layer(p, f"{name}.tf_layer", state)))
     means = []
     for depth, state in enumerate(states):
-        logits = state @ p["output_layer.weight"].T
+        logits = state @ p["output_layer.weight"][:vocabulary].T
         losses = cross_entropy(logits.flatten(0, 1), plain_shift(labels, depth).flatten(), reduction="none")
         kept = plain_shift(mask, depth).flatten()
         means.append((losses * kept).sum() / kept.sum())
@@ -286,6 +289,43 @@ def test_same_as_plain_torch(architecture: str, depths: int, record_property: Ca
     assert max(map(relative_difference, losses, expected.detach())) <= TOLERANCE
     assert worst <= TOLERANCE
     assert all(grad.any() for grad in grads.values())
+
+
+TOKENS = 83
+"""Of 96 rows."""
+PATHS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "chunked trunk": {"linear_main": True},
+    "fused": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"},
+}
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
+def test_rows_that_pad_the_vocabulary_take_no_part_in_any_loss(path: dict[str, Any]) -> None:
+    """They did in the trunk's softmax and in the depths', so that losses depended on their number, and that on TP."""
+    objective = {name: value for name, value in path.items() if name == "linear_main"}
+    model = our_model(2, position="none", tokens=TOKENS, **{name: path[name] for name in path if name not in objective})
+    whole = make_batch(2, tokens=TOKENS)
+    output = forward_ours(model, whole, **objective)
+    loss_of(output).backward()
+
+    parameters = dict(model.named_parameters())
+    expected = plain_losses(parameters, whole, 2, sequential=True, vocabulary=TOKENS)
+    total = expected[0] + LAMBDA / 2 * expected[1:].sum()
+    grads = dict(zip(parameters, torch.autograd.grad(total, list(parameters.values())), strict=True))
+    assert max(map(relative_difference, mean_losses(output), expected.detach())) <= TOLERANCE
+    worst = max(relative_difference(grad, grads[name]) for name, grad in gradients(model).items())
+    assert worst <= (2e-2 if "cross_entropy_loss_fusion" in path else TOLERANCE), "Megatron's fused loss rounds to bf16"
+    for name in ("output_layer.weight", "embedding.word_embeddings.weight"):
+        assert not gradients(model)[name][TOKENS:].any()
+
+
+def test_without_an_objective_padding_takes_no_part_either() -> None:
+    whole = make_batch(0, tokens=TOKENS)
+    arguments = whole["tokens"], whole["position_ids"], whole["attention_mask"]
+    model = our_model(None, tokens=TOKENS)
+    expected = cross_entropy(model(*arguments)[..., :TOKENS].flatten(0, 1), whole["labels"].flatten(), reduction="none")
+    assert relative_difference(model(*arguments, labels=whole["labels"]).flatten(), expected) <= TOLERANCE
 
 
 # --- routers leave out the slots that were shifted in ----------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""Weights of new depths, drawn by key and row: the same seed gives the same weights in every layout and in every tool.
+
+As Megatron initialises a new model: norms 1, biases 0, matrices normal with deviation `--init-method-std`; those that
+write to the residual stream with that over sqrt(2 layers). A rank draws the rows that it holds and takes its columns,
+so that tensor- and expert-parallel ranks need not know of each other.
+
+    [rows, columns] over two ranks      cut by rows: each draws its own; by columns: both draw all, each keeps half
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DRAWN = ("linear_", "eh_proj", "router", "gate_weight")
+"""How names of matrices, or of the modules that hold them, begin."""
+
+TO_RESIDUAL = ("linear_proj", "linear_fc2")
+NORM_WEIGHT, BIASES = "layer_norm_weight", ("bias", "layer_norm_bias", "expert_bias")
+
+Part = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True)
+class RandomWeights:
+    """How the weights of depths are drawn.
+
+    Attributes:
+        seed: of the run.
+        deviation: of matrices.
+        layers: of the trunk.
+        norm: the weight of a norm that changes nothing.
+    """
+
+    seed: int
+    deviation: float
+    layers: int
+    norm: float = 1.0
+
+    @classmethod
+    def of(cls, settings: Any, layers: int, seed: int) -> "RandomWeights":
+        """By Megatron's arguments or its TransformerConfig, which have the same names."""
+        deviation = getattr(settings, "init_method_std", 0.02)
+        if getattr(settings, "use_mup", False) and settings.mup_base_hidden_size:
+            deviation /= math.sqrt(settings.hidden_size / settings.mup_base_hidden_size)
+        return cls(seed, deviation, layers, 0.0 if getattr(settings, "layernorm_zero_centered_gamma", False) else 1.0)
+
+    def draw(self, key: str, shape: Sequence[int], part: Part | None = None) -> Tensor | None:
+        """The part of a tensor, float32; None where there is no rule for this kind of tensor.
+
+        Args:
+            key: of the tensor in checkpoints.
+            shape: of the whole tensor.
+            part: where the part stands in it; None for the whole.
+        """
+        *_, module, name = key.split(".")
+        part = part or (slice(None),) * len(shape)
+        if name in BIASES:
+            return torch.zeros(tuple(shape))[part]
+        if name == NORM_WEIGHT or (module.endswith("norm") and name == "weight"):
+            return torch.full(tuple(shape), self.norm)[part]
+        if not (module.startswith(DRAWN) or name.startswith(DRAWN)):
+            return None
+        deviation = self.deviation / math.sqrt(2 * self.layers) if module in TO_RESIDUAL else self.deviation
+        return deviation * self._normal(key, shape, part)
+
+    def _normal(self, key: str, shape: Sequence[int], part: Part) -> Tensor:
+        *of_rows, columns = shape
+        rows = torch.arange(math.prod(of_rows)).view(*of_rows)[part[:-1]]
+        drawn = [self._row(key, row, columns)[part[-1]] for row in rows.flatten().tolist()]
+        return torch.stack(drawn).view(*rows.shape, -1)
+
+    def _row(self, key: str, row: int, columns: int) -> Tensor:
+        digest = blake2b(f"{self.seed}/{key}/{row}".encode(), digest_size=8).digest()
+        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
+        return torch.randn(columns, generator=generator, device="cpu")

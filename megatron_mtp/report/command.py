@@ -40,7 +40,7 @@ def parser(program: str) -> ArgumentParser:
     """All flags."""
     made = ArgumentParser(
         program,
-        description="One self-contained HTML page of runs: losses, acceptance by depth, what steps cost, drafts.",
+        description="One self-contained HTML page of runs: losses, acceptance, costs, hyperparameters, drafts.",
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )

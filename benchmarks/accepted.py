@@ -246,7 +246,7 @@ def accepted_table(results: dict[str, Any]) -> str:
         for name, one in results.items()
         if isinstance(one, dict) and "accepted_length" in one
     ]
-    return table(["method", "accepted length", "perplexity", "accepted, given the earlier"], rows)
+    return table(["method", "accepted length", "perplexity", "conditional acceptance"], rows)
 
 
 class SinglePosition(Vanilla):

@@ -41,10 +41,10 @@ def main() -> None:
     """Train, compare, report."""
     wanted = parse(sys.argv[1:])
     rows = {loss: trained(loss, wanted) for loss in LOSSES}
-    names = [name for name in rows["ce"] if name.endswith((" acceptance", " overlap"))]
+    names = [name for name in rows["ce"] if name.endswith((" conditional acceptance", " overlap"))]
     points = {loss: {name: round(100 * row[name], 2) for name in names} for loss, row in rows.items()}
     ahead = {name: {loss: points[loss][name] - points["ce"][name] for loss in LOSSES[1:]} for name in names}
-    greedy, sampled = ahead["mtp_1 acceptance"], ahead["mtp_1 overlap"]
+    greedy, sampled = ahead["mtp_1 conditional acceptance"], ahead["mtp_1 overlap"]
     report(
         "losses",
         hardware(ON_CPU),

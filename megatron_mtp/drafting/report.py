@@ -56,7 +56,7 @@ def table(figures: dict[str, Any], sampled: bool) -> str:
     """The same to read."""
     rates = figures["accepted_per_position"]
     rows = [
-        *((f"accepted at position {place}", f"{100 * rate:.1f} %") for place, rate in enumerate(rates, start=1)),
+        *((f"acceptance at position {place}", f"{100 * rate:.1f} %") for place, rate in enumerate(rates, start=1)),
         ("accepted length", f"{figures['accepted_length']:.3f} tokens per target forward"),
         ("target forwards", f"{figures['target_forwards']}"),
         ("tokens per second", f"{figures['tokens_per_second']:.1f}"),

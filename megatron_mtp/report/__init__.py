@@ -1,1 +1,1 @@
-"""One self-contained HTML page of runs: what training measured, and what drafting drafted."""
+"""One self-contained HTML page of runs: what training measured, how it was started, and what drafting drafted."""

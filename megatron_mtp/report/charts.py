@@ -1,5 +1,12 @@
-"""Line charts as inline SVG: axes with round numbers, a line a series, a value under the pointer at every point."""
+"""Line charts as HTML: lines in an inline SVG that stretches, labels as text that does not.
 
+A chart is as wide as its place in the page, and its text has the page's size at any width. Every chart is drawn on a
+linear axis and, where it says so, on a logarithmic one; lines of training are drawn as they are and smoothed. The
+page's style sheet shows what its switches say, without a script. Values follow as JSON, for the script that reads them
+out at a pointer, at a touch or by the arrow keys.
+"""
+
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,12 +15,14 @@ from html import escape
 Points = list[tuple[int, float]]
 Scale = Callable[[float], float]
 
-WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 40
+SIDE = 1000
+"""Units of the SVG in both directions; the page stretches it."""
 COLOURS = 8
 """Colours of the page's style sheet; a series beyond them takes the first again, dashed."""
 MOST_POINTS = 400
 """Points of a line that are drawn; of more, every n-th, and the last."""
+SMOOTHING = 0.9
+"""Weight of the past in a smoothed line."""
 
 
 @dataclass(frozen=True)
@@ -21,18 +30,18 @@ class Series:
     """One line.
 
     Attributes:
-        faint: a line of training beneath the marked points of its evaluations, without a legend of its own.
+        training: a line of training, thin and without marks, which can be smoothed; others are of evaluations.
     """
 
     name: str
     colour: int
     points: Points
-    faint: bool = False
+    training: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn: `unit` stands at the vertical axis, `show` writes a value."""
+    """What is drawn: `unit` stands beside the title, `show` writes a value."""
 
     title: str
     unit: str
@@ -40,28 +49,148 @@ class Chart:
     show: Callable[[float], str] = field(default="{:.4g}".format)
     whole: tuple[float, float] | None = None
     """Where the vertical axis begins and ends, if it is not to follow the values."""
+    logarithmic: bool = False
+    """Whether the page's switch for logarithmic axes is for this chart; values that are not positive are left out."""
 
 
-def svg(chart: Chart, number: int) -> str:
-    """The chart as an `<svg>` that screen readers call by its title; `number` makes its ids unique in the page."""
-    drawn = [Series(s.name, s.colour, thinned(s.points), s.faint) for s in chart.series]
-    values = [value for series in drawn for _, value in series.points]
+@dataclass(frozen=True)
+class _Axis:
+    """The vertical axis: its marks, and where a value stands, from 0 below to 1 above."""
+
+    kind: str
+    marks: list[float]
+    place: Scale
+
+
+def figure(chart: Chart) -> str:
+    """The chart as a `<figure>` with its title, axes, lines, legend and values."""
+    drawn = sorted(chart.series, key=lambda series: not series.training)  # evaluations over training
     steps = [step for series in drawn for step, _ in series.points]
-    marks_y = ticks(*(chart.whole or (min(values), max(values))))
     marks_x = ticks(min(steps), max(steps), whole=True)
-    x = scale(min(marks_x[0], min(steps)), max(marks_x[-1], max(steps)), LEFT, WIDTH - RIGHT)
-    y = scale(marks_y[0], marks_y[-1], HEIGHT - BOTTOM, TOP)
-    parts = [_axes(chart, marks_x, marks_y, x, y), *(_line(series, chart.show, x, y) for series in drawn)]
-    names = ", ".join(dict.fromkeys(series.name for series in drawn))
-    told = f"Lines over training steps: {names}. The table of final figures has the last values."
+    x = scale(min(marks_x[0], min(steps)), max(marks_x[-1], max(steps)))
+    axes = _axes(chart, drawn)
+    names = ", ".join(dict.fromkeys(series.name for series in chart.series))
+    views = "".join(_view(axis, chart, drawn, x) for axis in axes)
+    kind = "chart both" if len(axes) == 2 else "chart"
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="t{number} d{number}">'
-        f'<title id="t{number}">{escape(chart.title)}</title><desc id="d{number}">{escape(told)}</desc>'
-        f"{''.join(parts)}</svg>"
+        f'<figure class="{kind}"><figcaption>{escape(chart.title)} <small>{escape(chart.unit)}</small></figcaption>'
+        f'<div class="plot" role="img" aria-label="{escape(chart.title)} over training steps: {escape(names)}">'
+        f"{views}{_columns(marks_x, x)}</div>{_legend(chart)}{_values(chart, x)}</figure>"
     )
 
 
-def legend(chart: Chart) -> str:
+def thinned(points: Points) -> Points:
+    """At most about MOST_POINTS of them, the last among them."""
+    kept = points[:: max(1, -(-len(points) // MOST_POINTS))]
+    return kept if kept[-1:] == points[-1:] else [*kept, points[-1]]
+
+
+def smoothed(points: Points) -> Points:
+    """The moving average with weights 1, SMOOTHING, SMOOTHING ** 2, ... of a value and those before it."""
+    made, total, weight = [], 0.0, 0.0
+    for step, value in points:
+        total, weight = SMOOTHING * total + value, SMOOTHING * weight + 1
+        made.append((step, total / weight))
+    return made
+
+
+def ticks(low: float, high: float, whole: bool = False) -> list[float]:
+    """Four to eight round numbers from below `low` to above `high`: steps of 1, 2 or 5 times a power of ten.
+
+    ticks(0.3, 2.1) is 0, 0.5, 1, 1.5, 2, 2.5; of `whole`, the steps are 1 or more.
+    """
+    span = high - low
+    if span <= 1e-9 * max(abs(low), abs(high)):
+        span = abs(high) or 1.0
+    power = 10 ** math.floor(math.log10(span / 4))
+    step = next(times * power for times in (1, 2, 5, 10) if span / (times * power) <= 6)
+    step = max(step, 1.0) if whole else step
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [step * index for index in range(first, max(last, first + 1) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Numbers 1, 2 and 5 times a power of ten from below `low` to above `high`; of a long range powers of ten alone.
+
+    log_ticks(0.3, 2.1) is 0.2, 0.5, 1, 2, 5.
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    if last - first > 3:
+        every = -(-(last - first) // 6)
+        return [10.0**power for power in range(first, last + every, every)]
+    marks = [times * 10.0**power for power in range(first, last + 1) for times in (1, 2, 5)]
+    below = max(mark for mark in marks if mark <= low * (1 + 1e-9))
+    above = min((mark for mark in marks if mark >= high * (1 - 1e-9) and mark > below), default=10.0 ** (last + 1))
+    return [mark for mark in marks if below <= mark < above] + [above]
+
+
+def scale(low: float, high: float) -> Scale:
+    """A straight line from values to 0 .. 1."""
+    return lambda value: (value - low) / (high - low)
+
+
+def _axes(chart: Chart, drawn: list[Series]) -> list[_Axis]:
+    values = [value for series in drawn for _, value in series.points]
+    marks = ticks(*(chart.whole or (min(values), max(values))))
+    linear = _Axis("linear", marks, scale(marks[0], marks[-1]))
+    positive = [value for value in values if value > 0]
+    if not chart.logarithmic or not positive:
+        return [linear]
+    marks = log_ticks(min(positive), max(positive))
+    along = scale(math.log10(marks[0]), math.log10(marks[-1]))
+    return [linear, _Axis("log", marks, lambda value: along(math.log10(value)))]
+
+
+def _view(axis: _Axis, chart: Chart, drawn: list[Series], x: Scale) -> str:
+    """Labels, grid and lines on one kind of axis."""
+    labels = "".join(
+        f'<span style="top:{100 * (1 - axis.place(mark)):.2f}%">{escape(chart.show(mark))}</span>'
+        for mark in axis.marks
+    )
+    grid = "".join(f'<path class="grid" d="M0 {_down(axis.place(mark))}H{SIDE}"/>' for mark in axis.marks)
+    lines = "".join(_lines(series, axis, x) for series in drawn)
+    return (
+        f'<div class="view {axis.kind}"><div class="y">{labels}</div>'
+        f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{grid}{lines}</svg></div>'
+    )
+
+
+def _columns(marks: list[float], x: Scale) -> str:
+    """Steps below the lines, and the line that follows a pointer."""
+    labels = "".join(f'<span style="left:{100 * x(mark):.2f}%">{compact(mark)}</span>' for mark in marks)
+    return f'<div class="x">{labels}</div><div class="cursor" hidden></div>'
+
+
+def compact(step: float) -> str:
+    """A step in few letters: 1500 stays, 20000 is '20k', 1500000 is '1500k'."""
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if step >= 10 * unit:
+            return f"{step / unit:.4g}{letter}"
+    return f"{step:.4g}"
+
+
+def _lines(series: Series, axis: _Axis, x: Scale) -> str:
+    """A line as it is and, of training, smoothed; of evaluations, every point has a mark."""
+    points = [(step, value) for step, value in series.points if axis.kind == "linear" or value > 0]
+    whole = _places(points, axis, x)
+    path = f'<polyline points="{" ".join(f"{across},{down}" for across, down in whole)}"/>'
+    if series.training:
+        smooth = " ".join(f"{across},{down}" for across, down in _places(smoothed(points), axis, x))
+        return f'<g class="training {_style(series)}">{path}<polyline class="smooth" points="{smooth}"/></g>'
+    marks = "".join(f"M{across} {down}h0" for across, down in whole)
+    return f'<g class="evaluation {_style(series)}">{path}<path class="marks" d="{marks}"/></g>'
+
+
+def _places(points: Points, axis: _Axis, x: Scale) -> list[tuple[float, float]]:
+    """Of the points that are drawn, in units of the SVG from its upper left corner."""
+    return [(round(SIDE * x(step), 1), _down(axis.place(value))) for step, value in thinned(points)]
+
+
+def _down(place: float) -> float:
+    return round(SIDE * (1 - place), 1)
+
+
+def _legend(chart: Chart) -> str:
     """The names of the lines, each with its colour; one line needs none."""
     named = {series.name: series for series in chart.series}
     if len(named) == 1:
@@ -70,60 +199,28 @@ def legend(chart: Chart) -> str:
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def thinned(points: Points) -> Points:
-    """At most about MOST_POINTS of them, the last among them."""
-    kept = points[:: -(-len(points) // MOST_POINTS)]
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+def _values(chart: Chart, x: Scale) -> str:
+    """What the script reads out: of every line its name, its style, and its steps, their places and values."""
+    lines = [
+        {
+            "name": f"{one.name} (training)" if one.training and _has_twin(one, chart) else one.name,
+            "style": _style(one),
+            "points": [[step, round(x(step), 4), chart.show(value)] for step, value in thinned(one.points)],
+        }
+        for one in chart.series
+    ]
+    return f'<script type="application/json">{_in_html(json.dumps(lines))}</script>'
 
 
-def ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """Four to eight round numbers from below `low` to above `high`: steps of 1, 2 or 5 times a power of ten.
-
-    ticks(0.3, 2.1) is 0, 0.5, 1, 1.5, 2, 2.5; of `whole`, the steps are 1 or more.
-    """
-    span = (high - low) or abs(high) or 1.0
-    power = 10 ** math.floor(math.log10(span / 4))
-    step = next(times * power for times in (1, 2, 5, 10) if span / (times * power) <= 6)
-    step = max(step, 1.0) if whole else step
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [step * index for index in range(first, max(last, first + 1) + 1)]
+def _has_twin(training: Series, chart: Chart) -> bool:
+    return any(one.name == training.name and not one.training for one in chart.series)
 
 
-def scale(low: float, high: float, start: float, end: float) -> Scale:
-    """A straight line from values to places."""
-    return lambda value: round(start + (value - low) / (high - low) * (end - start), 1)
-
-
-def _axes(chart: Chart, marks_x: list[float], marks_y: list[float], x: Scale, y: Scale) -> str:
-    rows = (
-        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(mark)}" y2="{y(mark)}"/>'
-        f'<text class="mark" x="{LEFT - 6}" y="{y(mark) + 4}" text-anchor="end">{escape(chart.show(mark))}</text>'
-        for mark in marks_y
-    )
-    columns = (
-        f'<text class="mark" x="{x(mark)}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{mark:.4g}</text>'
-        for mark in marks_x
-    )
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    return (
-        f"{''.join(rows)}{''.join(columns)}"
-        f'<text class="unit" x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 6}" text-anchor="middle">training step</text>'
-        f'<text class="unit" transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">'
-        f"{escape(chart.unit)}</text>"
-    )
-
-
-def _line(series: Series, show: Callable[[float], str], x: Scale, y: Scale) -> str:
-    path = " ".join(f"{x(step)},{y(value)}" for step, value in series.points)
-    points = (
-        f'<circle cx="{x(step)}" cy="{y(value)}" r="{2 if series.faint else 3.5}">'
-        f"<title>{escape(series.name)}{' (training)' if series.faint else ''}\nstep {step}: {escape(show(value))}"
-        "</title></circle>"
-        for step, value in series.points
-    )
-    return f'<g class="{_style(series)}"><polyline points="{path}"/>{"".join(points)}</g>'
+def _in_html(text: str) -> str:
+    """JSON that cannot end the element that it stands in."""
+    return text.replace("<", "\\u003c")
 
 
 def _style(series: Series) -> str:
     dashed = " dashed" if series.colour >= COLOURS else ""
-    return f"s{series.colour % COLOURS}{dashed}{' faint' if series.faint else ''}"
+    return f"s{series.colour % COLOURS}{dashed}"

@@ -41,7 +41,7 @@ def parser(program: str) -> Parser:
     """All flags."""
     made = Parser(
         program,
-        description="One self-contained HTML page of runs: losses, acceptance by depth, what steps cost, drafts.",
+        description="One self-contained HTML page of runs: losses, acceptance, costs, hyperparameters, drafts.",
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )

@@ -43,7 +43,7 @@ def _by_position(texts: list[dict[str, Any]]) -> str:
             f'<tr><th scope="row">{place}</th><td>{offered}</td><td>{accepted}</td>'
             f"<td>{accepted / offered:.1%}</td></tr>"
         )
-    heads = "".join(f'<th scope="col">{head}</th>' for head in ("position", "drafted", "accepted", "rate"))
+    heads = "".join(f'<th scope="col">{head}</th>' for head in ("position", "drafted", "accepted", "acceptance"))
     return f"<table><caption>Drafts by position</caption><tr>{heads}</tr>{''.join(rows)}</table>" if rows else ""
 
 

@@ -6,40 +6,63 @@ the runs have a colour each.
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from html import escape
 
 from megatron_mtp.report.charts import Chart, Points, Series
 from megatron_mtp.report.runs import Run
 
-LENGTH, SECONDS, MEMORY = "expected accepted length", "step seconds", "peak memory bytes"
+MEMORY = "peak memory bytes"
 GIB = 2**30
 
-KINDS: tuple[tuple[str, str, str, float, tuple[float, float] | None], ...] = (
-    (r"loss$", "Loss", "nats per token", 1.0, None),
-    (r"acceptance$", "Acceptance given the earlier depths", "rate", 1.0, (0.0, 1.0)),
-    (r"overlap$", "Acceptance of sampled drafts", "sum of min(p, q)", 1.0, (0.0, 1.0)),
-    (rf"^{LENGTH}$", "Expected accepted length", "tokens per forward", 1.0, None),
-    (rf"^{SECONDS}$", "Time of a step", "seconds", 1.0, None),
-    (rf"^{MEMORY}$", "Peak memory", "GiB", GIB, None),
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of chart.
+
+    Attributes:
+        pattern: of the names of the figures that it shows.
+        divisor: what values are divided by to be in the unit.
+        whole: ends of the vertical axis, if it is not to follow the values.
+    """
+
+    pattern: str
+    title: str
+    unit: str
+    divisor: float = 1.0
+    whole: tuple[float, float] | None = None
+    logarithmic: bool = False
+
+
+RATE = (0.0, 1.0)
+KINDS = (
+    Kind("loss$", "Loss", "nats per token", logarithmic=True),
+    Kind(r"^mtp_\d+ acceptance$", "Acceptance", "from the start", whole=RATE),
+    Kind("conditional acceptance$", "Conditional acceptance", "given the earlier drafts", whole=RATE),
+    Kind("overlap$", "Overlap", "sum of min(p, q)", whole=RATE),
+    Kind("^expected accepted length$", "Expected accepted length", "tokens per forward of the trunk"),
+    Kind("^learning rate$", "Learning rate", "", logarithmic=True),
+    Kind("^grad norm$", "Grad norm", "before clipping", logarithmic=True),
+    Kind("^step seconds$", "Step seconds", "median", logarithmic=True),
+    Kind(f"^{MEMORY}$", "Peak memory", "GiB", divisor=GIB),
 )
-"""Of every kind of chart: the figures that it shows, title, unit, what values are divided by, ends of the axis."""
 
 
 def charts(runs: list[Run]) -> list[Chart]:
     """Every chart that the runs have figures for."""
     drawn = []
-    for pattern, title, unit, divisor, ends in KINDS:
-        keys = [key for key in _keys(runs) if re.search(pattern, key)]
+    for kind in KINDS:
+        keys = [key for key in _keys(runs) if re.search(kind.pattern, key)]
         for group in [keys] if len(runs) == 1 else [[key] for key in keys]:
-            series = [one for key in group for one in _series(runs, key, divisor)]
-            if any(one.points for one in series):
-                heading = title if len(runs) == 1 or len(keys) == 1 else f"{title}: {label(group[0])}"
-                drawn.append(Chart(heading, unit, [one for one in series if one.points], whole=ends))
+            series = [one for key in group for one in _series(runs, key, kind.divisor) if one.points]
+            if series:
+                title = kind.title if len(runs) == 1 or len(keys) == 1 else f"{kind.title}: {label(group[0])}"
+                drawn.append(Chart(title, kind.unit, series, whole=kind.whole, logarithmic=kind.logarithmic))
     return drawn
 
 
 def _series(runs: list[Run], key: str, divisor: float) -> list[Series]:
-    """Training's line and the validations' of every run; where there is no validation, training's stands out.
+    """The lines of training and of the validations of every run.
 
     Test data, on which a run is evaluated once in the end, stands in the table alone.
     """
@@ -48,7 +71,7 @@ def _series(runs: list[Run], key: str, divisor: float) -> list[Series]:
         name, colour = (label(key), _depth(key)) if len(runs) == 1 else (run.name, number)
         splits = [split for split in run.evaluations() if not split.startswith("test")]
         parts = {split: _divided(run.points(split, key), divisor) for split in splits}
-        made.append(Series(name, colour, _divided(run.points("training", key), divisor), faint=any(parts.values())))
+        made.append(Series(name, colour, _divided(run.points("training", key), divisor), training=True))
         made += [Series(_of_set(name, split), colour, points) for split, points in parts.items()]
     return made
 
@@ -89,7 +112,13 @@ def table(runs: list[Run]) -> str:
                 write = WRITERS.get(key, _plain)
                 rows.append(_table_row(f"{key} ({split})", ["" if v is None else write(v) for v in values]))
     caption = "The newest value of every figure"
-    return f'<table><caption>{caption}</caption><tr><th scope="col">figure</th>{heads}</tr>{"".join(rows)}</table>'
+    body = f'<caption>{caption}</caption><tr><th scope="col">figure</th>{heads}</tr>{"".join(rows)}'
+    return scrolled("final figures", f"<table>{body}</table>")
+
+
+def scrolled(name: str, table: str) -> str:
+    """A table that may be wider than the page: it scrolls by itself, also by keyboard."""
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{name}">{table}</div>'
 
 
 def _table_row(name: str, cells: list[str]) -> str:
@@ -97,7 +126,8 @@ def _table_row(name: str, cells: list[str]) -> str:
 
 
 def _plain(value: float) -> str:
-    return f"{value:.4f}"
+    """With four digits after the point, or as a power of ten where these would not show it."""
+    return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 WRITERS: dict[str, Callable[[float], str]] = {MEMORY: lambda value: f"{value / GIB:.2f} GiB"}

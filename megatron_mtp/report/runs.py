@@ -1,20 +1,25 @@
-"""What a run's folder holds: rows of metrics.jsonl, and drafts.json if text was generated with `--record`."""
+"""What a run's folder holds: metrics.jsonl, run.json, and drafts.json if text was generated with `--record`."""
 
 import json
-import math
 import re
+import shlex
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 METRICS = "metrics.jsonl"
+STARTED = "run.json"
 DRAFTS = "drafts.json"
+
+CONDITIONAL = " conditional acceptance"
+OLD = re.compile(r"(mtp_\d+) acceptance")
 
 SPLIT = re.compile("training|evaluation|(validation|test)(-.+)?")
 """What a row is of; of several sets of data each has its name."""
 
-LARGEST = 2**63
-"""Of whole numbers in a file: steps, bytes, token ids."""
+MOST = 1e100
+"""A value beyond it is not drawn, and one closer to 0 than its inverse is drawn as 0: their squares leave float64."""
 
 Row = dict[str, Any]
 
@@ -26,16 +31,19 @@ class Run:
     Attributes:
         name: the folder as it was given.
         rows: of metrics.jsonl, in its order; files of older runs call all data of evaluations 'evaluation'.
+        started: the object of run.json; None where there is no such file, as for older runs.
         drafts: the object of drafts.json; None where there is no such file.
     """
 
     name: str
     rows: list[Row]
+    started: dict[str, Any] | None
     drafts: dict[str, Any] | None
 
     def points(self, split: str, key: str) -> list[tuple[int, float]]:
-        """Steps and finite values, of the rows that have the key; of rows of one step, the last."""
-        return [(step, value) for step, value in self._values(split, key) if math.isfinite(value)]
+        """Steps and values that can be drawn, of the rows that have the key; of rows of one step, the last."""
+        values = self._values(split, key)
+        return [(step, value if abs(value) > 1 / MOST else 0.0) for step, value in values if abs(value) < MOST]
 
     def last(self, split: str, key: str) -> float | None:
         """The newest value."""
@@ -61,7 +69,10 @@ def read_runs(folders: list[Path]) -> list[Run]:
     Raises:
         ValueError: a folder or its metrics.jsonl is missing, cannot be read, or has a line that is damaged.
     """
-    return [Run(str(folder), _rows(folder), _drafts(folder / DRAFTS)) for folder in dict.fromkeys(folders)]
+    return [
+        Run(str(folder), _rows(folder), _started(folder / STARTED), _drafts(folder / DRAFTS))
+        for folder in dict.fromkeys(folders)
+    ]
 
 
 def _rows(folder: Path) -> list[Row]:
@@ -84,23 +95,57 @@ def _row(file: Path, number: int, line: str) -> Row:
         row = None
     if not isinstance(row, dict) or not _is_row(row):
         raise ValueError(f"{file} is damaged in line {number}; take the line out, or let the run go on, which does.")
-    return row
+    return with_both_acceptances(row)
 
 
 def _is_row(row: Row) -> bool:
     figures = [value for key, value in row.items() if key != "split"]
-    return (
-        all(map(_is_number, figures))
-        and isinstance(row.get("iteration"), int)
-        and SPLIT.fullmatch(str(row.get("split"))) is not None
-    )
+    step, numbers = row.get("iteration"), all(_is_number(value) for value in figures)
+    return numbers and isinstance(step, int) and step >= 0 and SPLIT.fullmatch(str(row.get("split"))) is not None
 
 
-def _is_number(value: object) -> bool:
-    """Of a size that a chart can show; JSON can spell whole numbers of any size."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, float) or abs(value) <= LARGEST
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_whole(value)
+
+
+def _is_whole(value: Any) -> bool:
+    """Of at most 64 bits; JSON can spell numbers of any size."""
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def with_both_acceptances(row: Row) -> Row:
+    """Rows of older runs have the conditional acceptance alone, and call it acceptance."""
+    if not any(OLD.fullmatch(key) for key in row) or any(key.endswith(CONDITIONAL) for key in row):
+        return row
+    made = {OLD.sub(rf"\1{CONDITIONAL}", key): value for key, value in row.items()}
+    depth, rate = 1, 1.0
+    while (given := made.get(f"mtp_{depth}{CONDITIONAL}")) is not None:
+        rate *= given
+        made[f"mtp_{depth} acceptance"] = rate
+        depth += 1
+    return made
+
+
+def _started(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    try:
+        started = json.loads(_text(file))
+        check_started(started)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged ({error}); take it away, and the page is made without it.") from error
+    return started
+
+
+def check_started(started: dict[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError where it is not what a run writes."""
+    if not started["starts"] or not isinstance(started["arguments"], dict):
+        raise ValueError("it has no starts, or arguments that are no object")
+    for start in started["starts"]:
+        datetime.fromisoformat(start["date"])
+        if not isinstance(start["iteration"], int) or not isinstance(start["versions"], dict):
+            raise TypeError("a start has no iteration or no versions")
+        shlex.join(start["command"])
 
 
 def _drafts(file: Path) -> dict[str, Any] | None:
@@ -139,7 +184,7 @@ def _check_tree(parents: list[int], nodes: int) -> None:
 
 
 def _check_ids(ids: list[int]) -> None:
-    if not all(isinstance(token, int) and abs(token) <= LARGEST for token in ids):
+    if not all(_is_whole(token) for token in ids):
         raise TypeError("token ids are no whole numbers of a usual size")
 
 

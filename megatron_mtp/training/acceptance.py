@@ -15,6 +15,8 @@ later slots that they look at, T slots of this rank and copies of others'.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -55,12 +57,20 @@ class AcceptanceRates:
     Attributes:
         conditional: accepted at depth d, given that the depths before were.
         overlap: expected acceptance of a sampled draft at temperature 1.
-        length: expected accepted length, 1 + sum_d prod_{k<=d} conditional_k: tokens per target forward.
     """
 
     conditional: list[float]
     overlap: list[float]
-    length: float
+
+    @property
+    def from_start(self) -> list[float]:
+        """Depths 1 .. d are all accepted: prod_{k<=d} conditional_k."""
+        return list(accumulate(self.conditional, mul))
+
+    @property
+    def length(self) -> float:
+        """Expected accepted length, 1 + sum_d from_start_d: tokens per target forward."""
+        return 1.0 + sum(self.from_start)
 
 
 @torch.no_grad()
@@ -89,11 +99,7 @@ def acceptance_rates(stacked_4D: Tensor) -> AcceptanceRates:
     """Rates from summed counts (`AcceptanceCounts.stacked`); a depth that was never reached has rate 0."""
     valid, reached, accepted, overlap = stacked_4D.tolist()
     conditional = [a / r if r else 0.0 for a, r in zip(accepted, reached, strict=True)]
-    length, product = 1.0, 1.0
-    for rate in conditional:
-        product *= rate
-        length += product
-    return AcceptanceRates(conditional, [o / v if v else 0.0 for o, v in zip(overlap, valid, strict=True)], length)
+    return AcceptanceRates(conditional, [o / v if v else 0.0 for o, v in zip(overlap, valid, strict=True)])
 
 
 def _chunks(state_SBH: Tensor, head: Head) -> Iterator[slice]:

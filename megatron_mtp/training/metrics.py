@@ -21,8 +21,10 @@ from megatron.training.utils import is_last_rank
 from torch import Tensor
 
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates, acceptance_rates
+from megatron_mtp.training.console import say
 from megatron_mtp.training.cost import StepClock, peak_memory
 from megatron_mtp.training.plot import plot_metrics
+from megatron_mtp.training.run_record import write_run_record
 
 FILE = "metrics.jsonl"
 PLOT = "metrics.png"
@@ -204,6 +206,7 @@ class Metrics:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._has_written:
                 _drop_rows_after(self.folder / FILE, get_args().iteration)
+                write_run_record(self.folder, get_args())
                 self._has_written = True
             _append(self.folder / FILE, json.dumps(row) + "\n")
 
@@ -214,7 +217,7 @@ class Metrics:
             yield
         except OSError as error:
             if not self._has_failed:
-                print(f"> {file} cannot be written ({error.strerror}); training goes on without it", flush=True)
+                say(f"> {file} cannot be written ({error.strerror}); training goes on without it")
             self._has_failed = True
 
 
@@ -256,18 +259,15 @@ def table(losses: dict[str, float], rates: AcceptanceRates | None) -> str:
     if rates is None:
         return f"loss of the trunk: {losses['lm loss']:.4f}; there are no depths"
     lines = [
-        "+-------+------------+------------+-------------------+-------------------+",
-        "| depth |       loss | acceptance | given the earlier | sampled (min p,q) |",
-        "+-------+------------+------------+-------------------+-------------------+",
-        f"| trunk | {losses['lm loss']:10.4f} |            |                   |                   |",
+        "+-------+------------+------------+------------------------+---------+",
+        "| depth |       loss | acceptance | conditional acceptance | overlap |",
+        "+-------+------------+------------+------------------------+---------+",
+        f"| trunk | {losses['lm loss']:10.4f} |            |                        |         |",
     ]
-    reached = 1.0
-    for depth, (conditional, overlap) in enumerate(zip(rates.conditional, rates.overlap, strict=True), start=1):
-        reached *= conditional
-        lines.append(
-            f"| {depth:5d} | {losses[f'mtp_{depth} loss']:10.4f} | {reached:10.1%} | {conditional:17.1%} "
-            f"| {overlap:17.1%} |"
-        )
+    of_depths = zip(rates.from_start, rates.conditional, rates.overlap, strict=True)
+    for depth, (from_start, conditional, overlap) in enumerate(of_depths, start=1):
+        loss = losses[f"mtp_{depth} loss"]
+        lines.append(f"| {depth:5d} | {loss:10.4f} | {from_start:10.1%} | {conditional:22.1%} | {overlap:7.1%} |")
     lines += [lines[0], f"expected accepted length: {rates.length:.3f} tokens per target forward"]
     return "\n".join(lines)
 
@@ -275,8 +275,8 @@ def table(losses: dict[str, float], rates: AcceptanceRates | None) -> str:
 def _named(rates: AcceptanceRates | None) -> dict[str, float]:
     if rates is None:
         return {}
-    named = {f"mtp_{depth} acceptance": rate for depth, rate in enumerate(rates.conditional, start=1)}
-    named |= {f"mtp_{depth} overlap": rate for depth, rate in enumerate(rates.overlap, start=1)}
+    lists = {"acceptance": rates.from_start, "conditional acceptance": rates.conditional, "overlap": rates.overlap}
+    named = {f"mtp_{depth} {name}": rate for name, of in lists.items() for depth, rate in enumerate(of, start=1)}
     return {**named, "expected accepted length": rates.length}
 
 

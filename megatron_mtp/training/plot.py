@@ -1,6 +1,7 @@
 """The plot of a run: loss and acceptance by depth over training steps, from metrics.jsonl.
 
-Test data, on which a run is evaluated once in the end, is left out. Files of older runs call all data 'evaluation'.
+Test data, on which a run is evaluated once in the end, is left out. Files of older runs call all data 'evaluation', and
+have the conditional acceptance alone, under the name "acceptance": it is not drawn.
 """
 
 import json
@@ -25,10 +26,13 @@ def plot_metrics(source: Path, target: Path) -> None:
         for split, of_split in evaluations.items():
             _line(loss_axes, of_split, name, f"C{index}", marker="o", label=f"{name} ({split})")
     loss_axes.set(title="loss by depth", xlabel="step", ylabel="nats per token")
-    for index, name in enumerate(sorted({name for row in rows for name in row if name.endswith(" acceptance")})):
+    conditional = sorted({name for row in rows for name in row if name.endswith(" conditional acceptance")})
+    for index, given in enumerate(conditional):
+        name = given.replace("conditional ", "")
         for split, of_split in evaluations.items():
-            _line(acceptance_axes, of_split, name, f"C{index + 1}", marker="o", label=f"{name} ({split})")
-    acceptance_axes.set(title="acceptance by depth, given the earlier ones", xlabel="step", ylabel="rate", ylim=(0, 1))
+            known = [row for row in of_split if given in row]
+            _line(acceptance_axes, known, name, f"C{index + 1}", marker="o", label=f"{name} ({split})")
+    acceptance_axes.set(title="acceptance by depth", xlabel="step", ylabel="rate", ylim=(0, 1))
     for axes in (loss_axes, acceptance_axes):
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:

@@ -11,7 +11,6 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from operator import mul
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
@@ -70,7 +69,7 @@ def line_of(row: dict[str, Any], rates: AcceptanceRates | None, pace: Pace, widt
     """One line of a training row; parts that a terminal of this width has no room for are left out from the right."""
     parts = [f"step {pace.done}/{pace.steps}", *_losses(row)]
     if rates is not None:
-        parts.append("acceptance " + " ".join(f"{rate:.1%}" for rate in accumulate(rates.conditional, mul)))
+        parts.append("acceptance " + " ".join(f"{rate:.1%}" for rate in rates.from_start))
     if "step seconds" in row:
         seconds = row["step seconds"]
         left = timedelta(seconds=round(seconds * max(pace.steps - pace.done, 0)))

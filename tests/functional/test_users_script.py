@@ -42,5 +42,5 @@ def test_the_script_learns_what_ours_learns(processes: int, flags: str, tmp_path
     assert printed["theirs"].count("expected accepted length") == printed["ours"].count("expected accepted length") > 0
     losses = launch.learned(tmp_path / "ours")
     assert list(losses) == [1, 2, 3]
-    assert losses[1].keys() == {"lm loss", "mtp_1 loss", "mtp_2 loss"}
+    assert losses[1].keys() == {"lm loss", "mtp_1 loss", "mtp_2 loss", "learning rate", "grad norm"}
     assert launch.learned(tmp_path / "theirs") == losses

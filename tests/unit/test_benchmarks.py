@@ -167,14 +167,14 @@ def test_losses_compares_runs_that_have_finished(tmp_path: Path) -> None:
             "split": "validation",
             "lm loss": 2.0,
             "mtp_1 loss": 2.0,
-            "mtp_1 acceptance": rate,
+            "mtp_1 conditional acceptance": rate,
             "mtp_1 overlap": rate,
         }
         (tmp_path / "quick" / loss).mkdir(parents=True)
         rows = [{"iteration": 3, **row}, {"iteration": 3, "split": "training"}]
         (tmp_path / "quick" / loss / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     summary = summary_of("losses.py", "--checkpoint", str(tmp_path), "--run", str(tmp_path))
-    assert summary["results"]["points"]["kd"] == {"mtp_1 acceptance": 52.5, "mtp_1 overlap": 52.5}
+    assert summary["results"]["points"]["kd"] == {"mtp_1 conditional acceptance": 52.5, "mtp_1 overlap": 52.5}
     assert [(goal["value"], goal["met"]) for goal in summary["goals"]] == [(4.0, True), (4.0, True)]
 
 

@@ -1,17 +1,21 @@
 """A run's numbers reach the table, the file and the plot, each counted once."""
 
 import json
+import sys
 from argparse import Namespace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_mtp.training import cost
+from megatron_mtp.training import cost, run_record
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates
 from megatron_mtp.training.metrics import FILE, PLOT, Metrics, Step, table
+from megatron_mtp.training.run_record import write_run_record
 
 
 @pytest.fixture
@@ -70,7 +74,7 @@ def test_evaluation_adds_counts_before_it_divides(
     (row,) = rows(tmp_path)
     assert row["split"] == "validation"
     assert row["lm loss"] == 2.0
-    assert row["mtp_1 acceptance"] == pytest.approx(0.9)
+    assert row["mtp_1 acceptance"] == row["mtp_1 conditional acceptance"] == pytest.approx(0.9)
     assert row["expected accepted length"] == pytest.approx(1.9)
     assert "1.900 tokens per target forward" in capsys.readouterr().out
 
@@ -112,7 +116,7 @@ def test_evaluations_say_on_what_data_they_were(
     assert writer.names == {f"{name} {split}" for name in RATES for split in splits}
 
 
-RATES = ("mtp_1 acceptance", "mtp_1 overlap", "expected accepted length")
+RATES = ("mtp_1 acceptance", "mtp_1 conditional acceptance", "mtp_1 overlap", "expected accepted length")
 
 
 class Writer:
@@ -144,6 +148,36 @@ def test_training_rows_say_what_a_step_cost(args: Namespace, tmp_path: Path, mon
     assert "step seconds" not in evaluation
     assert metrics.evaluated is not None
     assert metrics.evaluated[0] == evaluation
+
+
+def record(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / run_record.FILE).read_text())
+
+
+def test_how_a_run_was_started_is_recorded(
+    args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", "--lr", "1e-3"])
+    args.lr, args.params_dtype = 1e-3, torch.bfloat16
+    write_run_record(tmp_path, args)
+    (start,) = record(tmp_path)["starts"]
+    assert start["command"] == ["train", "--lr", "1e-3"]
+    assert datetime.fromisoformat(start["date"]).utcoffset() is not None
+    assert set(start["versions"]) == {"megatron-mtp", "megatron-core", "torch"}
+    assert record(tmp_path)["arguments"] == {**vars(args), "params_dtype": "torch.bfloat16"}
+    args.iteration = 2
+    write_run_record(tmp_path, args)
+    assert [start["iteration"] for start in record(tmp_path)["starts"]] == [0, 2]
+    args.iteration = 0
+    write_run_record(tmp_path, args)
+    assert [start["iteration"] for start in record(tmp_path)["starts"]] == [0]
+    for damaged in ("", "[]", '{"starts": 3}', '{"starts": [9'):
+        args.iteration = 2
+        (tmp_path / run_record.FILE).write_text(damaged)
+        write_run_record(tmp_path, args)
+        assert len(record(tmp_path)["starts"]) == 1
+    write_run_record(tmp_path / "nowhere", args)
+    assert "cannot be written (No such file or directory); the run goes on without it" in capsys.readouterr().out
 
 
 def test_a_resumed_run_does_not_count_steps_twice(args: Namespace, tmp_path: Path) -> None:
@@ -180,7 +214,9 @@ def test_two_runs_in_one_process_do_not_see_each_other(args: Namespace, tmp_path
 def test_table_multiplies_the_conditional_rates() -> None:
     text = table(
         {"lm loss": 2.5, "mtp_1 loss": 3.0, "mtp_2 loss": 3.5},
-        AcceptanceRates(conditional=[0.8, 0.5], overlap=[0.7, 0.4], length=2.2),
+        AcceptanceRates(conditional=[0.8, 0.5], overlap=[0.7, 0.4]),
     )
-    assert "|     1 |     3.0000 |      80.0% |             80.0% |             70.0% |" in text
-    assert "|     2 |     3.5000 |      40.0% |             50.0% |             40.0% |" in text
+    assert "| depth |       loss | acceptance | conditional acceptance | overlap |" in text
+    assert "|     1 |     3.0000 |      80.0% |                  80.0% |   70.0% |" in text
+    assert "|     2 |     3.5000 |      40.0% |                  50.0% |   40.0% |" in text
+    assert "2.200 tokens per target forward" in text

@@ -19,6 +19,7 @@ from megatron_mtp.model.sharing import embedding_ranks
 from megatron_mtp.training.arguments import fail, parse_checked_args, set_machine_flags
 from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.forward_step import ForwardStep
+from megatron_mtp.training.loading import loads_checked
 from megatron_mtp.training.metrics import Metrics
 
 
@@ -52,7 +53,7 @@ def train(config: PretrainConfigContainer, datasets_provider: Any, **pretrain_ar
     metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir))
     pretrain_arguments.setdefault("get_embedding_ranks", get_embedding_ranks)
     try:
-        with _evaluations_told(metrics):
+        with _evaluations_told(metrics), loads_checked():
             pretrain(
                 config,
                 datasets_provider,

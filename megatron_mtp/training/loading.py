@@ -1,0 +1,169 @@
+"""What a run is to load: looked at before a model is built, and said in one sentence where Megatron cannot load it.
+
+Megatron starts from random weights where there is nothing to load, and ends with status 0 where it cannot read what is
+there.
+"""
+
+import logging
+import sys
+import zipfile
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from megatron.training import get_args, training
+from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
+
+from megatron_mtp.checkpoint.dist_store import CATALOGUE, DistReader
+from megatron_mtp.checkpoint.integrity import READ_ERRORS, read_errors, reason
+from megatron_mtp.checkpoint.mcore_store import FORMAT, RELEASE, named_iteration, repair_tracker
+from megatron_mtp.platform.unpickling import read_catalogue
+
+FLAGS = {"load": "--load", "pretrained_checkpoint": "--pretrained-checkpoint"}
+OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
+"""Formats without `metadata.json`; Megatron reads them by --ckpt-format."""
+REMEDIES = {
+    "OptimizerParamScheduler: class input value": "give --override-opt-param-scheduler for the schedule of this run",
+    "not in state dict": "give the flags that it was trained with, or --no-load-optim if only its optimizer is another",
+}
+"""What to do, by a part of what Megatron says."""
+
+logger = logging.getLogger(__name__)
+
+
+def check_load(args: Namespace) -> None:
+    """Whether what --load and --pretrained-checkpoint name is there and whole; puts right an empty tracker.
+
+    Raises:
+        ValueError: it is not, or there is nothing to load although a flag needs something.
+    """
+    _repair(args)
+    named = {name: Path(getattr(args, name)) for name in FLAGS if getattr(args, name) is not None}
+    found = next((name for name, folder in named.items() if checkpoint_exists(folder)), None)
+    if found is None and args.ckpt_step is not None and "load" in named:
+        found = "load"  # Megatron needs no tracker then
+    if found is not None:
+        _check_checkpoint(args, FLAGS[found], named[found])
+    elif "pretrained_checkpoint" in named:
+        _refuse(FLAGS["pretrained_checkpoint"], named["pretrained_checkpoint"])
+    elif "load" in named and not _starts_anew(args, named["load"]):
+        _refuse(FLAGS["load"], named["load"])
+    elif args.mtp_init is not None:
+        raise ValueError(
+            f"--mtp-init is {args.mtp_init}, which makes the depths that a checkpoint lacks, but no checkpoint is "
+            "loaded; name one with --load or --pretrained-checkpoint, or leave the flag out."
+        )
+
+
+def _repair(args: Namespace) -> None:
+    if args.load is not None and (iteration := repair_tracker(Path(args.load))) is not None and args.rank == 0:
+        print(
+            f"> a save to {args.load} was cut short; going on from iteration {iteration}, its newest whole one",
+            flush=True,
+        )
+
+
+def _refuse(flag: str, folder: Path) -> NoReturn:
+    try:
+        named_iteration(folder)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+    raise AssertionError(f"{folder} has a tracker")
+
+
+def _starts_anew(args: Namespace, folder: Path) -> bool:
+    """Whether the run loads what it saves itself, and has not saved yet."""
+    if args.non_persistent_ckpt_type is not None:
+        return True  # Megatron looks elsewhere first
+    is_free = folder.is_dir() or not (folder.exists() or folder.is_symlink())
+    is_own = args.save is not None and folder.resolve() == Path(args.save).resolve()
+    return is_free and is_own and not (args.skip_train or args.exit_on_missing_checkpoint)
+
+
+def _check_checkpoint(args: Namespace, flag: str, folder: Path) -> None:
+    try:
+        iteration = named_iteration(folder, args.ckpt_step)
+        if any(iteration.glob("mp_rank_*")):
+            _check_older(iteration)
+        elif args.ckpt_format in OTHER_FORMATS and not (iteration / FORMAT).exists():
+            read_catalogue(iteration)
+        else:
+            DistReader(iteration).common()
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
+def _check_older(iteration: Path) -> None:
+    """A file a rank: what Megatron reads of the first before a model is built."""
+    files = sorted(iteration.glob("mp_rank_*/model_optim_rng.pt"))
+    if not files:
+        raise ValueError(f"{iteration} has no file mp_rank_*/model_optim_rng.pt; give another checkpoint.")
+    with read_errors(f"{files[0]} cannot be loaded"):
+        torch.load(files[0], map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(files[0]))
+
+
+@contextmanager
+def loads_checked() -> Iterator[None]:
+    """Let Megatron's load end the program with one sentence and status 2 where it fails, on every rank."""
+    load = training.load_checkpoint
+
+    def checked(*arguments: Any, **settings: Any) -> Any:
+        args = get_args()
+        name = next((name for name in FLAGS if checkpoint_exists(getattr(args, name))), "load")
+        where = f"{FLAGS[name]} {getattr(args, name)} cannot be loaded"
+        try:
+            _check_optimizer(args, name)
+            return load(*arguments, **settings)
+        except SystemExit as ended:
+            _end(f"{where}; Megatron says why above." if not ended.code else f"{where}: status {ended.code}.")
+        except READ_ERRORS as error:
+            logger.debug("Megatron could not load", exc_info=True)
+            said = reason(error)
+            remedy = next((f"; {what}" for part, what in REMEDIES.items() if part in said), "")
+            _end(f"{where}: {said}{remedy}.")
+
+    training.load_checkpoint = checked
+    try:
+        yield
+    finally:
+        training.load_checkpoint = load
+
+
+def _check_optimizer(args: Namespace, name: str) -> None:
+    """Whether the optimizer's state is of the kind that the run has.
+
+    Raises:
+        ValueError: it is not, and would be loaded.
+    """
+    folder = Path(get_load_checkpoint_path_by_args(args, name))
+    if args.finetune or args.no_load_optim or folder.name == RELEASE or not (folder / CATALOGUE).exists():
+        return
+    if not (folder / FORMAT).exists():
+        return
+    stored = DistReader(folder).common()["args"]
+    was = getattr(stored, "use_distributed_optimizer", None)
+    if was is None or getattr(stored, "no_save_optim", False) or bool(was) == args.use_distributed_optimizer:
+        return
+    theirs, own = ("a distributed", "a plain") if was else ("a plain", "a distributed")
+    change = "give --use-distributed-optimizer" if was else "leave out --use-distributed-optimizer"
+    raise ValueError(
+        f"it holds the state of {theirs} optimizer, and this run has {own} one; {change}, or start with a new state "
+        "(--no-load-optim)"
+    )
+
+
+def _end(sentence: str) -> NoReturn:
+    """Ranks find faults in files of their own: the first that ends says what is wrong, and the launcher ends all."""
+    if _speaks_first():
+        print(f"{Path(sys.argv[0]).name}: error: {sentence}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def _speaks_first() -> bool:
+    if torch.distributed.get_world_size() == 1:
+        return True
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return bool(store.add("megatron_mtp/load failed", 1) == 1)

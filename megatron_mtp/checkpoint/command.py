@@ -126,7 +126,7 @@ def drop(args: argparse.Namespace) -> dict[str, Any]:
 def look(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.inspecting import inspect
 
-    return inspect(args.source)
+    return inspect(args.source, args.check)
 
 
 def prove(args: argparse.Namespace) -> dict[str, Any]:
@@ -262,6 +262,10 @@ def _export_flags(command: argparse.ArgumentParser) -> None:
     add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to put into the folder (default: the run's own)")
 
 
+def _inspect_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--check", action="store_true", help="compare all of a checkpoint with its checksums")
+
+
 def _trust_flag(command: argparse.ArgumentParser) -> None:
     command.add_argument("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
 
@@ -277,6 +281,7 @@ _OWN_FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "attach-mtp": _attach_flags,
     "drop-mtp": _drop_flags,
     "hf-to-mcore": _import_flags,
+    "inspect": _inspect_flags,
     "mcore-to-hf": _export_flags,
     "verify": _verify_flags,
 }

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.dist_store import RELEASE, Chunk, DistReader, write_catalogue, write_chunk
+from megatron_mtp.checkpoint.dist_store import Chunk, DistReader, write_catalogue, write_chunk
 from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.hf_config import HFConfig, read_json
 from megatron_mtp.checkpoint.importing import HF_FILES, ORIGIN, Converted, Options, read_chunk
-from megatron_mtp.checkpoint.mcore_store import TRACKER
+from megatron_mtp.checkpoint.mcore_store import RELEASE, TRACKER
 from megatron_mtp.checkpoint.streaming import PartialFolder, run_parts
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 from megatron_mtp.model.random_weights import RandomWeights

@@ -1,8 +1,7 @@
 """Tensors of a Megatron distributed checkpoint (torch_dist), read and written piece by piece, without a model.
 
 The folder of an iteration holds `.metadata` (a catalogue of all tensors' chunks), `*.distcp` (the chunks, each as
-`torch.save` writes it), and `metadata.json`, which names the format. The catalogue is a pickle: here only the classes
-that a catalogue consists of are made from it.
+`torch.save` writes it), and `metadata.json`, which names the format.
 """
 
 import io
@@ -30,68 +29,54 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_mtp.checkpoint.mcore_store import TRACKER
+from megatron_mtp.checkpoint.integrity import check_files, read_errors
+from megatron_mtp.checkpoint.mcore_store import FORMAT, named_iteration
 from megatron_mtp.checkpoint.rules import Shape
+from megatron_mtp.checkpoint.streaming import synced
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.platform.checksums import Summed, are_wanted, check_entry
+from megatron_mtp.platform.unpickling import CATALOGUE, read_catalogue, seal
 
-CATALOGUE = ".metadata"
-FORMAT = "metadata.json"
 COMMON = "common_state/shard_0_1"
 """Megatron's key for everything that is no tensor."""
 _KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj)\.weight")
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\..+")
-RELEASE = "release"
-"""Megatron's name for weights that no run has saved: loaded without optimizer, counting from iteration 0."""
-_CATALOGUE_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-        torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2))},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},
-}  # fmt: skip
 
 
 def iteration_folder(folder: Path) -> Path:
     """The folder of tensors inside a checkpoint folder, or the folder itself if it is one.
 
     Raises:
-        ValueError: there is no distributed checkpoint.
+        ValueError: there is no distributed checkpoint, or it is not whole.
     """
-    if (folder / CATALOGUE).is_file():
-        return folder
-    tracker = folder / TRACKER
-    said = tracker.read_text().strip() if tracker.is_file() else ""
-    inner = folder / (f"iter_{int(said):07d}" if said.isdigit() else RELEASE)
-    if said and (inner / CATALOGUE).is_file():
-        return inner
-    raise ValueError(
-        f"{folder} is no Megatron distributed checkpoint; give a folder with a {TRACKER} and an iteration that was "
-        "saved with --ckpt-format torch_dist (Megatron's default)."
-    )
+    inner = folder if any((folder / name).is_file() for name in (CATALOGUE, FORMAT)) else named_iteration(folder)
+    if any(inner.glob("mp_rank_*")):
+        raise ValueError(
+            f"{inner} has Megatron's older format, a file a rank; load it with megatron-mtp train, and save it with "
+            "--ckpt-format torch_dist."
+        )
+    try:
+        said = json.loads((inner / FORMAT).read_bytes())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{inner / FORMAT} is missing, which is written last: the save was cut short, or is not of --ckpt-format "
+            "torch_dist; give another checkpoint."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{inner / FORMAT} cannot be read ({error}); give another checkpoint.") from None
+    if not isinstance(said, dict) or said.get("sharded_backend") != "torch_dist":
+        raise ValueError(f"{inner / FORMAT} does not name the format torch_dist; give another checkpoint.")
+    return inner
 
 
 def stored_draft_vocabulary(folder: Path) -> Tensor | None:
     """The tokens [N] that the depths of the checkpoint in an iteration's folder draft; None where they draft all, or
     the checkpoint is no distributed one."""
-    if not (folder / CATALOGUE).is_file():
+    if not (folder / FORMAT).is_file():
         return None
     reader = DistReader(folder)
     return reader.read(DRAFT_VOCABULARY) if reader.holds(DRAFT_VOCABULARY) else None
-
-
-class _CatalogueReader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _CATALOGUE_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 class DistReader:
@@ -103,18 +88,16 @@ class DistReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = iteration_folder(folder)
-        try:
-            with open(self.folder / CATALOGUE, "rb") as stream:
-                catalogue = _CatalogueReader(stream).load()
-            self._where: dict[MetadataIndex, _StorageInfo] = catalogue.storage_data
-            self._tensors = {
-                key: value
-                for key, value in catalogue.state_dict_metadata.items()
-                if isinstance(value, TensorStorageMetadata)
-            }
-            self._chunks = {(key, tuple(c.offsets)): c for key, entry in self._tensors.items() for c in entry.chunks}
-        except Exception as error:
-            raise ValueError(f"{self.folder / CATALOGUE} is no catalogue of a checkpoint: {error}.") from None
+        catalogue = read_catalogue(self.folder)
+        check_files(self.folder, catalogue.storage_data)
+        self._where: dict[MetadataIndex, _StorageInfo] = catalogue.storage_data
+        self._checked: set[tuple[str, int]] = set()  # entries that have their checksums
+        self._tensors = {
+            key: value
+            for key, value in catalogue.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        self._chunks = {(key, tuple(c.offsets)): c for key, entry in self._tensors.items() for c in entry.chunks}
         self._layers = {layer: key for key in self._tensors for layer in self._layers_of(key)}
 
     @property
@@ -183,14 +166,12 @@ class DistReader:
         """
         register_safe_globals()
         legacy = self.folder / "common.pt"
-        try:
+        with read_errors(f"{self.folder} lacks Megatron's arguments"):
             if legacy.is_file():
                 state = torch.load(legacy, map_location="cpu", weights_only=True)
             else:
                 loaded = self._load(MetadataIndex(COMMON), COMMON)
                 state = (torch.load(loaded, weights_only=True) if isinstance(loaded, io.BytesIO) else loaded)[0]
-        except (ValueError, KeyError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise ValueError(f"{self.folder} lacks Megatron's arguments: {str(error)[:200]}.") from None
         if not isinstance(state, dict) or not isinstance(state.get("args"), Namespace):
             raise ValueError(f"{self.folder} lacks Megatron's arguments; give a checkpoint that Megatron saved.")
         return state
@@ -205,13 +186,16 @@ class DistReader:
         info = self._where.get(index)
         if info is None:
             raise ValueError(f"{self.folder / CATALOGUE} does not say where '{key}' is; the checkpoint is damaged.")
-        file = self.folder / Path(info.relative_path).name
-        try:
-            with open(file, "rb") as stream:
-                part = _create_file_view(stream, info.offset, info.length)  # read in place: memory for one copy
-                return torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise ValueError(f"{file} does not hold '{key}' whole ({str(error).splitlines()[0][:100]}).") from None
+        file = self.folder / info.relative_path
+        with read_errors(f"{file} does not hold '{key}' whole"), open(file, "rb") as stream:
+            self._check(stream, info)
+            part = _create_file_view(stream, info.offset, info.length)  # read in place: memory for one copy
+            return torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
+
+    def _check(self, stream: IO[bytes], info: _StorageInfo) -> None:
+        if are_wanted() and (info.relative_path, info.offset) not in self._checked:
+            check_entry(stream, info, str(self.folder / info.relative_path))
+            self._checked.add((info.relative_path, info.offset))
 
 
 def _overlap(start: Shape, sizes: Shape, offset: Shape, shape: Shape) -> tuple[Shape, Shape] | None:
@@ -235,6 +219,7 @@ class Chunk:
     file: str
     start: int
     length: int
+    crc32: int
 
 
 def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Shape, tensor: Tensor) -> Chunk:
@@ -243,18 +228,18 @@ def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Sh
     Raises:
         OSError: the file cannot grow.
     """
-    start = stream.tell()
+    start, summed = stream.tell(), Summed(stream)
     own = tensor.contiguous()
     if own.untyped_storage().nbytes() != own.numel() * own.element_size():
         own = own.clone()  # torch.save would write the whole storage of a view
     try:
-        torch.save(own, stream)
+        torch.save(own, cast(IO[bytes], summed))
     except RuntimeError as error:  # torch closes its archive all the same, and complains of that alone
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
     dtype = str(own.dtype).removeprefix("torch.")
-    return Chunk(key, whole, offset, tuple(own.shape), dtype, file, start, stream.tell() - start)
+    return Chunk(key, whole, offset, tuple(own.shape), dtype, file, start, stream.tell() - start, summed.crc32)
 
 
 def _kernel_states(tensors: dict[str, Any]) -> list[str]:
@@ -280,16 +265,28 @@ def write_catalogue(folder: Path, chunks: Iterable[Chunk], common: dict[str, Any
         properties = TensorProperties(dtype=getattr(torch, chunk.dtype))
         entry = tensors.setdefault(chunk.key, TensorStorageMetadata(properties, torch.Size(chunk.whole), []))
         entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)))
-        where[MetadataIndex(chunk.key, chunk.offset)] = _StorageInfo(chunk.file, chunk.start, chunk.length)
+        where[MetadataIndex(chunk.key, chunk.offset)] = _place(chunk.file, chunk.start, chunk.length, chunk.crc32)
     file = "__common_0.distcp"
     with open(folder / file, "wb") as stream:
-        torch.save([common], stream)
-        end = stream.tell()
-        torch.save([None], stream)  # once for all kernels
-        places = {COMMON: _StorageInfo(file, 0, end)}
-        places |= dict.fromkeys(_kernel_states(tensors), _StorageInfo(file, end, stream.tell() - end))
+        places = {COMMON: _write_object(stream, file, [common])}
+        places |= dict.fromkeys(_kernel_states(tensors), _write_object(stream, file, [None]))  # once for all kernels
+        synced(stream)
     for name, place in places.items():
         tensors[name], where[MetadataIndex(name)] = BytesStorageMetadata(), place
     with open(folder / CATALOGUE, "wb") as stream:
         pickle.dump(Metadata(tensors, storage_data=where, storage_meta=StorageMeta()), stream)
+        synced(stream)
+    seal(folder)
     (folder / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+
+
+def _write_object(stream: IO[bytes], file: str, held: list[Any]) -> _StorageInfo:
+    start, summed = stream.tell(), Summed(stream)
+    torch.save(held, cast(IO[bytes], summed))
+    return _place(file, start, stream.tell() - start, summed.crc32)
+
+
+def _place(file: str, start: int, length: int, crc32: int) -> _StorageInfo:
+    place = _StorageInfo(file, start, length)
+    place.crc32 = crc32  # type: ignore[attr-defined]
+    return place

@@ -10,11 +10,11 @@ from typing import IO, Any
 
 import torch
 
-from megatron_mtp.checkpoint.dist_store import RELEASE, Chunk, write_catalogue, write_chunk
+from megatron_mtp.checkpoint.dist_store import Chunk, write_catalogue, write_chunk
 from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.hf_config import CONFIG
 from megatron_mtp.checkpoint.hf_shards import HFFolder
-from megatron_mtp.checkpoint.mcore_store import TRACKER
+from megatron_mtp.checkpoint.mcore_store import RELEASE, TRACKER
 from megatron_mtp.checkpoint.plan import HFModel, parts_of
 from megatron_mtp.checkpoint.rules import Rule
 from megatron_mtp.checkpoint.streaming import Budget, PartialFolder, default_workers, run_parts

@@ -5,23 +5,31 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.checkpoint.dist_store import DistReader
+from megatron_mtp.checkpoint.dist_store import DistReader, iteration_folder
 from megatron_mtp.checkpoint.hf_config import CONFIG
 from megatron_mtp.checkpoint.hf_kinds import check_kind
 from megatron_mtp.checkpoint.importing import origin
+from megatron_mtp.checkpoint.integrity import check_entries
 from megatron_mtp.checkpoint.megatron_args import flags_of
 from megatron_mtp.checkpoint.plan import HFModel, stored_layout
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 
-def inspect(folder: Path) -> dict[str, Any]:
+def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
     """Facts by name.
+
+    Args:
+        check: read a checkpoint as a whole, and compare its entries with their checksums.
 
     Raises:
         ValueError: it is neither of the two, or is damaged.
     """
     check_kind(folder)
-    return _hf(folder) if (folder / CONFIG).is_file() else _megatron(folder)
+    if not (folder / CONFIG).is_file():
+        return _megatron(folder) | (check_entries(iteration_folder(folder)) if check else {})
+    if check:
+        raise ValueError(f"--check was given, but {folder} is a Hugging Face folder, whose files have no checksums.")
+    return _hf(folder)
 
 
 def _hf(folder: Path) -> dict[str, Any]:

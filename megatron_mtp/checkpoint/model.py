@@ -15,6 +15,7 @@ from megatron.training.arguments import validate_args
 from torch import Tensor
 
 from megatron_mtp.checkpoint.dist_store import DistReader, stored_draft_vocabulary
+from megatron_mtp.checkpoint.integrity import read_errors
 from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS, parse_flags
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
@@ -55,7 +56,8 @@ def fill(model: MTPGPTModel, reader: DistReader, parts: tuple[str, ...] = ("",))
     every = model.sharded_state_dict(metadata=metadata)
     entries: dict[str, Any] = {"model": {name: every[name] for name in every if name.startswith(parts)}}
     _drop_extra_states(entries["model"])
-    loaded = dist_checkpointing.load(entries, str(reader.folder))
+    with read_errors(f"{reader.folder} cannot be loaded"):
+        loaded = dist_checkpointing.load(entries, str(reader.folder))
     model.load_state_dict(loaded["model"], strict=False)
 
 

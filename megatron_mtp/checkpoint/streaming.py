@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tqdm import tqdm
 
@@ -84,8 +84,16 @@ def _planned(folder: Path) -> str | None:
 
 def _write_whole(path: Path, text: str) -> None:
     beside = path.with_name(f"{path.name}.new")
-    beside.write_text(text)
+    with open(beside, "w") as stream:
+        stream.write(text)
+        synced(stream)
     beside.replace(path)
+
+
+def synced(stream: IO[Any]) -> None:
+    """Return when what was written is on the disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
 
 
 IN_FLIGHT = 2**28

@@ -21,9 +21,11 @@ def prepare() -> bool:
         # On a machine without a GPU nobody misses these kernels, and every import says that they are not there.
         warnings.filterwarnings("ignore", message="(?i).*(apex|transformer.engine).*", category=UserWarning)
         cpu.install()
-    from megatron_mtp.platform import frozen_stages, saving, torch_adam, wheel
+    from megatron_mtp.platform import checksums, frozen_stages, saving, torch_adam, unpickling, wheel
 
     wheel.install()
+    unpickling.install()
+    checksums.install()
     saving.install(on_cpu)
     torch_adam.install()
     frozen_stages.install()

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from megatron_mtp.platform.checksums import CHECKSUMS
+
 PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process gets when the one that started it is gone (prctl(2))."""
 
@@ -37,11 +39,19 @@ def _save(sharded_state_dict: Any, checkpoint_dir: str, *rest: Any, **settings: 
     from megatron.core.dist_checkpointing.serialization import save
 
     from megatron_mtp.platform.frozen_stages import with_optimizer
+    from megatron_mtp.platform.unpickling import seal
 
-    if torch.distributed.get_rank() == 0:
-        Path(checkpoint_dir, "metadata.json").unlink(missing_ok=True)
+    folder, is_first = Path(checkpoint_dir), torch.distributed.get_rank() == 0
+    if is_first:
+        for name in ("metadata.json", CHECKSUMS):
+            (folder / name).unlink(missing_ok=True)
     torch.distributed.barrier()
-    return save(with_optimizer(sharded_state_dict), checkpoint_dir, *rest, **settings)
+    request = save(with_optimizer(sharded_state_dict), checkpoint_dir, *rest, **settings)
+    if is_first and request is None:
+        seal(folder)
+    elif is_first:
+        request.finalize_fns.append(partial(seal, folder))
+    return request
 
 
 def _results_queue(owner: Any, on_cpu: bool, mp_mode: str = "spawn") -> Any:

@@ -17,18 +17,20 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_mtp.checkpoint.dist_store import CATALOGUE, DistReader
-from megatron_mtp.checkpoint.mcore_store import absent_layers, repair_tracker
+from megatron_mtp.checkpoint.dist_store import DistReader
+from megatron_mtp.checkpoint.mcore_store import absent_layers
 from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.model.trunk import MTPGPTModelConfig
 from megatron_mtp.platform.kernels import fuses_weight_gradients, transformer_engine_works
+from megatron_mtp.platform.unpickling import CATALOGUE
 from megatron_mtp.training.chat import check_chat_files
 from megatron_mtp.training.console import say
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
 from megatron_mtp.training.flag_checks import check_ranges, check_relations
 from megatron_mtp.training.flags import add_mtp_arguments
+from megatron_mtp.training.loading import check_load
 from megatron_mtp.training.refusals import megatrons_refusals
 
 CPU_FLAGS = (
@@ -91,8 +93,7 @@ def parse_run_args(
     check_ranges(given)
     if not given.use_checkpoint_args:
         check_flags(given)
-    if given.load is not None and (iteration := repair_tracker(Path(given.load))) is not None and given.rank == 0:
-        say(f"> a save to {given.load} was cut short; going on from iteration {iteration}, its newest whole one")
+    check_load(given)
     stored = checkpoint_arguments(given)
 
     def add_stored_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -88,12 +88,21 @@ def _refusing(name: str, function: Function) -> Function:
 PHASES: dict[str, tuple[tuple[type[Exception], ...], str]] = {
     "initialize_megatron": (REFUSALS, "Megatron refuses these flags"),
     "setup_model_and_optimizer": (REFUSALS, "Megatron refuses these flags"),
-    "load_checkpoint": ((Exception,), "--load {load} cannot be loaded into this model"),
+    "load_checkpoint": ((Exception,), "the checkpoint of --load {load} cannot be loaded into this model"),
     "build_train_valid_test_data_iterators": ((Exception,), "the data sets cannot be built"),
     "save_checkpoint": ((Exception,), "no checkpoint can be saved to --save {save}"),
 }
 """Functions of Megatron's training loop, what they raise over input, and how the sentence on it begins, with {} for a
 flag's value."""
+
+
+ADVICE = {
+    "OptimizerParamScheduler": "Give the schedule of the run that saved it, or --override-opt-param-scheduler to take "
+    "that of the flags.",
+    "not in state dict": "Give the flags that it was trained with,"
+    " or --no-load-optim where only its optimizer differs.",
+}
+"""What to do, by a part of Megatron's message."""
 
 
 @contextmanager
@@ -114,11 +123,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _advice(error: BaseException) -> str:
-    if "OptimizerParamScheduler" in str(error):
-        return (
-            " Give the schedule of the run that saved it, or --override-opt-param-scheduler to take that of the flags."
-        )
-    return ""
+    return next((f" {advice}" for part, advice in ADVICE.items() if part in str(error)), "")
 
 
 def last_words() -> str:

@@ -1,0 +1,127 @@
+"""Checksums (CRC-32) of what distributed checkpoints hold, made while they are written and compared when they are read.
+
+An entry of a `.distcp` file has its checksum in the catalogue, as one more attribute of the record that says where the
+entry is: the two cannot part, each rank checks what it reads, and loaders that do not know the attribute ignore it. The
+catalogue's own checksum is in `checksums.json`, with the name of the save, so that a checkpoint which another program
+saves again in its place is not taken for a damaged one. Checkpoints without checksums load as ever.
+"""
+
+import functools
+import json
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+CHECKSUMS = "checksums.json"
+SWITCH = "MEGATRON_MTP_CHECKSUMS"
+"""Environment variable: 0 loads without comparing checksums."""
+PIECE = 2**22
+"""Bytes that are read at a time."""
+
+
+class DamagedError(ValueError):
+    """Bytes that do not have their checksum; says so in one sentence."""
+
+
+class Summed:
+    """A stream that is written to, and the checksum of what was written."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self.crc32 = stream, 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return self._stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def crc32_of(stream: IO[bytes], offset: int, length: int) -> int | None:
+    """The checksum of some bytes of a file; None where it ends before them."""
+    stream.seek(offset)
+    buffer, checksum = memoryview(bytearray(min(length, PIECE))), 0
+    while length:
+        count = stream.readinto(buffer[: min(length, PIECE)])  # type: ignore[attr-defined]
+        if not count:
+            return None
+        checksum = zlib.crc32(buffer[:count], checksum)
+        length -= count
+    return checksum
+
+
+def are_wanted() -> bool:
+    """Whether loads compare checksums."""
+    return os.environ.get(SWITCH) != "0"
+
+
+def check_entry(stream: IO[bytes], place: Any, file: str) -> None:
+    """Compare an entry with its checksum, if it has one.
+
+    Args:
+        place: torch's record of where it is.
+
+    Raises:
+        DamagedError: they differ.
+    """
+    said = getattr(place, "crc32", None)
+    if said is not None and crc32_of(stream, place.offset, place.length) != said:
+        raise DamagedError(
+            f"{file} is damaged: {place.length} bytes from {place.offset} on do not have the checksum that they were "
+            f"saved with; load another iteration, or fetch the file again ({SWITCH}=0 loads it as it is)."
+        )
+
+
+def seal_catalogue(folder: Path, content: bytes, save_id: str | None) -> None:
+    """Write the checksum of a catalogue, beside it."""
+    (folder / CHECKSUMS).write_text(json.dumps({"save_id": save_id, "catalogue": zlib.crc32(content)}) + "\n")
+
+
+def catalogue_differs(folder: Path, content: bytes, save_id: str | None) -> bool:
+    """Whether `checksums.json` is of this save, and says that its catalogue was another."""
+    try:
+        record = json.loads((folder / CHECKSUMS).read_text())
+        return bool(record["save_id"] == save_id and record["catalogue"] != zlib.crc32(content))
+    except (OSError, ValueError, TypeError, KeyError):  # none, or one that a kill or a full disk has cut short
+        return False
+
+
+def install() -> None:
+    """Make checksums in every save of this process and of its forks, and compare them in every load."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if not hasattr(filesystem._write_item, "__wrapped__"):
+        filesystem._write_item = _with_checksum(filesystem._write_item)
+        FileSystemReader._slice_file = _checked(FileSystemReader._slice_file)  # type: ignore[method-assign]
+    filesystem_async._write_item = filesystem._write_item
+
+
+def _with_checksum(write_item: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's function that writes an entry; Megatron looks at its signature."""
+
+    @functools.wraps(write_item)
+    def write(transforms: Any, stream: IO[bytes], *rest: Any, **settings: Any) -> Any:
+        summed = Summed(stream)
+        result = write_item(transforms, summed, *rest, **settings)
+        result.storage_data.crc32 = summed.crc32
+        return result
+
+    return write
+
+
+def _checked(slice_file: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's method that opens an entry; a reader checks each once, however many parts of it are wanted."""
+
+    @functools.wraps(slice_file)
+    def checked(reader: Any, file: IO[bytes], place: Any) -> Any:
+        seen = reader.__dict__.setdefault("megatron_mtp_checked", set())
+        if are_wanted() and (place.relative_path, place.offset) not in seen:
+            check_entry(file, place, str(getattr(file, "name", place.relative_path)))
+            seen.add((place.relative_path, place.offset))
+        return slice_file(reader, file, place)
+
+    return checked

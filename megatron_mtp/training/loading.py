@@ -1,0 +1,131 @@
+"""What a run is to load: looked at before a model is built, and said in one sentence where Megatron cannot load it.
+
+Megatron starts from random weights where there is nothing to load, and ends with status 0 where it cannot read what is
+there.
+"""
+
+import zipfile
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from megatron.training import get_args
+from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
+
+from megatron_mtp.checkpoint.dist_store import DistReader
+from megatron_mtp.checkpoint.integrity import read_errors
+from megatron_mtp.checkpoint.mcore_store import FORMAT, RELEASE, named_iteration, repair_tracker
+from megatron_mtp.platform.unpickling import CATALOGUE, read_catalogue
+from megatron_mtp.training.console import say
+from megatron_mtp.training.hooks import Function, wrapped
+
+FLAGS = {"load": "--load", "pretrained_checkpoint": "--pretrained-checkpoint"}
+OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
+"""Formats without `metadata.json`; Megatron reads them by --ckpt-format."""
+
+
+def check_load(args: Namespace) -> None:
+    """Whether what --load and --pretrained-checkpoint name is there and whole; puts right an empty tracker.
+
+    Raises:
+        ValueError: it is not, or there is nothing to load although a flag needs something.
+    """
+    _repair(args)
+    named = {name: Path(getattr(args, name)) for name in FLAGS if getattr(args, name) is not None}
+    found = next((name for name, folder in named.items() if checkpoint_exists(folder)), None)
+    if found is None and args.ckpt_step is not None and "load" in named:
+        found = "load"  # Megatron needs no tracker then
+    if found is not None:
+        _check_checkpoint(args, FLAGS[found], named[found])
+    elif "pretrained_checkpoint" in named:
+        _refuse(FLAGS["pretrained_checkpoint"], named["pretrained_checkpoint"])
+    elif "load" in named and not _starts_anew(args, named["load"]):
+        _refuse(FLAGS["load"], named["load"])
+    elif args.mtp_init is not None:
+        raise ValueError(
+            f"--mtp-init is {args.mtp_init}, which makes the depths that a checkpoint lacks, but no checkpoint is "
+            "loaded; name one with --load or --pretrained-checkpoint, or leave the flag out."
+        )
+
+
+def _repair(args: Namespace) -> None:
+    if args.load is not None and (iteration := repair_tracker(Path(args.load))) is not None and args.rank == 0:
+        say(f"> a save to {args.load} was cut short; going on from iteration {iteration}, its newest whole one")
+
+
+def _refuse(flag: str, folder: Path) -> NoReturn:
+    try:
+        named_iteration(folder)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+    raise AssertionError(f"{folder} has a tracker")
+
+
+def _starts_anew(args: Namespace, folder: Path) -> bool:
+    """Whether the run loads what it saves itself, and has not saved yet."""
+    if args.non_persistent_ckpt_type is not None:
+        return True  # Megatron looks elsewhere first
+    is_free = folder.is_dir() or not (folder.exists() or folder.is_symlink())
+    is_own = args.save is not None and folder.resolve() == Path(args.save).resolve()
+    return is_free and is_own and not (args.skip_train or args.exit_on_missing_checkpoint)
+
+
+def _check_checkpoint(args: Namespace, flag: str, folder: Path) -> None:
+    try:
+        iteration = named_iteration(folder, args.ckpt_step)
+        if any(iteration.glob("mp_rank_*")):
+            _check_older(iteration)
+        elif args.ckpt_format in OTHER_FORMATS and not (iteration / FORMAT).exists():
+            read_catalogue(iteration)
+        else:
+            DistReader(iteration).common()
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
+def _check_older(iteration: Path) -> None:
+    """A file a rank: what Megatron reads of the first before a model is built."""
+    files = sorted(iteration.glob("mp_rank_*/model_optim_rng.pt"))
+    if not files:
+        raise ValueError(f"{iteration} has no file mp_rank_*/model_optim_rng.pt; give another checkpoint.")
+    with read_errors(f"{files[0]} cannot be loaded"):
+        torch.load(files[0], map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(files[0]))
+
+
+@contextmanager
+def optimizer_checked() -> Iterator[None]:
+    """Let Megatron's load refuse the state of another kind of optimizer, over which it fails without saying so."""
+    with wrapped({"load_checkpoint": _with_optimizer_checked}):
+        yield
+
+
+def _with_optimizer_checked(load: Function) -> Function:
+    def checked(*arguments: Any, **settings: Any) -> Any:
+        _check_optimizer(get_args())
+        return load(*arguments, **settings)
+
+    return checked
+
+
+def _check_optimizer(args: Namespace) -> None:
+    name = next((name for name in FLAGS if checkpoint_exists(getattr(args, name))), None)
+    if name is None:
+        return
+    folder = Path(get_load_checkpoint_path_by_args(args, name))
+    if args.finetune or args.no_load_optim or folder.name == RELEASE or not (folder / CATALOGUE).exists():
+        return
+    if not (folder / FORMAT).exists():
+        return
+    stored = DistReader(folder).common()["args"]
+    was = getattr(stored, "use_distributed_optimizer", None)
+    if was is None or getattr(stored, "no_save_optim", False) or bool(was) == args.use_distributed_optimizer:
+        return
+    theirs, own = ("a distributed", "a plain") if was else ("a plain", "a distributed")
+    change = "give --use-distributed-optimizer" if was else "leave out --use-distributed-optimizer"
+    raise ValueError(
+        f"{FLAGS[name]} {folder} holds the state of {theirs} optimizer, and this run has {own} one; {change}, or start "
+        "with a new state (--no-load-optim)."
+    )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mtp.checkpoint.hub import local_folder
+from megatron_mtp.errors import Parser, status_of
 from megatron_mtp.platform import prepare
 
 EXAMPLES = """examples:
@@ -48,16 +49,18 @@ SHARD = "5GB"
 def main(argv: Sequence[str] | None = None, program: str = "convert.py") -> int:
     """Run the command (None: sys.argv), which speaks as `program`; return its exit status."""
     args = parse_args(argv, program)
+    advice = "the same command with --resume goes on" if "resume" in args else ""
+    return status_of(program, lambda: convert(args), advice=advice)
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Run the command and print what was done: 0, or 1 where `verify` finds a difference."""
     quieten()
     started = time.monotonic()
     try:
         result = COMMANDS[args.command](args)
-    except (ValueError, OSError) as error:
-        print(f"{program}: error: {sentence(error, args)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command with --resume goes on", file=sys.stderr)
-        return 130
+    except OSError as error:
+        raise ValueError(sentence(error, args)) from error
     result["seconds"] = round(time.monotonic() - started, 2)
     print(json.dumps(result) if args.json else text_of(result), flush=True)
     if not result.get("ok", True):
@@ -75,10 +78,8 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def sentence(error: ValueError | OSError, args: argparse.Namespace) -> str:
-    """One sentence; the operating system's errors name the file and what to do."""
-    if isinstance(error, ValueError):
-        return str(error)
+def sentence(error: OSError, args: argparse.Namespace) -> str:
+    """The operating system's error, with the file and what to do."""
     what = error.filename or getattr(args, "target", "")
     if error.errno == errno.ENOSPC:
         return f"no space is left for {what}; free some, and go on with --resume."
@@ -196,11 +197,11 @@ def parse_args(argv: Sequence[str] | None, program: str) -> argparse.Namespace:
     return parser(program).parse_args(argv)
 
 
-def parser(program: str) -> argparse.ArgumentParser:
+def parser(program: str) -> Parser:
     """All commands and flags."""
     form = argparse.RawDescriptionHelpFormatter
     description = (__doc__ or "").split("\n")[0]
-    made = argparse.ArgumentParser(program, description=description, epilog=EXAMPLES, formatter_class=form)
+    made = Parser(program, description=description, epilog=EXAMPLES, formatter_class=form)
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (line, target) in HELP.items():
         command = commands.add_parser(name, help=line, description=line, epilog=EXAMPLES, formatter_class=form)

@@ -8,12 +8,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_mtp.checkpoint.hub import local_folder
+from megatron_mtp.errors import Parser, sentences
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -32,12 +33,10 @@ the same command goes on where an earlier one has stopped.
 def main(arguments: list[str], program: str) -> int:
     """Take all steps, or the one that --only names; the exit status is that of the step that failed, or 0."""
     args, args.more = parser(program).parse_known_args(arguments)
-    try:
+    with sentences(program):
         args.model = local_folder(args.model)
-    except ValueError as error:
-        return _refuse(program, str(error))
-    if not (args.model / "config.json").is_file():
-        return _refuse(program, f"{args.model} has no config.json; give the folder of a Hugging Face model.")
+        if not (args.model / "config.json").is_file():
+            raise ValueError(f"{args.model} has no config.json; give the folder of a Hugging Face model.")
     if args.only is not None:
         return _in_this_process(STEPS[args.only], args)
     for step in STEPS.values():
@@ -51,9 +50,9 @@ def main(arguments: list[str], program: str) -> int:
     return 0
 
 
-def parser(program: str) -> ArgumentParser:
+def parser(program: str) -> Parser:
     """The flags that `train` does not have."""
-    made = ArgumentParser(
+    made = Parser(
         program,
         description="Give a Hugging Face model MTP depths that draft for it: attached, trained on a frozen trunk, "
         "measured before and after, exported. Flags of `megatron-mtp train` may follow.",
@@ -84,11 +83,6 @@ def parser(program: str) -> ArgumentParser:
     )
     add("--only", choices=STEPS, help="take this step alone, in this process; for launchers of clusters")
     return made
-
-
-def _refuse(program: str, sentence: str) -> int:
-    print(f"{program}: error: {sentence}", file=sys.stderr)
-    return 2
 
 
 def _in_this_process(step: "Step", args: Namespace) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import shtab
 
 from megatron_mtp.command.line import VERBS
+from megatron_mtp.errors import Parser
 from megatron_mtp.platform import prepare
 
 SHELLS = ("bash", "zsh")
@@ -29,7 +30,7 @@ def main(arguments: list[str], program: str) -> int:
 
 def parser(program: str) -> ArgumentParser:
     """The shell alone."""
-    made = ArgumentParser(
+    made = Parser(
         program,
         description="Print a script that completes verbs and flags; write it to where the shell looks for such.",
         epilog=EXAMPLES,

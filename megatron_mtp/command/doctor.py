@@ -8,7 +8,7 @@ import importlib.util
 import json
 import platform
 import shutil
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ from types import ModuleType
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from megatron_mtp.errors import Parser
 
 DISTRIBUTION = "megatron-mtp"
 
@@ -57,9 +59,9 @@ def main(arguments: list[str], program: str) -> int:
     return 0 if can_train else 1
 
 
-def parser(program: str) -> ArgumentParser:
+def parser(program: str) -> Parser:
     """All flags."""
-    made = ArgumentParser(
+    made = Parser(
         program,
         description="What this machine has, what it costs that something is missing, and whether training can run.",
         epilog=EXAMPLES,

@@ -6,11 +6,12 @@ It is `train` with `--skip-train` and what that needs; every flag of `train` may
 import json
 import os
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from megatron_mtp.errors import Parser, sentences
 from megatron_mtp.platform import prepare
 from megatron_mtp.training.console import quiet
 from megatron_mtp.training.flags import parse_run
@@ -20,6 +21,11 @@ DEFAULTS = (
     "--train-iters 1 --eval-interval 1 --eval-iters 16 --no-create-attention-mask-in-dataloader"
 )
 """What `train` needs to evaluate and do nothing else."""
+
+OTHER_DATA = (
+    "--mock-data --train-data-path --valid-data-path --test-data-path --data-args-path --per-split-data-args-path"
+).split()
+"""Flags of `train` that name data in place of `--data-path`."""
 
 EXAMPLES = f"""examples:
   # the whole of some files or folders, with the tokenizer of the training
@@ -58,13 +64,10 @@ def _evaluate(
     args: Namespace, given: Namespace, rest: list[str], on_cpu: bool, program: str
 ) -> tuple[dict[str, Any], str] | None:
     """The row and the table of the evaluation, on the rank that has them."""
-    from megatron_mtp.training.arguments import fail
-
     with TemporaryDirectory(prefix="megatron-mtp-") as folder:
-        try:
+        with sentences(program):
+            _check(args, rest)
             flags = _data_flags(args, Path(folder))
-        except (ValueError, RuntimeError) as error:
-            fail(program, ValueError(error))
         from megatron_mtp.training.run import main as train
         from megatron_mtp.training.run import with_file
 
@@ -72,9 +75,9 @@ def _evaluate(
         return train(argv, on_cpu, shows_tables=False).evaluated
 
 
-def parser(program: str) -> ArgumentParser:
+def parser(program: str) -> Parser:
     """The flags that `train` does not have."""
-    made = ArgumentParser(
+    made = Parser(
         program,
         description="Losses, acceptance by depth and expected accepted length of a checkpoint on a text.",
         epilog=EXAMPLES,
@@ -83,10 +86,26 @@ def parser(program: str) -> ArgumentParser:
     )
     add = made.add_argument
     add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to, or a converted one")
-    add("--text", nargs="+", metavar="PATH", help="files or folders to evaluate on, whole (or give --data-path)")
+    data = made.add_mutually_exclusive_group()
+    data.add_argument("--text", nargs="+", metavar="PATH", help="files or folders to evaluate on, whole")
+    data.add_argument(
+        "--data-path", nargs="+", metavar="PREFIX", help="a corpus that preprocess has made, as for train"
+    )
+    add("--eval-iters", type=int, metavar="N", help="batches; default: 16, and of --text as many as it has")
     add("--tokenizer-model", metavar="FOLDER", help="Hugging Face tokenizer folder; default: the one of the training")
     add("--json", action="store_true", help="print one JSON object, under the names of metrics.jsonl")
     return made
+
+
+def _check(args: Namespace, rest: list[str]) -> None:
+    """Raises ValueError where there is nothing to evaluate on."""
+    if args.eval_iters is not None and args.eval_iters < 1:
+        raise ValueError(f"--eval-iters is {args.eval_iters}; give 1 or more.")
+    others = [word for word in rest if word.split("=")[0] in OTHER_DATA]
+    if args.text is None and args.data_path is None and not others:
+        raise ValueError("there is no data to evaluate on; give --text or --data-path.")
+    if args.text is not None and others:
+        raise ValueError(f"--text and {others[0]} were given; drop one of the two.")
 
 
 def _data_flags(args: Namespace, folder: Path) -> list[str]:
@@ -97,6 +116,10 @@ def _data_flags(args: Namespace, folder: Path) -> list[str]:
     chosen = [] if args.tokenizer_model is None else _tokenizer_flags(args.tokenizer_model)
     if not chosen and stored.tokenizer_type == "NullTokenizer" and stored.vocab_size is not None:
         chosen = ["--vocab-size", str(stored.vocab_size)]  # which Megatron does not take from a checkpoint
+    if args.eval_iters is not None:
+        chosen += ["--eval-iters", str(args.eval_iters)]
+    if args.data_path is not None:
+        chosen += ["--data-path", *args.data_path]
     if args.text is None:
         return chosen
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -115,7 +138,7 @@ def _data_flags(args: Namespace, folder: Path) -> list[str]:
             f"--text has {tokens} tokens, and the model's sequences have {stored.seq_length}; give more text."
         )
     samples = (tokens - 1) // stored.seq_length
-    return [*chosen, "--data-path", str(folder / "corpus"), "--eval-iters", str(samples)]
+    return ["--eval-iters", str(samples), *chosen, "--data-path", str(folder / "corpus")]
 
 
 def _tokenizer_flags(folder: str) -> list[str]:

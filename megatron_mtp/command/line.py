@@ -6,11 +6,12 @@ the platform prepared.
 
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_mtp import __version__
+from megatron_mtp.errors import Parser, sentences
 
 PROGRAM = "megatron-mtp"
 
@@ -37,14 +38,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(verb: str, program: str, arguments: list[str]) -> int:
-    """The exit status of a verb that is called `program`."""
-    return VERBS[verb].run(program, arguments)
+    """The exit status of a verb that speaks as `program`; its mistakes, Ctrl-C and a closed pipe end it quietly."""
+    with sentences(program, mistakes=()):  # a verb knows itself which of its errors are the user's mistakes
+        return VERBS[verb].run(program, arguments)
 
 
-def parser() -> ArgumentParser:
+def parser() -> Parser:
     """The verb alone; what follows belongs to the verb's own parser."""
     verbs = "\n".join(f"  {name:<12}{verb.line}" for name, verb in VERBS.items())
-    made = ArgumentParser(
+    made = Parser(
         PROGRAM,
         usage=f"{PROGRAM} VERB ...",
         description=f"Multi-Token Prediction for GPT models trained with Megatron-Core.\n\nverbs:\n{verbs}",

@@ -10,8 +10,8 @@ offsets, D int64 bounds, and in multimodal data S int8 modes.
 
 import hashlib
 import json
+import math
 import os
-import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +59,9 @@ def check_weights(data_path: Sequence[str]) -> None:
             f"--data-path: in '{' '.join(data_path)}' some datasets have a weight and some have none; "
             "write WEIGHT PREFIX for each of them, or prefixes alone."
         )
+    for value in data_path[::2] if len(data_path) % 2 == 0 and all(weights) else ():
+        if not 0 < float(value) < math.inf:
+            raise ValueError(f"--data-path: {value} is no weight of a dataset; give a number above 0.")
 
 
 def check_data_prefixes(prefixes: Sequence[str], vocab_size: int) -> None:
@@ -77,13 +80,29 @@ def check_data_prefixes(prefixes: Sequence[str], vocab_size: int) -> None:
             _check_ids(prefix, index, vocab_size)
 
 
+def split_weights(split: str) -> list[float]:
+    """The weights of `--split`, such as 90,10,0; Megatron would pick numbers out of anything.
+
+    Raises:
+        ValueError: it is not up to three weights of which one is above 0.
+    """
+    words = split.split(",")
+    weights = [float(word) for word in words if _is_number(word)]
+    whole = len(weights) == len(words) <= len(PARTS) and all(0 <= weight < math.inf for weight in weights)
+    if not whole or not any(weights):
+        raise ValueError(
+            f"--split is '{split}'; give the weights of training, validation and test data, such as 90,10,0."
+        )
+    return weights
+
+
 def check_split(prefixes: Sequence[str], split: str) -> None:
     """Check that every part of `--split` has text; Megatron would look for some in an empty one forever.
 
     Raises:
         ValueError: at the first dataset with too few sequences for a part.
     """
-    weights = np.array([float(weight) for weight in re.findall(r"[.0-9]+", split)])  # as Megatron reads it
+    weights = np.array(split_weights(split))
     ends = weights.cumsum() / weights.sum()
     for prefix in prefixes:
         if "://" in prefix:
@@ -191,6 +210,16 @@ def read_index(prefix: str) -> Index:
     if size not in (expected, expected + sequences):
         raise ValueError(f"--data-path: '{path}' has {size} bytes where {expected} belong: it was cut off; {REBUILD}.")
     lengths = np.fromfile(path, dtype=np.int32, count=sequences, offset=HEADER.size)
+    starts = np.fromfile(path, dtype=np.int64, count=sequences, offset=HEADER.size + sequences * 4)
+    ends = lengths.cumsum(dtype=np.int64) * np.dtype(TOKEN_DTYPES[code]).itemsize
+    documents = np.fromfile(path, dtype=np.int64, count=bounds, offset=HEADER.size + sequences * (4 + 8))
+    are_in_order = (lengths >= 0).all() and (documents[:-1] <= documents[1:]).all()
+    if (
+        not are_in_order
+        or not (starts[1:] == ends[:-1]).all()
+        or not ((documents >= 0) & (documents <= sequences)).all()
+    ):
+        raise ValueError(f"--data-path: '{path}' is damaged: its sequences do not follow each other; {REBUILD}.")
     return Index(TOKEN_DTYPES[code], max(bounds - 1, 0), int(lengths.sum(dtype=np.int64)), sequences)
 
 

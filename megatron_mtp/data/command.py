@@ -4,8 +4,8 @@ The command line of this room: reads the flags, calls it, prints one line per st
 """
 
 import argparse
+import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +15,7 @@ from megatron_mtp.data.checks import read_sidecar
 from megatron_mtp.data.corpus import write_corpus
 from megatron_mtp.data.documents import Document, choose_documents, find_files, list_documents, read_document
 from megatron_mtp.data.tokenizer import SMALLEST_VOCAB, TOKENIZER_FILES, Encoder, train_bpe
+from megatron_mtp.errors import Parser, status_of
 
 EXAMPLES = """examples:
   # every .txt, .md, .py and .jsonl file of a folder; trains a tokenizer of 8192 entries (data/corpus-tokenizer)
@@ -43,20 +44,15 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess.py") -> i
     Returns its exit status: 0 done or already done, 2 for a mistake in the flags or the input.
     """
     args = parser(program).parse_args(argv)
-    try:
-        preprocess(args)
-    except (ValueError, RuntimeError) as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return status_of(program, lambda: preprocess(args))
 
 
-def preprocess(args: argparse.Namespace) -> None:
-    """Find, tokenise, write; raises ValueError for a user's mistake and RuntimeError for a dead worker."""
+def preprocess(args: argparse.Namespace) -> int:
+    """Find, tokenise, write; raises ValueError for a user's mistake and for a dead worker."""
     _check_flags(args)
     settings = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SETTINGS}
     if not args.overwrite and _is_done(args.output_prefix, settings):
-        return
+        return 0
     documents = list_documents(find_files(args.input, args.include))
     total = sum(document.size for document in documents)
     documents = choose_documents(documents, _bytes(args.max_mb), args.seed, args.shuffle)
@@ -77,11 +73,12 @@ def preprocess(args: argparse.Namespace) -> None:
         print(
             f"note: Megatron ends documents at the eos_token of {folder}/tokenizer_config.json; see that it is the same"
         )
+    return 0
 
 
-def parser(program: str) -> argparse.ArgumentParser:
+def parser(program: str) -> Parser:
     """All flags."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         program,
         description=__doc__.split("\n")[0] if __doc__ else None,
         epilog=EXAMPLES,
@@ -127,10 +124,14 @@ def parser(program: str) -> argparse.ArgumentParser:
 def _check_flags(args: argparse.Namespace) -> None:
     if args.workers < 1:
         raise ValueError(f"--workers: {args.workers} processes cannot work; give 1 or more.")
-    if args.max_mb is not None and args.max_mb <= 0:
+    if args.max_mb is not None and not 0 < args.max_mb < math.inf:
         raise ValueError(f"--max-mb: {args.max_mb} MB leaves nothing; give a number above 0 or leave the flag out.")
-    if not args.tokenizer and args.vocab_size < SMALLEST_VOCAB:
-        raise ValueError(f"--vocab-size: {args.vocab_size} is too small; give {SMALLEST_VOCAB} or more.")
+    if not args.output_prefix:
+        raise ValueError("--output-prefix is empty; name the files to write, without their endings.")
+    if not args.tokenizer and not SMALLEST_VOCAB <= args.vocab_size <= TRAINING_BYTES:
+        raise ValueError(
+            f"--vocab-size: {args.vocab_size} is too small or too large; give {SMALLEST_VOCAB} to {TRAINING_BYTES}."
+        )
     if args.tokenizer and args.tokenizer_output:
         raise ValueError(
             f"--tokenizer-output: '{args.tokenizer_output}' would stay empty, since --tokenizer '{args.tokenizer}' "

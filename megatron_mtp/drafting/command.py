@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import sys
 import time
 from argparse import Namespace
@@ -18,7 +17,7 @@ from megatron_mtp.drafting.api import Generated, check_prompts, generate, make_m
 from megatron_mtp.drafting.config import SpeculativeConfig, parse_config
 from megatron_mtp.drafting.energy import Meter
 from megatron_mtp.drafting.flags import parser
-from megatron_mtp.drafting.load import load_checkpoint
+from megatron_mtp.drafting.load import Loaded, load_checkpoint
 from megatron_mtp.drafting.loop import Emit, Limits
 from megatron_mtp.drafting.record import Record, make_folder
 from megatron_mtp.drafting.report import Cost, merged, summary, table
@@ -26,6 +25,7 @@ from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.text import Stream, cutter, own_output, quoted, read_prompts
 from megatron_mtp.drafting.types import Draft
+from megatron_mtp.errors import sentences
 from megatron_mtp.platform import cpu
 
 if TYPE_CHECKING:
@@ -45,12 +45,8 @@ def main(argv: list[str]) -> None:
     args = parser(program).parse_args(argv[1:])
     logging.getLogger("megatron").setLevel(logging.ERROR)  # its warnings would stand in the text
     answer = own_output() if args.json else sys.stdout
-    try:
+    with sentences(program):
         run(args, answer)
-    except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{program}: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
 
 
 def run(args: Namespace, answer: TextIO) -> None:
@@ -62,6 +58,8 @@ def run(args: Namespace, answer: TextIO) -> None:
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     loaded = load_checkpoint(args.load, dtype=dtype, flag="--load")
     tokenizer = _tokenizer(args.tokenizer or loaded.tokenizer)
+    if args.tokenizer is not None:
+        _check_vocabulary(args.tokenizer, loaded)
     prompts = read_prompts(args.prompt, args.prompt_file, args.prompt_ids, tokenizer)
     if not -(2**63) <= args.seed <= 2**63 - len(prompts):
         raise ValueError(f"--seed is {args.seed}, which 64 bits do not hold for every prompt; give a smaller one.")
@@ -208,6 +206,18 @@ def _tokenizer(folder: str | Path | None) -> "PreTrainedTokenizerBase | None":
     from megatron_mtp.data.tokenizer import load_tokenizer
 
     return load_tokenizer(folder)
+
+
+def _check_vocabulary(folder: str, loaded: Loaded) -> None:
+    """Ids mean other tokens in a tokenizer of another size; without the one of the training, only a bound is known."""
+    from megatron_mtp.data.tokenizer import Encoder
+
+    entries, trained = Encoder.from_folder(folder).vocab_size, loaded.runner.vocab_size
+    if entries > trained or (loaded.tokenizer is not None and entries != trained):
+        raise ValueError(
+            f"--tokenizer is {folder} with {entries} entries, but the model was trained with {trained}; give the "
+            "tokenizer of the training."
+        )
 
 
 def _limits(args: Namespace, tokenizer: "PreTrainedTokenizerBase | None") -> Limits:

@@ -1,9 +1,10 @@
 """The flags of `megatron-mtp generate`, for a parser that must not wait for torch."""
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
 from megatron_mtp.drafting.config import METHODS, VERIFIER_NAMES
+from megatron_mtp.errors import Parser
 
 DTYPES = ("float32", "bfloat16")
 
@@ -26,9 +27,9 @@ docs/drafting.md says what each does.
 """
 
 
-def parser(program: str) -> ArgumentParser:
+def parser(program: str) -> Parser:
     """All flags."""
-    made = ArgumentParser(
+    made = Parser(
         program,
         description="Generate text with a trained checkpoint, plainly or drafting several tokens per forward.",
         epilog=EXAMPLES,

@@ -28,6 +28,8 @@ def read_prompts(
     texts = [*texts, *([] if file is None else _texts_of(Path(file)))]
     if texts and tokenizer is None:
         raise ValueError("the checkpoint names no tokenizer for the prompt's text; give --tokenizer or --prompt-ids.")
+    for text in texts:
+        _check_text(text)
     prompts = [tokenizer(text, add_special_tokens=False).input_ids for text in texts] if tokenizer is not None else []
     prompts += [_ids_of(one) for one in ids]
     if not prompts:
@@ -35,6 +37,17 @@ def read_prompts(
     if not all(prompts):
         raise ValueError("a prompt is empty; give at least one token.")
     return prompts
+
+
+def _check_text(text: str) -> None:
+    """Bytes of the command line that are no UTF-8, and half surrogate pairs of JSON, are no text for a tokenizer."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = ascii(text[error.start : error.end])
+        raise ValueError(
+            f"a prompt holds {shown} at letter {error.start + 1}, which is no UTF-8; take it out."
+        ) from error
 
 
 def _texts_of(file: Path) -> list[str]:

@@ -23,11 +23,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron.training import get_args  # noqa: E402
 from megatron.training.config import PretrainConfigContainer  # noqa: E402
 
+from megatron_mtp.errors import sentences  # noqa: E402
 from megatron_mtp.model.trunk import MTPGPTModelBuilder, MTPGPTModelConfig  # noqa: E402
 from megatron_mtp.training.arguments import (  # noqa: E402
     ArgumentsProvider,
     checked_model_config,
-    fail,
     parse_run_args,
 )
 from megatron_mtp.training.datasets import datasets_provider  # noqa: E402
@@ -51,10 +51,8 @@ def parse_and_validate_args(
     A flag with a value that is not allowed ends the program with one sentence and exit status 2.
     """
     fit_to_machine(sys.argv, ON_CPU)
-    try:
+    with sentences(Path(sys.argv[0]).name):
         return parse_run_args(extra_args_provider, args_defaults)
-    except ValueError as error:
-        fail(Path(sys.argv[0]).name, error)
 
 
 def gpt_config_from_args(
@@ -68,10 +66,8 @@ def gpt_config_from_args(
     """
     if not issubclass(model_config_cls, MTPGPTModelConfig):
         raise TypeError(f"model_config_cls is {model_config_cls.__name__}; give a subclass of MTPGPTModelConfig.")
-    try:
+    with sentences(Path(sys.argv[0]).name):
         return checked_model_config(args, config=config, model_config_cls=model_config_cls)
-    except ValueError as error:
-        fail(Path(sys.argv[0]).name, error)
 
 
 def pretrain(

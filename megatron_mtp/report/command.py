@@ -1,9 +1,9 @@
 """`megatron-mtp report RUN_DIR ...`: the folders of runs in, one HTML page out."""
 
-import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
+from megatron_mtp.errors import Parser, status_of
 from megatron_mtp.report.page import page, write_page
 from megatron_mtp.report.runs import read_runs
 
@@ -26,19 +26,20 @@ EXAMPLES = """examples:
 def main(arguments: list[str], program: str) -> int:
     """Write the page; bad input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
+    return status_of(program, lambda: write(args))
+
+
+def write(args: Namespace) -> int:
+    """Write the page and say where; ValueError for runs that cannot be read."""
     target = args.output or args.runs[0] / PAGE
-    try:
-        write_page(page(read_runs(args.runs)), target)
-    except ValueError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        return 2
+    write_page(page(read_runs(args.runs)), target)
     print(target)
     return 0
 
 
-def parser(program: str) -> ArgumentParser:
+def parser(program: str) -> Parser:
     """All flags."""
-    made = ArgumentParser(
+    made = Parser(
         program,
         description="One self-contained HTML page of runs: losses, acceptance by depth, what steps cost, drafts.",
         epilog=EXAMPLES,

@@ -13,6 +13,9 @@ DRAFTS = "drafts.json"
 SPLIT = re.compile("training|evaluation|(validation|test)(-.+)?")
 """What a row is of; of several sets of data each has its name."""
 
+LARGEST = 2**63
+"""Of whole numbers in a file: steps, bytes, token ids."""
+
 Row = dict[str, Any]
 
 
@@ -77,7 +80,7 @@ def _rows(folder: Path) -> list[Row]:
 def _row(file: Path, number: int, line: str) -> Row:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also of a number with thousands of digits
         row = None
     if not isinstance(row, dict) or not _is_row(row):
         raise ValueError(f"{file} is damaged in line {number}; take the line out, or let the run go on, which does.")
@@ -86,8 +89,18 @@ def _row(file: Path, number: int, line: str) -> Row:
 
 def _is_row(row: Row) -> bool:
     figures = [value for key, value in row.items() if key != "split"]
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in figures)
-    return numbers and isinstance(row.get("iteration"), int) and SPLIT.fullmatch(str(row.get("split"))) is not None
+    return (
+        all(map(_is_number, figures))
+        and isinstance(row.get("iteration"), int)
+        and SPLIT.fullmatch(str(row.get("split"))) is not None
+    )
+
+
+def _is_number(value: object) -> bool:
+    """Of a size that a chart can show; JSON can spell whole numbers of any size."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, float) or abs(value) <= LARGEST
 
 
 def _drafts(file: Path) -> dict[str, Any] | None:
@@ -96,7 +109,7 @@ def _drafts(file: Path) -> dict[str, Any] | None:
     try:
         drafts = json.loads(_text(file))
         check_drafts(drafts)
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{file} is damaged ({error}); take it away, or write it again with generate --record."
         ) from error
@@ -112,7 +125,7 @@ def check_drafts(drafts: dict[str, Any]) -> None:
     for text in drafts["texts"]:
         _check_ids(text["prompt"])
         for step in text["steps"]:
-            _check_ids(step["emitted"])
+            _check_ids([*step["emitted"], step["accepted"]])
             _check_ids([token for token in step["drafted"] if token is not None])
             _check_tree(step["parents"], len(step["drafted"]))
             if not 0 <= step["accepted"] <= len(step["emitted"]):
@@ -126,8 +139,8 @@ def _check_tree(parents: list[int], nodes: int) -> None:
 
 
 def _check_ids(ids: list[int]) -> None:
-    if not all(isinstance(token, int) for token in ids):
-        raise TypeError("token ids are no whole numbers")
+    if not all(isinstance(token, int) and abs(token) <= LARGEST for token in ids):
+        raise TypeError("token ids are no whole numbers of a usual size")
 
 
 def _text(file: Path) -> str:

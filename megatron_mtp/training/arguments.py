@@ -5,13 +5,11 @@ Every check raises ValueError with one sentence that names the flag, the value a
 
 import math
 import os
-import sys
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
@@ -22,13 +20,15 @@ from megatron_mtp.checkpoint.dist_store import CATALOGUE, DistReader
 from megatron_mtp.checkpoint.mcore_store import absent_layers, repair_tracker
 from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights
+from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.model.trunk import MTPGPTModelConfig
 from megatron_mtp.platform.kernels import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.training.chat import check_chat_files
 from megatron_mtp.training.console import say
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
+from megatron_mtp.training.flag_checks import check_ranges, check_relations
 from megatron_mtp.training.flags import add_mtp_arguments
+from megatron_mtp.training.refusals import megatrons_refusals
 
 CPU_FLAGS = (
     "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-persist-layer-norm "
@@ -44,9 +44,6 @@ NO_APEX_FLAG = "--no-gradient-accumulation-fusion"
 
 ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 """Megatron's `extra_args_provider`: takes its parser, and returns it with flags added."""
-
-SPOKEN_AFTER = 20.0
-"""Seconds that other ranks leave the first rank to say what is wrong."""
 
 
 def mtp_config_from_args(args: Namespace) -> MTPConfig:
@@ -88,7 +85,9 @@ def parse_run_args(
     def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         return add_mtp_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
 
-    given = parse_args(add_arguments)
+    with megatrons_refusals():
+        given = parse_args(add_arguments)
+    check_ranges(given)
     if not given.use_checkpoint_args:
         check_flags(given)
     if given.load is not None and (iteration := repair_tracker(Path(given.load))) is not None and given.rank == 0:
@@ -100,7 +99,8 @@ def parse_run_args(
         parser.set_defaults(**stored)
         return parser
 
-    args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
+    with megatrons_refusals():
+        args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
     if args.use_checkpoint_args:
         check_flags(args)  # only now are they known
     return args
@@ -112,7 +112,8 @@ def checked_model_config(args: Namespace, **gpt_config: Any) -> MTPGPTModelConfi
     Raises:
         ValueError: the checkpoint to load lacks depths, and no flag says how to make them; or it has other ones.
     """
-    model_config = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **gpt_config})
+    with megatrons_refusals():
+        model_config = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **gpt_config})
     model_config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
     model_config.mtp = mtp_config_from_args(args)
     model_config.absent_mtp_layers = check_checkpoint(args, model_config.mtp)
@@ -143,6 +144,8 @@ def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
 def check_flags(args: Namespace) -> None:
     """What can be said of the flags alone."""
     settings = mtp_config_from_args(args)
+    if args.split is not None:
+        split_weights(args.split)
     if args.eval_interval is None:
         raise ValueError(
             "--eval-interval is missing; give the number of steps between evaluations (more than --train-iters for "
@@ -160,7 +163,8 @@ def check_flags(args: Namespace) -> None:
             "--logits-load-dir was given, but training on a teacher's stored logits is left to Megatron's own script; "
             "drop the flag, or use that script."
         )
-    _check_metrics_folder(settings.mtp_metrics_dir)
+    _check_folder("--mtp-metrics-dir", settings.mtp_metrics_dir)
+    _check_folder("--save", args.save)
     _check_sequences(args)
     if args.mtp_num_layers is not None:
         _check_depths(args, settings)
@@ -168,15 +172,17 @@ def check_flags(args: Namespace) -> None:
         raise ValueError("--mtp-train-only was given without --mtp-num-layers; say how many depths to train.")
     elif settings.mtp_draft_vocab_size is not None or settings.mtp_draft_vocab_file is not None:
         raise ValueError("a draft vocabulary was given without --mtp-num-layers; say how many depths draft from it.")
+    check_relations(args)
 
 
-def _check_metrics_folder(named: str | None) -> None:
+def _check_folder(flag: str, named: str | None) -> None:
     """It is made when there is something to write, which must not be when it turns out that it cannot."""
-    if named is None:
+    if named is None or "://" in named:
         return
-    there = next(path for path in (Path(named), *Path(named).absolute().parents) if path.exists())
+    there = next(path for path in (Path(named), *Path(named).absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise ValueError(f"--mtp-metrics-dir is {named}, but {there} is a file; name a folder.")
+        kind = "a link to nowhere" if there.is_symlink() else "a file"
+        raise ValueError(f"{flag} is {named}, but {there} is {kind}; name a folder.")
 
 
 def _check_sequences(args: Namespace) -> None:
@@ -248,6 +254,8 @@ def check_data(args: Namespace) -> None:
             "--data-path is missing; give the prefix of a .bin/.idx pair (megatron-mtp preprocess makes one), or "
             "--mock-data."
         )
+    if args.skip_train and args.data_path is not None and not any(split_weights(args.split)[1:]):
+        raise ValueError(f"--split is {args.split}, which leaves nothing to evaluate on; give 0,1,0.")
     check_data_prefixes(prefixes, args.padded_vocab_size)
     if args.data_path is not None and args.split is not None:
         check_split(prefixes, args.split)
@@ -274,12 +282,3 @@ def _prefixes(args: Namespace) -> list[str]:
     blend, per_split = get_blend_and_blend_per_split(args)
     blends = [blend] if blend is not None else list(per_split or [])
     return [prefix for one in blends if one is not None for prefix in one[0]]
-
-
-def fail(program: str, error: ValueError) -> NoReturn:
-    """One sentence, from the first rank alone, and the exit status that argparse has for bad input."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(SPOKEN_AFTER)  # torchrun ends all ranks over the first that ends, which may not have spoken by then
-    sys.exit(2)

@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from megatron_mtp.errors import INTERRUPTED, REFUSED, UNREAD
+
 SHOWN_AT_FAILURE = 20
 """Lines of the listing."""
 
@@ -122,7 +124,7 @@ def quiet(verbose: bool = False, notes: TextIO | None = None) -> Iterator[TextIO
             try:
                 yield terminal
             except SystemExit as end:
-                if end.code not in (None, 0, 2):  # 2: a sentence has said what is wrong
+                if end.code not in (None, 0, REFUSED, INTERRUPTED, UNREAD):  # a sentence has said what is wrong
                     _show_end(listing)
                 raise
             except Exception:

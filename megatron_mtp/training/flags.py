@@ -3,8 +3,10 @@
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import fields
+from types import MethodType
 
 from megatron_mtp.config import MTPConfig
+from megatron_mtp.errors import Parser
 
 DESCRIPTION = """Pretrain a GPT with MTP depths on Megatron's training loop.
 
@@ -42,6 +44,7 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Megatron's `extra_args_provider`: one flag for every field of `MTPConfig`."""
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
+    parser.error = MethodType(Parser.error, parser)  # type: ignore[method-assign]  # Megatron's usage is 900 lines
     _repair_help(parser)
     group = parser.add_argument_group("multi-token prediction (megatron-mtp)")
     for field in fields(MTPConfig):
@@ -79,7 +82,7 @@ def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 def help_parser(program: str) -> ArgumentParser:
     """What `--help` shows: our flags, and a word on Megatron's."""
-    made = ArgumentParser(program, usage=f"{program} [flags]", description=DESCRIPTION)
+    made = Parser(program, usage=f"{program} [flags]", description=DESCRIPTION)
     return add_mtp_arguments(add_run_arguments(made))
 
 
@@ -87,7 +90,7 @@ def parse_run(program: str, arguments: Sequence[str]) -> tuple[Namespace, list[s
     """The flags of the run, and the rest for Megatron's parser; `--help` ends here, before Megatron is imported."""
     if {"-h", "--help"} & set(arguments):
         help_parser(program).parse_args(["--help"])
-    parser = ArgumentParser(program, add_help=False, allow_abbrev=False)
+    parser = Parser(program, add_help=False, allow_abbrev=False)
     return add_run_arguments(parser).parse_known_args(arguments)
 
 

@@ -28,6 +28,7 @@ from megatron_mtp.losses.schedule import depth_weights, kept_slots, scaling_fact
 from megatron_mtp.platform.zigzag import slots_of_ranks
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
+from megatron_mtp.training.refusals import refusal_of_diverged
 
 SPIKE = 10
 """`--check-for-spiky-loss` calls a loss spiky that is this many times the largest seen."""
@@ -245,7 +246,8 @@ def _validate(loss: Tensor) -> None:
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for rejects, message in ((torch.isnan, "found NaN in the loss"), (torch.isinf, "found Inf in the loss")):
-            machine.validate_result(result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=True)
+            with refusal_of_diverged(args):
+                machine.validate_result(result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=True)
     if args.check_for_spiky_loss:
         machine.validate_result(
             result=loss,

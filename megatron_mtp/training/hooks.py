@@ -5,6 +5,7 @@ The loop has no callbacks for it, and looks its own functions up by name in its 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from megatron.training import get_args, training
@@ -26,9 +27,16 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None
     }
     if shows_checkpoints:
         wrappers["save_checkpoint_and_time"] = _saves
+    with wrapped({name: partial(wrapper, metrics=metrics) for name, wrapper in wrappers.items()}):
+        yield
+
+
+@contextmanager
+def wrapped(wrappers: dict[str, Callable[[Function], Function]]) -> Iterator[None]:
+    """While this lasts, functions of Megatron's `training` module are what the wrappers of their names make of them."""
     originals = {name: getattr(training, name) for name in wrappers}
     for name, wrapper in wrappers.items():
-        setattr(training, name, wrapper(originals[name], metrics))
+        setattr(training, name, wrapper(originals[name]))
     try:
         yield
     finally:
@@ -66,7 +74,7 @@ def _evaluations(evaluate_and_print_results: Function, metrics: Metrics) -> Func
     return told
 
 
-def _saves(save_checkpoint_and_time: Function, _: Metrics) -> Function:
+def _saves(save_checkpoint_and_time: Function, metrics: Metrics) -> Function:
     def told(step: int, *rest: Any, **named: Any) -> None:
         save_checkpoint_and_time(step, *rest, **named)
         args = get_args()

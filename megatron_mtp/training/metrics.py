@@ -6,6 +6,9 @@ the file and the short log, together with acceptance, which the loop does not kn
 """
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +21,7 @@ from megatron.training.utils import is_last_rank
 from torch import Tensor
 
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates, acceptance_rates
+from megatron_mtp.training.console import say
 from megatron_mtp.training.cost import StepClock, peak_memory
 from megatron_mtp.training.plot import plot_metrics
 
@@ -112,7 +116,7 @@ class Metrics:
         self._clock = StepClock()
         self._step: Step | None = None  # the last that is through; numbers count from the start of a resumed run
         self._skipped = 0  # steps since the last row, whose gradients overflowed
-        self._has_written = False
+        self._has_written, self._has_failed = False, False
         self._closing = False
 
     def add(self, report: dict[str, Tensor], acceptance: AcceptanceCounts | None) -> None:
@@ -158,7 +162,8 @@ class Metrics:
         self._closing = True
         self._end_interval()
         if self.folder is not None and is_last_rank() and (self.folder / FILE).exists():
-            plot_metrics(self.folder / FILE, self.folder / PLOT)
+            with self._going_on_without(self.folder / PLOT):
+                plot_metrics(self.folder / FILE, self.folder / PLOT)
 
     def _end_interval(self) -> None:
         window, self._training = self._training, Window()
@@ -196,12 +201,34 @@ class Metrics:
     def _write(self, row: dict[str, Any]) -> None:
         if self.folder is None or not is_last_rank():
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._has_written:
-            _drop_rows_after(self.folder / FILE, get_args().iteration)
-            self._has_written = True
-        with open(self.folder / FILE, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        with self._going_on_without(self.folder / FILE):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self._has_written:
+                _drop_rows_after(self.folder / FILE, get_args().iteration)
+                self._has_written = True
+            _append(self.folder / FILE, json.dumps(row) + "\n")
+
+    @contextmanager
+    def _going_on_without(self, file: Path) -> Iterator[None]:
+        """Of a file that cannot be written, say so once; training goes on."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_failed:
+                say(f"> {file} cannot be written ({error.strerror}); training goes on without it")
+            self._has_failed = True
+
+
+def _append(file: Path, row: str) -> None:
+    """The whole row or nothing, so that the next one does not go on where a full disk has cut it."""
+    size = file.stat().st_size if file.exists() else 0
+    try:
+        with open(file, "a", encoding="utf-8") as output:
+            output.write(row)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(file, size)
+        raise
 
 
 def _drop_rows_after(path: Path, iteration: int) -> None:

@@ -15,14 +15,16 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.config import PretrainConfigContainer
 
+from megatron_mtp.errors import InputError, sentences
 from megatron_mtp.model.sharing import embedding_ranks
-from megatron_mtp.training.arguments import fail, parse_checked_args, set_machine_flags
+from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 from megatron_mtp.training.console import Listing, keep_listing, say
 from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.flags import all_parser
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.hooks import observed
 from megatron_mtp.training.metrics import Metrics, Reporter
+from megatron_mtp.training.refusals import megatrons_refusals, refusals_of_a_run
 from megatron_mtp.training.run_file import flags_of
 from megatron_mtp.training.short_log import ShortLog, fitting_interval
 
@@ -38,20 +40,16 @@ def command(program: str, given: Namespace, rest: list[str], on_cpu: bool) -> No
         return
     from megatron_mtp.training.dry_run import plan
 
-    try:
+    with sentences(Path(program).name):
         say(plan(argv, given.dry_run))
-    except ValueError as error:
-        fail(Path(program).name, error)
 
 
 def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
     """`sys.argv`, which Megatron's parser reads: what --config says, and the command line's flags, which win."""
-    try:
+    with sentences(Path(program).name):
         words = [] if given.config is None else flags_of(Path(given.config), all_parser(program))
         if any(word.split("=")[0] == "--yaml-cfg" for word in (*words, *rest)):
             raise ValueError("--yaml-cfg takes the place of all flags, those of the depths too; give --config.")
-    except ValueError as error:
-        fail(Path(program).name, error)
     sys.argv = [program, *words, *rest]
     return sys.argv
 
@@ -62,12 +60,14 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
     Inside `quiet()` the run has a short log, with the tables of evaluations if `shows_tables`; else Megatron's.
     """
     fit_to_machine(argv, on_cpu)
-    try:
+    program = Path(argv[0]).name
+    with sentences(program):
         args, model_config = parse_checked_args()
-    except ValueError as error:
-        fail(Path(argv[0]).name, error)
+        with megatrons_refusals():
+            config = pretrain_cfg_container_from_args(args, model_config)
     reporter = _short_log(args, argv, shows_tables) if isinstance(sys.stdout, Listing) else None
-    metrics = train(pretrain_cfg_container_from_args(args, model_config), datasets_provider, reporter)
+    with sentences(program, mistakes=InputError), refusals_of_a_run():
+        metrics = train(config, datasets_provider, reporter)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return metrics

@@ -4,8 +4,9 @@ python tools/checkpoint/convert.py --help
 """
 
 import sys
+from pathlib import Path
 
-from megatron_mtp.checkpoint.command import main
+from megatron_mtp.command.line import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("convert", Path(sys.argv[0]).name, sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""How a command ends that cannot go on: one sentence on stderr and an exit status; a bug keeps its traceback.
+
+    a mistake of the user's, a full disk, no memory    PROGRAM: error: SENTENCE    status 2
+    Ctrl-C                                             PROGRAM: interrupted        status 130
+    the reader of the output has gone (`| head`)       nothing                     status 141
+
+Plain Python: a verb that is interrupted while it imports torch ends in the same way.
+"""
+
+import errno
+import os
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+REFUSED, INTERRUPTED, UNREAD = 2, 130, 141
+
+SPOKEN_AFTER = 20.0
+"""Seconds that other ranks leave the first rank to say what is wrong; torchrun ends all ranks with the first."""
+
+LONGEST = 600
+"""Letters of a library's message that are shown."""
+
+MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory")
+"""What torch says where there is no more."""
+
+Mistakes = type[Exception] | tuple[type[Exception], ...]
+
+
+class InputError(ValueError):
+    """A user's mistake, raised where other ValueErrors may be bugs: while Megatron trains."""
+
+
+class Parser(ArgumentParser):
+    """Argparse's parser, which refuses in one sentence, without the usage of all flags before it."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(self.prog, f"{message} (--help lists the flags)")
+
+
+@contextmanager
+def sentences(program: str, mistakes: Mistakes = ValueError, advice: str = "") -> Iterator[None]:
+    """End the process as the table above says where what runs inside raises.
+
+    Args:
+        program: how the command is called.
+        mistakes: the exceptions whose message is a sentence for the user.
+        advice: what Ctrl-C adds to its line.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        _say(program, f"interrupted{advice and f'; {advice}'}")
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
+        sys.exit(UNREAD)
+    except Exception as error:
+        said = _one_line(error) if isinstance(error, mistakes) else _of_the_machine(error)
+        if said is None:
+            raise
+        fail(program, said)
+
+
+def status_of(program: str, work: Callable[[], int], mistakes: Mistakes = ValueError, advice: str = "") -> int:
+    """The exit status of `work`, or the one that it ends with by `sentences`."""
+    try:
+        with sentences(program, mistakes, advice):
+            return work()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def fail(program: str, error: ValueError | str) -> NoReturn:
+    """One sentence, by the first rank, or by another one that is still there a while later, and status 2."""
+    if _rank() != "0":
+        time.sleep(SPOKEN_AFTER)
+        program = f"{program}: rank {_rank()}"
+    print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    sys.exit(REFUSED)
+
+
+def _say(program: str, message: str) -> None:
+    if _rank() == "0":
+        print(f"{program}: {message}", file=sys.stderr, flush=True)
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
+
+
+def _of_the_machine(error: Exception) -> str | None:
+    """What a disk, a file or the memory fails with; None of anything else, which is a bug."""
+    message = _one_line(error)
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in message for words in MEMORY)
+    ):
+        return f"this machine has not enough memory ({message or 'no size is known'}); give smaller sizes."
+    if not isinstance(error, OSError) or error.errno is None:
+        return None
+    what = "a file" if error.filename is None else f"'{error.filename}'"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space is left on the disk for {what}; free some, and run the command again."
+    return f"{what} cannot be used ({error.strerror}); correct the path, or the rights on it."
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:LONGEST]

@@ -1,0 +1,913 @@
+"""The command lines that `test_fuzz.py` runs: bad ones by verb, values by flag, configs and damaged files."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from fuzzing import Case, Change
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+RUN = (
+    "--micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 --eval-interval 9 --eval-iters 1 "
+    "--log-interval 1"
+)
+DATA = "--data-path corpus --split 80,10,10 --tokenizer-type HuggingFaceTokenizer --tokenizer-model corpus-tokenizer"
+MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 99"
+TRAIN = f"train {MODEL} {RUN} --mtp-num-layers 2"
+LOADED = f"{TRAIN} {DATA} --load run"
+PREPROCESS = "preprocess --input text --vocab-size 270 --workers 1 --output-prefix new"
+GENERATE = "generate --load run --prompt the --max-new-tokens 3"
+EVALUATE = "evaluate --load run --data-path corpus --eval-iters 1"
+IMPORT, EXPORT = "convert hf-to-mcore hf new", "convert mcore-to-hf run new"
+
+ASSETS = (
+    Case(
+        "preprocess --input text --output-prefix corpus --vocab-size 270 --workers 1",
+        False,
+        (
+            ("write", "text/a.txt", "the quick brown fox jumps over the lazy dog. " * 40),
+            *(("write", f"text/{n}.txt", f"{n} pack my box with five dozen jugs. " * 20) for n in range(20)),
+            ("write", "small/a.txt", "other words of a small text " * 30),
+            ("write", "latin.txt", "caf\xe9"),
+            (
+                "write",
+                "chat.jsonl",
+                '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"},'
+                ' {"role": "assistant", "content": "b"}]}\n' * 9,
+            ),
+            ("link", "dangling", "nowhere"),
+            ("folder", "empty"),
+        ),
+        keeps=True,
+    ),
+    Case("preprocess --input small --output-prefix small-corpus --vocab-size 260 --workers 1", False, keeps=True),
+    Case(f"{TRAIN} {DATA} --save run --save-interval 1 --mtp-metrics-dir run", False, keeps=True),
+    Case(f"{TRAIN} {DATA} --save plain --save-interval 2".replace("--mtp-num-layers 2", ""), False, keeps=True),
+    Case("convert mcore-to-hf run hf", False, keeps=True),
+    Case("generate --load run --prompt the --max-new-tokens 4 --record run", False, keeps=True),
+)
+"""They end well, and leave what the other cases start from: a corpus, checkpoints, a Hugging Face folder, a record."""
+
+
+def lines(start: str, table: str, bad: bool | None = True) -> Iterator[Case]:
+    """A case a line: `FLAGS`, or `FLAGS -> WORDS` that the refusal has to have."""
+    for line in filter(None, map(str.strip, table.splitlines())):
+        flags, _, said = line.partition(" -> ")
+        yield Case(f"{start} {flags}", bad, said=said)
+
+
+BAD_TRAIN = """
+--seq-length 0 -> --seq-length
+--seq-length -5 -> --seq-length
+--seq-length 3 --mtp-num-layers 3 -> --mtp-num-layers
+--seq-length 2 --mtp-num-layers 4 -> --mtp-num-layers
+--seq-length 32 -> --max-position-embeddings
+--max-position-embeddings 0
+--lr nan -> --lr
+--lr inf -> --lr
+--lr -1 -> --lr
+--lr -inf -> --lr
+--lr abc -> --lr
+--min-lr 1 -> --min-lr
+--min-lr nan -> --min-lr
+--min-lr -1
+--train-iters 0 -> --train-iters
+--train-iters -3 -> --train-iters
+--train-samples 0
+--train-samples -5
+--hidden-size 33 -> --hidden-size
+--hidden-size 0 -> --hidden-size
+--hidden-size -32
+--num-attention-heads 0
+--num-attention-heads -4
+--num-attention-heads 5
+--num-layers 0
+--num-layers -1
+--ffn-hidden-size 0
+--ffn-hidden-size -8
+--kv-channels 0
+--kv-channels 3
+--group-query-attention --num-query-groups 3
+--group-query-attention --num-query-groups 0
+--group-query-attention --num-query-groups -1
+--group-query-attention --num-query-groups 8
+--micro-batch-size 0 -> --micro-batch-size
+--micro-batch-size -1 -> --micro-batch-size
+--global-batch-size 0 -> --global-batch-size
+--global-batch-size -2 -> --global-batch-size
+--micro-batch-size 2 --global-batch-size 3 -> --global-batch-size
+--bf16 --fp16
+--tensor-model-parallel-size 2
+--tensor-model-parallel-size 0
+--tensor-model-parallel-size -1
+--pipeline-model-parallel-size 2
+--pipeline-model-parallel-size 0
+--context-parallel-size 2
+--context-parallel-size 0
+--expert-model-parallel-size 2
+--split junk -> --split
+--split '' -> --split
+--split 0,0,0 -> --split
+--split nan -> --split
+--split -1,2,3 -> --split
+--split 1,2,3,4 -> --split
+--split 80;10;10 -> --split
+--eval-interval 0 -> --eval-interval
+--eval-interval -1 -> --eval-interval
+--log-interval 0 -> --log-interval
+--log-interval -1 -> --log-interval
+--eval-iters -1 -> --eval-iters
+--save s --save-interval 0 -> --save-interval
+--save s --save-interval -2 -> --save-interval
+--num-experts 4 --moe-grouped-gemm
+--num-experts 0
+--num-experts 4 --moe-router-topk 5
+--num-experts 4 --moe-router-topk 0
+--rope-type yarn
+--position-embedding-type yarn
+--recompute-modules layernorm --recompute-granularity selective
+--recompute-modules nonsense --recompute-granularity selective
+--recompute-granularity full
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 0
+--checkpoint-activations
+--rotary-base 0
+--rotary-base -1
+--rotary-percent 0
+--rotary-percent 2
+--rotary-percent nan
+--use-rope-scaling --rope-scaling-factor 0
+--use-rope-scaling --rope-scaling-factor nan
+--norm-epsilon nan
+--norm-epsilon -1
+--hidden-dropout 2
+--hidden-dropout nan
+--attention-dropout -1
+--init-method-std -1
+--init-method-std nan
+--weight-decay nan
+--weight-decay -1
+--clip-grad nan
+--adam-beta1 2
+--adam-beta2 nan
+--adam-eps -1
+--adam-eps nan
+--lr-warmup-fraction 2
+--lr-warmup-fraction nan
+--lr-warmup-iters -1
+--lr-warmup-iters 5
+--lr-warmup-iters 1 --lr-warmup-fraction 0.1
+--lr-decay-iters 0
+--lr-decay-iters -5
+--lr-decay-style nonsense
+--optimizer nonsense
+--normalization nonsense
+--transformer-impl nonsense
+--seed -1
+--seed 0
+--seed 1000000000000000000000
+--mtp-num-layers 0
+--mtp-num-layers -1
+--mtp-num-layers 1000
+--mtp-num-layers abc
+--mtp-loss-scaling-factor nan
+--mtp-loss-scaling-factor -1
+--mtp-init zeros
+--mtp-architecture x
+--mtp-loss x
+--mtp-loss mix
+--mtp-loss mix --mtp-loss-mix 1,2
+--mtp-loss mix --mtp-loss-mix nan,1,1
+--mtp-loss-mix 1,1,1
+--mtp-temperature 0
+--mtp-label-smoothing 1
+--mtp-z-loss nan
+--mtp-loss-weights 1
+--mtp-loss-weights 0,0
+--mtp-loss-weights a,b
+--mtp-loss-schedule step
+--mtp-loss-schedule cosine --mtp-loss-schedule-steps -1
+--mtp-loss-schedule-steps 5
+--mtp-loss-final-factor nan
+--mtp-token-fraction 0
+--mtp-token-fraction 1e400
+--mtp-draft-vocab-size 0
+--mtp-draft-vocab-size 10
+--mtp-draft-vocab-file nowhere
+--mtp-draft-vocab-file latin.txt
+--mtp-draft-vocab-file empty
+--mtp-train-only
+--mtp-init random
+--mtp-init last-layer
+--mtp-metrics-dir text/a.txt
+--mtp-metrics-dir dangling/x
+--mtp-acceptance-interval -1
+--save text/a.txt --save-interval 1
+--save dangling --save-interval 1
+--save /proc/nowhere --save-interval 1
+--save s
+--tokenizer-type Nonsense
+--tokenizer-type HuggingFaceTokenizer
+--tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere
+--tokenizer-type HuggingFaceTokenizer --tokenizer-model empty
+--tokenizer-type HuggingFaceTokenizer --tokenizer-model text/a.txt
+--tokenizer-type HuggingFaceTokenizer --tokenizer-model dangling
+--vocab-size 0
+--vocab-size -1
+--vocab-size 1000000000000 -> not enough memory
+--make-vocab-size-divisible-by 0
+--make-vocab-size-divisible-by -1
+--no-such-flag
+--num-layers
+--num-layers 1e3
+--hidden-size nan
+--sft
+--yaml-cfg nowhere.yaml
+--yaml-cfg text/a.txt
+--exit-interval 0
+--exit-interval -1
+--exit-duration-in-mins -1
+--multi-latent-attention --kv-lora-rank 0
+--multi-latent-attention --rope-type nonsense
+--untie-embeddings-and-output-weights 3
+--distributed-backend nonsense
+--ckpt-format nonsense
+--ckpt-format zarr
+--attention-backend nonsense
+--timing-log-level 7
+--decoder-first-pipeline-num-layers 5
+--softmax-type nonsense
+--pipeline-model-parallel-layout junk
+--tensorboard-dir text/a.txt
+--rerun-mode nonsense
+--position-embedding-type learned_absolute
+--position-embedding-type relative
+--fp4-format e2m1
+--use-megatron-fsdp
+--cuda-graph-impl local
+--tp-comm-overlap
+--qk-clip
+--squared-relu
+--fp16 --initial-loss-scale 0
+--fp16 --loss-scale -1
+--fp16 --loss-scale-window 0
+--accumulate-allreduce-grads-in-fp32 7
+--hybrid-layer-pattern M*
+--logits-load-dir x
+--reset-position-ids 4
+--dataloader-type nonsense
+--dataloader-type external
+--data-path corpus
+"""
+
+EITHER_TRAIN = """
+--apply-layernorm-1p
+--num-workers -1
+--fp8-format e4m3
+--window-size 0,0
+--rampup-batch-size 0 0 0
+--rampup-batch-size 3 1 10
+--data-parallel-random-init
+--recompute-modules mlp --recompute-granularity selective
+--hidden-size 4
+--lr 0
+--lr 1e30
+--lr 1e-400
+--eval-iters 0
+--weight-decay 1e400
+--clip-grad 0
+--clip-grad -1
+--adam-eps 0
+--micro-batch-size 2
+--make-vocab-size-divisible-by 7
+--kv-channels 6
+--lr-warmup-iters 1
+--lr-decay-iters 1
+--exit-interval 1
+--train-samples 4
+--bf16
+--fp16
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+--recompute-granularity selective
+--num-experts 4
+--num-experts 4 --moe-router-topk 2
+--init-method-std 0
+--init-method-std 1e30
+--use-rope-scaling
+--position-embedding-type none
+--multi-latent-attention
+--multi-latent-attention --rope-type yarn
+--group-query-attention --num-query-groups 2
+--use-distributed-optimizer
+--use-distributed-optimizer --bf16
+--log-interval 100
+--tensorboard-dir tb
+--vocab-size 1
+--full-validation
+--multiple-validation-sets
+--mtp-acceptance-interval 1
+--mtp-loss kd
+--mtp-loss tv
+--mtp-use-repeated-layer
+--mtp-architecture parallel
+--mtp-token-fraction 0.01
+--mtp-detach-heads
+--mtp-linear-ce-main
+--reset-attention-mask --reset-position-ids --eod-mask-loss
+--dataloader-inter-document-masking
+--check-for-spiky-loss
+--no-check-for-nan-in-loss-and-grad --lr 1e30
+--dataloader-type cyclic
+--manual-gc
+--manual-gc --manual-gc-interval 0
+--skip-train
+--overlap-grad-reduce
+--exit-signal-handler
+--optimizer sgd
+--log-params-norm
+--log-num-zeros-in-grad
+--decrease-batch-size-if-needed
+"""
+
+BAD_DATA = """
+--data-path nowhere -> there is no dataset
+--data-path text
+--data-path text/a.txt
+--data-path dangling
+--data-path corpus small-corpus 0.5
+--data-path 0.5 corpus 0.5
+--data-path -1 corpus
+--data-path 0 corpus
+--data-path nan corpus
+--data-path 1e400 corpus
+--data-path ''
+--train-data-path corpus
+--train-data-path nowhere --valid-data-path corpus --test-data-path corpus
+--data-path small-corpus
+--tokenizer-model small-corpus-tokenizer
+--sft
+--sft --data-path text/a.txt
+--sft --data-path latin.txt
+--sft --data-path nowhere
+--data-args-path nowhere
+--per-split-data-args-path nowhere
+--per-split-data-args-path text/a.txt
+--split 1,98,1000000
+--split 100,0,0,0,0
+--seq-length 16 --data-cache-path text/a.txt
+--mtp-draft-vocab-size 100000
+--fim-data
+--load nowhere --mtp-init random
+--seq-length 100000 --max-position-embeddings 16
+"""
+
+BAD_LOAD = """
+--num-layers 3
+--hidden-size 64
+--mtp-num-layers 1
+--mtp-num-layers 3
+--num-attention-heads 2 --kv-channels 4
+--load text/a.txt
+--load empty
+--load dangling
+--load hf
+--ckpt-step 77
+--ckpt-step -1
+--lr 5e-4
+--train-iters 9 --lr-decay-style cosine
+--use-distributed-optimizer
+--normalization LayerNorm
+--mtp-architecture parallel
+--optimizer sgd
+--vocab-size 5000 --tokenizer-type NullTokenizer
+--pretrained-checkpoint nowhere --load other
+"""
+
+BAD_PREPROCESS = """
+--input nowhere
+--input empty
+--input dangling
+--input ''
+--vocab-size 0
+--vocab-size -1
+--vocab-size abc
+--vocab-size 1e400
+--vocab-size 1000000000000
+--vocab-size 257
+--workers 0
+--workers -1
+--workers nan
+--max-mb 0
+--max-mb -1
+--max-mb nan -> --max-mb
+--max-mb inf
+--max-mb 1e400
+--max-mb ''
+--seed abc
+--tokenizer nowhere
+--tokenizer text/a.txt --tokenizer-output x
+--output-prefix ''
+--output-prefix text/a.txt/x
+--output-prefix /proc/nowhere/x
+--tokenizer-output text
+--tokenizer-output text/a.txt
+--json-key nope --input chat.jsonl
+--input latin.txt --json-key x
+--include '*.nothing'
+--eod-token nope
+--no-such-flag
+--input
+"""
+
+BAD_ENCODE = """
+--tokenizer nowhere
+--tokenizer empty
+--tokenizer text/a.txt
+--tokenizer dangling
+--tokenizer ''
+--tokenizer corpus-tokenizer --eod-token nope
+--tokenizer corpus-tokenizer --tokenizer-output x
+--tokenizer corpus-tokenizer --workers 0
+"""
+
+BAD_GENERATE = """
+--load nowhere
+--load empty
+--load text/a.txt
+--load dangling
+--load hf
+--load ''
+--max-new-tokens 0
+--max-new-tokens -1
+--max-new-tokens abc
+--max-new-tokens 1e400
+--temperature nan
+--temperature -1
+--temperature inf
+--temperature 1e400
+--temperature abc
+--top-k -1
+--top-k abc
+--top-p 0
+--top-p 2
+--top-p nan
+--top-p -1
+--seed 1e400
+--seed 100000000000000000000
+--seed abc
+--batch-size 0
+--batch-size -1
+--batch-size nan
+--dtype float8
+--prompt ''
+--prompt-ids ''
+--prompt-ids abc
+--prompt-ids -1
+--prompt-ids 5,6,1000000
+--prompt-ids 99999999999999999999999
+--prompt-ids 1e400
+--prompt-file nowhere
+--prompt-file empty
+--prompt-file latin.txt
+--prompt-file dangling
+--prompt-file chat.jsonl
+--prompt-file /dev/null
+--stop ''
+--tokenizer nowhere
+--tokenizer empty
+--tokenizer text/a.txt
+--tokenizer small-corpus-tokenizer -> --tokenizer
+--record text/a.txt
+--record text/a.txt/x
+--record dangling/x
+--speculative-config ''
+--speculative-config junk
+--speculative-config nowhere.json
+--speculative-config '[]'
+--speculative-config '{}'
+--speculative-config 'null'
+--speculative-config '1'
+--speculative-config '"mtp"'
+--speculative-config '{"method": null}'
+--speculative-config '{"method": 3}'
+--speculative-config '{"method": []}'
+--speculative-config '{"method": "nope"}'
+--speculative-config '{"method": "mtp", "no": 1}'
+--speculative-config '{"method": "mtp", "num_speculative_tokens": -1}'
+--speculative-config '{"method": "mtp", "num_speculative_tokens": 1.5}'
+--speculative-config '{"method": "mtp", "num_speculative_tokens": "many"}'
+--speculative-config '{"method": "mtp", "num_speculative_tokens": null, "verifier": 3}'
+--speculative-config '{"method": "mtp", "num_speculative_tokens": true}'
+--speculative-config '{"method": "mtp", "num_speculative_tokens": 99}'
+--speculative-config '{"method": "mtp", "num_speculative_tokens": 1e400}'
+--speculative-config '{"method": "mtp", "num_speculative_tokens": 1000000000000}'
+--speculative-config '{"method": "mtp", "verifier": "nope"}'
+--speculative-config '{"method": "mtp", "verifier": []}'
+--speculative-config '{"method": "mtp", "verifier": {"a": 1}}'
+--speculative-config '{"method": "draft_model"}'
+--speculative-config '{"method": "draft_model", "model": "nowhere"}'
+--speculative-config '{"method": "draft_model", "model": 3}'
+--speculative-config '{"method": "draft_model", "model": "text"}'
+--speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 0}'
+--speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": -1}'
+--speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 9, "prompt_lookup_max": 2}'
+--speculative-config '{"method": "mtp_tree", "tree": "x"}'
+--load run --no-such-flag
+--load
+"""
+
+BAD_EVALUATE = """
+--eval-iters 0 -> --eval-iters
+--eval-iters -1 -> --eval-iters
+--eval-iters abc
+--text small -> --data-path
+--text nowhere
+--load nowhere
+--load empty
+--load hf
+--load text/a.txt
+--load dangling
+--data-path nowhere
+--data-path dangling
+--micro-batch-size 0
+--global-batch-size 0
+--tokenizer-model nowhere
+--tokenizer-model empty
+--tokenizer-model small-corpus-tokenizer
+--split 1,0,0
+--split junk
+--eval-interval 0
+--train-iters 0
+--seq-length 0
+--no-such-flag
+--tensor-model-parallel-size 2
+"""
+
+BAD_TEXT = """
+--text nowhere
+--text empty
+--text dangling
+--text small --eval-iters 0
+--text latin.txt
+--text small --tokenizer-model nowhere
+--text
+--eval-iters 1
+"""
+
+BAD_CONVERT = """
+hf-to-mcore
+hf-to-mcore hf
+hf-to-mcore nowhere new
+hf-to-mcore empty new
+hf-to-mcore text new
+hf-to-mcore text/a.txt new
+hf-to-mcore dangling new
+hf-to-mcore run new
+hf-to-mcore hf hf
+hf-to-mcore hf run
+hf-to-mcore hf text/a.txt
+hf-to-mcore hf text/a.txt/x
+hf-to-mcore hf /proc/nowhere
+hf-to-mcore hf new --workers 0
+hf-to-mcore hf new --workers -1
+hf-to-mcore hf new --workers abc
+hf-to-mcore hf new --dtype float8
+hf-to-mcore hf new --no-such-flag
+hf-to-mcore '' new
+hf-to-mcore hf ''
+mcore-to-hf nowhere new
+mcore-to-hf empty new
+mcore-to-hf hf new
+mcore-to-hf text/a.txt new
+mcore-to-hf dangling new
+mcore-to-hf run run
+mcore-to-hf run hf
+mcore-to-hf run text/a.txt
+mcore-to-hf run new --max-shard-size 0
+mcore-to-hf run new --max-shard-size -1
+mcore-to-hf run new --max-shard-size nan
+mcore-to-hf run new --max-shard-size inf
+mcore-to-hf run new --max-shard-size 1e400
+mcore-to-hf run new --max-shard-size ''
+mcore-to-hf run new --max-shard-size 5XB
+mcore-to-hf run new --workers 0
+mcore-to-hf run new --like nowhere
+mcore-to-hf run new --like text
+mcore-to-hf run new --like text/a.txt
+mcore-to-hf run new --family nope
+mcore-to-hf run new --family ''
+mcore-to-hf run new --tokenizer nowhere
+mcore-to-hf run new --tokenizer empty
+mcore-to-hf run new --tokenizer text/a.txt
+mcore-to-hf run new --dtype int8
+inspect
+inspect nowhere
+inspect empty
+inspect text
+inspect text/a.txt
+inspect dangling
+inspect ''
+verify hf
+verify nowhere run
+verify hf nowhere
+verify empty run
+verify hf empty
+verify run hf
+verify hf text/a.txt
+verify hf run --text nowhere
+verify hf run --text empty
+verify hf run --text latin.txt
+verify hf run --text dangling
+verify hf run --text /dev/null
+attach-mtp plain new
+attach-mtp plain new --mtp-num-layers 0
+attach-mtp plain new --mtp-num-layers -1
+attach-mtp plain new --mtp-num-layers abc
+attach-mtp plain new --mtp-num-layers nan
+attach-mtp plain new --mtp-num-layers 1 --mtp-init zeros
+attach-mtp plain new --mtp-num-layers 1 --seed abc
+attach-mtp plain new --mtp-num-layers 1 --seed 1e400
+attach-mtp plain new --mtp-num-layers 1 --seed 99999999999999999999999
+attach-mtp plain new --mtp-num-layers 1 --workers 0
+attach-mtp run new --mtp-num-layers 1
+attach-mtp nowhere new --mtp-num-layers 1
+attach-mtp hf new --mtp-num-layers 1
+attach-mtp empty new --mtp-num-layers 1
+attach-mtp text/a.txt new --mtp-num-layers 1
+attach-mtp plain plain --mtp-num-layers 1
+attach-mtp plain text/a.txt --mtp-num-layers 1
+drop-mtp plain new
+drop-mtp run new --keep -1
+drop-mtp run new --keep 2
+drop-mtp run new --keep 99
+drop-mtp run new --keep abc
+drop-mtp nowhere new
+drop-mtp hf new
+drop-mtp empty new
+drop-mtp run run
+drop-mtp run text/a.txt
+nonsense
+
+"""
+
+BAD_REPORT = """
+nowhere
+empty
+text
+text/a.txt
+dangling
+''
+run nowhere
+run --output empty
+run --output nowhere/x.html
+run --output text/a.txt/x
+run --output /proc/x.html
+run --no-such-flag
+"""
+
+BAD_OTHERS = """
+doctor --no-such-flag
+doctor extra
+completion
+completion fish
+completion bash zsh
+completion ''
+trian
+''
+--no-such-flag
+--mtp-num-layers 2 train
+"""
+
+GOOD = """
+doctor
+doctor --json
+doctor --help
+completion bash
+completion zsh
+train --help
+generate --help
+convert --help
+convert hf-to-mcore --help
+preprocess --help
+evaluate --help
+report --help
+completion --help
+--help
+--version
+report run
+report run --output new.html
+convert inspect hf
+convert inspect run
+convert verify hf run
+convert hf-to-mcore hf new
+convert mcore-to-hf run new
+convert drop-mtp run new
+convert drop-mtp run new --keep 1
+convert attach-mtp plain new --mtp-num-layers 1
+generate --load run --prompt the --max-new-tokens 3 --speculative-config '{"method": "mtp"}' --compare
+generate --load run --prompt the --max-new-tokens 3 --json
+evaluate --load run --data-path corpus --eval-iters 1
+evaluate --load run --text text
+"""
+
+SCRIPTS = (
+    Case(f"{TRAIN} {MOCK} --seq-length 0", program="pretrain_gpt.py", said="pretrain_gpt.py: error: "),
+    Case(f"{TRAIN} {MOCK} --no-such-flag", program="pretrain_gpt.py", said="pretrain_gpt.py: error: "),
+    Case(f"{TRAIN} {MOCK}", False, program="pretrain_gpt.py"),
+    Case("generate --load nowhere --prompt x", program="generate_gpt.py", said="generate_gpt.py: error: "),
+    Case(GENERATE, False, program="generate_gpt.py"),
+    Case("convert inspect nowhere", program="convert.py", said="convert.py: error: "),
+    Case("preprocess --input nowhere --output-prefix x", program="preprocess.py", said="preprocess.py: error: "),
+)
+
+ROW = '{"iteration": 1, "split": "training", "lm loss": %s}\n'
+DIGITS = "9" * 400
+
+BAD_ROWS = (
+    "",
+    "\n\n",
+    "junk",
+    "null\n",
+    "3\n",
+    "[]\n",
+    '"x"\n',
+    "{}\n",
+    "{",
+    "\xff\xfe",
+    "[" * 5000,
+    '{"iteration": "1", "split": "training", "lm loss": 1.0}\n',
+    '{"iteration": null, "split": "training", "lm loss": 1.0}\n',
+    '{"iteration": 1.5, "split": "training", "lm loss": 1.0}\n',
+    '{"iteration": true, "split": "training", "lm loss": 1.0}\n',
+    '{"iteration": 1, "split": 3, "lm loss": 1.0}\n',
+    '{"iteration": 1, "split": "nonsense", "lm loss": 1.0}\n',
+    '{"iteration": 1, "lm loss": 1.0}\n',
+    '{"split": "training", "lm loss": 1.0}\n',
+    f'{{"iteration": {DIGITS}, "split": "training", "lm loss": 1.0}}\n',
+    ROW % '"x"',
+    ROW % "null",
+    ROW % "[]",
+    ROW % "{}",
+    ROW % "true",
+    ROW % DIGITS,
+    ROW % f"-{DIGITS}",
+    ROW % ("9" * 5000),
+    ROW % "1.0" + ROW % DIGITS,
+    ROW % "1.0" + "junk\n" + ROW % "2.0",
+)
+ODD_ROWS = (ROW % "NaN", ROW % "Infinity", ROW % "1e400", ROW % "1e308", ROW % "-1e308" + ROW % "1e308", ROW % "0")
+
+DRAFTS = '{"config": null, "figures": {}, "pieces": {}, "texts": %s}'
+BAD_DRAFTS = (
+    "",
+    "junk",
+    "null",
+    "3",
+    "[]",
+    "{}",
+    "[" * 5000,
+    "\xff",
+    '{"config": 3, "figures": {}, "pieces": {}, "texts": []}',
+    '{"config": null, "figures": [], "pieces": {}, "texts": []}',
+    '{"config": null, "figures": {}, "pieces": 3, "texts": []}',
+    DRAFTS % "3",
+    DRAFTS % "[3]",
+    DRAFTS % '[{"prompt": ["x"], "steps": []}]',
+    DRAFTS % f'[{{"prompt": [{DIGITS}], "steps": []}}]',
+    DRAFTS % f'[{{"prompt": [{"9" * 5000}], "steps": []}}]',
+    DRAFTS % '[{"prompt": [1], "steps": [{}]}]',
+    DRAFTS % '[{"prompt": [1], "steps": [{"emitted": [1], "drafted": [2], "parents": [5], "accepted": 0}]}]',
+    DRAFTS % '[{"prompt": [1], "steps": [{"emitted": [1], "drafted": [2], "parents": [-1], "accepted": 0}]}]',
+    DRAFTS % '[{"prompt": [1], "steps": [{"emitted": [1], "drafted": [2], "parents": [0], "accepted": 9}]}]',
+    DRAFTS % '[{"prompt": [1], "steps": [{"emitted": [1], "drafted": [2], "parents": [0], "accepted": -1}]}]',
+    DRAFTS % '[{"prompt": [1], "steps": [{"emitted": [1], "drafted": [2], "parents": [0], "accepted": "x"}]}]',
+    DRAFTS % '[{"prompt": [1], "steps": [{"emitted": [1], "drafted": [2], "parents": [0], "accepted": 0.5}]}]',
+)
+
+READERS = {
+    "run/metrics.jsonl": ("report run",),
+    "run/drafts.json": ("report run",),
+    "corpus.idx": (f"{TRAIN} {DATA}", EVALUATE),
+    "corpus.bin": (f"{TRAIN} {DATA}", EVALUATE),
+    "corpus-tokenizer/tokenizer.json": (
+        f"{TRAIN} {DATA}",
+        GENERATE,
+        "preprocess --input text --workers 1 --output-prefix new --tokenizer corpus-tokenizer",
+    ),
+    "corpus-tokenizer/tokenizer_config.json": (
+        f"{TRAIN} {DATA}",
+        GENERATE,
+        "preprocess --input text --workers 1 --output-prefix new --tokenizer corpus-tokenizer",
+    ),
+    "hf/model.safetensors": (IMPORT, "convert verify hf run"),
+    "hf/config.json": (IMPORT, "convert inspect hf", "convert verify hf run"),
+    "run/iter_0000002/metadata.json": (GENERATE, EXPORT, LOADED),
+    "run/iter_0000002/.metadata": (GENERATE, EXPORT, LOADED, "convert inspect run"),
+    "run/iter_0000002/common.pt": (GENERATE, EXPORT, LOADED),
+    "run/latest_checkpointed_iteration.txt": (GENERATE, EXPORT, LOADED),
+}
+"""Files to the commands that read them."""
+
+DAMAGES: tuple[tuple[Change, ...], ...] = (
+    (("cut", 0),),
+    (("cut", 9),),
+    (("write", "junk"),),
+    (("write", "\xff\xfe\x00"),),
+    (("remove",), ("folder",)),
+    (("remove",), ("link", "nowhere")),
+)
+
+
+def damaged() -> Iterator[Case]:
+    """Files cut, overwritten, with bytes flipped, or with a folder or a link in their place."""
+    yield from (Case("report run", True, (("write", "run/metrics.jsonl", text),)) for text in BAD_ROWS)
+    yield from (Case("report run", False, (("write", "run/metrics.jsonl", text),)) for text in ODD_ROWS)
+    yield from (Case("report run", True, (("write", "run/drafts.json", text),)) for text in BAD_DRAFTS)
+    chance = random.Random(1)
+    for file, readers in READERS.items():
+        for reader in readers:
+            flips = [tuple(chance.randrange(10**6) for _ in range(count)) for count in (1, 1, 3)]
+            for damage in (*DAMAGES, *((("flip", *places),) for places in flips)):
+                changes = tuple((name, file, *rest) for name, *rest in damage)
+                yield Case(reader, None, changes, statuses=(1,) if "verify" in reader else ())
+
+
+CONFIG_KEYS = (
+    "architectures model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "vocab_size max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters tie_word_embeddings "
+    "hidden_act head_dim num_nextn_predict_layers attention_bias torch_dtype dtype eos_token_id bos_token_id "
+    "quantization_config auto_map sliding_window layer_types"
+).split()
+CONFIG_VALUES: tuple[Any, ...] = (None, "", "x", -1, 0, 3, 1.5, True, [], [3], {}, {"a": None}, 10**12, float("inf"))
+
+
+def configs() -> Iterator[Case]:
+    """A key of config.json with a value of another kind; some of them are right."""
+    for key in CONFIG_KEYS:
+        for value in CONFIG_VALUES:
+            yield Case(IMPORT, None, (("put", "hf/config.json", key, value),))
+
+
+POOL = ("", "abc", "nan", "-1", "0", "1e400", "1000000000000", "0x10", "1_0", "\N{SUPERSCRIPT TWO}")
+NO_INTEGERS = {"", "abc", "nan", "1e400", "0x10", "\N{SUPERSCRIPT TWO}"}
+STARTS = {
+    "train": f"{TRAIN} {MOCK}",
+    "generate": GENERATE,
+    "evaluate": EVALUATE,
+    "preprocess": PREPROCESS,
+}
+
+
+def values() -> Iterator[Case]:
+    """Every flag that takes a number, with every value of the pool."""
+    from megatron_mtp.command.completion import PARSERS
+
+    for verb, start in STARTS.items():
+        for make in PARSERS[verb]:
+            for action in make("x")._actions:
+                if action.type in (int, float) and action.nargs is None:
+                    for value in POOL:
+                        bad = True if value in NO_INTEGERS and action.type is int else None
+                        yield Case(f"{start} {action.option_strings[0]} '{value}'", bad)
+
+
+NO_UTF8 = "\udcff"
+ODD_TEXT = (
+    Case(f"generate --load run --max-new-tokens 3 --prompt 'a{NO_UTF8}b'", said="no UTF-8"),
+    Case(f"report 'run{NO_UTF8}'"),
+    Case(f"convert inspect 'hf{NO_UTF8}'"),
+    Case(f"preprocess --input 'text{NO_UTF8}' --output-prefix new"),
+    Case(f"{TRAIN} {MOCK} --tokenizer-model 'x{NO_UTF8}' --tokenizer-type HuggingFaceTokenizer"),
+    Case(f"generate --load 'run{NO_UTF8}' --prompt x"),
+    Case(
+        "generate --load run --prompt-file odd.jsonl --max-new-tokens 3",
+        True,
+        (("write", "odd.jsonl", '{"prompt": "a\\ud800b"}\n'),),
+        said="no UTF-8",
+    ),
+    Case(f"report run --output 'page{NO_UTF8}.html'", False),
+    Case(f"trian{NO_UTF8}"),
+)
+
+
+def every_case() -> list[Case]:
+    """All of them."""
+    tables = {
+        f"{TRAIN} {MOCK}": BAD_TRAIN,
+        f"{TRAIN} {DATA}": BAD_DATA,
+        LOADED: BAD_LOAD,
+        PREPROCESS: BAD_PREPROCESS,
+        "preprocess --input text --workers 1 --output-prefix new": BAD_ENCODE,
+        GENERATE: BAD_GENERATE,
+        EVALUATE: BAD_EVALUATE,
+        "evaluate --load run": BAD_TEXT,
+        "convert": BAD_CONVERT,
+        "report": BAD_REPORT,
+        "": BAD_OTHERS,
+    }
+    bad = [case for start, table in tables.items() for case in lines(start, table)]
+    either = list(lines(f"{TRAIN} {MOCK}", EITHER_TRAIN, None))
+    return [*bad, *either, *lines("", GOOD, False), *SCRIPTS, *ODD_TEXT, *damaged(), *configs(), *values()]

@@ -210,6 +210,16 @@ def read_index(prefix: str) -> Index:
     if size not in (expected, expected + sequences):
         raise ValueError(f"--data-path: '{path}' has {size} bytes where {expected} belong: it was cut off; {REBUILD}.")
     lengths = np.fromfile(path, dtype=np.int32, count=sequences, offset=HEADER.size)
+    starts = np.fromfile(path, dtype=np.int64, count=sequences, offset=HEADER.size + sequences * 4)
+    ends = lengths.cumsum(dtype=np.int64) * np.dtype(TOKEN_DTYPES[code]).itemsize
+    documents = np.fromfile(path, dtype=np.int64, count=bounds, offset=HEADER.size + sequences * (4 + 8))
+    are_in_order = (lengths >= 0).all() and (documents[:-1] <= documents[1:]).all()
+    if (
+        not are_in_order
+        or not (starts[1:] == ends[:-1]).all()
+        or not ((documents >= 0) & (documents <= sequences)).all()
+    ):
+        raise ValueError(f"--data-path: '{path}' is damaged: its sequences do not follow each other; {REBUILD}.")
     return Index(TOKEN_DTYPES[code], max(bounds - 1, 0), int(lengths.sum(dtype=np.int64)), sequences)
 
 

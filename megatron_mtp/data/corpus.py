@@ -8,6 +8,7 @@ PREFIX.idx appears last: where it stands, all three are whole.
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -128,13 +130,22 @@ def _chunk_encoder(encoder: Encoder, json_key: str, workers: int) -> Iterator[En
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(encoder, json_key))
     try:
-        yield lambda chunks: pool.map(_work, chunks)
+        yield partial(_start_work, pool)
     except BrokenProcessPool as error:
         raise ValueError(
             f"--workers: one of {workers} worker processes died, most likely for lack of memory; give fewer."
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _start_work(pool: ProcessPoolExecutor, chunks: list[list[Document]]) -> Iterator[list[np.ndarray]]:
+    """Start the workers with Ctrl-C blocked, which reaches them too and is for the parent alone to speak of."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.map(_work, chunks)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _encode_chunk(encode: Encode, chunk: list[Document], json_key: str) -> list[np.ndarray]:

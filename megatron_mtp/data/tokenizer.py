@@ -226,7 +226,10 @@ def _publish(bpe: Tokenizer, folder: Path) -> None:
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    bpe.save(str(partial / "tokenizer.json"))
-    (partial / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+    try:
+        (partial / "tokenizer.json").write_text(bpe.to_str(pretty=True), encoding="utf-8")
+        (partial / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

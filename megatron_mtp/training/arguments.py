@@ -28,7 +28,7 @@ from megatron_mtp.platform.unpickling import CATALOGUE
 from megatron_mtp.training.chat import check_chat_files
 from megatron_mtp.training.console import say
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
-from megatron_mtp.training.flag_checks import check_ranges, check_relations
+from megatron_mtp.training.flag_checks import check_ranges, check_relations, check_tokenizer_folder
 from megatron_mtp.training.flags import add_mtp_arguments
 from megatron_mtp.training.loading import check_load
 from megatron_mtp.training.refusals import megatrons_refusals
@@ -91,6 +91,7 @@ def parse_run_args(
     with megatrons_refusals():
         given = parse_args(add_arguments)
     check_ranges(given)
+    check_tokenizer_folder(given)
     if not given.use_checkpoint_args:
         check_flags(given)
     check_load(given)

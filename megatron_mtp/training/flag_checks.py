@@ -5,14 +5,21 @@ Out: nothing, or a ValueError that names the flag, its value and what is allowed
 """
 
 import math
+import re
+import socket
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from megatron_mtp.platform import cpu
 from megatron_mtp.platform.kernels import transformer_engine_works
 
 LARGEST = 2**63 - 1
+REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+"""A name on the Hub: NAME or OWNER/NAME."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,33 @@ def check_relations(args: Namespace) -> None:
         said = relation(args)
         if said is not None:
             raise ValueError(said)
+
+
+def check_tokenizer_folder(args: Namespace) -> None:
+    """Raises ValueError where transformers would look for --tokenizer-model on the Hub, and cannot reach it."""
+    name = args.tokenizer_model
+    if args.tokenizer_type != "HuggingFaceTokenizer" or name is None or Path(name).exists():
+        return
+    if REPOSITORY.fullmatch(name) is None:
+        raise ValueError(f"--tokenizer-model is {name}, which is no folder; give the one of a Hugging Face tokenizer.")
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if try_to_load_from_cache(name, "tokenizer_config.json") is None and not _is_reachable(constants.ENDPOINT):
+        raise ValueError(
+            f"--tokenizer-model is {name}, which is no folder here, and the Hugging Face Hub cannot be reached; give "
+            "the folder of a tokenizer."
+        )
+
+
+def _is_reachable(address: str) -> bool:
+    """As far as a look-up of its name says; a proxy looks names up itself."""
+    if getproxies():
+        return True
+    try:
+        socket.getaddrinfo(urlsplit(address).hostname, 443)
+    except OSError:
+        return False
+    return True
 
 
 def flag(name: str) -> str:
@@ -228,6 +262,12 @@ def _loader(args: Namespace) -> str | None:
     return None
 
 
+def _validation_sets(args: Namespace) -> str | None:
+    if args.full_validation != args.multiple_validation_sets:
+        return "--full-validation and --multiple-validation-sets work together alone; give both, or neither."
+    return None
+
+
 def _known(args: Namespace, *names: str) -> bool:
     """Whether all of them were given; those that a checkpoint will say are None until it is read."""
     return all(getattr(args, name) is not None for name in names)
@@ -249,4 +289,5 @@ RELATIONS: tuple[Callable[[Namespace], str | None], ...] = (
     _recomputed,
     _grouped_gemm,
     _loader,
+    _validation_sets,
 )

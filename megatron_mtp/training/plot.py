@@ -38,9 +38,12 @@ def plot_metrics(source: Path, target: Path) -> None:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
     beside = target.with_suffix(".partial.png")
-    figure.savefig(beside, dpi=120)
-    plt.close(figure)
-    beside.replace(target)
+    try:
+        figure.savefig(beside, dpi=120)
+        beside.replace(target)
+    finally:
+        plt.close(figure)
+        beside.unlink(missing_ok=True)
 
 
 def _line(axes: Any, rows: list[dict[str, Any]], name: str, color: str, **style: Any) -> None:

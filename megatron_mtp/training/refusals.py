@@ -7,6 +7,7 @@ what Megatron raises in training itself.
 
 import linecache
 import re
+import shutil
 import sys
 import traceback
 from argparse import Namespace
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training import get_args
+from torch.distributed.checkpoint.api import CheckpointException
 
 import megatron_mtp
 from megatron_mtp.errors import InputError
@@ -80,17 +82,21 @@ def _refusing(name: str, function: Function) -> Function:
         except kinds as error:
             if isinstance(error, OSError) or (_is_ours(error) and not isinstance(error, ValueError)):
                 raise
-            raise InputError(f"{said.format(**vars(get_args()))}: {reason(error)}{_advice(error)}") from error
+            free = _free_space(Path(get_args().save)) if name == "save_checkpoint" else ""
+            raise InputError(f"{said.format(**vars(get_args()))}: {reason(error)}{_advice(error)}{free}") from error
 
     return refusing
 
 
-PHASES: dict[str, tuple[tuple[type[Exception], ...], str]] = {
+PHASES: dict[str, tuple[tuple[type[BaseException], ...], str]] = {
     "initialize_megatron": (REFUSALS, "Megatron refuses these flags"),
     "setup_model_and_optimizer": (REFUSALS, "Megatron refuses these flags"),
-    "load_checkpoint": ((Exception,), "the checkpoint of --load {load} cannot be loaded into this model"),
+    "load_checkpoint": (
+        (Exception, CheckpointException),
+        "the checkpoint of --load {load} cannot be loaded into this model",
+    ),
     "build_train_valid_test_data_iterators": ((Exception,), "the data sets cannot be built"),
-    "save_checkpoint": ((Exception,), "no checkpoint can be saved to --save {save}"),
+    "save_checkpoint": ((Exception, CheckpointException), "no checkpoint can be saved to --save {save}"),
 }
 """Functions of Megatron's training loop, what they raise over input, and how the sentence on it begins, with {} for a
 flag's value."""
@@ -116,6 +122,12 @@ def refusal_of_diverged(args: Namespace) -> Iterator[None]:
         raise InputError(DIVERGED) from error
 
 
+def _free_space(folder: Path) -> str:
+    """Of a disk that is full, Megatron and torch say that a file has an unexpected size."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return f" {shutil.disk_usage(there).free / 2**20:.1f} MiB are free there."
+
+
 def _is_ours(error: BaseException) -> bool:
     """Whether it was raised by the package, not by what it calls."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -134,6 +146,8 @@ def last_words() -> str:
 
 def reason(error: BaseException) -> str:
     """Megatron's message on one line; of an assertion without one, its condition, and of other kinds, which."""
+    if isinstance(error, CheckpointException) and error.failures:  # of ranks, each with its traceback
+        return reason(next(iter(error.failures.values()))[0])
     message = " ".join(str(error).split())[:400].rstrip(".")
     if isinstance(error, AssertionError) and not message:
         return f"{_condition(error)} does not hold."

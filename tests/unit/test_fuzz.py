@@ -1,0 +1,76 @@
+"""No command line, config or damaged file ends a verb with a traceback, a signal, or a wrong zero.
+
+    .venv/bin/python -m pytest -n 0 tests/unit/test_fuzz.py             a sample, and what once failed: a minute
+    FUZZ=all .venv/bin/python -m pytest -n 0 tests/unit/test_fuzz.py    every case: twenty minutes on one core
+
+FUZZ_SEED=N draws another sample.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fuzz_cases import ASSETS, every_case
+from fuzzing import Case, Ended, Server, faults
+
+SAMPLE = 60
+
+
+def chosen() -> list[Case]:
+    """What this run is to try."""
+    cases = every_case()
+    if os.environ.get("FUZZ") == "all":
+        return cases
+    others = [case for case in cases if not case.failed]
+    sample = random.Random(os.environ.get("FUZZ_SEED", "0")).sample(others, SAMPLE)
+    return [case for case in cases if case.failed or case in sample]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With a corpus, checkpoints and a run that the cases start from."""
+    with Server(tmp_path_factory.mktemp("fuzz")) as started:
+        for case in ASSETS:
+            ended = started.run(case)
+            assert faults(case, ended) == [], ended.err
+        yield started
+
+
+@pytest.mark.parametrize("case", chosen(), ids=str)
+def test_a_command_line_ends_in_one_way_or_the_other(case: Case, server: Server) -> None:
+    ended = server.run(case)
+    assert faults(case, ended) == [], ended.err[-3000:]
+
+
+def test_there_are_cases_of_every_kind() -> None:
+    cases = every_case()
+    assert len(cases) >= 500
+    assert len({(case.line, case.changes, case.program) for case in cases}) == len(cases)
+    assert {True, False, None} == {case.bad for case in cases}
+
+
+@pytest.mark.parametrize(
+    ("ended", "found"),
+    [
+        (Ended(2, "", "x: error: y\n"), []),
+        (Ended(0, "", ""), ["wrong zero"]),
+        (Ended(None, "", ""), ["does not end"]),
+        (Ended(-8, "", ""), ["signal 8"]),
+        (Ended(1, "", "Traceback (most recent call last):\n"), ["status 1", "traceback"]),
+        (Ended(2, "", "usage\nmore\nerror\n"), ["3 lines"]),
+        (Ended(2, "", ""), ["0 lines"]),
+        (Ended(2, "", "error", ["new.idx"]), ["left ['new.idx']"]),
+    ],
+)
+def test_the_harness_sees_planted_ends(ended: Ended, found: list[str], tmp_path: Path) -> None:
+    assert faults(Case("train"), ended) == found
+
+
+def test_the_harness_sees_what_a_child_does(server: Server) -> None:
+    """A refusal where the case says that none may be, and the other way around."""
+    refused, done = Case("report nowhere"), Case("report run")
+    assert faults(replace(refused, bad=False), server.run(refused)) == ["refused"]
+    assert faults(done, server.run(done)) == ["wrong zero"]

@@ -41,8 +41,7 @@ def read_errors(where: str) -> Iterator[None]:
 
 def reason(error: BaseException) -> str:
     """The first line of the error at the bottom of it, without its full stop."""
-    if isinstance(error, CheckpointException):  # torch collects the errors of all ranks
-        error = next((of_rank for of_rank, _ in error.failures.values()), error)
+    error = root_of(error)
     said = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     if isinstance(error, pickle.UnpicklingError) and "weights" in said.lower():
         named = re.search(r"GLOBAL (\S+) was not an allowed", said)
@@ -50,6 +49,12 @@ def reason(error: BaseException) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     first = lines[0].removesuffix(".") if lines else ""
     return first[:400] if " " in first else f"{type(error).__name__} {first}".strip()
+
+
+def root_of(error: BaseException) -> BaseException:
+    """Of the errors of all ranks, which torch collects, the first; any other as it is."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return next((of_rank for of_rank, _ in failures), error)
 
 
 def check_files(folder: Path, places: Mapping[Any, Any]) -> None:

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training import get_args
+from torch.distributed.checkpoint.api import CheckpointException
 
 import megatron_mtp
+from megatron_mtp.checkpoint.integrity import root_of
 from megatron_mtp.errors import InputError
 from megatron_mtp.training.console import Listing
 from megatron_mtp.training.hooks import Function, wrapped
@@ -85,12 +87,15 @@ def _refusing(name: str, function: Function) -> Function:
     return refusing
 
 
-PHASES: dict[str, tuple[tuple[type[Exception], ...], str]] = {
+PHASES: dict[str, tuple[tuple[type[BaseException], ...], str]] = {
     "initialize_megatron": (REFUSALS, "Megatron refuses these flags"),
     "setup_model_and_optimizer": (REFUSALS, "Megatron refuses these flags"),
-    "load_checkpoint": ((Exception,), "the checkpoint of --load {load} cannot be loaded into this model"),
+    "load_checkpoint": (
+        (Exception, CheckpointException),
+        "the checkpoint of --load {load} cannot be loaded into this model",
+    ),
     "build_train_valid_test_data_iterators": ((Exception,), "the data sets cannot be built"),
-    "save_checkpoint": ((Exception,), "no checkpoint can be saved to --save {save}"),
+    "save_checkpoint": ((Exception, CheckpointException), "no checkpoint can be saved to --save {save}"),
 }
 """Functions of Megatron's training loop, what they raise over input, and how the sentence on it begins, with {} for a
 flag's value."""
@@ -134,6 +139,7 @@ def last_words() -> str:
 
 def reason(error: BaseException) -> str:
     """Megatron's message on one line; of an assertion without one, its condition, and of other kinds, which."""
+    error = root_of(error)
     message = " ".join(str(error).split())[:400].rstrip(".")
     if isinstance(error, AssertionError) and not message:
         return f"{_condition(error)} does not hold."

@@ -4,6 +4,7 @@
 its input norms are 1, and eh_proj = [0 | I] passes the hidden state on. `random` draws each as a new model has it.
 """
 
+import functools
 import json
 import shutil
 from argparse import Namespace
@@ -16,12 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.dist_store import Chunk, DistReader, write_catalogue, write_chunk
+from megatron_mtp.checkpoint.dist_store import (
+    Chunk,
+    DistReader,
+    chunks_are_in,
+    read_chunk,
+    write_catalogue,
+    write_chunk,
+)
 from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.hf_config import HFConfig, read_json
-from megatron_mtp.checkpoint.importing import HF_FILES, ORIGIN, Converted, Options, read_chunk
+from megatron_mtp.checkpoint.importing import HF_FILES, ORIGIN, Converted, Options
 from megatron_mtp.checkpoint.mcore_store import RELEASE, TRACKER
-from megatron_mtp.checkpoint.streaming import PartialFolder, run_parts
+from megatron_mtp.checkpoint.streaming import PartialFolder, run_parts, synced
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 from megatron_mtp.model.random_weights import RandomWeights
 
@@ -95,7 +103,7 @@ def _copy(
     """The trunk's tensors, without the carried ones that are dropped, and those that were made, as a new checkpoint."""
     trunk = [key for key in reader.keys if not key.startswith("mtp.") and key.removeprefix(CARRIED) not in dropped]
     sources: list[Source] = [(key, lambda key=key: reader.read(key)) for key in trunk]  # type: ignore[misc]
-    partial = PartialFolder(target, {"source": str(source.resolve()), **plan}, options.resume)
+    partial = PartialFolder(target, {"source": reader.fingerprint(), **plan}, options.resume)
     inside = partial.path / RELEASE
     inside.mkdir(exist_ok=True)
     files = [("trunk", sources), *([("depths", made)] if made else [])]
@@ -104,7 +112,8 @@ def _copy(
         (size, _writer(inside / f"__{name}_0.distcp", entries))
         for size, (name, entries) in zip(sizes, files, strict=True)
     ]
-    records = run_parts(partial, work, options.workers, sum(sizes), options.quiet)
+    is_there = functools.partial(chunks_are_in, inside)
+    records = run_parts(partial, work, options.workers, sum(sizes), options.quiet, is_there)
     chunks = [read_chunk(record) for part in records for record in part]
     write_catalogue(inside, chunks, common)
     if (source / HF_FILES).is_dir():
@@ -134,6 +143,7 @@ def _writer(file: Path, entries: list[Source]) -> Callable[[Callable[[int], None
                 shape = tuple(tensor.shape)
                 chunks.append(write_chunk(stream, file.name, key, shape, (0,) * len(shape), tensor))
                 report(tensor.nbytes)
+            synced(stream)
         return [asdict(chunk) for chunk in chunks]
 
     return write

@@ -8,6 +8,7 @@ import io
 import json
 import pickle
 import re
+import zlib
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from megatron_mtp.checkpoint.mcore_store import FORMAT, named_iteration
 from megatron_mtp.checkpoint.rules import Shape
 from megatron_mtp.checkpoint.streaming import synced
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
-from megatron_mtp.platform.checksums import Summed, are_wanted, check_entry
+from megatron_mtp.platform.checksums import Summed, are_wanted, check_entry, crc32_of
 from megatron_mtp.platform.unpickling import CATALOGUE, read_catalogue, seal
 
 COMMON = "common_state/shard_0_1"
@@ -117,6 +118,17 @@ class DistReader:
 
     def dtype(self, key: str) -> torch.dtype:
         return self._tensors[self._layers.get(key, key)].properties.dtype
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What changes when the checkpoint does."""
+        files = [self.folder / name for name in sorted({place.relative_path for place in self._where.values()})]
+        catalogue = zlib.crc32((self.folder / CATALOGUE).read_bytes())
+        stats = [(file.name, file.stat()) for file in files]
+        return {
+            "folder": str(self.folder.resolve()),
+            "catalogue": catalogue,
+            "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        }
 
     def read(self, key: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
         """A tensor, or the slab of it at `offset`.
@@ -240,6 +252,23 @@ def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Sh
         raise
     dtype = str(own.dtype).removeprefix("torch.")
     return Chunk(key, whole, offset, tuple(own.shape), dtype, file, start, stream.tell() - start, summed.crc32)
+
+
+def read_chunk(record: dict[str, Any]) -> Chunk:
+    """A chunk from its record, which `asdict` made."""
+    return Chunk(**{**record, **{name: tuple(record[name]) for name in ("whole", "offset", "shape")}})
+
+
+def chunks_are_in(folder: Path, records: list[dict[str, Any]]) -> bool:
+    """Whether files hold the chunks that an interrupted conversion has recorded, byte by byte."""
+    try:
+        for chunk in map(read_chunk, records):
+            with open(folder / chunk.file, "rb") as stream:
+                if crc32_of(stream, chunk.start, chunk.length) != chunk.crc32:
+                    return False
+    except (OSError, TypeError, KeyError):
+        return False
+    return True
 
 
 def _kernel_states(tensors: dict[str, Any]) -> list[str]:

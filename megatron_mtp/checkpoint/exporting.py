@@ -74,7 +74,7 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
     budget = Budget()
     work = [(_bytes(part, reader), _part_writer(reader, part, shards, budget)) for part in parts_of(rules).values()]
     total = sum(size for size, _ in work)
-    run_parts(partial, work, options.workers, total, options.quiet)
+    run_parts(partial, work, options.workers, total, options.quiet, shards.holds)
     _write_files(partial.path, form, with_dtype(keys, tensors))
     partial.finish()
     return Converted(family.title, layout.depths, len(tensors), total)
@@ -145,16 +145,18 @@ def _written(rule: Rule, reader: DistReader, options: Options) -> list[Written]:
 
 def _part_writer(
     reader: DistReader, rules: list[Rule], shards: HFShards, budget: Budget
-) -> Callable[[Callable[[int], None]], bool]:
-    def write(report: Callable[[int], None]) -> bool:
+) -> Callable[[Callable[[int], None]], dict[str, int]]:
+    def write(report: Callable[[int], None]) -> dict[str, int]:
+        checksums = {}
         for rule in rules:
             size = _bytes([rule], reader)
             with budget.taking(size):
                 pieces = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
                 for tensor, value in zip(rule.hf, rule.to_hf(pieces), strict=True):
-                    shards.write(tensor.name, value)
+                    checksums[tensor.name] = shards.write(tensor.name, value)
             report(size)
-        return True
+        shards.sync(checksums)
+        return checksums
 
     return write
 
@@ -168,9 +170,8 @@ def _bytes(rules: list[Rule], reader: DistReader) -> int:
 
 
 def _fingerprint(reader: DistReader, keys: dict[str, Any], options: Options) -> dict[str, Any]:
-    files = sorted(reader.folder.glob("*.distcp"))
     return {
-        "source": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+        "source": reader.fingerprint(),
         "config": keys,
         "dtype": str(options.dtype),
         "shard_bytes": options.shard_bytes,

@@ -8,6 +8,7 @@ import json
 import os
 import struct
 import threading
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_mtp.checkpoint.hf_config import read_json
+from megatron_mtp.platform.checksums import crc32_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -252,6 +254,7 @@ class HFShards:
         resumed: bool = False,
     ) -> None:
         self._places: dict[str, tuple[Path, int, torch.dtype]] = {}
+        self._lengths: dict[str, int] = {}
         shards = _shards(tensors, largest)
         files = (
             [SINGLE]
@@ -272,7 +275,7 @@ class HFShards:
         for name, shape, dtype in shard:
             start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
             header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-            self._places[name] = (file, start, dtype)
+            self._places[name], self._lengths[name] = (file, start, dtype), end - start
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._places |= {name: (file, self._places[name][1] + 8 + len(text), dtype) for name, _, dtype in shard}
@@ -281,8 +284,8 @@ class HFShards:
             stream.truncate(8 + len(text) + end)
         return end
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor at its place."""
+    def write(self, name: str, tensor: Tensor) -> int:
+        """Put a tensor at its place; returns the checksum of its bytes."""
         file, start, dtype = self._places[name]
         data = tensor.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
         descriptor = os.open(file, os.O_WRONLY)
@@ -292,6 +295,24 @@ class HFShards:
                 done += os.pwrite(descriptor, view[done:], start + done)
         finally:
             os.close(descriptor)
+        return zlib.crc32(view)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Return when these tensors are on the disk."""
+        for file in {self._places[name][0] for name in names}:
+            with open(file, "rb") as stream:
+                os.fsync(stream.fileno())
+
+    def holds(self, checksums: dict[str, int]) -> bool:
+        """Whether the files have tensors with these checksums at their places."""
+        return isinstance(checksums, dict) and all(map(self._holds, checksums, checksums.values()))
+
+    def _holds(self, name: str, checksum: int) -> bool:
+        if name not in self._places:
+            return False
+        file, start, length = self._places[name][0], self._places[name][1], self._lengths[name]
+        with open(file, "rb") as stream:
+            return crc32_of(stream, start, length) == checksum
 
 
 def _shards(

@@ -1,5 +1,6 @@
 """From a Hugging Face folder to a Megatron distributed checkpoint, a layer at a time."""
 
+import functools
 import json
 import shutil
 from argparse import Namespace
@@ -10,14 +11,14 @@ from typing import IO, Any
 
 import torch
 
-from megatron_mtp.checkpoint.dist_store import Chunk, write_catalogue, write_chunk
+from megatron_mtp.checkpoint.dist_store import Chunk, chunks_are_in, read_chunk, write_catalogue, write_chunk
 from megatron_mtp.checkpoint.families import Layout
-from megatron_mtp.checkpoint.hf_config import CONFIG
+from megatron_mtp.checkpoint.hf_config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf_shards import HFFolder
 from megatron_mtp.checkpoint.mcore_store import RELEASE, TRACKER
 from megatron_mtp.checkpoint.plan import HFModel, parts_of
 from megatron_mtp.checkpoint.rules import Rule
-from megatron_mtp.checkpoint.streaming import Budget, PartialFolder, default_workers, run_parts
+from megatron_mtp.checkpoint.streaming import Budget, PartialFolder, default_workers, run_parts, synced
 
 HF_FILES = "hf"
 """Folder of a converted checkpoint that keeps what Megatron has no use for: config, tokenizer, generation config."""
@@ -91,7 +92,8 @@ def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callabl
         (size, _part_writer(model.folder, rules, inside / f"__{index}_0.distcp", options, budget))
         for index, (size, rules) in enumerate(zip(sizes, parts.values(), strict=True))
     ]
-    records = run_parts(partial, work, options.workers, sum(sizes), options.quiet)
+    is_there = functools.partial(chunks_are_in, inside)
+    records = run_parts(partial, work, options.workers, sum(sizes), options.quiet, is_there)
     chunks = [read_chunk(record) for part in records for record in part]
     write_catalogue(inside, chunks, _common(model, args))
     keep_hf_files(source, partial.path / HF_FILES, origin(model))
@@ -124,6 +126,7 @@ def _part_writer(
                 with budget.taking(size):
                     chunks += _write_rule(folder, rule, stream, file.name, options)
                 report(size)
+            synced(stream)
         return [asdict(chunk) for chunk in chunks]
 
     return write
@@ -140,10 +143,6 @@ def _write_rule(folder: HFFolder, rule: Rule, stream: IO[bytes], file: str, opti
     return chunks
 
 
-def read_chunk(record: dict[str, Any]) -> Chunk:
-    return Chunk(**{**record, **{name: tuple(record[name]) for name in ("whole", "offset", "shape")}})
-
-
 def _bytes(rules: list[Rule], folder: HFFolder) -> int:
     """Of the tensors as they are read."""
     sizes = ((folder.shape(tensor.name), folder.dtype(tensor.name)) for rule in rules for tensor in rule.hf)
@@ -154,6 +153,7 @@ def _fingerprint(model: HFModel, options: Options) -> dict[str, Any]:
     files = sorted({stored.file for stored in model.folder.tensors.values()})
     return {
         "source": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+        "config": read_json(model.folder.folder / CONFIG),
         "dtype": str(options.dtype),
         "layout": layout_record(model.layout),
     }

@@ -1,6 +1,7 @@
 """Is the checkpoint in an iteration's folder whole? What is said where it is not, in one sentence each."""
 
 import pickle
+import re
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ READ_ERRORS = (
 
 @contextmanager
 def read_errors(where: str) -> Iterator[None]:
-    """Turn what torch and Megatron raise while they read a checkpoint into a ValueError of one sentence.
+    """Turn what torch and Megatron raise while they read a checkpoint into a DamagedError of one sentence.
 
     Args:
         where: how it begins.
@@ -35,17 +36,25 @@ def read_errors(where: str) -> Iterator[None]:
     except DamagedError:
         raise
     except READ_ERRORS as error:
-        raise ValueError(f"{where}: {reason(error)}.") from None
+        raise DamagedError(f"{where}: {reason(error)}.") from None
 
 
 def reason(error: BaseException) -> str:
     """The first line of the error at the bottom of it, without its full stop."""
-    if isinstance(error, CheckpointException):  # torch collects the errors of all ranks
-        error = next((of_rank for of_rank, _ in error.failures.values()), error)
+    error = root_of(error)
     said = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    lines = [line for line in said.splitlines() if line.strip()] or [type(error).__name__]
-    foreign = next((line for line in lines if "WeightsUnpickler error: " in line), lines[0])
-    return foreign.rpartition("WeightsUnpickler error: ")[2].strip().removesuffix(".")[:400]
+    if isinstance(error, pickle.UnpicklingError) and "weights" in said.lower():
+        named = re.search(r"GLOBAL (\S+) was not an allowed", said)
+        return f"it holds {named.group(1) if named else 'something'}, which no checkpoint of Megatron's holds"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    first = lines[0].removesuffix(".") if lines else ""
+    return first[:400] if " " in first else f"{type(error).__name__} {first}".strip()
+
+
+def root_of(error: BaseException) -> BaseException:
+    """Of the errors of all ranks, which torch collects, the first; any other as it is."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return next((of_rank for of_rank, _ in failures), error)
 
 
 def check_files(folder: Path, places: Mapping[Any, Any]) -> None:

@@ -68,7 +68,7 @@ def named_iteration(folder: Path, step: int | None = None) -> Path:
         said, source = str(step), f"--ckpt-step is {step}"
     elif tracker.is_file():
         said = tracker.read_bytes().decode(errors="replace").strip()
-        source = f"{tracker} says '{said:.40}'"
+        source = f"{tracker} says {said[:40]!a}"
     else:
         raise ValueError(f"{folder} is no Megatron distributed checkpoint, for it has no file {TRACKER}; {_GIVE}.")
     there = ", ".join(map(str, _whole_iterations(folder))) or "there is none"

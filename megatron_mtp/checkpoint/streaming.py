@@ -1,19 +1,23 @@
 """Parts of a conversion, run by several workers into a folder beside the target, which is renamed when all is done.
 
-A part that is done leaves a record. An interrupted conversion leaves `<target>.partial`, which `--resume` completes.
+A part that is done leaves a record with checksums. An interrupted conversion leaves `<target>.partial`, which
+`--resume` completes. A lock beside the target keeps a second process out.
 """
 
 import json
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
+
+from megatron_mtp.data.locks import one_writer
 
 RECORDS = "progress"
 PLAN = "progress.json"
@@ -29,8 +33,8 @@ class PartialFolder:
         resume: whether to go on with what an earlier run left.
 
     Raises:
-        ValueError: the target holds something or is a mount point, or there is a partial folder that is not to be
-            resumed.
+        ValueError: the target holds something or is a mount point, or another process writes it, or there is a
+            partial folder that is not to be resumed.
     """
 
     def __init__(self, target: Path, plan: Mapping[str, Any], resume: bool) -> None:
@@ -38,7 +42,16 @@ class PartialFolder:
         if target.is_mount():
             raise ValueError(f"{target} is a mount point, which nothing can be renamed to; name a new folder in it.")
         self.target, self.path = target, target.with_name(f"{target.name}.partial")
-        text = json.dumps(plan, sort_keys=True)
+        self._lock = ExitStack()
+        self._lock.enter_context(one_writer(target, str(target)))
+        try:
+            self._begin(json.dumps(plan, sort_keys=True), resume)
+        except BaseException:
+            self.release()
+            raise
+
+    def _begin(self, text: str, resume: bool) -> None:
+        target = self.target
         if resume and not self.path.exists() and _planned(target) == text:
             target.rename(self.path)  # killed when all was done but the removal of the records
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -59,8 +72,10 @@ class PartialFolder:
 
     def record(self, part: int) -> Any:
         """What a part that is done has left; None where it is not done."""
-        path = self._record(part)
-        return json.loads(path.read_text()) if path.is_file() else None
+        try:
+            return json.loads(self._record(part).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
 
     def keep(self, part: int, record: Any) -> None:
         _write_whole(self._record(part), json.dumps(record))
@@ -69,12 +84,21 @@ class PartialFolder:
         return self.path / RECORDS / f"{part}.json"
 
     def finish(self) -> None:
-        """From here on the target is there, whole."""
+        """From here on the target is there, whole, and on the disk."""
+        for file in self.path.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as stream:
+                    os.fsync(stream.fileno())
         if self.target.exists():
             self.target.rmdir()
         self.path.rename(self.target)
         shutil.rmtree(self.target / RECORDS)
         (self.target / PLAN).unlink()
+        self.release()
+
+    def release(self) -> None:
+        """Let another process write the target."""
+        self._lock.close()
 
 
 def _planned(folder: Path) -> str | None:
@@ -125,12 +149,14 @@ def run_parts(
     workers: int,
     total: int,
     quiet: bool,
+    is_there: Callable[[Any], bool],
 ) -> list[Any]:
     """The records of all parts, in order, once each is done.
 
     Args:
         parts: bytes of a part, and the function that does it; it is told how to report bytes, and returns its record.
         total: bytes of all.
+        is_there: whether the files hold what a record of an interrupted run says; if not, the part is done again.
     """
     stop = threading.Event()
     with tqdm(total=total, unit="B", unit_scale=True, disable=quiet, desc=partial.target.name) as bar:
@@ -142,10 +168,13 @@ def run_parts(
 
         def one(index: int) -> Any:
             size, work = parts[index]
-            if partial.record(index) is None:
-                partial.keep(index, work(report))
-            else:
+            record = partial.record(index)
+            if record is not None and is_there(record):
                 report(size)
+            else:
+                if record is not None:
+                    print(f"> part {index} of {partial.path} is damaged; making it again", file=sys.stderr)
+                partial.keep(index, work(report))
             return partial.record(index)  # read also where it was just made: a pickle shows whether strings are shared
 
         with ThreadPoolExecutor(workers) as pool:

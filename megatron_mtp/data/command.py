@@ -14,6 +14,7 @@ from typing import Any
 from megatron_mtp.data.checks import read_sidecar
 from megatron_mtp.data.corpus import write_corpus
 from megatron_mtp.data.documents import Document, choose_documents, find_files, list_documents, read_document
+from megatron_mtp.data.locks import one_writer
 from megatron_mtp.data.tokenizer import SMALLEST_VOCAB, TOKENIZER_FILES, Encoder, train_bpe
 from megatron_mtp.errors import Parser, status_of
 
@@ -50,6 +51,12 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess.py") -> i
 def preprocess(args: argparse.Namespace) -> int:
     """Find, tokenise, write; raises ValueError for a user's mistake and for a dead worker."""
     _check_flags(args)
+    prefix = Path(args.output_prefix)
+    with one_writer(prefix, f"--output-prefix: '{prefix}'"):
+        _preprocess(args)
+
+
+def _preprocess(args: argparse.Namespace) -> None:
     settings = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SETTINGS}
     if not args.overwrite and _is_done(args.output_prefix, settings):
         return 0

@@ -22,7 +22,7 @@ PIECE = 2**22
 
 
 class DamagedError(ValueError):
-    """Bytes that do not have their checksum; says so in one sentence."""
+    """A checkpoint that cannot be read, said in one sentence."""
 
 
 class Summed:

@@ -46,6 +46,8 @@ def read_catalogue(folder: Path) -> Metadata:
     try:
         content = (folder / CATALOGUE).read_bytes()
         metadata = load_catalogue(io.BytesIO(content))
+    except FileNotFoundError:
+        raise ValueError(f"{folder / CATALOGUE} is missing; give another checkpoint.") from None
     except Exception as error:  # of damaged bytes, a pickle makes anything
         said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise ValueError(f"{folder / CATALOGUE} is no catalogue of a checkpoint: {said}.") from None

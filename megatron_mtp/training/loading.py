@@ -1,4 +1,4 @@
-"""What a run is to load: looked at before a model is built, and said in one sentence where Megatron cannot load it.
+"""What a run is to load: looked at before a model is built.
 
 Megatron starts from random weights where there is nothing to load, and ends with status 0 where it cannot read what is
 there.
@@ -6,21 +6,17 @@ there.
 
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from megatron.training import get_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
 from megatron_mtp.checkpoint.dist_store import DistReader
 from megatron_mtp.checkpoint.integrity import read_errors
 from megatron_mtp.checkpoint.mcore_store import FORMAT, RELEASE, named_iteration, repair_tracker
-from megatron_mtp.platform.unpickling import CATALOGUE, read_catalogue
+from megatron_mtp.platform.unpickling import read_catalogue
 from megatron_mtp.training.console import say
-from megatron_mtp.training.hooks import Function, wrapped
 
 FLAGS = {"load": "--load", "pretrained_checkpoint": "--pretrained-checkpoint"}
 OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
@@ -95,29 +91,16 @@ def _check_older(iteration: Path) -> None:
         torch.load(files[0], map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(files[0]))
 
 
-@contextmanager
-def optimizer_checked() -> Iterator[None]:
-    """Let Megatron's load refuse the state of another kind of optimizer, over which it fails without saying so."""
-    with wrapped({"load_checkpoint": _with_optimizer_checked}):
-        yield
+def check_optimizer(args: Namespace) -> None:
+    """Whether the optimizer's state in the checkpoint is of the kind that the run has, where it is to be loaded.
 
-
-def _with_optimizer_checked(load: Function) -> Function:
-    def checked(*arguments: Any, **settings: Any) -> Any:
-        _check_optimizer(get_args())
-        return load(*arguments, **settings)
-
-    return checked
-
-
-def _check_optimizer(args: Namespace) -> None:
-    name = next((name for name in FLAGS if checkpoint_exists(getattr(args, name))), None)
-    if name is None:
+    Raises:
+        ValueError: it is not.
+    """
+    if args.finetune or args.no_load_optim or not checkpoint_exists(args.load):
         return
-    folder = Path(get_load_checkpoint_path_by_args(args, name))
-    if args.finetune or args.no_load_optim or folder.name == RELEASE or not (folder / CATALOGUE).exists():
-        return
-    if not (folder / FORMAT).exists():
+    folder = Path(get_load_checkpoint_path_by_args(args))
+    if folder.name == RELEASE or not (folder / FORMAT).exists():
         return
     stored = DistReader(folder).common()["args"]
     was = getattr(stored, "use_distributed_optimizer", None)
@@ -126,6 +109,6 @@ def _check_optimizer(args: Namespace) -> None:
     theirs, own = ("a distributed", "a plain") if was else ("a plain", "a distributed")
     change = "give --use-distributed-optimizer" if was else "leave out --use-distributed-optimizer"
     raise ValueError(
-        f"{FLAGS[name]} {folder} holds the state of {theirs} optimizer, and this run has {own} one; {change}, or start "
+        f"--load {args.load} holds the state of {theirs} optimizer, and this run has {own} one; {change}, or start "
         "with a new state (--no-load-optim)."
     )

@@ -21,6 +21,7 @@ from megatron.training import get_args
 from torch.distributed.checkpoint.api import CheckpointException
 
 import megatron_mtp
+from megatron_mtp.checkpoint.integrity import root_of
 from megatron_mtp.errors import InputError
 from megatron_mtp.training.console import Listing
 from megatron_mtp.training.hooks import Function, wrapped
@@ -146,8 +147,7 @@ def last_words() -> str:
 
 def reason(error: BaseException) -> str:
     """Megatron's message on one line; of an assertion without one, its condition, and of other kinds, which."""
-    if isinstance(error, CheckpointException) and error.failures:  # of ranks, each with its traceback
-        return reason(next(iter(error.failures.values()))[0])
+    error = root_of(error)
     message = " ".join(str(error).split())[:400].rstrip(".")
     if isinstance(error, AssertionError) and not message:
         return f"{_condition(error)} does not hold."

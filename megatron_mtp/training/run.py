@@ -23,7 +23,6 @@ from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.flags import all_parser
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.hooks import observed
-from megatron_mtp.training.loading import optimizer_checked
 from megatron_mtp.training.metrics import Metrics, Reporter
 from megatron_mtp.training.refusals import megatrons_refusals, refusals_of_a_run
 from megatron_mtp.training.run_file import flags_of
@@ -109,7 +108,7 @@ def train(
     metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir), reporter)
     pretrain_arguments.setdefault("get_embedding_ranks", get_embedding_ranks)
     try:
-        with observed(metrics, shows_checkpoints=reporter is not None), optimizer_checked():
+        with observed(metrics, shows_checkpoints=reporter is not None):
             pretrain(
                 config,
                 datasets_provider,

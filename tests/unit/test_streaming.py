@@ -1,10 +1,11 @@
 """checkpoint/streaming.py: where the output is while it is made, and which targets are refused before anything is."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_mtp.checkpoint.streaming import PartialFolder
+from megatron_mtp.checkpoint.streaming import RECORDS, PartialFolder, run_parts
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -35,3 +36,39 @@ def test_a_mount_point_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         PartialFolder(tmp_path / "disk", {}, False)
     assert [path.name for path in tmp_path.iterdir()] == ["disk"]
     PartialFolder(tmp_path / "disk" / "inside", {}, False)
+
+
+def test_a_part_that_is_damaged_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of three parts that an interrupted run has recorded, one lost its last bytes to a power cut."""
+    made: list[int] = []
+
+    def parts(partial: PartialFolder) -> list[tuple[int, Callable[[Callable[[int], None]], int]]]:
+        def writer(part: int) -> Callable[[Callable[[int], None]], int]:
+            def write(_: Callable[[int], None]) -> int:
+                made.append(part)
+                (partial.path / str(part)).write_text("whole")
+                return part
+
+            return write
+
+        return [(1, writer(part)) for part in range(3)]
+
+    def run(resume: bool) -> list[int]:
+        partial = PartialFolder(tmp_path / "out", {}, resume)
+        return run_parts(
+            partial, parts(partial), 1, 3, True, lambda part: (partial.path / str(part)).read_text() == "whole"
+        )
+
+    assert run(resume=False) == made == [0, 1, 2]
+    made.clear()
+    (tmp_path / "out.partial" / "1").write_text("who")
+    assert run(resume=True) == [0, 1, 2]
+    assert made == [1]
+    assert "part 1 of " in capsys.readouterr().err
+
+
+def test_a_record_that_a_power_cut_has_emptied_is_none(tmp_path: Path) -> None:
+    partial = PartialFolder(tmp_path / "out", {}, False)
+    partial.keep(0, "done")
+    (partial.path / RECORDS / "0.json").write_text("")
+    assert partial.record(0) is None

@@ -1,0 +1,103 @@
+"""What a verb does with a checkpoint that somebody has planted code in, that is damaged, or that is not there.
+
+`loading_cases.py` has the cases; all of them run in one process, which takes longer to start than any of them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).parent / "loading_cases.py"
+Told = dict[str, dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(tmp_path_factory.mktemp("cases"))],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def refused(case: dict[str, Any]) -> bool:
+    """With one sentence, of which Megatron's own lines may stand in front."""
+    said = case["error"].splitlines()
+    sentences = [line for line in said if " error: " in line]
+    return case["status"] == 2 and len(sentences) == 1 and said[-1] == sentences[0] and sentences[0].endswith(".")
+
+
+def test_planted_code_is_never_run(told: Told) -> None:
+    planted = {f"{fault}, {verb}": case for fault, verbs in told.items() for verb, case in verbs.items()}
+    assert len([name for name in planted if "pickle" in name]) > 90
+    assert [name for name, case in planted.items() if case["ran"]] == []
+
+
+def test_every_damage_is_one_sentence_with_status_2(told: Told) -> None:
+    by_verb = {
+        f"{fault}, {verb}": case
+        for fault, verbs in told.items()
+        for verb, case in verbs.items()
+        if not fault.startswith(("whole", "without", "saved", "nothing")) and verb != "own_loop"
+    }
+    assert {name: case for name, case in by_verb.items() if not refused(case)} == {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "verb", "says"),
+    [
+        ("pickle: .metadata", "train", "--load: "),
+        ("pickle: .metadata", "train --pretrained-checkpoint", "--pretrained-checkpoint: "),
+        ("pickle: .metadata", "generate", ".metadata is no catalogue of a checkpoint: it names pathlib.Path.touch"),
+        (
+            "pickle: objects in .distcp",
+            "train",
+            "cannot be loaded: it holds getattr, which no checkpoint of Megatron's",
+        ),
+        (".distcp cut", "train", "bytes, but the checkpoint put "),
+        (".distcp missing", "generate", "__0_0.distcp is missing; give another iteration"),
+        (".distcp flipped", "train", "__0_0.distcp is damaged: "),
+        (".distcp flipped", "inspect --check", "__0_0.distcp is damaged: "),
+        (".metadata flipped", "train", ".metadata is"),
+        ("metadata.json missing", "train", "metadata.json is missing, which is written last"),
+        ("tracker junk", "train", "latest_checkpointed_iteration.txt says 'junk', which is no iteration"),
+        ("tracker to nowhere", "train", "says '7', but "),
+        ("tracker to nowhere", "generate", "name an iteration that is there (2)"),
+        ("a dangling link", "train", "is a link to /nowhere/at/all, which does not exist"),
+        ("a file", "generate", "checkpoint is a file; give a folder"),
+        ("older format junk", "train", "model_optim_rng.pt cannot be loaded: "),
+        ("nothing there", "--save is another", "--load: "),
+        ("nothing there", "--mtp-init", "--mtp-init is random, which makes the depths that a checkpoint lacks"),
+        ("nothing there", "--skip-train", "checkpoint does not exist; give a folder"),
+        ("whole", "--ckpt-step to nowhere", "--ckpt-step is 9, but "),
+        ("whole", "distributed optimizer", "holds the state of a plain optimizer, and this run has a distributed one"),
+        ("whole", "longer schedule", "give --override-opt-param-scheduler for the schedule of this run"),
+        ("whole", "another model", "num_layers value from checkpoint (1) is not equal"),
+    ],
+)
+def test_the_sentence_names_the_fault(fault: str, verb: str, says: str, told: Told) -> None:
+    assert refused(told[fault][verb]), told[fault][verb]
+    assert says in told[fault][verb]["error"].splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "verb"),
+    [
+        ("nothing there", "--save is --load"),
+        ("whole", "as it is"),
+        ("whole", "inspect --check"),
+        ("whole", "--no-load-optim"),
+        ("without checksums", "as it is"),
+        ("saved again by another program", "as it is"),
+    ],
+)
+def test_what_can_be_loaded_is_loaded(fault: str, verb: str, told: Told) -> None:
+    assert told[fault][verb]["status"] == 0, told[fault][verb]["error"]

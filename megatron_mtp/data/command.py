@@ -54,12 +54,13 @@ def preprocess(args: argparse.Namespace) -> int:
     prefix = Path(args.output_prefix)
     with one_writer(prefix, f"--output-prefix: '{prefix}'"):
         _preprocess(args)
+    return 0
 
 
 def _preprocess(args: argparse.Namespace) -> None:
     settings = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SETTINGS}
     if not args.overwrite and _is_done(args.output_prefix, settings):
-        return 0
+        return
     documents = list_documents(find_files(args.input, args.include))
     total = sum(document.size for document in documents)
     documents = choose_documents(documents, _bytes(args.max_mb), args.seed, args.shuffle)
@@ -80,7 +81,6 @@ def _preprocess(args: argparse.Namespace) -> None:
         print(
             f"note: Megatron ends documents at the eos_token of {folder}/tokenizer_config.json; see that it is the same"
         )
-    return 0
 
 
 def parser(program: str) -> Parser:

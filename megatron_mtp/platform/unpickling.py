@@ -102,8 +102,8 @@ class _CatalogueReader(pickle.Unpickler):
 
 def install() -> None:
     """Put the safe readers in the place of torch's, by which Megatron loads."""
-    FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign]
-    DefaultLoadPlanner.load_bytes = _load_bytes  # type: ignore[method-assign]
+    FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign, assignment]
+    DefaultLoadPlanner.load_bytes = _load_bytes  # type: ignore[method-assign, assignment]
 
 
 def _read_metadata(reader: Any, *_: Any, **settings: Any) -> Metadata:
@@ -118,7 +118,7 @@ def _read_metadata(reader: Any, *_: Any, **settings: Any) -> Metadata:
 
 def _load_bytes(planner: Any, read_item: Any, value: IO[bytes]) -> None:
     """torch's method of this name."""
-    from torch.distributed.checkpoint._nested_dict import set_element
+    from torch.distributed.checkpoint._traverse import set_element
 
     loaded, name = torch.load(value, weights_only=True), read_item.dest_index.fqn
     if planner.flatten_state_dict:

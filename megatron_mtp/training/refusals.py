@@ -20,7 +20,6 @@ from typing import Any
 from megatron.training import get_args
 from torch.distributed.checkpoint.api import CheckpointException
 
-import megatron_mtp
 from megatron_mtp.checkpoint.integrity import root_of
 from megatron_mtp.errors import InputError
 from megatron_mtp.training.console import Listing
@@ -103,6 +102,8 @@ PHASES: dict[str, tuple[tuple[type[BaseException], ...], str]] = {
 flag's value."""
 
 
+PACKAGE = Path(__file__).parents[1]
+
 ADVICE = {
     "OptimizerParamScheduler": "Give the schedule of the run that saved it, or --override-opt-param-scheduler to take "
     "that of the flags.",
@@ -132,7 +133,7 @@ def _free_space(folder: Path) -> str:
 def _is_ours(error: BaseException) -> bool:
     """Whether it was raised by the package, not by what it calls."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(frame.filename).is_relative_to(Path(megatron_mtp.__file__).parent)
+    return Path(frame.filename).is_relative_to(PACKAGE)
 
 
 def _advice(error: BaseException) -> str:

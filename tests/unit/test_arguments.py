@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,7 +123,7 @@ def checkpoint(megatron: None, tmp_path: Path) -> Path:
     folder.mkdir()
     names = ["decoder.final_layernorm.weight", "mtp.layers.0.eh_proj.weight", "mtp.layers.0.enorm.weight"]
     state = {name: ShardedTensor.from_rank_offsets(name, torch.zeros(4)) for name in names}
-    dist_checkpointing.save(state, str(folder))
+    dist_checkpointing.save(state | {"args": Namespace()}, str(folder))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
     return tmp_path
 
@@ -167,7 +168,7 @@ def drafting_checkpoint(megatron: None, tmp_path: Path) -> Path:
     names = [f"mtp.layers.{layer}.eh_proj.weight" for layer in (0, 1)]
     tensors = {name: torch.zeros(4) for name in names} | {"mtp.draft_vocabulary": torch.tensor([2, 3, 5])}
     state = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
-    dist_checkpointing.save(state, str(folder))
+    dist_checkpointing.save(state | {"args": Namespace()}, str(folder))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
     (tmp_path / "ids.txt").write_text("2\n3\n6\n")
     return tmp_path

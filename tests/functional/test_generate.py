@@ -101,7 +101,7 @@ BAD = {
     "positions": (["--prompt-ids", ",".join(["1"] * 64)], "has 64 tokens, and the model has 64 positions"),
     "empty": (["--prompt-ids", ""], "a prompt is empty"),
     "text": (["--prompt", "hello"], "names no tokenizer"),
-    "checkpoint": (["--load", "/nowhere"], "--load: /nowhere is no Megatron distributed checkpoint"),
+    "checkpoint": (["--load", "/nowhere"], "--load: /nowhere does not exist; give a folder that a run"),
 }
 
 

@@ -93,10 +93,7 @@ FAILURES = (Exception, CheckpointException)
 PHASES: dict[str, tuple[tuple[type[BaseException], ...], str]] = {
     "initialize_megatron": (REFUSALS, "Megatron refuses these flags"),
     "setup_model_and_optimizer": (REFUSALS, "Megatron refuses these flags"),
-    "load_checkpoint": (
-        (Exception, CheckpointException),
-        "the checkpoint of --load {load} cannot be loaded into this model",
-    ),
+    "load_checkpoint": (FAILURES, "the checkpoint cannot be loaded into this model"),
     "build_train_valid_test_data_iterators": ((Exception,), "the data sets cannot be built"),
     "save_checkpoint": (FAILURES, "no checkpoint can be saved to --save {save}"),
 }

@@ -88,15 +88,15 @@ def _refusing(name: str, function: Function) -> Function:
     return refusing
 
 
+FAILURES = (Exception, CheckpointException)
+"""What is raised over files; torch's collects the errors of all ranks, and is no Exception."""
+
 PHASES: dict[str, tuple[tuple[type[BaseException], ...], str]] = {
     "initialize_megatron": (REFUSALS, "Megatron refuses these flags"),
     "setup_model_and_optimizer": (REFUSALS, "Megatron refuses these flags"),
-    "load_checkpoint": (
-        (Exception, CheckpointException),
-        "the checkpoint of --load {load} cannot be loaded into this model",
-    ),
+    "load_checkpoint": (FAILURES, "the checkpoint cannot be loaded into this model"),
     "build_train_valid_test_data_iterators": ((Exception,), "the data sets cannot be built"),
-    "save_checkpoint": ((Exception, CheckpointException), "no checkpoint can be saved to --save {save}"),
+    "save_checkpoint": (FAILURES, "no checkpoint can be saved to --save {save}"),
 }
 """Functions of Megatron's training loop, what they raise over input, and how the sentence on it begins, with {} for a
 flag's value."""

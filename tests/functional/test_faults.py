@@ -58,3 +58,23 @@ def test_a_killed_rank_ends_the_job_and_a_restart_resumes(rank: int, tmp_path: P
 
     resumed = launch.run(command(tmp_path), tmp_path / "resumed.log")
     assert steps(resumed) == list(range(INTERVAL + 1, STEPS + 1))
+    if rank == 1:
+        assert_damage_ends_all_ranks(tmp_path)
+
+
+def assert_damage_ends_all_ranks(folder: Path) -> None:
+    """The second stage's file, which the second rank alone reads; the first would wait for it for ever."""
+    file = folder / "saved" / f"iter_{STEPS:07d}" / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+    log = folder / "damaged.log"
+    launcher = launch.start(command(folder), log)
+    try:
+        assert launcher.wait(ENDS_WITHIN) != 0
+    except subprocess.TimeoutExpired:
+        launch.kill(launcher)
+        pytest.fail(f"a rank still waits {ENDS_WITHIN} s after another has found its file damaged")
+    said = [line for line in log.read_text().splitlines() if "__1_0.distcp is damaged: " in line]
+    assert len(said) == 1, log.read_text()[-4000:]
+    assert "rank 1: error: the checkpoint cannot be loaded into this model: " in said[0]

@@ -49,7 +49,7 @@ LATE = (
     "megatron_mtp.drafting.command",
 )
 """What a verb imports late, so that forks find it there."""
-STEP, LAST = "iter_0000002", "iter_0000004"
+STEP = "iter_0000002"
 TRACKER = "latest_checkpointed_iteration.txt"
 DATA = "__0_0.distcp"
 OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -164,12 +164,16 @@ PLANTED: dict[str, tuple[Fault, dict[str, Words]]] = {
     "pickle: older format": (lambda folder: plant_object(older(folder), MARK), EVERY),
     "bare pickle: older format": (lambda folder: plant_bytes(older(folder), MARK), TRAIN),
 }
+TENSORS_READ = {name: words for name, words in EVERY.items() if name not in ("inspect", "own_loop")}
 SOME = {name: EVERY[name] for name in ("train", "generate")}
 DAMAGED: dict[str, tuple[Fault, dict[str, Words]]] = {
     ".distcp cut": (lambda folder: halve(folder / STEP / DATA), SOME),
     ".distcp missing": (lambda folder: (folder / STEP / DATA).unlink(), SOME),
     ".distcp a dangling link": (lambda folder: link_to_nowhere(folder / STEP / DATA), SOME),
-    ".distcp flipped": (lambda folder: flip(folder / STEP / DATA), {**EVERY, "own_loop": EVERY["train"]}),
+    ".distcp flipped": (
+        lambda folder: flip(folder / STEP / DATA),
+        TENSORS_READ,
+    ),
     ".metadata cut": (lambda folder: halve(folder / STEP / ".metadata"), SOME),
     ".metadata missing": (lambda folder: (folder / STEP / ".metadata").unlink(), SOME),
     ".metadata flipped": (lambda folder: flip(folder / STEP / ".metadata", 0.9), SOME),
@@ -229,6 +233,10 @@ OWN: dict[str, tuple[Fault, dict[str, Words]]] = {
             "longer schedule": lambda folder: train(folder, "--train-iters", "9"),
             "another model": lambda folder: train(folder, "--num-layers", "2", "--train-iters", "5", SCHEDULE),
         },
+    ),
+    "of a distributed optimizer": (
+        lambda folder: (shutil.rmtree(folder), shutil.copytree(folder.parents[1] / "sharded", folder)),
+        {"as it is": EVERY["train"], "--no-load-optim": lambda folder: [*EVERY["train"](folder), "--no-load-optim"]},
     ),
     "without checksums": (lambda folder: forget_checksums(folder), {"as it is": EVERY["train"]}),
     "saved again by another program": (
@@ -302,7 +310,8 @@ def main(scratch: Path) -> dict[str, dict[str, dict[str, object]]]:
     parse_args(add_mtp_arguments)  # reads the sources of Megatron's classes, for the texts of --help
     made = scratch / "made"
     saved = ["train", *MODEL, "--train-iters", "2", "--save", str(made), "--save-interval", "2"]
-    for words in (saved, ["convert", "mcore-to-hf", str(made), str(scratch / "hf")]):
+    sharded = [*saved, "--use-distributed-optimizer", "--save", str(scratch / "sharded")]
+    for words in (saved, sharded, ["convert", "mcore-to-hf", str(made), str(scratch / "hf")]):
         done = forked(words)
         assert done["status"] == 0, done["error"]
     told: dict[str, dict[str, dict[str, object]]] = {}

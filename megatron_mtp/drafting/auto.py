@@ -60,7 +60,7 @@ class AutoK:
     _steps: int = 0
     _rest: int = 0
     _pause: int = FIRST_REST
-    _has_rested: bool = False
+    _rests: bool = False
 
     def begin(self, rows: int, stats: AcceptanceStats) -> None:
         """A batch whose longest prompt has so many rows, all of which the first draft has to run."""
@@ -112,15 +112,16 @@ class AutoK:
         trials = (few, few, 0, 0)
         if self._steps < len(trials):
             return trials[self._steps], 0
-        rates = self.rates() if self._draft else [1.0]
-        best = rates.index(max(rates))
-        if best:
-            self._pause, self._has_rested = FIRST_REST, False
-            return best, 0
-        if self._has_rested and self._lost() + self._price() <= SHARE * self._elapsed:
-            self._pause, self._has_rested = 2 * self._pause, False
+        if not self._rests:
+            rates = self.rates() if self._draft else [1.0]
+            best = rates.index(max(rates))
+            if best:
+                self._pause = FIRST_REST
+                return best, 0
+        elif self._lost() + self._price() <= SHARE * self._elapsed:
+            self._pause, self._rests = 2 * self._pause, False
             return 1, 0
-        self._has_rested = True
+        self._rests = True
         return 0, self._pause - 1
 
     def _lost(self) -> float:

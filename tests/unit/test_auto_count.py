@@ -68,6 +68,19 @@ def test_every_rest_is_at_least_twice_as_long_as_the_least_before_it() -> None:
     assert all(rest >= FIRST_REST * 2**number for number, rest in enumerate(rests))
 
 
+def test_a_clock_that_jitters_ends_no_rest() -> None:
+    """The seconds of a forward come and go with other load; without a new draft they say nothing of acceptance."""
+    auto, stats, counts = AutoK(2), AcceptanceStats(), list[int]()
+    auto.begin(32, stats)
+    for step in range(300):
+        counts.append(auto.choose())
+        stats.count(counts[-1], 0, 1)
+        slow = 1.5 if step > 3 else 1.0  # the two steps with drafts seem fast from then on
+        auto.learn(counts[-1], 0.2 * counts[-1] + 0.6 * (step == 0), slow, stats)
+    assert sum(counts[:4]) == 4
+    assert sum(counts[4 + FIRST_REST :]) <= 3
+
+
 def test_a_drafter_that_needs_much_to_catch_up_never_drafts_again() -> None:
     _, counts = Machine(never, behind=0.05).run(AutoK(2), 3000)
     assert not any(counts[2:])

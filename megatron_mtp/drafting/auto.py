@@ -1,13 +1,17 @@
 """Automatic K: the number of drafts that gives most tokens a second, 0 included.
 
 With a_k the chance that position k is accepted given the ones before, K drafts yield 1 + sum_{j<=K} prod_{k<=j} a_k
-tokens in the time of K drafts and one forward of K + 1 rows. All of it is measured while decoding. A drafter that does
-not pay is given up soon: the longer it rests, the more rows it would have to catch up on, which alone would cost more
-than plain decoding is allowed to lose.
+tokens in the time of K drafts and one forward of K + 1 rows. All of it is measured while decoding.
+
+While K = 0 is best, drafting rests. A draft is tried again after 16, 32, 64, ... plain steps, as long as all that
+drafting has cost beyond plain decoding stays below `SHARE` of the time. The rows that a rest leaves behind are part of
+the price: a drafter that needs more than this share for them never drafts again in its batch.
 """
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from statistics import median
 
 import torch
@@ -17,8 +21,17 @@ from megatron_mtp.drafting.types import AcceptanceStats
 RECENT = 32
 """Steps whose times are remembered, of each kind."""
 
-GIVE_UP = 16
-"""Plain steps on end after which there is no more drafting in a batch."""
+MEMORY = 0.97
+"""What an acceptance weighs after one more step with drafts."""
+
+FIRST_DRAFTS = 2
+"""K of the first steps; more where they show that more may pay."""
+
+FIRST_REST = 16
+"""Plain steps before the first trial; every further rest is twice as long."""
+
+SHARE = 0.01
+"""Of the time so far, that drafting may have cost when a draft is tried again."""
 
 
 def _recent() -> deque[float]:
@@ -34,45 +47,100 @@ class AutoK:
     """
 
     most: int
-    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+    _hits: list[float] = field(default_factory=list)
+    _offers: list[float] = field(default_factory=list)
+    _seen: AcceptanceStats = field(default_factory=AcceptanceStats)
     _target: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(_recent))
     _draft: deque[float] = field(default_factory=_recent)
+    _behind: int = 1
+    _caught_up: tuple[float, int, int] = (0.0, 0, 1)
+    _elapsed: float = 0.0
+    _drafting: float = 0.0
+    _worth: float = 0.0
     _steps: int = 0
-    _plain: int = 0
+    _rest: int = 0
+    _pause: int = FIRST_REST
+    _rests: bool = False
+
+    def begin(self, rows: int, stats: AcceptanceStats) -> None:
+        """A batch whose longest prompt has so many rows, all of which the first draft has to run."""
+        self._behind, self._seen = rows, _copy(stats)
 
     def choose(self) -> int:
         """K of the next step; the first rank's where there are several, since their clocks differ."""
-        count = torch.tensor([self._own_choice()], device=torch.cuda.current_device())
+        if self._rest:
+            self._rest -= 1
+            return 0
+        count, self._rest = self._plan()
         if torch.distributed.get_world_size() > 1:
-            torch.distributed.broadcast(count, 0)
-        return int(count)
+            agreed = torch.tensor([count, self._rest], device=torch.cuda.current_device())
+            torch.distributed.broadcast(agreed, 0)
+            count, self._rest = agreed.tolist()
+        return count
 
     def learn(self, count: int, drafter: float, target: float, stats: AcceptanceStats) -> None:
         """Seconds of one step with K = `count`, and what was accepted so far."""
-        self.stats = stats
         self._steps += 1
-        self._plain = 0 if count else self._plain + 1
-        if self._steps == 1:
-            return  # the drafter has run the prompt in it
-        self._target[count].append(target)
+        self._elapsed += drafter + target
+        texts, emitted = stats.target_forwards - self._seen.target_forwards, stats.emitted - self._seen.emitted
         if count:
+            self._remember(stats)
+            self._drafting += drafter + target
+            self._worth += emitted / max(texts, 1)
+        if self._steps > 1:
+            self._target[count].append(target)
+        if count and self._behind > 1:
+            self._caught_up = drafter, count, self._behind
+        elif count:
             self._draft.append(drafter / count)
+        self._behind = 1 if count else self._behind + 1
+        self._seen = _copy(stats)
 
-    def rate(self, count: int) -> float:
-        """Tokens a second that K = `count` promises."""
-        tokens, reached = 1.0, 1.0
-        for chance in self._chances()[:count]:
+    def rates(self) -> list[float]:
+        """Tokens a second that K = 0 .. most promise."""
+        draft = median(self._draft)
+        tokens, reached, rates = 1.0, 1.0, [1 / self._target_seconds(0)]
+        for count, chance in enumerate(self._chances(), start=1):
             reached *= chance
             tokens += reached
-        return tokens / (self._target_seconds(count) + count * median(self._draft))
+            rates.append(tokens / (self._target_seconds(count) + count * draft))
+        return rates
 
-    def _own_choice(self) -> int:
-        trials = (self.most, self.most, 0, 0)
+    def _plan(self) -> tuple[int, int]:
+        """K of the next step, and how many plain steps follow it without another choice."""
+        few = min(self.most, FIRST_DRAFTS)
+        trials = (few, few, 0, 0)
         if self._steps < len(trials):
-            return trials[self._steps]
-        if self._plain >= GIVE_UP or not self._draft:
-            return 0
-        return max(range(self.most + 1), key=self.rate)
+            return trials[self._steps], 0
+        if not self._rests:
+            rates = self.rates() if self._draft else [1.0]
+            best = rates.index(max(rates))
+            if best:
+                self._pause = FIRST_REST
+                return best, 0
+        elif self._lost() + self._price() <= SHARE * self._elapsed:
+            self._pause, self._rests = 2 * self._pause, False
+            return 1, 0
+        self._rests = True
+        return 0, self._pause - 1
+
+    def _lost(self) -> float:
+        """Seconds that steps with drafts took beyond those of plain decoding to the same tokens."""
+        return self._drafting - self._worth * self._target_seconds(0)
+
+    def _price(self) -> float:
+        """Seconds of one more draft, after the rows that the drafter has to catch up on; each as the last ones took."""
+        if not self._draft:
+            return float("inf")
+        draft = median(self._draft)
+        seconds, count, rows = self._caught_up
+        return draft + self._behind * max(seconds - count * draft, 0.0) / rows
+
+    def _remember(self, stats: AcceptanceStats) -> None:
+        new_hits = _difference(stats.accepted_at, self._seen.accepted_at)
+        new_offers = _difference(stats.offered_at, self._seen.offered_at)
+        self._hits = [MEMORY * old + new for old, new in zip_longest(self._hits, new_hits, fillvalue=0)]
+        self._offers = [MEMORY * old + new for old, new in zip_longest(self._offers, new_offers, fillvalue=0)]
 
     def _target_seconds(self, count: int) -> float:
         """Of a forward of K + 1 rows; between K that were measured, on the line."""
@@ -83,7 +151,15 @@ class AutoK:
 
     def _chances(self) -> list[float]:
         """That a position is accepted, given that the ones before were; before any was offered, one in two."""
-        hits = [*self.stats.accepted_at, *[0] * self.most]
-        offers = [*self.stats.offered_at, *[0] * self.most]
+        hits = [*self._hits, *[0] * self.most]
+        offers = [*self._offers, *[0] * self.most]
         reached = [offers[0], *hits]
         return [(hits[place] + 0.5) / (min(reached[place], offers[place]) + 1) for place in range(self.most)]
+
+
+def _copy(stats: AcceptanceStats) -> AcceptanceStats:
+    return replace(stats, accepted_at=[*stats.accepted_at], offered_at=[*stats.offered_at])
+
+
+def _difference(later: Sequence[int], earlier: Sequence[int]) -> list[int]:
+    return [new - old for new, old in zip_longest(later, earlier, fillvalue=0)]

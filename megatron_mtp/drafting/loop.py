@@ -69,6 +69,8 @@ def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits,
     prefill(runner, sequences, method.sampling)
     _emit(sequences, method, limits, emit, offered=None)
     method.proposer.start(sequences)
+    if method.auto is not None:
+        method.auto.begin(max(sequences.lengths()), method.stats)
     graphed = _graphed(runner, sequences, method)
     while any(sequences.live):
         count = method.count if method.auto is None else method.auto.choose()

@@ -12,7 +12,6 @@ import torch
 
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
 from megatron_mtp.drafting import energy
-from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.command import parser
 from megatron_mtp.drafting.config import parse_config
 from megatron_mtp.drafting.energy import Meter
@@ -173,42 +172,6 @@ def test_the_meter_is_of_the_device_that_torch_sees(tmp_path: Path, monkeypatch:
     meter = Meter(tmp_path)
     joules["GPU-of-this-process"] += 2.5
     assert meter.joules() == 2.5
-
-
-def taught(drafter: float, accepted: list[float], target: float = 1.0) -> AutoK:
-    """A choice after some steps in which a draft cost `drafter` and position k was accepted so often."""
-    auto, stats = AutoK(len(accepted)), AcceptanceStats()
-    stats.accepted_at, stats.offered_at = [round(1000 * rate) for rate in accepted], [1000] * len(accepted)
-    for _ in range(8):
-        count = auto.choose()
-        auto.learn(count, drafter * count, target, stats)
-    return auto
-
-
-def test_as_many_drafts_as_pay_off() -> None:
-    """Rates from the start 0.8, 0.6, 0.1; tokens 1, 1.8, 2.4, 2.5."""
-    assert taught(0.1, [0.8, 0.6, 0.1]).choose() == 2
-    assert taught(0.01, [0.8, 0.6, 0.1]).choose() == 3
-    assert taught(0.7, [0.8, 0.6, 0.1]).choose() == 1
-    assert taught(0.9, [0.8, 0.6, 0.1]).choose() == 0
-
-
-def test_a_forward_of_more_rows_may_cost_more() -> None:
-    """A draft that is free and right half of the time, and doubles the target's time, does not pay."""
-    auto, stats = AutoK(1), AcceptanceStats(accepted_at=[500], offered_at=[1000])
-    for _ in range(8):
-        count = auto.choose()
-        auto.learn(count, 0.0, 1.0 + count, stats)
-    assert auto.choose() == 0
-
-
-def test_a_drafter_that_is_never_right_costs_two_steps() -> None:
-    auto, stats, drafted = AutoK(2), AcceptanceStats(), []
-    for _ in range(300):
-        drafted.append(auto.choose())
-        stats.count(drafted[-1], 0, 1)
-        auto.learn(drafted[-1], 0.25 * drafted[-1], 1.0, stats)
-    assert sum(drafted) <= 5
 
 
 def test_the_help_lists_methods_and_examples() -> None:

@@ -27,6 +27,7 @@ from megatron_mtp.checkpoint.dist_store import (
 )
 from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.hf_config import HFConfig, read_json
+from megatron_mtp.checkpoint.hf_tokens import KEPT_TOKENIZER
 from megatron_mtp.checkpoint.importing import HF_FILES, ORIGIN, Converted, Options
 from megatron_mtp.checkpoint.mcore_store import RELEASE, TRACKER
 from megatron_mtp.checkpoint.streaming import PartialFolder, run_parts, synced
@@ -119,6 +120,8 @@ def _copy(
     if (source / HF_FILES).is_dir():
         shutil.copytree(source / HF_FILES, partial.path / HF_FILES, dirs_exist_ok=True)
         _correct_origin(partial.path / HF_FILES / ORIGIN, plan["depths"], dropped)
+    if (reader.folder.parent / KEPT_TOKENIZER).is_dir():
+        shutil.copytree(reader.folder.parent / KEPT_TOKENIZER, partial.path / KEPT_TOKENIZER, dirs_exist_ok=True)
     (partial.path / TRACKER).write_text(RELEASE)
     partial.finish()
     return Converted("Megatron", plan["depths"], len(chunks), sum(chunk.length for chunk in chunks))

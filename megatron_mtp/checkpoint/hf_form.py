@@ -89,7 +89,7 @@ def trained_form(
 
     Args:
         family: `model_type` of the folder; None for the one that fits.
-        tokenizer: folder to copy into it; None for the one of the training run, where it is there.
+        tokenizer: folder to copy into it; None for the one of the training run.
         trust_remote_code: whether to run the tokenizer's own code.
 
     Raises:
@@ -101,7 +101,7 @@ def trained_form(
     chosen = family or _fitting(args, depths)
     if chosen not in KEYS:
         raise ValueError(f"--family is '{chosen}'; a trained model becomes one of {', '.join(KEYS)}.")
-    tokens = Tokens.of(tokenizer or run_tokenizer(args), args, trust_remote_code)
+    tokens = Tokens.of(tokenizer or run_tokenizer(args, reader.folder.parent), args, trust_remote_code)
     dtype = str(reader.dtype("decoder.final_layernorm.weight")).removeprefix("torch.")
     keys = {**common_keys(args, tokens.vocabulary(reader), dtype), **KEYS[chosen](args), **tokens.ids}
     keys |= {"model_type": chosen} | ({"num_nextn_predict_layers": depths} if depths else {})

@@ -1,14 +1,20 @@
 """What the tokenizer of a trained model tells its export: the rows that stand for tokens, and the special ones' ids."""
 
+import filecmp
 import json
+import shutil
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_mtp.checkpoint.dist_store import DistReader
-from megatron_mtp.data.tokenizer import read_tokenizer
+from megatron_mtp.checkpoint.importing import HF_FILES, NOT_KEPT
+from megatron_mtp.data.tokenizer import entries, read_tokenizer
 
 GENERATION = "generation_config.json"
+KEPT_TOKENIZER = "tokenizer"
+"""Folder of a trained checkpoint, beside its iterations, with the files of the run's tokenizer."""
+NOWHERE = "/nowhere"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -39,8 +45,11 @@ class Tokens:
             return cls(said, {} if ends is None else {"eos_token_id": ends}, folder)
         tokenizer = read_tokenizer(folder, trust_remote_code)
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        size = max(len(tokenizer), *(index + 1 for index in tokenizer.get_vocab().values()), said or 0)
-        return cls(size, {name: value for name, value in ids.items() if value is not None}, folder)
+        return cls(
+            max(entries(tokenizer), said or 0),
+            {name: value for name, value in ids.items() if value is not None},
+            folder,
+        )
 
     def vocabulary(self, reader: DistReader) -> int:
         """Rows of embedding and head in the folder: without those that Megatron adds to make their number divisible.
@@ -68,7 +77,36 @@ def has_tokenizer(folder: Path) -> bool:
     return any(folder.glob("tokenizer*"))
 
 
-def run_tokenizer(args: Namespace) -> Path | None:
-    """The folder of the tokenizer that a run was given, if it is still there."""
-    model = getattr(args, "tokenizer_model", None)
-    return Path(model) if model and Path(model).is_dir() else None
+def run_tokenizer(args: Namespace, checkpoint: Path) -> Path | None:
+    """The folder of a model's tokenizer: the checkpoint's own copy, what the run was given, or what a conversion kept.
+
+    Args:
+        args: Megatron's, as the checkpoint has them.
+        checkpoint: the folder of all iterations.
+    """
+    given = Path(getattr(args, "tokenizer_model", None) or NOWHERE)
+    copy, converted = checkpoint / KEPT_TOKENIZER, checkpoint / HF_FILES
+    if copy.is_dir() or given.is_dir():
+        return copy if copy.is_dir() else given
+    return converted if has_tokenizer(converted) else None
+
+
+def keep_tokenizer(args: Namespace, checkpoint: Path) -> None:
+    """Copy a run's tokenizer into its checkpoint, beside the iterations, where it is not there as it is.
+
+    Where the run was given a relative path, the arguments get the absolute one.
+    """
+    source = Path(getattr(args, "tokenizer_model", None) or NOWHERE)
+    if not source.is_dir():
+        return
+    args.tokenizer_model = str(source.resolve())
+    target, partial = checkpoint / KEPT_TOKENIZER, checkpoint / f"{KEPT_TOKENIZER}.partial"
+    names = [file.name for file in sorted(source.iterdir()) if file.is_file() and not file.name.endswith(NOT_KEPT)]
+    if source.resolve() == target.resolve() or filecmp.cmpfiles(source, target, names, shallow=False)[0] == names:
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name in names:
+        shutil.copyfile(source / name, partial / name)
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)

@@ -110,10 +110,14 @@ def _check(args: Namespace, rest: list[str]) -> None:
 
 def _data_flags(args: Namespace, folder: Path) -> list[str]:
     """Flags for tokenizer and text; a text is made into a corpus in `folder`."""
-    from megatron_mtp.checkpoint.dist_store import DistReader, iteration_folder
+    from megatron_mtp.checkpoint.dist_store import DistReader
+    from megatron_mtp.checkpoint.hf_tokens import run_tokenizer
 
-    stored = DistReader(iteration_folder(Path(args.load))).common()["args"]
-    chosen = [] if args.tokenizer_model is None else _tokenizer_flags(args.tokenizer_model)
+    reader = DistReader(Path(args.load))
+    stored = reader.common()["args"]
+    tokenizer = args.tokenizer_model or run_tokenizer(stored, reader.folder.parent)
+    reads = args.tokenizer_model or args.text or stored.tokenizer_type == "HuggingFaceTokenizer"
+    chosen = _tokenizer_flags(str(tokenizer)) if tokenizer and reads else []
     if not chosen and stored.tokenizer_type == "NullTokenizer" and stored.vocab_size is not None:
         chosen = ["--vocab-size", str(stored.vocab_size)]  # which Megatron does not take from a checkpoint
     if args.eval_iters is not None:
@@ -127,9 +131,6 @@ def _data_flags(args: Namespace, folder: Path) -> list[str]:
             "--text is read by one process, and there are several; make a corpus with megatron-mtp preprocess and give "
             "--data-path."
         )
-    from megatron_mtp.checkpoint.hf_tokens import run_tokenizer
-
-    tokenizer = args.tokenizer_model or run_tokenizer(stored)
     if tokenizer is None:
         raise ValueError(f"--load is {args.load}, which names no tokenizer that is there; give --tokenizer-model.")
     tokens = _corpus(args.text, str(tokenizer), folder / "corpus")

@@ -120,6 +120,11 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> "PreTrained
         ) from error
 
 
+def entries(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Ids that can occur: the highest id plus one where ids have gaps."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+
+
 def _has_code(folder: Path) -> bool:
     path = folder / "tokenizer_config.json"
     return path.is_file() and "AutoTokenizer" in (json.loads(path.read_text(encoding="utf-8")).get("auto_map") or {})
@@ -153,7 +158,7 @@ class Encoder:
             folder=os.path.abspath(folder),
             eod_token=str(tokenizer.eos_token),
             eod_id=int(tokenizer.eos_token_id),
-            vocab_size=max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1),
+            vocab_size=entries(tokenizer),
             backend_json=tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else None,
             trust_remote_code=trust_remote_code,
         )

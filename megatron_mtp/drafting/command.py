@@ -56,10 +56,10 @@ def run(args: Namespace, answer: TextIO) -> None:
     if args.batch_size < 1:
         raise ValueError(f"--batch-size is {args.batch_size}; give 1 or more.")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    loaded = load_checkpoint(args.load, dtype=dtype, flag="--load")
-    tokenizer = _tokenizer(args.tokenizer or loaded.tokenizer)
-    if args.tokenizer is not None:
-        _check_vocabulary(args.tokenizer, loaded)
+    loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code)
+    tokenizer = _tokenizer(args.tokenizer or loaded.tokenizer, args.trust_remote_code)
+    if args.tokenizer is not None and tokenizer is not None:
+        _check_vocabulary(args.tokenizer, tokenizer, loaded)
     prompts = read_prompts(args.prompt, args.prompt_file, args.prompt_ids, tokenizer)
     if not -(2**63) <= args.seed <= 2**63 - len(prompts):
         raise ValueError(f"--seed is {args.seed}, which 64 bits do not hold for every prompt; give a smaller one.")
@@ -200,22 +200,22 @@ def _median(costs: list[Cost]) -> Cost:
     return sorted(costs, key=lambda cost: cost.seconds)[len(costs) // 2]
 
 
-def _tokenizer(folder: str | Path | None) -> "PreTrainedTokenizerBase | None":
+def _tokenizer(folder: str | Path | None, trust_remote_code: bool) -> "PreTrainedTokenizerBase | None":
     if folder is None:
         return None
-    from megatron_mtp.data.tokenizer import load_tokenizer
+    from megatron_mtp.data.tokenizer import read_tokenizer
 
-    return load_tokenizer(folder)
+    return read_tokenizer(Path(folder), trust_remote_code)  # one without an end token: texts end with the budget
 
 
-def _check_vocabulary(folder: str, loaded: Loaded) -> None:
+def _check_vocabulary(folder: str, tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> None:
     """Ids mean other tokens in a tokenizer of another size; without the one of the training, only a bound is known."""
-    from megatron_mtp.data.tokenizer import Encoder
+    from megatron_mtp.data.tokenizer import entries
 
-    entries, trained = Encoder.from_folder(folder).vocab_size, loaded.runner.vocab_size
-    if entries > trained or (loaded.tokenizer is not None and entries != trained):
+    given, trained = entries(tokenizer), loaded.runner.vocab_size
+    if given > trained or (loaded.tokenizer is not None and given != trained):
         raise ValueError(
-            f"--tokenizer is {folder} with {entries} entries, but the model was trained with {trained}; give the "
+            f"--tokenizer is {folder} with {given} entries, but the model was trained with {trained}; give the "
             "tokenizer of the training."
         )
 

@@ -39,6 +39,7 @@ def parser(program: str) -> Parser:
     add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to; the newest iteration is taken")
     add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
     add("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer folder; default: the one of the training")
+    add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     add("--prompt-file", metavar="F", help='one prompt; of a .jsonl every line, as {"prompt": ...}')
     add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="token ids; may be given several times")

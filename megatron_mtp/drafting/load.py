@@ -19,10 +19,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_mtp.checkpoint.dist_store import DistReader, iteration_folder, stored_draft_vocabulary
-from megatron_mtp.checkpoint.hf_tokens import EMBEDDING, has_tokenizer
-from megatron_mtp.checkpoint.importing import HF_FILES
+from megatron_mtp.checkpoint.hf_tokens import EMBEDDING, run_tokenizer
 from megatron_mtp.checkpoint.mcore_store import repair_tracker
 from megatron_mtp.checkpoint.model import completed, config_of, fill
+from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder
 from megatron_mtp.platform import cpu
@@ -91,7 +91,11 @@ def load_runner(folder: str | Path, vocab_size: int | None = None, dtype: torch.
 
 
 def load_checkpoint(
-    folder: str | Path, vocab_size: int | None = None, dtype: torch.dtype | None = None, flag: str = "--load"
+    folder: str | Path,
+    vocab_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    flag: str = "--load",
+    trust_remote_code: bool = False,
 ) -> Loaded:
     """Build the model that the checkpoint's own arguments describe, and fill it.
 
@@ -100,6 +104,7 @@ def load_checkpoint(
         vocab_size: tokens that may be drafted; if None the tokenizer's, or those that the model was trained with.
         dtype: of the weights; the checkpoint's if None.
         flag: how messages call the folder.
+        trust_remote_code: whether to run the code of a tokenizer that has some.
 
     Raises:
         ValueError: there is no checkpoint that Megatron has written, or a model that drafting does not know.
@@ -115,9 +120,9 @@ def load_checkpoint(
     model = _model(_adapted(args), stored_draft_vocabulary(iteration))
     fill(model, reader)
     _keep_weights_in(model.cuda(), dtype or model.config.params_dtype)
-    tokenizer = _tokenizer(args, iteration.parent / HF_FILES)
+    tokenizer = run_tokenizer(args, iteration.parent)
     if vocab_size is None and tokenizer is not None:
-        vocab_size = _entries(tokenizer)
+        vocab_size = entries(read_tokenizer(tokenizer, trust_remote_code))
     return Loaded(Runner(model, vocab_size), tokenizer)
 
 
@@ -173,17 +178,3 @@ def _of_a_conversion(args: Namespace, iteration: Path, flag: str) -> Namespace:
         raise ValueError(f"{flag} is {iteration.parent}, converted from a model that Megatron cannot run.")
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
         return completed(args)
-
-
-def _tokenizer(args: Namespace, kept: Path) -> Path | None:
-    """The tokenizer of the training, or the one that a conversion has kept."""
-    named = getattr(args, "tokenizer_model", None)
-    if named and args.tokenizer_type == "HuggingFaceTokenizer" and Path(named).is_dir():
-        return Path(named)
-    return kept if has_tokenizer(kept) else None
-
-
-def _entries(tokenizer: Path) -> int:
-    from megatron_mtp.data.tokenizer import Encoder
-
-    return Encoder.from_folder(tokenizer).vocab_size

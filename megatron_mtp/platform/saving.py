@@ -12,6 +12,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.managers import SyncManager
 from pathlib import Path
@@ -23,6 +24,9 @@ from megatron_mtp.platform.checksums import CHECKSUMS
 
 PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process gets when the one that started it is gone (prctl(2))."""
+
+BEFORE_SAVES: list[Callable[[Path], None]] = []
+"""What the first rank calls before every save, with the folder of all iterations."""
 
 
 def install(on_cpu: bool) -> None:
@@ -45,6 +49,8 @@ def _save(sharded_state_dict: Any, checkpoint_dir: str, *rest: Any, **settings: 
     if is_first:
         for name in ("metadata.json", CHECKSUMS):
             (folder / name).unlink(missing_ok=True)
+        for prepare in BEFORE_SAVES:
+            prepare(folder.parent)
     torch.distributed.barrier()
     request = save(with_optimizer(sharded_state_dict), checkpoint_dir, *rest, **settings)
     if is_first and request is None:

@@ -15,8 +15,10 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.config import PretrainConfigContainer
 
+from megatron_mtp.checkpoint.hf_tokens import keep_tokenizer
 from megatron_mtp.errors import InputError, sentences
 from megatron_mtp.model.sharing import embedding_ranks
+from megatron_mtp.platform import saving
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 from megatron_mtp.training.console import Listing, keep_listing, say
 from megatron_mtp.training.datasets import datasets_provider
@@ -107,6 +109,7 @@ def train(
     settings = config.model.mtp
     metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir), reporter)
     pretrain_arguments.setdefault("get_embedding_ranks", get_embedding_ranks)
+    saving.BEFORE_SAVES[:] = [lambda checkpoint: keep_tokenizer(get_args(), checkpoint)]
     try:
         with observed(metrics, shows_checkpoints=reporter is not None):
             pretrain(

@@ -1,5 +1,7 @@
 """Which modules a checkpoint's model drafts with, and in which precision; conversions draft as they are."""
 
+import io
+import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -8,11 +10,13 @@ from typing import Any
 import hf_models
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
+from megatron_mtp.checkpoint.hf_tokens import keep_tokenizer, run_tokenizer
 from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
 from megatron_mtp.checkpoint.megatron_args import megatron_arguments
 from megatron_mtp.data.tokenizer import train_bpe
-from megatron_mtp.drafting import generate, load
+from megatron_mtp.drafting import command, generate, load
 from megatron_mtp.drafting.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -52,6 +56,54 @@ def test_a_converted_model_drafts_in_its_own_precision(
     if weights == torch.float32:  # bfloat16 rounds several rows otherwise than one
         assert drafted.token_ids == generate(loaded.runner, [[1, 2, 3]], 8).token_ids
     assert drafted.stats.drafted > 0
+
+
+def test_a_tokenizer_without_an_end_token_drafts(tmp_path: Path) -> None:
+    """Its texts run to the budget."""
+    source = hf_models.make(tmp_path / "hf", "mimo", 1)
+    hf_to_mcore(with_tokenizer(source), tmp_path / "mcore", Options(quiet=True), megatron_arguments)
+    for prompt in (["--prompt-ids", "0,1,2"], ["--prompt", "abc"]):
+        flags = ["--load", str(tmp_path / "mcore"), *prompt, "--max-new-tokens", "5", "--json"]
+        answer = io.StringIO()
+        command.run(command.parser("generate").parse_args(flags), answer)
+        assert len(json.loads(answer.getvalue())["token_ids"]) == 5
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """A folder whose tokenizer has a vocabulary that the model holds, and names no end token."""
+    words = Tokenizer(models.WordLevel({"a": 0, "abc": 1, "b": 2}, "a"))
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+@pytest.mark.parametrize("given", ["relative", "removed"])
+def test_the_tokenizer_stays_with_the_checkpoint(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export, drafting and evaluation find it from any folder, and where the run's own is gone."""
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    train_bpe(["abc"], 258, tmp_path / "words")
+    (tmp_path / "words" / "weights.safetensors").write_text("large")
+    args = Namespace(tokenizer_model="words")
+    keep_tokenizer(args, tmp_path / "runs")
+    assert args.tokenizer_model == str(tmp_path / "words")
+    if given == "removed":
+        shutil.rmtree(tmp_path / "words")
+    monkeypatch.chdir("/")
+    found = run_tokenizer(args, tmp_path / "runs")
+    assert found == tmp_path / "runs" / "tokenizer"
+    assert sorted(path.name for path in found.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tokenizer"]
+
+
+def test_another_tokenizer_replaces_the_kept_one(tmp_path: Path) -> None:
+    for entries in (258, 260):
+        train_bpe(["abc abd"], entries, tmp_path / str(entries))
+        keep_tokenizer(Namespace(tokenizer_model=str(tmp_path / str(entries))), tmp_path)
+        kept = (tmp_path / "tokenizer" / "tokenizer.json").read_bytes()
+        assert kept == (tmp_path / str(entries) / "tokenizer.json").read_bytes()
+    keep_tokenizer(Namespace(tokenizer_model=str(tmp_path / "tokenizer")), tmp_path)
+    assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == kept
 
 
 def test_a_conversion_that_megatron_cannot_run_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ class HFModel:
         """Raises ValueError where the folder is damaged or contradicts itself."""
         config = HFConfig.read(path)
         family = family_of(config)
+        config = config.with_defaults(family.defaults)
         folder = HFFolder(path, block_of(config.keys))
         layout = family.layout(config, folder.tensors)
         rules = family.all_rules(config, layout)

@@ -13,14 +13,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_mtp.checkpoint.dist_store import CATALOGUE, DistReader
 from megatron_mtp.checkpoint.mcore_store import absent_layers, repair_tracker
-from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS
+from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS, add_yarn_arguments, check_trainable
+from megatron_mtp.checkpoint.model import config_of
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights
 from megatron_mtp.model.trunk import MTPGPTModelConfig
@@ -69,7 +69,7 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
     for field in fields(MTPConfig):
         flag = "--" + field.name.replace("_", "-")
         group.add_argument(flag, dest=field.name, default=field.default, **field.metadata)
-    return parser
+    return add_yarn_arguments(parser)
 
 
 def mtp_config_from_args(args: Namespace) -> MTPConfig:
@@ -138,8 +138,7 @@ def checked_model_config(args: Namespace, **gpt_config: Any) -> MTPGPTModelConfi
     Raises:
         ValueError: the checkpoint to load lacks depths, and no flag says how to make them; or it has other ones.
     """
-    model_config = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **gpt_config})
-    model_config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
+    model_config = config_of(args, **gpt_config)
     model_config.mtp = mtp_config_from_args(args)
     model_config.absent_mtp_layers = check_checkpoint(args, model_config.mtp)
     model_config.draft_vocabulary, model_config.absent_draft_vocabulary = draft_vocabulary(args, model_config.mtp)
@@ -157,12 +156,9 @@ def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
     folder = Path(get_load_checkpoint_path_by_args(args))
     if not (folder / CATALOGUE).is_file():
         return {}
-    stored = vars(DistReader(folder).common()["args"])
-    if stored.get("megatron_mtp_untrainable"):
-        raise ValueError(
-            f"--load {args.load} is a conversion of a model that Megatron cannot run; tools/checkpoint/convert.py "
-            "inspect says why, and mcore-to-hf converts it back."
-        )
+    found = DistReader(folder).common()["args"]
+    check_trainable(found, f"--load {args.load}")
+    stored = vars(found)
     return {name: stored[name] for name in MODEL_ARGUMENTS if stored.get(name) is not None}
 
 

@@ -65,6 +65,7 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
     keys = with_depths(form.keys, layout.depths)
     config = HFConfig.from_keys(keys, f"the {CONFIG} for {target}")
     family = family_of(config)
+    config = config.with_defaults(family.defaults)
     _check_depths(family, reader, layout)
     rules = family.all_rules(config, layout)
     check_mcore(rules, reader)

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training import get_tokenizer
-from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_mtp.checkpoint.dist_store import DistReader
 from megatron_mtp.checkpoint.mcore_store import absent_layers
-from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS
+from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS, check_trainable
+from megatron_mtp.checkpoint.model import config_of
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.model.trunk import MTPGPTModelConfig
@@ -116,8 +116,7 @@ def checked_model_config(args: Namespace, **gpt_config: Any) -> MTPGPTModelConfi
         ValueError: the checkpoint to load lacks depths, and no flag says how to make them; or it has other ones.
     """
     with megatrons_refusals():
-        model_config = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **gpt_config})
-    model_config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
+        model_config = config_of(args, **gpt_config)
     model_config.mtp = mtp_config_from_args(args)
     args.vocab_size = true_vocab_size(args)  # checkpoints keep the arguments
     model_config.true_vocab_size = args.vocab_size
@@ -151,12 +150,9 @@ def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
     folder = Path(get_load_checkpoint_path_by_args(args))
     if not (folder / CATALOGUE).is_file():
         return {}
-    stored = vars(DistReader(folder).common()["args"])
-    if stored.get("megatron_mtp_untrainable"):
-        raise ValueError(
-            f"--load {args.load} is a conversion of a model that Megatron cannot run; megatron-mtp convert "
-            "inspect says why, and mcore-to-hf converts it back."
-        )
+    found = DistReader(folder).common()["args"]
+    check_trainable(found, f"--load {args.load}")
+    stored = vars(found)
     return {name: stored[name] for name in MODEL_ARGUMENTS if stored.get(name) is not None}
 
 

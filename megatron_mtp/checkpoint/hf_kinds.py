@@ -82,10 +82,10 @@ def _method(keys: dict[str, Any]) -> str | None:
 
 def _check_wrapper(folder: Path, keys: dict[str, Any]) -> None:
     outer, text = keys.get("model_type"), keys.get("text_config")
-    if outer in FAMILIES or not isinstance(text, dict):
+    if str(outer) in FAMILIES or not isinstance(text, dict):
         return
     inner = text.get("model_type")
-    known = "which converts by itself" if inner in FAMILIES else "which is unknown here too"
+    known = "which converts by itself" if str(inner) in FAMILIES else "which is unknown here too"
     raise ValueError(
         f"{folder} is a model of type '{outer!s:.40}' around a text model of type '{inner!s:.40}', {known}; save the "
         "text model alone with transformers, and give its folder."

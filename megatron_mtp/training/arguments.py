@@ -269,7 +269,8 @@ def check_data(args: Namespace) -> None:
         check_weights(given or [])
     prefixes = _prefixes(args)
     if args.sft:
-        return check_chat_files(prefixes)
+        check_chat_files(prefixes)
+        return _check_padding(args)
     if not prefixes:
         raise ValueError(
             "--data-path is missing; give the prefix of a .bin/.idx pair (megatron-mtp preprocess makes one), or "
@@ -280,8 +281,30 @@ def check_data(args: Namespace) -> None:
     check_data_prefixes(prefixes, true_vocab_size(args))
     if args.data_path is not None and args.split is not None:
         check_split(prefixes, args.split)
+    if args.fim_data:
+        _check_fim_tokens(args)
     if args.tokenizer_model is not None:
         check_tokenizer(prefixes, args.tokenizer_model)
+
+
+def _check_padding(args: Namespace) -> None:
+    """Whether the tokenizer has the token that conversations are filled up with."""
+    if get_tokenizer().pad is None:
+        raise ValueError(
+            f"--sft fills rows up with the padding token, which --tokenizer-model {args.tokenizer_model} does not name; "
+            "give its tokenizer_config.json a pad_token."
+        )
+
+
+def _check_fim_tokens(args: Namespace) -> None:
+    """Whether the tokenizer has the tokens that --fim-data marks its parts with."""
+    tokens = [getattr(args, f"fim_{part}_token") for part in ("prefix", "middle", "suffix", "pad", "eod")]
+    ids = get_tokenizer()._tokenizer.tokens_to_ids(tokens)
+    if absent := [token for token, number in zip(tokens, ids, strict=True) if number is None]:
+        raise ValueError(
+            f"--fim-data marks text with {' '.join(absent)}, which the tokenizer lacks; name tokens that it has with "
+            "--fim-prefix-token, --fim-middle-token, --fim-suffix-token, --fim-pad-token and --fim-eod-token."
+        )
 
 
 def check_checkpoint(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:

@@ -26,8 +26,8 @@ from typing import Any
 TIMEOUT = 120.0
 """Seconds after which a child counts as hanging."""
 
-WARNING = re.compile(r"Warning: |^  ")
-"""A library's warning, and the line of source that Python shows with it."""
+WARNING = re.compile(r"Warning: |^  |^ERROR:megatron\.|\d%\|")
+"""A library's warning, the line of source that Python shows with it, what Megatron logs of a step, a moving bar."""
 
 Change = tuple[Any, ...]
 """What is done to a file of the folder: the name of a function of `CHANGES`, the path, and its further arguments."""

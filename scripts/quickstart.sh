@@ -30,11 +30,10 @@ corpus=(
     --make-vocab-size-divisible-by 128 --no-create-attention-mask-in-dataloader
 )
 logging=(
-    --log-interval 10 --eval-interval 140 --eval-iters 16 --tensorboard-dir "$run/tensorboard"
+    --eval-interval 140 --eval-iters 16 --tensorboard-dir "$run/tensorboard"
     --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 280
 )
-.venv/bin/python pretrain_gpt.py "${model[@]}" "${mtp[@]}" "${training[@]}" "${corpus[@]}" "${logging[@]}" 2>&1 |
-    tee "$run/log.txt" | grep --line-buffered -E 'error|Error|^>|^ \[.* iteration |validation loss|^[+|]|expected accepted|saving checkpoint'
+.venv/bin/python pretrain_gpt.py "${model[@]}" "${mtp[@]}" "${training[@]}" "${corpus[@]}" "${logging[@]}"
 
 # The trained model as a Hugging Face folder that serving engines load with its depths, and the proof that it is the same.
 if [ "$run/checkpoint/latest_checkpointed_iteration.txt" -nt "$run/exported/config.json" ]; then # also where there is none
@@ -47,4 +46,4 @@ echo "Hugging Face folder: $run/exported"
     --speculative-config '{"method": "mtp"}' --compare 2>"$run/generate.txt" ||
     { tail -n 5 "$run/generate.txt" >&2; exit 1; }
 
-echo "losses and acceptance by depth: $run/metrics.jsonl and $run/metrics.png; whole log: $run/log.txt"
+echo "losses and acceptance by depth: $run/metrics.jsonl and $run/metrics.png; Megatron's listing: $run/megatron.log"

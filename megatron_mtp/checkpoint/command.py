@@ -92,7 +92,12 @@ def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.importing import hf_to_mcore
     from megatron_mtp.checkpoint.megatron_args import megatron_arguments
 
-    return asdict(hf_to_mcore(local_folder(args.source), args.target, options(args), megatron_arguments))
+    source = local_folder(args.source)
+    if args.dry_run:
+        from megatron_mtp.checkpoint.dry_run import plan_import
+
+        return plan_import(source, args.target, options(args))
+    return asdict(hf_to_mcore(source, args.target, options(args), megatron_arguments))
 
 
 def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
@@ -101,6 +106,10 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.hf_form import form_of
 
     form = form_of(args.source, args.like, args.family, args.tokenizer, args.trust_remote_code)
+    if args.dry_run:
+        from megatron_mtp.checkpoint.dry_run import plan_export
+
+        return plan_export(args.source, args.target, options(args), form)
     done = asdict(mcore_to_hf(args.source, args.target, options(args), form))
     drafted = stored_draft_vocabulary(iteration_folder(args.source))
     if drafted is not None:
@@ -189,7 +198,11 @@ def text_of(result: dict[str, Any]) -> str:
             continue
         sign = "ok  " if check["ok"] else "FAIL"
         lines.append(f"{sign} {check['name']}: {check['figure']:.3g}  (witness: {check['witness']})")
-    return "\n".join([*lines, *(f"{name}: {value}" for name, value in result.items())])
+    return "\n".join([*lines, *(f"{name}: {_shown(value)}" for name, value in result.items())])
+
+
+def _shown(value: Any) -> str:
+    return "".join(f"\n  {item}" for item in value) if isinstance(value, list) else str(value)
 
 
 def parse_args(argv: Sequence[str] | None, program: str) -> argparse.Namespace:
@@ -238,7 +251,9 @@ def _writing_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _import_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--dtype", choices=DTYPES, help="type of all floating-point tensors (default: as they are)")
+    add = command.add_argument
+    add("--dtype", choices=DTYPES, help="type of all floating-point tensors (default: as they are)")
+    add("--dry-run", action="store_true", help="say what would be done: names, bytes, disk; read and write no tensor")
 
 
 def _attach_flags(command: argparse.ArgumentParser) -> None:

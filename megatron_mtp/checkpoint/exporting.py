@@ -60,25 +60,51 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
         ValueError: the checkpoint is damaged, or is not of the form's family, or the target is taken.
         OSError: the target cannot be written.
     """
-    reader = DistReader(source)
-    layout = stored_layout(reader, form.features, form.carried)
-    keys = with_depths(form.keys, layout.depths)
-    config = HFConfig.from_keys(keys, f"the {CONFIG} for {target}")
-    family = family_of(config)
-    config = config.with_defaults(family.defaults)
-    _check_depths(family, reader, layout)
-    rules = family.all_rules(config, layout)
-    check_mcore(rules, reader)
+    export = Export.of(source, target, form)
+    reader, rules, keys = export.reader, export.rules, export.keys
     partial = PartialFolder(target, _fingerprint(reader, keys, options), options.resume)
-    tensors = [entry for rule in rules for entry in _written(rule, reader, options)]
+    tensors = export.tensors(options)
     shards = HFShards(partial.path, tensors, options.shard_bytes, partial.resumed)
     budget = Budget()
     work = [(_bytes(part, reader), _part_writer(reader, part, shards, budget)) for part in parts_of(rules).values()]
-    total = sum(size for size, _ in work)
+    total = export.bytes()
     run_parts(partial, work, options.workers, total, options.quiet, shards.holds)
     _write_files(partial.path, form, with_dtype(keys, tensors))
     partial.finish()
-    return Converted(family.title, layout.depths, len(tensors), total)
+    return Converted(export.family.title, export.depths, len(tensors), total)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A checkpoint whose tensors have been found to be those of a form, and the config that its folder will have."""
+
+    reader: DistReader
+    family: Family
+    depths: int
+    keys: dict[str, Any]
+    rules: list[Rule]
+
+    @classmethod
+    def of(cls, source: Path, target: Path, form: HFForm) -> "Export":
+        """Raises ValueError where the checkpoint is damaged, or is not of the form's family."""
+        reader = DistReader(source)
+        layout = stored_layout(reader, form.features, form.carried)
+        keys = with_depths(form.keys, layout.depths)
+        config = HFConfig.from_keys(keys, f"the {CONFIG} for {target}")
+        family = family_of(config)
+        config = config.with_defaults(family.defaults)
+        _check_depths(family, reader, layout)
+        rules = family.all_rules(config, layout)
+        check_mcore(rules, reader)
+        return cls(reader, family, layout.depths, keys, rules)
+
+    def tensors(self, options: Options) -> "list[Written]":
+        """Those of the folder."""
+        return [entry for rule in self.rules for entry in _written(rule, self.reader, options)]
+
+    def bytes(self) -> int:
+        """Of the tensors as they are read."""
+        return _bytes(self.rules, self.reader)
 
 
 def with_depths(keys: dict[str, Any], depths: int) -> dict[str, Any]:

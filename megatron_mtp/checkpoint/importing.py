@@ -83,7 +83,7 @@ def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callabl
     partial = PartialFolder(target, _fingerprint(model, options), options.resume)
     inside = partial.path / RELEASE
     inside.mkdir(exist_ok=True)
-    sizes = [_bytes(rules, model.folder) for rules in parts.values()]
+    sizes = [bytes_read(rules, model.folder) for rules in parts.values()]
     budget = Budget()
     torch.serialization.set_crc32_options(
         False
@@ -122,7 +122,7 @@ def _part_writer(
         chunks: list[Chunk] = []
         with open(file, "wb") as stream:
             for rule in rules:
-                size = _bytes([rule], folder)
+                size = bytes_read([rule], folder)
                 with budget.taking(size):
                     chunks += _write_rule(folder, rule, stream, file.name, options)
                 report(size)
@@ -143,7 +143,7 @@ def _write_rule(folder: HFFolder, rule: Rule, stream: IO[bytes], file: str, opti
     return chunks
 
 
-def _bytes(rules: list[Rule], folder: HFFolder) -> int:
+def bytes_read(rules: list[Rule], folder: HFFolder) -> int:
     """Of the tensors as they are read."""
     sizes = ((folder.shape(tensor.name), folder.dtype(tensor.name)) for rule in rules for tensor in rule.hf)
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in sizes)

@@ -17,6 +17,13 @@ ENTRIES = 384
 MODELS = {"GLM-4.5-Air": ("glm4_moe", 1), "Qwen3-0.6B": ("qwen3", 0)}
 """Folder in models/ to its kind and its depths."""
 
+RUN = """
+model: {num-layers: 2, hidden-size: 64, num-attention-heads: 4, seq-length: 64, max-position-embeddings: 64,
+  position-embedding-type: rope, mtp-num-layers: 1}
+training: {micro-batch-size: 1, global-batch-size: 64, train-iters: 2, eval-interval: 2, eval-iters: 1, lr: 1e-3}
+data: {mock-data: true, tokenizer-type: NullTokenizer, vocab-size: 383}
+"""
+
 
 def main(folder: Path) -> None:
     texts = [path.read_text() for path in sorted(Path(hf_models.__file__).parent.glob("*.py"))]
@@ -26,6 +33,7 @@ def main(folder: Path) -> None:
         (folder / ("held_out" if number == 0 else "my_texts") / f"{number}.txt").write_text(text)
     train_bpe(texts, ENTRIES, str(folder / "tokenizer"))
     hf_models.SIZES |= {"vocab_size": ENTRIES, "max_position_embeddings": 4096}
+    (folder / "run.yaml").write_text(RUN)
     for name, (kind, depths) in MODELS.items():
         made = hf_models.make(folder / "models" / name, kind, depths)
         shutil.copytree(folder / "tokenizer", made, dirs_exist_ok=True)

@@ -39,6 +39,7 @@ PARSED = {
     "bash scripts/setup.sh": "installs",
     "bash scripts/quickstart.sh": "trains for minutes",
     "bash scripts/attach_mtp.sh": "trains for minutes",
+    "megatron-mtp attach": "trains for minutes",
     "bash scripts/test.sh": "runs all tests, this one included",
     "torchrun --nproc-per-node 8": "wants eight processes",
     "python -m pytest": "is run with all tests",

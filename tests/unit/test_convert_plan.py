@@ -1,0 +1,65 @@
+"""`convert --dry-run` says what the conversion then does, and writes nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import make
+
+from megatron_mtp.checkpoint.command import main
+from megatron_mtp.checkpoint.dist_store import DistReader
+from megatron_mtp.checkpoint.hf_shards import HFFolder
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    """The JSON object that the command prints."""
+    assert main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def numbers(reader: DistReader) -> int:
+    """Bytes of all tensors of a checkpoint."""
+    return sum(torch.Size(reader.shape(key)).numel() * reader.dtype(key).itemsize for key in reader.keys)
+
+
+@pytest.mark.parametrize("dtype", [[], ["--dtype", "bfloat16"]])
+def test_a_plan_is_what_the_conversion_does(
+    dtype: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, mcore, back = make(tmp_path / "source", "glm4_moe", 1), tmp_path / "mcore", tmp_path / "back"
+    plan = told(capsys, "hf-to-mcore", source, mcore, "--dry-run", *dtype)
+    assert not mcore.exists()
+    assert not list(tmp_path.glob("*.partial"))
+    done = told(capsys, "hf-to-mcore", source, mcore, *dtype)
+    assert {name: plan[name] for name in ("family", "depths", "tensors")} == {
+        name: done[name] for name in ("family", "depths", "tensors")
+    }
+    assert plan["bytes read"] == done["bytes"]
+    assert plan["bytes written"] == numbers(DistReader(mcore))
+    assert plan["fits"]
+
+    plan = told(capsys, "mcore-to-hf", mcore, back, "--dry-run")
+    assert not back.exists()
+    done = told(capsys, "mcore-to-hf", mcore, back)
+    assert (plan["tensors"], plan["bytes read"]) == (done["tensors"], done["bytes"])
+    assert plan["bytes written"] == sum(stored.bytes for stored in HFFolder(back).tensors.values())
+
+
+def test_a_plan_names_every_tensor_once_for_all_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make(tmp_path / "source", "llama", 0)
+    assert main(["hf-to-mcore", str(source), str(tmp_path / "mcore"), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "  model.layers.*.mlp.down_proj.weight -> decoder.layers.*.mlp.linear_fc2.weight  (" in shown
+    assert "carried as they are: nothing" in shown
+
+
+def test_a_plan_refuses_what_the_conversion_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make(tmp_path / "source", "llama", 0)
+    keys = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**keys, "num_hidden_layers": 9}))
+    assert main(["hf-to-mcore", str(source), str(tmp_path / "mcore"), "--dry-run"]) == 2
+    assert "lacks 'model.layers." in capsys.readouterr().err

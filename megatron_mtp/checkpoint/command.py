@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, program: str = "convert.py") -> int:
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Run the command and print what was done: 0, or 1 where `verify` finds a difference."""
+    """Run the command and print what was done; the exit status, which of `verify` is not always 0."""
     quieten()
     started = time.monotonic()
     try:

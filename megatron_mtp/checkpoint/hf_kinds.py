@@ -1,6 +1,6 @@
 """Which folders of Hugging Face's world cannot be read here: each is named, with what to do instead.
 
-Quantised releases, adapters, GGUF files, multimodal wrappers, names of the Hub, links to nowhere.
+Quantised releases, adapters, GGUF files, multimodal wrappers, links to nowhere.
 """
 
 from pathlib import Path
@@ -40,11 +40,6 @@ def _check_is_folder(folder: Path) -> None:
     if folder.is_file():
         kind = _gguf(folder) if folder.suffix == ".gguf" else f"{folder} is a file; give the folder that it is in."
         raise ValueError(kind)
-    if len(folder.parts) == 2 and not folder.is_absolute() and not folder.parent.exists():
-        raise ValueError(
-            f"{folder} is no folder here; if it is a name of the Hugging Face Hub, download the model first "
-            f"(hf download {folder} --local-dir FOLDER) and give the folder."
-        )
     raise ValueError(f"{folder} is no folder; give the folder of a Hugging Face model.")
 
 

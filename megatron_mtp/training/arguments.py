@@ -291,8 +291,8 @@ def _check_padding(args: Namespace) -> None:
     """Whether the tokenizer has the token that conversations are filled up with."""
     if get_tokenizer().pad is None:
         raise ValueError(
-            f"--sft fills rows up with the padding token, which --tokenizer-model {args.tokenizer_model} does not name; "
-            "give its tokenizer_config.json a pad_token."
+            f"--sft fills rows up with the padding token, which --tokenizer-model {args.tokenizer_model} lacks; give "
+            "its tokenizer_config.json a pad_token."
         )
 
 

@@ -86,8 +86,14 @@ def check_ranges(args: Namespace) -> None:
 def check_relations(args: Namespace) -> None:
     """Raises ValueError at the first two flags that do not go together."""
     for relation in RELATIONS:
-        said = relation(args)
-        if said is not None:
+        if (said := relation(args)) is not None:
+            raise ValueError(said)
+
+
+def check_machine(args: Namespace) -> None:
+    """Raises ValueError at the first flag that this machine cannot train with; a plan may be of another machine."""
+    for relation in (_recomputed, _grouped_gemm):
+        if (said := relation(args)) is not None:
             raise ValueError(said)
 
 
@@ -306,8 +312,6 @@ RELATIONS: tuple[Callable[[Namespace], str | None], ...] = (
     _warmup,
     _experts,
     _yarn,
-    _recomputed,
-    _grouped_gemm,
     _loader,
     _validation_sets,
     _data_sources,

@@ -45,6 +45,7 @@ class Case:
         statuses: further exit statuses that the verb documents.
         keeps: leave what it made for later cases.
         said: must stand in the refusal.
+        failed: it once ended in another way, before the mistake was mended.
     """
 
     line: str
@@ -54,6 +55,7 @@ class Case:
     statuses: tuple[int, ...] = ()
     keeps: bool = False
     said: str = ""
+    failed: bool = False
 
     def __str__(self) -> str:
         return " ".join([self.line, *(f"[{' '.join(map(str, change))[:80]}]" for change in self.changes)])

@@ -42,7 +42,10 @@ def test_an_assertion_without_a_message_names_its_condition(tmp_path: Path) -> N
     source.write_text("def check(width, heads):\n    assert (\n        width % heads == 0\n    )\n")
     names: dict[str, Any] = {}
     exec(compile(source.read_text(), str(source), "exec"), names)
-    with pytest.raises(ValueError, match=r"these flags: width % heads == 0 does not hold\."), megatrons_refusals():
+    with (
+        pytest.raises(ValueError, match=r"these flags: \( width % heads == 0 \) does not hold\."),
+        megatrons_refusals(),
+    ):
         names["check"](33, 4)
 
 

@@ -13,6 +13,7 @@ NESTED = {"nested": r"^language_model\.model\."}
 
 
 def latent_attention(config: HFConfig) -> MLA:
+    """Sizes of multi-head latent attention (arXiv:2405.04434)."""
     return MLA(
         hidden=config.integer("hidden_size"),
         heads=config.integer("num_attention_heads"),

@@ -18,15 +18,18 @@ def dense_layer(place: Place, attention: GQA, width: int, mlp_bias: bool = False
 
 
 def llama_attention(config: HFConfig) -> GQA:
+    """Biases where `attention_bias` says so."""
     bias = config.flag("attention_bias")
     return gqa(config, bias=bias, out_bias=bias)
 
 
 def qwen2_attention(config: HFConfig) -> GQA:
+    """Biases of queries, keys and values."""
     return gqa(config, bias=True)
 
 
 def qwen3_attention(config: HFConfig) -> GQA:
+    """Norms of queries and keys."""
     bias = config.flag("attention_bias")
     return gqa(config, bias=bias, out_bias=bias, norms=True)
 

@@ -1,7 +1,6 @@
 """Is the checkpoint in an iteration's folder whole? What is said where it is not, in one sentence each."""
 
 import pickle
-import re
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_mtp.checkpoint.streaming import default_workers
 from megatron_mtp.platform.checksums import DamagedError, check_entry
-from megatron_mtp.platform.unpickling import read_catalogue
+from megatron_mtp.platform.unpickling import foreign, read_catalogue
 
 READ_ERRORS = (
     ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError, OSError, RuntimeError, EOFError,
@@ -44,8 +43,7 @@ def reason(error: BaseException) -> str:
     error = root_of(error)
     said = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     if isinstance(error, pickle.UnpicklingError) and "weights" in said.lower():
-        named = re.search(r"GLOBAL (\S+) was not an allowed", said)
-        return f"it holds {named.group(1) if named else 'something'}, which no checkpoint of Megatron's holds"
+        return f"it holds {foreign(error)}"
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     first = lines[0].removesuffix(".") if lines else ""
     return first[:400] if " " in first else f"{type(error).__name__} {first}".strip()

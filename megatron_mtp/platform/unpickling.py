@@ -7,6 +7,7 @@ classes that it stores. torch reads tensors so already, and Megatron its older f
 
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
-from megatron_mtp.platform.checksums import CHECKSUMS, catalogue_differs, seal_catalogue
+from megatron_mtp.platform.checksums import CHECKSUMS, DamagedError, catalogue_differs, seal_catalogue
 
 CATALOGUE = ".metadata"
 _CLASSES = {
@@ -100,6 +101,12 @@ class _CatalogueReader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
+def foreign(error: pickle.UnpicklingError) -> str:
+    """What `weights_only` has refused; torch's own message proposes to load it nevertheless."""
+    named = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+    return f"{named.group(1) if named else 'something'}, which no checkpoint of Megatron's holds"
+
+
 def install() -> None:
     """Put the safe readers in the place of torch's, by which Megatron loads."""
     FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign, assignment]
@@ -120,7 +127,11 @@ def _load_bytes(planner: Any, read_item: Any, value: IO[bytes]) -> None:
     """torch's method of this name."""
     from torch.distributed.checkpoint._traverse import set_element
 
-    loaded, name = torch.load(value, weights_only=True), read_item.dest_index.fqn
+    name = read_item.dest_index.fqn
+    try:
+        loaded = torch.load(value, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise DamagedError(f"its entry '{name}' holds {foreign(error)}") from None
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[name], loaded)
     else:

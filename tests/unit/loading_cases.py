@@ -311,9 +311,14 @@ def main(scratch: Path) -> dict[str, dict[str, dict[str, object]]]:
     made = scratch / "made"
     saved = ["train", *MODEL, "--train-iters", "2", "--save", str(made), "--save-interval", "2"]
     sharded = [*saved, "--use-distributed-optimizer", "--save", str(scratch / "sharded")]
+    sharded += ["--async-save", "--async-strategy", "mcore"]
     for words in (saved, sharded, ["convert", "mcore-to-hf", str(made), str(scratch / "hf")]):
         done = forked(words)
         assert done["status"] == 0, done["error"]
+    for folder in (made, scratch / "sharded"):
+        places = pickle.loads((folder / STEP / ".metadata").read_bytes()).storage_data.values()
+        assert all(hasattr(place, "crc32") for place in places), f"{folder} lacks checksums"
+        assert (folder / STEP / "checksums.json").exists()
     told: dict[str, dict[str, dict[str, object]]] = {}
     for fault, (damage, verbs) in {**PLANTED, **DAMAGED, **OWN}.items():
         for verb, words in verbs.items():

@@ -60,7 +60,7 @@ def test_every_damage_is_one_sentence_with_status_2(told: Told) -> None:
         (
             "pickle: objects in .distcp",
             "train",
-            "cannot be loaded into this model: it holds getattr, which no checkpoint of Megatron's",
+            "' holds getattr, which no checkpoint of Megatron's holds",
         ),
         (".distcp cut", "train", "bytes, but the checkpoint put "),
         (".distcp missing", "generate", "__0_0.distcp is missing; give another iteration"),

@@ -66,7 +66,7 @@ def _starts_anew(args: Namespace, folder: Path) -> bool:
 
 def _check_checkpoint(args: Namespace, flag: str, folder: Path) -> None:
     try:
-        iteration = named_iteration(folder, args.ckpt_step)
+        iteration = named_iteration(folder, args.ckpt_step or None)  # Megatron takes 0 for none
         if any(iteration.glob("mp_rank_*")):
             _check_older(iteration)
         elif args.ckpt_format in OTHER_FORMATS and not (iteration / FORMAT).exists():

@@ -47,6 +47,9 @@ _FOREIGN: list[tuple[Callable[[Namespace], bool], str]] = [
      "--moe-router-score-function softmax"),
     (lambda args: bool(args.num_experts) and bool(args.moe_shared_expert_gate), "--moe-shared-expert-gate"),
     (lambda args: bool(args.num_experts) and _dense_first(args) is None, "dense layers after MoE"),
+    (lambda args: bool(args.num_experts) and _scores_groups_otherwise(args),
+     "--moe-router-group-topk other than half of --moe-router-topk"),
+    (lambda args: args.multi_latent_attention and args.rotary_percent != 1.0, "--rotary-percent in latent attention"),
     (lambda args: _is_yarn(args) and not (args.mscale and args.mscale_all_dim)
      and (args.mscale, args.mscale_all_dim) != (1.0, 0.0), "one of --mscale and --mscale-all-dim without the other"),
     (lambda args: getattr(args, "rotary_seq_len_interpolation_factor", None) not in (None, 1),
@@ -208,6 +211,12 @@ def _dense_first(args: Namespace) -> int | None:
         return 0 if frequency == 1 else None
     dense = list(frequency).index(1) if 1 in frequency else len(frequency)
     return dense if all(frequency[dense:]) else None
+
+
+def _scores_groups_otherwise(args: Namespace) -> bool:
+    """Megatron scores a group by its `topk // group_topk` best experts, the families by 2."""
+    groups, some = args.moe_router_num_groups, args.moe_router_group_topk
+    return bool(groups and some and some < groups and args.moe_router_topk // some != 2)
 
 
 def _groups(args: Namespace) -> int:

@@ -35,6 +35,7 @@ class DepthForm:
         given: what only transformers can compute: `attention` or `layer`.
         trunk_type: of the class in transformers that is the trunk, where it has none of the family's name.
         keys: the family's config keys to that class's.
+        absent: keys that a config may leave out, where the family has another value for them than that class.
         named: all tensors to that class's names.
     """
 
@@ -48,6 +49,7 @@ class DepthForm:
     given: str | None = None
     trunk_type: str | None = None
     keys: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, Any] = field(default_factory=dict)
     named: Callable[[Any, Tensors], Tensors] = lambda config, tensors: tensors
 
 
@@ -60,7 +62,7 @@ def config_of(folder: Path) -> tuple[DepthForm | None, Any]:
         config.__dict__.pop("quantization_config", None)  # tensors are read as what they stand for
         return form, _with_eyes(config) if config.model_type == "step3p5" else config
     own = {form.keys.get(name, name): value for name, value in keys.items() if name not in _NOT_THE_TRUNKS}
-    return form, AutoConfig.for_model(form.trunk_type, **own)
+    return form, AutoConfig.for_model(form.trunk_type, **form.absent | own)
 
 
 _NOT_THE_TRUNKS = ("model_type", "architectures", "auto_map", "quantization_config")
@@ -188,6 +190,17 @@ _BAILING = {
     ".attention.": ".self_attn.",
     "gate.expert_bias": "gate.e_score_correction_bias",
 }
+_BAILING_ABSENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "use_qk_norm": True,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 600000.0,
+    "partial_rotary_factor": 1.0,
+    "n_group": 8,
+    "topk_group": 4,
+}
 _NUMBERED = "model.layers.{n}."
 _HALVES = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
 _DEEPSEEK = _under(_NUMBERED, **_HALVES, norm="shared_head.norm", embedding="embed_tokens", head="shared_head.head")
@@ -224,6 +237,7 @@ FORMS: dict[str, DepthForm] = {
             layers=_experts,
             trunk_type="glm4_moe",
             keys={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+            absent=_BAILING_ABSENT,
             named=_as_glm,
         ),
     ),

@@ -47,7 +47,7 @@ class RandomModel:
             keys |= {"num_experts": keys["n_routed_experts"], "num_shared_experts": keys["n_shared_experts"]}
         if self.spread:
             rope = keys.pop("rope_parameters")
-            keys["rope_theta"] = rope.pop("rope_theta")
+            keys |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
             keys["rope_scaling"] = None if rope["rope_type"] == "default" else {**rope, "type": rope.pop("rope_type")}
         (folder / "config.json").write_text(json.dumps(keys))
         return folder
@@ -69,7 +69,7 @@ def random_model(seed: int) -> RandomModel:
         rope["partial_rotary_factor"] = rng.choice((0.5, 1.0, 0.25))
     config["max_position_embeddings"] = slots + 16
     depths = 0 if kind in ("llama", "qwen2", "qwen3") else rng.choice((1, 2))
-    return RandomModel(kind, config, rope, depths, slots, refused, rng.random() < 0.3 and kind != "glm4_moe")
+    return RandomModel(kind, config, rope, depths, slots, refused, rng.random() < 0.3)
 
 
 def _sizes(rng: random.Random, kind: str) -> Keys:

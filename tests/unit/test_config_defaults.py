@@ -10,8 +10,9 @@ from random_models import BOTH
 from transformers import AutoConfig
 
 from megatron_mtp.checkpoint.families import FAMILIES, Layout
-from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.families.flags import UntrainableError, rotated_part
 from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.reference_forms import FORMS
 
 Keys = dict[str, Any]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5e4, **BOTH}
@@ -83,3 +84,15 @@ def read(kind: str, keys: Keys) -> tuple[object, list[tuple[str, object]]]:
         found = str(reason)
     tensors = [(tensor.name, tensor.shape) for rule in family.rules(config, layout) for tensor in rule.hf]
     return found, tensors
+
+
+def test_a_family_without_a_class_of_its_own_is_judged_with_its_own_defaults() -> None:
+    """Bailing-MoE V2 is run by GLM-4 MoE's class, which rotates half of a head where no key says how much."""
+    defaults, theirs = FAMILIES["bailing_moe"].defaults, AutoConfig.for_model("glm4_moe").to_dict()
+    absent = FORMS["bailing_moe"].absent
+    assert {
+        name: value for name, value in absent.items() if name != "partial_rotary_factor"
+    }.items() <= defaults.items()
+    assert absent["partial_rotary_factor"] == rotated_part(HFConfig({}, "bailing_moe").with_defaults(defaults))
+    same = defaults.keys() - absent.keys() - {"num_shared_experts"}
+    assert {name: theirs[name] for name in same} == {name: defaults[name] for name in same}

@@ -58,6 +58,12 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "--moe-router-score-function softmax": {**EXPERTS, "moe_router_score_function": "softmax"},
     "--moe-shared-expert-gate": {**EXPERTS, "moe_shared_expert_gate": True},
     "dense layers after MoE": {**EXPERTS, "moe_layer_freq": [1, 0, 1]},
+    "--moe-router-group-topk other than half": {**EXPERTS, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    "--rotary-percent in latent attention": {
+        "multi_latent_attention": True,
+        "rope_type": "rope",
+        "rotary_percent": 0.5,
+    },
     "--rotary-seq-len-interpolation-factor": {"rotary_seq_len_interpolation_factor": 2},
     "--no-rope-freq": {"no_rope_freq": [0, 1, 0]},
     "--use-mup": {"use_mup": True},

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
 from megatron_mtp.checkpoint.megatron_args import flags_of, megatron_arguments
 from megatron_mtp.checkpoint.plan import HFModel
+from megatron_mtp.checkpoint.prompt import Prompt
 from megatron_mtp.checkpoint.reference import all_logits
 from megatron_mtp.checkpoint.verify import megatron_logits
 from megatron_mtp.drafting.kv_cache import KVCache
@@ -42,7 +43,7 @@ def test_a_random_model_is_drafted_as_transformers_runs_it_or_refused(seed: int,
     tokens_BS = prompt_of(model, seed)
     with torch.no_grad():
         theirs = all_logits(folder, tokens_BS)
-    trained = megatron_logits(mcore, tokens_BS)
+    trained = megatron_logits(mcore, Prompt.of(tokens_BS))
     drafted = drafted_logits(load_checkpoint(mcore).runner, tokens_BS)
     assert drafted.keys() == {"trunk", *(f"depth {number + 1}" for number in range(model.depths))}
     for name, logits_SV in drafted.items():

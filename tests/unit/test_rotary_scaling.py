@@ -17,6 +17,7 @@ from megatron_mtp.checkpoint.hf_form import form_of
 from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
 from megatron_mtp.checkpoint.megatron_args import megatron_arguments, parsed
 from megatron_mtp.checkpoint.model import build
+from megatron_mtp.checkpoint.prompt import Prompt
 from megatron_mtp.checkpoint.verify import megatron_logits, verify
 from megatron_mtp.drafting.load import load_checkpoint
 
@@ -103,10 +104,13 @@ def checkpoint(folder: Path, setting: str) -> Path:
 def test_drafting_turns_by_the_angles_of_training(setting: str, tmp_path: Path) -> None:
     tokens_BS = torch.randint(0, 100, (1, SETTINGS[setting]), generator=torch.Generator().manual_seed(3))
     folder = checkpoint(tmp_path / "set", setting)
-    trained, drafted = megatron_logits(folder, tokens_BS), drafted_logits(load_checkpoint(folder).runner, tokens_BS)
+    trained, drafted = (
+        megatron_logits(folder, Prompt.of(tokens_BS)),
+        drafted_logits(load_checkpoint(folder).runner, tokens_BS),
+    )
     assert {name: off(logits_SV, trained[name]) < 1e-4 for name, logits_SV in drafted.items()} == {
         "trunk": True,
         "depth 1": True,
     }
-    unset = megatron_logits(checkpoint(tmp_path / "unset", ""), tokens_BS)
+    unset = megatron_logits(checkpoint(tmp_path / "unset", ""), Prompt.of(tokens_BS))
     assert off(unset["trunk"], trained["trunk"]) > 1e-2

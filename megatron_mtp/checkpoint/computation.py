@@ -8,8 +8,11 @@ class where there is one.
 import contextlib
 import io
 from argparse import Namespace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_mtp.checkpoint.families import Layout, family_of
 from megatron_mtp.checkpoint.families.flags import UntrainableError
@@ -39,7 +42,10 @@ def settings_of(args: Namespace) -> Settings:
 
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
         config = model_config(args)
-    found = {**vars(config.transformer), **vars(config)}
+    found = {
+        **vars(config.transformer),
+        **{field.name: getattr(config, field.name) for field in fields(GPTModelConfig)},
+    }
     plain = {name: value for name, value in found.items() if isinstance(value, int | float | str | list | None)}
     plain["activation_func"] = getattr(found["activation_func"], "__name__", None)
     unread = {*ASIDE, *_unread(found)}

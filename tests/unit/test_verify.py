@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hf_models import make, read, write
 from judged_models import PLAIN, PROMPT, QUIET, SPLIT, TOKENS_BS, TRAINED, ZERO_CENTRED, Judged, judge_all, our_logits
 from torch import Tensor
 
+from megatron_mtp.checkpoint.command import main
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.importing import hf_to_mcore
@@ -195,3 +197,24 @@ def test_depths_that_neither_can_run_leave_the_round_trip(tmp_path: Path) -> Non
         ("settings that differ", True, True),
         ("logits not compared", False, False),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "status", "said"),
+    [
+        ("llama-biased", {}, 3, "none logits not compared: Megatron cannot run biases"),
+        ("llama-biased", {"rms_norm_eps": 1e-3}, 1, "FAIL settings that differ: 1"),
+        ("llama", {"hidden_act": "gelu"}, 1, "Megatron runs the checkpoint, but the folder has the activation 'gelu'"),
+    ],
+)
+def test_what_was_not_compared_has_a_status_of_its_own(
+    name: str, changes: dict[str, Any], status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(tmp_path / "hf", name, 0)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    keys = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**keys, **changes}))
+    arguments = ["verify", str(folder), str(tmp_path / "mcore")]
+    assert main(arguments) == status
+    assert said in capsys.readouterr().out
+    assert main([*arguments, "--allow-uncompared"]) == (0 if status == 3 else status)

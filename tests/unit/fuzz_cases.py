@@ -805,7 +805,6 @@ READERS = {
     "hf/config.json": (IMPORT, "convert inspect hf", "convert verify hf run"),
     "run/iter_0000002/metadata.json": (GENERATE, EXPORT, LOADED),
     "run/iter_0000002/.metadata": (GENERATE, EXPORT, LOADED, "convert inspect run"),
-    "run/iter_0000002/common.pt": (GENERATE, EXPORT, LOADED),
     "run/latest_checkpointed_iteration.txt": (GENERATE, EXPORT, LOADED),
 }
 """Files to the commands that read them."""

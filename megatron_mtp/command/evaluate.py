@@ -153,6 +153,6 @@ def _corpus(texts: list[str], tokenizer: str, prefix: Path) -> int:
     from megatron_mtp.data.command import main as preprocess
 
     flags = ["--input", *texts, "--tokenizer", tokenizer, "--output-prefix", str(prefix), "--workers", "1"]
-    if preprocess(flags, "megatron-mtp evaluate --text"):
-        sys.exit(2)
+    if status := preprocess(flags, "megatron-mtp evaluate --text"):
+        sys.exit(status)
     return int(read_sidecar(str(prefix))["tokens"])

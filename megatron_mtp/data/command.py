@@ -135,10 +135,10 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-mb: {args.max_mb} MB leaves nothing; give a number above 0 or leave the flag out.")
     if not args.output_prefix:
         raise ValueError("--output-prefix is empty; name the files to write, without their endings.")
-    if not args.tokenizer and not SMALLEST_VOCAB <= args.vocab_size <= TRAINING_BYTES:
-        raise ValueError(
-            f"--vocab-size: {args.vocab_size} is too small or too large; give {SMALLEST_VOCAB} to {TRAINING_BYTES}."
-        )
+    if not args.tokenizer and args.vocab_size < SMALLEST_VOCAB:
+        raise ValueError(f"--vocab-size: {args.vocab_size} is too small; give {SMALLEST_VOCAB} or more.")
+    if not args.tokenizer and args.vocab_size > TRAINING_BYTES:  # the text that a tokenizer is trained on
+        raise ValueError(f"--vocab-size: {args.vocab_size} is too large; give {TRAINING_BYTES} at most.")
     if args.tokenizer and args.tokenizer_output:
         raise ValueError(
             f"--tokenizer-output: '{args.tokenizer_output}' would stay empty, since --tokenizer '{args.tokenizer}' "

@@ -170,7 +170,7 @@ def check_drafts(drafts: dict[str, Any]) -> None:
     for text in drafts["texts"]:
         _check_ids(text["prompt"])
         for step in text["steps"]:
-            _check_ids(step["emitted"])
+            _check_ids([*step["emitted"], step["accepted"]])
             _check_ids([token for token in step["drafted"] if token is not None])
             _check_tree(step["parents"], len(step["drafted"]))
             if not 0 <= step["accepted"] <= len(step["emitted"]):

@@ -55,7 +55,7 @@ RANGES = (
     Range(
         "a number of 0 or more",
         lambda number: 0 <= number < math.inf,
-        "lr min_lr lr_warmup_init weight_decay start_weight_decay end_weight_decay clip_grad init_method_std "
+        "lr min_lr lr_warmup_init weight_decay start_weight_decay end_weight_decay init_method_std "
         "hysteresis embedding_init_method_std decoupled_lr decoupled_min_lr moe_z_loss_coeff",
     ),
     Range(
@@ -64,6 +64,7 @@ RANGES = (
         "layernorm_epsilon rotary_base rope_scaling_factor adam_eps loss_scale initial_loss_scale min_loss_scale "
         "rotary_scaling_factor",
     ),
+    Range("a number, 0 for no clipping", math.isfinite, "clip_grad"),
     Range("a number above 0, and at most 1", lambda number: 0 < number <= 1, "rotary_percent"),
     Range("a number from 0 to 1", lambda number: 0 <= number <= 1, "lr_warmup_fraction"),
     Range(
@@ -205,7 +206,8 @@ def _batches(args: Namespace) -> str | None:
         return None
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     replicas = args.world_size // model
-    if args.rampup_batch_size is None and args.global_batch_size % (args.micro_batch_size * replicas):
+    is_fixed = args.rampup_batch_size is None and not args.decrease_batch_size_if_needed
+    if is_fixed and args.global_batch_size % (args.micro_batch_size * replicas):
         return (
             f"--global-batch-size is {args.global_batch_size}, which is no multiple of --micro-batch-size "
             f"{args.micro_batch_size} times the {replicas} replicas of the model; give one that is."

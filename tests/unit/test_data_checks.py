@@ -83,6 +83,15 @@ def test_damaged_index(prefix: str) -> None:
     assert "it was cut off" in refusal(prefix)
 
 
+@pytest.mark.parametrize(("place", "value"), [(34, 0xFF), (37, 0x80), (50, 0x01), (58, 0x07), (74, 0x09)])
+def test_an_index_whose_sequences_do_not_follow_each_other(prefix: str, place: int, value: int) -> None:
+    """A length too long and one below 0, a start that is another, documents out of order and beyond the end."""
+    index = Path(f"{prefix}.idx")
+    whole = index.read_bytes()
+    index.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+    assert "its sequences do not follow each other" in refusal(prefix)
+
+
 def test_bin_that_does_not_belong_to_the_index(prefix: str) -> None:
     with open(f"{prefix}.bin", "ab") as file:
         file.write(b"\0\0")

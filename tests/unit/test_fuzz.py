@@ -16,7 +16,7 @@ import pytest
 from fuzz_cases import ASSETS, every_case
 from fuzzing import Case, Ended, Server, faults
 
-SAMPLE = 60
+SAMPLE = 40
 
 
 def chosen() -> list[Case]:

@@ -5,6 +5,7 @@ and live in Megatron's TransformerConfig; here is only what Megatron lacks.
 """
 
 import math
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -205,3 +206,15 @@ def _numbers(flag: str, given: str | None, count: int, which: str) -> list[float
     if len(numbers) != count or not all(0 <= number < math.inf for number in numbers) or not any(numbers):
         raise ValueError(f"{flag} is '{given}'; give {count} numbers of 0 or more ({which}), with commas, not all 0.")
     return numbers
+
+
+def add_yarn_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Flags for YaRN in latent attention that Megatron's configuration has and its parser lacks; defaults are its."""
+    group = parser.add_argument_group("YaRN of multi-latent attention (megatron-mtp)")
+    for flag, kind, default, text in (
+        ("original-max-position-embeddings", int, 4096, "positions that the model had before the scaling"),
+        ("beta-fast", float, 32.0, "rotations from which on a channel keeps its angles"),
+        ("beta-slow", float, 1.0, "rotations up to which a channel's angles are divided by the scaling factor"),
+    ):
+        group.add_argument(f"--{flag}", type=kind, default=default, help=f"{text} (default: {default})")
+    return parser

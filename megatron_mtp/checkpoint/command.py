@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, program: str = "convert.py") -> int:
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Run the command and print what was done: 0, or 1 where `verify` finds a difference."""
+    """Run the command and print what was done; the exit status, which of `verify` is not always 0."""
     quieten()
     started = time.monotonic()
     try:
@@ -89,6 +89,7 @@ def sentence(error: OSError, args: argparse.Namespace) -> str:
 
 
 def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
+    """`convert hf-to-mcore`."""
     from megatron_mtp.checkpoint.importing import hf_to_mcore
     from megatron_mtp.checkpoint.megatron_args import megatron_arguments
 
@@ -101,6 +102,7 @@ def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
+    """`convert mcore-to-hf`."""
     from megatron_mtp.checkpoint.dist_store import iteration_folder, stored_draft_vocabulary
     from megatron_mtp.checkpoint.exporting import mcore_to_hf
     from megatron_mtp.checkpoint.hf_form import form_of
@@ -118,6 +120,7 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def attach(args: argparse.Namespace) -> dict[str, Any]:
+    """`convert attach-mtp`."""
     from megatron_mtp.checkpoint.depths import attach_depths
 
     if args.mtp_num_layers < 1:
@@ -127,18 +130,21 @@ def attach(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def drop(args: argparse.Namespace) -> dict[str, Any]:
+    """`convert drop-mtp`."""
     from megatron_mtp.checkpoint.depths import drop_depths
 
     return asdict(drop_depths(args.source, args.target, args.keep, options(args)))
 
 
 def look(args: argparse.Namespace) -> dict[str, Any]:
+    """`convert inspect`."""
     from megatron_mtp.checkpoint.inspecting import inspect
 
     return inspect(args.source, args.check)
 
 
 def prove(args: argparse.Namespace) -> dict[str, Any]:
+    """`convert verify`."""
     from megatron_mtp.checkpoint.verify import verify
 
     checks = verify(local_folder(args.source), args.target, args.text, trust_remote_code=args.trust_remote_code)

@@ -171,10 +171,21 @@ class DistReader:
         return out
 
     def common(self) -> dict[str, Any]:
-        """What is stored beside tensors: Megatron's arguments above all.
+        """What is stored beside tensors, Megatron's arguments among it.
 
         Raises:
-            ValueError: there is nothing, or it is not what Megatron stores.
+            ValueError: there are none, or what is stored is not what Megatron stores.
+        """
+        state = self.state()
+        if not isinstance(state.get("args"), Namespace):
+            raise ValueError(f"{self.folder} lacks Megatron's arguments; give a checkpoint that Megatron saved.")
+        return state
+
+    def state(self) -> dict[str, Any]:
+        """What is stored beside tensors.
+
+        Raises:
+            ValueError: it is not what Megatron stores.
         """
         register_safe_globals()
         legacy = self.folder / "common.pt"
@@ -184,7 +195,7 @@ class DistReader:
             else:
                 loaded = self._load(MetadataIndex(COMMON), COMMON)
                 state = (torch.load(loaded, weights_only=True) if isinstance(loaded, io.BytesIO) else loaded)[0]
-        if not isinstance(state, dict) or not isinstance(state.get("args"), Namespace):
+        if not isinstance(state, dict):
             raise ValueError(f"{self.folder} lacks Megatron's arguments; give a checkpoint that Megatron saved.")
         return state
 

@@ -92,6 +92,7 @@ class Export:
         keys = with_depths(form.keys, layout.depths)
         config = HFConfig.from_keys(keys, f"the {CONFIG} for {target}")
         family = family_of(config)
+        config = config.with_defaults(family.defaults)
         _check_depths(family, reader, layout)
         rules = family.all_rules(config, layout)
         check_mcore(rules, reader)

@@ -4,13 +4,16 @@ Only raw JSON is read, since a conversion must give back every key as it was, kn
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 CONFIG = "config.json"
 LARGEST = 2**31
 """No size of a model is larger; a file that says so is corrupted."""
+_BESIDE_ROPE = ("rope_theta", "partial_rotary_factor")
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,10 @@ class HFConfig:
         """
         return cls.from_keys(read_json(folder / CONFIG), str(folder / CONFIG))
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "HFConfig":
+        """The same with these keys where they are not there; null counts as there."""
+        return replace(self, keys={**defaults, **self.keys})
+
     def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
         """The first of these keys that is there."""
         name, value = self._first(names, default)
@@ -66,14 +73,12 @@ class HFConfig:
             raise ValueError(f"{self.source}: '{name}' is {value!r:.40}; it must be a number above 0.")
         return float(value)
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        """A truth value; null means the default."""
+    def flag(self, name: str) -> bool:
+        """A truth value; false where it is null or not there."""
         value = self.keys.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | None):
             raise ValueError(f"{self.source}: '{name}' is {value!r:.40}; it must be true or false.")
-        return value
+        return bool(value)
 
     def words(self, name: str, length: int) -> list[str] | None:
         """A list of words, one a layer; None where the key is not there."""
@@ -90,15 +95,17 @@ class HFConfig:
 
     @property
     def rope(self) -> dict[str, Any]:
-        """Rotary settings, as transformers 5 nests them (`rope_parameters`) or as older files spread them."""
-        found: dict[str, Any] = {}
-        for name in ("rope_scaling", "rope_parameters"):
-            value = self.keys.get(name)
-            found |= value if isinstance(value, dict) else {}
-        if "rope_theta" in self.keys:
-            found.setdefault("rope_theta", self.keys["rope_theta"])
-        if "type" in found:
-            found.setdefault("rope_type", found["type"])
+        """Rotary settings as transformers 5 reads them, with `rope_type`, and lengths where a scaling needs them.
+
+        Older files have `rope_scaling`, which counts in the place of `rope_parameters`, and some settings beside it.
+        """
+        nested = (self.keys.get(name) for name in ("rope_scaling", "rope_parameters"))
+        chosen = next((value for value in nested if isinstance(value, dict) and value), {})
+        found = {name: self.keys[name] for name in _BESIDE_ROPE if self.has(name)} | chosen
+        found.setdefault("rope_type", found.get("type", "default"))
+        if found["rope_type"] in ("llama3", "yarn", "longrope"):
+            longest = self.keys.get(_ORIGINAL, found.get(_ORIGINAL, self.keys.get("max_position_embeddings")))
+            found[_ORIGINAL] = longest
         return found
 
     def _first(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:

@@ -98,7 +98,7 @@ def trained_form(
     args = reader.common()["args"]
     check_computable(args)
     depths = stored_layout(reader).depths
-    chosen = family or _fitting(args, depths)
+    chosen = _fitting(args, depths) if family is None else family
     if chosen not in KEYS:
         raise ValueError(f"--family is '{chosen}'; a trained model becomes one of {', '.join(KEYS)}.")
     tokens = Tokens.of(tokenizer or run_tokenizer(args, reader.folder.parent), args, trust_remote_code)

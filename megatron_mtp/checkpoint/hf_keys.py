@@ -47,8 +47,8 @@ _FOREIGN: list[tuple[Callable[[Namespace], bool], str]] = [
      "--moe-router-score-function softmax"),
     (lambda args: bool(args.num_experts) and bool(args.moe_shared_expert_gate), "--moe-shared-expert-gate"),
     (lambda args: bool(args.num_experts) and _dense_first(args) is None, "dense layers after MoE"),
-    (lambda args: _is_yarn(args) and args.mscale != 1.0 and not args.mscale_all_dim,
-     "--mscale without --mscale-all-dim"),
+    (lambda args: _is_yarn(args) and not (args.mscale and args.mscale_all_dim)
+     and (args.mscale, args.mscale_all_dim) != (1.0, 0.0), "one of --mscale and --mscale-all-dim without the other"),
     (lambda args: getattr(args, "rotary_seq_len_interpolation_factor", None) not in (None, 1),
      "--rotary-seq-len-interpolation-factor"),
     (lambda args: getattr(args, "softmax_type", "vanilla") != "vanilla", "another --softmax-type than vanilla"),
@@ -87,8 +87,9 @@ def _rope(args: Namespace, **others: float) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rotary_base), **others}
     if _is_yarn(args):
         mscales = {"mscale": args.mscale, "mscale_all_dim": args.mscale_all_dim}
-        fixed = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
-        rope |= {"rope_type": "yarn", "factor": args.rotary_scaling_factor, **mscales, **fixed}
+        usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
+        others = {name: getattr(args, name, value) for name, value in usual.items()}  # older runs lack the arguments
+        rope |= {"rope_type": "yarn", "factor": args.rotary_scaling_factor, **mscales, **others}
     elif args.use_rope_scaling and not args.multi_latent_attention:
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         rope |= {"rope_type": "llama3", "factor": args.rope_scaling_factor, **fixed}

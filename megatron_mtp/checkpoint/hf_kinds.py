@@ -1,6 +1,6 @@
 """Which folders of Hugging Face's world cannot be read here: each is named, with what to do instead.
 
-Quantised releases, adapters, GGUF files, multimodal wrappers, names of the Hub, links to nowhere.
+Quantised releases, adapters, GGUF files, multimodal wrappers, links to nowhere.
 """
 
 from pathlib import Path
@@ -40,11 +40,6 @@ def _check_is_folder(folder: Path) -> None:
     if folder.is_file():
         kind = _gguf(folder) if folder.suffix == ".gguf" else f"{folder} is a file; give the folder that it is in."
         raise ValueError(kind)
-    if len(folder.parts) == 2 and not folder.is_absolute() and not folder.parent.exists():
-        raise ValueError(
-            f"{folder} is no folder here; if it is a name of the Hugging Face Hub, download the model first "
-            f"(hf download {folder} --local-dir FOLDER) and give the folder."
-        )
     raise ValueError(f"{folder} is no folder; give the folder of a Hugging Face model.")
 
 
@@ -82,10 +77,10 @@ def _method(keys: dict[str, Any]) -> str | None:
 
 def _check_wrapper(folder: Path, keys: dict[str, Any]) -> None:
     outer, text = keys.get("model_type"), keys.get("text_config")
-    if outer in FAMILIES or not isinstance(text, dict):
+    if str(outer) in FAMILIES or not isinstance(text, dict):
         return
     inner = text.get("model_type")
-    known = "which converts by itself" if inner in FAMILIES else "which is unknown here too"
+    known = "which converts by itself" if str(inner) in FAMILIES else "which is unknown here too"
     raise ValueError(
         f"{folder} is a model of type '{outer!s:.40}' around a text model of type '{inner!s:.40}', {known}; save the "
         "text model alone with transformers, and give its folder."

@@ -188,6 +188,7 @@ def origin(model: HFModel) -> dict[str, Any]:
 
 
 def layout_record(layout: Layout) -> dict[str, Any]:
+    """A layout as an entry of a record."""
     return {"depths": layout.depths, "features": sorted(layout.features), "carried": list(layout.carried)}
 
 

@@ -52,6 +52,7 @@ def _hf(folder: Path) -> dict[str, Any]:
 def _megatron(folder: Path) -> dict[str, Any]:
     reader = DistReader(folder)
     common = reader.common()
+    reason = getattr(common["args"], "megatron_mtp_untrainable", None)
     sizes = {key: torch.Size(reader.shape(key)).numel() for key in reader.keys}
     return {
         "form": "Megatron distributed checkpoint",
@@ -62,7 +63,8 @@ def _megatron(folder: Path) -> dict[str, Any]:
         "parameters": sum(sizes.values()),
         "bytes": sum(count * reader.dtype(key).itemsize for key, count in sizes.items()),
         "dtypes": _names({reader.dtype(key) for key in sizes}),
-        "trainable here": not getattr(common["args"], "megatron_mtp_untrainable", False),
+        "trainable here": not reason,
+        **({"why not": reason} if isinstance(reason, str) else {}),
         **{name: value for name, value in common.get("megatron_mtp", {}).items() if name != "layout"},
     }
 

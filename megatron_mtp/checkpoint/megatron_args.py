@@ -7,6 +7,7 @@ from megatron.training.arguments import parse_args
 
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.plan import HFModel
+from megatron_mtp.config import add_yarn_arguments
 
 
 def flags_of(model: HFModel) -> tuple[list[str] | None, str | None]:
@@ -28,11 +29,28 @@ def depth_flags_of(model: HFModel) -> list[str] | None:
 
 
 def megatron_arguments(model: HFModel) -> Namespace:
-    """The arguments that a checkpoint of this model keeps; without a model to build, its sizes alone."""
-    flags, _ = flags_of(model)
+    """The arguments that a checkpoint of this model keeps; without a model to build, the reason and few others."""
+    flags, reason = flags_of(model)
     if flags is None:
-        return Namespace(mtp_num_layers=model.layout.depths or None, megatron_mtp_untrainable=True)
+        return Namespace(mtp_num_layers=model.layout.depths or None, megatron_mtp_untrainable=reason)
     return parsed(flags, model.config.integer("vocab_size"))
+
+
+def check_trainable(args: Namespace, name: str) -> None:
+    """Refuse the arguments of a conversion that Megatron has no model for.
+
+    Args:
+        name: of the checkpoint, as messages call it.
+
+    Raises:
+        ValueError: it is one.
+    """
+    reason = getattr(args, "megatron_mtp_untrainable", None)
+    if reason:
+        why = f": it has {reason}" if isinstance(reason, str) else ""  # older conversions do not say why
+        raise ValueError(
+            f"{name} was converted from a model that Megatron cannot run{why}; mcore-to-hf converts it back."
+        )
 
 
 def parsed(flags: list[str], vocabulary: int) -> Namespace:
@@ -47,7 +65,7 @@ def parse_flags(flags: list[str]) -> Namespace:
     """Megatron's parser reads `sys.argv` and nothing else."""
     argv, sys.argv = sys.argv, ["megatron", *flags]
     try:
-        return parse_args()
+        return parse_args(add_yarn_arguments)
     finally:
         sys.argv = argv
 
@@ -67,7 +85,8 @@ MODEL_ARGUMENTS = (
     "dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_k_norm_epsilon "
     "dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu "
     "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
-    "rotary_scaling_factor mscale mscale_all_dim num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk "
+    "rotary_scaling_factor mscale mscale_all_dim original_max_position_embeddings beta_fast beta_slow "
+    "num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk "
     "moe_router_score_function moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_dtype "
     "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_pre_softmax "
     "moe_router_load_balancing_type moe_aux_loss_coeff moe_shared_expert_intermediate_size moe_shared_expert_gate "

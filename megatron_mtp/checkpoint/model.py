@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.dist_store import DistReader, stored_draft_vocabulary
 from megatron_mtp.checkpoint.integrity import read_errors
-from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS, parse_flags
+from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS, check_trainable, parse_flags
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
 
@@ -34,7 +34,9 @@ def load_model(folder: Path) -> MTPGPTModel:
         ValueError: the checkpoint is damaged, or Megatron cannot run its model.
     """
     reader = DistReader(folder)
-    model = build(reader.common()["args"], stored_draft_vocabulary(reader.folder))
+    args = reader.common()["args"]
+    check_trainable(args, str(folder))
+    model = build(args, stored_draft_vocabulary(reader.folder))
     fill(model, reader)
     return model
 
@@ -76,9 +78,13 @@ def model_config(stored: Namespace) -> MTPGPTModelConfig:
     return config_of(completed(stored))
 
 
-def config_of(args: Namespace) -> MTPGPTModelConfig:
-    """The same from all of Megatron's arguments, for what a model computes: nothing of its training."""
-    config = gpt_config_from_args(args, model_config_cls=MTPGPTModelConfig)
+def config_of(args: Namespace, **gpt_config: Any) -> MTPGPTModelConfig:
+    """The same from all of Megatron's arguments, for what a model computes: nothing of its training.
+
+    Args:
+        gpt_config: further arguments of Megatron's `gpt_config_from_args`.
+    """
+    config: MTPGPTModelConfig = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **gpt_config})
     config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
     config.true_vocab_size = args.vocab_size
     config.mtp = MTPConfig(mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential")

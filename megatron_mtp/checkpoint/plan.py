@@ -130,6 +130,7 @@ class HFModel:
         check_kind(path)
         config = HFConfig.read(path)
         family = family_of(config)
+        config = config.with_defaults(family.defaults)
         folder = HFFolder(path, block_of(config.keys))
         layout = family.layout(config, folder.tensors)
         rules = family.all_rules(config, layout)

@@ -33,7 +33,8 @@ megatron-mtp VERB --help lists the flags of a verb, with examples of its own.
 def main(argv: list[str] | None = None) -> int:
     """Run the command line (None: sys.argv); return its exit status, 2 for a verb that does not exist."""
     arguments = sys.argv[1:] if argv is None else argv
-    verb = parser().parse_args(arguments[:1]).verb
+    with sentences(PROGRAM):
+        verb = parser().parse_args(arguments[:1]).verb
     return run(verb, f"{PROGRAM} {verb}", arguments[1:])
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.dist_store import DistReader, iteration_folder, stored_draft_vocabulary
 from megatron_mtp.checkpoint.hf_tokens import EMBEDDING, run_tokenizer
 from megatron_mtp.checkpoint.mcore_store import repair_tracker
+from megatron_mtp.checkpoint.megatron_args import check_trainable
 from megatron_mtp.checkpoint.model import completed, config_of, fill
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.drafting.runner import Runner
@@ -174,7 +175,6 @@ def _keep_weights_in(model: MTPGPTModel, dtype: torch.dtype) -> None:
 
 
 def _of_a_conversion(args: Namespace, iteration: Path, flag: str) -> Namespace:
-    if getattr(args, "megatron_mtp_untrainable", False):
-        raise ValueError(f"{flag} is {iteration.parent}, converted from a model that Megatron cannot run.")
+    check_trainable(args, f"{flag} is {iteration.parent}, which")
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
         return completed(args)

@@ -80,4 +80,5 @@ def make_folder(folder: Path) -> None:
 
 
 def unwritable(folder: Path, error: OSError) -> ValueError:
+    """The sentence for a folder that cannot be written."""
     return ValueError(f"--record is {folder}, which cannot be written ({error.strerror}); name another folder.")

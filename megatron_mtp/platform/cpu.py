@@ -35,6 +35,7 @@ _FACTORIES = (
 
 
 def installed() -> bool:
+    """Whether the substitutions are in place in this process."""
     return bool(SUBSTITUTIONS)
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training import get_tokenizer
-from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_mtp.checkpoint.dist_store import DistReader
 from megatron_mtp.checkpoint.mcore_store import absent_layers
-from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS
+from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS, check_trainable
+from megatron_mtp.checkpoint.model import config_of
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.model.trunk import MTPGPTModelConfig
@@ -116,8 +116,7 @@ def checked_model_config(args: Namespace, **gpt_config: Any) -> MTPGPTModelConfi
         ValueError: the checkpoint to load lacks depths, and no flag says how to make them; or it has other ones.
     """
     with megatrons_refusals():
-        model_config = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **gpt_config})
-    model_config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
+        model_config = config_of(args, **gpt_config)
     model_config.mtp = mtp_config_from_args(args)
     args.vocab_size = true_vocab_size(args)  # checkpoints keep the arguments
     model_config.true_vocab_size = args.vocab_size
@@ -151,12 +150,9 @@ def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
     folder = Path(get_load_checkpoint_path_by_args(args))
     if not (folder / CATALOGUE).is_file():
         return {}
-    stored = vars(DistReader(folder).common()["args"])
-    if stored.get("megatron_mtp_untrainable"):
-        raise ValueError(
-            f"--load {args.load} is a conversion of a model that Megatron cannot run; megatron-mtp convert "
-            "inspect says why, and mcore-to-hf converts it back."
-        )
+    found = DistReader(folder).common()["args"]
+    check_trainable(found, f"--load {args.load}")
+    stored = vars(found)
     return {name: stored[name] for name in MODEL_ARGUMENTS if stored.get(name) is not None}
 
 
@@ -273,7 +269,8 @@ def check_data(args: Namespace) -> None:
         check_weights(given or [])
     prefixes = _prefixes(args)
     if args.sft:
-        return check_chat_files(prefixes)
+        check_chat_files(prefixes)
+        return _check_padding(args)
     if not prefixes:
         raise ValueError(
             "--data-path is missing; give the prefix of a .bin/.idx pair (megatron-mtp preprocess makes one), or "
@@ -284,8 +281,30 @@ def check_data(args: Namespace) -> None:
     check_data_prefixes(prefixes, true_vocab_size(args))
     if args.data_path is not None and args.split is not None:
         check_split(prefixes, args.split)
+    if args.fim_data:
+        _check_fim_tokens(args)
     if args.tokenizer_model is not None:
         check_tokenizer(prefixes, args.tokenizer_model)
+
+
+def _check_padding(args: Namespace) -> None:
+    """Whether the tokenizer has the token that conversations are filled up with."""
+    if get_tokenizer().pad is None:
+        raise ValueError(
+            f"--sft fills rows up with the padding token, which --tokenizer-model {args.tokenizer_model} lacks; give "
+            "its tokenizer_config.json a pad_token."
+        )
+
+
+def _check_fim_tokens(args: Namespace) -> None:
+    """Whether the tokenizer has the tokens that --fim-data marks its parts with."""
+    tokens = [getattr(args, f"fim_{part}_token") for part in ("prefix", "middle", "suffix", "pad", "eod")]
+    ids = get_tokenizer()._tokenizer.tokens_to_ids(tokens)
+    if absent := [token for token, number in zip(tokens, ids, strict=True) if number is None]:
+        raise ValueError(
+            f"--fim-data marks text with {' '.join(absent)}, which the tokenizer lacks; name tokens that it has with "
+            "--fim-prefix-token, --fim-middle-token, --fim-suffix-token, --fim-pad-token and --fim-eod-token."
+        )
 
 
 def check_checkpoint(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:

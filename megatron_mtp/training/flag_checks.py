@@ -86,8 +86,14 @@ def check_ranges(args: Namespace) -> None:
 def check_relations(args: Namespace) -> None:
     """Raises ValueError at the first two flags that do not go together."""
     for relation in RELATIONS:
-        said = relation(args)
-        if said is not None:
+        if (said := relation(args)) is not None:
+            raise ValueError(said)
+
+
+def check_machine(args: Namespace) -> None:
+    """Raises ValueError at the first flag that this machine cannot train with; a plan may be of another machine."""
+    for relation in (_recomputed, _grouped_gemm):
+        if (said := relation(args)) is not None:
             raise ValueError(said)
 
 
@@ -268,6 +274,26 @@ def _validation_sets(args: Namespace) -> str | None:
     return None
 
 
+def _data_sources(args: Namespace) -> str | None:
+    sources = {
+        "--mock-data": args.mock_data,
+        "--data-path": args.data_path,
+        "--data-args-path": args.data_args_path,
+        "--train-data-path and its like": args.train_data_path or args.valid_data_path or args.test_data_path,
+        "--per-split-data-args-path": args.per_split_data_args_path,
+    }
+    given = [name for name, value in sources.items() if value]
+    if len(given) > 1:
+        return f"{' and '.join(given)} were given, but data comes from one source alone; drop all but one."
+    return None
+
+
+def _conversations(args: Namespace) -> str | None:
+    if args.sft and args.tokenizer_type not in (None, "SFTTokenizer"):
+        return f"--sft was given with --tokenizer-type {args.tokenizer_type}, not with SFTTokenizer; give that."
+    return None
+
+
 def _known(args: Namespace, *names: str) -> bool:
     """Whether all of them were given; those that a checkpoint will say are None until it is read."""
     return all(getattr(args, name) is not None for name in names)
@@ -286,8 +312,8 @@ RELATIONS: tuple[Callable[[Namespace], str | None], ...] = (
     _warmup,
     _experts,
     _yarn,
-    _recomputed,
-    _grouped_gemm,
     _loader,
     _validation_sets,
+    _data_sources,
+    _conversations,
 )

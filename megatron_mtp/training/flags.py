@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from types import MethodType
 
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.config import MTPConfig, add_yarn_arguments
 from megatron_mtp.errors import Parser
 
 DESCRIPTION = """Pretrain a GPT with MTP depths on Megatron's training loop.
@@ -50,7 +50,7 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
     for field in fields(MTPConfig):
         flag = "--" + field.name.replace("_", "-")
         group.add_argument(flag, dest=field.name, default=field.default, **field.metadata)
-    return parser
+    return add_yarn_arguments(parser)
 
 
 def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:

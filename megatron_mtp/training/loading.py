@@ -27,7 +27,7 @@ def check_load(args: Namespace) -> None:
     """Whether what --load and --pretrained-checkpoint name is there and whole; puts right an empty tracker.
 
     Raises:
-        ValueError: it is not, or there is nothing to load although a flag needs something.
+        ValueError: it is not.
     """
     _repair(args)
     named = {name: Path(getattr(args, name)) for name in FLAGS if getattr(args, name) is not None}
@@ -40,11 +40,6 @@ def check_load(args: Namespace) -> None:
         _refuse(FLAGS["pretrained_checkpoint"], named["pretrained_checkpoint"])
     elif "load" in named and not _starts_anew(args, named["load"]):
         _refuse(FLAGS["load"], named["load"])
-    elif args.mtp_init is not None:
-        raise ValueError(
-            f"--mtp-init is {args.mtp_init}, which makes the depths that a checkpoint lacks, but no checkpoint is "
-            "loaded; name one with --load or --pretrained-checkpoint, or leave the flag out."
-        )
 
 
 def _repair(args: Namespace) -> None:
@@ -77,7 +72,7 @@ def _check_checkpoint(args: Namespace, flag: str, folder: Path) -> None:
         elif args.ckpt_format in OTHER_FORMATS and not (iteration / FORMAT).exists():
             read_catalogue(iteration)
         else:
-            DistReader(iteration).common()
+            DistReader(iteration).state()
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from None
 
@@ -102,7 +97,7 @@ def check_optimizer(args: Namespace) -> None:
     folder = Path(get_load_checkpoint_path_by_args(args))
     if folder.name == RELEASE or not (folder / FORMAT).exists():
         return
-    stored = DistReader(folder).common()["args"]
+    stored = DistReader(folder).state().get("args")
     was = getattr(stored, "use_distributed_optimizer", None)
     if was is None or getattr(stored, "no_save_optim", False) or bool(was) == args.use_distributed_optimizer:
         return

@@ -101,14 +101,12 @@ PHASES: dict[str, tuple[tuple[type[BaseException], ...], str]] = {
 """Functions of Megatron's training loop, what they raise over input, and how the sentence on it begins, with {} for a
 flag's value."""
 
-
 PACKAGE = Path(__file__).parents[1]
 
 ADVICE = {
     "OptimizerParamScheduler": "Give the schedule of the run that saved it, or --override-opt-param-scheduler to take "
     "that of the flags.",
-    "not in state dict": "Give the flags that it was trained with,"
-    " or --no-load-optim where only its optimizer differs.",
+    "not in state dict": "Give the flags that it was trained with, or --no-load-optim if only its optimizer differs.",
 }
 """What to do, by a part of Megatron's message."""
 

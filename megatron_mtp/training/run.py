@@ -22,6 +22,7 @@ from megatron_mtp.platform import saving
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 from megatron_mtp.training.console import Listing, keep_listing, say
 from megatron_mtp.training.datasets import datasets_provider
+from megatron_mtp.training.flag_checks import check_machine
 from megatron_mtp.training.flags import all_parser
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.hooks import observed
@@ -65,6 +66,7 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
     program = Path(argv[0]).name
     with sentences(program):
         args, model_config = parse_checked_args()
+        check_machine(args)
         with megatrons_refusals():
             config = pretrain_cfg_container_from_args(args, model_config)
     reporter = _short_log(args, argv, shows_tables) if isinstance(sys.stdout, Listing) else None

@@ -22,7 +22,7 @@ from document_server import CLIENT, PARSED, PROGRAMS
 from documents import DOCUMENTS, SHELLS, blocks
 
 SERVER, SCENE = (Path(__file__).parent / f"document_{name}.py" for name in ("server", "scene"))
-LINKED = "pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks LICENSE".split()
+LINKED = "pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks docs LICENSE".split()
 RUN = (*SHELLS, "python")
 TOOLS = "cat cp ls".split()
 """Programs of the system that a document may call."""
@@ -36,6 +36,8 @@ python pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 -
     --data-path runs/quickstart/data/corpus --split 90,10,0 --tokenizer-type HuggingFaceTokenizer \\
     --tokenizer-model tokenizer --log-interval 1 --eval-interval 2 --eval-iters 1 \\
     --save runs/quickstart/checkpoint --save-interval 2 --mtp-metrics-dir runs/quickstart
+cp -r tokenizer runs/quickstart/data/corpus-tokenizer
+python tools/checkpoint/convert.py mcore-to-hf runs/quickstart/checkpoint runs/quickstart/exported
 for run in mine one two; do cp -r runs/quickstart runs/$run; done
 """
 """A run like the quickstart's, of two steps, under all names that documents give to a run."""

@@ -22,6 +22,8 @@ DOORS = {
 ENGINES = {
     "sbatch": "--nodes --gpus-per-node --exclusive --time --mem --array --signal --requeue --partition",
     "srun": "--kill-on-bad-exit",
+    "docker": "--build-arg --tag --rm --init --user --volume --gpus --entrypoint",
+    "llama-server": "--model --spec-type --spec-draft-n-max",
     "scancel": "--signal",
     "vllm serve": "--speculative-config --trust-remote-code",
     "python -m sglang.launch_server": "--model-path --speculative-algorithm --speculative-num-steps "

@@ -54,124 +54,124 @@ ASSETS = (
 
 
 def lines(start: str, table: str, bad: bool | None = True) -> Iterator[Case]:
-    """A case a line: `FLAGS`, or `FLAGS -> WORDS` that the refusal has to have."""
+    """A case a line: `FLAGS`, or `FLAGS -> WORDS` that the refusal has to have; `! ` before it where it once failed."""
     for line in filter(None, map(str.strip, table.splitlines())):
-        flags, _, said = line.partition(" -> ")
-        yield Case(f"{start} {flags}", bad, said=said)
+        flags, _, said = line.removeprefix("! ").partition(" -> ")
+        yield Case(f"{start} {flags}", bad, said=said, failed=line.startswith("! "))
 
 
 BAD_TRAIN = """
---seq-length 0 -> --seq-length
---seq-length -5 -> --seq-length
---seq-length 3 --mtp-num-layers 3 -> --mtp-num-layers
---seq-length 2 --mtp-num-layers 4 -> --mtp-num-layers
---seq-length 32 -> --max-position-embeddings
---max-position-embeddings 0
---lr nan -> --lr
---lr inf -> --lr
---lr -1 -> --lr
+! --seq-length 0 -> --seq-length
+! --seq-length -5 -> --seq-length
+! --seq-length 3 --mtp-num-layers 3 -> --mtp-num-layers
+! --seq-length 2 --mtp-num-layers 4 -> --mtp-num-layers
+! --seq-length 32 -> --max-position-embeddings
+! --max-position-embeddings 0
+! --lr nan -> --lr
+! --lr inf -> --lr
+! --lr -1 -> --lr
 --lr -inf -> --lr
 --lr abc -> --lr
---min-lr 1 -> --min-lr
---min-lr nan -> --min-lr
---min-lr -1
---train-iters 0 -> --train-iters
---train-iters -3 -> --train-iters
---train-samples 0
---train-samples -5
---hidden-size 33 -> --hidden-size
---hidden-size 0 -> --hidden-size
---hidden-size -32
---num-attention-heads 0
---num-attention-heads -4
---num-attention-heads 5
---num-layers 0
+! --min-lr 1 -> --min-lr
+! --min-lr nan -> --min-lr
+! --min-lr -1
+! --train-iters 0 -> --train-iters
+! --train-iters -3 -> --train-iters
+! --train-samples 0
+! --train-samples -5
+! --hidden-size 33 -> --hidden-size
+! --hidden-size 0 -> --hidden-size
+! --hidden-size -32
+! --num-attention-heads 0
+! --num-attention-heads -4
+! --num-attention-heads 5
+! --num-layers 0
 --num-layers -1
---ffn-hidden-size 0
---ffn-hidden-size -8
---kv-channels 0
---kv-channels 3
---group-query-attention --num-query-groups 3
---group-query-attention --num-query-groups 0
---group-query-attention --num-query-groups -1
---group-query-attention --num-query-groups 8
---micro-batch-size 0 -> --micro-batch-size
---micro-batch-size -1 -> --micro-batch-size
---global-batch-size 0 -> --global-batch-size
---global-batch-size -2 -> --global-batch-size
---micro-batch-size 2 --global-batch-size 3 -> --global-batch-size
---bf16 --fp16
---tensor-model-parallel-size 2
---tensor-model-parallel-size 0
---tensor-model-parallel-size -1
---pipeline-model-parallel-size 2
---pipeline-model-parallel-size 0
---context-parallel-size 2
---context-parallel-size 0
---expert-model-parallel-size 2
---split junk -> --split
---split '' -> --split
---split 0,0,0 -> --split
---split nan -> --split
+! --ffn-hidden-size 0
+! --ffn-hidden-size -8
+! --kv-channels 0
+! --kv-channels 3
+! --group-query-attention --num-query-groups 3
+! --group-query-attention --num-query-groups 0
+! --group-query-attention --num-query-groups -1
+! --group-query-attention --num-query-groups 8
+! --micro-batch-size 0 -> --micro-batch-size
+! --micro-batch-size -1 -> --micro-batch-size
+! --global-batch-size 0 -> --global-batch-size
+! --global-batch-size -2 -> --global-batch-size
+! --micro-batch-size 2 --global-batch-size 3 -> --global-batch-size
+! --bf16 --fp16
+! --tensor-model-parallel-size 2
+! --tensor-model-parallel-size 0
+! --tensor-model-parallel-size -1
+! --pipeline-model-parallel-size 2
+! --pipeline-model-parallel-size 0
+! --context-parallel-size 2
+! --context-parallel-size 0
+! --expert-model-parallel-size 2
+! --split junk -> --split
+! --split '' -> --split
+! --split 0,0,0 -> --split
+! --split nan -> --split
 --split -1,2,3 -> --split
---split 1,2,3,4 -> --split
---split 80;10;10 -> --split
---eval-interval 0 -> --eval-interval
---eval-interval -1 -> --eval-interval
---log-interval 0 -> --log-interval
---log-interval -1 -> --log-interval
---eval-iters -1 -> --eval-iters
---save s --save-interval 0 -> --save-interval
---save s --save-interval -2 -> --save-interval
---num-experts 4 --moe-grouped-gemm
---num-experts 0
---num-experts 4 --moe-router-topk 5
---num-experts 4 --moe-router-topk 0
---rope-type yarn
+! --split 1,2,3,4 -> --split
+! --split 80;10;10 -> --split
+! --eval-interval 0 -> --eval-interval
+! --eval-interval -1 -> --eval-interval
+! --log-interval 0 -> --log-interval
+! --log-interval -1 -> --log-interval
+! --eval-iters -1 -> --eval-iters
+! --save s --save-interval 0 -> --save-interval
+! --save s --save-interval -2 -> --save-interval
+! --num-experts 4 --moe-grouped-gemm
+! --num-experts 0
+! --num-experts 4 --moe-router-topk 5
+! --num-experts 4 --moe-router-topk 0
+! --rope-type yarn
 --position-embedding-type yarn
---recompute-modules layernorm --recompute-granularity selective
---recompute-modules nonsense --recompute-granularity selective
+! --recompute-modules layernorm --recompute-granularity selective
+! --recompute-modules nonsense --recompute-granularity selective
 --recompute-granularity full
---recompute-granularity full --recompute-method uniform --recompute-num-layers 0
---checkpoint-activations
---rotary-base 0
---rotary-base -1
---rotary-percent 0
---rotary-percent 2
---rotary-percent nan
---use-rope-scaling --rope-scaling-factor 0
---use-rope-scaling --rope-scaling-factor nan
---norm-epsilon nan
---norm-epsilon -1
---hidden-dropout 2
---hidden-dropout nan
---attention-dropout -1
---init-method-std -1
---init-method-std nan
---weight-decay nan
---weight-decay -1
---clip-grad nan
---adam-beta1 2
---adam-beta2 nan
---adam-eps -1
---adam-eps nan
---lr-warmup-fraction 2
---lr-warmup-fraction nan
---lr-warmup-iters -1
---lr-warmup-iters 5
---lr-warmup-iters 1 --lr-warmup-fraction 0.1
---lr-decay-iters 0
---lr-decay-iters -5
+! --recompute-granularity full --recompute-method uniform --recompute-num-layers 0
+! --checkpoint-activations
+! --rotary-base 0
+! --rotary-base -1
+! --rotary-percent 0
+! --rotary-percent 2
+! --rotary-percent nan
+! --use-rope-scaling --rope-scaling-factor 0
+! --use-rope-scaling --rope-scaling-factor nan
+! --norm-epsilon nan
+! --norm-epsilon -1
+! --hidden-dropout 2
+! --hidden-dropout nan
+! --attention-dropout -1
+! --init-method-std -1
+! --init-method-std nan
+! --weight-decay nan
+! --weight-decay -1
+! --clip-grad nan
+! --adam-beta1 2
+! --adam-beta2 nan
+! --adam-eps -1
+! --adam-eps nan
+! --lr-warmup-fraction 2
+! --lr-warmup-fraction nan
+! --lr-warmup-iters -1
+! --lr-warmup-iters 5
+! --lr-warmup-iters 1 --lr-warmup-fraction 0.1
+! --lr-decay-iters 0
+! --lr-decay-iters -5
 --lr-decay-style nonsense
 --optimizer nonsense
 --normalization nonsense
 --transformer-impl nonsense
---seed -1
---seed 0
---seed 1000000000000000000000
+! --seed -1
+! --seed 0
+! --seed 1000000000000000000000
 --mtp-num-layers 0
 --mtp-num-layers -1
---mtp-num-layers 1000
+! --mtp-num-layers 1000
 --mtp-num-layers abc
 --mtp-loss-scaling-factor nan
 --mtp-loss-scaling-factor -1
@@ -200,67 +200,67 @@ BAD_TRAIN = """
 --mtp-draft-vocab-file latin.txt
 --mtp-draft-vocab-file empty
 --mtp-train-only
---mtp-init random
---mtp-init last-layer
+! --mtp-init random
+! --mtp-init last-layer
 --mtp-metrics-dir text/a.txt
---mtp-metrics-dir dangling/x
+! --mtp-metrics-dir dangling/x
 --mtp-acceptance-interval -1
---save text/a.txt --save-interval 1
---save dangling --save-interval 1
---save /proc/nowhere --save-interval 1
+! --save text/a.txt --save-interval 1
+! --save dangling --save-interval 1
+! --save /proc/nowhere --save-interval 1
 --save s
 --tokenizer-type Nonsense
---tokenizer-type HuggingFaceTokenizer
+! --tokenizer-type HuggingFaceTokenizer
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model empty
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model text/a.txt
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model dangling
---vocab-size 0
---vocab-size -1
---vocab-size 1000000000000 -> not enough memory
---make-vocab-size-divisible-by 0
---make-vocab-size-divisible-by -1
---no-such-flag
+! --vocab-size 0
+! --vocab-size -1
+! --vocab-size 1000000000000 -> not enough memory
+! --make-vocab-size-divisible-by 0
+! --make-vocab-size-divisible-by -1
+! --no-such-flag
 --num-layers
 --num-layers 1e3
 --hidden-size nan
---sft
---yaml-cfg nowhere.yaml
---yaml-cfg text/a.txt
---exit-interval 0
---exit-interval -1
---exit-duration-in-mins -1
---multi-latent-attention --kv-lora-rank 0
+! --sft
+! --yaml-cfg nowhere.yaml
+! --yaml-cfg text/a.txt
+! --exit-interval 0
+! --exit-interval -1
+! --exit-duration-in-mins -1
+! --multi-latent-attention --kv-lora-rank 0
 --multi-latent-attention --rope-type nonsense
 --untie-embeddings-and-output-weights 3
 --distributed-backend nonsense
 --ckpt-format nonsense
 --ckpt-format zarr
---attention-backend nonsense
+! --attention-backend nonsense
 --timing-log-level 7
 --decoder-first-pipeline-num-layers 5
 --softmax-type nonsense
---pipeline-model-parallel-layout junk
---tensorboard-dir text/a.txt
+! --pipeline-model-parallel-layout junk
+! --tensorboard-dir text/a.txt
 --rerun-mode nonsense
 --position-embedding-type learned_absolute
 --position-embedding-type relative
 --fp4-format e2m1
---use-megatron-fsdp
---cuda-graph-impl local
---tp-comm-overlap
---qk-clip
---squared-relu
---fp16 --initial-loss-scale 0
---fp16 --loss-scale -1
---fp16 --loss-scale-window 0
+! --use-megatron-fsdp
+! --cuda-graph-impl local
+! --tp-comm-overlap
+! --qk-clip
+! --squared-relu
+! --fp16 --initial-loss-scale 0
+! --fp16 --loss-scale -1
+! --fp16 --loss-scale-window 0
 --accumulate-allreduce-grads-in-fp32 7
 --hybrid-layer-pattern M*
 --logits-load-dir x
 --reset-position-ids 4
 --dataloader-type nonsense
---dataloader-type external
---data-path corpus
+! --dataloader-type external
+! --data-path corpus
 """
 
 EITHER_TRAIN = """
@@ -272,22 +272,22 @@ EITHER_TRAIN = """
 --rampup-batch-size 3 1 10
 --data-parallel-random-init
 --recompute-modules mlp --recompute-granularity selective
---hidden-size 4
+! --hidden-size 4
 --lr 0
---lr 1e30
+! --lr 1e30
 --lr 1e-400
 --eval-iters 0
---weight-decay 1e400
+! --weight-decay 1e400
 --clip-grad 0
 --clip-grad -1
---adam-eps 0
+! --adam-eps 0
 --micro-batch-size 2
 --make-vocab-size-divisible-by 7
 --kv-channels 6
 --lr-warmup-iters 1
 --lr-decay-iters 1
 --exit-interval 1
---train-samples 4
+! --train-samples 4
 --bf16
 --fp16
 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
@@ -295,7 +295,7 @@ EITHER_TRAIN = """
 --num-experts 4
 --num-experts 4 --moe-router-topk 2
 --init-method-std 0
---init-method-std 1e30
+! --init-method-std 1e30
 --use-rope-scaling
 --position-embedding-type none
 --multi-latent-attention
@@ -306,8 +306,8 @@ EITHER_TRAIN = """
 --log-interval 100
 --tensorboard-dir tb
 --vocab-size 1
---full-validation
---multiple-validation-sets
+! --full-validation
+! --multiple-validation-sets
 --mtp-acceptance-interval 1
 --mtp-loss kd
 --mtp-loss tv
@@ -339,63 +339,62 @@ BAD_DATA = """
 --data-path dangling
 --data-path corpus small-corpus 0.5
 --data-path 0.5 corpus 0.5
---data-path -1 corpus
---data-path 0 corpus
---data-path nan corpus
---data-path 1e400 corpus
+! --data-path -1 corpus
+! --data-path 0 corpus
+! --data-path nan corpus
+! --data-path 1e400 corpus
 --data-path ''
---train-data-path corpus
---train-data-path nowhere --valid-data-path corpus --test-data-path corpus
+! --train-data-path corpus
+! --train-data-path nowhere --valid-data-path corpus --test-data-path corpus
 --data-path small-corpus
 --tokenizer-model small-corpus-tokenizer
 --sft
 --sft --data-path text/a.txt
 --sft --data-path latin.txt
 --sft --data-path nowhere
---data-args-path nowhere
---per-split-data-args-path nowhere
---per-split-data-args-path text/a.txt
+! --data-args-path nowhere
+! --per-split-data-args-path nowhere
+! --per-split-data-args-path text/a.txt
 --split 1,98,1000000
---split 100,0,0,0,0
---seq-length 16 --data-cache-path text/a.txt
+! --split 100,0,0,0,0
+! --seq-length 16 --data-cache-path text/a.txt
 --mtp-draft-vocab-size 100000
---fim-data
---load nowhere --mtp-init random
---seq-length 100000 --max-position-embeddings 16
+! --fim-data
+! --load nowhere --mtp-init random
+! --seq-length 100000 --max-position-embeddings 16
 """
 
 BAD_LOAD = """
---num-layers 3
---hidden-size 64
+! --num-layers 3
+! --hidden-size 64
 --mtp-num-layers 1
 --mtp-num-layers 3
---num-attention-heads 2 --kv-channels 4
---load text/a.txt
---load empty
---load dangling
---load hf
---ckpt-step 77
---ckpt-step -1
---lr 5e-4
---train-iters 9 --lr-decay-style cosine
---use-distributed-optimizer
---normalization LayerNorm
+! --num-attention-heads 2 --kv-channels 4
+! --load text/a.txt
+! --load empty
+! --load dangling
+! --load hf
+! --ckpt-step 77
+! --ckpt-step -1
+! --lr 5e-4
+! --train-iters 9 --lr-decay-style cosine
+! --use-distributed-optimizer
+! --normalization LayerNorm
 --mtp-architecture parallel
---optimizer sgd
---vocab-size 5000 --tokenizer-type NullTokenizer
---pretrained-checkpoint nowhere --load other
+! --optimizer sgd
+! --pretrained-checkpoint nowhere --load other
 """
 
 BAD_PREPROCESS = """
 --input nowhere
 --input empty
---input dangling
+! --input dangling
 --input ''
 --vocab-size 0
 --vocab-size -1
 --vocab-size abc
 --vocab-size 1e400
---vocab-size 1000000000000
+! --vocab-size 1000000000000
 --vocab-size 257
 --workers 0
 --workers -1
@@ -403,17 +402,17 @@ BAD_PREPROCESS = """
 --max-mb 0
 --max-mb -1
 --max-mb nan -> --max-mb
---max-mb inf
---max-mb 1e400
+! --max-mb inf
+! --max-mb 1e400
 --max-mb ''
 --seed abc
 --tokenizer nowhere
 --tokenizer text/a.txt --tokenizer-output x
---output-prefix ''
---output-prefix text/a.txt/x
---output-prefix /proc/nowhere/x
+! --output-prefix ''
+! --output-prefix text/a.txt/x
+! --output-prefix /proc/nowhere/x
 --tokenizer-output text
---tokenizer-output text/a.txt
+! --tokenizer-output text/a.txt
 --json-key nope --input chat.jsonl
 --input latin.txt --json-key x
 --include '*.nothing'
@@ -479,7 +478,7 @@ BAD_GENERATE = """
 --tokenizer nowhere
 --tokenizer empty
 --tokenizer text/a.txt
---tokenizer small-corpus-tokenizer -> --tokenizer
+! --tokenizer small-corpus-tokenizer -> --tokenizer
 --record text/a.txt
 --record text/a.txt/x
 --record dangling/x
@@ -520,10 +519,10 @@ BAD_GENERATE = """
 """
 
 BAD_EVALUATE = """
---eval-iters 0 -> --eval-iters
---eval-iters -1 -> --eval-iters
+! --eval-iters 0 -> --eval-iters
+! --eval-iters -1 -> --eval-iters
 --eval-iters abc
---text small -> --data-path
+! --text small -> --data-path
 --text nowhere
 --load nowhere
 --load empty
@@ -532,29 +531,29 @@ BAD_EVALUATE = """
 --load dangling
 --data-path nowhere
 --data-path dangling
---micro-batch-size 0
---global-batch-size 0
+! --micro-batch-size 0
+! --global-batch-size 0
 --tokenizer-model nowhere
 --tokenizer-model empty
 --tokenizer-model small-corpus-tokenizer
---split 1,0,0
---split junk
---eval-interval 0
---train-iters 0
---seq-length 0
+! --split 1,0,0
+! --split junk
+! --eval-interval 0
+! --train-iters 0
+! --seq-length 0
 --no-such-flag
---tensor-model-parallel-size 2
+! --tensor-model-parallel-size 2
 """
 
 BAD_TEXT = """
 --text nowhere
 --text empty
---text dangling
---text small --eval-iters 0
+! --text dangling
+! --text small --eval-iters 0
 --text latin.txt
 --text small --tokenizer-model nowhere
 --text
---eval-iters 1
+! --eval-iters 1
 """
 
 BAD_CONVERT = """
@@ -598,13 +597,13 @@ mcore-to-hf run new --like nowhere
 mcore-to-hf run new --like text
 mcore-to-hf run new --like text/a.txt
 mcore-to-hf run new --family nope
-mcore-to-hf run new --family ''
+! mcore-to-hf run new --family ''
 mcore-to-hf run new --tokenizer nowhere
 mcore-to-hf run new --tokenizer empty
 mcore-to-hf run new --tokenizer text/a.txt
 mcore-to-hf run new --dtype int8
 inspect
-inspect nowhere
+! inspect nowhere
 inspect empty
 inspect text
 inspect text/a.txt
@@ -823,9 +822,13 @@ DAMAGES: tuple[tuple[Change, ...], ...] = (
 
 def damaged() -> Iterator[Case]:
     """Files cut, overwritten, with bytes flipped, or with a folder or a link in their place."""
-    yield from (Case("report run", True, (("write", "run/metrics.jsonl", text),)) for text in BAD_ROWS)
+    for text in BAD_ROWS:
+        failed = "9" * 400 in text or text.startswith("[[")
+        yield Case("report run", True, (("write", "run/metrics.jsonl", text),), failed=failed)
     yield from (Case("report run", False, (("write", "run/metrics.jsonl", text),)) for text in ODD_ROWS)
-    yield from (Case("report run", True, (("write", "run/drafts.json", text),)) for text in BAD_DRAFTS)
+    for text in BAD_DRAFTS:
+        failed = "9" * 400 in text or text.startswith("[[") or "0.5" in text
+        yield Case("report run", True, (("write", "run/drafts.json", text),), failed=failed)
     chance = random.Random(1)
     for file, readers in READERS.items():
         for reader in readers:
@@ -848,7 +851,8 @@ def configs() -> Iterator[Case]:
     """A key of config.json with a value of another kind; some of them are right."""
     for key in CONFIG_KEYS:
         for value in CONFIG_VALUES:
-            yield Case(IMPORT, None, (("put", "hf/config.json", key, value),))
+            failed = key == "model_type" and value == [3]
+            yield Case(IMPORT, None, (("put", "hf/config.json", key, value),), failed=failed)
 
 
 POOL = ("", "abc", "nan", "-1", "0", "1e400", "1000000000000", "0x10", "1_0", "\N{SUPERSCRIPT TWO}")

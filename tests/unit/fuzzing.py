@@ -26,8 +26,8 @@ from typing import Any
 TIMEOUT = 120.0
 """Seconds after which a child counts as hanging."""
 
-WARNING = re.compile(r"Warning: |^  ")
-"""A library's warning, and the line of source that Python shows with it."""
+WARNING = re.compile(r"Warning: |^  |^ERROR:megatron\.|\d%\|")
+"""A library's warning, the line of source that Python shows with it, what Megatron logs of a step, a moving bar."""
 
 Change = tuple[Any, ...]
 """What is done to a file of the folder: the name of a function of `CHANGES`, the path, and its further arguments."""
@@ -45,6 +45,7 @@ class Case:
         statuses: further exit statuses that the verb documents.
         keeps: leave what it made for later cases.
         said: must stand in the refusal.
+        failed: it once ended in another way, before the mistake was mended.
     """
 
     line: str
@@ -54,6 +55,7 @@ class Case:
     statuses: tuple[int, ...] = ()
     keeps: bool = False
     said: str = ""
+    failed: bool = False
 
     def __str__(self) -> str:
         return " ".join([self.line, *(f"[{' '.join(map(str, change))[:80]}]" for change in self.changes)])

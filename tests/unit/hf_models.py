@@ -7,7 +7,7 @@ the families' published folders and not taken from the rules that they test.
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +87,25 @@ def layer_of(trunk: Tensors, prefix: str) -> Tensors:
     return {name.removeprefix(prefix): torch.randn_like(t) for name, t in trunk.items() if name.startswith(prefix)}
 
 
-def frame(**names: str) -> Tensors:
+def frame(size: int = HIDDEN, **names: str) -> Tensors:
     """Two norms, the projection of both halves and a final norm under these names."""
-    shapes = {"embedding": (HIDDEN,), "hidden": (HIDDEN,), "projection": (HIDDEN, 2 * HIDDEN), "final": (HIDDEN,)}
+    shapes = {"embedding": (size,), "hidden": (size,), "projection": (size, 2 * size), "final": (size,)}
     return {name: torch.randn(shapes[part]) for part, name in names.items()}
+
+
+def last_layer(trunk: Tensors) -> int:
+    return max(int(match.group(1)) for name in trunk if (match := re.match(r"model\.layers\.(\d+)\.", name)))
 
 
 def deepseek_depths(copies: bool = True) -> Callable[[Tensors, int], Tensors]:
     def add(trunk: Tensors, depths: int) -> Tensors:
         out: Tensors = {}
+        last, hidden = last_layer(trunk), trunk["model.norm.weight"].numel()
         for k in range(depths):
-            hf = f"model.layers.{SIZES['num_hidden_layers'] + k}."
-            out |= {hf + name: tensor for name, tensor in layer_of(trunk, "model.layers.2.").items()}
+            hf = f"model.layers.{last + 1 + k}."
+            out |= {hf + name: tensor for name, tensor in layer_of(trunk, f"model.layers.{last}.").items()}
             out |= frame(
+                hidden,
                 embedding=f"{hf}enorm.weight",
                 hidden=f"{hf}hnorm.weight",
                 projection=f"{hf}eh_proj.weight",
@@ -115,10 +121,12 @@ def deepseek_depths(copies: bool = True) -> Callable[[Tensors, int], Tensors]:
 
 def mimo_depths(trunk: Tensors, depths: int) -> Tensors:
     out: Tensors = {}
+    last, hidden = last_layer(trunk), trunk["model.norm.weight"].numel()
     for k in range(depths):
         hf = f"model.mtp_layers.{k}."
-        out |= {hf + name: tensor for name, tensor in layer_of(trunk, "model.layers.2.").items()}
+        out |= {hf + name: tensor for name, tensor in layer_of(trunk, f"model.layers.{last}.").items()}
         out |= frame(
+            hidden,
             embedding=f"{hf}token_layernorm.weight",
             hidden=f"{hf}hidden_layernorm.weight",
             projection=f"{hf}input_proj.weight",
@@ -386,10 +394,22 @@ MODELS: dict[str, Model] = {
 CASES = [(name, depths) for name, model in MODELS.items() for depths in model.depths]
 
 
-def make(folder: Path, name: str, depths: int, dtype: torch.dtype = torch.float32, shards: bool = False) -> Path:
-    """Write the folder of a model with random weights; norms lie around 1, and nothing is 0."""
-    model = MODELS[name]
-    torch.manual_seed(7)
+def make(
+    folder: Path,
+    name: str,
+    depths: int,
+    dtype: torch.dtype = torch.float32,
+    shards: bool = False,
+    changes: dict[str, Any] | None = None,
+    seed: int = 7,
+) -> Path:
+    """Write the folder of a model with random weights; norms lie around 1, and nothing is 0.
+
+    Args:
+        changes: config keys that differ from those of MODELS.
+    """
+    model = replace(MODELS[name], config={**MODELS[name].config, **(changes or {})})
+    torch.manual_seed(seed)
     trunk = trunk_of(model, depths)
     trunk.save_pretrained(folder, max_shard_size="100KB" if shards else "5GB")
     tensors: Tensors = {}

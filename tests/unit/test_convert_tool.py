@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import importlib.util
 import json
 import pickle
 import shutil
@@ -11,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,21 +20,10 @@ from safetensors.torch import save_file
 from megatron_mtp.checkpoint import importing
 from megatron_mtp.checkpoint.dist_store import CATALOGUE, DistReader
 from megatron_mtp.checkpoint.hf_shards import INDEX, HFShards
+from megatron_mtp.command import line
 
 TOOL = Path(__file__).parents[2] / "tools" / "checkpoint" / "convert.py"
 FIRST = "model-00001-of-00003.safetensors"
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("convert", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-convert = _load()
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +41,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def run(*arguments: object) -> int:
-    status: int = convert.main([str(argument) for argument in arguments])
-    return status
+    return line.run("convert", "convert.py", [str(argument) for argument in arguments])
 
 
 def truncate(folder: Path) -> None:

@@ -3,9 +3,9 @@
 The literal tokenizer has one token per character: `<eod>` is 0, `a` is 1, `b` is 2, ... `z` is 26, a space 27.
 """
 
+import errno
 import json
 import os
-import runpy
 import signal
 import string
 from collections.abc import Callable
@@ -17,11 +17,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_mtp.data import corpus, documents
+from megatron_mtp.data.command import main
 from megatron_mtp.data.documents import Document, choose_documents, find_files, list_documents
 from megatron_mtp.data.tokenizer import Encoder, load_tokenizer, train_bpe
 
 REPOSITORY = Path(__file__).parents[2]
-MAIN: Callable[[list[str]], int] = runpy.run_path(str(REPOSITORY / "tools/data/preprocess.py"))["main"]
 PROSE = [
     f"def depth_{i}(hidden):\n    return [{i} * h for h in hidden]  # größer {chr(0x4E00 + i)} 🎉\n" for i in range(80)
 ]
@@ -47,7 +47,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 
 def run(*flags: object) -> int:
-    return MAIN([str(flag) for flag in flags])
+    return main([str(flag) for flag in flags])
 
 
 def sequences(prefix: Path) -> list[list[int]]:
@@ -328,3 +328,21 @@ def test_preprocess_trains_reuses_and_protects_the_tokenizer(tmp_path: Path, cap
     assert run(*flags, "--vocab-size", 301, "--tokenizer-output", text, "--overwrite") == 2
     assert f"--tokenizer-output: '{text}' holds other files (0.py, 1.py, 10.py)" in capsys.readouterr().err
     assert (text / "0.py").exists()
+
+
+def test_a_full_disk_leaves_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "tokenizer.json")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        train_bpe(PROSE, 300, tmp_path / "tokenizer")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_vocabulary_that_no_text_can_fill_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The trainer of 10^12 entries aborts the process."""
+    write(tmp_path / "text", {"1.txt": "ab"})
+    flags = ["--input", str(tmp_path / "text"), "--output-prefix", str(tmp_path / "c"), "--vocab-size", "1000000000000"]
+    assert main(flags) == 2
+    assert "--vocab-size: 1000000000000 is too small or too large; give 258 to 20000000" in capsys.readouterr().err

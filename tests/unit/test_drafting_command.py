@@ -41,6 +41,7 @@ def test_prompts_from_everywhere(tokenizer: object, tmp_path: Path) -> None:
     [
         ([], None, [], "there is no prompt"),
         ([""], None, [], "a prompt is empty"),
+        (["ab\udcff"], None, [], r"a prompt holds '\\udcff' at letter 3, which is no UTF-8; take it out"),
         ([], None, ["1;2"], "--prompt-ids is '1;2'"),
         ([], "latin.txt", [], "cannot be read"),
         ([], "bad.jsonl", [], "no JSON object with a key 'prompt'"),

@@ -24,18 +24,42 @@ def test_the_first_name_that_is_there_counts_and_null_is_not_there() -> None:
     assert read.integer("new", "old") == 3
     assert read.integer("neither", default=7) == 7
     assert read.number("theta") == 2.0
-    assert (read.flag("new", default=True), read.flag("neither")) == (True, False)
+    assert (read.flag("new"), read.flag("neither")) == (False, False)
     assert (read.has("old"), read.has("new")) == (True, False)
     assert config(kinds=["a", "b", "c"]).words("kinds", 2) == ["a", "b"]
     assert read.words("kinds", 2) is None
 
 
+def test_a_default_counts_where_the_key_is_not_there_and_not_where_it_is_null() -> None:
+    filled = config(null=None, there=3).with_defaults({"null": 1, "there": 1, "absent": 1})
+    assert (filled.has("null"), filled.integer("there"), filled.integer("absent")) == (False, 3, 1)
+
+
 def test_rotary_settings_are_found_in_all_three_places() -> None:
-    assert config(rope_theta=5.0).rope == {"rope_theta": 5.0}
-    older = config(rope_theta=5.0, rope_scaling={"type": "yarn", "factor": 2.0}).rope
-    assert older == {"rope_theta": 5.0, "type": "yarn", "rope_type": "yarn", "factor": 2.0}
+    assert config(rope_theta=5.0).rope == {"rope_theta": 5.0, "rope_type": "default"}
+    older = config(rope_theta=5.0, rope_scaling={"type": "linear", "factor": 2.0}).rope
+    assert older == {"rope_theta": 5.0, "type": "linear", "rope_type": "linear", "factor": 2.0}
     nested = config(rope_theta=5.0, rope_scaling=None, rope_parameters={"rope_type": "default", "rope_theta": 9.0})
     assert nested.rope == {"rope_type": "default", "rope_theta": 9.0}
+
+
+def test_older_rotary_settings_count_in_the_place_of_newer_ones() -> None:
+    """As in transformers, which does not mix them."""
+    both = config(rope_scaling={"type": "linear"}, rope_parameters={"rope_theta": 9.0, "factor": 2.0})
+    assert both.rope == {"type": "linear", "rope_type": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "positions"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"original_max_position_embeddings": 16}}, 16),
+        ({"original_max_position_embeddings": 8, "rope_scaling": {"original_max_position_embeddings": 16}}, 8),
+    ],
+)
+def test_a_scaling_starts_from_the_positions_that_transformers_finds(keys: dict[str, Any], positions: int) -> None:
+    scaled = {"type": "yarn", **keys.get("rope_scaling", {})}
+    assert config(**{**keys, "rope_scaling": scaled}).rope["original_max_position_embeddings"] == positions
 
 
 WRONG: list[tuple[Callable[[], object], str]] = [

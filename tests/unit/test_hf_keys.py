@@ -66,17 +66,24 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "--activation-func-clamp-value": {"activation_func_clamp_value": 7.0},
     "--moe-apply-probs-on-input": {**EXPERTS, "moe_apply_probs_on_input": True},
     "another --softmax-type than vanilla": {"softmax_type": "off-by-one"},
-    "--mscale without --mscale-all-dim": {
-        **{"multi_latent_attention": True, "rope_type": "yarn", "rotary_scaling_factor": 40.0},
-        **{"mscale": 0.7, "mscale_all_dim": 0.0},
-    },
 }
+YARN = {"multi_latent_attention": True, "rope_type": "yarn", "rotary_scaling_factor": 40.0}
 
 
 @pytest.mark.parametrize("said", FOREIGN)
 def test_what_no_family_computes_is_named(said: str) -> None:
     with pytest.raises(ValueError, match=rf"^the checkpoint was trained with {said}.*, which no family here has"):
         check_computable(trained(**FOREIGN[said]))
+
+
+@pytest.mark.parametrize(("mscale", "whole"), [(0.7, 0.0), (0.0, 0.7), (0.0, 0.0), (1.0, 1.0), (1.0, 0.0)])
+def test_scales_of_positions_that_engines_read_differently_are_named(mscale: float, whole: float) -> None:
+    """transformers has g(1) / 1 where one of the two is 0, Megatron g(mscale) / g(mscale_all_dim)."""
+    args = trained(**YARN, mscale=mscale, mscale_all_dim=whole)
+    if mscale == 1.0:
+        return check_computable(args)
+    with pytest.raises(ValueError, match="one of --mscale and --mscale-all-dim without the other"):
+        check_computable(args)
 
 
 def test_an_argument_that_changes_nothing_is_no_hindrance() -> None:

@@ -135,22 +135,6 @@ def test_a_folder_that_cannot_be_read_is_named(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("Qwen/Qwen3-0.6B", "download the model first (hf download Qwen/Qwen3-0.6B --local-dir FOLDER)"),
-        ("absent", "absent is no folder; give the folder"),
-    ],
-)
-def test_a_name_of_the_hub_is_no_folder(
-    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["hf-to-mcore", name, "mcore"]) == 2
-    assert words in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_copy_in_another_form_is_left_alone(published: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(published, tmp_path / "hf"))
     shutil.copy(folder / SINGLE, folder / "consolidated.safetensors")

@@ -60,7 +60,7 @@ def test_every_damage_is_one_sentence_with_status_2(told: Told) -> None:
         (
             "pickle: objects in .distcp",
             "train",
-            "cannot be loaded: it holds getattr, which no checkpoint of Megatron's",
+            "cannot be loaded into this model: it holds getattr, which no checkpoint of Megatron's",
         ),
         (".distcp cut", "train", "bytes, but the checkpoint put "),
         (".distcp missing", "generate", "__0_0.distcp is missing; give another iteration"),
@@ -75,7 +75,7 @@ def test_every_damage_is_one_sentence_with_status_2(told: Told) -> None:
         ("a file", "generate", "checkpoint is a file; give a folder"),
         ("older format junk", "train", "model_optim_rng.pt cannot be loaded: "),
         ("nothing there", "--save is another", "--load: "),
-        ("nothing there", "--mtp-init", "--mtp-init is random, which makes the depths that a checkpoint lacks"),
+        ("nothing there", "--mtp-init", "--mtp-init is random, but there is no checkpoint to add depths to"),
         ("nothing there", "--skip-train", "checkpoint does not exist; give a folder"),
         ("whole", "--ckpt-step to nowhere", "--ckpt-step is 9, but "),
         ("whole", "distributed optimizer", "holds the state of a plain optimizer, and this run has a distributed one"),

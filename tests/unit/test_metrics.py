@@ -1,5 +1,6 @@
 """A run's numbers reach the table, the file and the plot, each counted once."""
 
+import errno
 import json
 import sys
 from argparse import Namespace
@@ -220,3 +221,31 @@ def test_table_multiplies_the_conditional_rates() -> None:
     assert "|     1 |     3.0000 |      80.0% |                  80.0% |   70.0% |" in text
     assert "|     2 |     3.5000 |      40.0% |                  50.0% |   40.0% |" in text
     assert "2.200 tokens per target forward" in text
+
+
+def test_a_full_disk_does_not_end_a_run(
+    args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said once, and what was written half is taken back, so that later rows are whole."""
+    metrics, space = Metrics(tmp_path), [5]
+    train(metrics, args, 1, 2)
+
+    class Full:
+        def __enter__(self) -> "Full":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def write(self, text: str) -> None:
+            with (tmp_path / FILE).open("a") as file:
+                file.write(text[: space[0]])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(metrics_module, "open", lambda *_, **__: Full(), raising=False)
+    train(metrics, args, 3, 6)
+    monkeypatch.undo()
+    monkeypatch.setattr(metrics_module, "get_args", lambda: args)
+    train(metrics, args, 7, 8)
+    assert [row["iteration"] for row in rows(tmp_path)] == [2, 8]
+    assert capsys.readouterr().out.count("metrics.jsonl cannot be written (No space left on device)") == 1

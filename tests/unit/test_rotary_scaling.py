@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 from hf_models import make
+from megatron_single import randomise
+from test_hf_form import save
+from test_random_models import drafted_logits, off
 
 from megatron_mtp.checkpoint.depths import attach_depths
 from megatron_mtp.checkpoint.exporting import mcore_to_hf
 from megatron_mtp.checkpoint.hf_form import form_of
 from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
-from megatron_mtp.checkpoint.megatron_args import megatron_arguments
-from megatron_mtp.checkpoint.model import load_model
-from megatron_mtp.checkpoint.verify import verify
+from megatron_mtp.checkpoint.megatron_args import megatron_arguments, parsed
+from megatron_mtp.checkpoint.model import build
+from megatron_mtp.checkpoint.verify import megatron_logits, verify
 from megatron_mtp.drafting.load import load_checkpoint
 
 QUIET = Options(quiet=True, workers=1)
@@ -29,13 +32,14 @@ LLAMA3 = {
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
-    "factor": 40.0,
+    "factor": 32.0,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
-    "beta_fast": 32.0,
+    "beta_fast": 1.0,
     "beta_slow": 1.0,
-    "original_max_position_embeddings": 4096,
+    "original_max_position_embeddings": 32,
 }
+"""Kimi-K2's but for the positions."""
 SLOTS = 100
 """Of 128: so far from the start, logits without the scaling are seen to differ."""
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -70,11 +74,39 @@ def test_a_scaled_model_is_exported_as_it_was_trained(family: str, tmp_path: Pat
     assert [check for check in verify(tmp_path / "back", trained, slots=SLOTS) if not check.ok] == []
 
 
+TINY = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 2300 --swiglu "
+    "--max-position-embeddings 2300 --position-embedding-type rope --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --mtp-num-layers 1"
+)
+SETTINGS = {
+    "--rotary-base 500000": 100,
+    "--use-rope-scaling --rope-scaling-factor 8": 2200,
+    "--use-rope-scaling --rope-scaling-factor 32": 2200,
+    "--rotary-percent 0.5": 100,
+    "--rotary-interleaved": 100,
+    "--rotary-seq-len-interpolation-factor 4": 100,
+}
+"""Megatron's rotary settings outside of latent attention, and slots on which each one shows."""
+
+
+def checkpoint(folder: Path, setting: str) -> Path:
+    """A checkpoint as training leaves it; the weights are always the same."""
+    args = parsed([*TINY.split(), *setting.split()], 100)
+    made = build(args)
+    randomise(made)
+    return save(made, args, folder)
+
+
 @pytest.mark.usefixtures("megatron")
-def test_a_scaled_model_drafts_at_the_angles_that_are_proved(tmp_path: Path) -> None:
-    """Of factor 32, where Megatron's builder has 8 unless it is told."""
-    hf_to_mcore(published(tmp_path / "source", "llama", 0, LLAMA3), tmp_path / "mcore", QUIET, megatron_arguments)
-    drafting = load_checkpoint(tmp_path / "mcore").runner.model.rotary_pos_emb
-    torch.testing.assert_close(
-        drafting.inv_freq, load_model(tmp_path / "mcore").rotary_pos_emb.inv_freq, rtol=0, atol=0
-    )
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_drafting_turns_by_the_angles_of_training(setting: str, tmp_path: Path) -> None:
+    tokens_BS = torch.randint(0, 100, (1, SETTINGS[setting]), generator=torch.Generator().manual_seed(3))
+    folder = checkpoint(tmp_path / "set", setting)
+    trained, drafted = megatron_logits(folder, tokens_BS), drafted_logits(load_checkpoint(folder).runner, tokens_BS)
+    assert {name: off(logits_SV, trained[name]) < 1e-4 for name, logits_SV in drafted.items()} == {
+        "trunk": True,
+        "depth 1": True,
+    }
+    unset = megatron_logits(checkpoint(tmp_path / "unset", ""), tokens_BS)
+    assert off(unset["trunk"], trained["trunk"]) > 1e-2

@@ -11,7 +11,7 @@ from megatron_mtp.checkpoint.families.longcat import LONGCAT
 from megatron_mtp.checkpoint.families.mimo import MIMO
 from megatron_mtp.checkpoint.families.mimo_v2 import MIMO_V2
 from megatron_mtp.checkpoint.families.nemotron import NEMOTRON
-from megatron_mtp.checkpoint.families.qwen3_next import QWEN3_NEXT
+from megatron_mtp.checkpoint.families.qwen3_next import QWEN3_5, QWEN3_NEXT
 from megatron_mtp.checkpoint.families.step import STEP
 from megatron_mtp.checkpoint.hf_config import HFConfig
 
@@ -25,8 +25,8 @@ FAMILIES: dict[str, Family] = {
     "kimi_k25": DEEPSEEK_V3,
     "glm4_moe": GLM4_MOE,
     "qwen3_next": QWEN3_NEXT,
-    "qwen3_5": QWEN3_NEXT,
-    "qwen3_5_text": QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe": QWEN3_NEXT,
     "qwen3_5_moe_text": QWEN3_NEXT,
     "mimo_v2_flash": MIMO_V2,

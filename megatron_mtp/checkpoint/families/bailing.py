@@ -47,4 +47,18 @@ BAILING = Family(
     depth_pattern=r"^model\.layers\.(\d+)\.eh_proj\.weight$",
     features=STORED_HEAD,
     flags=_flags,
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "use_qk_norm": True,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 600000.0,
+        "first_k_dense_replace": 1,
+        "num_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    },
 )

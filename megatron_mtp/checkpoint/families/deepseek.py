@@ -13,6 +13,7 @@ NESTED = {"nested": r"^language_model\.model\."}
 
 
 def latent_attention(config: HFConfig) -> MLA:
+    """Sizes of multi-head latent attention (arXiv:2405.04434)."""
     return MLA(
         hidden=config.integer("hidden_size"),
         heads=config.integer("num_attention_heads"),
@@ -46,4 +47,17 @@ DEEPSEEK_V3 = Family(
     features={**STORED_HEAD, **COPIES, **PACKED, **NESTED},
     carried=(r"^(vision_tower|mm_projector)\.",),
     flags=_flags,
+    defaults={
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_interleave": True,
+        "q_lora_rank": 1536,
+        "first_k_dense_replace": 3,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
 )

@@ -13,7 +13,6 @@ from megatron_mtp.checkpoint.families.flags import (
     latent_flags,
     pairs,
     rope_flags,
-    rotated_part,
 )
 from megatron_mtp.checkpoint.families.trunk import gqa
 from megatron_mtp.checkpoint.hf_config import HFConfig
@@ -32,9 +31,9 @@ def gqa_depths(config: HFConfig, layout: Layout, attention: GQA) -> list[str]:
     return [*common_flags(config, layout.depths, 1, width), *gqa_flags(config, attention), *NO_POSITIONS]
 
 
-def rotary(config: HFConfig, part: float = 1.0, interleaved: bool = False) -> list[str]:
-    """Rotary positions, of the part of a head that the config says or this one."""
-    flags = [*pairs({"position-embedding-type": "rope"}), *rope_flags(config, rotated_part(config, part))]
+def rotary(config: HFConfig, interleaved: bool = False) -> list[str]:
+    """Rotary positions."""
+    flags = [*pairs({"position-embedding-type": "rope"}), *rope_flags(config)]
     return flags + ["--rotary-interleaved"] * interleaved
 
 
@@ -62,7 +61,7 @@ def softmax_experts(config: HFConfig) -> list[str]:
         "moe-router-load-balancing-type": "none", "moe-router-dtype": "fp32",
         "moe-shared-expert-intermediate-size": config.integer("shared_expert_intermediate_size"),
     }  # fmt: skip
-    normed = config.flag("norm_topk_prob", default=True)
+    normed = config.flag("norm_topk_prob")
     return [
         *pairs(sizes), "--moe-shared-expert-gate", *["--moe-router-pre-softmax"] * (not normed), *ALL_LAYERS
     ]  # fmt: skip

@@ -38,4 +38,11 @@ ERNIE = Family(
     depth_of=numbered_depth(r"model\.mtp_linear_proj\.(\d+)\."),
     depth_flags=_depth_flags,
     untrainable="a router of softmax scores with a correction bias, and depths without a norm before the head",
+    defaults={
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
 )

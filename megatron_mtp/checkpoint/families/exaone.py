@@ -53,4 +53,15 @@ EXAONE_MOE = Family(
     carried=(r"model\.layers\.",),
     depth_flags=_depth_flags,
     untrainable="layers with sliding windows beside layers without positions",
+    defaults={
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "first_k_dense_replace": 1,
+        "num_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
 )

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.rules import Rule, rename
@@ -49,6 +50,7 @@ class Family:
         depth_flags: Megatron's flags for a model with such depths, where it cannot run the trunk.
         depth_scales: what multiplies weights of a depth's layer in the model, by their names in Megatron.
         embedding_first: whether HF's projection has the embedding half first, as Megatron's does.
+        defaults: values of keys that a config leaves out, as the family's class in transformers has them.
         input: 'post' where the trunk's hidden state after its final norm feeds the first depth, 'pre' before it.
     """
 
@@ -67,6 +69,7 @@ class Family:
     depth_scales: Callable[[HFConfig], dict[str, float]] = lambda config: {}
     embedding_first: bool = True
     input: str = "post"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def layout(self, config: HFConfig, names: Iterable[str]) -> Layout:
         """The layout of a folder with these tensors.

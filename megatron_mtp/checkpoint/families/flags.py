@@ -4,6 +4,7 @@ Megatron has no flag for what it does not know how to compute; then these functi
 model is converted tensor by tensor only.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,20 +26,21 @@ def dense_flags(config: HFConfig, attention: GQA, depths: int) -> list[str]:
     windows = config.flag("use_sliding_window") or (config.words("layer_types", 0) is not None and _slides(config))
     if windows:
         raise UntrainableError("sliding windows")
+    if rotated_part(config) != 1:
+        raise UntrainableError("a 'partial_rotary_factor', which transformers ignores in this family and vLLM does not")
     return [
         *common_flags(config, depths, layers(config), config.integer("intermediate_size")),
         *gqa_flags(config, attention),
-        *rope_flags(config, config.number("partial_rotary_factor", default=1.0)),
+        *rope_flags(config),
     ]
 
 
 def moe_flags(config: HFConfig, attention: GQA, depths: int) -> list[str]:
     """A model of experts with grouped-query attention and DeepSeek's router."""
-    fraction = rotated_part(config, 1.0)
     return [
         *common_flags(config, depths, layers(config), config.integer("intermediate_size")),
         *gqa_flags(config, attention),
-        *rope_flags(config, fraction),
+        *rope_flags(config),
         *expert_flags(config),
     ]
 
@@ -57,12 +59,12 @@ def common_flags(config: HFConfig, depths: int, count: int, width: int) -> list[
     activation = config.keys.get("hidden_act", "silu")
     if activation != "silu":
         raise UntrainableError(f"the activation '{activation!s:.40}'")
-    longest = config.integer("max_position_embeddings", default=4096)
+    longest = config.integer("max_position_embeddings")
     vocabulary = config.integer("vocab_size")
     flags = pairs({
         "num-layers": count, "hidden-size": config.integer("hidden_size"), "ffn-hidden-size": width,
         "num-attention-heads": config.integer("num_attention_heads"), "seq-length": longest,
-        "max-position-embeddings": longest, "norm-epsilon": config.number(*_EPSILON, default=1e-6),
+        "max-position-embeddings": longest, "norm-epsilon": config.number(*EPSILON),
         "vocab-size": vocabulary, "attention-dropout": 0.0, "hidden-dropout": 0.0,
     })  # fmt: skip
     flags += ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"]
@@ -71,19 +73,31 @@ def common_flags(config: HFConfig, depths: int, count: int, width: int) -> list[
     return flags + (pairs({"mtp-num-layers": depths}) if depths else [])
 
 
-_EPSILON = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
+EPSILON = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 
 
 def latent_flags(config: HFConfig, attention: MLA) -> list[str]:
     """Multi-head latent attention."""
-    if config.flag("rope_interleave", default=True) is False:
+    if not config.flag("rope_interleave"):
         raise UntrainableError("RoPE in halves; Megatron's latent attention has it interleaved")
+    if (epsilon := config.number(*EPSILON)) > LARGEST_LATENT_EPSILON:
+        raise UntrainableError(
+            f"norms with an epsilon of {epsilon}, which Megatron would use inside latent attention as well, where "
+            "transformers has 1e-6"
+        )
     query = {} if attention.query_rank is None else {"q-lora-rank": attention.query_rank}
     sizes = query | {
         "kv-lora-rank": attention.key_rank, "qk-head-dim": attention.content,
         "qk-pos-emb-head-dim": attention.position, "v-head-dim": attention.value, "kv-channels": attention.value,
     }  # fmt: skip
-    return ["--multi-latent-attention", *pairs(sizes), "--qk-layernorm", *_mla_rope(config)]
+    return ["--multi-latent-attention", *pairs(sizes), "--qk-layernorm", *_latent_rope_flags(config)]
+
+
+LARGEST_LATENT_EPSILON = 1e-5
+"""Megatron and vLLM have the config's epsilon in all norms, transformers 1e-6 inside latent attention.
+
+Between 1e-5 and 1e-6 logits differ by some 1e-5 of the largest.
+"""
 
 
 def gqa_flags(config: HFConfig, attention: GQA) -> list[str]:
@@ -93,35 +107,93 @@ def gqa_flags(config: HFConfig, attention: GQA) -> list[str]:
     return flags + ["--add-qkv-bias"] * attention.bias + ["--qk-layernorm"] * attention.norms
 
 
-def rope_flags(config: HFConfig, fraction: float) -> list[str]:
-    """Rotary positions of a part of every head."""
-    rope = config.rope
-    kind = rope.get("rope_type", "default")
-    flags = pairs({"rotary-base": _base(config), "rotary-percent": fraction})
-    if kind == "llama3":
-        usual = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        if any(rope.get(name, value) != value for name, value in usual.items()):
-            raise UntrainableError("a Llama 3 rotary scaling with other numbers than Megatron's")
-        return [*flags, "--use-rope-scaling", *pairs({"rope-scaling-factor": _number(rope, "factor", 8.0)})]
-    if kind != "default":
-        raise UntrainableError(f"the rotary scaling '{kind!s:.40}' outside of latent attention")
-    return flags
+def rope_flags(config: HFConfig) -> list[str]:
+    """Rotary positions, of a part of every head or all of it."""
+    rope = _rope(config)
+    flags = pairs({"rotary-base": _base(rope), "rotary-percent": rotated_part(config)})
+    if rope["rope_type"] == "default":
+        return flags
+    if rope["rope_type"] != "llama3":
+        raise UntrainableError(f"the rotary scaling '{rope['rope_type']!s:.40}' outside of latent attention")
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if any(_number(rope, name) != value for name, value in fixed.items()):
+        raise UntrainableError("a Llama 3 rotary scaling with other numbers than Megatron's")
+    return [*flags, "--use-rope-scaling", *pairs({"rope-scaling-factor": _number(rope, "factor")})]
 
 
-def _mla_rope(config: HFConfig) -> list[str]:
-    rope = config.rope
-    kind = rope.get("rope_type", "default")
-    flags = pairs({"rotary-base": _base(config)})
-    if kind == "default":
+def _latent_rope_flags(config: HFConfig) -> list[str]:
+    """Rotary positions of latent attention; Megatron's own parser lacks some of YaRN's flags (megatron_args.py)."""
+    rope = _rope(config)
+    flags = pairs({"rotary-base": _base(rope)})
+    if rotated_part(config) != 1:
+        raise UntrainableError("a 'partial_rotary_factor' beside latent attention, which has channels for positions")
+    if rope["rope_type"] == "default":
         return [*flags, "--rope-type", "rope"]
-    if kind != "yarn":
-        raise UntrainableError(f"the rotary scaling '{kind!s:.40}'")
-    fixed = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-    if any(rope.get(name, value) != value for name, value in fixed.items()):
-        raise UntrainableError("a YaRN scaling with other numbers than Megatron's")
-    names = {"rotary-scaling-factor": "factor", "mscale": "mscale", "mscale-all-dim": "mscale_all_dim"}
-    flags += pairs({flag: _number(rope, name, 1.0) for flag, name in names.items() if name in rope})
-    return [*flags, "--rope-type", "yarn"]
+    if rope["rope_type"] != "yarn":
+        raise UntrainableError(f"the rotary scaling '{rope['rope_type']!s:.40}'")
+    if not rope.get("truncate", True):
+        raise UntrainableError("a YaRN scaling with 'truncate' false")
+    factor, original = _number(rope, "factor"), _number(rope, "original_max_position_embeddings")
+    if original != int(original) or original < 1:
+        raise UntrainableError(f"a YaRN scaling with 'original_max_position_embeddings' {original}")
+    mscale, mscale_all_dim = _mscales(rope, factor)
+    numbers = {
+        "rotary-scaling-factor": factor, "original-max-position-embeddings": int(original),
+        "beta-fast": _number(rope, "beta_fast", 32.0) or 32.0, "beta-slow": _number(rope, "beta_slow", 1.0) or 1.0,
+        "mscale": mscale, "mscale-all-dim": mscale_all_dim,
+    }  # fmt: skip
+    return [*flags, "--rope-type", "yarn", *pairs(numbers)]
+
+
+def _mscales(rope: dict[str, Any], factor: float) -> tuple[float, float]:
+    """Megatron's `mscale` and `mscale_all_dim` that make a YaRN scaling what it is in transformers.
+
+    With g(m) = 0.1 m ln(factor) + 1 and a = `mscale_all_dim`, both multiply the attention scores by g(a)^2. Megatron
+    multiplies cosine and sine by g(mscale) / g(a). transformers does so where neither is 0; else it multiplies them by
+    `attention_factor`, or by g(1).
+    """
+    mscale, whole = _number(rope, "mscale", 0.0), _number(rope, "mscale_all_dim", 0.0)
+    fixed = None if rope.get("attention_factor") is None else _number(rope, "attention_factor")
+    if fixed is None and (mscale and whole):
+        return mscale, whole
+    if fixed is None and not whole:
+        return 1.0, 0.0
+    if factor <= 1:
+        if fixed not in (None, 1):
+            raise UntrainableError(f"a YaRN scaling with 'attention_factor' {fixed} and a factor of 1 or less")
+        return 1.0, 0.0
+    each = 0.1 * math.log(factor)
+    scale = each + 1 if fixed is None else fixed
+    return (scale * (each * whole + 1) - 1) / each, whole
+
+
+def _rope(config: HFConfig) -> dict[str, Any]:
+    rope = config.rope
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UntrainableError("rotary settings that differ from layer to layer")
+    return rope
+
+
+def rotated_part(config: HFConfig) -> float:
+    """Part of a head that is rotated."""
+    part = _number(config.rope, "partial_rotary_factor", 1.0)
+    if not 0 < part <= 1:
+        raise UntrainableError(f"a 'partial_rotary_factor' of {part}")
+    return part
+
+
+def _base(rope: dict[str, Any]) -> int:
+    base = _number(rope, "rope_theta")
+    if base != int(base) or base < 1:
+        raise UntrainableError(f"the rotary base {base}, which is no whole number")
+    return int(base)
+
+
+def _number(rope: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = default if rope.get(name) is None else rope[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise UntrainableError(f"a rotary setting '{name}' of {value!r:.40}")
+    return float(value)
 
 
 def expert_flags(config: HFConfig) -> list[str]:
@@ -131,47 +203,46 @@ def expert_flags(config: HFConfig) -> list[str]:
     count = layers(config)
     if is_dense(config):
         return []
-    if config.flag("norm_topk_prob", default=True) == (chosen == 1):
+    _check_router(config)
+    if config.flag("norm_topk_prob") == (chosen == 1):
         raise UntrainableError("router weights that are normed over one expert, or not normed over several")
     flags = pairs({
         "num-experts": experts, "moe-router-topk": chosen, "moe-ffn-hidden-size": width,
         "moe-layer-freq": f"[{','.join(str(int(index >= dense)) for index in range(count))}]",
         "moe-router-score-function": "sigmoid", "moe-router-load-balancing-type": "none",
-        "moe-router-topk-scaling-factor": config.number("routed_scaling_factor", default=1.0),
+        "moe-router-topk-scaling-factor": config.number("routed_scaling_factor"),
         "moe-router-bias-update-rate": 1e-3, "moe-router-dtype": "fp32",
     })  # fmt: skip
     flags.append("--moe-router-enable-expert-bias")
     shared = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
     if shared:
         flags += pairs({"moe-shared-expert-intermediate-size": shared * width})
-    groups = config.integer("n_group", default=1)
-    if groups > 1:
-        flags += pairs(
-            {"moe-router-num-groups": groups, "moe-router-group-topk": config.integer("topk_group", default=1)}
+    return flags + _group_flags(config, experts, chosen)
+
+
+def _check_router(config: HFConfig) -> None:
+    """Serving engines read these keys, transformers does not: the family's router is the only one that all agree on."""
+    for name, usual in {"scoring_func": "sigmoid", "score_function": "sigmoid", "topk_method": "noaux_tc"}.items():
+        if config.keys.get(name, usual) != usual:
+            raise UntrainableError(f"a router with '{name}' {config.keys[name]!r:.40}")
+
+
+def _group_flags(config: HFConfig, experts: int, chosen: int) -> list[str]:
+    """Experts are chosen from some groups alone, those with the best experts.
+
+    transformers takes the sum of a group's two best scores, Megatron of its `chosen // some` best.
+    """
+    groups, some = config.integer("n_group", default=1), config.integer("topk_group", default=1)
+    if some >= groups:
+        return []
+    if experts % groups or experts // groups < 2:
+        raise UntrainableError(f"{experts} experts in {groups} groups; every group needs as many, and at least 2")
+    if chosen // some != 2:
+        raise UntrainableError(
+            f"groups of experts that Megatron would score by their {chosen // some} best ('num_experts_per_tok' "
+            f"{chosen} // 'topk_group' {some}) instead of 2"
         )
-    return flags
-
-
-def _base(config: HFConfig) -> int:
-    base = config.rope.get("rope_theta", 10000)
-    if isinstance(base, bool) or not isinstance(base, (int, float)) or base != int(base) or base < 1:
-        raise UntrainableError(f"the rotary base {base!r:.40}, which is no whole number")
-    return int(base)
-
-
-def _number(rope: dict[str, Any], name: str, default: float) -> float:
-    value = rope.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UntrainableError(f"a rotary setting '{name}' of {value!r:.40}")
-    return float(value)
-
-
-def rotated_part(config: HFConfig, default: float) -> float:
-    """Part of a head that is rotated."""
-    nested = config.rope.get("partial_rotary_factor")
-    if isinstance(nested, (int, float)) and not isinstance(nested, bool):
-        return float(nested)
-    return config.number("partial_rotary_factor", default=default)
+    return pairs({"moe-router-num-groups": groups, "moe-router-group-topk": some})
 
 
 def _slides(config: HFConfig) -> bool:

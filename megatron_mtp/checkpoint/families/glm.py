@@ -31,4 +31,15 @@ GLM4_MOE = Family(
     depth_pattern=r"\.layers\.(\d+)\.eh_proj\.weight$",
     features={**STORED_HEAD, **COPIES, **PACKED},
     flags=_flags,
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    },
 )

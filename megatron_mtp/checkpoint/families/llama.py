@@ -18,15 +18,18 @@ def dense_layer(place: Place, attention: GQA, width: int, mlp_bias: bool = False
 
 
 def llama_attention(config: HFConfig) -> GQA:
+    """Biases where `attention_bias` says so."""
     bias = config.flag("attention_bias")
     return gqa(config, bias=bias, out_bias=bias)
 
 
 def qwen2_attention(config: HFConfig) -> GQA:
+    """Biases of queries, keys and values."""
     return gqa(config, bias=True)
 
 
 def qwen3_attention(config: HFConfig) -> GQA:
+    """Norms of queries and keys."""
     bias = config.flag("attention_bias")
     return gqa(config, bias=bias, out_bias=bias, norms=True)
 
@@ -48,8 +51,11 @@ def _flags(config: HFConfig, layout: Layout) -> list[str]:
     return dense_flags(config, ATTENTION[config.model_type](config), layout.depths)
 
 
-def _family(title: str) -> Family:
-    return Family(title, _rules, features=STORED_HEAD, flags=_flags)
+def _family(title: str, **defaults: object) -> Family:
+    usual = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+    return Family(title, _rules, features=STORED_HEAD, flags=_flags, defaults=usual | defaults)
 
 
-LLAMA, QWEN2, QWEN3 = _family("Llama"), _family("Qwen2"), _family("Qwen3")
+QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+LLAMA = _family("Llama", max_position_embeddings=2048)
+QWEN2, QWEN3 = _family("Qwen2", **QWEN), _family("Qwen3", **QWEN, head_dim=128)

@@ -43,9 +43,9 @@ def _depth_flags(config: HFConfig, layout: Layout) -> list[str]:
 def _scales(config: HFConfig) -> dict[str, float]:
     """The family multiplies queries and compressed keys and values, which Megatron does not: their norms can."""
     attention, scales = latent_attention(config), {}
-    if attention.query_rank is not None and config.flag("mla_scale_q_lora", default=True):
+    if attention.query_rank is not None and config.flag("mla_scale_q_lora"):
         scales["self_attention.q_layernorm.weight"] = math.sqrt(attention.hidden / attention.query_rank)
-    if config.flag("mla_scale_kv_lora", default=True):
+    if config.flag("mla_scale_kv_lora"):
         scales["self_attention.kv_layernorm.weight"] = math.sqrt(attention.hidden / attention.key_rank)
     return scales
 
@@ -61,4 +61,13 @@ LONGCAT = Family(
     depth_flags=_depth_flags,
     depth_scales=_scales,
     untrainable="two attentions a layer around experts, some of which do nothing",
+    defaults={
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000000.0,
+        "rope_interleave": True,
+        "q_lora_rank": 1536,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
 )

@@ -3,14 +3,14 @@
 from megatron_mtp.checkpoint.families.blocks import GQA, Frame, Place, depth_frame, depth_layer
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import dense_flags
-from megatron_mtp.checkpoint.families.llama import dense_layer
+from megatron_mtp.checkpoint.families.llama import QWEN2, dense_layer
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, ZERO_QKV_BIAS, frame, gqa, layers, trunk_places
 from megatron_mtp.checkpoint.hf_config import HFConfig
 from megatron_mtp.checkpoint.rules import Rule
 
 
 def _attention(config: HFConfig, layout: Layout) -> GQA:
-    return gqa(config, bias=config.flag("attention_bias", default=True), zero_bias=layout.has(ZERO_QKV_BIAS))
+    return gqa(config, bias=config.flag("attention_bias"), zero_bias=layout.has(ZERO_QKV_BIAS))
 
 
 def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
@@ -37,4 +37,5 @@ MIMO = Family(
     features=STORED_HEAD,
     flags=_flags,
     embedding_first=False,
+    defaults={**QWEN2.defaults, "attention_bias": True},
 )

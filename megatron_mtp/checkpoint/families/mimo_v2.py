@@ -29,4 +29,10 @@ MIMO_V2 = Family(
     depth_of=numbered_depth(r"model\.mtp\.layers\.(\d+)\."),
     depth_flags=framed_depths,
     untrainable="sliding windows with sinks, and values of another width than keys",
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 192,
+        "max_position_embeddings": 131072,
+        "layernorm_epsilon": 1e-5,
+    },
 )

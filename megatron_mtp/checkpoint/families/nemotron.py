@@ -42,4 +42,10 @@ NEMOTRON = Family(
     depth_of=_depth_of,
     depth_flags=framed_depths,
     untrainable="Mamba layers, which are another of Megatron's models than the GPT that is trained here",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "layer_norm_epsilon": 1e-5,
+    },
 )

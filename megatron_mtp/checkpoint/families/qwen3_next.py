@@ -3,6 +3,8 @@
 All norms but those inside linear attention are zero-centred (1 + w) on both sides, so that they pass as they are.
 """
 
+from dataclasses import replace
+
 from megatron_mtp.checkpoint.families.blocks import (
     GQA,
     Frame,
@@ -49,7 +51,7 @@ def _layer(config: HFConfig, layout: Layout, place: Place) -> list[Rule]:
 
 
 def _depth_flags(config: HFConfig, layout: Layout) -> list[str]:
-    flags = [*gqa_depths(config, layout, _attention(config)), *rotary(config, 0.25), *CENTRED]
+    flags = [*gqa_depths(config, layout, _attention(config)), *rotary(config), *CENTRED]
     flags.append("--attention-output-gate")
     return flags + (softmax_experts(config) if layout.has("depth of experts") else [])
 
@@ -70,4 +72,15 @@ QWEN3_NEXT = Family(
     carried=(r"model\.(language_model\.)?layers\.", r"model\.visual\."),
     depth_flags=_depth_flags,
     untrainable="linear attention in the trunk, for which Megatron needs kernels that are not part of it",
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "norm_topk_prob": True,
+    },
 )
+QWEN3_5 = replace(QWEN3_NEXT, defaults={**QWEN3_NEXT.defaults, "num_key_value_heads": 4})
+"""The dense ones; those with experts have the keys of Qwen3-Next."""

@@ -39,4 +39,10 @@ STEP = Family(
     depth_flags=lambda config, layout: [*framed_depths(config, layout), *CENTRED],
     untrainable="sliding windows with gates by head, and depths fed from before the final norm",
     input="pre",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-5,
+    },
 )

@@ -1,0 +1,21 @@
+# megatron-mtp in an image: docker build --tag megatron-mtp .
+# docs/cluster.md says how to run it, and how to build it for a CPU alone or on another base.
+ARG BASE=python:3.12-slim
+FROM ${BASE}
+
+# Further packages that pip may look for, such as PyTorch's builds for a CPU.
+ARG PIP_EXTRA_INDEX_URL
+# Extras of pyproject.toml: "[te]", "[te,energy]".
+ARG EXTRAS
+
+ENV PATH=/opt/venv/bin:${PATH} HOME=/tmp PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python3 -m venv /opt/venv
+
+WORKDIR /opt/megatron-mtp
+COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY megatron_mtp megatron_mtp
+RUN pip install --constraint constraints.txt ".${EXTRAS}"
+
+WORKDIR /work
+ENTRYPOINT ["megatron-mtp"]
+CMD ["--help"]

@@ -1,0 +1,42 @@
+"""API pages: every public name of the package has a docstring, and pdoc makes pages of all modules."""
+
+import ast
+import runpy
+from pathlib import Path
+
+import pytest
+from documents import ROOT
+
+PACKAGE = ROOT / "megatron_mtp"
+WITHOUT = {"platform/stand_ins.py"}
+"""Functions in the place of torch's, whose documentation is torch's; the table in cpu.py gives the reasons."""
+
+
+def undocumented(source: str) -> list[str]:
+    """Public classes and functions of a module without a docstring, and the module itself."""
+    module = ast.parse(source)
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    public = [node for node in module.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    names = [node.name for node in public if ast.get_docstring(node) is None]
+    return names if ast.get_docstring(module) else ["the module", *names]
+
+
+def test_public_names_have_docstrings() -> None:
+    files = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
+    found = {
+        name: undocumented(path.read_text(encoding="utf-8")) for name, path in files.items() if name not in WITHOUT
+    }
+    assert {name: names for name, names in found.items() if names} == {}
+    assert undocumented("def f(): pass\nclass _A: pass\nclass B:\n    'doc'") == ["the module", "f"]
+
+
+@pytest.mark.filterwarnings("error:Found")
+def test_pages_of_all_modules_are_made(megatron: None, tmp_path: Path) -> None:
+    runpy.run_path(str(ROOT / "tools/docs/api_pages.py"))["main"](tmp_path)
+    pages = {str(path.relative_to(tmp_path).with_suffix("")) for path in tmp_path.rglob("*.html")}
+    modules = {str(path.relative_to(ROOT).with_suffix("")).removesuffix("/__init__") for path in PACKAGE.rglob("*.py")}
+    public = {module for module in modules if not Path(module).name.startswith("_")}
+    assert sorted(public - pages) == []
+    drafting = (tmp_path / "megatron_mtp/drafting.html").read_text(encoding="utf-8")
+    assert 'id="generate"' in drafting
+    assert "load_runner" in drafting

@@ -1,0 +1,85 @@
+"""A key that a config leaves out is read as transformers reads it: every key of every family is dropped in turn."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hf_models import EXPERTS, LATENT, LINEAR, MODELS, QWEN_EXPERTS, SIZES
+from random_models import BOTH
+from transformers import AutoConfig
+
+from megatron_mtp.checkpoint.families import FAMILIES, Layout
+from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.hf_config import HFConfig
+
+Keys = dict[str, Any]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5e4, **BOTH}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+KINDS: dict[str, tuple[str, Keys]] = {
+    "llama": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192}}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mimo": ("qwen2", {}),
+    "deepseek_v3": ("deepseek_v3", {**EXPERTS, **LATENT, "rope_parameters": {**YARN, "beta_fast": 1, "beta_slow": 1}}),
+    "kimi_k2": ("deepseek_v3", {**EXPERTS, **LATENT, "n_group": 1}),
+    "glm4_moe": ("glm4_moe", {**EXPERTS, "use_qk_norm": True, "attention_bias": True}),
+    "qwen3_next": ("qwen3_next", {**LINEAR, **QWEN_EXPERTS}),
+    "qwen3_5_text": ("qwen3_5_text", LINEAR),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**LINEAR, **QWEN_EXPERTS}),
+    **{name: (name, MODELS[name].config) for name in ("exaone_moe", "ernie4_5_moe", "mimo_v2_flash", "longcat_flash")},
+    "nemotron_h": ("nemotron_h", MODELS["nemotron_h"].config),
+}
+"""Families by `model_type`, the class in transformers that runs them, and a config."""
+NOT_LEFT_OUT = {
+    *("vocab_size", "hidden_size", "intermediate_size", "ffn_hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("n_routed_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "kv_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "shared_expert_intermediate_size"),
+}
+"""Sizes, without which a folder is refused: the class would make a model as large as the published one."""
+EXPERT_DEPTHS = ("qwen3_next", "qwen3_5_moe_text", "exaone_moe")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_that_is_left_out_is_read_as_transformers_reads_it(kind: str) -> None:
+    runs, changes = KINDS[kind]
+    given = copy.deepcopy({**SIZES, **changes, "hidden_size": 64, "num_attention_heads": 32})  # any number of groups
+    whole = AutoConfig.for_model(runs, **given).to_dict() | {"model_type": kind}
+    compared = [key for key, keys in without_each(whole) if key not in NOT_LEFT_OUT and same(kind, runs, key, keys)]
+    assert len(compared) > 10
+
+
+def without_each(whole: Keys) -> Iterator[tuple[str, Keys]]:
+    """Every key's name and the others, of the whole and of its rotary settings."""
+    for key in whole.keys() - {"model_type"}:
+        yield key, {name: copy.deepcopy(value) for name, value in whole.items() if name != key}
+    for key in whole.get("rope_parameters", {}):
+        rope = {name: value for name, value in whole["rope_parameters"].items() if name != key}
+        yield f"rope_parameters.{key}", {**copy.deepcopy(whole), "rope_parameters": rope}
+
+
+def same(kind: str, runs: str, key: str, keys: Keys) -> bool:
+    """Whether transformers takes the config at all; fails where it reads it otherwise."""
+    try:
+        own = {name: value for name, value in copy.deepcopy(keys).items() if name != "model_type"}
+        theirs = AutoConfig.for_model(runs, **own).to_dict()
+    except KeyError:
+        return False
+    assert read(kind, {**keys, "model_type": kind}) == read(kind, {**theirs, "model_type": kind}), key
+    return True
+
+
+def read(kind: str, keys: Keys) -> tuple[object, list[tuple[str, object]]]:
+    """Megatron's flags, or why there are none, and the tensors with their shapes."""
+    family = FAMILIES[kind]
+    config = HFConfig.from_keys(keys).with_defaults(family.defaults)
+    forms = {"head"} | ({"depth of experts"} if kind in EXPERT_DEPTHS else set())
+    layout = Layout(int(family.depth_pattern is not None), frozenset(forms))
+    flags = family.flags or family.depth_flags
+    assert flags is not None
+    try:
+        found: object = flags(config, layout)
+    except UntrainableError as reason:
+        found = str(reason)
+    tensors = [(tensor.name, tensor.shape) for rule in family.rules(config, layout) for tensor in rule.hf]
+    return found, tensors

@@ -1,0 +1,65 @@
+"""The Dockerfile, read without Docker: what it copies is there and makes a whole package, what it starts exists."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from zipfile import ZipFile
+
+from documents import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGE = ROOT / "megatron_mtp"
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Names and arguments, lines that are continued as one."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in lines)]
+
+
+def of(name: str) -> list[str]:
+    return [rest for found, rest in instructions() if found == name]
+
+
+def copied() -> list[str]:
+    """Paths in the repository; the last word of a COPY is where they go."""
+    return [source for rest in of("COPY") for source in rest.split()[:-1]]
+
+
+def test_every_path_that_it_copies_exists_and_reaches_docker() -> None:
+    known = {"ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
+    assert {name for name, _ in instructions()} == known
+    assert [path for path in copied() if not (ROOT / path).exists()] == []
+    everything, *kept = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if "**" not in line]
+    assert everything == "*"
+    assert sorted(kept) == sorted(f"!{path}" for path in copied())
+
+
+def test_what_it_runs_is_there() -> None:
+    (entry,) = (json.loads(rest) for rest in of("ENTRYPOINT"))
+    assert entry == ["megatron-mtp"]
+    assert entry[0] in PROJECT["project"]["scripts"]
+    (install,) = (rest for rest in of("RUN") if "install" in rest)
+    assert install == 'pip install --constraint constraints.txt ".${EXTRAS}"'
+    named = (rest.partition("=")[0] for rest in of("ARG"))
+    told = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
+    assert [name for name in named if name not in told] == []
+
+
+def test_what_it_copies_makes_a_whole_package(tmp_path: Path) -> None:
+    """The wheel has every file of the package, the page's style sheet and script among them."""
+    context = tmp_path / "context"
+    context.mkdir()
+    for path in copied():
+        source, ignored = ROOT / path, shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, context / path, ignore=ignored) if source.is_dir() else shutil.copy(source, context)
+    build = "from setuptools import build_meta; build_meta.build_wheel('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=context, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = (path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    assert packed == {str(path.relative_to(ROOT)) for path in files}

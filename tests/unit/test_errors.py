@@ -1,0 +1,117 @@
+"""One way to end for every verb: a sentence and status 2, a line and 130, silence and 141, or a bug's traceback."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_mtp import errors
+from megatron_mtp.command import line
+from megatron_mtp.errors import InputError, Parser, fail, sentences, status_of
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "runs/x")
+
+
+def ended(error: BaseException, capsys: pytest.CaptureFixture[str], **settings: object) -> tuple[int, str]:
+    """Status and stderr of a program in which this is raised."""
+
+    def work() -> int:
+        raise error
+
+    return status_of("x", work, **settings), capsys.readouterr().err  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ValueError("--a is 1;\n give 2."), 2, "x: error: --a is 1; give 2.\n"),
+        (FULL, 2, "x: error: no space is left on the disk for 'runs/x'; free some, and run the command again.\n"),
+        (PermissionError(errno.EACCES, "Permission denied", "y"), 2, "'y' cannot be used (Permission denied)"),
+        (MemoryError(), 2, "not enough memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), 2, "you tried 9 bytes"),
+        (KeyboardInterrupt(), 130, "x: interrupted\n"),
+        (BrokenPipeError(), 141, ""),
+    ],
+)
+def test_how_a_program_ends(
+    error: BaseException,
+    status: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    found, printed = ended(error, capsys)
+    assert found == status
+    assert said in printed
+    assert printed.count("\n") == (0 if status == 141 else 1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), AssertionError("a bug"), OSError("without a number")])
+def test_a_bug_keeps_its_traceback(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(type(error)):
+        ended(error, capsys)
+
+
+def test_in_training_a_plain_value_error_is_a_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="shape"):
+        ended(ValueError("a shape"), capsys, mistakes=InputError)
+    assert ended(InputError("--lr"), capsys, mistakes=InputError) == (2, "x: error: --lr\n")
+
+
+def test_ctrl_c_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(KeyboardInterrupt(), capsys, advice="add --resume")[1] == "x: interrupted; add --resume\n"
+
+
+@pytest.mark.parametrize("verb", line.VERBS)
+def test_ctrl_c_ends_every_verb_with_one_line(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(program: str, arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(line.VERBS, verb, line.Verb("", interrupted))
+    with pytest.raises(SystemExit) as end:
+        line.main([verb])
+    assert end.value.code == 130
+    assert capsys.readouterr().err == f"megatron-mtp {verb}: interrupted\n"
+
+
+def test_another_rank_leaves_the_first_to_speak(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    with pytest.raises(SystemExit):
+        fail("x", "no file.")
+    assert waited == [errors.SPOKEN_AFTER]
+    assert capsys.readouterr().err == "x: rank 3: error: no file.\n"
+
+
+def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        Parser("x").parse_args(["--no-such-flag"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "x: error: unrecognized arguments: --no-such-flag (--help lists the flags)\n"
+
+
+def test_output_that_is_not_read_to_its_end() -> None:
+    """As `| head` leaves it: neither a traceback, nor Python's own line on a flush that failed."""
+    code = "from megatron_mtp.errors import sentences\nwith sentences('x'): print('y')"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_only_the_first_rank_says_that_it_was_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit), sentences("x"):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,97 @@
+"""Drafting's logits, through its cache, are those of training's forward and of transformers, or the model is refused.
+
+Random models of every kind and rotary scaling, with prompts beyond the positions from which the scaling shows. A dozen
+run by default; RANDOM_MODELS=88 in the environment runs the first 88, each kind with every scaling.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from random_models import RandomModel, random_model
+from torch import Tensor
+
+from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.megatron_args import flags_of, megatron_arguments
+from megatron_mtp.checkpoint.plan import HFModel
+from megatron_mtp.checkpoint.reference import all_logits
+from megatron_mtp.checkpoint.verify import megatron_logits
+from megatron_mtp.drafting.kv_cache import KVCache
+from megatron_mtp.drafting.load import load_checkpoint
+from megatron_mtp.drafting.loop import CHUNK
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sequences import Sequences
+
+QUIET = Options(quiet=True, workers=1)
+SEEDS = range(int(os.environ["RANDOM_MODELS"])) if "RANDOM_MODELS" in os.environ else range(0, 84, 7)
+SINGLE = 4
+"""Rows at the end of a prompt that are run one by one."""
+TOLERANCE = 1e-4
+"""Of the largest logit, or of 1."""
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_model_is_drafted_as_transformers_runs_it_or_refused(seed: int, tmp_path: Path) -> None:
+    model = random_model(seed)
+    folder, mcore = model.write(tmp_path / "hf", seed), tmp_path / "mcore"
+    hf_to_mcore(folder, mcore, QUIET, megatron_arguments)
+    if model.refused is not None:
+        return check_refused(folder, mcore, model.refused)
+    tokens_BS = prompt_of(model, seed)
+    with torch.no_grad():
+        theirs = all_logits(folder, tokens_BS)
+    trained = megatron_logits(mcore, tokens_BS)
+    drafted = drafted_logits(load_checkpoint(mcore).runner, tokens_BS)
+    assert drafted.keys() == {"trunk", *(f"depth {number + 1}" for number in range(model.depths))}
+    for name, logits_SV in drafted.items():
+        difference = {"transformers": off(logits_SV, theirs[name]), "training": off(logits_SV, trained[name])}
+        assert max(difference.values()) <= TOLERANCE, (model, name, difference)
+
+
+def check_refused(folder: Path, mcore: Path, reason: str) -> None:
+    """Both where the model is converted and where it is drafted with."""
+    flags, why = flags_of(HFModel.read(folder))
+    assert flags is None
+    assert why is not None
+    assert reason in why
+    with pytest.raises(ValueError, match="converted from a model that Megatron cannot run"):
+        load_checkpoint(mcore)
+
+
+def prompt_of(model: RandomModel, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config["vocab_size"], (1, model.slots), generator=generator)
+
+
+def off(ours_SV: Tensor, theirs_SV: Tensor) -> float:
+    """The largest difference at the slots and tokens that both have, as part of the largest logit."""
+    slots, vocabulary = (min(sizes) for sizes in zip(ours_SV.shape, theirs_SV.shape, strict=True))
+    theirs_SV = theirs_SV[:slots, :vocabulary]
+    return ((ours_SV[:slots, :vocabulary] - theirs_SV).abs().max() / theirs_SV.abs().max().clamp(min=1)).item()
+
+
+@torch.inference_mode()
+def drafted_logits(runner: Runner, tokens_BS: Tensor) -> dict[str, Tensor]:
+    """Logits [S, V] of trunk and depths over the cache: chunks as of a prompt, then one row at a time."""
+    slots = tokens_BS.size(1) - runner.depths
+    sequences = Sequences(runner, tokens_BS.tolist(), [0], tokens_BS.size(1) + 1)
+    caches = [KVCache(1, 1, sequences.capacity) for _ in range(runner.depths)]
+    found: dict[str, list[Tensor]] = {}
+    for first, count in pieces(slots):
+        first_B = torch.tensor([first], device=runner.device)
+        rows = sequences.chain(first_B, count, 0)
+        state_SBH = runner.trunk(sequences.tokens_at(first_B, count), rows, sequences.cache)
+        found.setdefault("trunk", []).append(runner.logits(state_SBH)[0])
+        for depth, cache in enumerate(caches, start=1):
+            state_SBH = runner.depth(depth, state_SBH, sequences.tokens_at(first_B + depth, count), rows, cache)
+            found.setdefault(f"depth {depth}", []).append(runner.draft_logits(state_SBH)[0])
+    return {name: torch.cat(parts).cpu() for name, parts in found.items()}
+
+
+def pieces(slots: int) -> list[tuple[int, int]]:
+    """First slot and number of slots of each forward."""
+    together = slots - SINGLE
+    chunks = [(start, min(CHUNK, together - start)) for start in range(0, together, CHUNK)]
+    return chunks + [(start, 1) for start in range(together, slots)]

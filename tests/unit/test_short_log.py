@@ -18,7 +18,7 @@ ROW = {
     "step seconds": 0.5,
     "peak memory bytes": 2**30,
 }
-RATES = AcceptanceRates(conditional=[0.8, 0.5], overlap=[0.7, 0.4], length=2.2)
+RATES = AcceptanceRates(conditional=[0.8, 0.5], overlap=[0.7, 0.4])
 
 
 def test_a_line_has_step_losses_acceptance_speed_and_time_left() -> None:

@@ -10,17 +10,17 @@ import json
 import sys
 from argparse import Namespace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron import core
 
 from megatron_mtp import __version__
 from megatron_mtp.training.console import say
 
 FILE = "run.json"
-VERSIONS = {"megatron-mtp": __version__, "megatron-core": core.__version__, "torch": torch.__version__}
+VERSIONS = {"megatron-mtp": __version__, "megatron-core": version("megatron-core"), "torch": torch.__version__}
 
 
 def write_run_record(folder: Path, args: Namespace) -> None:

@@ -165,6 +165,9 @@ def test_how_a_run_was_started_is_recorded(
     assert start["command"] == ["train", "--lr", "1e-3"]
     assert datetime.fromisoformat(start["date"]).utcoffset() is not None
     assert set(start["versions"]) == {"megatron-mtp", "megatron-core", "torch"}
+    assert (
+        "+" not in start["versions"]["megatron-core"]
+    )  # which Megatron's __version__ takes from any repository around
     assert record(tmp_path)["arguments"] == {**vars(args), "params_dtype": "torch.bfloat16"}
     args.iteration = 2
     write_run_record(tmp_path, args)

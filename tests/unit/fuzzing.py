@@ -58,7 +58,8 @@ class Case:
     failed: bool = False
 
     def __str__(self) -> str:
-        return " ".join([self.line, *(f"[{' '.join(map(str, change))[:80]}]" for change in self.changes)])
+        verb, _, flags = self.line.partition(" ")
+        return " ".join([verb, flags[-60:], *(f"[{' '.join(map(str, change))[:60]}]" for change in self.changes)])
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,8 @@ def test_one_step_alone_runs_in_this_process(model: Path, tmp_path: Path, monkey
 
 
 def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert line.main(["attach", str(tmp_path), "texts"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        line.main(["attach", str(tmp_path), "texts"])
     said = capsys.readouterr().err
     assert (
         said == f"megatron-mtp attach: error: {tmp_path} has no config.json; give the folder of a Hugging Face model.\n"

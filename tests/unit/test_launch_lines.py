@@ -1,9 +1,8 @@
 """Launch lines of models that are trained with Megatron-LM take depths by one flag more, and keep their meaning."""
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from dataclasses import fields
 
 import pytest
 from launch_lines import LINES, Line
@@ -12,8 +11,8 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import unset_global_variables
 from packaging.version import Version
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.training.arguments import parse_checked_args
+from megatron_mtp.training.flags import add_mtp_arguments
 
 KERNELS = [
     "models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb",
@@ -59,8 +58,9 @@ def launch(line: Line, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def differences(ours: Namespace, megatrons: Namespace) -> list[str]:
     """Names of arguments that the two have with different values, ours apart."""
-    own = {field.name for field in fields(MTPConfig)}
-    return [name for name in vars(ours).keys() - own if repr(vars(ours)[name]) != repr(vars(megatrons).get(name))]
+    own = vars(add_mtp_arguments(ArgumentParser()).parse_args([]))
+    shared = vars(ours).keys() - own.keys()
+    return [name for name in shared if repr(vars(ours)[name]) != repr(vars(megatrons).get(name))]
 
 
 def test_there_are_twenty_lines_and_more() -> None:

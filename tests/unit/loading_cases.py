@@ -82,6 +82,8 @@ REST: dict[str, Words] = {
     "own_loop": lambda folder: ["own_loop", str(folder)],
 }
 EVERY = {**TRAIN, **READ, **REST}
+OF_MEGATRON = {**TRAIN, "evaluate": READ["evaluate"]}
+"""Verbs that load by Megatron's own function."""
 
 
 class Planted:
@@ -157,7 +159,7 @@ PLANTED: dict[str, tuple[Fault, dict[str, Words]]] = {
     "pickle: .metadata": (lambda folder: plant_bytes(folder / STEP / ".metadata", MARK), EVERY),
     "pickle: common.pt": (lambda folder: plant_object(folder / STEP / "common.pt", MARK), EVERY),
     "pickle: arguments in .distcp": (lambda folder: plant_entries(folder, MARK, common=True), EVERY),
-    "pickle: objects in .distcp": (lambda folder: plant_entries(folder, MARK, common=False), TRAIN),
+    "pickle: objects in .distcp": (lambda folder: plant_entries(folder, MARK, common=False), OF_MEGATRON),
     "pickle: .distcp": (lambda folder: plant_bytes(folder / STEP / DATA, MARK), EVERY),
     "pickle: metadata.json": (lambda folder: plant_bytes(folder / STEP / "metadata.json", MARK), EVERY),
     "pickle: tracker": (lambda folder: plant_bytes(folder / TRACKER, MARK), EVERY),

@@ -30,7 +30,7 @@ def check_load(args: Namespace) -> None:
         ValueError: it is not.
     """
     _repair(args)
-    named = {name: Path(getattr(args, name)) for name in FLAGS if getattr(args, name) is not None}
+    named = {name: Path(given) for name in FLAGS if (given := getattr(args, name)) is not None and "://" not in given}
     found = next((name for name, folder in named.items() if checkpoint_exists(folder)), None)
     if found is None and args.ckpt_step is not None and "load" in named:
         found = "load"  # Megatron needs no tracker then

@@ -69,8 +69,10 @@ class HFConfig:
     def number(self, *names: str, default: float | None = None) -> float:
         """The first of these keys that is there, above 0."""
         name, value = self._first(names, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise ValueError(f"{self.source}: '{name}' is {value!r:.40}; it must be a number above 0.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
+            raise ValueError(
+                f"{self.source}: '{name}' is {value!r:.40}; it must be a number above 0, and below {LARGEST}."
+            )
         return float(value)
 
     def flag(self, name: str) -> bool:

@@ -91,7 +91,7 @@ def _sizes(rng: random.Random, kind: str) -> Keys:
 
 
 def _latent(rng: random.Random, heads: int) -> Keys:
-    positions = rng.choice((8, 16))
+    positions = rng.choice((16, 32))
     return {
         "head_dim": positions,
         "num_key_value_heads": heads,
@@ -136,7 +136,7 @@ def _llama3(rng: random.Random, **changes: float) -> Rope:
 
 def _yarn(rng: random.Random, **changes: Any) -> Rope:
     """Of latent attention: everything that Megatron has no flag for is one of the changes."""
-    original = rng.choice((16, 32, 64))
+    original = rng.choice((64, 256))
     keys: Keys = {"rope_type": "yarn", "factor": rng.choice((4.0, 40.0)), "original_max_position_embeddings": original}
     refused = "truncate" if changes.get("truncate") is False else None
     return {**keys, **changes}, 3 * original + 10, refused

@@ -69,6 +69,10 @@ REFUSED: list[tuple[str, Keys, str]] = [
     ("deepseek_v3", {"rope_scaling": {**YARN, "factor": None}}, "a rotary setting 'factor' of None"),
     ("deepseek_v3", {"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 1.3}}, "'attention_factor' 1.3"),
     ("deepseek_v3", {"rope_scaling": {**YARN, "mscale": "1"}}, "a rotary setting 'mscale' of '1'"),
+    ("deepseek_v3", {"rope_scaling": {**YARN, "beta_slow": -1}}, "a rotary setting 'beta_slow' of -1"),
+    ("deepseek_v3", {"rope_scaling": {**YARN, "factor": 10**400}}, "a rotary setting 'factor' of 1000"),
+    ("llama", {"rope_parameters": {**LLAMA3, "factor": 0}}, "a rotary setting 'factor' of 0"),
+    ("deepseek_v3", {"rope_theta": 1}, "the rotary base 1.0, which is no whole number above 1"),
     ("deepseek_v3", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "the rotary scaling 'llama3'"),
 ]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA
 from megatron_mtp.checkpoint.families.trunk import is_dense, layers
-from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.hf_config import LARGEST, HFConfig
 
 
 class UntrainableError(ValueError):
@@ -118,7 +118,7 @@ def rope_flags(config: HFConfig) -> list[str]:
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if any(_number(rope, name) != value for name, value in fixed.items()):
         raise UntrainableError("a Llama 3 rotary scaling with other numbers than Megatron's")
-    return [*flags, "--use-rope-scaling", *pairs({"rope-scaling-factor": _number(rope, "factor")})]
+    return [*flags, "--use-rope-scaling", *pairs({"rope-scaling-factor": _positive(rope, "factor")})]
 
 
 def _latent_rope_flags(config: HFConfig) -> list[str]:
@@ -133,13 +133,13 @@ def _latent_rope_flags(config: HFConfig) -> list[str]:
         raise UntrainableError(f"the rotary scaling '{rope['rope_type']!s:.40}'")
     if not rope.get("truncate", True):
         raise UntrainableError("a YaRN scaling with 'truncate' false")
-    factor, original = _number(rope, "factor"), _number(rope, "original_max_position_embeddings")
-    if original != int(original) or original < 1:
+    factor, original = _positive(rope, "factor"), _positive(rope, "original_max_position_embeddings")
+    if original != int(original):
         raise UntrainableError(f"a YaRN scaling with 'original_max_position_embeddings' {original}")
     mscale, mscale_all_dim = _mscales(rope, factor)
     numbers = {
         "rotary-scaling-factor": factor, "original-max-position-embeddings": int(original),
-        "beta-fast": _number(rope, "beta_fast", 32.0) or 32.0, "beta-slow": _number(rope, "beta_slow", 1.0) or 1.0,
+        "beta-fast": _positive(rope, "beta_fast", 32.0), "beta-slow": _positive(rope, "beta_slow", 1.0),
         "mscale": mscale, "mscale-all-dim": mscale_all_dim,
     }  # fmt: skip
     return [*flags, "--rope-type", "yarn", *pairs(numbers)]
@@ -176,24 +176,32 @@ def _rope(config: HFConfig) -> dict[str, Any]:
 
 def rotated_part(config: HFConfig) -> float:
     """Part of a head that is rotated."""
-    part = _number(config.rope, "partial_rotary_factor", 1.0)
-    if not 0 < part <= 1:
+    part = _positive(config.rope, "partial_rotary_factor", 1.0)
+    if part > 1:
         raise UntrainableError(f"a 'partial_rotary_factor' of {part}")
     return part
 
 
 def _base(rope: dict[str, Any]) -> int:
     base = _number(rope, "rope_theta")
-    if base != int(base) or base < 1:
-        raise UntrainableError(f"the rotary base {base}, which is no whole number")
+    if base != int(base) or base <= 1:
+        raise UntrainableError(f"the rotary base {base}, which is no whole number above 1")
     return int(base)
 
 
 def _number(rope: dict[str, Any], name: str, default: float | None = None) -> float:
     value = default if rope.get(name) is None else rope[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
         raise UntrainableError(f"a rotary setting '{name}' of {value!r:.40}")
     return float(value)
+
+
+def _positive(rope: dict[str, Any], name: str, default: float | None = None) -> float:
+    """A number above 0; 0 is the default, as transformers reads it."""
+    value = _number(rope, name, default) or default or 0.0
+    if value <= 0:
+        raise UntrainableError(f"a rotary setting '{name}' of {value}")
+    return value
 
 
 def expert_flags(config: HFConfig) -> list[str]:

@@ -30,10 +30,11 @@ from megatron_mtp.checkpoint.prompt import Prompt, place, random_tokens
 from megatron_mtp.checkpoint.rules import Rule
 from megatron_mtp.data.tokenizer import read_tokenizer
 
-TOLERANCE = 2e-5
+TOLERANCE = 3e-5
 """Largest difference of float32 logits, as a part of the largest logit, that the order of additions explains.
 
-Measured: at most 5e-6 over the families of the tests, 3e-6 with SmolLM2-135M.
+Measured: at most 5e-6 over the families of the tests, 3e-6 with SmolLM2-135M, and 1.3e-5 for latent attention with an
+epsilon of 1e-5, in place of which transformers has 1e-6 in some norms.
 """
 
 

@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[int, dict[str, Any], set[str]]] = {
     "deepseek_v3": (
         1,
         {**YARN, "mscale": 0.7, "mscale_all_dim": 0.8},
-        {"rope_theta", "factor", "mscale", "mscale_all_dim", "rms_norm_eps", "routed_scaling_factor", "topk_group"},
+        {"rope_theta", "factor", "mscale", "mscale_all_dim", "routed_scaling_factor", "topk_group"},
     ),
     "glm4_moe": (1, {}, {"rope_theta", "partial_rotary_factor", "routed_scaling_factor", "topk_group"}),
     "mimo_v2_flash": (1, {}, {"rope_theta", "attention_value_scale", "num_experts_per_tok"}),

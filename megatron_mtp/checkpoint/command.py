@@ -125,6 +125,8 @@ def attach(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.mtp_num_layers < 1:
         raise ValueError(f"--mtp-num-layers is {args.mtp_num_layers}; give 1 or more.")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed is {args.seed}; give a whole number from 0 to 2^63 - 1.")
     done = attach_depths(args.source, args.target, args.mtp_num_layers, args.mtp_init, args.seed, options(args))
     return asdict(done)
 

@@ -270,7 +270,7 @@ def check_data(args: Namespace) -> None:
     prefixes = _prefixes(args)
     if args.sft:
         check_chat_files(prefixes)
-        return _check_padding(args)
+        return _check_conversations(args)
     if not prefixes:
         raise ValueError(
             "--data-path is missing; give the prefix of a .bin/.idx pair (megatron-mtp preprocess makes one), or "
@@ -287,12 +287,14 @@ def check_data(args: Namespace) -> None:
         check_tokenizer(prefixes, args.tokenizer_model)
 
 
-def _check_padding(args: Namespace) -> None:
-    """Whether the tokenizer has the token that conversations are filled up with."""
-    if get_tokenizer().pad is None:
+def _check_conversations(args: Namespace) -> None:
+    """Whether the tokenizer has what --sft-tokenizer-prompt-format needs: a token to fill rows up with, a template."""
+    settings = get_tokenizer()._tokenizer._prompt_config
+    lacking = "the padding token" if settings.pad_token_id is None else "a chat template"
+    if settings.pad_token_id is None or settings.custom_chat_template is None:
         raise ValueError(
-            f"--sft fills rows up with the padding token, which --tokenizer-model {args.tokenizer_model} lacks; give "
-            "its tokenizer_config.json a pad_token."
+            f"--tokenizer-model {args.tokenizer_model} lacks {lacking} that --sft-tokenizer-prompt-format "
+            f"{args.sft_tokenizer_prompt_format} needs; give another format, or a tokenizer that has it."
         )
 
 

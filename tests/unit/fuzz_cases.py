@@ -360,7 +360,10 @@ BAD_DATA = """
 ! --split 100,0,0,0,0
 ! --seq-length 16 --data-cache-path text/a.txt
 --mtp-draft-vocab-size 100000
-! --fim-data
+! --fim-data -> which the tokenizer lacks
+! --sft --data-path chat.jsonl --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format identity -> padding
+! --sft --data-path chat.jsonl --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format default -> template
+! --sft --data-path chat.jsonl -> SFTTokenizer
 ! --load nowhere --mtp-init random
 ! --seq-length 100000 --max-position-embeddings 16
 """

@@ -159,6 +159,7 @@ def build(
     sys.argv = ["layout_worker.py", *command_line.split()]
     set_machine_flags(sys.argv, ON_CPU)
     args, model_config = parse_checked_args()
+    args.sft = given.packed  # the flag wants a tokenizer of conversations, and the batches are made here
     initialize_megatron(get_embedding_ranks=FAULTS.get(fault, get_embedding_ranks))
     if block == "megatron":
         model_config = gpt_config_from_args(args)

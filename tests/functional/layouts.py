@@ -11,7 +11,7 @@ _EXPERTS = (
     "--moe-aux-loss-coeff 0.1"
 )
 _UNTIED = "--untie-embeddings-and-output-weights"
-_PACKED = "--sft --micro-batch-size 1 --global-batch-size 4 --no-create-attention-mask-in-dataloader"
+_PACKED = "--micro-batch-size 1 --global-batch-size 4 --no-create-attention-mask-in-dataloader"
 _DISTILLED = (
     "--mtp-loss mix --mtp-loss-mix 0.2,0.4,0.4 --mtp-label-smoothing 0.1 --mtp-z-loss 1e-3 --mtp-linear-ce-main "
     "--mtp-loss-weights 1,0.8,0.6 --mtp-token-fraction 0.6 --mtp-loss-schedule cosine --mtp-loss-schedule-steps 10"
@@ -31,6 +31,10 @@ class Model:
     batches: str = "stream"
     attention: str = "--group-query-attention --num-query-groups 2"
     frozen: bool = False
+
+    @property
+    def packed(self) -> bool:
+        return self.batches in ("packed", "ragged", "padded")
 
 
 MODELS: dict[str, Model] = {

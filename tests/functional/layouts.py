@@ -58,6 +58,7 @@ MODELS: dict[str, Model] = {
     "padded-d1": Model(1, _PACKED, "padded"),
     "padded-d3": Model(3, _PACKED, "padded"),
     "padded-latent-d2": Model(2, f"{_PACKED} {_LATENT}", "padded", attention=""),
+    "per-token-moe-d2": Model(2, f"{_EXPERTS} --moe-token-dispatcher-type allgather --calculate-per-token-loss"),
     "per-token-d3": Model(3, "--calculate-per-token-loss"),
     "distilled-d3": Model(3, f"{_UNTIED} {_DISTILLED}"),
     "padded-vocabulary-d2": Model(2, "--make-vocab-size-divisible-by 80 --mtp-loss mix --mtp-loss-mix 0.2,0.4,0.4"),

@@ -3,11 +3,13 @@
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.moe import moe_utils, router
 
 from megatron_mtp.platform import cpu, kernels, prepare, stand_ins, wheel
 
@@ -79,6 +81,17 @@ def test_preparing_twice_changes_nothing() -> None:
     assert before == cpu.SUBSTITUTIONS
     wrapped = DistributedOptimizer.sharded_param_state_fully_reshardable.__wrapped__
     assert not hasattr(wrapped, "__wrapped__")
+
+
+def test_a_router_that_masks_tokens_counts_those_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's sum over ranks is made in place, so that its count of one rank was that of both."""
+    wheel.install()
+    monkeypatch.setattr(moe_utils, "reduce_from_tensor_model_parallel_region", lambda counts, _: counts.mul_(2))
+    routing_map = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]])  # two experts for a token; the last one is masked
+    two_ranks = SimpleNamespace(size=lambda: 2)
+    of_experts, of_rank, of_all = router.get_tokens_per_expert_and_token_count(routing_map, two_ranks, 2, True)
+    assert of_experts.tolist() == [2, 4, 2]
+    assert (of_rank, of_all) == (2, 4)
 
 
 @pytest.mark.parametrize("has_makefile", [True, False])

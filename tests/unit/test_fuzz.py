@@ -1,7 +1,7 @@
 """No command line, config or damaged file ends a verb with a traceback, a signal, or a wrong zero.
 
-    .venv/bin/python -m pytest -n 0 tests/unit/test_fuzz.py             a sample, and what once failed: a minute
-    FUZZ=all .venv/bin/python -m pytest -n 0 tests/unit/test_fuzz.py    every case: twenty minutes on one core
+    .venv/bin/python -m pytest -n 0 tests/unit/test_fuzz.py             a sample, and what once failed: a minute or two
+    FUZZ=all .venv/bin/python -m pytest -n 0 tests/unit/test_fuzz.py    every case: half an hour on one core
 
 FUZZ_SEED=N draws another sample.
 """

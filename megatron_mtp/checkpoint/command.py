@@ -91,14 +91,17 @@ def sentence(error: OSError, args: argparse.Namespace) -> str:
 def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
     """`convert hf-to-mcore`."""
     from megatron_mtp.checkpoint.importing import hf_to_mcore
-    from megatron_mtp.checkpoint.megatron_args import megatron_arguments
+    from megatron_mtp.checkpoint.megatron_args import flags_of, megatron_arguments
+    from megatron_mtp.checkpoint.plan import HFModel
 
     source = local_folder(args.source)
     if args.dry_run:
         from megatron_mtp.checkpoint.dry_run import plan_import
 
         return plan_import(source, args.target, options(args))
-    return asdict(hf_to_mcore(source, args.target, options(args), megatron_arguments))
+    done = asdict(hf_to_mcore(source, args.target, options(args), megatron_arguments))
+    _, reason = flags_of(HFModel.read(source))
+    return done | ({} if reason is None else {"trainable here": False, "why not": reason})
 
 
 def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from megatron_mtp.checkpoint.hf_config import HFConfig, read_json
 from megatron_mtp.checkpoint.hf_tokens import KEPT_TOKENIZER
 from megatron_mtp.checkpoint.importing import HF_FILES, ORIGIN, Converted, Options
 from megatron_mtp.checkpoint.mcore_store import RELEASE, TRACKER
+from megatron_mtp.checkpoint.megatron_args import check_trainable
 from megatron_mtp.checkpoint.streaming import PartialFolder, run_parts, synced
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 from megatron_mtp.model.random_weights import RandomWeights
@@ -43,10 +44,11 @@ def attach_depths(source: Path, target: Path, depths: int, init: str, seed: int,
     """Copy a checkpoint that has no depths, and give it some.
 
     Raises:
-        ValueError: it has depths already, or has no layer to take as a pattern, or one whose weights `random` cannot
-            draw, or the target is taken.
+        ValueError: Megatron cannot run its model, it has depths already, or has no layer to take as a pattern, or one
+            whose weights `random` cannot draw, or the target is taken.
     """
     reader = DistReader(source)
+    check_trainable(reader.common()["args"], str(source))
     if any(key.startswith("mtp.") for key in reader.keys):
         raise ValueError(f"{source} has MTP depths already; drop-mtp makes a checkpoint without them.")
     last = _last_layer(reader)

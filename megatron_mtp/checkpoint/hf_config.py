@@ -62,7 +62,8 @@ class HFConfig:
         name, value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
             raise ValueError(
-                f"{self.source}: '{name}' is {value!r:.40}; it must be a whole number of at least {least}."
+                f"{self.source}: '{name}' is {value!r:.40}; it must be a whole number of at least {least}, and below "
+                f"{LARGEST}."
             )
         return value
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hf_models import make, read
 
-from megatron_mtp.checkpoint.depths import drop_depths
+from megatron_mtp.checkpoint.depths import attach_depths, drop_depths
 from megatron_mtp.checkpoint.exporting import kept_form, mcore_to_hf, with_depths
 from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.checkpoint.hf_config import HFConfig
@@ -63,3 +63,13 @@ def test_every_key_that_counts_depths_is_written() -> None:
     one = {"model_type": "qwen3_next", "num_nextn_predict_layers": 1}
     assert with_depths(one, 0) == {"model_type": "qwen3_next", "num_nextn_predict_layers": 0}
     assert with_depths({"model_type": "mimo"}, 2) == {"model_type": "mimo", "num_nextn_predict_layers": 2}
+
+
+def test_a_trunk_that_megatron_cannot_run_gets_no_depths(tmp_path: Path) -> None:
+    source = make(tmp_path / "hf", "llama", 0)
+    keys = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(keys | {"hidden_act": "gelu"}))
+    hf_to_mcore(source, tmp_path / "trunk", QUIET, megatron_arguments)
+    with pytest.raises(ValueError, match="trunk was converted from a model that Megatron cannot run: it has the activ"):
+        attach_depths(tmp_path / "trunk", tmp_path / "new", 1, "random", 1, QUIET)
+    assert not (tmp_path / "new").exists()

@@ -67,7 +67,10 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: HFConfig.from_keys({"model_type": 3}), "config.json has no 'model_type'"),
     (lambda: config(text_config=[1]), r"'text_config' is \[1\]; it must be an object."),
     (lambda: config().integer("layers", "n_layer"), "lacks 'layers', which models of type 'llama' must have."),
-    (lambda: config(layers=0).integer("layers"), "'layers' is 0; it must be a whole number of at least 1."),
+    (
+        lambda: config(layers=0).integer("layers"),
+        "'layers' is 0; it must be a whole number of at least 1, and below",
+    ),
     (lambda: config(layers=True).integer("layers"), "'layers' is True; it must be a whole number"),
     (lambda: config(layers=2**31).integer("layers"), "'layers' is 2147483648; it must be a whole number"),
     (lambda: config(eps=float("inf")).number("eps"), "'eps' is inf; it must be a number above 0, and"),

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -70,7 +71,12 @@ def read_runs(folders: list[Path]) -> list[Run]:
         ValueError: a folder or its metrics.jsonl is missing, cannot be read, or has a line that is damaged.
     """
     return [
-        Run(str(folder), _rows(folder), _started(folder / STARTED), _drafts(folder / DRAFTS))
+        Run(
+            str(folder),
+            _rows(folder),
+            _checked(folder / STARTED, check_started, "take it away, and the page is made without it"),
+            _checked(folder / DRAFTS, check_drafts, "take it away, or write it again with generate --record"),
+        )
         for folder in dict.fromkeys(folders)
     ]
 
@@ -126,15 +132,20 @@ def with_both_acceptances(row: Row) -> Row:
     return made
 
 
-def _started(file: Path) -> dict[str, Any] | None:
+def _checked(file: Path, check: Callable[[dict[str, Any]], None], remedy: str) -> dict[str, Any] | None:
+    """What a file holds; None where it is not there.
+
+    Raises:
+        ValueError: `check` finds it damaged; `remedy` says what to do.
+    """
     if not file.is_file():
         return None
     try:
-        started = json.loads(_text(file))
-        check_started(started)
+        found: dict[str, Any] = json.loads(_text(file))
+        check(found)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged ({error}); take it away, and the page is made without it.") from error
-    return started
+        raise ValueError(f"{file} is damaged ({error}); {remedy}.") from error
+    return found
 
 
 def check_started(started: dict[str, Any]) -> None:
@@ -146,19 +157,6 @@ def check_started(started: dict[str, Any]) -> None:
         if not isinstance(start["iteration"], int) or not isinstance(start["versions"], dict):
             raise TypeError("a start has no iteration or no versions")
         shlex.join(start["command"])
-
-
-def _drafts(file: Path) -> dict[str, Any] | None:
-    if not file.is_file():
-        return None
-    try:
-        drafts = json.loads(_text(file))
-        check_drafts(drafts)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{file} is damaged ({error}); take it away, or write it again with generate --record."
-        ) from error
-    return drafts
 
 
 def check_drafts(drafts: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ A rank gets what torchrun gives it (arguments, environment, standard streams, a 
 import atexit
 import os
 import runpy
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from multiprocessing import forkserver, get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from torch.distributed import TCPStore
 
 GRACE = 5.0
 """Seconds that the other ranks have to end after one that failed."""
@@ -52,7 +53,8 @@ class Rank:
 def run(script: Path, arguments: tuple[str, ...], ranks: int, log: Path, timeout: float) -> str | int:
     """The exit status of a command over so many ranks; where it hangs, how long it was waited for."""
     log.write_bytes(b"")
-    processes = [_start(Rank(str(script), arguments, each, os.getcwd(), log)) for each in _environments(ranks)]
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a port that is free, as torchrun's
+    processes = [_start(Rank(str(script), arguments, each, os.getcwd(), log)) for each in _environments(ranks, store)]
     try:
         return _status(processes, time.monotonic() + timeout, timeout)
     finally:
@@ -95,14 +97,12 @@ def _status(processes: list[BaseProcess], deadline: float, timeout: float) -> st
     return status
 
 
-def _environments(ranks: int) -> list[dict[str, str]]:
+def _environments(ranks: int, store: TCPStore) -> list[dict[str, str]]:
     """What torchrun sets for each rank; of a single process nothing."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     common = {name: value for name, value in os.environ.items() if name not in names} | {"OMP_NUM_THREADS": "1"}
     if ranks == 1:
         return [common]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place["WORLD_SIZE"] = str(ranks)
     return [common | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]

@@ -12,6 +12,8 @@ import forks
 import psutil
 import torch
 
+from megatron_mtp.platform import cpu
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 300
 """Seconds after which a command counts as hanging."""
@@ -95,7 +97,8 @@ def finish(process: subprocess.Popen[bytes], log: Path, timeout: float = TIMEOUT
 
 def run(command: Command | list[str], log: Path, timeout: float = TIMEOUT) -> str:
     """What a command printed; scripts run in forks, which have Megatron imported but cannot share a CUDA device."""
-    if isinstance(command, list) or torch.cuda.is_available():
+    has_device = torch.cuda.is_available() and not cpu.installed()  # which answers for a device that is not there
+    if isinstance(command, list) or has_device:
         return finish(start(command, log), log, timeout)
     status = forks.run(ROOT / command.script, command.arguments, command.processes, log, timeout)
     return _printed(status, log)

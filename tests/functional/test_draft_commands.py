@@ -1,6 +1,5 @@
 """Whole commands: a run counts what its depths may draft, others resume it in other layouts, and it drafts."""
 
-import sys
 from pathlib import Path
 
 import launch
@@ -10,11 +9,10 @@ import torch
 from megatron_mtp.platform import prepare
 
 prepare()
-sys.path.append(str(launch.ROOT / "tools" / "checkpoint"))
 
-from convert import main as convert  # noqa: E402
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # noqa: E402
 
+from megatron_mtp.checkpoint.command import main as convert  # noqa: E402
 from megatron_mtp.checkpoint.inspecting import inspect  # noqa: E402
 from megatron_mtp.drafting.api import generate  # noqa: E402
 from megatron_mtp.drafting.load import load_runner  # noqa: E402

@@ -14,7 +14,7 @@ def speak() -> None:
     """As Megatron and its libraries do."""
     print("arguments")
     warnings.warn("experimental", UserWarning, stacklevel=1)
-    logging.getLogger("megatron").warning("deprecated")
+    logging.getLogger("library").warning("deprecated")
 
 
 def test_the_terminal_has_ours_and_the_log_file_the_rest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -25,15 +25,15 @@ def test_the_terminal_has_ours_and_the_log_file_the_rest(tmp_path: Path, capfd: 
             assert keep_listing(tmp_path / "run") == tmp_path / "run" / "megatron.log"
             speak()
             say("step 1/2")
-            logging.getLogger("megatron").error("disk on fire")
+            logging.getLogger("library").error("disk on fire")
     print("after")
     shown = capfd.readouterr()
     assert shown.out == "step 1/2\nafter\n"
-    assert shown.err == "ERROR:megatron:disk on fire\n"
+    assert shown.err == "ERROR:library:disk on fire\n"
     listed = (tmp_path / "run" / "megatron.log").read_text()
     assert listed.startswith("before the folder is known\narguments\n")
     assert "UserWarning: experimental" in listed
-    assert "WARNING:megatron:deprecated\n" in listed
+    assert "WARNING:library:deprecated\n" in listed
 
 
 def test_every_rank_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,8 @@ def generate(
     check_prompts(runner, prompts, max_new_tokens)
     config = config_from(speculative) if isinstance(speculative, dict) else speculative
     method = make_method(runner, config, sampling, drafter)
+    if method.auto is not None:  # goes on with what earlier batches of this size have shown
+        method = replace(method, auto=runner.auto_counts.setdefault((method.config, len(prompts)), method.auto))
     limits = replace(limits or Limits(max_new_tokens, stop_ids=frozenset(stop_ids)), positions=runner.positions)
     longest = max(len(prompt) + limits.budget(len(prompt)) for prompt in prompts)
     capacity = longest + method.proposer.nodes(method.count) + 1

@@ -5,7 +5,8 @@ tokens in the time of K drafts and one forward of K + 1 rows. All of it is measu
 
 While K = 0 is best, drafting rests. A draft is tried again after 16, 32, 64, ... plain steps, as long as all that
 drafting has cost beyond plain decoding stays below `SHARE` of the time. The rows that a rest leaves behind are part of
-the price: a drafter that needs more than this share for them never drafts again in its batch.
+the price: a drafter that needs more than this share for them does not draft again before more time has passed. What was
+measured holds for all batches of one size that a model generates.
 """
 
 from collections import defaultdict, deque

@@ -11,7 +11,9 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.cached_attention import Scope, attach
+from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.dense_layer import Angles, lean, short_norm, turns
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.drafting.products import product
@@ -39,6 +41,7 @@ class Runner:
         drafted: tokens that the depths may draft; fewer than `vocab_size` with a draft vocabulary.
         chained: whether the depths merge embeddings; False for parallel heads.
         positions: slots that the model was trained for.
+        auto_counts: what has been measured for automatic K, by config and size of the batch.
         all_short: whether every layer is one that `dense_layer` knows.
 
     Raises:
@@ -58,6 +61,7 @@ class Runner:
         self.vocab_size: int = vocab_size or model.true_vocab_size or model.vocab_size
         self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0
         self.chained: bool = model.mtp.chained if self.depths else False
+        self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
         self._scope = Scope()
         self._turned_rows: Rows | None = None
         self._turned: tuple[Tensor | None, Angles | None] = None, None

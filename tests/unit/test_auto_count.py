@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
+from drafting_single import model_of
 
+from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.auto import FIRST_REST, SHARE, AutoK
+from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.types import AcceptanceStats
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -129,3 +132,17 @@ def test_a_forward_of_more_rows_may_cost_more() -> None:
         count = auto.choose()
         auto.learn(count, 0.0, 1.0 + count, stats)
     assert auto.choose() == 0
+
+
+def test_batches_of_one_size_share_what_was_measured() -> None:
+    target = Runner(model_of("gqa", 2))
+    config = {"method": "mtp", "num_speculative_tokens": "auto"}
+    generate(target, [[1, 2, 3]], 8, speculative=config)
+    (measured,) = target.auto_counts.values()
+    steps = measured._steps
+    assert steps > 0
+    generate(target, [[4, 5]], 8, speculative=config)
+    assert list(target.auto_counts.values()) == [measured]
+    assert measured._steps > steps
+    generate(target, [[4, 5], [6]], 8, speculative=config)
+    assert len(target.auto_counts) == 2

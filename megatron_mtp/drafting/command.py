@@ -146,6 +146,7 @@ class _Work:
     ) -> tuple[list[list[int]], Cost]:
         """All texts, and what they cost."""
         self._generate(self.prompts[:1], [self.seed], config, Limits(min(WARM_UP, self.limits.new_tokens)), None)
+        self.runner.auto_counts.clear()  # first steps are slower than those that follow
         meter, before = Meter(), time.perf_counter()
         parts = list(self._batches(config, watchers or _Watchers()))
         seconds = time.perf_counter() - before

@@ -1,0 +1,55 @@
+"""A package from outside adds a row to a table by an entry point, and cannot replace one of ours."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_mtp.registry import Registry
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package without rows."""
+    (tmp_path / "outside_parts.py").write_text("focal = 'outside focal'\n", encoding="utf-8")
+    (tmp_path / "outside-1.0.dist-info").mkdir()
+    (tmp_path / "outside-1.0.dist-info/METADATA").write_text("Name: outside\nVersion: 1.0\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "outside_parts", raising=False)
+    return tmp_path
+
+
+def register(outside: Path, *rows: str) -> None:
+    text = "\n".join(["[megatron_mtp.tested]", *rows])
+    (outside / "outside-1.0.dist-info/entry_points.txt").write_text(text + "\n", encoding="utf-8")
+
+
+def table() -> Registry[str]:
+    return Registry("megatron_mtp.tested", {"ce": "our ce"})
+
+
+def test_a_row_from_outside_comes_after_ours(outside: Path) -> None:
+    register(outside, "focal = outside_parts:focal")
+    assert dict(table()) == {"ce": "our ce", "focal": "outside focal"}
+    assert table()["focal"] == "outside focal"
+    assert "focal" in table()
+    assert len(table()) == 2
+
+
+def test_an_unknown_name_is_a_key_error(outside: Path) -> None:
+    assert "none" not in table()
+    assert table().get("none") is None
+
+
+def test_ours_cannot_be_replaced(outside: Path) -> None:
+    register(outside, "ce = outside_parts:focal")
+    assert table()["ce"] == "our ce"
+    with pytest.raises(ValueError, match=r"'outside' registers 'ce' in megatron_mtp\.tested; that name is taken"):
+        list(table())
+
+
+@pytest.mark.parametrize("value", ["outside_parts:none", "no_such_module:focal"])
+def test_what_cannot_be_imported_is_named(outside: Path, value: str) -> None:
+    register(outside, f"focal = {value}")
+    with pytest.raises(ValueError, match=r"'outside' registers 'focal'.*cannot be imported"):
+        list(table())

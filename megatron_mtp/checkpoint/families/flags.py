@@ -122,7 +122,7 @@ def rope_flags(config: HFConfig) -> list[str]:
 
 
 def _latent_rope_flags(config: HFConfig) -> list[str]:
-    """Rotary positions of latent attention; Megatron's own parser lacks some of YaRN's flags (`config.add_yarn_arguments`)."""
+    """Rotary positions of latent attention; Megatron's own parser lacks flags of YaRN (`add_yarn_arguments`)."""
     rope = _rope(config)
     flags = pairs({"rotary-base": _base(rope)})
     if rotated_part(config) != 1:

@@ -24,7 +24,7 @@ from megatron.training import get_args  # noqa: E402
 from megatron.training.config import PretrainConfigContainer  # noqa: E402
 
 from megatron_mtp.errors import sentences  # noqa: E402
-from megatron_mtp.model.trunk import MTPGPTModelBuilder, MTPGPTModelConfig  # noqa: E402
+from megatron_mtp.model.build import MTPGPTModelBuilder, MTPGPTModelConfig  # noqa: E402
 from megatron_mtp.training.arguments import (  # noqa: E402
     ArgumentsProvider,
     checked_model_config,

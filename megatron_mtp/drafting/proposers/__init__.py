@@ -1,26 +1,30 @@
-"""Proposers: what they draft from, and whether a K has a limit."""
+"""Proposers by name: each drafts in its own way, and states its facts and settings in its own file.
 
-from collections.abc import Callable
+`base.Proposer` says what a proposer is. A row is written as an entry point is, and imported when it is looked up, so
+that a list of names does not wait for torch. Other packages add rows under the group `megatron_mtp.proposers`.
+"""
 
-from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.proposers.base import Proposer
-from megatron_mtp.drafting.proposers.draft_model import DraftModel
-from megatron_mtp.drafting.proposers.lookahead import Lookahead
-from megatron_mtp.drafting.proposers.mtp import Eagle, ParallelHeads, TrunkStates, Vanilla
-from megatron_mtp.drafting.proposers.ngram import Ngram
-from megatron_mtp.drafting.proposers.tree import Beam, Tree
-from megatron_mtp.drafting.runner import Runner
+from typing import TYPE_CHECKING
 
-PROPOSERS: dict[str, Callable[[Runner, SpeculativeConfig], Proposer]] = {
-    "mtp": Vanilla,
-    "mtp_eagle": Eagle,
-    "mtp_trunk_states": TrunkStates,
-    "mtp_tree": Tree,
-    "mtp_beam": Beam,
-    "parallel_heads": ParallelHeads,
-    "ngram": Ngram,
-    "lookahead": Lookahead,
-}
-"""Name to proposer; `draft_model` needs a second model and is made beside this table (`make_proposer`)."""
+from megatron_mtp.registry import Imported, Registry
 
-__all__ = ["PROPOSERS", "DraftModel", "Proposer"]
+if TYPE_CHECKING:
+    from megatron_mtp.drafting.proposers.base import Proposer
+
+PROPOSERS: "Registry[type[Proposer]]" = Registry(
+    "megatron_mtp.proposers",
+    Imported(
+        {
+            "mtp": "megatron_mtp.drafting.proposers.mtp:Vanilla",
+            "mtp_eagle": "megatron_mtp.drafting.proposers.mtp:Eagle",
+            "mtp_trunk_states": "megatron_mtp.drafting.proposers.mtp:TrunkStates",
+            "mtp_tree": "megatron_mtp.drafting.proposers.tree:Tree",
+            "mtp_beam": "megatron_mtp.drafting.proposers.tree:Beam",
+            "parallel_heads": "megatron_mtp.drafting.proposers.mtp:ParallelHeads",
+            "draft_model": "megatron_mtp.drafting.proposers.draft_model:DraftModel",
+            "ngram": "megatron_mtp.drafting.proposers.ngram:Ngram",
+            "lookahead": "megatron_mtp.drafting.proposers.lookahead:Lookahead",
+            "plain": "megatron_mtp.drafting.proposers.plain:Plain",
+        }
+    ),
+)

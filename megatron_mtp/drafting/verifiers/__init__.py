@@ -1,31 +1,28 @@
-"""Verifiers: pure functions from the target's logits and a draft to a verdict."""
+"""Verifiers by name: each is a pure function from logits and a draft to a verdict, and states its facts beside it.
 
-from collections.abc import Callable
+`base.Verifier` says what is known of one. A row is written as an entry point is, and imported when it is looked up, so
+that a list of names does not wait for torch. Other packages add rows under the group `megatron_mtp.verifiers`.
+"""
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from megatron_mtp.drafting.types import Draft, Round, Verdict
-from megatron_mtp.drafting.verifiers.block import block
-from megatron_mtp.drafting.verifiers.greedy import greedy
-from megatron_mtp.drafting.verifiers.lossy import bild, joint, relaxed
-from megatron_mtp.drafting.verifiers.rejection import rejection
-from megatron_mtp.drafting.verifiers.spectr import spectr
+from megatron_mtp.registry import Imported, Registry
 
-Verifier = Callable[[Tensor, Draft, Round], Verdict]
+if TYPE_CHECKING:
+    from megatron_mtp.drafting.verifiers.base import Verifier
 
-VERIFIERS: dict[str, Verifier] = {
-    "greedy": greedy,
-    "rejection": rejection,
-    "specinfer": rejection,  # the same rule, with several candidates a position
-    "block": block,
-    "spectr": spectr,
-    "relaxed": relaxed,
-    "joint": joint,
-    "bild": bild,
-}
-"""Name to rule; `relaxed`, `joint` and `bild` change the distribution."""
-
-CHAINS_ONLY = ("block", "joint", "bild")
-"""Rules that judge a whole chain, and cannot see a tree."""
-
-__all__ = ["CHAINS_ONLY", "VERIFIERS", "Verifier", "bild", "block", "greedy", "joint", "rejection", "relaxed", "spectr"]
+VERIFIERS: "Registry[Verifier]" = Registry(
+    "megatron_mtp.verifiers",
+    Imported(
+        {
+            "greedy": "megatron_mtp.drafting.verifiers.greedy:greedy",
+            "rejection": "megatron_mtp.drafting.verifiers.rejection:rejection",
+            "block": "megatron_mtp.drafting.verifiers.block:block",
+            "spectr": "megatron_mtp.drafting.verifiers.spectr:spectr",
+            "specinfer": "megatron_mtp.drafting.verifiers.rejection:specinfer",
+            "relaxed": "megatron_mtp.drafting.verifiers.lossy:relaxed",
+            "joint": "megatron_mtp.drafting.verifiers.lossy:joint",
+            "bild": "megatron_mtp.drafting.verifiers.lossy:bild",
+        }
+    ),
+)

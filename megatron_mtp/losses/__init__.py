@@ -2,6 +2,14 @@
 
 A loss is a `TokenLoss` with one row in `LOSSES`, which makes it from the settings of a run. Masks, weights and
 reduction are in one place, `combine`; the head and the walk over chunks in `linear_cross_entropy`.
+
+    cross_entropy.py         ce, of a chunk of logits
+    distillation.py          kd and tv, with the trunk as teacher; mix of several losses
+    vocabulary.py            reductions over a vocabulary that is cut over ranks
+    linear_cross_entropy.py  head and loss together, in chunks of tokens: memory that does not grow with depths
+combine.py               masks, weights (lambda / D) and the normaliser: one scalar from all losses
+schedule.py              lambda (--mtp-loss-scaling-factor), step by step
+    reference.py             all losses as their definitions read
 """
 
 from collections.abc import Callable

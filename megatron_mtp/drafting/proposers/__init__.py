@@ -1,7 +1,15 @@
-"""Proposers by name: each drafts in its own way, and states its facts and settings in its own file.
+"""Proposers: each drafts in its own way, and states its facts and settings in its own file.
 
-`base.Proposer` says what a proposer is. A row is written as an entry point is, and imported when it is looked up, so
-that a list of names does not wait for torch. Other packages add rows under the group `megatron_mtp.proposers`.
+    base.py         Proposer
+    mtp.py          the trained depths: sequential, one reused, on the trunk's states, parallel heads
+    tree.py         trees and beams of the first depth's drafts
+    ngram.py        what followed the same tokens before
+    lookahead.py    n-grams from the trunk's own guesses
+    draft_model.py  a smaller model
+    plain.py        nothing: plain decoding
+
+A row of PROPOSERS is written as an entry point is, and imported when it is looked up, so that a list of names does not
+wait for torch. Other packages add rows under the group `megatron_mtp.proposers`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,16 @@
-"""Verifiers by name: each is a pure function from logits and a draft to a verdict, and states its facts beside it.
+"""Verifiers: pure functions from the target's logits and a draft to a verdict, each with its facts beside it.
 
-`base.Verifier` says what is known of one. A row is written as an entry point is, and imported when it is looked up, so
-that a list of names does not wait for torch. Other packages add rows under the group `megatron_mtp.verifiers`.
+    base.py       Verifier: a rule with its facts
+    greedy.py     the target's most probable token
+    rejection.py  accept with min(1, p / q), several candidates a position too
+    block.py      a chain judged as a whole
+    spectr.py     several candidates by optimal transport
+    lossy.py      rules that change the distribution
+    mtjd.py       the joint optimum, an oracle for tests
+    walk.py       the accepted path through a tree
+
+A row of VERIFIERS is written as an entry point is, and imported when it is looked up, so that a list of names does not
+wait for torch. Other packages add rows under the group `megatron_mtp.verifiers`.
 """
 
 from typing import TYPE_CHECKING

@@ -6,8 +6,8 @@ A fork gets what a new process would: arguments, folder, environment, standard s
 the script, module (`-m`) or code (`-c`) as `__main__` and ends as Python would. All workers of a pytest run share one
 server, which ends with the run. A fork cannot share a CUDA device: a command that may use one is a new process.
 
-What has to be a new process starts one itself: tests of what is imported and when, of torchrun, Ctrl-C and broken pipes,
-and what asks torch for a device (here the stand-ins for CUDA are installed already).
+What must be a new process starts one itself: tests of what is imported and when, of torchrun, Ctrl-C, broken pipes, and
+whatever asks torch for a device, for which forks have stand-ins already.
 """
 
 import atexit

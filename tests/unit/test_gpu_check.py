@@ -15,7 +15,6 @@ from benchmarks import gpu_check, gpu_parts
 from benchmarks.gpu_parts import Found, NotRunError, Setting, Table
 from benchmarks.harness import Goal
 
-
 SCRIPT = str(REPOSITORY / "benchmarks" / "gpu_check.py")
 WITHOUT_DEVICE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 

@@ -19,10 +19,9 @@ SCRIPT = str(REPOSITORY / "benchmarks" / "gpu_check.py")
 WITHOUT_DEVICE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_every_part_runs_on_the_cpu(tmp_path: Path) -> None:
+def test_every_part_runs_on_the_cpu(forked_python: Path) -> None:
     """In a fork, as are the processes that it starts by `sys.executable`."""
-    python = fork_server.program(tmp_path / "python")
-    code = f"import runpy, sys; sys.executable = {str(python)!r}; sys.argv[0] = {SCRIPT!r}; "
+    code = f"import runpy, sys; sys.executable = {str(forked_python)!r}; sys.argv[0] = {SCRIPT!r}; "
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     run = fork_server.run([sys.executable, "-c", code, "--device", "cpu", "--quick"], env=WITHOUT_DEVICE)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]

@@ -6,24 +6,31 @@ With s the smoothing and z the weight of the z-loss (PaLM, arXiv:2204.02311, sec
     gradient = (1 + 2 z L) softmax(l) - (1 - s) [v = y] - s / V
 
 With a draft vocabulary labels are numbers among its tokens, V is their count, and a label outside of it (-1) has loss 0
-and gradient 0. Letters in names: N slots, V this rank's slice of the vocabulary.
+and gradient 0. Letters in names: N positions, V this rank's slice of the vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
-    """A `TokenLoss`; the logits become the gradient."""
+class CrossEntropy(TokenLoss):
+    """Cross-entropy of the labels; the gradient is made in the logits' memory."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+
+    @classmethod
+    def of(cls, settings: MTPConfig) -> Self:
+        return cls(settings.mtp_label_smoothing, settings.mtp_z_loss)
 
     def __call__(
         self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary

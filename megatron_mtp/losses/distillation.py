@@ -9,16 +9,18 @@ With a draft vocabulary q is a distribution over its tokens. kd then compares wi
 renormalised, since log p - log q has no bound outside; tv with p as it is, where the tokens outside have q = 0 and add
 nothing to the overlap, so that tv remains the rate of rejection.
 
-Letters in names: N slots, V this rank's slice of the vocabulary.
+Letters in names: N positions, V this rank's slice of the vocabulary.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.losses.linear_cross_entropy import TokenLoss
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
 LARGEST_GAP = 40.0
@@ -27,10 +29,15 @@ p (log p - log q) - p + q is the same to float64's last digit: it is q."""
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """A `TokenLoss`: KL(p || q) of tempered distributions."""
+class Divergence(TokenLoss):
+    """KL(p || q) of distributions at a temperature."""
 
     temperature: float = 1.0
+    needs_teacher = True
+
+    @classmethod
+    def of(cls, settings: MTPConfig) -> Self:
+        return cls(settings.mtp_temperature)
 
     def __call__(
         self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
@@ -50,10 +57,16 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class TotalVariation:
-    """A `TokenLoss`: the probability that a draft of q is rejected."""
+class TotalVariation(TokenLoss):
+    """The probability that a draft from q is rejected."""
 
     temperature: float = 1.0
+    needs_teacher = True
+    needs_whole_teacher = True
+
+    @classmethod
+    def of(cls, settings: MTPConfig) -> Self:
+        return cls(settings.mtp_temperature)
 
     def __call__(
         self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
@@ -65,21 +78,3 @@ class TotalVariation:
         short_N1 = vocabulary.sum(short_NV)
         overlap_N = vocabulary.sum(torch.minimum(q_NV, p_NV))[:, 0]
         return 1 - overlap_N, q_NV.mul_(short_N1).sub_(short_NV).div_(self.temperature)
-
-
-@dataclass(frozen=True)
-class Mix:
-    """A `TokenLoss`: a weighted sum of others."""
-
-    parts: tuple[tuple[float, TokenLoss], ...]
-
-    def __call__(
-        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
-    ) -> tuple[Tensor, Tensor]:
-        loss_N, gradient_NV = torch.zeros_like(logits_NV[:, 0]), torch.zeros_like(logits_NV)
-        for weight, part in self.parts:
-            teacher = None if teacher_NV is None else teacher_NV.clone()
-            part_N, part_NV = part(logits_NV.clone(), labels_N, teacher, vocabulary)
-            loss_N += weight * part_N
-            gradient_NV += weight * part_NV
-        return loss_N, gradient_NV

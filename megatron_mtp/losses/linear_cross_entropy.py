@@ -12,24 +12,16 @@ however many depths there are. A head that is not trained costs no weight gradie
 Letters in names: N slots, H hidden, V this rank's slice of the vocabulary, D depths.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_mtp.losses.chunks import blocks, chunks
+from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
-
-CHUNK_BYTES = 32 * 2**20
-"""Float32 logits of one chunk: about what the last cache of a CPU holds; half and twice of it were slower."""
-
-BLOCK_BYTES = 2**20
-"""Of a chunk's rows that a CPU takes to the loss at once: its passes over them then run in a core's own cache, 3 to 6
-times as fast as over the whole chunk. Not where slices are on several ranks, since every block has its collectives."""
-
-CHUNK_BYTES_CUDA = 512 * 2**20
-"""On a GPU a product has to be large enough to fill the card."""
 
 FLOAT16_GRADIENT = 2.0**8
 """To what the largest gradient of a float16 logit is lifted: the forward pass is before the loss scale, without which
@@ -53,12 +45,6 @@ class Targets:
     teacher_NH: Tensor | None = None
 
 
-TokenLoss = Callable[[Tensor, Tensor, Tensor | None, Vocabulary], tuple[Tensor, Tensor]]
-"""(logits_NV, labels_N, teacher logits [N, V] or None, vocabulary) -> (loss_N, gradient_NV), float32.
-
-It may overwrite the logits."""
-
-
 def linear_loss(
     token_loss: TokenLoss,
     hidden: Sequence[Tensor],
@@ -79,7 +65,7 @@ def linear_loss(
         teacher_weight_VH: the head of the teachers' logits; `weight_VH` if None.
     """
     rows = [states_NH.to(weight_VH.dtype) for states_NH in hidden]
-    if not torch.is_grad_enabled():  # of which an autograd function hears nothing
+    if not torch.is_grad_enabled():  # autograd functions ignore no_grad, so detach here
         weight_VH, rows = weight_VH.detach(), [states_NH.detach() for states_NH in rows]
     if teacher_weight_VH is not None:
         teacher_weight_VH = teacher_weight_VH.detach()
@@ -115,7 +101,7 @@ class _LinearLoss(torch.autograd.Function):
         for states_NH, target, hidden_grad_NH in zip(hidden, targets, hidden_grads, strict=True):
             total = torch.zeros((), dtype=exact, device=weight_VH.device)
             lifted = replace(target, scale=target.scale * lift)
-            for chunk in _chunks(len(states_NH), entries, weight_VH.is_cuda):
+            for chunk in chunks(len(states_NH), entries, weight_VH.is_cuda):
                 teacher_NH = None if target.teacher_NH is None else target.teacher_NH[chunk]
                 teacher_NV = None if teacher_NH is None else _product(teacher_NH, taught_by_VH)
                 logits_NV = _product(states_NH[chunk], weight_VH)
@@ -151,12 +137,6 @@ def _lift(targets: Sequence[Targets], vocabulary: Vocabulary, dtype: torch.dtype
     return FLOAT16_GRADIENT / largest.clamp(min=1e-30)
 
 
-def _chunks(slots: int, entries: int, is_cuda: bool) -> Iterator[slice]:
-    at_once = max(1, (CHUNK_BYTES_CUDA if is_cuda else CHUNK_BYTES) // (4 * entries))
-    for start in range(0, slots, at_once):
-        yield slice(start, min(start + at_once, slots))
-
-
 def _sum_(
     token_loss: TokenLoss,
     product_NV: Tensor,
@@ -170,20 +150,13 @@ def _sum_(
     mask_N = mask_N.to(torch.promote_types(product_NV.dtype, torch.float32))
     scale_N1 = (mask_N * (target.scale * vocabulary.logit_scale)).unsqueeze(1)
     losses = []
-    for rows in _blocks(product_NV, vocabulary):
+    positions, entries = product_NV.shape
+    for rows in blocks(positions, entries, as_one=product_NV.is_cuda or vocabulary.ranks > 1):
         soft_NV = None if teacher_NV is None else _logits(teacher_NV[rows], vocabulary)
         loss_N, gradient_NV = token_loss(_logits(product_NV[rows], vocabulary), labels_N[rows], soft_NV, vocabulary)
         losses.append(loss_N)
         product_NV[rows] = gradient_NV.mul_(scale_N1[rows])
     return torch.cat(losses).masked_fill(mask_N == 0, 0).dot(mask_N)
-
-
-def _blocks(logits_NV: Tensor, vocabulary: Vocabulary) -> Iterator[slice]:
-    slots, entries = logits_NV.shape
-    whole = logits_NV.is_cuda or vocabulary.ranks > 1
-    at_once = slots if whole else max(1, BLOCK_BYTES // (4 * entries))
-    for start in range(0, slots, at_once):
-        yield slice(start, min(start + at_once, slots))
 
 
 def _product(states_NH: Tensor, weight_VH: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses.linear_cross_entropy import Targets
+from megatron_mtp.losses.mix import mix_weights
 
 PlainLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor, MTPConfig], Tensor]
 """(logits_NV, labels_N, teacher logits [N, V] or None, drafted tokens [K], settings) -> loss_N."""
@@ -71,8 +72,11 @@ def _tv(
 def _mix(
     logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, drafted_K: Tensor, settings: MTPConfig
 ) -> Tensor:
-    parts = (part(logits_NV, labels_N, teacher_NV, drafted_K, settings) for part in (_ce, _kd, _tv))
-    return torch.stack([weight * part for weight, part in zip(settings.mix_weights(), parts, strict=True)]).sum(0)
+    parts = [
+        weight * PLAIN_LOSSES[name](logits_NV, labels_N, teacher_NV, drafted_K, settings)
+        for name, weight in mix_weights(settings.mtp_loss_mix).items()
+    ]
+    return torch.stack(parts).sum(0)
 
 
 PLAIN_LOSSES: dict[str, PlainLoss] = {"ce": _ce, "kd": _kd, "tv": _tv, "mix": _mix}

@@ -1,10 +1,11 @@
-"""Reductions over a vocabulary that is cut over tensor-parallel ranks: plain torch, one collective each.
+"""Softmax, argmax and sums over a vocabulary that is cut over tensor-parallel ranks, in plain torch.
 
-Letters in names: N slots, in one dimension or several, V this rank's slice of the vocabulary (of the drafted tokens
+Letters in names: N positions, in one dimension or several, V this rank's slice of the vocabulary (of the drafted tokens
 where there is a draft vocabulary), W this rank's slice of all tokens.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.padding import mask_padding_, tokens_of_slice
+
+if TYPE_CHECKING:
+    from megatron_mtp.model.sharing import Head
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,19 @@ class Vocabulary:
         total_N1 = self.sum(weights_NV)
         return weights_NV.div_(total_N1), total_N1.log() + largest_N1
 
+    def argmax(self, logits_NV: Tensor) -> Tensor:
+        """The token of the largest logit over all slices, [N]; the lowest token among equals."""
+        best_N, token_N = logits_NV.max(dim=-1)
+        if self.ranks == 1:
+            return token_N
+        token_N = token_N + self._rank * logits_NV.size(-1)
+        best = [torch.empty_like(best_N) for _ in range(self.ranks)]
+        tokens = [torch.empty_like(token_N) for _ in range(self.ranks)]
+        torch.distributed.all_gather(best, best_N, group=self.group)
+        torch.distributed.all_gather(tokens, token_N, group=self.group)
+        winner_N = torch.stack(best).argmax(dim=0, keepdim=True)
+        return torch.stack(tokens).gather(0, winner_N).squeeze(0)
+
     def drafted(self, values_NW: Tensor) -> Tensor:
         """Of values for all tokens those of the entries, [N, V]; values that are of the entries already stay."""
         if self.drafts is None or values_NW.size(1) == self.slice_size:
@@ -101,3 +118,10 @@ class Vocabulary:
         if self.ranks > 1:
             torch.distributed.all_reduce(values, op=op, group=self.group)
         return values
+
+
+def vocabulary_of(head: "Head", drafts: bool = False) -> Vocabulary:
+    """The vocabulary that the head's rows stand for; with `drafts`, that of the rows that the depths draft with."""
+    if not drafts or head.drafts is None:
+        return Vocabulary(len(head.weight), head.tp_group, head.logit_scale, tokens=head.vocab_size)
+    return Vocabulary(head.drafts.rows_K.numel(), head.tp_group, head.logit_scale, head.drafts, head.vocab_size)

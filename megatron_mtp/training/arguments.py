@@ -22,6 +22,7 @@ from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS, check_trainab
 from megatron_mtp.checkpoint.model import config_of
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
+from megatron_mtp.losses import depth_loss
 from megatron_mtp.model.trunk import MTPGPTModelConfig
 from megatron_mtp.platform.kernels import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.platform.unpickling import CATALOGUE
@@ -51,7 +52,9 @@ ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 
 def mtp_config_from_args(args: Namespace) -> MTPConfig:
     """Raises ValueError where a flag has a value that is not allowed."""
-    return MTPConfig(**{field.name: getattr(args, field.name) for field in fields(MTPConfig)})
+    settings = MTPConfig(**{field.name: getattr(args, field.name) for field in fields(MTPConfig)})
+    depth_loss(settings)  # checks its name and settings
+    return settings
 
 
 def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:

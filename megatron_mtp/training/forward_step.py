@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import add_depths, depth_batch, join_rows, keep_slots, mask_ignored_labels
 from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
-from megatron_mtp.losses import LOSSES, needs_teacher, needs_whole_teacher
+from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.schedule import depth_weights, kept_slots, scaling_factor
 from megatron_mtp.platform.zigzag import slots_of_ranks
 from megatron_mtp.training.metrics import Metrics
@@ -82,10 +82,8 @@ class ForwardStep:
         return NextTokensObjective(
             depth_weights=depth_weights(settings, args.mtp_num_layers or 0, scaling_factor(args, settings, step)),
             cp_group=mpu.get_context_parallel_group(),
-            depth_loss=LOSSES[settings.mtp_loss](settings),
+            depth_loss=depth_loss(settings),
             per_token=args.calculate_per_token_loss,
-            distils=needs_teacher(settings),
-            whole_teacher=needs_whole_teacher(settings),
             linear_main=settings.mtp_linear_ce_main or settings.mtp_train_only,
             trains_trunk=not settings.mtp_train_only,
             kept_slots=partial(kept_slots, fraction, (args.seed, step)),

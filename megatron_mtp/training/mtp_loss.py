@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import add_depths, depth_batch, mask_ignored_labels
-from megatron_mtp.losses import LOSSES, needs_teacher, needs_whole_teacher
+from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.schedule import depth_weights
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPGPTModel
@@ -67,7 +67,7 @@ def mtp_loss(
         document_BS: which document every slot belongs to, where a row has several.
 
     Raises:
-        ValueError: the model has no depths, or the shapes differ.
+        ValueError: the model has no depths, the shapes differ, or there is no such loss.
     """
     settings = settings or MTPConfig()
     if not model.mtp_process:
@@ -83,15 +83,11 @@ def mtp_loss(
     depths = depth_batch(batch)
     attention = AttentionInputs(_later_slots(tokens_BS), *model._preprocess(None, None, hidden_SBH)[1:4])
     states = model.depth_states(hidden_SBH, depths, _positions(tokens_BS), attention)
-    objective = NextTokensObjective(
-        depth_weights(settings, model.mtp.depths, 1.0),
-        model.pg_collection.cp,
-        LOSSES[settings.mtp_loss](settings),
-        distils=needs_teacher(settings),
-        whole_teacher=needs_whole_teacher(settings),
-    )
+    weights = depth_weights(settings, model.mtp.depths, 1.0)
+    objective = NextTokensObjective(weights, model.pg_collection.cp, depth_loss(settings))
     head = model.head(detached=model.config.mtp_detach_heads or settings.mtp_train_only)
-    total, sums = objective.of_depths(hidden_SBH.detach(), states, head, depths)
+    later = objective.later_slots(depths.slots_S, len(states))
+    total, sums = objective.of_depths(hidden_SBH.detach(), states, head, depths, later)
     means = torch.stack([each.total / each.tokens.clamp(min=1) for each in sums])
     return MTPLoss(total / depths.whole_tokens[0].clamp(min=1), means.detach())
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hf_models
 import pytest
@@ -20,11 +21,9 @@ from megatron_mtp.checkpoint.prompt import Prompt
 from megatron_mtp.checkpoint.reference import all_logits
 from megatron_mtp.checkpoint.reference_forms import FORMS
 from megatron_mtp.checkpoint.verify import compare, megatron_logits
-from megatron_mtp.config import LOSS_NAMES, MTPConfig
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import METHODS
 from megatron_mtp.drafting.proposers import PROPOSERS
-from megatron_mtp.losses import LOSSES
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
@@ -34,7 +33,7 @@ DEPTHS, QUIET = 2, Options(quiet=True, workers=1)
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     """What an example registers is known to its test alone."""
-    tables, names = (FAMILIES, FORMS, PROPOSERS, LOSSES), (METHODS, LOSS_NAMES)
+    tables, names = (FAMILIES, FORMS, PROPOSERS), (METHODS,)
     rows, known = [dict(table) for table in tables], [list(each) for each in names]
     yield
     for table, before in zip(tables, rows, strict=True):
@@ -44,11 +43,13 @@ def _as_before() -> Iterator[None]:
         each[:] = before
 
 
-def run_example(heading: str) -> None:
-    """Execute the code under a heading of the page."""
+def run_example(heading: str) -> dict[str, Any]:
+    """Execute the code under a heading of the page, and return its names."""
     section = (ROOT / "CONTRIBUTING.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     ((_, code),) = blocks(section, "python")
-    exec(compile(code, heading, "exec"), {"__name__": "example"})
+    names = {"__name__": "example"}
+    exec(compile(code, heading, "exec"), names)
+    return names
 
 
 def heron_depths(trunk: Tensors, depths: int) -> Tensors:
@@ -104,9 +105,7 @@ def focal(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
 
 def test_a_loss_has_the_gradient_of_its_definition() -> None:
-    with pytest.raises(ValueError, match="--mtp-loss is 'focal'"):
-        MTPConfig(mtp_loss="focal")
-    run_example("A loss")
+    focal_loss = run_example("A loss")["Focal"]()
     generator = torch.Generator().manual_seed(4)
     states_NH = torch.randn(12, 6, generator=generator, dtype=torch.double)
     weight_VH = torch.randn(20, 6, generator=generator, dtype=torch.double)
@@ -114,8 +113,7 @@ def test_a_loss_has_the_gradient_of_its_definition() -> None:
     labels_N, scale = torch.randint(20, (12,), generator=generator), torch.tensor(0.3, dtype=torch.double)
 
     def ours(states_NH: Tensor, weight_VH: Tensor) -> Tensor:
-        loss = LOSSES["focal"](MTPConfig(mtp_loss="focal"))
-        return linear_loss(loss, [states_NH], [Targets(labels_N, mask_N, scale)], weight_VH, Vocabulary(20))[0]
+        return linear_loss(focal_loss, [states_NH], [Targets(labels_N, mask_N, scale)], weight_VH, Vocabulary(20))[0]
 
     def plain(states_NH: Tensor, weight_VH: Tensor) -> Tensor:
         return scale * focal(states_NH @ weight_VH.t(), labels_N).dot(mask_N)
@@ -127,4 +125,3 @@ def test_a_loss_has_the_gradient_of_its_definition() -> None:
 
 def test_every_name_has_its_row() -> None:
     assert set(METHODS) == {*PROPOSERS, "draft_model"}
-    assert set(LOSS_NAMES) == set(LOSSES)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
-from megatron_mtp.losses import LOSSES
+from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.schedule import kept_slots
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head
@@ -75,7 +75,7 @@ def plain_kd_sums(slots: list[int]) -> list[float]:
     return sums
 
 
-KD = {"depth_loss": LOSSES["kd"](MTPConfig(mtp_loss="kd")), "distils": True}
+KD = {"depth_loss": depth_loss(MTPConfig(mtp_loss="kd"))}
 
 
 def test_a_depth_is_compared_with_the_trunk_as_many_slots_later() -> None:
@@ -137,9 +137,8 @@ def test_labels_outside_of_the_draft_vocabulary_count_nowhere_in_a_depths_mean()
 
 @pytest.mark.parametrize("loss", ["kd", "tv"])
 def test_soft_labels_of_all_slots_count_whatever_their_label_is(loss: str) -> None:
-    """And tv compares with the trunk's word on all tokens: what it gives to others is rejected."""
-    settings = {"depth_loss": LOSSES[loss](MTPConfig(mtp_loss=loss)), "distils": True, "whole_teacher": loss == "tv"}
-    output = outcome(drafted=DRAFTED, **settings)
+    """And tv compares with the trunk's distribution over all tokens: what it gives to others is rejected."""
+    output = outcome(drafted=DRAFTED, depth_loss=depth_loss(MTPConfig(mtp_loss=loss)))
     trunk_SBH, depth_hidden, weight_VH = states()
     target_SBV, rows_NH = trunk_SBH @ weight_VH.t(), weight_VH[DRAFTED]
     for depth, state_SBH in enumerate(depth_hidden, start=1):

@@ -28,11 +28,12 @@ def plot_metrics(source: Path, target: Path) -> None:
     loss_axes.set(title="loss by depth", xlabel="step", ylabel="nats per token")
     conditional = sorted({name for row in rows for name in row if name.endswith(" conditional acceptance")})
     for index, given in enumerate(conditional):
-        name = given.replace("conditional ", "")
-        for split, of_split in evaluations.items():
-            known = [row for row in of_split if given in row]
-            _line(acceptance_axes, known, name, f"C{index + 1}", marker="o", label=f"{name} ({split})")
-    acceptance_axes.set(title="acceptance by depth", xlabel="step", ylabel="rate", ylim=(0, 1))
+        for name, style in ((given.replace("conditional ", ""), "-"), (given, ":")):
+            for split, of_split in evaluations.items():
+                known = [row for row in of_split if given in row]
+                look = {"marker": "o", "linestyle": style, "label": f"{name} ({split})"}
+                _line(acceptance_axes, known, name, f"C{index + 1}", **look)
+    acceptance_axes.set(title="acceptance by depth (dotted: conditional)", xlabel="step", ylabel="rate", ylim=(0, 1))
     for axes in (loss_axes, acceptance_axes):
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from megatron_mtp.data.locks import one_writer
+from megatron_mtp.files import one_writer
 
 RECORDS = "progress"
 PLAN = "progress.json"

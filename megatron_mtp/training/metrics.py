@@ -20,6 +20,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron.training.utils import is_last_rank
 from torch import Tensor
 
+from megatron_mtp.files import written_beside
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates, acceptance_rates
 from megatron_mtp.training.console import say
 from megatron_mtp.training.cost import StepClock, peak_memory
@@ -243,9 +244,8 @@ def _drop_rows_after(path: Path, iteration: int) -> None:
         path.replace(path.with_suffix(".old.jsonl"))
         return
     rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    beside = path.with_suffix(".partial.jsonl")
-    beside.write_text("".join(row for row in rows if _iteration(row) <= iteration), encoding="utf-8")
-    beside.replace(path)
+    with written_beside(path) as beside:
+        beside.write_text("".join(row for row in rows if _iteration(row) <= iteration), encoding="utf-8")
 
 
 def _iteration(row: str) -> float:

@@ -10,6 +10,8 @@ from typing import Any
 
 import matplotlib
 
+from megatron_mtp.files import written_beside
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
@@ -38,13 +40,11 @@ def plot_metrics(source: Path, target: Path) -> None:
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
-    beside = target.with_suffix(".partial.png")
     try:
-        figure.savefig(beside, dpi=120)
-        beside.replace(target)
+        with written_beside(target) as beside:
+            figure.savefig(beside, dpi=120, format="png")
     finally:
         plt.close(figure)
-        beside.unlink(missing_ok=True)
 
 
 def _line(axes: Any, rows: list[dict[str, Any]], name: str, color: str, **style: Any) -> None:

@@ -9,10 +9,11 @@ import pytest
 import megatron_mtp
 
 PACKAGE = Path(megatron_mtp.__file__).parent
-LOW = {"config", "errors", "registry", "platform"}
+LOW = {"config", "errors", "files", "registry", "platform"}
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "errors": set(),
+    "files": set(),
     "registry": set(),
     "platform": {"platform"},
     "data": LOW | {"data"},
@@ -22,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "drafting": LOW | {"data", "model", "losses", "checkpoint", "drafting"},
     "training": LOW | {"data", "model", "losses", "checkpoint", "drafting", "training"},
     "integrations": LOW | {"model", "training", "integrations"},
-    "report": {"errors", "report"},
+    "report": {"errors", "files", "report"},
     "command": LOW | {"data", "checkpoint", "drafting", "training", "report", "command"},
     "__main__": {"command"},
 }

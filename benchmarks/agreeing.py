@@ -13,7 +13,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
+from megatron_mtp.model.build import MTPGPTModelBuilder, MTPGPTModelConfig
+from megatron_mtp.model.trunk import MTPGPTModel
 
 
 def agreeing_model(

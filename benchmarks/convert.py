@@ -99,7 +99,7 @@ def parse_args() -> argparse.Namespace:
 
 def write_model(folder: Path, gigabytes: float) -> int:
     """A Llama folder of random bits; returns its bytes."""
-    from megatron_mtp.checkpoint.hf_shards import HFShards
+    from megatron_mtp.checkpoint.hf.shards import HFShards
 
     folder.mkdir()
     outer = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
@@ -168,7 +168,7 @@ FILES = 20
 
 def write_experts(folder: Path, files: int) -> None:
     """A GLM-4 MoE folder of zeros in so many files."""
-    from megatron_mtp.checkpoint.hf_shards import HFShards
+    from megatron_mtp.checkpoint.hf.shards import HFShards
 
     folder.mkdir(parents=True)
     tensors = [(name, shape, torch.bfloat16) for name, shape in experts_shapes().items()]
@@ -182,7 +182,7 @@ def experts_shapes() -> dict[str, tuple[int, ...]]:
 
     prepare()
     from megatron_mtp.checkpoint.families import Layout, family_of
-    from megatron_mtp.checkpoint.hf_config import HFConfig
+    from megatron_mtp.checkpoint.hf.config import HFConfig
 
     config = HFConfig.from_keys(EXPERTS)
     rules = family_of(config).all_rules(config, Layout(0))
@@ -202,7 +202,7 @@ def run_side(side: str, folder: Path) -> dict[str, Any]:
         from megatron_mtp.platform import prepare
 
         prepare()
-        import megatron_mtp.checkpoint.megatron_args  # noqa: F401  (importing Megatron is not what is timed)
+        import megatron_mtp.checkpoint.convert.megatron_flags  # noqa: F401  (importing Megatron is not what is timed)
     started = time.perf_counter()
     _WORK[side](folder)
     seconds = time.perf_counter() - started
@@ -222,16 +222,16 @@ def _copy(folder: Path) -> None:
 
 
 def _import(folder: Path) -> None:
-    from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
-    from megatron_mtp.checkpoint.megatron_args import megatron_arguments
+    from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+    from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 
     hf_to_mcore(folder / "source", folder / "mcore", Options(quiet=True), megatron_arguments)
 
 
 def _export(folder: Path) -> None:
-    from megatron_mtp.checkpoint.exporting import mcore_to_hf
-    from megatron_mtp.checkpoint.hf_form import form_of
-    from megatron_mtp.checkpoint.importing import Options
+    from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
+    from megatron_mtp.checkpoint.convert.hf_form import form_of
+    from megatron_mtp.checkpoint.convert.importing import Options
 
     mcore_to_hf(folder / "mcore", folder / "back", Options(quiet=True), form_of(folder / "mcore"))
 

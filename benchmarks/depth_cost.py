@@ -23,7 +23,7 @@ from megatron.training import get_args
 
 from benchmarks.harness import Goal, compare, count, hardware, interleave, report, table
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.model.trunk import MTPGPTModelConfig
+from megatron_mtp.model.build import MTPGPTModelConfig
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import Metrics
 

@@ -28,7 +28,7 @@ from benchmarks.accepted import Trained, acceptance, accepted_table  # noqa: E40
 from benchmarks.harness import Goal, count, hardware, report  # noqa: E402
 from benchmarks.speeds import FULL, QUICK, speeds  # noqa: E402
 from megatron_mtp.drafting import load_runner  # noqa: E402
-from megatron_mtp.drafting.load import join_world  # noqa: E402
+from megatron_mtp.model.build import join_world  # noqa: E402
 
 
 def main() -> None:

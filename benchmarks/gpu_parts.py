@@ -40,14 +40,14 @@ from megatron_mtp.drafting import generate, loop  # noqa: E402
 from megatron_mtp.drafting.config import SpeculativeConfig  # noqa: E402
 from megatron_mtp.drafting.energy import Meter  # noqa: E402
 from megatron_mtp.drafting.graphs import can_record  # noqa: E402
-from megatron_mtp.drafting.load import join_world  # noqa: E402
 from megatron_mtp.drafting.proposers import Proposer  # noqa: E402
 from megatron_mtp.drafting.runner import Runner  # noqa: E402
 from megatron_mtp.losses import depth_loss  # noqa: E402
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss  # noqa: E402
 from megatron_mtp.losses.vocabulary import Vocabulary  # noqa: E402
+from megatron_mtp.model.arguments import TE, flags_without  # noqa: E402
+from megatron_mtp.model.build import join_world  # noqa: E402
 from megatron_mtp.platform.kernels import why_not  # noqa: E402
-from megatron_mtp.training.arguments import NO_TE_FLAGS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = torch.device("cpu" if ON_CPU else "cuda")
@@ -298,7 +298,7 @@ def parity(setting: Setting) -> Found:
     no_te = "it needs a CUDA device" if ON_CPU else why_not("transformer_engine.pytorch")
     sides: dict[str, tuple[list[str], dict[str, str]]] = {"CPU": ([], NO_GPU), "device": ([], {})}
     if no_te is None:
-        sides["device"] = (NO_TE_FLAGS.split(), {})
+        sides["device"] = (flags_without(TE), {})
         sides[WITH_TE] = (["--dist-ckpt-strictness", "log_all"], {})  # the CPU has saved no state of TE's modules
     started = {}
     for name, (own, environment) in sides.items():

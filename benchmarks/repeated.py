@@ -31,7 +31,7 @@ from benchmarks.accepted import VANILLA, Trained, accepted_table, identical  # n
 from benchmarks.accepted import figures as figures_of  # noqa: E402
 from benchmarks.harness import Goal, count, hardware, report  # noqa: E402
 from megatron_mtp.drafting import load_runner  # noqa: E402
-from megatron_mtp.drafting.load import join_world  # noqa: E402
+from megatron_mtp.model.build import join_world  # noqa: E402
 
 MODEL = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "

@@ -26,7 +26,7 @@ import torch
 from benchmarks.harness import Goal, allocated_peak, compare, count, hardware, interleave, report, table
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import LOSSES
-from megatron_mtp.model.trunk import MTPGPTModelConfig
+from megatron_mtp.model.build import MTPGPTModelConfig
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import Metrics
 

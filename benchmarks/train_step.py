@@ -59,8 +59,8 @@ from torch import Tensor  # noqa: E402
 
 from benchmarks.harness import Goal, allocated_peak, compare, count, hardware, interleave, report, resident_peak, table  # noqa: E402
 from megatron_mtp.config import MTPConfig  # noqa: E402
-from megatron_mtp.model.trunk import MTPGPTModelConfig  # noqa: E402
-from megatron_mtp.platform.portable import with_portable_modules  # noqa: E402
+from megatron_mtp.model.build import MTPGPTModelConfig  # noqa: E402
+from megatron_mtp.model.portable import with_portable_modules  # noqa: E402
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags  # noqa: E402
 from megatron_mtp.training.forward_step import ForwardStep, holds_mtp_depths  # noqa: E402
 from megatron_mtp.training.metrics import Metrics  # noqa: E402

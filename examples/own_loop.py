@@ -17,7 +17,7 @@ prepare()
 
 import torch  # noqa: E402
 
-from megatron_mtp.checkpoint.model import load_model  # noqa: E402
+from megatron_mtp.checkpoint.mcore.model import load_model  # noqa: E402
 from megatron_mtp.config import MTPConfig  # noqa: E402
 from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states  # noqa: E402
 

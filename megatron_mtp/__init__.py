@@ -1,3 +1,21 @@
-"""Multi-Token Prediction for GPT models trained with Megatron-Core."""
+"""Multi-Token Prediction for GPT models trained with Megatron-Core.
+
+config.py      MTPConfig: every setting of the depths, whose fields become the --mtp-* flags
+errors.py      how a command that cannot go on ends: one sentence and an exit status
+files.py       how files are written so that a kill leaves nothing half-written
+registry.py    tables to which other packages add rows: losses, proposers, verifiers, families
+patches/       faults of the published megatron-core that are put right
+platform/      the device: what Megatron needs to run without CUDA, and which kernels can be used
+data/          text to tokens to batches; the shifts of every depth
+model/         from arguments to a model: the trunk, the MTP block, sharing, freezing, initialisation
+losses/        what the depths are trained on
+checkpoint/    checkpoints read, converted between Hugging Face and Megatron, and proved equal
+drafting/      speculative decoding with the trained depths
+training/      one run on Megatron's training loop
+integrations/  two lines for a training script that is not ours
+report/        one HTML page of one run or several
+command/       the verbs of megatron-mtp
+__main__.py    python -m megatron_mtp
+"""
 
 __version__ = "0.1.0"

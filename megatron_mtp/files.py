@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
@@ -58,6 +59,12 @@ def sync(path: Path) -> None:
                 os.fsync(stream.fileno())
 
 
+def synced(stream: IO[Any]) -> None:
+    """Return when what was written to the stream is on the disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
 @contextmanager
 def one_writer(output: Path, name: str) -> Iterator[None]:
     """Hold the lock of an output, the file `<output>.lock`; a process that holds it already may enter again.
@@ -95,3 +102,8 @@ def _holder(file: Path) -> str:
         return file.read_text() or "another process"
     except OSError:  # it has just ended
         return "another process"
+
+
+def default_workers() -> int:
+    """Threads that read and write: one a core, but few, since the disk is the limit."""
+    return min(os.cpu_count() or 1, 4)

@@ -1,1 +1,10 @@
-"""Checkpoints: what is in them, and how they come in and out."""
+"""Checkpoints: read, converted between Hugging Face and Megatron, and proved equal. Each room imports those above it.
+
+hf/            folders of Hugging Face: config, tensors, the Hub
+mcore/         distributed checkpoints of Megatron: iterations, tensors, integrity
+families/      the rules of each model family
+convert/       both directions, depths attached and dropped, all streamed and resumable
+proof/         whether a folder and a checkpoint are the same model
+inspecting.py  what a folder or checkpoint holds
+command.py     megatron-mtp convert
+"""

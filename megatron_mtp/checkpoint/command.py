@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_mtp.checkpoint.hub import local_folder
+from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.errors import Parser, status_of
 from megatron_mtp.platform import prepare
 
@@ -90,29 +90,37 @@ def sentence(error: OSError, args: argparse.Namespace) -> str:
 
 def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
     """`convert hf-to-mcore`."""
-    from megatron_mtp.checkpoint.importing import hf_to_mcore
-    from megatron_mtp.checkpoint.megatron_args import flags_of, megatron_arguments
-    from megatron_mtp.checkpoint.plan import HFModel
+    from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
+    from megatron_mtp.checkpoint.convert.megatron_flags import flags_of, megatron_arguments
+    from megatron_mtp.checkpoint.convert.plan import HFModel
+    from megatron_mtp.checkpoint.proof.reference import check_carried
 
     source = local_folder(args.source)
     if args.dry_run:
-        from megatron_mtp.checkpoint.dry_run import plan_import
+        from megatron_mtp.checkpoint.convert.dry_run import plan_import
 
         return plan_import(source, args.target, options(args))
-    done = asdict(hf_to_mcore(source, args.target, options(args), megatron_arguments))
+
+    def arguments(model: HFModel) -> argparse.Namespace:
+        if model.family.untrainable is not None:
+            check_carried(source, {name: stored.shape for name, stored in model.folder.tensors.items()})
+        return megatron_arguments(model)
+
+    done = asdict(hf_to_mcore(source, args.target, options(args), arguments))
     _, reason = flags_of(HFModel.read(source))
     return done | ({} if reason is None else {"trainable here": False, "why not": reason})
 
 
 def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
     """`convert mcore-to-hf`."""
-    from megatron_mtp.checkpoint.dist_store import iteration_folder, stored_draft_vocabulary
-    from megatron_mtp.checkpoint.exporting import mcore_to_hf
-    from megatron_mtp.checkpoint.hf_form import form_of
+    from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
+    from megatron_mtp.checkpoint.convert.hf_form import form_of
+    from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
+    from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
 
     form = form_of(args.source, args.like, args.family, args.tokenizer, args.trust_remote_code)
     if args.dry_run:
-        from megatron_mtp.checkpoint.dry_run import plan_export
+        from megatron_mtp.checkpoint.convert.dry_run import plan_export
 
         return plan_export(args.source, args.target, options(args), form)
     done = asdict(mcore_to_hf(args.source, args.target, options(args), form))
@@ -124,7 +132,7 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
 
 def attach(args: argparse.Namespace) -> dict[str, Any]:
     """`convert attach-mtp`."""
-    from megatron_mtp.checkpoint.depths import attach_depths
+    from megatron_mtp.checkpoint.convert.depths import attach_depths
 
     if args.mtp_num_layers < 1:
         raise ValueError(f"--mtp-num-layers is {args.mtp_num_layers}; give 1 or more.")
@@ -136,7 +144,7 @@ def attach(args: argparse.Namespace) -> dict[str, Any]:
 
 def drop(args: argparse.Namespace) -> dict[str, Any]:
     """`convert drop-mtp`."""
-    from megatron_mtp.checkpoint.depths import drop_depths
+    from megatron_mtp.checkpoint.convert.depths import drop_depths
 
     return asdict(drop_depths(args.source, args.target, args.keep, options(args)))
 
@@ -150,7 +158,7 @@ def look(args: argparse.Namespace) -> dict[str, Any]:
 
 def prove(args: argparse.Namespace) -> dict[str, Any]:
     """`convert verify`."""
-    from megatron_mtp.checkpoint.verify import verify
+    from megatron_mtp.checkpoint.proof.verify import verify
 
     checks = verify(local_folder(args.source), args.target, args.text, trust_remote_code=args.trust_remote_code)
     ok = all(check.ok for check in checks if check.made)
@@ -171,7 +179,7 @@ def options(args: argparse.Namespace) -> Any:
     """How to convert, from the flags."""
     import torch
 
-    from megatron_mtp.checkpoint.importing import Options
+    from megatron_mtp.checkpoint.convert.importing import Options
 
     if args.workers < 1:
         raise ValueError(f"--workers: {args.workers} layers at a time are none; give 1 or more.")

@@ -5,13 +5,15 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.checkpoint.dist_store import DistReader, iteration_folder
-from megatron_mtp.checkpoint.hf_config import CONFIG
-from megatron_mtp.checkpoint.hf_kinds import check_kind
-from megatron_mtp.checkpoint.importing import origin
-from megatron_mtp.checkpoint.integrity import check_entries
-from megatron_mtp.checkpoint.megatron_args import flags_of
-from megatron_mtp.checkpoint.plan import HFModel, stored_layout
+from megatron_mtp.checkpoint.convert.importing import origin
+from megatron_mtp.checkpoint.convert.megatron_flags import flags_of
+from megatron_mtp.checkpoint.convert.plan import HFModel, stored_layout
+from megatron_mtp.checkpoint.families import FAMILIES
+from megatron_mtp.checkpoint.hf.config import CONFIG
+from megatron_mtp.checkpoint.hf.kinds import check_kind
+from megatron_mtp.checkpoint.mcore.integrity import check_entries
+from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 
@@ -24,7 +26,7 @@ def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
     Raises:
         ValueError: it is neither of the two, or is damaged.
     """
-    check_kind(folder)
+    check_kind(folder, FAMILIES)
     if not (folder / CONFIG).is_file():
         return _megatron(folder) | (check_entries(iteration_folder(folder)) if check else {})
     if check:

@@ -1,1 +1,8 @@
-"""The one command line, `megatron-mtp VERB ...`: the commands of the other rooms, and a few of its own."""
+"""The verbs of `megatron-mtp VERB ...`: a table of all, and those that belong to no other room.
+
+line.py        megatron-mtp: VERBS is the table
+evaluate.py    loss and acceptance of a checkpoint on a text
+attach.py      depths for a Hugging Face model, step by step
+doctor.py      what this machine has, and what the absence of a thing costs
+completion.py  completion for bash and zsh
+"""

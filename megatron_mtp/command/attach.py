@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_mtp.checkpoint.hub import local_folder
+from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.errors import Parser, sentences
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -110,8 +110,8 @@ def _check(args: Namespace, rest: list[str]) -> None:
 
 def _data_flags(args: Namespace, folder: Path) -> list[str]:
     """Flags for tokenizer and text; a text is made into a corpus in `folder`."""
-    from megatron_mtp.checkpoint.dist_store import DistReader
-    from megatron_mtp.checkpoint.hf_tokens import run_tokenizer
+    from megatron_mtp.checkpoint.mcore.tensors import DistReader
+    from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
 
     reader = DistReader(Path(args.load))
     stored = reader.common()["args"]

@@ -1,1 +1,12 @@
-"""From text to batches: tokenizer and indexed dataset, checks of what is on disk, batches shifted per depth."""
+"""From text to batches: tokenizer and corpus, checks of what is on disk, batches shifted per depth.
+
+shift.py             the only place where tokens, labels and masks are shifted; a shift stops at the end of its document
+batch.py             tokens, labels and masks of every depth, made once a batch
+context_parallel.py  which positions of a sequence each context-parallel rank holds
+documents.py         documents found, listed, chosen and read
+corpus.py            documents to .bin/.idx, in parallel, written beside and renamed
+tokenizer.py         load a tokenizer folder, or train a byte-level BPE
+frequent_tokens.py   the most frequent tokens of a corpus, which depths may draft
+checks.py            is the corpus there and whole, and does the vocabulary fit it
+command.py           megatron-mtp preprocess
+"""

@@ -2,6 +2,29 @@
 
 The Python API is `load_runner` and `generate`, which are looked up when asked for: they need Megatron on a prepared
 platform, and the rules in this room (types, sampling, verifiers) do not.
+
+    types.py             Draft (a tree), Verdict, AcceptanceStats
+    config.py            SpeculativeConfig: methods, verifiers and their settings
+    sampling.py          logits to probabilities to tokens; random numbers by seed and position
+    proposers/           PROPOSERS: what drafts
+    verifiers/           VERIFIERS: which drafts are accepted
+    runner.py            a loaded model row by row: trunk, depths, head
+    kv_cache.py          keys and values of rows, and the roll-back of rejected ones
+    cached_attention.py  attention over the cache, in the place of a trained model's
+    dense_layer.py       a dense layer with little between its products
+    products.py          products of few rows, by whichever kernel is faster on this CPU
+    graphs.py            a step as a CUDA graph
+    sequences.py         the texts of a batch while they grow
+    loop.py              run -> propose -> verify -> keep -> emit; a text ends at EOS, also inside a draft
+    auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
+    load.py              a checkpoint folder to a runner
+    api.py               generate(): prompts in, texts and statistics out
+    flags.py             the flags of generate, parsed without torch
+    command.py           megatron-mtp generate
+    text.py              texts on the terminal
+    report.py            the tables of acceptance and speed
+    record.py            drafts.json, of which the page of a run shows the drafts
+    energy.py            joules a token
 """
 
 from typing import TYPE_CHECKING, Any

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import torch
 
-from megatron_mtp.checkpoint.dist_store import iteration_folder
+from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.drafting.api import Generated, check_prompts, generate, make_method
 from megatron_mtp.drafting.config import SpeculativeConfig, parse_config
 from megatron_mtp.drafting.energy import Meter

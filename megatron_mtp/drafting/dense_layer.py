@@ -21,7 +21,7 @@ from torch.linalg import vector_norm
 
 from megatron_mtp.drafting.cached_attention import CachedAttention, attend
 from megatron_mtp.drafting.products import product
-from megatron_mtp.platform.portable import PortableNorm
+from megatron_mtp.model.portable import PortableNorm
 
 Forward = Callable[[Tensor, "Angles | None"], Tensor]
 Angles = tuple[Tensor, Tensor]

@@ -6,27 +6,23 @@ the process group.
 
 import contextlib
 import io
-import os
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch import Tensor
 
-from megatron_mtp.checkpoint.dist_store import DistReader, iteration_folder, stored_draft_vocabulary
-from megatron_mtp.checkpoint.hf_tokens import EMBEDDING, run_tokenizer
-from megatron_mtp.checkpoint.mcore_store import repair_tracker
-from megatron_mtp.checkpoint.megatron_args import check_trainable
-from megatron_mtp.checkpoint.model import completed, config_of, fill
+from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tracker
+from megatron_mtp.checkpoint.mcore.model import check_trainable, fill
+from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, run_tokenizer
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder
-from megatron_mtp.platform import cpu
+from megatron_mtp.model.arguments import TE, arguments_without, completed
+from megatron_mtp.model.build import build, config_of, join_world
+from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.platform.kernels import transformer_engine_works
 
 HERE: dict[str, Any] = {
@@ -42,6 +38,7 @@ HERE: dict[str, Any] = {
     "recompute_num_layers": None,
     "gradient_accumulation_fusion": False,
     "apply_rope_fusion": False,
+    "masked_softmax_fusion": False,
     "moe_expert_capacity_factor": None,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
@@ -61,16 +58,6 @@ OVER_ALL_RANKS = (
     "expert_tensor_parallel_size",
     "expert_tensor_parallel_num_weight_shards",
 )
-
-WITHOUT_TE: dict[str, Any] = {
-    "transformer_impl": "local",
-    "persist_layer_norm": False,
-    "masked_softmax_fusion": False,
-    "bias_swiglu_fusion": False,
-    "bias_gelu_fusion": False,
-    "bias_dropout_fusion": False,
-    "moe_token_dispatcher_type": "allgather",
-}
 
 
 @dataclass(frozen=True)
@@ -118,27 +105,15 @@ def load_checkpoint(
         raise ValueError(f"{flag} is {folder}, which does not hold the arguments that its model was trained with.")
     if not hasattr(args, "params_dtype"):  # a conversion knows what the model computes, and nothing of a run
         args, dtype = _of_a_conversion(args, iteration, flag), dtype or reader.dtype(EMBEDDING)
-    model = _model(_adapted(args), stored_draft_vocabulary(iteration))
+    config = config_of(_adapted(args))
+    config.draft_vocabulary = stored_draft_vocabulary(iteration)
+    model = build(config)
     fill(model, reader)
     _keep_weights_in(model.cuda(), dtype or model.config.params_dtype)
     tokenizer = run_tokenizer(args, iteration.parent)
     if vocab_size is None and tokenizer is not None:
         vocab_size = entries(read_tokenizer(tokenizer, trust_remote_code))
     return Loaded(Runner(model, vocab_size), tokenizer)
-
-
-def join_world() -> None:
-    """The process group of the job, or of this process alone; all of it is tensor-parallel."""
-    if not torch.distributed.is_initialized():
-        backend = "gloo" if cpu.installed() else "nccl"
-        if "RANK" in os.environ:
-            torch.distributed.init_process_group(backend)
-        else:
-            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(torch.distributed.get_world_size())
-        model_parallel_cuda_manual_seed(0)
 
 
 def _iteration(folder: Path, flag: str) -> Path:
@@ -156,16 +131,8 @@ def _adapted(args: Namespace) -> Namespace:
     changes = HERE | dict.fromkeys(OVER_ALL_RANKS, ranks)
     is_dense = not (args.num_experts or args.multi_latent_attention)
     if args.transformer_impl == "local" or (is_dense and ranks == 1) or not transformer_engine_works():
-        changes |= WITHOUT_TE
+        changes |= arguments_without(TE)
     return Namespace(**{**vars(args), **changes})
-
-
-def _model(args: Namespace, draft_vocabulary: Tensor | None) -> MTPGPTModel:
-    config = config_of(args)
-    config.draft_vocabulary = draft_vocabulary
-    model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    assert isinstance(model, MTPGPTModel)
-    return model
 
 
 def _keep_weights_in(model: MTPGPTModel, dtype: torch.dtype) -> None:

@@ -1,1 +1,4 @@
-"""Doors for programs of others: their own scripts keep running, with the depths of this package."""
+"""For training scripts that are not ours: they keep running, with the depths of this package.
+
+megatron_lm.py  two lines for a copy of Megatron-LM's pretrain_gpt.py
+"""

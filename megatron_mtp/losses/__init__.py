@@ -1,8 +1,18 @@
-"""Losses of the depths, by the names that `--mtp-loss` takes.
+"""Losses of the depths, by the names that `--mtp-loss` takes: LOSSES is the table.
 
-A loss is a class in a file of its own, a `TokenLoss` (`token_loss.py`), and a row of `LOSSES`. `combine.py` has masks,
-weights and normaliser; `linear_cross_entropy.py` the head and the chunks. Nothing here imports torch, so that `--help`
-lists the losses at once.
+A loss is a class in a file of its own and a row of the table. This file does not import torch, so that `--help` lists
+the losses at once.
+
+token_loss.py            TokenLoss: what every loss says of itself, and what it computes
+cross_entropy.py         ce, with label smoothing and z-loss
+distillation.py          kd and tv, with the trunk as teacher
+mix.py                   mix, a weighted sum of other losses
+vocabulary.py            softmax, argmax and sums over a vocabulary that is cut over ranks
+chunks.py                how many positions are taken at once where logits are made
+linear_cross_entropy.py  head and loss together, in chunks of tokens: memory that does not grow with depths
+combine.py               masks, weights (lambda / D) and the normaliser: one scalar from all losses
+schedule.py              lambda (--mtp-loss-scaling-factor), step by step
+reference.py             all losses as their definitions read
 """
 
 from collections.abc import Callable

@@ -1,1 +1,15 @@
-"""The trunk with its MTP block: hidden states in, one hidden state per depth out."""
+"""From arguments to a model: the trunk with its MTP block; hidden states in, one hidden state per depth out.
+
+arguments.py         Megatron's arguments of a model; MACHINE_SETTINGS says what changes without TE, Apex or CUDA
+build.py             arguments to configuration to model, and the process group: the only place that builds one
+trunk.py             Megatron's GPT with the block on its last pipeline stage
+mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel
+sharing.py           the shared embedding and output head, also between pipeline stages
+initialise.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init)
+random_weights.py    random weights, drawn alike in every layout and tool
+frozen.py            a trunk that stays as it is while depths are trained on it
+draft_vocabulary.py  the head's rows of a smaller vocabulary that the depths draft from
+padding.py           rows that pad the vocabulary have no probability
+portable.py          norm and attention for machines without TE: SP, CP, packed sequences, MLA
+latent.py            MLA's gradients under tensor parallelism, without TE
+"""

@@ -1,4 +1,4 @@
-"""The Megatron GPT trunk with an MTP block on its last stage, and the builder that `pretrain()` calls for it.
+"""The Megatron GPT trunk with an MTP block on its last pipeline stage.
 
 The trunk is Megatron's `GPTModel`, built without Megatron's own MTP. On the stage that holds MTP it gets our block and
 the shared embedding. Given an `Objective`, the last stage returns what the objective makes of the trunk's and the
@@ -7,31 +7,17 @@ depths' hidden states; without one it is a plain GPT.
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import distributed_data_parallel
-from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    LayerNormImpl,
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
-from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training.models import gpt as megatron_gpt
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary
 from megatron_mtp.model.frozen import answer_with_zeros, freeze_trunk, trunk_modules
@@ -40,11 +26,9 @@ from megatron_mtp.model.mtp import (
     AttentionInputs,
     MultiTokenPredictionBlock,
     MultiTokenPredictionLayerSubmodules,
-    mtp_layer_submodules,
 )
 from megatron_mtp.model.padding import mask_padding_, tokens_of_slice
 from megatron_mtp.model.sharing import Head, attach_embedding
-from megatron_mtp.platform.portable import with_portable_modules
 
 
 class Objective(Protocol):
@@ -90,7 +74,7 @@ class MTPGPTModel(GPTModel):
             self.mtp = MultiTokenPredictionBlock(
                 self.config, mtp_submodules, self.pg_collection, self.vp_stage, draft_vocabulary
             )
-            self._tell_precision()
+            self._set_quantisation()
         if self.pre_process or self.post_process or self.mtp_process:
             self.setup_embeddings_and_output_layer()
         self.drafts = None
@@ -120,8 +104,8 @@ class MTPGPTModel(GPTModel):
     def setup_embeddings_and_output_layer(self) -> None:
         """Megatron's, which copies the embedding between stages: only once the MTP stage has its own.
 
-        With gradient accumulation fusion the output layer answers with a dummy gradient, which DDP drops and with it
-        what the depths' loss has added. `zero_out_wgrad` makes the dummy zero, and DDP add the sum.
+        With gradient accumulation fusion the output layer returns a dummy gradient. DDP would drop it together with the
+        gradient of the depths' loss; with `zero_out_wgrad` the dummy is zero and DDP adds the sum.
         """
         if not self._trunk_is_built:
             return
@@ -129,14 +113,14 @@ class MTPGPTModel(GPTModel):
         if self.post_process and self.config.mtp_num_layers and not self.config.mtp_detach_heads:
             self._head_owner().weight.zero_out_wgrad = True
 
-    def _tell_precision(self) -> None:
+    def _set_quantisation(self) -> None:
         """Hand the depths' TE modules their part of the quantisation recipe, as Megatron does for the trunk's."""
         for name, module in self.mtp.named_modules(prefix="mtp"):
             if hasattr(module, "finish_init"):
                 module.finish_init(get_quant_config_or_none(name, self.config.quant_recipe))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
-        """Layers that are absent from the checkpoint are made as `mtp_init` says; from then on they are like others."""
+        """Megatron's, after `mtp_init` has made the layers that the checkpoint lacks."""
         if self.mtp_process and self._absent:
             state_dict = fill_absent_layers(
                 dict(state_dict), self.state_dict(), self.mtp, self._absent, self._mtp_init, self._mtp_init_seed
@@ -201,7 +185,7 @@ class MTPGPTModel(GPTModel):
         return self.mtp(hidden_SBH, batch.tokens_DBS, position_ids_BS, self.embedding, attention, shifted_in_DBS)
 
     def _head_owner(self) -> Any:
-        """The module whose weight is the head's: the output layer, or the embedding that a tied head draws on."""
+        """The module whose weight is the head's: the output layer, or the embedding of a tied head."""
         if self.share_embeddings_and_output_weights and (self.pre_process or self.mtp_process):
             return self.embedding.word_embeddings
         return self.output_layer
@@ -241,122 +225,3 @@ def _await_gathered(module: torch.nn.Module) -> None:
     for hook in module._forward_pre_hooks.values():
         if inspect.getmodule(hook) is distributed_data_parallel:
             hook(module, ())
-
-
-@dataclass(kw_only=True)
-class MTPGPTModelConfig(megatron_gpt.GPTModelConfig):
-    """Megatron's model configuration with ours beside it."""
-
-    builder: ClassVar[str] = "megatron_mtp.model.trunk.MTPGPTModelBuilder"
-    mtp: MTPConfig = field(default_factory=MTPConfig)
-    mtp_init_seed: int = 0
-    absent_mtp_layers: tuple[int, ...] = ()
-    draft_vocabulary: Tensor | None = None
-    absent_draft_vocabulary: bool = False
-    true_vocab_size: int | None = None
-    """Tokens; `vocab_size` also counts the rows that Megatron appends to them. None if every row is a token."""
-
-
-class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
-    """Megatron's builder, for `MTPGPTModel` in place of `GPTModel`."""
-
-    def build_model(
-        self,
-        pg_collection: ProcessGroupCollection,
-        pre_process: bool | None = None,
-        post_process: bool | None = None,
-        vp_stage: int | None = None,
-    ) -> GPTModel:
-        """One pipeline stage; the arguments are those of Megatron's builder."""
-        config = self._model_config
-        layer_spec = _layer_spec(config, vp_stage)
-        if pre_process is None:
-            pre_process = megatron_gpt.is_vp_first_stage(
-                vp_stage=vp_stage, vp_size=config.virtual_pipeline_model_parallel_size
-            ) and megatron_gpt.is_pp_first_stage(pg_collection.pp)
-        if post_process is None:
-            post_process = megatron_gpt.is_vp_last_stage(
-                vp_stage=vp_stage, vp_size=config.virtual_pipeline_model_parallel_size
-            ) and megatron_gpt.is_pp_last_stage(pg_collection.pp)
-        return MTPGPTModel(
-            mtp_submodules=_mtp_submodules(config, layer_spec, vp_stage),
-            mtp_init=config.mtp.mtp_init or "random",
-            mtp_init_seed=config.mtp_init_seed,
-            absent_mtp_layers=config.absent_mtp_layers,
-            train_only_mtp=config.mtp.mtp_train_only,
-            draft_vocabulary=config.draft_vocabulary,
-            absent_draft_vocabulary=config.absent_draft_vocabulary,
-            true_vocab_size=config.true_vocab_size,
-            config=config.transformer,
-            transformer_layer_spec=_block_spec(config, layer_spec, vp_stage),
-            vocab_size=_padded_vocab_size(config),
-            max_sequence_length=config.seq_length,
-            pre_process=pre_process,
-            post_process=post_process,
-            pg_collection=pg_collection,
-            vp_stage=vp_stage,
-            **{name: getattr(config, name) for name in _PASSED_ON},
-        )
-
-
-_PASSED_ON = (
-    "fp16_lm_cross_entropy",
-    "parallel_output",
-    "share_embeddings_and_output_weights",
-    "position_embedding_type",
-    "rotary_percent",
-    "rotary_base",
-    "rope_scaling",
-    "rope_scaling_factor",
-    "seq_len_interpolation_factor",
-    "scatter_embedding_sequence_parallel",
-)
-
-
-def _layer_spec(config: MTPGPTModelConfig, vp_stage: int | None) -> Any:
-    """The trunk's layers: the user's `--spec`, or Megatron's choice for this configuration."""
-    spec = config.transformer_layer_spec
-    if spec is None:
-        spec = megatron_gpt.default_layer_spec(config, vp_stage)
-    elif not isinstance(spec, ModuleSpec):
-        spec = spec(config)
-    if config.attention_backend == AttnBackend.local and isinstance(spec, ModuleSpec):
-        spec.submodules.self_attention.submodules.core_attention = DotProductAttention
-    return spec
-
-
-def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None) -> Any:
-    """The trunk's layers and final norm, with portable modules where Megatron's local ones would stand."""
-    if config.transformer.transformer_impl != "local":
-        return layer_spec
-    if isinstance(layer_spec, ModuleSpec) and layer_spec.module is TransformerLayer:
-        layers = get_num_layers_to_build(config.transformer, vp_stage)
-        layer_spec = TransformerBlockSubmodules([layer_spec] * layers, LayerNormImpl)
-    return with_portable_modules(layer_spec, config.transformer)
-
-
-def _padded_vocab_size(config: MTPGPTModelConfig) -> int:
-    assert config.vocab_size is not None
-    if not config.should_pad_vocab:
-        return config.vocab_size
-    return megatron_gpt.calculate_padded_vocab_size(
-        config.vocab_size, config.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
-    )
-
-
-def _mtp_submodules(
-    config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
-) -> MultiTokenPredictionLayerSubmodules | None:
-    """The depths repeat the kind of the trunk's last layer, dense or MoE."""
-    transformer = config.transformer
-    if transformer.mtp_num_layers is None:
-        return None
-    use_te = transformer.transformer_impl == "transformer_engine"
-    if isinstance(layer_spec, ModuleSpec):
-        last_layer = layer_spec
-    else:
-        last_layer = gpt_layer_specs.get_gpt_decoder_layer_specs(
-            transformer, use_transformer_engine=use_te, normalization=transformer.normalization, vp_stage=vp_stage
-        )[-1]
-    submodules = mtp_layer_submodules(last_layer, config.mtp.mtp_architecture, use_te)
-    return submodules if use_te else with_portable_modules(submodules, transformer)

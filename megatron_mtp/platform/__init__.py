@@ -1,4 +1,8 @@
-"""Everything that knows which device it runs on.
+"""The device: everything that knows whether there is a GPU, and which libraries of kernels can be used.
+
+    cpu.py        what Megatron needs to run without CUDA: a table of substitutions, each with its reason
+    stand_ins.py  what is substituted: streams, events, random state, device strings
+    kernels.py    whether Transformer Engine and Apex's extension can be used on this machine
 
 `prepare()` is called once, before anything of Megatron is imported.
 """
@@ -21,7 +25,7 @@ def prepare() -> bool:
         # On a machine without a GPU nobody misses these kernels, and every import says that they are not there.
         warnings.filterwarnings("ignore", message="(?i).*(apex|transformer.engine).*", category=UserWarning)
         cpu.install()
-    from megatron_mtp.platform import checksums, frozen_stages, saving, torch_adam, unpickling, wheel
+    from megatron_mtp.patches import checksums, frozen_stages, saving, torch_adam, unpickling, wheel
 
     wheel.install()
     unpickling.install()

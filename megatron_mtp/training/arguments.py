@@ -16,16 +16,16 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_mtp.checkpoint.dist_store import DistReader
-from megatron_mtp.checkpoint.mcore_store import absent_layers
-from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS, check_trainable
-from megatron_mtp.checkpoint.model import config_of
+from megatron_mtp.checkpoint.mcore.model import check_trainable
+from megatron_mtp.checkpoint.mcore.stored_depths import absent_layers
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.model.trunk import MTPGPTModelConfig
+from megatron_mtp.model.arguments import APEX, CUDA, MODEL_ARGUMENTS, TE, flags_without
+from megatron_mtp.model.build import MTPGPTModelConfig, config_of
+from megatron_mtp.patches.unpickling import CATALOGUE
 from megatron_mtp.platform.kernels import fuses_weight_gradients, transformer_engine_works
-from megatron_mtp.platform.unpickling import CATALOGUE
 from megatron_mtp.training.chat import check_chat_files
 from megatron_mtp.training.console import say
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
@@ -33,18 +33,6 @@ from megatron_mtp.training.flag_checks import check_ranges, check_relations, che
 from megatron_mtp.training.flags import add_mtp_arguments
 from megatron_mtp.training.loading import check_load, check_optimizer
 from megatron_mtp.training.refusals import megatrons_refusals
-
-CPU_FLAGS = (
-    "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-persist-layer-norm "
-    "--no-masked-softmax-fusion --no-rope-fusion --num-workers 0"
-)
-"""What Megatron needs to be told where there is no CUDA device."""
-
-NO_TE_FLAGS = "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion"
-"""What it needs on a CUDA device without Transformer Engine."""
-
-NO_APEX_FLAG = "--no-gradient-accumulation-fusion"
-"""What it needs there with Transformer Engine, but without Apex's extension, which the head's gradient is made by."""
 
 ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 """Megatron's `extra_args_provider`: takes its parser, and returns it with flags added."""
@@ -60,15 +48,18 @@ def mtp_config_from_args(args: Namespace) -> MTPConfig:
 def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
     """Append the flags that this machine needs to `argv`; returns a line that says so, or None if it needs none."""
     if on_cpu:
-        argv += CPU_FLAGS.split()
-        return f"no CUDA device: running on the CPU over gloo, with {CPU_FLAGS}"
-    if not transformer_engine_works():
-        argv += NO_TE_FLAGS.split()
-        return f"no Transformer Engine: running with Megatron's own modules, {NO_TE_FLAGS}"
-    if not fuses_weight_gradients() and NO_APEX_FLAG not in argv:
-        argv.append(NO_APEX_FLAG)
-        return f"no fused weight gradients of Apex: running with {NO_APEX_FLAG}"
-    return None
+        lack, running = CUDA, "running on the CPU over gloo"
+    elif not transformer_engine_works():
+        lack, running = TE, "running with Megatron's own modules"
+    elif not fuses_weight_gradients():
+        lack, running = APEX, "running"
+    else:
+        return None
+    words = flags_without(lack)
+    if lack == APEX and words[0] in argv:
+        return None
+    argv += words
+    return f"no {lack}: {running} with {' '.join(words)}"
 
 
 def parse_checked_args() -> tuple[Namespace, MTPGPTModelConfig]:

@@ -9,7 +9,7 @@ from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoi
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
-from megatron_mtp.checkpoint.dist_store import stored_draft_vocabulary
+from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.frequent_tokens import most_frequent, tokens_of_file
 from megatron_mtp.training.console import say

@@ -11,7 +11,6 @@ from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -21,8 +20,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.arguments import parse_args
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_mtp.model.trunk import MTPGPTModelBuilder, MTPGPTModelConfig
-from megatron_mtp.training.arguments import CPU_FLAGS, check_data, checked_model_config, parse_run_args
+from megatron_mtp.model.arguments import CUDA, flags_without
+from megatron_mtp.model.build import MTPGPTModelConfig, build
+from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.training.arguments import check_data, checked_model_config, parse_run_args
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
 from megatron_mtp.training.memory import PARTS, Memory, Parameter, memory_of, sizes
 
@@ -47,7 +48,7 @@ def plan(argv: list[str], ranks: int) -> str:
         ValueError: the flags are wrong, or the layout does not fit the ranks.
     """
     _pretend(ranks or _fewest_ranks())
-    argv += CPU_FLAGS.split()
+    argv += flags_without(CUDA)
     args = parse_run_args()
     config = checked_model_config(args)
     config.transformer.perform_initialization = False
@@ -82,18 +83,17 @@ def _stage(args: Namespace, config: MTPGPTModelConfig, rank: int) -> Stage:
     """Build the chunks of a rank's model on the meta device."""
     with _job(args, rank), _on_meta():
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        builder = MTPGPTModelBuilder(config)
         chunks = args.virtual_pipeline_model_parallel_size
-        models = [_build(builder, groups, chunk) for chunk in (range(chunks) if chunks else [None])]
+        models = [_chunk(config, chunk) for chunk in (range(chunks) if chunks else [None])]
         parameters = [one for model in models for one in sizes(model, args)]
         layers = sum(len(model.decoder.layers) for model in models)
         return Stage(parameters, layers, memory_of(args, parameters, layers, groups.pp.rank()))
 
 
-def _build(builder: MTPGPTModelBuilder, groups: ProcessGroupCollection, chunk: int | None) -> Any:
+def _chunk(config: MTPGPTModelConfig, chunk: int | None) -> MTPGPTModel:
     if chunk is not None:
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
-    return builder.build_model(groups, vp_stage=chunk)
+    return build(config, vp_stage=chunk)
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def _on_meta() -> Iterator[None]:
 
 def _flags(args: Namespace) -> list[str]:
     """The flags of the run with what Megatron has made of them, without those of this machine."""
-    parser, machine = all_parser("train"), set(CPU_FLAGS.split())
+    parser, machine = all_parser("train"), set(flags_without(CUDA))
     given, defaults = parse_args(add_mtp_arguments), parser.parse_args([])
     lines = []
     for action in parser._actions:

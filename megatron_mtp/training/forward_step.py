@@ -22,10 +22,10 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import add_depths, depth_batch, join_rows, keep_slots, mask_ignored_labels
+from megatron_mtp.data.context_parallel import slots_of_ranks
 from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.schedule import depth_weights, kept_slots, scaling_factor
-from megatron_mtp.platform.zigzag import slots_of_ranks
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 from megatron_mtp.training.refusals import refusal_of_diverged

@@ -12,10 +12,10 @@ from typing import NoReturn
 import torch
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
-from megatron_mtp.checkpoint.dist_store import DistReader
-from megatron_mtp.checkpoint.integrity import read_errors
-from megatron_mtp.checkpoint.mcore_store import FORMAT, RELEASE, named_iteration, repair_tracker
-from megatron_mtp.platform.unpickling import read_catalogue
+from megatron_mtp.checkpoint.mcore.integrity import read_errors
+from megatron_mtp.checkpoint.mcore.iterations import FORMAT, RELEASE, named_iteration, repair_tracker
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.patches.unpickling import read_catalogue
 from megatron_mtp.training.console import say
 
 FLAGS = {"load": "--load", "pretrained_checkpoint": "--pretrained-checkpoint"}

@@ -20,7 +20,7 @@ from typing import Any
 from megatron.training import get_args
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_mtp.checkpoint.integrity import root_of
+from megatron_mtp.checkpoint.mcore.integrity import root_of
 from megatron_mtp.errors import InputError
 from megatron_mtp.training.console import Listing
 from megatron_mtp.training.hooks import Function, wrapped

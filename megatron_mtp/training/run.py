@@ -15,10 +15,10 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.config import PretrainConfigContainer
 
-from megatron_mtp.checkpoint.hf_tokens import keep_tokenizer
+from megatron_mtp.checkpoint.mcore.tokenizer import keep_tokenizer
 from megatron_mtp.errors import InputError, sentences
 from megatron_mtp.model.sharing import embedding_ranks
-from megatron_mtp.platform import saving
+from megatron_mtp.patches import saving
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 from megatron_mtp.training.console import Listing, keep_listing, say
 from megatron_mtp.training.datasets import datasets_provider

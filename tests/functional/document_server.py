@@ -146,7 +146,7 @@ if __name__ == "__main__":
 
     prepare()
 
-    import megatron_mtp.checkpoint.verify
+    import megatron_mtp.checkpoint.proof.verify
     import megatron_mtp.drafting.command
     import megatron_mtp.training.run  # noqa: F401
 

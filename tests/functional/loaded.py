@@ -9,7 +9,7 @@ from megatron_mtp.platform import prepare
 prepare()
 torch.set_num_threads(1)
 MODULES = (
-    *(f"megatron_mtp.{name}" for name in ("training.run", "drafting.command", "checkpoint.verify")),
+    *(f"megatron_mtp.{name}" for name in ("training.run", "drafting.command", "checkpoint.proof.verify")),
     "megatron.core.tokenizers.text",  # loads transformers
     "megatron.core.models.mimo",
 )

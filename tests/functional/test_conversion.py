@@ -15,11 +15,11 @@ from megatron_mtp.platform import prepare
 
 prepare()
 
-from megatron_mtp.checkpoint.exporting import mcore_to_hf  # noqa: E402
-from megatron_mtp.checkpoint.hf_form import form_of  # noqa: E402
-from megatron_mtp.checkpoint.importing import Options  # noqa: E402
-from megatron_mtp.checkpoint.prompt import Prompt  # noqa: E402
-from megatron_mtp.checkpoint.verify import megatron_logits, verify  # noqa: E402
+from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf  # noqa: E402
+from megatron_mtp.checkpoint.convert.hf_form import form_of  # noqa: E402
+from megatron_mtp.checkpoint.convert.importing import Options  # noqa: E402
+from megatron_mtp.checkpoint.proof.prompt import Prompt  # noqa: E402
+from megatron_mtp.checkpoint.proof.verify import megatron_logits, verify  # noqa: E402
 
 CLIENT = Path(__file__).parent / "mtp_client.py"
 RESAVED = {"untied-d3": ("tp2", "pp2", "pp2-vpp2"), "tied-d3": ("tp2", "pp2"), "moe-d2": ("ep2",)}

@@ -20,9 +20,9 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from hf_models import make  # noqa: E402
 
-from megatron_mtp.checkpoint.dist_store import DistReader  # noqa: E402
-from megatron_mtp.checkpoint.importing import Options, hf_to_mcore  # noqa: E402
-from megatron_mtp.checkpoint.megatron_args import megatron_arguments  # noqa: E402
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore  # noqa: E402
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments  # noqa: E402
+from megatron_mtp.checkpoint.mcore.tensors import DistReader  # noqa: E402
 
 SPECIAL = ["<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>", "<unk>", "<eos>"]
 WORDS = ["System", "User", "Assistant", *(chr(letter) for letter in range(ord("a"), ord("z") + 1))]

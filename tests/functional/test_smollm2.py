@@ -12,11 +12,11 @@ from megatron_mtp.platform import prepare
 
 prepare()
 
-from megatron_mtp.checkpoint.exporting import mcore_to_hf  # noqa: E402
-from megatron_mtp.checkpoint.hf_form import form_of  # noqa: E402
-from megatron_mtp.checkpoint.importing import Options, hf_to_mcore  # noqa: E402
-from megatron_mtp.checkpoint.megatron_args import megatron_arguments  # noqa: E402
-from megatron_mtp.checkpoint.verify import verify  # noqa: E402
+from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf  # noqa: E402
+from megatron_mtp.checkpoint.convert.hf_form import form_of  # noqa: E402
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore  # noqa: E402
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments  # noqa: E402
+from megatron_mtp.checkpoint.proof.verify import verify  # noqa: E402
 
 MODEL = launch.ROOT / "runs" / "smollm2" / "hf"
 TEXT = launch.ROOT / "LICENSE"

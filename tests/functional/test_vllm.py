@@ -22,10 +22,10 @@ from megatron_mtp.platform import prepare
 
 prepare()
 
-from megatron_mtp.checkpoint.exporting import mcore_to_hf  # noqa: E402
-from megatron_mtp.checkpoint.hf_form import form_of  # noqa: E402
-from megatron_mtp.checkpoint.importing import Options  # noqa: E402
-from megatron_mtp.checkpoint.model import load_model  # noqa: E402
+from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf  # noqa: E402
+from megatron_mtp.checkpoint.convert.hf_form import form_of  # noqa: E402
+from megatron_mtp.checkpoint.convert.importing import Options  # noqa: E402
+from megatron_mtp.checkpoint.mcore.model import load_model  # noqa: E402
 from megatron_mtp.model.mtp import AttentionInputs  # noqa: E402
 from megatron_mtp.model.trunk import MTPGPTModel  # noqa: E402
 

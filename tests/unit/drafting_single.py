@@ -21,8 +21,9 @@ from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import Draft, Round
+from megatron_mtp.model.build import MTPGPTModelBuilder, MTPGPTModelConfig
 from megatron_mtp.model.sharing import Head
-from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
+from megatron_mtp.model.trunk import MTPGPTModel
 
 POSITIONS = 160
 

@@ -186,11 +186,11 @@ def load_everything() -> None:
     prepare()
     import transformers
 
-    import megatron_mtp.checkpoint.depths
-    import megatron_mtp.checkpoint.exporting
-    import megatron_mtp.checkpoint.hf_form
-    import megatron_mtp.checkpoint.importing
-    import megatron_mtp.checkpoint.verify
+    import megatron_mtp.checkpoint.convert.depths
+    import megatron_mtp.checkpoint.convert.exporting
+    import megatron_mtp.checkpoint.convert.hf_form
+    import megatron_mtp.checkpoint.convert.importing
+    import megatron_mtp.checkpoint.proof.verify
     import megatron_mtp.command.completion
     import megatron_mtp.command.evaluate
     import megatron_mtp.data.command

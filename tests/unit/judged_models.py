@@ -10,14 +10,14 @@ import torch
 from hf_models import MODELS, make, read, write
 from torch import Tensor
 
-from megatron_mtp.checkpoint.depth_logits import depth_logits
-from megatron_mtp.checkpoint.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
-from megatron_mtp.checkpoint.megatron_args import depth_flags_of, megatron_arguments
-from megatron_mtp.checkpoint.plan import HFModel
-from megatron_mtp.checkpoint.prompt import Prompt
-from megatron_mtp.checkpoint.verify import all_reference_logits, megatron_logits
+from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import depth_flags_of, megatron_arguments
+from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.proof.depth_logits import depth_logits
+from megatron_mtp.checkpoint.proof.prompt import Prompt
+from megatron_mtp.checkpoint.proof.verify import all_reference_logits, megatron_logits
 
 QUIET = Options(quiet=True, workers=1)
 PLAIN = {"llama": 0, "llama-tied": 0, "qwen2-mha": 0, "qwen3": 0}

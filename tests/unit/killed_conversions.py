@@ -18,7 +18,7 @@ from killing import Killer, files
 from tqdm import tqdm
 
 from megatron_mtp.checkpoint import command as convert
-from megatron_mtp.checkpoint.streaming import PLAN, RECORDS
+from megatron_mtp.checkpoint.convert.streaming import PLAN, RECORDS
 
 
 def main(folder: Path, kills: int, seed: int, commands: list[list[str]]) -> dict[str, dict[str, object]]:

@@ -26,7 +26,7 @@ prepare()
 from megatron.training.arguments import parse_args  # noqa: E402
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
-from megatron_mtp.checkpoint.mcore_store import TRACKER  # noqa: E402
+from megatron_mtp.checkpoint.mcore.iterations import TRACKER  # noqa: E402
 from megatron_mtp.report.page import page  # noqa: E402
 from megatron_mtp.report.runs import METRICS, read_runs  # noqa: E402
 from megatron_mtp.training.flags import add_mtp_arguments  # noqa: E402

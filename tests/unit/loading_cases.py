@@ -42,9 +42,9 @@ LATE = (
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text",
     "megatron_mtp.checkpoint.command",
-    "megatron_mtp.checkpoint.depths",
-    "megatron_mtp.checkpoint.exporting",
-    "megatron_mtp.checkpoint.verify",
+    "megatron_mtp.checkpoint.convert.depths",
+    "megatron_mtp.checkpoint.convert.exporting",
+    "megatron_mtp.checkpoint.proof.verify",
     "megatron_mtp.command.evaluate",
     "megatron_mtp.drafting.command",
 )

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
-from megatron_mtp.model.trunk import MTPGPTModel, MTPGPTModelBuilder, MTPGPTModelConfig
+from megatron_mtp.model.build import MTPGPTModelBuilder, MTPGPTModelConfig
+from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 
 VOCABULARY, SLOTS, ROWS = 96, 16, 3

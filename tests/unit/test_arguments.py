@@ -15,8 +15,9 @@ from megatron.core.num_microbatches_calculator import unset_num_microbatches_cal
 from megatron.training.global_vars import unset_global_variables
 
 from megatron_mtp.command import line
+from megatron_mtp.model.arguments import APEX, CUDA, TE, flags_without
 from megatron_mtp.training import arguments
-from megatron_mtp.training.arguments import CPU_FLAGS, NO_APEX_FLAG, NO_TE_FLAGS, set_machine_flags
+from megatron_mtp.training.arguments import set_machine_flags
 from megatron_mtp.training.run import main
 
 MODEL = (
@@ -206,7 +207,7 @@ def test_every_rank_needs_a_token_to_draft(
 def test_machine_flags_come_last_and_are_said() -> None:
     argv = ["pretrain_gpt.py", "--transformer-impl", "transformer_engine"]
     note = set_machine_flags(argv, on_cpu=True)
-    assert argv[3:] == CPU_FLAGS.split()
+    assert argv[3:] == flags_without(CUDA)
     assert note is not None
     assert note.startswith("no CUDA device")
 
@@ -215,10 +216,10 @@ def test_machine_flags_come_last_and_are_said() -> None:
     ("has_te", "has_apex", "given", "added"),
     [
         (True, True, [], []),
-        (True, False, [], [NO_APEX_FLAG]),
-        (True, False, [NO_APEX_FLAG], []),
-        (False, True, [], NO_TE_FLAGS.split()),
-        (False, False, [], NO_TE_FLAGS.split()),
+        (True, False, [], flags_without(APEX)),
+        (True, False, flags_without(APEX), []),
+        (False, True, [], flags_without(TE)),
+        (False, False, [], flags_without(TE)),
     ],
 )
 def test_a_gpu_gets_the_flags_for_the_kernels_that_are_missing(

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from documents import parse
 
-from megatron_mtp.checkpoint import hub
+from megatron_mtp.checkpoint.hf import hub
 from megatron_mtp.command import attach, line
 
 ORDER = "preprocess convert convert train train convert convert generate".split()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from megatron_mtp.checkpoint.families import FAMILIES, Layout, family_of
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.hf_shards import read_header
+from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.shards import read_header
 
 VALUES = st.one_of(
     st.none(),

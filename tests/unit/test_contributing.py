@@ -13,14 +13,14 @@ from drafting_single import prompts_of, runner_of
 from hf_models import Model, Tensors, frame, layer_of, make, read
 from torch import Tensor
 
-from megatron_mtp.checkpoint.exporting import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 from megatron_mtp.checkpoint.families import FAMILIES
-from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
-from megatron_mtp.checkpoint.megatron_args import megatron_arguments
-from megatron_mtp.checkpoint.prompt import Prompt
-from megatron_mtp.checkpoint.reference import all_logits
-from megatron_mtp.checkpoint.reference_forms import FORMS
-from megatron_mtp.checkpoint.verify import compare, megatron_logits
+from megatron_mtp.checkpoint.proof.prompt import Prompt
+from megatron_mtp.checkpoint.proof.reference import all_logits
+from megatron_mtp.checkpoint.proof.reference_forms import FORMS
+from megatron_mtp.checkpoint.proof.verify import compare, megatron_logits
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import METHODS
 from megatron_mtp.drafting.proposers import PROPOSERS

@@ -9,7 +9,7 @@ from hf_models import make, read
 from test_hf_form import trained
 
 from megatron_mtp.checkpoint.command import main
-from megatron_mtp.checkpoint.dist_store import DistReader
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.data.tokenizer import train_bpe
 
 

@@ -9,8 +9,8 @@ import torch
 from hf_models import make
 
 from megatron_mtp.checkpoint.command import main
-from megatron_mtp.checkpoint.dist_store import DistReader
-from megatron_mtp.checkpoint.hf_shards import HFFolder
+from megatron_mtp.checkpoint.hf.shards import HFFolder
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -17,9 +17,9 @@ import torch
 from hf_models import make, read, write
 from safetensors.torch import save_file
 
-from megatron_mtp.checkpoint import importing
-from megatron_mtp.checkpoint.dist_store import CATALOGUE, DistReader
-from megatron_mtp.checkpoint.hf_shards import INDEX, HFShards
+from megatron_mtp.checkpoint.convert import importing
+from megatron_mtp.checkpoint.hf.shards import INDEX, HFShards
+from megatron_mtp.checkpoint.mcore.tensors import CATALOGUE, DistReader
 from megatron_mtp.command import line
 
 TOOL = Path(__file__).parents[2] / "tools" / "checkpoint" / "convert.py"

@@ -1,4 +1,4 @@
-"""checkpoint/depths.py: a family's folder after `drop-mtp` is one that was published with fewer depths."""
+"""checkpoint/convert/depths.py: a family's folder after `drop-mtp` is one that was published with fewer depths."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,14 @@ import pytest
 import torch
 from hf_models import make, read
 
-from megatron_mtp.checkpoint.depths import attach_depths, drop_depths
-from megatron_mtp.checkpoint.exporting import kept_form, mcore_to_hf, with_depths
+from megatron_mtp.checkpoint.convert.depths import attach_depths, drop_depths
+from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf, with_depths
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import FAMILIES
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.importing import HF_FILES, ORIGIN, Options, hf_to_mcore
-from megatron_mtp.checkpoint.megatron_args import megatron_arguments
-from megatron_mtp.checkpoint.plan import HFModel
+from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 
 QUIET = Options(quiet=True, workers=1)
 CASES = [(name, 3, keep) for name in ("mimo_v2_flash", "step3p7", "nemotron_h") for keep in (0, 1)]

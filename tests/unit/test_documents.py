@@ -4,7 +4,6 @@ tests/functional/test_document_commands.py runs the commands that stand in block
 """
 
 import re
-from pathlib import Path
 
 import pytest
 from documents import DOCUMENTS, DOORS, ENGINES, ROOT, SHELLS, blocks, commands, flags_in, launcher, spans
@@ -107,25 +106,6 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def test_the_readme_leads_to_every_page() -> None:
     assert [name for name in DOCUMENTS if name != "README.md" and f"]({name})" not in README] == []
-
-
-def test_the_map_names_every_file_of_the_package_and_no_other() -> None:
-    named = {file for line in README.split("\n## Map\n")[1].split("```")[1].splitlines() for file in mapped(line)}
-    package = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_mtp").glob("**/*[!_].py")}
-    assert sorted(package - named) == []
-    assert sorted(file for file in named if not (ROOT / file).exists()) == []
-
-
-def mapped(line: str) -> list[str]:
-    """Files that a line of the map speaks of: of `a/b.py, c.py  what b does; d.py is its part` b, c and d, all in a."""
-    first, *rest = line.replace(",", "").split() or [""]
-    path = Path("megatron_mtp" if line.startswith("  ") else ".", first)
-    if not rest:
-        return []
-    if first.endswith("/"):
-        return [str(file.relative_to(ROOT)) for file in (ROOT / path).rglob("*.py")] or [str(path)]
-    others = re.findall(r"(?<![\w/])[\w-]+\.(?:py|sh)", " ".join(rest))
-    return [str(path), *(str(path.parent / other) for other in others)]
 
 
 def test_the_settings_of_the_attaching_script_are_those_of_its_page() -> None:

@@ -8,9 +8,9 @@ import torch
 from hf_models import CASES, make, read
 from torch import Tensor
 
-from megatron_mtp.checkpoint.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
-from megatron_mtp.checkpoint.megatron_args import megatron_arguments
+from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 
 QUIET = Options(quiet=True, workers=1)
 

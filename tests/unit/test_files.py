@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp.checkpoint.streaming import PartialFolder
+from megatron_mtp.checkpoint.convert.streaming import PartialFolder
 from megatron_mtp.data.command import main as preprocess
 from megatron_mtp.files import one_writer, written_beside
 

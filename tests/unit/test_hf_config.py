@@ -1,4 +1,4 @@
-"""checkpoint/hf_config.py: what a config.json may leave out, and what is said of one that is wrong."""
+"""checkpoint/hf/config.py: what a config.json may leave out, and what is said of one that is wrong."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mtp.checkpoint.hf_config import CONFIG, HFConfig
+from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
 
 
 def config(**keys: Any) -> HFConfig:

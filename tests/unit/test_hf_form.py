@@ -8,17 +8,17 @@ import pytest
 import torch
 from hf_models import make, read
 from megatron.core import dist_checkpointing
-from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_mtp.checkpoint.exporting import mcore_to_hf
-from megatron_mtp.checkpoint.hf_form import form_of
-from megatron_mtp.checkpoint.importing import HF_FILES, Options, hf_to_mcore, keep_hf_files
-from megatron_mtp.checkpoint.mcore_store import TRACKER
-from megatron_mtp.checkpoint.megatron_args import megatron_arguments, parse_flags, parsed
-from megatron_mtp.checkpoint.model import load_model, model_config
-from megatron_mtp.checkpoint.verify import verify
+from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore, keep_hf_files
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
+from megatron_mtp.checkpoint.mcore.model import load_model, model_config
+from megatron_mtp.checkpoint.proof.verify import verify
 from megatron_mtp.data.tokenizer import train_bpe
-from megatron_mtp.model.trunk import MTPGPTModelBuilder
+from megatron_mtp.model.arguments import parse_flags, parsed
+from megatron_mtp.model.build import build
 from megatron_mtp.training.arguments import checkpoint_arguments
 
 QUIET = Options(quiet=True, workers=1)
@@ -66,7 +66,7 @@ def trained(folder: Path, flags: str = "", vocabulary: int | None = 100, tokeniz
     words = [*TINY.split(), *flags.split(), "--mtp-num-layers", "2", "--untie-embeddings-and-output-weights"]
     args = parsed(words, vocabulary or 300)
     args.vocab_size, args.tokenizer_model = vocabulary, None if tokenizer is None else str(tokenizer)
-    model = MTPGPTModelBuilder(model_config(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    model = build(model_config(args))
     return save(model, args, folder)
 
 
@@ -140,7 +140,7 @@ def test_rows_that_no_token_has_are_kept_when_a_converted_model_is_trained(tmp_p
     converted = trained(tmp_path / "converted", vocabulary=300)
     args = parse_flags(["--use-checkpoint-args", "--load", str(converted)])
     vars(args).update({**checkpoint_arguments(args), "tokenizer_model": str(tokenizer)})
-    model = MTPGPTModelBuilder(model_config(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    model = build(model_config(args))
     keys = export(save(model, args, tmp_path / "mcore"), tmp_path / "hf")
     assert keys["vocab_size"] == 300
     assert torch.equal(read(tmp_path / "hf")["lm_head.weight"], model.output_layer.weight[:300].cpu())

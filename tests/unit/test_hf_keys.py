@@ -1,11 +1,11 @@
-"""checkpoint/hf_keys.py: which trained models can become which family, and what is said of the others."""
+"""checkpoint/convert/hf_keys.py: which trained models can become which family, and what is said of the others."""
 
 from argparse import Namespace
 from typing import Any
 
 import pytest
 
-from megatron_mtp.checkpoint.hf_keys import KEYS, check_computable
+from megatron_mtp.checkpoint.convert.hf_keys import KEYS, check_computable
 
 DENSE: dict[str, Any] = {
     "normalization": "RMSNorm",

@@ -12,7 +12,7 @@ import torch
 from hf_models import make, read, write
 
 from megatron_mtp.checkpoint.command import main
-from megatron_mtp.checkpoint.hf_shards import INDEX, SINGLE
+from megatron_mtp.checkpoint.hf.shards import INDEX, SINGLE
 
 Spoil = Callable[[Path], None]
 NORM = "model.norm.weight"

@@ -7,12 +7,13 @@ import pytest
 import torch
 from hf_models import make, read, write
 
-from megatron_mtp.checkpoint import dist_store, hf_shards
-from megatron_mtp.checkpoint.dist_store import DistReader
-from megatron_mtp.checkpoint.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.hf_shards import HFFolder, dequantise
-from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
-from megatron_mtp.checkpoint.megatron_args import megatron_arguments
+from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.hf import shards
+from megatron_mtp.checkpoint.hf.shards import HFFolder, dequantise
+from megatron_mtp.checkpoint.mcore import tensors
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
 
 QUIET = Options(quiet=True)
 NAME = "model.layers.1.mlp.down_proj.weight"
@@ -69,8 +70,8 @@ def test_a_file_is_opened_once_for_all_its_tensors(tmp_path: Path, monkeypatch: 
     """Opening parses the whole header: an opening a tensor makes reading quadratic."""
     folder = HFFolder(make(tmp_path / "hf", "llama", 0, shards=True))
     opened: list[Path] = []
-    whole = hf_shards.safe_open
-    monkeypatch.setattr(hf_shards, "safe_open", lambda file, **_: (opened.append(file), whole(file, "pt"))[1])
+    whole = shards.safe_open
+    monkeypatch.setattr(shards, "safe_open", lambda file, **_: (opened.append(file), whole(file, "pt"))[1])
     for name in sorted(folder.tensors):
         folder.read(name)
     assert len(opened) == len(set(opened)) == 3
@@ -80,6 +81,6 @@ def test_an_expert_is_found_without_a_search_through_all(tmp_path: Path, monkeyp
     hf_to_mcore(make(tmp_path / "hf", "glm4_moe", 1), tmp_path / "mcore", QUIET, megatron_arguments)
     form = kept_form(tmp_path / "mcore")
     assert form is not None
-    monkeypatch.setattr(dist_store, "_overlap", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(tensors, "_overlap", lambda *_: pytest.fail("searched"))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form)
     assert read(tmp_path / "back").keys() == read(tmp_path / "hf").keys()

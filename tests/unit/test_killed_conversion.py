@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hf_models import make
 
-from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
-from megatron_mtp.checkpoint.megatron_args import megatron_arguments
-from megatron_mtp.checkpoint.streaming import PLAN, RECORDS, PartialFolder
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.streaming import PLAN, RECORDS, PartialFolder
 
 WORKER = Path(__file__).parent / "killed_conversions.py"
 KILLS = 20

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron_mtp.data.batch import add_depths, depth_batch, keep_slots
+from megatron_mtp.data.context_parallel import slots_of_ranks
 from megatron_mtp.model.sharing import Head
-from megatron_mtp.platform.zigzag import slots_of_ranks
 from megatron_mtp.training.objective import NextTokensObjective
 
 pytestmark = pytest.mark.usefixtures("megatron")

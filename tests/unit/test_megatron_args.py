@@ -1,4 +1,4 @@
-"""checkpoint/megatron_args.py: no argument of Megatron's changes a model without a checkpoint's saying so."""
+"""checkpoint/convert/megatron_flags.py: no argument of Megatron's changes a model without a checkpoint's saying so."""
 
 import inspect
 import re
@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MLATransformerConfig
 from megatron.training import argument_utils
 
-from megatron_mtp.checkpoint import hf_keys
-from megatron_mtp.checkpoint.megatron_args import MODEL_ARGUMENTS, parse_flags, parsed
-from megatron_mtp.checkpoint.model import ONE_PROCESS, model_config
-from megatron_mtp.checkpoint.prompt import Prompt
-from megatron_mtp.checkpoint.verify import megatron_logits
-from megatron_mtp.model.trunk import MTPGPTModelBuilder, MTPGPTModelConfig
+from megatron_mtp.checkpoint.convert import hf_keys
+from megatron_mtp.checkpoint.mcore.model import model_config
+from megatron_mtp.checkpoint.proof.prompt import Prompt
+from megatron_mtp.checkpoint.proof.verify import megatron_logits
+from megatron_mtp.model.arguments import MODEL_ARGUMENTS, parse_flags, parsed
+from megatron_mtp.model.build import MTPGPTModelConfig, build
 
 HARMLESS = {
     "how the work is shared out and overlapped": (
@@ -68,7 +67,7 @@ def reaching_a_model() -> set[str]:
     builders = (argument_utils.core_transformer_config_from_args, argument_utils.gpt_config_from_args)
     named = {name for builder in builders for name in re.findall(r"\bargs\.(\w+)", inspect.getsource(builder))}
     named |= {field.name for config in (MLATransformerConfig, MTPGPTModelConfig) for field in fields(config)}
-    return named & vars(parse_flags(ONE_PROCESS.split())).keys()
+    return named & vars(parse_flags([])).keys()
 
 
 def unexplained(arguments: set[str], kept: set[str]) -> list[str]:
@@ -94,7 +93,7 @@ def test_a_model_of_mup_is_built_again_as_it_was_trained(tmp_path: Path) -> None
     from test_hf_form import save
 
     args = parsed([*TINY.split(), *MUP.split(), "--untie-embeddings-and-output-weights"], 100)
-    made = MTPGPTModelBuilder(model_config(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    made = build(model_config(args))
     assert made.config.mup_embedding_mult == 3.0
     assert made.config.mup_output_mult == 0.25
     tokens_BS, made = torch.arange(12).unsqueeze(0), made.cuda().eval()

@@ -11,7 +11,8 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe import moe_utils, router
 
-from megatron_mtp.platform import cpu, kernels, prepare, stand_ins, wheel
+from megatron_mtp.patches import wheel
+from megatron_mtp.platform import cpu, kernels, prepare, stand_ins
 
 pytestmark = pytest.mark.skipif(
     not cpu.installed(), reason="there is a CUDA device here: nothing is substituted; run on a machine without one"

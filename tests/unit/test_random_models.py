@@ -12,12 +12,12 @@ import torch
 from random_models import RandomModel, random_model
 from torch import Tensor
 
-from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
-from megatron_mtp.checkpoint.megatron_args import flags_of, megatron_arguments
-from megatron_mtp.checkpoint.plan import HFModel
-from megatron_mtp.checkpoint.prompt import Prompt
-from megatron_mtp.checkpoint.reference import all_logits
-from megatron_mtp.checkpoint.verify import megatron_logits
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import flags_of, megatron_arguments
+from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.proof.prompt import Prompt
+from megatron_mtp.checkpoint.proof.reference import all_logits
+from megatron_mtp.checkpoint.proof.verify import megatron_logits
 from megatron_mtp.drafting.kv_cache import KVCache
 from megatron_mtp.drafting.load import load_checkpoint
 from megatron_mtp.drafting.loop import CHUNK

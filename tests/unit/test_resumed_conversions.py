@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hf_models import make
 
-from megatron_mtp.checkpoint import depths, importing
-from megatron_mtp.checkpoint.dist_store import write_chunk
-from megatron_mtp.checkpoint.hf_shards import HFShards
+from megatron_mtp.checkpoint.convert import depths, importing
+from megatron_mtp.checkpoint.hf.shards import HFShards
+from megatron_mtp.checkpoint.mcore.tensors import write_chunk
 from megatron_mtp.command import line
 
 

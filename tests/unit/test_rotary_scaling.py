@@ -11,15 +11,16 @@ from megatron_single import randomise
 from test_hf_form import save
 from test_random_models import drafted_logits, off
 
-from megatron_mtp.checkpoint.depths import attach_depths
-from megatron_mtp.checkpoint.exporting import mcore_to_hf
-from megatron_mtp.checkpoint.hf_form import form_of
-from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
-from megatron_mtp.checkpoint.megatron_args import megatron_arguments, parsed
-from megatron_mtp.checkpoint.model import build
-from megatron_mtp.checkpoint.prompt import Prompt
-from megatron_mtp.checkpoint.verify import megatron_logits, verify
+from megatron_mtp.checkpoint.convert.depths import attach_depths
+from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.proof.prompt import Prompt
+from megatron_mtp.checkpoint.proof.verify import megatron_logits, verify
 from megatron_mtp.drafting.load import load_checkpoint
+from megatron_mtp.model.arguments import parsed
+from megatron_mtp.model.build import build
 
 QUIET = Options(quiet=True, workers=1)
 LLAMA3 = {

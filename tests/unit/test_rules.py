@@ -4,7 +4,18 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from megatron_mtp.checkpoint.rules import Axis, Concat, Copies, Map, MergeQKV, Same, Split, SwapHalves, Then, Zeros
+from megatron_mtp.checkpoint.families.rules import (
+    Axis,
+    Concat,
+    Copies,
+    Map,
+    MergeQKV,
+    Same,
+    Split,
+    SwapHalves,
+    Then,
+    Zeros,
+)
 
 
 def rows(*names: int) -> Tensor:

@@ -1,11 +1,11 @@
-"""checkpoint/streaming.py: where the output is while it is made, and which targets are refused before anything is."""
+"""Where the output of a conversion is while it is made, and which targets are refused before anything is."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_mtp.checkpoint.streaming import RECORDS, PartialFolder, run_parts
+from megatron_mtp.checkpoint.convert.streaming import RECORDS, PartialFolder, run_parts
 
 
 @pytest.mark.parametrize("exists", [True, False])

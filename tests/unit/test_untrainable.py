@@ -7,7 +7,7 @@ from hf_models import EXPERTS, LATENT, SIZES
 
 from megatron_mtp.checkpoint.families import FAMILIES, Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
-from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 Keys = dict[str, Any]
 CONFIGS: dict[str, Keys] = {

@@ -17,13 +17,13 @@ from judged_models import PLAIN, PROMPT, QUIET, SPLIT, TOKENS_BS, TRAINED, ZERO_
 from torch import Tensor
 
 from megatron_mtp.checkpoint.command import main
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 from megatron_mtp.checkpoint.families import Family, Layout
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.importing import hf_to_mcore
-from megatron_mtp.checkpoint.megatron_args import megatron_arguments
-from megatron_mtp.checkpoint.reference import all_logits
-from megatron_mtp.checkpoint.rules import Piece, Rule, Same, SwapHalves, Then
-from megatron_mtp.checkpoint.verify import Check, acceptance, compare, verify
+from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, SwapHalves, Then
+from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.proof.reference import all_logits
+from megatron_mtp.checkpoint.proof.verify import Check, acceptance, compare, verify
 
 WITH_DEPTHS = {**TRAINED, **SPLIT}
 ALL = {**PLAIN, **WITH_DEPTHS}

@@ -15,12 +15,12 @@ from hf_models import make
 from test_rotary_scaling import LLAMA3, YARN
 from torch import Tensor
 
-from megatron_mtp.checkpoint import verify as verify_module
-from megatron_mtp.checkpoint.importing import Options, hf_to_mcore
-from megatron_mtp.checkpoint.megatron_args import megatron_arguments
-from megatron_mtp.checkpoint.prompt import Prompt
-from megatron_mtp.checkpoint.reference import all_logits, quieten
-from megatron_mtp.checkpoint.verify import verify
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.proof import verify as verify_module
+from megatron_mtp.checkpoint.proof.prompt import Prompt
+from megatron_mtp.checkpoint.proof.reference import all_logits, quieten
+from megatron_mtp.checkpoint.proof.verify import verify
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -1,4 +1,25 @@
-"""The model families that convert, by the `model_type` of their `config.json`: a new one is a file and a row."""
+"""The model families that convert, by the `model_type` of their `config.json`: a new one is a file and a row.
+
+rules.py         a rule between tensors of both sides, read in both directions
+family.py        Family and Layout
+blocks.py        rules of attention, MLPs, experts and depths, of which families are made
+trunk.py         rules of a trunk
+numbered.py      depths stored as further numbered layers
+flags.py         a config.json as Megatron's flags
+depth_flags.py   flags of depths behind a trunk that Megatron cannot run
+llama.py         Llama, Qwen2, Qwen3
+qwen3_next.py    Qwen3-Next, Qwen3.5
+deepseek.py      DeepSeek-V3, Kimi-K2
+glm.py           GLM-4.5
+mimo.py          MiMo
+mimo_v2.py       MiMo-V2
+ernie.py         ERNIE-4.5
+longcat.py       LongCat-Flash
+step.py          Step-3.5
+bailing.py       Ling, Ring
+exaone.py        EXAONE
+nemotron.py      Nemotron-H
+"""
 
 from megatron_mtp.checkpoint.families.bailing import BAILING
 from megatron_mtp.checkpoint.families.deepseek import DEEPSEEK_V3
@@ -13,7 +34,7 @@ from megatron_mtp.checkpoint.families.mimo_v2 import MIMO_V2
 from megatron_mtp.checkpoint.families.nemotron import NEMOTRON
 from megatron_mtp.checkpoint.families.qwen3_next import QWEN3_5, QWEN3_NEXT
 from megatron_mtp.checkpoint.families.step import STEP
-from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,

@@ -4,9 +4,9 @@ from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_r
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import moe_flags
 from megatron_mtp.checkpoint.families.numbered import numbered_layers
+from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa, moe
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.rules import Rule
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
 def _attention(config: HFConfig) -> GQA:

@@ -7,7 +7,7 @@ Letters in comments: H hidden, E experts, F width of an MLP.
 
 from dataclasses import dataclass
 
-from megatron_mtp.checkpoint.rules import (
+from megatron_mtp.checkpoint.families.rules import (
     Axis,
     Concat,
     HFTensor,

@@ -4,9 +4,9 @@ from megatron_mtp.checkpoint.families.blocks import MLA, Place, mla_rules
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import mla_flags
 from megatron_mtp.checkpoint.families.numbered import frame_with_copies, layer_around, numbered_layers
+from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import COPIES, PACKED, STORED_HEAD
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.rules import Rule
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 NESTED = {"nested": r"^language_model\.model\."}
 """Kimi-K2.5 keeps the text model beside a vision tower."""

@@ -15,7 +15,7 @@ from megatron_mtp.checkpoint.families.flags import (
     rope_flags,
 )
 from megatron_mtp.checkpoint.families.trunk import gqa
-from megatron_mtp.checkpoint.hf_config import HFConfig
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 ALL_LAYERS = pairs({"moe-layer-freq": 1})
 NO_POSITIONS = pairs({"position-embedding-type": "none"})

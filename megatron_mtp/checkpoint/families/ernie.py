@@ -4,9 +4,9 @@ from megatron_mtp.checkpoint.families.blocks import GQA, Frame, Place, depth_fra
 from megatron_mtp.checkpoint.families.depth_flags import gqa_depths, rotary
 from megatron_mtp.checkpoint.families.family import Family, Layout, numbered_depth
 from megatron_mtp.checkpoint.families.llama import dense_layer
+from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.rules import Rule
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
 def _attention(config: HFConfig) -> GQA:

@@ -13,9 +13,9 @@ from megatron_mtp.checkpoint.families.blocks import (
 from megatron_mtp.checkpoint.families.depth_flags import gqa_depths, rotary, sigmoid_experts
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa, moe
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.rules import Rule
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
 def _rules(config: HFConfig, layout: Layout) -> list[Rule]:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.rules import Rule, rename
+from megatron_mtp.checkpoint.families.rules import Rule, rename
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 CARRIED = "carried."
 """Prefix of Megatron keys for tensors that Megatron has no module for, kept as they are: vision towers, say."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA
 from megatron_mtp.checkpoint.families.trunk import is_dense, layers
-from megatron_mtp.checkpoint.hf_config import LARGEST, HFConfig
+from megatron_mtp.checkpoint.hf.config import LARGEST, HFConfig
 
 
 class UntrainableError(ValueError):
@@ -122,7 +122,7 @@ def rope_flags(config: HFConfig) -> list[str]:
 
 
 def _latent_rope_flags(config: HFConfig) -> list[str]:
-    """Rotary positions of latent attention; Megatron's own parser lacks some of YaRN's flags (megatron_args.py)."""
+    """Rotary positions of latent attention; Megatron's own parser lacks flags of YaRN (`add_yarn_arguments`)."""
     rope = _rope(config)
     flags = pairs({"rotary-base": _base(rope)})
     if rotated_part(config) != 1:

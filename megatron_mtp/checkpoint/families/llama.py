@@ -3,9 +3,9 @@
 from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_rules, norm_rules
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import dense_flags
+from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa, layers, trunk_places
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.rules import Rule
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
 def dense_layer(place: Place, attention: GQA, width: int, mlp_bias: bool = False) -> list[Rule]:

@@ -15,9 +15,9 @@ from megatron_mtp.checkpoint.families.blocks import (
 from megatron_mtp.checkpoint.families.deepseek import latent_attention
 from megatron_mtp.checkpoint.families.depth_flags import latent_depths
 from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.rules import Rule, rename
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.rules import Rule, rename
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
 def _rules(config: HFConfig, layout: Layout) -> list[Rule]:

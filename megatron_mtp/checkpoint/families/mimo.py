@@ -4,9 +4,9 @@ from megatron_mtp.checkpoint.families.blocks import GQA, Frame, Place, depth_fra
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import dense_flags
 from megatron_mtp.checkpoint.families.llama import QWEN2, dense_layer
+from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, ZERO_QKV_BIAS, frame, gqa, layers, trunk_places
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.rules import Rule
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
 def _attention(config: HFConfig, layout: Layout) -> GQA:

@@ -5,9 +5,9 @@ from dataclasses import replace
 from megatron_mtp.checkpoint.families.blocks import Frame, depth_frame
 from megatron_mtp.checkpoint.families.depth_flags import framed_depths
 from megatron_mtp.checkpoint.families.family import Family, Layout, numbered_depth
+from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.rules import Rule
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
 def _rules(config: HFConfig, layout: Layout) -> list[Rule]:

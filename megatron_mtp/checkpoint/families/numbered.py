@@ -13,9 +13,9 @@ from megatron_mtp.checkpoint.families.blocks import (
     split_mlp_rules,
 )
 from megatron_mtp.checkpoint.families.family import Layout
+from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import frame, is_dense, layers, moe, trunk_places
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.rules import Rule
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 Layer = Callable[[HFConfig, Layout, Place, bool], list[Rule]]
 """Rules of the layer at a place; the last argument says whether it has experts."""

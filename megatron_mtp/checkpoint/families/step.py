@@ -3,9 +3,9 @@
 from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer, mlp_norm, mlp_rules
 from megatron_mtp.checkpoint.families.depth_flags import CENTRED, framed_depths
 from megatron_mtp.checkpoint.families.family import Family, Layout, numbered_depth
+from megatron_mtp.checkpoint.families.rules import Rule, rename
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, layers
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.rules import Rule, rename
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
 def _rules(config: HFConfig, layout: Layout) -> list[Rule]:

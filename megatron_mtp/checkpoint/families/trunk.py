@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MoE, Place
 from megatron_mtp.checkpoint.families.family import Layout
-from megatron_mtp.checkpoint.hf_config import HFConfig
-from megatron_mtp.checkpoint.rules import Copies, HFTensor, Piece, Rule
+from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 HEAD = "lm_head.weight"
 STORED_HEAD = {"head": r"(^|\.)lm_head\.weight$"}

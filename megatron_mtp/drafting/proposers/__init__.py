@@ -1,4 +1,12 @@
-"""Proposers: what they draft from, and whether a K has a limit."""
+"""Proposers: what they draft from, and whether a K has a limit.
+
+base.py         Proposer
+mtp.py          the trained depths: sequential, one repeated layer, on the trunk's states, parallel heads
+tree.py         trees and beams of the depths' drafts
+ngram.py        what followed the same tokens before
+lookahead.py    n-grams from the trunk's own guesses
+draft_model.py  a smaller model
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,13 @@
-"""Verifiers: pure functions from the target's logits and a draft to a verdict."""
+"""Verifiers: pure functions from the target's logits and a draft to a verdict.
+
+greedy.py     the target's most probable token
+rejection.py  accept with min(1, p / q), several candidates a position too
+block.py      a chain judged as a whole
+spectr.py     several candidates by optimal transport
+lossy.py      rules that change the distribution
+mtjd.py       the joint optimum, an oracle for tests
+walk.py       the way of a verdict through a tree
+"""
 
 from collections.abc import Callable
 

@@ -1,0 +1,106 @@
+"""Do a checkpoint and a `config.json` describe the same computation?
+
+Where Megatron can run the model, both become Megatron's configuration, whose settings are compared. Where it cannot,
+the `config.json` that the conversion has kept is compared with the folder's, both with the defaults of transformers'
+class where there is one.
+"""
+
+import contextlib
+import io
+from argparse import Namespace
+from dataclasses import fields
+from typing import Any
+
+from megatron.training.models.gpt import GPTModelConfig
+
+from megatron_mtp.checkpoint.families import Layout, family_of
+from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.model.arguments import parsed
+
+Settings = dict[str, Any]
+
+ASIDE = (
+    "seq_length vocab_size make_vocab_size_divisible_by should_pad_vocab attention_dropout hidden_dropout "
+    "moe_router_load_balancing_type moe_aux_loss_coeff moe_router_bias_update_rate moe_router_dtype "
+    "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias add_qkv_bias "
+    "mtp_num_layers mtp_use_repeated_layer"
+).split()
+"""Of training, or seen in the tensors: their number and shapes, and biases that an export writes as zeros."""
+LATENT_ASIDE = "kv_channels num_query_groups rotary_percent".split()
+"""What latent attention does not read."""
+YARN = (
+    "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
+    "correction_range_round_to_int"
+).split()
+
+
+def settings_of(args: Namespace) -> Settings:
+    """What Megatron's arguments say of the computation, alike where they say the same in other words."""
+    from megatron_mtp.checkpoint.mcore.model import model_config
+
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
+        config = model_config(args)
+    found = {
+        **vars(config.transformer),
+        **{field.name: getattr(config, field.name) for field in fields(GPTModelConfig)},
+    }
+    plain = {name: value for name, value in found.items() if isinstance(value, int | float | str | list | None)}
+    plain["activation_func"] = getattr(found["activation_func"], "__name__", None)
+    unread = {*ASIDE, *_unread(found)}
+    return {name: value for name, value in {**plain, **_in_one_form(found)}.items() if name not in unread}
+
+
+def _unread(found: Settings) -> list[str]:
+    """Settings that this model does not read."""
+    names = [] if found["num_moe_experts"] else [name for name in found if name.startswith("moe_")]
+    if not found["multi_latent_attention"]:
+        return names + ([] if found["rope_scaling"] else ["rope_scaling_factor"])
+    return names + LATENT_ASIDE + ([] if _scales(found) else YARN)
+
+
+def _in_one_form(found: Settings) -> Settings:
+    """Settings that can be given in several ways."""
+    frequency, groups = found["moe_layer_freq"], found["moe_router_num_groups"] or 1
+    layers = range(found["num_layers"])
+    return {
+        "moe_layer_freq": [int(n % frequency == 0) for n in layers] if isinstance(frequency, int) else list(frequency),
+        "moe_router_topk_scaling_factor": found["moe_router_topk_scaling_factor"] or 1.0,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": found["moe_router_group_topk"] if groups > 1 else None,
+        **({"rope_type": "yarn" if _scales(found) else "rope"} if found["multi_latent_attention"] else {}),
+    }
+
+
+def _scales(found: Settings) -> bool:
+    """Whether latent attention scales its positions; YaRN does nothing with factor 1."""
+    return bool(found["rope_type"] == "yarn" and found["rotary_scaling_factor"] != 1.0)
+
+
+def check_config(keys: Settings, layout: Layout, args: Namespace, source: str, remedy: str) -> None:
+    """Whether a `config.json` describes what the arguments of a checkpoint do.
+
+    Args:
+        source: where the keys are from, for messages.
+        remedy: what to do if it does not.
+
+    Raises:
+        ValueError: it does not.
+    """
+    config = HFConfig.from_keys(keys, source)
+    flags = family_of(config).flags
+    if flags is None or getattr(args, "megatron_mtp_untrainable", False):
+        return
+    try:
+        theirs = settings_of(parsed(flags(config, layout), config.integer("vocab_size")))
+    except UntrainableError as reason:
+        raise ValueError(f"{source} asks for {reason}, but the checkpoint was trained without it; {remedy}") from None
+    different = differences(settings_of(args), theirs)
+    if different:
+        raise ValueError(f"the checkpoint was trained with {different[0]} in {source}; {remedy}")
+
+
+def differences(ours: Settings, theirs: Settings) -> list[str]:
+    """Settings that are not equal, as `name ours, but theirs`."""
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return [f"{name} {ours.get(name)!r:.60}, but it is {theirs.get(name)!r:.60}" for name in names]

@@ -1,0 +1,222 @@
+"""Depths attached to a Megatron checkpoint, or dropped from it: the trunk is copied as it is, tensor by tensor.
+
+`last-layer` starts each depth as one more step of the trunk: its layer is the trunk's last, its final norm the trunk's,
+its input norms are 1, and eh_proj = [0 | I] passes the hidden state on. `random` draws each as a new model has it.
+"""
+
+import functools
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.checkpoint.convert.importing import Converted, Options
+from megatron_mtp.checkpoint.convert.streaming import PartialFolder, run_parts
+from megatron_mtp.checkpoint.families import CARRIED, family_of
+from megatron_mtp.checkpoint.hf.config import HFConfig, read_json
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN, RELEASE, TRACKER
+from megatron_mtp.checkpoint.mcore.model import check_trainable
+from megatron_mtp.checkpoint.mcore.tensors import (
+    Chunk,
+    DistReader,
+    chunks_are_in,
+    read_chunk,
+    write_catalogue,
+    write_chunk,
+)
+from megatron_mtp.checkpoint.mcore.tokenizer import KEPT_TOKENIZER
+from megatron_mtp.files import synced
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.model.random_weights import RandomWeights
+
+INITS = ("random", "last-layer")
+Source = tuple[str, Callable[[], Tensor]]
+"""A key, and what makes its tensor when it is written."""
+
+
+def attach_depths(source: Path, target: Path, depths: int, init: str, seed: int, options: Options) -> Converted:
+    """Copy a checkpoint that has no depths, and give it some.
+
+    Raises:
+        ValueError: Megatron cannot run its model, it has depths already, or has no layer to take as a pattern, or one
+            whose weights `random` cannot draw, or the target is taken.
+    """
+    reader = DistReader(source)
+    check_trainable(reader.common()["args"], str(source))
+    if any(key.startswith("mtp.") for key in reader.keys):
+        raise ValueError(f"{source} has MTP depths already; drop-mtp makes a checkpoint without them.")
+    last = _last_layer(reader)
+    made = [entry for depth in range(depths) for entry in _depth(reader, depth, last, init, seed)]
+    args = _args(reader, mtp_num_layers=depths, mtp_use_repeated_layer=False, mtp_architecture="sequential")
+    return _copy(reader, source, target, made, args, options, {"depths": depths, "init": init, "seed": seed})
+
+
+def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Converted:
+    """Copy a checkpoint without its depths, or with the first `keep` of them.
+
+    Raises:
+        ValueError: it has none, or none to drop, or the target is taken.
+    """
+    reader = DistReader(source)
+    depths = 1 + max((int(key.split(".")[2]) for key in reader.keys if key.startswith("mtp.layers.")), default=-1)
+    if not depths:
+        raise ValueError(f"{source} has no MTP depths; there is nothing to drop.")
+    if not 0 <= keep < depths:
+        raise ValueError(f"--keep is {keep}, but {source} has {depths} MTP depth(s); keep 0 to {depths - 1} of them.")
+    kept: list[Source] = [
+        (key, lambda key=key: reader.read(key))  # type: ignore[misc]
+        for key in reader.keys
+        if (key.startswith("mtp.layers.") and int(key.split(".")[2]) < keep) or (key == DRAFT_VOCABULARY and keep)
+    ]
+    args = _args(reader, mtp_num_layers=keep or None)
+    dropped = _carried_parts(reader, source, keep)
+    return _copy(reader, source, target, kept, args, options, {"depths": keep}, dropped)
+
+
+def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str]:
+    """Tensors of depths after the first `keep` that Megatron has no module for: names in the Hugging Face folder.
+
+    Raises:
+        ValueError: there are carried tensors, but not the config that tells what they belong to.
+    """
+    carried = [key.removeprefix(CARRIED) for key in reader.keys if key.startswith(CARRIED)]
+    if not carried:
+        return frozenset()
+    config = HFConfig.read(source / HF_FILES)
+    depth_of = family_of(config).depth_of
+    return frozenset(name for name in carried if (depth := depth_of(config, name)) is not None and depth >= keep)
+
+
+def _copy(
+    reader: DistReader,
+    source: Path,
+    target: Path,
+    made: list[Source],
+    common: dict[str, Any],
+    options: Options,
+    plan: dict[str, Any],
+    dropped: frozenset[str] = frozenset(),
+) -> Converted:
+    """The trunk's tensors, without the carried ones that are dropped, and those that were made, as a new checkpoint."""
+    trunk = [key for key in reader.keys if not key.startswith("mtp.") and key.removeprefix(CARRIED) not in dropped]
+    sources: list[Source] = [(key, lambda key=key: reader.read(key)) for key in trunk]  # type: ignore[misc]
+    partial = PartialFolder(target, {"source": reader.fingerprint(), **plan}, options.resume)
+    inside = partial.path / RELEASE
+    inside.mkdir(exist_ok=True)
+    files = [("trunk", sources), *([("depths", made)] if made else [])]
+    sizes = [sum(_bytes(reader, key) for key, _ in entries) for _, entries in files]
+    work = [
+        (size, _writer(inside / f"__{name}_0.distcp", entries))
+        for size, (name, entries) in zip(sizes, files, strict=True)
+    ]
+    is_there = functools.partial(chunks_are_in, inside)
+    records = run_parts(partial, work, options.workers, sum(sizes), options.quiet, is_there)
+    chunks = [read_chunk(record) for part in records for record in part]
+    write_catalogue(inside, chunks, common)
+    if (source / HF_FILES).is_dir():
+        shutil.copytree(source / HF_FILES, partial.path / HF_FILES, dirs_exist_ok=True)
+        _correct_origin(partial.path / HF_FILES / ORIGIN, plan["depths"], dropped)
+    if (reader.folder.parent / KEPT_TOKENIZER).is_dir():
+        shutil.copytree(reader.folder.parent / KEPT_TOKENIZER, partial.path / KEPT_TOKENIZER, dirs_exist_ok=True)
+    (partial.path / TRACKER).write_text(RELEASE)
+    partial.finish()
+    return Converted("Megatron", plan["depths"], len(chunks), sum(chunk.length for chunk in chunks))
+
+
+def _correct_origin(path: Path, depths: int, dropped: frozenset[str]) -> None:
+    """What the kept files say of the tensors that are there."""
+    if not path.is_file():
+        return
+    origin = read_json(path)
+    layout = origin.get("layout", {})
+    carried = [name for name in layout.get("carried", []) if name not in dropped]
+    path.write_text(json.dumps({**origin, "layout": {**layout, "depths": depths, "carried": carried}}, indent=2) + "\n")
+
+
+def _writer(file: Path, entries: list[Source]) -> Callable[[Callable[[int], None]], list[dict[str, Any]]]:
+    def write(report: Callable[[int], None]) -> list[dict[str, Any]]:
+        chunks: list[Chunk] = []
+        with open(file, "wb") as stream:
+            for key, make in entries:
+                tensor = make()
+                shape = tuple(tensor.shape)
+                chunks.append(write_chunk(stream, file.name, key, shape, (0,) * len(shape), tensor))
+                report(tensor.nbytes)
+            synced(stream)
+        return [asdict(chunk) for chunk in chunks]
+
+    return write
+
+
+def _depth(reader: DistReader, depth: int, last: int, init: str, seed: int) -> Iterator[Source]:
+    """The tensors of a depth, from 0.
+
+    Raises:
+        ValueError: `random` has no rule for a tensor of the trunk's last layer.
+    """
+    weights = RandomWeights.of(reader.common()["args"], last + 1, seed)
+    for key, pattern, shape in _keys(reader, depth, last):
+        if init == "random":
+            if weights.draw(key, (1,) * len(shape)) is None:
+                raise ValueError(f"--mtp-init random cannot draw '{key}'; give --mtp-init last-layer.")
+            yield key, partial(_drawn, weights, key, shape, reader.dtype(pattern))
+        elif key.endswith("eh_proj.weight"):
+            yield key, partial(_pass_hidden_state, shape, reader.dtype(pattern))
+        elif ".enorm." in key or ".hnorm." in key:
+            yield key, partial(_drawn, weights, key, shape, reader.dtype(pattern))
+        else:
+            yield key, partial(reader.read, pattern)
+
+
+def _keys(reader: DistReader, depth: int, last: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Of every tensor of a depth: key, the tensor of the trunk that it is made like, and shape."""
+    mcore, layer, norm = f"mtp.layers.{depth}.", f"decoder.layers.{last}.", "decoder.final_layernorm."
+    for key in reader.keys:
+        if key.startswith(norm):
+            for name in ("enorm", "hnorm", "final_layernorm"):
+                yield f"{mcore}{name}.{key.removeprefix(norm)}", key, tuple(reader.shape(key))
+        elif key.startswith(layer):
+            yield f"{mcore}transformer_layer.{key.removeprefix(layer)}", key, tuple(reader.shape(key))
+    hidden = reader.shape(f"{norm}weight")[0]
+    yield f"{mcore}eh_proj.weight", f"{norm}weight", (hidden, 2 * hidden)
+
+
+def _drawn(weights: RandomWeights, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    drawn = weights.draw(key, shape)
+    assert drawn is not None
+    return drawn.to(dtype)
+
+
+def _pass_hidden_state(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """[0 | I]"""
+    hidden, _ = shape
+    return torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1).to(dtype)
+
+
+def _last_layer(reader: DistReader) -> int:
+    numbers = [int(key.split(".")[2]) for key in reader.keys if key.startswith("decoder.layers.")]
+    if not numbers:
+        raise ValueError(f"{reader.folder} has no transformer layer that depths could be made from.")
+    return max(numbers)
+
+
+def _args(reader: DistReader, **changes: Any) -> dict[str, Any]:
+    """The common state with other arguments, as that of a checkpoint with one tensor a layer."""
+    common = reader.common()
+    args = Namespace(**{**vars(common["args"]), **changes})
+    metadata = {"non_homogeneous_layers": True, "singleton_local_shards": False}
+    kept: dict[str, Any] = {name: common[name] for name in ("checkpoint_version", "megatron_mtp") if name in common}
+    return kept | {"args": args, "iteration": 0, "content_metadata": metadata}
+
+
+def _bytes(reader: DistReader, key: str) -> int:
+    if not reader.holds(key):
+        return 0
+    return torch.Size(reader.shape(key)).numel() * reader.dtype(key).itemsize

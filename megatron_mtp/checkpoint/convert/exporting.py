@@ -1,0 +1,215 @@
+"""From a Megatron distributed checkpoint to a Hugging Face folder, a layer at a time."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_mtp.checkpoint.convert.importing import Converted, Options
+from megatron_mtp.checkpoint.convert.plan import check_mcore, parts_of, stored_key, stored_layout
+from megatron_mtp.checkpoint.convert.streaming import Budget, PartialFolder, run_parts
+from megatron_mtp.checkpoint.families import Family, Layout, family_of
+from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
+from megatron_mtp.checkpoint.hf.shards import NOT_KEPT, HFShards
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
+
+
+@dataclass(frozen=True)
+class HFForm:
+    """The folder that an export is to make.
+
+    Attributes:
+        keys: of its `config.json`.
+        features: forms of the family that it uses.
+        carried: tensors outside the text model.
+        files: folder of tokenizer and other files to copy; None for none.
+        texts: other files, by name.
+    """
+
+    keys: dict[str, Any]
+    features: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    files: Path | None = None
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+def kept_form(folder: Path) -> HFForm | None:
+    """The form that a conversion has kept beside its checkpoint; None where there is none."""
+    kept = folder / HF_FILES
+    if not (kept / CONFIG).is_file():
+        return None
+    keys, layout, quantised = read_json(kept / CONFIG), {}, False
+    if (kept / ORIGIN).is_file():
+        origin = read_json(kept / ORIGIN)
+        layout, quantised = origin.get("layout", {}), origin.get("quantised", False)
+    if quantised:
+        keys.pop("quantization_config", None)  # the tensors that are here are not
+    return HFForm(keys, tuple(layout.get("features", ())), tuple(layout.get("carried", ())), kept)
+
+
+def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> Converted:
+    """Write the model of a distributed checkpoint as a folder that transformers, vLLM and SGLang load.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or is not of the form's family, or the target is taken.
+        OSError: the target cannot be written.
+    """
+    export = Export.of(source, target, form)
+    reader, rules, keys = export.reader, export.rules, export.keys
+    partial = PartialFolder(target, _fingerprint(reader, keys, options), options.resume)
+    tensors = export.tensors(options)
+    shards = HFShards(partial.path, tensors, options.shard_bytes, partial.resumed)
+    budget = Budget()
+    work = [(_bytes(part, reader), _part_writer(reader, part, shards, budget)) for part in parts_of(rules).values()]
+    total = export.bytes()
+    run_parts(partial, work, options.workers, total, options.quiet, shards.holds)
+    _write_files(partial.path, form, with_dtype(keys, tensors))
+    partial.finish()
+    return Converted(export.family.title, export.depths, len(tensors), total)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A checkpoint whose tensors have been found to be those of a form, and the config that its folder will have."""
+
+    reader: DistReader
+    family: Family
+    depths: int
+    keys: dict[str, Any]
+    rules: list[Rule]
+
+    @classmethod
+    def of(cls, source: Path, target: Path, form: HFForm) -> "Export":
+        """Raises ValueError where the checkpoint is damaged, or is not of the form's family."""
+        reader = DistReader(source)
+        layout = stored_layout(reader, form.features, form.carried)
+        keys = with_depths(form.keys, layout.depths)
+        config = HFConfig.from_keys(keys, f"the {CONFIG} for {target}")
+        family = family_of(config)
+        config = config.with_defaults(family.defaults)
+        _check_depths(family, reader, layout)
+        rules = family.all_rules(config, layout)
+        check_mcore(rules, reader)
+        return cls(reader, family, layout.depths, keys, rules)
+
+    def tensors(self, options: Options) -> "list[Written]":
+        """Those of the folder."""
+        return [entry for rule in self.rules for entry in _written(rule, self.reader, options)]
+
+    def bytes(self) -> int:
+        """Of the tensors as they are read."""
+        return _bytes(self.rules, self.reader)
+
+
+def with_depths(keys: dict[str, Any], depths: int) -> dict[str, Any]:
+    """The config's keys for so many depths, by every name that it counts them by; as they are where they say so."""
+    config = HFConfig.from_keys(keys)
+    family = family_of(config)
+    said = (
+        family.depth_default
+        if not any(config.has(key) for key in family.depth_keys)
+        else config.integer(*family.depth_keys, least=0)
+    )
+    if family.depth_pattern is None or said is None or said == depths:
+        return keys
+    counts = {key: depths for key in family.depth_keys if config.has(key)} or {family.depth_keys[0]: depths}
+    whole = {**keys, **{key: count for key, count in counts.items() if key in keys}}
+    if "text_config" not in keys:
+        return whole | counts
+    return {**whole, "text_config": {**keys["text_config"], **counts}}
+
+
+Written = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, shape and type of a tensor in the folder."""
+
+
+def with_dtype(keys: dict[str, Any], tensors: list[Written]) -> dict[str, Any]:
+    """The config's keys, with the type that most numbers in the tensors have; where no key says it, none will."""
+    counts: Counter[torch.dtype] = Counter()
+    for _, shape, dtype in tensors:
+        counts[dtype] += torch.Size(shape).numel() * dtype.is_floating_point
+    name = str(counts.most_common(1)[0][0]).removeprefix("torch.")
+    said: dict[str, Any] = {key: name for key in ("dtype", "torch_dtype") if key in keys}
+    inner = {"text_config": with_dtype(keys["text_config"], tensors)} if "text_config" in keys else {}
+    return {**keys, **said, **inner}
+
+
+def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
+    if layout.depths and family.depth_pattern is None:
+        raise ValueError(
+            f"{reader.folder} has {layout.depths} MTP depth(s), for which {family.title} folders have no place; export "
+            "it to a family with MTP (--family), or without the depths (drop-mtp)."
+        )
+    if family.depth_limit is not None and layout.depths > family.depth_limit:
+        raise ValueError(
+            f"{reader.folder} has {layout.depths} MTP depths, but {family.title} holds at most {family.depth_limit}; "
+            "choose another family (--family)."
+        )
+    if layout.depths and not reader.holds("mtp.layers.0.eh_proj.weight"):
+        raise ValueError(
+            f"{reader.folder} has parallel heads (--mtp-architecture parallel), which no Hugging Face family stores; "
+            "export it without them (drop-mtp)."
+        )
+
+
+def _written(rule: Rule, reader: DistReader, options: Options) -> list[Written]:
+    """The HF tensors that a rule makes."""
+    if not rule.mcore:
+        return [(tensor.name, tensor.shape or (), torch.float32) for tensor in rule.hf]
+    key = stored_key(rule.mcore[0], reader)
+    out = []
+    for tensor in rule.hf:
+        shape = reader.shape(key) if tensor.shape is None else tensor.shape
+        out.append((tensor.name, shape, options.cast(tensor.name, reader.dtype(key))))
+    return out
+
+
+def _part_writer(
+    reader: DistReader, rules: list[Rule], shards: HFShards, budget: Budget
+) -> Callable[[Callable[[int], None]], dict[str, int]]:
+    def write(report: Callable[[int], None]) -> dict[str, int]:
+        checksums = {}
+        for rule in rules:
+            size = _bytes([rule], reader)
+            with budget.taking(size):
+                pieces = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
+                for tensor, value in zip(rule.hf, rule.to_hf(pieces), strict=True):
+                    checksums[tensor.name] = shards.write(tensor.name, value)
+            report(size)
+        shards.sync(checksums)
+        return checksums
+
+    return write
+
+
+def _bytes(rules: list[Rule], reader: DistReader) -> int:
+    sizes = ((piece.shape, stored_key(piece, reader)) for rule in rules for piece in rule.mcore)
+    return sum(
+        torch.Size(reader.shape(key) if shape is None else shape).numel() * reader.dtype(key).itemsize
+        for shape, key in sizes
+    )
+
+
+def _fingerprint(reader: DistReader, keys: dict[str, Any], options: Options) -> dict[str, Any]:
+    return {
+        "source": reader.fingerprint(),
+        "config": keys,
+        "dtype": str(options.dtype),
+        "shard_bytes": options.shard_bytes,
+    }
+
+
+def _write_files(folder: Path, form: HFForm, keys: dict[str, Any]) -> None:
+    if form.files is not None:
+        for file in sorted(form.files.iterdir()):
+            if file.is_file() and file.name not in (ORIGIN, CONFIG) and not file.name.endswith(NOT_KEPT):
+                shutil.copyfile(file, folder / file.name)
+    for name, text in {**form.texts, CONFIG: json.dumps(keys, indent=2) + "\n"}.items():
+        (folder / name).write_text(text)

@@ -1,0 +1,120 @@
+"""The Hugging Face form of a model that Megatron has trained: family and config from Megatron's arguments.
+
+Models with depths become GLM-4 MoE or DeepSeek-V3 folders, since these are what transformers, vLLM and SGLang all load
+with MTP; a dense model fits into them (`split_mlp_rules`). Without depths they become Llama, Qwen2 or Qwen3 folders.
+"""
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_mtp.checkpoint.convert.computation import check_config
+from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, with_depths
+from megatron_mtp.checkpoint.convert.hf_keys import CODE, KEYS, check_computable, common_keys
+from megatron_mtp.checkpoint.convert.hf_tokens import Tokens
+from megatron_mtp.checkpoint.convert.plan import HFModel, stored_layout, zero_features
+from megatron_mtp.checkpoint.families import family_of
+from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.tokenizer import has_tokenizer, run_tokenizer
+
+
+def form_of(
+    source: Path,
+    like: Path | None = None,
+    family: str | None = None,
+    tokenizer: Path | None = None,
+    trust_remote_code: bool = False,
+) -> HFForm:
+    """The form for a checkpoint: like another folder, as a conversion has kept it, or by Megatron's arguments.
+
+    Args:
+        source: the checkpoint.
+        like: an HF folder or a converted checkpoint to take config and files from.
+        family: `model_type` to export to.
+        tokenizer: folder of the tokenizer to copy.
+        trust_remote_code: whether to run the code of a tokenizer that has some.
+
+    Raises:
+        ValueError: flags contradict each other or name no tokenizer, or no family has what the model has.
+    """
+    if like is not None and family is not None:
+        raise ValueError("--like and --family were given, but a folder to be like has its family; drop one of the two.")
+    if tokenizer is not None and not has_tokenizer(tokenizer):
+        raise ValueError(
+            f"--tokenizer is {tokenizer}, where there is no tokenizer; give a folder with tokenizer.json or its like."
+        )
+    reader, kept = DistReader(source), kept_form(source)
+    if like is not None:
+        form, remedy = kept_form(like) or hf_folder_form(like), "give a folder of the same model (--like)."
+        check_said(form, reader, f"the {CONFIG} of {like}", remedy)
+    elif kept is not None and family is None and _holds(kept, stored_layout(reader).depths):
+        form = kept
+        check_said(form, reader, f"{source / HF_FILES / CONFIG}", f"make the config anew (--family {_named(kept)}).")
+    else:
+        form = trained_form(reader, family, tokenizer or (kept.files if kept else None), trust_remote_code)
+        check_said(form, reader, "the config for it", "it cannot be exported to this family.")
+    return replace(form, files=tokenizer or form.files)
+
+
+def check_said(form: HFForm, reader: DistReader, source: str, remedy: str) -> None:
+    """Whether the folder's config will say what the checkpoint's arguments say; arguments as of `check_config`."""
+    layout = stored_layout(reader, form.features, form.carried)
+    check_config(with_depths(form.keys, layout.depths), layout, reader.common()["args"], source, remedy)
+
+
+def _named(form: HFForm) -> str:
+    model_type = HFConfig.from_keys(form.keys).model_type
+    return model_type if model_type in KEYS else "NAME"
+
+
+def hf_folder_form(folder: Path) -> HFForm:
+    """The form of an HF folder, whose tensors say what its config does not."""
+    model = HFModel.read(folder)
+    keys = read_json(folder / CONFIG)
+    if model.folder.quantised:
+        keys.pop("quantization_config", None)
+    return HFForm(keys, tuple(model.layout.features), model.layout.carried, folder)
+
+
+def _holds(form: HFForm, depths: int) -> bool:
+    """Whether the family has a place for depths, where there are some."""
+    return not depths or family_of(HFConfig.from_keys(form.keys)).depth_pattern is not None
+
+
+def trained_form(
+    reader: DistReader, family: str | None = None, tokenizer: Path | None = None, trust_remote_code: bool = False
+) -> HFForm:
+    """The form for a checkpoint that no conversion has made.
+
+    Args:
+        family: `model_type` of the folder; None for the one that fits.
+        tokenizer: folder to copy into it; None for the one of the training run.
+        trust_remote_code: whether to run the tokenizer's own code.
+
+    Raises:
+        ValueError: no family here has what the model has, or the one asked for has not.
+    """
+    args = reader.common()["args"]
+    check_computable(args)
+    depths = stored_layout(reader).depths
+    chosen = _fitting(args, depths) if family is None else family
+    if chosen not in KEYS:
+        raise ValueError(f"--family is '{chosen}'; a trained model becomes one of {', '.join(KEYS)}.")
+    tokens = Tokens.of(tokenizer or run_tokenizer(args, reader.folder.parent), args, trust_remote_code)
+    dtype = str(reader.dtype("decoder.final_layernorm.weight")).removeprefix("torch.")
+    keys = {**common_keys(args, tokens.vocabulary(reader), dtype), **KEYS[chosen](args), **tokens.ids}
+    keys |= {"model_type": chosen} | ({"num_nextn_predict_layers": depths} if depths else {})
+    texts = {**CODE.get(chosen, {}), **tokens.generation_config()}
+    return HFForm(keys, zero_features(reader), files=tokens.folder, texts=texts)
+
+
+def _fitting(args: Namespace, depths: int) -> str:
+    if args.multi_latent_attention:
+        return "deepseek_v3"
+    if args.num_experts or depths:
+        return "glm4_moe"
+    if args.qk_layernorm:
+        return "qwen3"
+    return "qwen2" if args.add_qkv_bias else "llama"

@@ -1,0 +1,33 @@
+"""Megatron's arguments for a converted model: what `--use-checkpoint-args` finds, and what builds the model."""
+
+from argparse import Namespace
+
+from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.model.arguments import parsed
+
+
+def flags_of(model: HFModel) -> tuple[list[str] | None, str | None]:
+    """Megatron's flags of a model, or None and the reason why Megatron cannot run it."""
+    if model.family.flags is None:
+        return None, model.family.untrainable
+    try:
+        return model.family.flags(model.config, model.layout), None
+    except UntrainableError as reason:
+        return None, str(reason)
+
+
+def depth_flags_of(model: HFModel) -> list[str] | None:
+    """Megatron's flags for the depths of a model whose trunk it cannot run; None where it cannot run them either."""
+    try:
+        return None if model.family.depth_flags is None else model.family.depth_flags(model.config, model.layout)
+    except UntrainableError:
+        return None
+
+
+def megatron_arguments(model: HFModel) -> Namespace:
+    """The arguments that a checkpoint of this model keeps; without a model to build, the reason and few others."""
+    flags, reason = flags_of(model)
+    if flags is None:
+        return Namespace(mtp_num_layers=model.layout.depths or None, megatron_mtp_untrainable=reason)
+    return parsed(flags, model.config.integer("vocab_size"))

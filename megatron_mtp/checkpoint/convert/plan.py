@@ -1,0 +1,159 @@
+"""What a conversion will do, checked by names and shapes before a single tensor is read.
+
+A plan is the list of rules between two sides that are there: every tensor of the source must have its rule, every rule
+its tensors. Rules are grouped into parts, a layer each, which are converted, recorded and resumed as one.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megatron_mtp.checkpoint.families import CARRIED, FAMILIES, Family, Layout, family_of
+from megatron_mtp.checkpoint.families.rules import Piece, Rule, Shape
+from megatron_mtp.checkpoint.families.trunk import ZERO_QKV_BIAS, ZERO_ROUTER_BIAS
+from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.kinds import check_kind
+from megatron_mtp.checkpoint.hf.shards import HFFolder, block_of
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+
+_LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
+_DEPTH = re.compile(r"^mtp\.layers\.(\d+)\.")
+
+
+def parts_of(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
+    """Rules by layer, in order; what is in no layer is a part of its own."""
+    parts: dict[str, list[Rule]] = {}
+    for rule in rules:
+        match = _LAYER.match(rule.mcore[0].key) if rule.mcore else None
+        parts.setdefault(match.group(0) if match else "model.", []).append(rule)
+    return parts
+
+
+def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
+    """Every tensor of the folder has one rule, and the shape that the config implies.
+
+    Raises:
+        ValueError: a tensor is missing, left over, of another shape, or of a type that no weight has.
+    """
+    left = dict(folder.tensors)
+    for tensor in (tensor for rule in rules for tensor in rule.hf):
+        stored = left.pop(tensor.name, None)
+        if stored is None:
+            raise ValueError(
+                f"{folder.folder} lacks '{tensor.name}', which {config.source} ({config.model_type}) calls for; fetch "
+                "the folder again, or put right what the config says."
+            )
+        if tensor.shape is not None and stored.shape != tensor.shape:
+            raise ValueError(
+                f"'{tensor.name}' in {stored.file} is {_by(stored.shape)}, but {config.source} makes it "
+                f"{_by(tensor.shape)}; one of the two is wrong."
+            )
+        folder.check_type(tensor.name, must_be_weight=tensor.shape is not None)
+    if left:
+        name, stored = next(iter(left.items()))
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ValueError(
+            f"'{name}'{more} in {stored.file} is no tensor of a '{config.model_type}' model as {config.source} "
+            "describes it; nothing is dropped silently, so remove it, or put right what the config says."
+        )
+
+
+def check_mcore(rules: list[Rule], reader: DistReader) -> None:
+    """The same of a Megatron checkpoint, whose draft vocabulary stays behind: the depths of a folder draft all tokens.
+
+    Raises:
+        ValueError: a tensor is missing, left over, of another shape, or of a type that no weight has.
+    """
+    left = set(reader.keys) - {DRAFT_VOCABULARY}
+    for piece in (piece for rule in rules for piece in rule.mcore):
+        key = stored_key(piece, reader)
+        left -= {piece.key, *piece.aliases}
+        if not reader.dtype(key).is_floating_point and not key.startswith(CARRIED):
+            raise ValueError(
+                f"'{key}' in {reader.folder} is of type {_name(reader.dtype(key))}, but weights are floating-point "
+                "numbers; the checkpoint is damaged."
+            )
+        if piece.shape is not None and not _fits(reader.shape(key), piece):
+            raise ValueError(
+                f"'{key}' in {reader.folder} is {_by(reader.shape(key))}, but the config makes it "
+                f"{_by(piece.whole or piece.shape)}; one of the two is wrong."
+            )
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ValueError(
+            f"'{min(left)}'{more} in {reader.folder} has no place in this family; nothing is dropped silently, so "
+            "export to another family, or from a model without it."
+        )
+
+
+def stored_key(piece: Piece, reader: DistReader) -> str:
+    """The key under which a checkpoint holds a piece: its own, or an alias.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    for key in (piece.key, *piece.aliases):
+        if reader.holds(key):
+            return key
+    raise ValueError(f"{reader.folder} lacks '{piece.key}', which the model's config calls for.")
+
+
+def stored_layout(reader: DistReader, features: Iterable[str] = (), carried: Iterable[str] = ()) -> Layout:
+    """The layout of a checkpoint's export: its depths, and the forms that the folder is to have."""
+    depths = {match.group(1) for key in reader.keys if (match := _DEPTH.match(key))}
+    return Layout(len(depths), frozenset(features), tuple(carried))
+
+
+def zero_features(reader: DistReader) -> tuple[str, ...]:
+    """Biases that the model does without, and that engines look for in some families: written as zeros."""
+    names = {ZERO_QKV_BIAS: "self_attention.linear_qkv.bias", ZERO_ROUTER_BIAS: "mlp.router.expert_bias"}
+    return tuple(feature for feature, name in names.items() if not any(key.endswith(f".{name}") for key in reader.keys))
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """An HF folder whose tensors have been found to be those of its family."""
+
+    config: HFConfig
+    family: Family
+    layout: Layout
+    folder: HFFolder
+    rules: list[Rule]
+
+    @classmethod
+    def read(cls, path: Path) -> "HFModel":
+        """Raises ValueError where the folder is of another kind, is damaged or contradicts itself."""
+        check_kind(path, FAMILIES)
+        config = HFConfig.read(path)
+        family = family_of(config)
+        config = config.with_defaults(family.defaults)
+        folder = HFFolder(path, block_of(config.keys))
+        layout = family.layout(config, folder.tensors)
+        rules = family.all_rules(config, layout)
+        check_hf(rules, folder, config)
+        return cls(config, family, layout, folder, rules)
+
+    def beside(self, reader: DistReader) -> "HFModel":
+        """The same model with rules for this checkpoint, which may lack biases that the folder has as zeros."""
+        layout = replace(self.layout, features=self.layout.features | set(zero_features(reader)))
+        return replace(self, layout=layout, rules=self.family.all_rules(self.config, layout))
+
+
+def _fits(stored: Shape, piece: Piece) -> bool:
+    wanted = piece.whole or piece.shape
+    assert wanted is not None
+    if piece.padded:
+        return len(stored) == len(wanted) and stored[0] >= wanted[0] and stored[1:] == wanted[1:]
+    return stored == wanted
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _by(shape: Shape) -> str:
+    return "x".join(map(str, shape)) or "a single number"

@@ -1,0 +1,102 @@
+"""Which folders of Hugging Face's world cannot be read here: each is named, with what to do instead.
+
+Quantised releases, adapters, GGUF files, multimodal wrappers, links to nowhere.
+"""
+
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
+
+ADAPTER = "adapter_config.json"
+READ_AS_BFLOAT16 = "fp8"
+"""The quantisation that is read: DeepSeek's, FP8 with a scale for every block."""
+SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""Where older quantised releases say so."""
+
+
+def check_kind(folder: Path, known: Container[str]) -> None:
+    """Refuse a folder of a kind that cannot be read.
+
+    Args:
+        known: each `model_type` that converts.
+
+    Raises:
+        ValueError: it is one.
+    """
+    _check_is_folder(folder)
+    _check_links(folder)
+    if (folder / ADAPTER).is_file() and not (folder / CONFIG).is_file():
+        base = _object(folder / ADAPTER).get("base_model_name_or_path") or "its base model"
+        raise ValueError(
+            f"{folder} is an adapter (LoRA) of {base!s:.100}; merge it into that model (merge_and_unload() of peft), "
+            "save the result, and give its folder."
+        )
+    if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
+        raise ValueError(_gguf(folder))
+    if (folder / CONFIG).is_file():
+        keys = _object(folder / CONFIG)
+        _check_quantisation(folder, keys)
+        _check_wrapper(folder, keys, known)
+
+
+def _check_is_folder(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    if folder.is_file():
+        kind = _gguf(folder) if folder.suffix == ".gguf" else f"{folder} is a file; give the folder that it is in."
+        raise ValueError(kind)
+    raise ValueError(f"{folder} is no folder; give the folder of a Hugging Face model.")
+
+
+def _gguf(path: Path) -> str:
+    return f"{path} is a GGUF model, as llama.cpp runs it; give the safetensors folder that it was made from."
+
+
+def _check_links(folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"{path} is a link to {path.readlink()}, which is not there; fetch the folder again.")
+
+
+def _check_quantisation(folder: Path, keys: dict[str, Any]) -> None:
+    text = keys.get("text_config")
+    named = next((_method(part) for part in (keys, text) if isinstance(part, dict) and _method(part)), None)
+    found = next((method for file, method in SIDE_FILES.items() if (folder / file).is_file()), None)
+    method = named or found
+    if method is not None and method != READ_AS_BFLOAT16:
+        raise ValueError(
+            f"{folder} is quantised with {method!s:.40}, which is not read here; give the model in bfloat16, or in FP8 "
+            "with block scales."
+        )
+
+
+def _method(keys: dict[str, Any]) -> str | None:
+    """What a config calls its quantisation; bitsandbytes' older files have no name for it."""
+    settings = keys.get("quantization_config") or keys.get("compression_config")
+    if not isinstance(settings, dict):
+        return None
+    if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
+        return "bitsandbytes"
+    return str(settings.get("quant_method") or "an unnamed method")
+
+
+def _check_wrapper(folder: Path, keys: dict[str, Any], known: Container[str]) -> None:
+    outer, text = keys.get("model_type"), keys.get("text_config")
+    if str(outer) in known or not isinstance(text, dict):
+        return
+    inner = text.get("model_type")
+    status = "which converts by itself" if str(inner) in known else "which is unknown here too"
+    raise ValueError(
+        f"{folder} is a model of type '{outer!s:.40}' around a text model of type '{inner!s:.40}', {status}; save the "
+        "text model alone with transformers, and give its folder."
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Raises ValueError where the file is no JSON object."""
+    keys = read_json(path)
+    if not isinstance(keys, dict):
+        raise ValueError(f"{path} holds a {type(keys).__name__}, not an object of keys; fetch it again.")
+    return keys

@@ -1,0 +1,332 @@
+"""Hugging Face folders of safetensors: tensors found and checked by the headers alone, read and written one by one.
+
+Folders in pickle form are refused and never opened. FP8 tensors with block scales (`weight_scale_inv`) are read as what
+they stand for, and their scales are no tensors of their own.
+"""
+
+import json
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_mtp.checkpoint.hf.config import read_json
+from megatron_mtp.patches.checksums import crc32_of
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SCALE = "_scale_inv"
+COPY = "consolidated"
+"""Beginning of files that repeat a model in another form, beside those of transformers (Mistral's)."""
+NOT_KEPT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+"""Endings of the files that are not copied with a model's config and tokenizer."""
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Names in safetensors headers."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies, and what it is."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class HFFolder:
+    """The tensors of a folder.
+
+    Raises:
+        ValueError: a file is missing, damaged or no safetensors file, or the files and the index disagree.
+    """
+
+    def __init__(self, folder: Path, block: tuple[int, int] = (128, 128)) -> None:
+        self.folder, self._block = folder, block
+        self._open = _OpenFiles()
+        self.tensors: dict[str, Stored] = {}
+        for file, names in _files(folder).items():
+            self._add(file, names)
+        self._scales = {name: self.tensors.pop(name) for name in list(self.tensors) if self._is_scale(name)}
+
+    def _add(self, file: Path, promised: Sequence[str] | None) -> None:
+        found = read_header(file)
+        missing = sorted(set(promised or ()) - set(found))
+        if missing:
+            raise ValueError(f"{file} lacks the tensor '{missing[0]}' that {INDEX} puts there; fetch the file again.")
+        for name, stored in found.items():
+            if name in self.tensors:
+                raise ValueError(
+                    f"'{name}' is both in {self.tensors[name].file} and in {file}; remove the file that does not "
+                    "belong."
+                )
+            self.tensors[name] = stored
+
+    def _is_scale(self, name: str) -> bool:
+        return name.endswith(SCALE) and name.removesuffix(SCALE) in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of the tensor that `read` returns."""
+        return torch.bfloat16 if f"{name}{SCALE}" in self._scales else self.tensors[name].dtype
+
+    @property
+    def quantised(self) -> bool:
+        """Whether there are tensors with scales."""
+        return bool(self._scales)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor; FP8 with block scales comes as bfloat16."""
+        tensor = self._read(self.tensors[name], name)
+        scale = self._scales.get(f"{name}{SCALE}")
+        if scale is not None:
+            return dequantise(tensor, self._read(scale, f"{name}{SCALE}"), self._block)
+        return tensor
+
+    def check_type(self, name: str, must_be_weight: bool) -> None:
+        """Whether a tensor can be a weight.
+
+        Args:
+            must_be_weight: whether it is one; of the others, those named so are.
+
+        Raises:
+            ValueError: it is of integers or truth values, or FP8 without scales.
+        """
+        dtype, file = self.dtype(name), self.tensors[name].file
+        if dtype in FP8:
+            raise ValueError(
+                f"'{name}' in {file} is FP8 without a '{name}{SCALE}'; only block scales are known here, so give the "
+                "model in bfloat16."
+            )
+        if not dtype.is_floating_point and (must_be_weight or name.endswith(".weight")):
+            raise ValueError(
+                f"'{name}' in {file} is of type {str(dtype).removeprefix('torch.')}, but weights are floating-point "
+                "numbers; the model is quantised or damaged, so give it in bfloat16."
+            )
+
+    def _read(self, stored: Stored, name: str) -> Tensor:
+        tensor: Tensor = self._open.file(stored.file).get_tensor(name)
+        return tensor
+
+
+class _OpenFiles(threading.local):
+    """Each thread's own handles of the files that it read last: opening a file parses its whole header."""
+
+    def __init__(self) -> None:
+        self.file = lru_cache(maxsize=32)(_open)
+
+
+def _open(file: Path) -> Any:
+    # Not mapped: pages of mapped files would count as memory of this process.
+    return safe_open(file, framework="pt", backend="pread")
+
+
+def block_of(keys: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale in FP8 releases, by the config's keys."""
+    quantisation = keys.get("quantization_config")
+    block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
+    if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
+        return block[0], block[1]
+    return 128, 128
+
+
+def _files(folder: Path) -> dict[Path, list[str] | None]:
+    """Files of a folder, with the tensors that an index promises of each."""
+    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith(COPY))
+    named: dict[Path, list[str] | None] = dict.fromkeys(files)
+    if (folder / INDEX).is_file():
+        named = _indexed(folder)
+    elif (folder / SINGLE) in files:
+        named = {folder / SINGLE: None}
+    beside = [file for file in files if file not in named]
+    if beside:
+        by = INDEX if (folder / INDEX).is_file() else f"a folder with {SINGLE}"
+        raise ValueError(
+            f"{beside[0]} is no file of {by}, and nothing is dropped silently; remove it, or name its tensors in "
+            f"{INDEX}."
+        )
+    if named:
+        return named
+    pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
+    if pickles:
+        raise ValueError(
+            f"{pickles[0]} is a pickle, which can run code and is never opened here; save the model as safetensors."
+        )
+    raise ValueError(f"{folder} holds no safetensors files; give the folder of a Hugging Face model.")
+
+
+def _indexed(folder: Path) -> dict[Path, list[str] | None]:
+    index = read_json(folder / INDEX)
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
+        raise ValueError(f"{folder / INDEX} has no 'weight_map' from tensors to files; fetch it again.")
+    files: dict[Path, list[str] | None] = {}
+    for name, file in weights.items():
+        path = folder / file
+        if Path(file).name != file or not path.is_file():
+            raise ValueError(f"{folder / INDEX} puts '{name}' into '{file:.100}', which is not there; fetch that file.")
+        names = files.setdefault(path, [])
+        assert names is not None
+        names.append(name)
+    return files
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, which safetensors itself has found whole.
+
+    Raises:
+        ValueError: it is truncated, damaged or something else.
+    """
+    try:
+        with safe_open(file, framework="pt"), open(file, "rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from None
+    except (SafetensorError, ValueError, RecursionError) as error:
+        what = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise ValueError(f"{file} is not a whole safetensors file ({what}); fetch it again.") from None
+    tensors = {name: value for name, value in header.items() if name != "__metadata__"}
+    unknown = next((f"{name}' of type '{v['dtype']}" for name, v in tensors.items() if v["dtype"] not in DTYPES), None)
+    if unknown is not None:
+        raise ValueError(f"{file} has '{unknown}', which is not known here; known are {', '.join(DTYPES)}.")
+    return {name: Stored(file, tuple(v["shape"]), DTYPES[v["dtype"]]) for name, v in tensors.items()}
+
+
+def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """bfloat16 [rows, columns] of FP8 values and one scale for every block of rows and columns (arXiv:2412.19437, 3.3).
+
+    Raises:
+        ValueError: the scales do not cover the weight.
+    """
+    rows, columns = (-(-size // step) for size, step in zip(weight.shape[-2:], block, strict=True))
+    if weight.dim() < 2 or tuple(scale.shape[-2:]) != (rows, columns):
+        raise ValueError(
+            f"scales of shape {tuple(scale.shape)} do not cover a weight of shape {tuple(weight.shape)} in blocks of "
+            f"{block[0]}x{block[1]}; give the model in bfloat16."
+        )
+    wide = scale.float().repeat_interleave(block[0], dim=-2).repeat_interleave(block[1], dim=-1)
+    return (weight.float() * wide[..., : weight.shape[-2], : weight.shape[-1]]).to(torch.bfloat16)
+
+
+class HFShards:
+    """Safetensors files being written: all headers first, then tensors in any order, each at its place.
+
+    Args:
+        folder: to write to.
+        tensors: name, shape and dtype of all, in the order of the files.
+        largest: bytes of a file, unless one tensor alone is larger.
+        resumed: the files are there from an interrupted run.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
+        largest: int,
+        resumed: bool = False,
+    ) -> None:
+        self._places: dict[str, tuple[Path, int, torch.dtype]] = {}
+        self._lengths: dict[str, int] = {}
+        shards = _shards(tensors, largest)
+        files = (
+            [SINGLE]
+            if len(shards) == 1
+            else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+        )
+        total = 0
+        for name, shard in zip(files, shards, strict=True):
+            total += self._open(folder / name, shard, resumed)
+        if len(shards) > 1:
+            weights = {tensor: place[0].name for tensor, place in sorted(self._places.items())}
+            index = {"metadata": {"total_size": total}, "weight_map": weights}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _open(self, file: Path, shard: list[tuple[str, tuple[int, ...], torch.dtype]], resumed: bool) -> int:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, shape, dtype in shard:
+            start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            self._places[name], self._lengths[name] = (file, start, dtype), end - start
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._places |= {name: (file, self._places[name][1] + 8 + len(text), dtype) for name, _, dtype in shard}
+        with open(file, "r+b" if resumed and file.exists() else "wb") as stream:
+            stream.write(struct.pack("<Q", len(text)) + text)
+            stream.truncate(8 + len(text) + end)
+        return end
+
+    def write(self, name: str, tensor: Tensor) -> int:
+        """Put a tensor at its place; returns the checksum of its bytes."""
+        file, start, dtype = self._places[name]
+        data = tensor.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+        descriptor = os.open(file, os.O_WRONLY)
+        try:
+            view, done = memoryview(data), 0
+            while done < len(view):
+                done += os.pwrite(descriptor, view[done:], start + done)
+        finally:
+            os.close(descriptor)
+        return zlib.crc32(view)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Return when these tensors are on the disk."""
+        for file in {self._places[name][0] for name in names}:
+            with open(file, "rb") as stream:
+                os.fsync(stream.fileno())
+
+    def holds(self, checksums: dict[str, int]) -> bool:
+        """Whether the files have tensors with these checksums at their places."""
+        return isinstance(checksums, dict) and all(map(self._holds, checksums, checksums.values()))
+
+    def _holds(self, name: str, checksum: int) -> bool:
+        if name not in self._places:
+            return False
+        file, start, length = self._places[name][0], self._places[name][1], self._lengths[name]
+        with open(file, "rb") as stream:
+            return crc32_of(stream, start, length) == checksum
+
+
+def _shards(
+    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], largest: int
+) -> list[list[tuple[str, tuple[int, ...], torch.dtype]]]:
+    shards: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = [[]]
+    size = 0
+    for name, shape, dtype in tensors:
+        more = torch.Size(shape).numel() * dtype.itemsize
+        if shards[-1] and size + more > largest:
+            shards.append([])
+            size = 0
+        shards[-1].append((name, shape, dtype))
+        size += more
+    return shards

@@ -1,0 +1,297 @@
+"""Tensors of a Megatron distributed checkpoint (torch_dist), read and written piece by piece, without a model.
+
+The folder of an iteration holds `.metadata` (a catalogue of all tensors' chunks), `*.distcp` (the chunks, each as
+`torch.save` writes it), and `metadata.json`, which names the format.
+"""
+
+import io
+import json
+import pickle
+import re
+import zlib
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from megatron.core.safe_globals import register_safe_globals
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megatron_mtp.checkpoint.mcore.integrity import check_files, read_errors
+from megatron_mtp.checkpoint.mcore.iterations import FORMAT, iteration_folder
+from megatron_mtp.files import synced
+from megatron_mtp.patches.checksums import Summed, are_wanted, check_entry, crc32_of
+from megatron_mtp.patches.unpickling import CATALOGUE, read_catalogue, seal
+
+Shape = tuple[int, ...]
+
+COMMON = "common_state/shard_0_1"
+"""Megatron's key for everything that is no tensor."""
+_KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj)\.weight")
+_STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\..+")
+
+
+class DistReader:
+    """A distributed checkpoint for reading.
+
+    Raises:
+        ValueError: it is damaged, or holds what no checkpoint of Megatron holds.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = iteration_folder(folder)
+        catalogue = read_catalogue(self.folder)
+        check_files(self.folder, catalogue.storage_data)
+        self._where: dict[MetadataIndex, _StorageInfo] = catalogue.storage_data
+        self._checked: set[tuple[str, int]] = set()  # entries that have their checksums
+        self._tensors = {
+            key: value
+            for key, value in catalogue.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        self._chunks = {(key, tuple(c.offsets)): c for key, entry in self._tensors.items() for c in entry.chunks}
+        self._layers = {layer: key for key in self._tensors for layer in self._layers_of(key)}
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the model's tensors, layer by layer; an optimizer's state is not among them."""
+        stacked = set(self._layers.values())
+        alone = [key for key in self._tensors if not key.startswith("optimizer.") and key not in stacked]
+        return [*alone, *self._layers]
+
+    def holds(self, key: str) -> bool:
+        return key in self._tensors or key in self._layers
+
+    def shape(self, key: str) -> Shape:
+        if key in self._layers:
+            return tuple(self._tensors[self._layers[key]].size)[1:]
+        return tuple(self._tensors[key].size)
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._tensors[self._layers.get(key, key)].properties.dtype
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What changes when the checkpoint does."""
+        files = [self.folder / name for name in sorted({place.relative_path for place in self._where.values()})]
+        catalogue = zlib.crc32((self.folder / CATALOGUE).read_bytes())
+        stats = [(file.name, file.stat()) for file in files]
+        return {
+            "folder": str(self.folder.resolve()),
+            "catalogue": catalogue,
+            "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        }
+
+    def read(self, key: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
+        """A tensor, or the slab of it at `offset`.
+
+        Raises:
+            ValueError: a file is missing or damaged, or the chunks do not cover the slab.
+        """
+        whole = self.shape(key)
+        offset, shape = offset or (0,) * len(whole), whole if shape is None else shape
+        if key in self._layers:
+            layer = int(_LAYER.fullmatch(key).group(2))  # type: ignore[union-attr]
+            return self._slab(self._layers[key], (layer, *offset), (1, *shape)).squeeze(0)
+        return self._slab(key, offset, shape)
+
+    def _layers_of(self, key: str) -> list[str]:
+        """Where all layers are alike, Megatron stacks them in one tensor, layers first: the keys of each by itself."""
+        match = _STACKED.fullmatch(key)
+        if match is None:
+            return []
+        return [f"decoder.layers.{layer}.{match.group(1)}" for layer in range(self._tensors[key].size[0])]
+
+    def _slab(self, key: str, offset: Shape, shape: Shape) -> Tensor:
+        whole = self._chunks.get((key, offset))
+        if whole is not None and tuple(whole.sizes) == shape:  # one expert of many: no search through their chunks
+            return self._chunk(key, whole)
+        overlaps = []
+        for chunk in self._tensors[key].chunks:
+            overlap = _overlap(tuple(chunk.offsets), tuple(chunk.sizes), offset, shape)
+            if overlap is not None:
+                overlaps.append((chunk, overlap))
+        out = torch.empty(shape, dtype=self.dtype(key))
+        covered = 0
+        for chunk, (start, sizes) in overlaps:
+            source = tuple(slice(s - o, s - o + n) for s, o, n in zip(start, chunk.offsets, sizes, strict=True))
+            target = tuple(slice(s - o, s - o + n) for s, o, n in zip(start, offset, sizes, strict=True))
+            out[target] = self._chunk(key, chunk)[source]
+            covered += torch.Size(sizes).numel()
+        if covered != out.numel():
+            raise ValueError(f"{self.folder}: the chunks of '{key}' do not cover it; the checkpoint is damaged.")
+        return out
+
+    def common(self) -> dict[str, Any]:
+        """What is stored beside tensors, Megatron's arguments among it.
+
+        Raises:
+            ValueError: there are none, or what is stored is not what Megatron stores.
+        """
+        state = self.state()
+        if not isinstance(state.get("args"), Namespace):
+            raise ValueError(f"{self.folder} lacks Megatron's arguments; give a checkpoint that Megatron saved.")
+        return state
+
+    def state(self) -> dict[str, Any]:
+        """What is stored beside tensors.
+
+        Raises:
+            ValueError: it is not what Megatron stores.
+        """
+        register_safe_globals()
+        legacy = self.folder / "common.pt"
+        with read_errors(f"{self.folder} lacks Megatron's arguments"):
+            if legacy.is_file():
+                state = torch.load(legacy, map_location="cpu", weights_only=True)
+            else:
+                loaded = self._load(MetadataIndex(COMMON), COMMON)
+                state = (torch.load(loaded, weights_only=True) if isinstance(loaded, io.BytesIO) else loaded)[0]
+        if not isinstance(state, dict):
+            raise ValueError(f"{self.folder} lacks Megatron's arguments; give a checkpoint that Megatron saved.")
+        return state
+
+    def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        tensor = self._load(MetadataIndex(key, chunk.offsets), key)
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != tuple(chunk.sizes):
+            raise ValueError(f"{self.folder}: a chunk of '{key}' has not the shape that the catalogue says.")
+        return tensor
+
+    def _load(self, index: MetadataIndex, key: str) -> Any:
+        info = self._where.get(index)
+        if info is None:
+            raise ValueError(f"{self.folder / CATALOGUE} does not say where '{key}' is; the checkpoint is damaged.")
+        file = self.folder / info.relative_path
+        with read_errors(f"{file} does not hold '{key}' whole"), open(file, "rb") as stream:
+            self._check(stream, info)
+            part = _create_file_view(stream, info.offset, info.length)  # read in place: memory for one copy
+            return torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
+
+    def _check(self, stream: IO[bytes], info: _StorageInfo) -> None:
+        if are_wanted() and (info.relative_path, info.offset) not in self._checked:
+            check_entry(stream, info, str(self.folder / info.relative_path))
+            self._checked.add((info.relative_path, info.offset))
+
+
+def _overlap(start: Shape, sizes: Shape, offset: Shape, shape: Shape) -> tuple[Shape, Shape] | None:
+    """Start and sizes of what two boxes have in common; None for nothing."""
+    low = tuple(max(a, b) for a, b in zip(start, offset, strict=True))
+    high = tuple(min(a + m, b + n) for a, m, b, n in zip(start, sizes, offset, shape, strict=True))
+    if any(h <= lo for lo, h in zip(low, high, strict=True)):
+        return None
+    return low, tuple(h - lo for lo, h in zip(low, high, strict=True))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk that was written: JSON-able, so that an interrupted conversion can go on."""
+
+    key: str
+    whole: Shape
+    offset: Shape
+    shape: Shape
+    dtype: str
+    file: str
+    start: int
+    length: int
+    crc32: int
+
+
+def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Shape, tensor: Tensor) -> Chunk:
+    """Append a tensor to a `.distcp` file.
+
+    Raises:
+        OSError: the file cannot grow.
+    """
+    start, summed = stream.tell(), Summed(stream)
+    own = tensor.contiguous()
+    if own.untyped_storage().nbytes() != own.numel() * own.element_size():
+        own = own.clone()  # torch.save would write the whole storage of a view
+    try:
+        torch.save(own, cast(IO[bytes], summed))
+    except RuntimeError as error:  # torch closes its archive all the same, and complains of that alone
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    dtype = str(own.dtype).removeprefix("torch.")
+    return Chunk(key, whole, offset, tuple(own.shape), dtype, file, start, stream.tell() - start, summed.crc32)
+
+
+def read_chunk(record: dict[str, Any]) -> Chunk:
+    """A chunk from its record, which `asdict` made."""
+    return Chunk(**{**record, **{name: tuple(record[name]) for name in ("whole", "offset", "shape")}})
+
+
+def chunks_are_in(folder: Path, records: list[dict[str, Any]]) -> bool:
+    """Whether files hold the chunks that an interrupted conversion has recorded, byte by byte."""
+    try:
+        for chunk in map(read_chunk, records):
+            with open(folder / chunk.file, "rb") as stream:
+                if crc32_of(stream, chunk.start, chunk.length) != chunk.crc32:
+                    return False
+    except (OSError, TypeError, KeyError):
+        return False
+    return True
+
+
+def _kernel_states(tensors: dict[str, Any]) -> list[str]:
+    """Keys of the state that Megatron looks for beside every linear layer and attention: only FP8 kernels have one."""
+    keys = []
+    for key, entry in tensors.items():
+        match = _KERNEL.fullmatch(key)
+        if match is None:
+            continue
+        module, name = match.groups()
+        shards = entry.size[0] if module.endswith(".experts.experts.") else 1
+        keys += [f"{module}{name}._extra_state/shard_{index}_{shards}" for index in range(shards)]
+        if name == "linear_proj":
+            keys.append(f"{module}core_attention._extra_state/shard_0_1")
+    return keys
+
+
+def write_catalogue(folder: Path, chunks: Iterable[Chunk], common: dict[str, Any]) -> None:
+    """Complete a folder of chunks: the common state, the catalogue, and last the file that names the format."""
+    tensors: dict[str, Any] = {}
+    where: dict[MetadataIndex, _StorageInfo] = {}
+    for chunk in chunks:
+        properties = TensorProperties(dtype=getattr(torch, chunk.dtype))
+        entry = tensors.setdefault(chunk.key, TensorStorageMetadata(properties, torch.Size(chunk.whole), []))
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)))
+        where[MetadataIndex(chunk.key, chunk.offset)] = _place(chunk.file, chunk.start, chunk.length, chunk.crc32)
+    file = "__common_0.distcp"
+    with open(folder / file, "wb") as stream:
+        places = {COMMON: _write_object(stream, file, [common])}
+        places |= dict.fromkeys(_kernel_states(tensors), _write_object(stream, file, [None]))  # once for all kernels
+        synced(stream)
+    for name, place in places.items():
+        tensors[name], where[MetadataIndex(name)] = BytesStorageMetadata(), place
+    with open(folder / CATALOGUE, "wb") as stream:
+        pickle.dump(Metadata(tensors, storage_data=where, storage_meta=StorageMeta()), stream)
+        synced(stream)
+    seal(folder)
+    (folder / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+
+
+def _write_object(stream: IO[bytes], file: str, held: list[Any]) -> _StorageInfo:
+    start, summed = stream.tell(), Summed(stream)
+    torch.save(held, cast(IO[bytes], summed))
+    return _place(file, start, stream.tell() - start, summed.crc32)
+
+
+def _place(file: str, start: int, length: int, crc32: int) -> _StorageInfo:
+    place = _StorageInfo(file, start, length)
+    place.crc32 = crc32  # type: ignore[attr-defined]
+    return place

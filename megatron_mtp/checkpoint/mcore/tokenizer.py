@@ -1,0 +1,58 @@
+"""The tokenizer of a checkpoint: kept beside its iterations, and found again."""
+
+import filecmp
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_mtp.checkpoint.hf.shards import NOT_KEPT
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
+
+KEPT_TOKENIZER = "tokenizer"
+"""Folder of a trained checkpoint, beside its iterations, with the files of the run's tokenizer."""
+
+
+NOWHERE = "/nowhere"
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder has files of a tokenizer."""
+    return any(folder.glob("tokenizer*"))
+
+
+def run_tokenizer(args: Namespace, checkpoint: Path) -> Path | None:
+    """The folder of a model's tokenizer: the checkpoint's own copy, what the run was given, or what a conversion kept.
+
+    Args:
+        args: Megatron's, as the checkpoint has them.
+        checkpoint: the folder of all iterations.
+    """
+    given = Path(getattr(args, "tokenizer_model", None) or NOWHERE)
+    copy, converted = checkpoint / KEPT_TOKENIZER, checkpoint / HF_FILES
+    if copy.is_dir() or given.is_dir():
+        return copy if copy.is_dir() else given
+    return converted if has_tokenizer(converted) else None
+
+
+def keep_tokenizer(args: Namespace, checkpoint: Path) -> None:
+    """Copy a run's tokenizer into its checkpoint, beside the iterations, where it is not there as it is.
+
+    Where the run was given a relative path, the arguments get the absolute one.
+    """
+    source = Path(getattr(args, "tokenizer_model", None) or NOWHERE)
+    if not source.is_dir():
+        return
+    args.tokenizer_model = str(source.resolve())
+    target, partial = checkpoint / KEPT_TOKENIZER, checkpoint / f"{KEPT_TOKENIZER}.partial"
+    names = [file.name for file in sorted(source.iterdir()) if file.is_file() and not file.name.endswith(NOT_KEPT)]
+    if source.resolve() == target.resolve() or filecmp.cmpfiles(source, target, names, shallow=False)[0] == names:
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name in names:
+        shutil.copyfile(source / name, partial / name)
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)

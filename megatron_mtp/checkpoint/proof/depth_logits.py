@@ -1,0 +1,117 @@
+"""What Megatron's depths compute behind a trunk that Megatron cannot run: logits from a checkpoint and given states.
+
+The depths are the block that is trained, with Megatron's layers inside, loaded from the checkpoint by Megatron's keys;
+the rules of the conversion have no part in it. What feeds the first depth comes from transformers' trunk. Where the
+checkpoint holds no attention, or no layer, by Megatron's keys, what transformers' adds stands in its place.
+Letters: S slots, B batch (1), H hidden, V vocabulary.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.mcore.model import fill, model_of
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.proof.prompt import Prompt, place
+from megatron_mtp.model.arguments import parsed
+from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
+from megatron_mtp.model.trunk import MTPGPTModel
+
+OWN_EMBEDDING, OWN_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+"""Keys of a depth that has them for itself."""
+
+
+class Given(torch.nn.Module):
+    """In the place of an attention or a layer: what it adds, whatever it is asked."""
+
+    def __init__(self, added_SBH: Tensor, residual: bool) -> None:
+        super().__init__()
+        self.added_SBH, self.residual = added_SBH, residual
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """As Megatron's modules: the output, and no bias."""
+        return (
+            hidden_states + self.added_SBH if self.residual else self.added_SBH.clone()
+        ), None  # Megatron adds in place
+
+
+def depth_logits(
+    folder: Path, source: HFModel, flags: list[str], prompt: Prompt, given: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Logits [S, V] of every depth, teacher-forced; float32.
+
+    Args:
+        source: the model's family and config.
+        flags: Megatron's for such depths, from `depth_flags_of`.
+        given: `given state` [S, H] and, where Megatron lacks a module, `given 1` .., as reference.py has them.
+
+    Raises:
+        ValueError: the checkpoint is damaged.
+    """
+    reader = DistReader(folder)
+    model = model_of(parsed(flags, source.config.integer("vocab_size")))
+    place(model, prompt)
+    tokens_BS, given = prompt.tokens_BS.cuda(), {name: value.cuda() for name, value in given.items()}
+    for number, layer in enumerate(model.mtp.layers, start=1):
+        _replace_absent(layer, f"mtp.layers.{number - 1}.", reader, given.get(f"given {number}"))
+    fill(model, reader, ("mtp.", "embedding.", "output_layer."))
+    _scale(model, source.family.depth_scales(source.config))
+    with torch.no_grad():
+        out = _run(model, reader, tokens_BS, given["given state"].unsqueeze(1), source.family.input == "pre")
+    return {name: logits_SV.cpu() for name, logits_SV in out.items()}
+
+
+def _replace_absent(layer: Any, prefix: str, reader: DistReader, added_SH: Tensor | None) -> None:
+    """Modules of a depth for which the checkpoint has no tensors."""
+    if not reader.holds(f"{prefix}final_layernorm.weight"):
+        layer.final_layernorm = torch.nn.Identity()
+    if added_SH is None:
+        return
+    inside = f"{prefix}transformer_layer."
+    if not any(key.startswith(inside) for key in reader.keys):
+        layer.tf_layer = Given(added_SH.unsqueeze(1), residual=True)
+    elif not any(key.startswith(f"{inside}self_attention.") for key in reader.keys):
+        layer.tf_layer.input_layernorm = torch.nn.Identity()
+        layer.tf_layer.self_attention = Given(added_SH.unsqueeze(1), residual=False)
+
+
+def _scale(model: MTPGPTModel, scales: dict[str, float]) -> None:
+    for layer in model.mtp.layers:
+        for name, factor in scales.items():
+            layer.get_parameter(f"tf_layer.{name}").data *= factor
+
+
+def _run(
+    model: MTPGPTModel, reader: DistReader, tokens_BS: Tensor, state_SBH: Tensor, before_norm: bool
+) -> dict[str, Tensor]:
+    words_VH = model.embedding.word_embeddings.weight
+    tied = model.share_embeddings_and_output_weights
+    head_VH = words_VH if tied else model.output_layer.weight
+    slots, attention = state_SBH.size(0), _attention_inputs(model, state_SBH.size(0))
+    out = {}
+    for number, layer in enumerate(model.mtp.layers, start=1):
+        assert isinstance(layer, MultiTokenPredictionLayer)
+        own_words_VH = _own(reader, number, OWN_EMBEDDING, words_VH)
+        norm, layer.final_layernorm = layer.final_layernorm, torch.nn.Identity()
+        state_SBH = layer(state_SBH, own_words_VH[tokens_BS[:, number : number + slots]].transpose(0, 1), attention)
+        normed_SBH = norm(state_SBH)
+        out[f"depth {number}"] = linear(normed_SBH, _own(reader, number, OWN_HEAD, head_VH))[:, 0]
+        state_SBH = state_SBH if before_norm else normed_SBH
+    return out
+
+
+def _own(reader: DistReader, number: int, key: str, shared: Tensor) -> Tensor:
+    """A depth's own tensor, or the one that it shares with the trunk."""
+    own = f"mtp.layers.{number - 1}.{key}"
+    return reader.read(own).float().cuda() if reader.holds(own) else shared
+
+
+def _attention_inputs(model: MTPGPTModel, slots: int) -> AttentionInputs:
+    """Causal; latent attention makes its positions itself."""
+    mask = torch.ones(1, 1, slots, slots, device="cuda").tril().logical_not()
+    rotary = model.position_embedding_type == "rope" and not model.config.multi_latent_attention
+    return AttentionInputs(mask, model.rotary_pos_emb(slots) if rotary else None)

@@ -1,0 +1,231 @@
+"""What a Hugging Face folder computes, by transformers' own classes: the judge of conversions, in a process of its own.
+
+    python -m megatron_mtp.checkpoint.proof.reference FOLDER TOKENS OUTPUT [FOLDER TOKENS OUTPUT ...]
+
+Nothing here knows the rules of the conversion or Megatron. The trunk is transformers' model. A depth is a model of the
+same class with one layer, fed with the projection of both halves in the place of embeddings, its final norm the
+depth's; reference_forms.py has the names. transformers says which tensors it lacks, and such a folder is refused.
+TOKENS and OUTPUT are safetensors: `tokens` [1, S] and `positions` [S] in, and out, depth d seeing the token d slots
+later, teacher-forced,
+
+    trunk, depth 1 ..   logits [S, V] of every slot, S - D slots of the depths
+    given state         [S, H], what feeds the first depth
+    given 1 ..          [S, H], what a depth's attention or layer adds, where transformers alone can compute it
+
+Letters: B batch, S slots, D depths, H hidden, V vocabulary.
+"""
+
+import copy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import logging
+
+from megatron_mtp.checkpoint.proof.reference_forms import DepthForm, Tensors, config_of, depth_tensors, read_tensors
+
+PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+NAMES_ALONE: dict[str, Any] = {"device_map": "meta"}
+SEEING = ("vision", "visual", "projector")
+"""Parts of models that read images: no logits of text need them."""
+
+
+def main(folder: Path, tokens: Path, output: Path) -> None:
+    """Compute and write all logits."""
+    given = load_file(tokens)
+    with torch.no_grad():
+        found = all_logits(folder, given["tokens"], given["positions"])
+    save_file({name: value.contiguous() for name, value in found.items()}, output)
+
+
+def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensors:
+    """Logits of the trunk and of every depth, and what Megatron's side is given; float32.
+
+    Args:
+        positions_S: of the tokens; None counts them from 0.
+    """
+    if positions_S is None:
+        positions_S = torch.arange(tokens_BS.size(1))
+    form, config = config_of(folder)
+    tensors = read_tensors(folder)
+    if form is not None:
+        tensors = form.named(config, tensors)
+    model = _load(_class_of(config), config, tensors, PLAIN, str(folder))
+    words_VH, head_VH = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))
+    trunk = _run(model.get_decoder(), words_VH[tokens_BS], positions_S)
+    out = {"trunk": linear(trunk.after_BSH, head_VH)[0]}
+    depths = [] if form is None else _depths(form, model.get_decoder(), tensors, PLAIN, str(folder))
+    slots = tokens_BS.size(1) - len(depths)
+    state_BSH = trunk.state(form)[:, :slots]
+    out["given state"] = state_BSH[0]
+    for number, depth in enumerate(depths, start=1):
+        own_VH = depth.tensors.get("embedding", words_VH)
+        ran = depth.run(own_VH[tokens_BS[:, number : number + slots]], state_BSH, positions_S[:slots])
+        state_BSH = ran.state(form)
+        out[f"depth {number}"] = linear(ran.after_BSH, depth.tensors.get("head", head_VH))[0]
+        if ran.added_BSH is not None:
+            out[f"given {number}"] = ran.added_BSH[0]
+    return out
+
+
+def quieten() -> None:
+    """What transformers has to report is raised here, in one sentence."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def check_whole(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Whether these tensors of a folder are all that transformers' classes have; none is read.
+
+    Raises:
+        ValueError: some are missing.
+    """
+    quieten()
+    form, config = config_of(folder)
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    tensors = tensors if form is None else form.named(config, tensors)
+    model = _load(_class_of(config), config, tensors, NAMES_ALONE, str(folder))
+    if form is not None:
+        _depths(form, model.get_decoder(), tensors, NAMES_ALONE, str(folder))
+
+
+@dataclass
+class Ran:
+    """States of a model before and after its final norm, and what its attention or layers added, where asked for."""
+
+    before_BSH: Tensor
+    after_BSH: Tensor
+    added_BSH: Tensor | None = None
+
+    def state(self, form: DepthForm | None) -> Tensor:
+        """What the next depth gets."""
+        return self.before_BSH if form is not None and form.before_norm else self.after_BSH
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A depth of a form, with its tensors, the model that is its layers, and a norm as the trunk's are."""
+
+    form: DepthForm
+    tensors: Tensors
+    model: Any
+    norm: torch.nn.Module
+
+    def run(self, embedded_BSH: Tensor, state_BSH: Tensor, positions_S: Tensor) -> Ran:
+        """From the embedding of the token that this depth adds, and the state of the depth before."""
+        halves = [self._norm("enorm")(embedded_BSH), self._norm("hnorm")(state_BSH)]
+        both_BS2H = torch.cat(halves[::-1] if self.form.hidden_first else halves, dim=-1)
+        return _run(self.model, linear(both_BS2H, self.tensors["eh_proj"]), positions_S, self.form.given)
+
+    def _norm(self, part: str) -> torch.nn.Module:
+        norm = copy.deepcopy(self.norm)
+        norm.load_state_dict({"weight": self.tensors[part]})
+        return norm
+
+
+def _run(decoder: Any, hidden_BSH: Tensor, positions_S: Tensor, given: str | None = None) -> Ran:
+    """A model without embedding and head, from the input of its first layer."""
+    seen: list[Tensor] = []
+    attended: list[Tensor] = []
+    hooks = [_final_norm(decoder).register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))]
+    if given == "attention":
+        hooks.append(decoder.layers[0].self_attn.register_forward_hook(lambda _, args, out: attended.append(out[0])))
+    # Without a mask, transformers takes a gap between positions for the start of another sequence.
+    mask_BS, positions_BS = torch.ones_like(positions_S).unsqueeze(0), positions_S.unsqueeze(0)
+    decoder(inputs_embeds=hidden_BSH, position_ids=positions_BS, attention_mask=mask_BS, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    ran = Ran(*seen)
+    if given is not None:
+        ran.added_BSH = attended[0] if given == "attention" else ran.before_BSH - hidden_BSH
+    return ran
+
+
+def _final_norm(decoder: Any) -> torch.nn.Module:
+    norm: torch.nn.Module = decoder.norm_f if hasattr(decoder, "norm_f") else decoder.norm
+    return norm
+
+
+def _depths(form: DepthForm, trunk: Any, tensors: Tensors, options: dict[str, Any], folder: str) -> list[Depth]:
+    """All depths that the tensors hold."""
+    depths: list[Depth] = []
+    while own := depth_tensors(tensors, form, trunk.config, len(depths)):
+        layers = _layers(form, trunk, own, len(depths), options, folder)
+        depths.append(Depth(form, own, layers, _final_norm(trunk)))
+    return depths
+
+
+def _layers(form: DepthForm, trunk: Any, own: Tensors, depth: int, options: dict[str, Any], folder: str) -> Any:
+    """A depth's layers as a model of the trunk's class; a depth without a final norm passes its state on."""
+    config = copy.deepcopy(trunk.config)
+    config.num_hidden_layers = 1
+    for name, value in form.layers(config, depth, own).items():
+        setattr(config, name, value)
+    words_VH, final = trunk.get_input_embeddings().weight, _final_norm(trunk)
+    words = next(name for name, parameter in trunk.named_parameters() if parameter is words_VH)
+    norm = next(name for name, module in trunk.named_children() if module is final)
+    state = {name: tensor for name, tensor in own.items() if name.startswith("layers.")}
+    state |= {words: words_VH, f"{norm}.weight": own.get("norm", torch.ones(config.hidden_size))}
+    model = _load(type(trunk), config, state, options, f"{folder}: depth {depth + 1}", form.rest_is_zero)
+    if "norm" not in own:
+        setattr(model, norm, torch.nn.Identity())
+    return model
+
+
+def _class_of(config: Any) -> Any:
+    nested = config.get_text_config() is not config
+    return (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if nested else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
+
+
+def _load(
+    kind: Any, config: Any, tensors: Tensors, options: dict[str, Any], what: str, rest_is_zero: bool = False
+) -> Any:
+    """A model of these tensors; the others are zero, where they may be absent.
+
+    Raises:
+        ValueError: the model has more tensors, or of other shapes.
+    """
+    try:
+        model, report = kind.from_pretrained(
+            None, config=config, state_dict=dict(tensors), output_loading_info=True, **options
+        )
+    except RuntimeError as error:
+        raise ValueError(f"{what} is not what transformers' class holds: {error}") from None
+    absent = sorted(name for name in report["missing_keys"] if not any(part in name for part in SEEING))
+    if absent and not rest_is_zero:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise ValueError(f"{what} lacks '{absent[0]}'{more}, which transformers' class has; fetch the folder again.")
+    for name in absent:
+        model.state_dict()[name].zero_()
+    return model.eval()
+
+
+if __name__ == "__main__":
+    quieten()
+    paths = [Path(argument) for argument in sys.argv[1:]]
+    for start in range(0, len(paths), 3):
+        main(*paths[start : start + 3])
+
+
+def check_carried(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Check the tensors of a folder that no rule of the conversion names by transformers' class, where it has one.
+
+    Args:
+        shapes: of the folder's tensors, by name.
+
+    Raises:
+        ValueError: the class has a tensor that the folder lacks, or of another shape.
+    """
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception:  # transformers refuses the config in one of many ways: then nothing is known here
+        return
+    check_whole(folder, shapes)

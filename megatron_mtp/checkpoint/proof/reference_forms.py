@@ -1,0 +1,260 @@
+"""How the families store their depths, as engines load them: names, order of the halves, layers. For reference.py.
+
+In names, {k} is the depth from 0 and {n} its number counted on from the trunk's layers. Where a depth is a row of
+layers, {flat} counts the layers of all depths, {first} and {last} are those of this one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoConfig
+
+from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
+from megatron_mtp.checkpoint.hf.shards import HFFolder, block_of
+
+Tensors = dict[str, Tensor]
+Changes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DepthForm:
+    """One family's depths.
+
+    Attributes:
+        layer: prefix of the tensors of a depth's layer.
+        frame: names of the parts around it: `enorm`, `hnorm`, `eh_proj`, `norm` where one follows the layer, and
+            `embedding` and `head` where a depth has (or repeats) them.
+        hidden_first: which half of the projection comes first.
+        before_norm: what a depth gets is the state before the final norm of the trunk or of the depth before.
+        renames: beginnings of a layer's tensors to those of a trunk layer.
+        layers: changes to the config that make the depth's layers, from the config, the depth and the layers' tensors.
+        rest_is_zero: a trunk layer has more than the depth, and adds nothing where that is zero.
+        given: what only transformers can compute: `attention` or `layer`.
+        trunk_type: of the class in transformers that is the trunk, where it has none of the family's name.
+        keys: the family's config keys to that class's.
+        absent: keys that a config may leave out, where the family has another value for them than that class.
+        named: all tensors to that class's names.
+    """
+
+    layer: str
+    frame: dict[str, str]
+    hidden_first: bool = False
+    before_norm: bool = False
+    renames: dict[str, str] = field(default_factory=dict)
+    layers: Callable[[Any, int, Tensors], Changes] = lambda config, depth, tensors: {}
+    rest_is_zero: bool = False
+    given: str | None = None
+    trunk_type: str | None = None
+    keys: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, Any] = field(default_factory=dict)
+    named: Callable[[Any, Tensors], Tensors] = lambda config, tensors: tensors
+
+
+def config_of(folder: Path) -> tuple[DepthForm | None, Any]:
+    """The form of the family, and the config of the class in transformers that is its trunk."""
+    keys = read_json(folder / CONFIG)
+    form = FORMS.get(keys["model_type"])
+    if form is None or form.trunk_type is None:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config.__dict__.pop("quantization_config", None)  # tensors are read as what they stand for
+        return form, _with_eyes(config) if config.model_type == "step3p5" else config
+    own = {form.keys.get(name, name): value for name, value in keys.items() if name not in _NOT_THE_TRUNKS}
+    return form, AutoConfig.for_model(form.trunk_type, **form.absent | own)
+
+
+_NOT_THE_TRUNKS = ("model_type", "architectures", "auto_map", "quantization_config")
+
+
+def _with_eyes(text: Any) -> Any:
+    """transformers has Step's model only around a vision tower, which here is as small as can be and never runs."""
+    eye = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 14, "patch_size": 14}
+    return AutoConfig.for_model("step3p7", text_config=text, vision_config=eye)
+
+
+def depth_tensors(tensors: Tensors, form: DepthForm, config: Any, depth: int) -> Tensors:
+    """Those of a depth from 0: the parts of the frame, and `layers.0.` .. as in the trunk. None if absent."""
+    row = len(_nemotron_row(config)) if "{flat}" in form.layer else 1
+    places = {
+        "k": depth,
+        "n": config.num_hidden_layers + depth,
+        "first": depth * row,
+        "last": (depth + 1) * row - 1,
+    }
+    frame = {part: name.format(**places) for part, name in form.frame.items()}
+    found: Tensors = {}
+    for index in range(row):
+        prefix = form.layer.format(**places, flat=depth * row + index)
+        own = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
+        inside = {name: own[name] for name in own if prefix + name not in frame.values()}
+        found |= {f"layers.{index}.{_renamed(name, form.renames)}": tensor for name, tensor in inside.items()}
+    return found and found | {part: tensors[name] for part, name in frame.items() if name in tensors}
+
+
+def _renamed(name: str, renames: dict[str, str]) -> str:
+    for theirs, ours in renames.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """All of a folder; those of the model in float32."""
+    source = HFFolder(folder, block_of(read_json(folder / CONFIG)))
+    tensors = {name: source.read(name) for name in source.tensors}
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+def _under(prefix: str, **parts: str) -> dict[str, str]:
+    return {part: f"{prefix}{name}.weight" for part, name in parts.items()}
+
+
+def _has_experts(tensors: Tensors) -> bool:
+    return any(".mlp.experts." in name for name in tensors)
+
+
+def _experts(config: Any, depth: int, tensors: Tensors) -> Changes:
+    """Depths have experts, however many layers of the trunk have none."""
+    return {"first_k_dense_replace": 0}
+
+
+def _full_attention(config: Any, depth: int, tensors: Tensors) -> Changes:
+    return {"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1}
+
+
+def _exaone(config: Any, depth: int, tensors: Tensors) -> Changes:
+    """Full attention; it has positions only where the whole trunk has no windows."""
+    kinds = getattr(config, "mtp_layer_types", None) or ["full_attention"]
+    mlp = "sparse" if _has_experts(tensors) else "dense"
+    return {"layer_types": [kinds[depth]], "mlp_layer_types": [mlp]}
+
+
+def _ernie(config: Any, depth: int, tensors: Tensors) -> Changes:
+    return {"moe_layer_start_index": 1, "moe_layer_end_index": 1}
+
+
+def _mimo_v2(config: Any, depth: int, tensors: Tensors) -> Changes:
+    return {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}
+
+
+def _longcat(config: Any, depth: int, tensors: Tensors) -> Changes:
+    return {"num_layers": 1, "zero_expert_num": 0}
+
+
+def _step(config: Any, depth: int, tensors: Tensors) -> Changes:
+    kind = (config.mtp_layer_types or config.layer_types)[depth]
+    heads = config.num_sliding_attention_heads if kind == "sliding_attention" else config.num_attention_heads
+    return {
+        "layer_types": [kind],
+        "mlp_layer_types": ["dense"],
+        "num_attention_heads": heads,
+        "num_nextn_predict_layers": 0,
+        "per_layer_config": None,
+        "swiglu_limits_shared": None,
+    }
+
+
+def _nemotron_row(config: Any) -> list[str]:
+    row: list[str] = config.mtp_layers_block_type
+    return row
+
+
+def _nemotron(config: Any, depth: int, tensors: Tensors) -> Changes:
+    return {"layer_types": _nemotron_row(config)}
+
+
+def _as_glm(config: Any, tensors: Tensors) -> Tensors:
+    """Bailing-MoE V2 computes what GLM-4 MoE does: its fused projection holds all queries first."""
+    width = config.head_dim
+    rows = [config.num_attention_heads * width, *[config.num_key_value_heads * width] * 2]
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        for bailing, glm in _BAILING.items():
+            name = name.replace(bailing, glm)
+        if "query_key_value" in name:
+            out |= {
+                name.replace("query_key_value", f"{x}_proj"): t for x, t in zip("qkv", tensor.split(rows), strict=True)
+            }
+        else:
+            out[name] = tensor
+    return out
+
+
+_BAILING = {
+    "word_embeddings": "embed_tokens",
+    "attention.dense": "attention.o_proj",
+    "attention.query_layernorm": "attention.q_norm",
+    "attention.key_layernorm": "attention.k_norm",
+    ".attention.": ".self_attn.",
+    "gate.expert_bias": "gate.e_score_correction_bias",
+}
+_BAILING_ABSENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "use_qk_norm": True,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 600000.0,
+    "partial_rotary_factor": 1.0,
+    "n_group": 8,
+    "topk_group": 4,
+}
+_NUMBERED = "model.layers.{n}."
+_HALVES = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
+_DEEPSEEK = _under(_NUMBERED, **_HALVES, norm="shared_head.norm", embedding="embed_tokens", head="shared_head.head")
+_QWEN = _under("mtp.", enorm="pre_fc_norm_embedding", hnorm="pre_fc_norm_hidden", eh_proj="fc", norm="norm")
+_MIMO = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "norm": "final_layernorm"}
+_ERNIE = {"enorm": "mtp_emb_norm.{k}", "hnorm": "mtp_hidden_norm.{k}", "eh_proj": "mtp_linear_proj.{k}"}
+_LONGCAT = {
+    **_under("model.mtp.layers.{k}.", enorm="enorm.m", hnorm="hnorm.m", eh_proj="eh_proj"),
+    **_under("model.mtp.", norm="norm", embedding="embed_tokens"),
+}
+_LONGCAT_LAYER = {
+    "self_attn.": "self_attn.0.",
+    "transformer_layer.mlp.": "mlps.0.",
+    "input_layernorm.": "input_layernorm.0.",
+    "post_attention_layernorm.": "post_attention_layernorm.0.",
+}
+_STEP = {**_HALVES, "norm": "transformer.shared_head.norm", "head": "transformer.shared_head.output"}
+_NEMOTRON = {**_under("mtp.layers.{first}.", **_HALVES), "norm": "mtp.layers.{last}.final_layernorm.weight"}
+_QWEN_FORM = DepthForm("mtp.layers.{k}.", _QWEN, layers=_full_attention)
+_STEP_FORM = DepthForm(_NUMBERED, _under(_NUMBERED, **_STEP), before_norm=True, layers=_step, given="attention")
+
+FORMS: dict[str, DepthForm] = {
+    "deepseek_v3": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts),
+    "kimi_k2": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts, trunk_type="deepseek_v3"),
+    "glm4_moe": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts),
+    "mimo": DepthForm(
+        "model.mtp_layers.{k}.", _under("model.mtp_layers.{k}.", **_MIMO), hidden_first=True, trunk_type="qwen2"
+    ),
+    **dict.fromkeys(
+        ("bailing_moe", "bailing_moe_v2"),
+        DepthForm(
+            _NUMBERED,
+            _under(_NUMBERED, **_HALVES, norm="final_layernorm"),
+            layers=_experts,
+            trunk_type="glm4_moe",
+            keys={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+            absent=_BAILING_ABSENT,
+            named=_as_glm,
+        ),
+    ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN_FORM),
+    "exaone_moe": DepthForm("mtp.layers.{k}.", _QWEN, layers=_exaone),
+    "ernie4_5_moe": DepthForm("model.mtp_block.{k}.", _under("model.", **_ERNIE), layers=_ernie),
+    "mimo_v2_flash": DepthForm(
+        "model.mtp.layers.{k}.",
+        _under("model.mtp.layers.{k}.", **_HALVES, norm="final_layernorm"),
+        renames={"pre_mlp_layernorm.": "post_attention_layernorm."},
+        layers=_mimo_v2,
+        given="attention",
+    ),
+    "longcat_flash": DepthForm(
+        "model.mtp.layers.{k}.", _LONGCAT, renames=_LONGCAT_LAYER, layers=_longcat, rest_is_zero=True
+    ),
+    **dict.fromkeys(("step3p5", "step3p7"), _STEP_FORM),
+    "nemotron_h": DepthForm("mtp.layers.{flat}.", _NEMOTRON, layers=_nemotron, given="layer"),
+}
+"""Families whose depths can be judged, by `model_type`."""

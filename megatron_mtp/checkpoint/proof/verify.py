@@ -1,0 +1,277 @@
+"""Is a Megatron checkpoint the same model as a Hugging Face folder? Checked, and said by which witness.
+
+First every tensor is accounted for and carried both ways, bit by bit, and the settings of both sides are compared. That
+alone would not see a fault in the rules themselves, which both ways share: so then Megatron runs its checkpoint,
+transformers runs the folder (reference.py, in a process of its own), and the logits of the trunk and of every depth are
+compared. A trunk that Megatron cannot run is run by transformers from what the checkpoint gives back, and feeds
+Megatron's depths (depth_logits.py). Where no logits can be compared, that is a check which was not made.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_mtp.checkpoint.convert.computation import differences, settings_of
+from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.importing import Options
+from megatron_mtp.checkpoint.convert.megatron_flags import depth_flags_of, flags_of
+from megatron_mtp.checkpoint.convert.plan import HFModel, check_mcore, stored_key
+from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.proof.folder_config import whole_config
+from megatron_mtp.checkpoint.proof.prompt import Prompt, place, random_tokens
+from megatron_mtp.data.tokenizer import read_tokenizer
+from megatron_mtp.model.arguments import parsed
+
+TOLERANCE = 3e-5
+"""Largest difference of float32 logits, as a part of the largest logit, that the order of additions explains.
+
+Measured: at most 5e-6 over the families of the tests, 3e-6 with SmolLM2-135M, and 1.3e-5 for latent attention with an
+epsilon of 1e-5, in place of which transformers has 1e-6 in some norms.
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what.
+        figure: what was found: tensors, a difference, a rate.
+        ok: whether it is as it must be; False where that is not known.
+        witness: who computed the other side, or why nobody did.
+        made: whether the check could be made.
+    """
+
+    name: str
+    figure: float
+    ok: bool
+    witness: str
+    made: bool = True
+
+
+def verify(
+    hf: Path,
+    mcore: Path,
+    text: Path | None = None,
+    slots: int = 16,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> list[Check]:
+    """All checks that apply.
+
+    Args:
+        text: the prompt, of which the folder's tokenizer makes tokens; None for random tokens.
+        slots: random tokens, or the most tokens of the text divided by 32; more follow far from them.
+        trust_remote_code: whether to run the tokenizer's own code.
+
+    Raises:
+        ValueError: one of the two is damaged, or they are not of the same family.
+    """
+    reader = DistReader(mcore)
+    model = HFModel.read(hf).beside(reader)
+    check_mcore(model.rules, reader)
+    checks = [_round_trip(model, reader), *_same_settings(model, reader)]
+    reason = _why_not_compared(model, reader)
+    if reason is not None:
+        return [*checks, Check("logits not compared", 0, False, reason, made=False)]
+    near_BS = (
+        random_tokens(model.config, slots, seed)
+        if text is None
+        else _text_tokens(hf, text, 32 * slots, trust_remote_code)
+    )
+    prompt = Prompt.of(near_BS).stretched(model.config, seed)
+    if flags_of(model)[0] is None:
+        theirs, ours = split_logits(model, depth_flags_of(model) or [], hf, reader, prompt)
+        checks += compare(theirs, ours, "transformers from the checkpoint")
+    else:
+        theirs, ours = reference_logits(hf, prompt), megatron_logits(mcore, prompt)
+        checks += compare(theirs, ours)
+    return checks + ([] if text is None else [_same_perplexity(theirs, ours, near_BS)])
+
+
+def _why_not_compared(model: HFModel, reader: DistReader) -> str | None:
+    """Why no logits can be compared; None where they can."""
+    flags, reason = flags_of(model)
+    if flags is not None and not _runs(reader):
+        return "the checkpoint was converted from a model that Megatron cannot run"
+    if flags is None and depth_flags_of(model) is None:
+        return f"Megatron cannot run {reason}"
+    return None
+
+
+def _runs(reader: DistReader) -> bool:
+    """Whether Megatron can run what the checkpoint's arguments describe."""
+    return not getattr(reader.common()["args"], "megatron_mtp_untrainable", False)
+
+
+def _same_settings(model: HFModel, reader: DistReader) -> list[Check]:
+    """Whether the folder's config says what the checkpoint says of itself; none where it says nothing."""
+    flags, reason = flags_of(model)
+    kept = reader.folder.parent / HF_FILES
+    if flags is not None and _runs(reader):
+        theirs = parsed(flags, model.config.integer("vocab_size"))
+        ours = settings_of(reader.common()["args"])
+        wrong, witness = differences(ours, settings_of(theirs)), "the checkpoint's arguments"
+    elif flags is None and _runs(reader):
+        wrong, witness = [f"Megatron runs the checkpoint, but the folder has {reason}"], "the checkpoint's arguments"
+    elif (kept / CONFIG).is_file():
+        wrong = differences(whole_config(kept), whole_config(model.folder.folder))
+        witness = f"the {CONFIG} that the conversion kept"
+    else:
+        return []
+    return [Check("settings that differ", len(wrong), not wrong, "; ".join([witness, *wrong[:1]]))]
+
+
+def compare(theirs: dict[str, Tensor], ours: dict[str, Tensor], trunk: str = "Megatron") -> list[Check]:
+    """Logits [S, V] of trunk and depths, and what a verifier would accept of the depths' drafts.
+
+    Args:
+        trunk: who computed ours.
+    """
+    names = ["trunk", *sorted(name for name in theirs if name.startswith("depth "))]
+    ours = {name: ours[name][: len(theirs[name]), : theirs[name].size(1)] for name in names}  # without padding
+    checks = []
+    for name in names:
+        logits_SV = theirs[name]
+        difference = (ours[name] - logits_SV).abs().max().item()
+        scale = max(1.0, logits_SV.abs().max().item())
+        witness = f"transformers; ours by {trunk if name == 'trunk' else 'Megatron'}"
+        ok = difference <= TOLERANCE * scale
+        checks.append(Check(f"{name} logits, largest difference", difference, ok, witness))
+    if len(names) > 1:
+        slots = theirs["depth 1"].size(0)
+        their_rate, our_rate = acceptance(theirs), acceptance(ours)
+        same = abs(their_rate - our_rate) < 1.5 / slots  # one near-tie may fall the other way
+        checks.append(Check("accepted drafts of the first depth on a prompt", our_rate, same, "transformers"))
+    return checks
+
+
+def acceptance(logits: dict[str, Tensor], depth: int = 1) -> float:
+    """Part of slots where a depth's draft is what the trunk says so many slots later."""
+    drafts_S = logits[f"depth {depth}"].argmax(-1)
+    says_S = logits["trunk"][depth : depth + drafts_S.size(0)].argmax(-1)
+    slots = min(drafts_S.size(0), says_S.size(0))
+    return (drafts_S[:slots] == says_S[:slots]).float().mean().item()
+
+
+def _round_trip(model: HFModel, reader: DistReader) -> Check:
+    wrong = [rule for rule in model.rules if not _same_both_ways(rule, model, reader)]
+    name = "tensors that are equal bit by bit, there and back"
+    count = sum(len(rule.hf) for rule in model.rules) - sum(len(rule.hf) for rule in wrong)
+    return Check(name, count, not wrong, f"the folder itself{_named(wrong)}")
+
+
+def _named(wrong: list[Rule]) -> str:
+    return f"; first that differs: {wrong[0].hf[0].name}" if wrong else ""
+
+
+def _same_both_ways(rule: Rule, model: HFModel, reader: DistReader) -> bool:
+    theirs = [model.folder.read(tensor.name) for tensor in rule.hf]
+    ours = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
+    cast = Options(dtype=ours[0].dtype if ours and ours[0].is_floating_point() else None)
+    theirs = [tensor.to(cast.cast(hf.name, tensor.dtype)) for hf, tensor in zip(rule.hf, theirs, strict=True)]
+    there = all(torch.equal(a, b) for a, b in zip(rule.to_mcore(theirs), ours, strict=True))
+    return there and all(torch.equal(a, b) for a, b in zip(rule.to_hf(ours), theirs, strict=True))
+
+
+def _text_tokens(folder: Path, text: Path, slots: int, trust_remote_code: bool) -> Tensor:
+    tokens = read_tokenizer(folder, trust_remote_code)(text.read_text(encoding="utf-8"))["input_ids"][:slots]
+    if len(tokens) < 2:
+        raise ValueError(f"--text: {text} makes {len(tokens)} token(s); give a longer text.")
+    return torch.tensor([tokens])
+
+
+def _same_perplexity(theirs: dict[str, Tensor], ours: dict[str, Tensor], tokens_BS: Tensor) -> Check:
+    """Of the text alone, which the slots behind it do not change."""
+    slots, vocabulary = tokens_BS.size(1), theirs["trunk"].size(1)
+    their, our = (perplexity(logits["trunk"][:slots, :vocabulary], tokens_BS[0]) for logits in (theirs, ours))
+    name = f"perplexity of {tokens_BS.size(1)} tokens"
+    return Check(name, our, abs(our - their) <= TOLERANCE * their, f"transformers, {their:.6f}")
+
+
+def perplexity(logits_SV: Tensor, tokens_S: Tensor) -> float:
+    """exp of the mean cross-entropy of every token but the first."""
+    return torch.nn.functional.cross_entropy(logits_SV[:-1].double(), tokens_S[1:]).exp().item()
+
+
+def reference_logits(folder: Path, prompt: Prompt) -> dict[str, Tensor]:
+    """By transformers, in a process without Megatron.
+
+    Raises:
+        ValueError: transformers cannot run the folder.
+    """
+    return all_reference_logits([folder], prompt)[0]
+
+
+def all_reference_logits(folders: list[Path], prompt: Prompt) -> list[dict[str, Tensor]]:
+    """The same of several folders in one process, which takes longer to start than to compute."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tokens = Path(scratch) / "tokens.safetensors"
+        outputs = [Path(scratch) / f"{index}.safetensors" for index in range(len(folders))]
+        save_file({"tokens": prompt.tokens_BS, "positions": prompt.positions_S}, tokens)
+        words = [
+            str(path) for folder, output in zip(folders, outputs, strict=True) for path in (folder, tokens, output)
+        ]
+        command = [sys.executable, "-m", "megatron_mtp.checkpoint.proof.reference", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        if done.returncode:
+            which = next(folder for folder, output in zip(folders, outputs, strict=True) if not output.exists())
+            raise ValueError(f"transformers cannot run {which}: {done.stderr.strip().splitlines()[-1].strip()[:300]}")
+        return [load_file(output) for output in outputs]
+
+
+def split_logits(
+    model: HFModel, flags: list[str], hf: Path, reader: DistReader, prompt: Prompt
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Theirs, and ours of a model whose trunk Megatron cannot run: that by transformers, the depths by Megatron.
+
+    Raises:
+        ValueError: transformers cannot run the folder, or what the checkpoint gives back.
+    """
+    from megatron_mtp.checkpoint.proof.depth_logits import depth_logits
+
+    with tempfile.TemporaryDirectory() as scratch:
+        own = kept_form(reader.folder.parent)
+        keys = read_json(hf / CONFIG) if own is None else own.keys
+        form = HFForm(keys, tuple(model.layout.features), model.layout.carried)
+        mcore_to_hf(reader.folder, Path(scratch) / "back", Options(quiet=True), form)
+        theirs, given = all_reference_logits([hf, Path(scratch) / "back"], prompt)
+    depths = depth_logits(reader.folder, model, flags, prompt, given) if model.layout.depths else {}
+    return theirs, {"trunk": given["trunk"], **depths}
+
+
+def megatron_logits(folder: Path, prompt: Prompt) -> dict[str, Tensor]:
+    """By Megatron's modules and our depths, from the checkpoint; as `reference.all_logits`."""
+    from megatron_mtp.checkpoint.mcore.model import load_model
+    from megatron_mtp.data.batch import add_depths, depth_batch
+
+    model = load_model(folder)
+    place(model, prompt)
+    depths = model.config.mtp_num_layers or 0
+    tokens_BS, slots = prompt.tokens_BS.cuda(), prompt.tokens_BS.size(1)
+    positions_BS = prompt.positions_S.cuda().unsqueeze(0)
+    mask = torch.ones(1, 1, slots, slots, device="cuda").tril().logical_not()
+    ones_BS = torch.ones_like(tokens_BS).float()
+    batch: dict[str, Any] = {"tokens": tokens_BS, "labels": tokens_BS.roll(-1, 1), "loss_mask": ones_BS}
+    add_depths(batch, max(depths, 1), None)
+
+    def logits(hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Any, *_: Any) -> dict[str, Tensor]:
+        states = {"trunk": hidden_SBH} | {f"depth {d}": state for d, state in enumerate(depth_hidden, start=1)}
+        return {name: head.project(state_SBH)[:, 0].clone().cpu() for name, state_SBH in states.items()}
+
+    with torch.no_grad():
+        out: dict[str, Tensor] = model(
+            tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=depth_batch(batch)
+        )
+    return out

@@ -1,0 +1,114 @@
+"""Megatron's arguments of a model: what this machine needs, parsed from flags, completed from a checkpoint's."""
+
+import sys
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.training.arguments import parse_args, validate_args
+
+from megatron_mtp.config import add_yarn_arguments
+
+CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
+"""What a machine may lack."""
+
+
+@dataclass(frozen=True)
+class MachineSetting:
+    """An argument of Megatron's whose default needs something that a machine may lack.
+
+    Attributes:
+        name, value: the argument, and its value on such a machine.
+        needs: what the default needs. Weight gradients are fused by Apex, also where TE builds the layers.
+        flag: how a command line says it; None for what only a model outside of training needs.
+    """
+
+    name: str
+    value: Any
+    needs: tuple[str, ...]
+    flag: str | None = None
+
+
+MACHINE_SETTINGS = (
+    MachineSetting("transformer_impl", "local", (CUDA, TE), "--transformer-impl local"),
+    MachineSetting("distributed_backend", "gloo", (CUDA,), "--distributed-backend gloo"),
+    MachineSetting("gradient_accumulation_fusion", False, (CUDA, TE, APEX), "--no-gradient-accumulation-fusion"),
+    MachineSetting("persist_layer_norm", False, (CUDA, TE), "--no-persist-layer-norm"),
+    MachineSetting("masked_softmax_fusion", False, (CUDA,), "--no-masked-softmax-fusion"),
+    MachineSetting("apply_rope_fusion", False, (CUDA, TE), "--no-rope-fusion"),
+    MachineSetting("num_workers", 0, (CUDA,), "--num-workers 0"),
+    MachineSetting("bias_swiglu_fusion", False, (CUDA, TE)),
+    MachineSetting("bias_gelu_fusion", False, (CUDA, TE)),
+    MachineSetting("bias_dropout_fusion", False, (CUDA, TE)),
+    MachineSetting("moe_token_dispatcher_type", "allgather", (CUDA, TE)),
+)
+"""What Megatron must be given on a machine that lacks something, in training, drafting and proofs alike."""
+
+
+def flags_without(lack: str) -> list[str]:
+    """The words of a run's command line for a machine that lacks this."""
+    return [word for row in MACHINE_SETTINGS if row.flag and lack in row.needs for word in row.flag.split()]
+
+
+def arguments_without(lack: str) -> dict[str, Any]:
+    """The arguments of a model that is not trained, on a machine that lacks this."""
+    return {row.name: row.value for row in MACHINE_SETTINGS if lack in row.needs}
+
+
+def parsed(flags: list[str], vocabulary: int) -> Namespace:
+    """Flags through Megatron's own parser; the vocabulary is padded as Megatron does for one tensor-parallel rank."""
+    args = parse_flags(flags)
+    multiple = args.make_vocab_size_divisible_by
+    args.padded_vocab_size = -(-vocabulary // multiple) * multiple
+    return args
+
+
+def parse_flags(flags: list[str]) -> Namespace:
+    """Megatron's parser reads `sys.argv` and nothing else."""
+    argv, sys.argv = sys.argv, ["megatron", *flags]
+    try:
+        return parse_args(add_yarn_arguments)
+    finally:
+        sys.argv = argv
+
+
+MODEL_ARGUMENTS = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels "
+    "seq_length max_position_embeddings position_embedding_type rotary_base rotary_percent rotary_interleaved "
+    "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor add_bias_linear add_qkv_bias swiglu "
+    "squared_relu quick_geglu glu_linear_offset activation_func_clamp_value normalization layernorm_epsilon "
+    "layernorm_zero_centered_gamma apply_residual_connection_post_layernorm qk_layernorm qk_l2_norm "
+    "untie_embeddings_and_output_weights attention_output_gate softmax_type "
+    "window_size window_attn_skip_freq no_rope_freq mrope_section "
+    "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int "
+    "use_mup mup_base_hidden_size mup_embedding_mult mup_output_mult mup_attn_scale_power mup_base_head_dim "
+    "experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim "
+    "linear_num_key_heads linear_num_value_heads linear_value_head_dim dsa_indexer_head_dim dsa_indexer_n_heads "
+    "dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_k_norm_epsilon "
+    "dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu "
+    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
+    "rotary_scaling_factor mscale mscale_all_dim original_max_position_embeddings beta_fast beta_slow "
+    "num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk "
+    "moe_router_score_function moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_dtype "
+    "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_pre_softmax "
+    "moe_router_load_balancing_type moe_aux_loss_coeff moe_shared_expert_intermediate_size moe_shared_expert_gate "
+    "moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size "
+    "mtp_num_layers mtp_use_repeated_layer mtp_architecture vocab_size padded_vocab_size make_vocab_size_divisible_by "
+    "attention_dropout hidden_dropout"
+).split()
+"""Arguments that say what a model computes: Megatron's own `--use-checkpoint-args` restores only some of them.
+
+`vocab_size` counts rows without those that pad them; a converted model may have more of them than its tokenizer tokens.
+"""
+
+
+def completed(stored: Namespace) -> Namespace:
+    """All of Megatron's arguments, from those that a checkpoint keeps; for one process without TE."""
+    args = parse_flags("--micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-interval 1000".split())
+    for name, value in arguments_without(CUDA).items():
+        setattr(args, name, value)
+    for name in MODEL_ARGUMENTS:
+        if getattr(stored, name, None) is not None:
+            setattr(args, name, getattr(stored, name))
+    validate_args(args)
+    return args

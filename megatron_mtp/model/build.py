@@ -1,0 +1,199 @@
+"""From arguments to a configuration to a model on this machine: whoever needs a model comes here.
+
+join_world()                              the process group, of a job or of this process alone
+config_of(arguments) -> configuration     of a run, or of a checkpoint (`arguments.completed`)
+build(configuration) -> model             a pipeline stage: `MTPGPTModel`, as Megatron's `pretrain()` builds it too
+"""
+
+import os
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.models import gpt as megatron_gpt
+from torch import Tensor
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
+from megatron_mtp.model.portable import with_portable_modules
+from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.platform import cpu
+
+
+def join_world(alone: bool = False) -> None:
+    """Join the process group of the job, all of it tensor-parallel, unless this process is in one already.
+
+    Args:
+        alone: make a group of this process, whatever job it belongs to.
+    """
+    if not torch.distributed.is_initialized():
+        backend = "gloo" if alone or cpu.installed() else "nccl"
+        if "RANK" in os.environ and not alone:
+            torch.distributed.init_process_group(backend)
+        else:
+            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(torch.distributed.get_world_size())
+        model_parallel_cuda_manual_seed(0)
+
+
+def config_of(args: Namespace, **gpt_config: Any) -> "MTPGPTModelConfig":
+    """The configuration of what a model computes, from all of Megatron's arguments: nothing of its training.
+
+    Args:
+        gpt_config: further arguments of Megatron's `gpt_config_from_args`.
+    """
+    config: MTPGPTModelConfig = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **gpt_config})
+    config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
+    config.true_vocab_size = args.vocab_size
+    config.mtp = MTPConfig(mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential")
+    return config
+
+
+def build(config: "MTPGPTModelConfig", groups: ProcessGroupCollection | None = None, **stage: Any) -> MTPGPTModel:
+    """The model of this process: the whole of it, or a pipeline stage.
+
+    Args:
+        groups: process groups; None takes Megatron's global ones.
+        stage: further arguments of `MTPGPTModelBuilder.build_model`.
+    """
+    groups = groups or ProcessGroupCollection.use_mpu_process_groups()
+    model = MTPGPTModelBuilder(config).build_model(groups, **stage)
+    assert isinstance(model, MTPGPTModel)
+    return model
+
+
+@dataclass(kw_only=True)
+class MTPGPTModelConfig(megatron_gpt.GPTModelConfig):
+    """Megatron's model configuration with ours beside it."""
+
+    builder: ClassVar[str] = "megatron_mtp.model.build.MTPGPTModelBuilder"
+    mtp: MTPConfig = field(default_factory=MTPConfig)
+    mtp_init_seed: int = 0
+    absent_mtp_layers: tuple[int, ...] = ()
+    draft_vocabulary: Tensor | None = None
+    absent_draft_vocabulary: bool = False
+    true_vocab_size: int | None = None
+    """Tokens; `vocab_size` also counts the rows that Megatron appends to them. None if every row is a token."""
+
+
+class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
+    """Megatron's builder, for `MTPGPTModel` in place of `GPTModel`."""
+
+    def build_model(
+        self,
+        pg_collection: ProcessGroupCollection,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
+    ) -> GPTModel:
+        """One pipeline stage; the arguments are those of Megatron's builder."""
+        config = self._model_config
+        layer_spec = _layer_spec(config, vp_stage)
+        if pre_process is None:
+            pre_process = megatron_gpt.is_vp_first_stage(
+                vp_stage=vp_stage, vp_size=config.virtual_pipeline_model_parallel_size
+            ) and megatron_gpt.is_pp_first_stage(pg_collection.pp)
+        if post_process is None:
+            post_process = megatron_gpt.is_vp_last_stage(
+                vp_stage=vp_stage, vp_size=config.virtual_pipeline_model_parallel_size
+            ) and megatron_gpt.is_pp_last_stage(pg_collection.pp)
+        return MTPGPTModel(
+            mtp_submodules=_mtp_submodules(config, layer_spec, vp_stage),
+            mtp_init=config.mtp.mtp_init or "random",
+            mtp_init_seed=config.mtp_init_seed,
+            absent_mtp_layers=config.absent_mtp_layers,
+            train_only_mtp=config.mtp.mtp_train_only,
+            draft_vocabulary=config.draft_vocabulary,
+            absent_draft_vocabulary=config.absent_draft_vocabulary,
+            true_vocab_size=config.true_vocab_size,
+            config=config.transformer,
+            transformer_layer_spec=_block_spec(config, layer_spec, vp_stage),
+            vocab_size=_padded_vocab_size(config),
+            max_sequence_length=config.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            **{name: getattr(config, name) for name in _PASSED_ON},
+        )
+
+
+_PASSED_ON = (
+    "fp16_lm_cross_entropy",
+    "parallel_output",
+    "share_embeddings_and_output_weights",
+    "position_embedding_type",
+    "rotary_percent",
+    "rotary_base",
+    "rope_scaling",
+    "rope_scaling_factor",
+    "seq_len_interpolation_factor",
+    "scatter_embedding_sequence_parallel",
+)
+
+
+def _layer_spec(config: MTPGPTModelConfig, vp_stage: int | None) -> Any:
+    """The trunk's layers: the user's `--spec`, or Megatron's choice for this configuration."""
+    spec = config.transformer_layer_spec
+    if spec is None:
+        spec = megatron_gpt.default_layer_spec(config, vp_stage)
+    elif not isinstance(spec, ModuleSpec):
+        spec = spec(config)
+    if config.attention_backend == AttnBackend.local and isinstance(spec, ModuleSpec):
+        spec.submodules.self_attention.submodules.core_attention = DotProductAttention
+    return spec
+
+
+def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None) -> Any:
+    """The trunk's layers and final norm, with portable modules where Megatron's local ones would stand."""
+    if config.transformer.transformer_impl != "local":
+        return layer_spec
+    if isinstance(layer_spec, ModuleSpec) and layer_spec.module is TransformerLayer:
+        layers = get_num_layers_to_build(config.transformer, vp_stage)
+        layer_spec = TransformerBlockSubmodules([layer_spec] * layers, LayerNormImpl)
+    return with_portable_modules(layer_spec, config.transformer)
+
+
+def _padded_vocab_size(config: MTPGPTModelConfig) -> int:
+    assert config.vocab_size is not None
+    if not config.should_pad_vocab:
+        return config.vocab_size
+    return megatron_gpt.calculate_padded_vocab_size(
+        config.vocab_size, config.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
+    )
+
+
+def _mtp_submodules(
+    config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
+) -> MultiTokenPredictionLayerSubmodules | None:
+    """The depths repeat the kind of the trunk's last layer, dense or MoE."""
+    transformer = config.transformer
+    if transformer.mtp_num_layers is None:
+        return None
+    use_te = transformer.transformer_impl == "transformer_engine"
+    if isinstance(layer_spec, ModuleSpec):
+        last_layer = layer_spec
+    else:
+        last_layer = gpt_layer_specs.get_gpt_decoder_layer_specs(
+            transformer, use_transformer_engine=use_te, normalization=transformer.normalization, vp_stage=vp_stage
+        )[-1]
+    submodules = mtp_layer_submodules(last_layer, config.mtp.mtp_architecture, use_te)
+    return submodules if use_te else with_portable_modules(submodules, transformer)

@@ -1,0 +1,194 @@
+"""Norm and attention for machines without Transformer Engine, in layouts that Megatron's local modules refuse.
+
+`with_portable_modules` takes a spec of Megatron's local modules and returns it with these modules in their place.
+Letters in names: S this rank's positions, B batch, T positions of a packed row, N query heads, G key heads, C
+channels of a head.
+"""
+
+import dataclasses
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.nn.functional import layer_norm, pad, rms_norm, scaled_dot_product_attention
+
+from megatron_mtp.data.context_parallel import slots_of_ranks
+from megatron_mtp.model.latent import PortableLatentAttention
+
+
+class PortableNorm(torch.nn.Module):
+    """RMSNorm or LayerNorm (`config.normalization`), with sequence parallelism and zero-centred weights.
+
+    With sequence parallelism every rank normalises its own positions and has a part of the weights' gradients. Megatron
+    sums these over the tensor-parallel group where a parameter is marked `sequence_parallel`.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.centred = config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 0.0 if self.centred else 1.0))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The normalised values [..., H]."""
+        weight = self.weight + 1 if self.centred else self.weight
+        if self.bias is None:
+            return rms_norm(hidden, weight.shape, weight, self.eps)
+        return layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
+
+
+class PortableAttention(torch.nn.Module):
+    """Attention on `scaled_dot_product_attention`: grouped queries, packed sequences, context parallelism, MLA.
+
+    Arguments are those of Megatron's core attention. Under context parallelism keys and values are gathered from all
+    ranks and put in the order of the whole sequence; TE's `cp_comm_type` is ignored.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+    ) -> None:
+        super().__init__()
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.cp_group = groups.cp
+        self.causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        self.scale = softmax_scale or (k_channels or config.kv_channels) ** -0.5
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.sequence_parallel = config.sequence_parallel
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size if windowed else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """The attention output of this rank's positions, [S, B, N * C] or, packed, [T, N * C].
+
+        Args:
+            query: [S, B, N, C] or, packed, [T, N, C].
+            key, value: the same with G heads; a value may have fewer channels.
+            attention_mask: bool, broadcast over [B, N, S, whole sequence], True where a slot must not look; without
+                one the mask follows from the layer's mask type. Not for packed rows.
+            attn_mask_type: not read, as Megatron's own local attention does not read it.
+            packed_seq_params: where the documents of a packed row start; padding belongs to the document before it.
+
+        Raises:
+            ValueError: an attention bias is given, or a document cannot be cut for context parallelism.
+        """
+        if attention_bias is not None:
+            raise ValueError("attention without Transformer Engine takes no bias; leave attention_bias out.")
+        if packed_seq_params is None:
+            return self._documents(query, key, value, [0, self.cp_group.size() * key.size(0)], attention_mask)
+        padded = packed_seq_params.cu_seqlens_q_padded
+        bounds = (packed_seq_params.cu_seqlens_q if padded is None else padded).tolist()
+        query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        return self._documents(query, key, value, bounds, None).squeeze(1)
+
+    def _documents(
+        self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, bounds: list[int], mask: Tensor | None
+    ) -> Tensor:
+        """Every document by itself, [S, B, N * C]; `bounds` are where they start and end in the whole sequence."""
+        ranks, slots_S = self.cp_group.size(), None
+        if ranks > 1:
+            slots_RS = slots_of_ranks(torch.tensor(bounds), ranks).to(query_SBNC.device)
+            slots_S, order = slots_RS[self.cp_group.rank()], slots_RS.flatten().argsort()
+            key_SBGC = gather_from_sequence_parallel_region(key_SBGC, group=self.cp_group)[order]
+            value_SBGC = gather_from_sequence_parallel_region(value_SBGC, group=self.cp_group)[order]
+        attended = []
+        for start, end in pairwise(bounds):
+            own, whole = slice(start // ranks, end // ranks), slice(start, end)
+            position_S = None if slots_S is None else slots_S[own] - start
+            attended.append(self._attend(query_SBNC[own], key_SBGC[whole], value_SBGC[whole], position_S, mask))
+        return torch.cat(attended)
+
+    def _attend(
+        self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, position_S: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
+        """One document, [S, B, N * C]; without `position_S` the queries are its last slots."""
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBNC, key_SBGC, value_SBGC))
+        queries, keys, channels = query.size(2), key.size(2), value.size(-1)
+        plain = mask is None and position_S is None and self.window is None and queries == keys
+        if position_S is None:
+            position_S = torch.arange(keys - queries, keys, device=query.device)
+        with self._rng_of_heads():
+            attended = scaled_dot_product_attention(
+                query,
+                key,
+                pad(value, (0, query.size(-1) - channels)),  # unequal channels would keep torch from its fast kernels
+                attn_mask=None if plain else self._visible(position_S, keys, mask),
+                is_causal=plain and self.causal,
+                dropout_p=self.dropout if self.training else 0.0,
+                scale=self.scale,
+                enable_gqa=True,
+            )
+        return attended[..., :channels].permute(2, 0, 1, 3).flatten(2)
+
+    def _visible(self, position_S: Tensor, keys: int, mask: Tensor | None) -> Tensor:
+        """Bool, broadcast over [B, N, S, keys]: True where a query attends to a key."""
+        ahead = torch.arange(keys, device=position_S.device) - position_S.unsqueeze(1)
+        visible = torch.ones_like(ahead, dtype=torch.bool)
+        if mask is not None:
+            visible = ~mask
+        elif self.causal:
+            visible = ahead <= 0
+        if self.window is not None:
+            before, after = (keys if side < 0 else side for side in self.window)  # -1 is without limit
+            visible = visible & (ahead >= -before) & (ahead <= after)
+        return visible
+
+    def _rng_of_heads(self) -> Any:
+        """Each tensor-parallel rank has other heads, and needs other random numbers for dropout."""
+        if self.dropout and self.training and not self.sequence_parallel:
+            return get_cuda_rng_tracker().fork()
+        return nullcontext()
+
+
+def with_portable_modules(spec: Any, config: TransformerConfig) -> Any:
+    """The spec (a module, a `ModuleSpec`, or a dataclass or list of such) with portable modules for Megatron's."""
+    swaps: dict[Any, Any] = {WrappedTorchNorm: PortableNorm, MLASelfAttention: PortableLatentAttention}
+    if config.softmax_type == "vanilla":  # attention sinks are left to Megatron's own module
+        swaps[DotProductAttention] = PortableAttention
+    return _swapped(spec, swaps)
+
+
+def _swapped(spec: Any, swaps: dict[Any, Any]) -> Any:
+    if isinstance(spec, list):
+        return [_swapped(one, swaps) for one in spec]
+    if isinstance(spec, ModuleSpec):
+        return dataclasses.replace(
+            spec, module=_swapped(spec.module, swaps), submodules=_swapped(spec.submodules, swaps)
+        )
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        swapped = {field.name: _swapped(getattr(spec, field.name), swaps) for field in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **swapped)
+    return swaps.get(spec, spec) if isinstance(spec, type) else spec

@@ -1,0 +1,140 @@
+"""Distributed checkpoints are read without running code: torch's own reader unpickles whatever a file names.
+
+The catalogue of a checkpoint (`.metadata`) is a pickle, and so is every entry that is no tensor. Here the first makes
+only the classes that catalogues consist of; the second are read with `weights_only`, for which Megatron lists the
+classes that it stores. torch reads tensors so already, and Megatron its older files.
+"""
+
+import io
+import pickle
+import re
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+
+from megatron_mtp.patches.checksums import CHECKSUMS, DamagedError, catalogue_differs, seal_catalogue
+
+CATALOGUE = ".metadata"
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.planner": {  # of --ckpt-assume-constant-structure
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    },
+    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2))},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}  # fmt: skip
+
+
+def read_catalogue(folder: Path) -> Metadata:
+    """The catalogue in an iteration's folder.
+
+    Raises:
+        ValueError: it is missing or damaged, or names what no catalogue consists of.
+    """
+    try:
+        content = (folder / CATALOGUE).read_bytes()
+        metadata = load_catalogue(io.BytesIO(content))
+    except FileNotFoundError:
+        raise ValueError(f"{folder / CATALOGUE} is missing; give another checkpoint.") from None
+    except Exception as error:  # of damaged bytes, a pickle makes anything
+        said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise ValueError(f"{folder / CATALOGUE} is no catalogue of a checkpoint: {said}.") from None
+    if catalogue_differs(folder, content, _save_id(metadata)):
+        raise ValueError(f"{folder / CATALOGUE} is damaged: it does not have the checksum that {CHECKSUMS} says.")
+    return metadata
+
+
+def seal(folder: Path) -> None:
+    """Write the checksum of the catalogue that has just been written to an iteration's folder."""
+    if not (folder / CATALOGUE).is_file():
+        return  # in a store that Megatron reaches over the network
+    content = (folder / CATALOGUE).read_bytes()
+    seal_catalogue(folder, content, _save_id(load_catalogue(io.BytesIO(content))))
+
+
+def _save_id(metadata: Metadata) -> str | None:
+    return getattr(metadata.storage_meta, "save_id", None)
+
+
+def load_catalogue(stream: IO[bytes]) -> Metadata:
+    """The same from an open file, with the errors of a pickle."""
+    metadata = _CatalogueReader(stream).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+    tensors, places = metadata.state_dict_metadata, metadata.storage_data
+    if not isinstance(tensors, dict) or not all(map(_is_entry, tensors.values())):
+        raise pickle.UnpicklingError("its list of tensors is damaged")
+    if not isinstance(places, dict) or not all(map(_is_place, places.values())):
+        raise pickle.UnpicklingError("its list of places is damaged")
+    return metadata
+
+
+def _is_entry(entry: Any) -> bool:
+    if isinstance(entry, BytesStorageMetadata):
+        return True
+    return isinstance(entry, TensorStorageMetadata) and all(
+        isinstance(box, torch.Size) for chunk in entry.chunks for box in (entry.size, chunk.offsets, chunk.sizes)
+    )
+
+
+def _is_place(place: Any) -> bool:
+    """In a file of this folder."""
+    numbers = isinstance(place, _StorageInfo) and isinstance(place.offset, int) and isinstance(place.length, int)
+    return numbers and Path(place.relative_path).name == place.relative_path and place.offset >= 0 <= place.length
+
+
+class _CatalogueReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def foreign(error: pickle.UnpicklingError) -> str:
+    """What `weights_only` has refused; torch's own message proposes to load it nevertheless."""
+    named = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+    return f"{named.group(1) if named else 'something'}, which no checkpoint of Megatron's holds"
+
+
+def install() -> None:
+    """Put the safe readers in the place of torch's, by which Megatron loads."""
+    FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign, assignment]
+    DefaultLoadPlanner.load_bytes = _load_bytes  # type: ignore[method-assign, assignment]
+
+
+def _read_metadata(reader: Any, *_: Any, **settings: Any) -> Metadata:
+    """torch's method of this name."""
+    with reader.fs.create_stream(reader._get_metadata_path(settings.get("rank")), "rb") as stream:
+        metadata = load_catalogue(stream)
+    if metadata.storage_meta is None:
+        metadata.storage_meta = StorageMeta()
+    metadata.storage_meta.load_id = reader.load_id
+    return metadata
+
+
+def _load_bytes(planner: Any, read_item: Any, value: IO[bytes]) -> None:
+    """torch's method of this name."""
+    from torch.distributed.checkpoint._traverse import set_element
+
+    name = read_item.dest_index.fqn
+    try:
+        loaded = torch.load(value, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise DamagedError(f"its entry '{name}' holds {foreign(error)}") from None
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[name], loaded)
+    else:
+        planner.state_dict[name] = loaded

@@ -1,0 +1,38 @@
+"""A checkpoint folder: the iteration to resume from after a kill, and the MTP layers that an iteration holds."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_mtp.checkpoint.mcore.iterations import TRACKER, repair_tracker
+
+
+def folder_with(folder: Path, whole: list[int], half: list[int], tracker: str) -> Path:
+    for number in whole + half:
+        (folder / f"iter_{number:07d}").mkdir()
+    for number in whole:
+        (folder / f"iter_{number:07d}" / "metadata.json").write_text("{}")
+    (folder / TRACKER).write_text(tracker)
+    return folder
+
+
+def test_an_empty_tracker_names_the_newest_whole_iteration(tmp_path: Path) -> None:
+    assert repair_tracker(folder_with(tmp_path, whole=[3, 6], half=[9], tracker="")) == 6
+    assert (tmp_path / TRACKER).read_text() == "6"
+    assert repair_tracker(tmp_path) is None
+
+
+def test_a_tracker_that_says_something_is_left_alone(tmp_path: Path) -> None:
+    assert repair_tracker(folder_with(tmp_path, whole=[3, 6], half=[], tracker="3\n")) is None
+    assert (tmp_path / TRACKER).read_text() == "3\n"
+
+
+def test_nothing_whole_to_resume_from_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no whole iteration; give another checkpoint"):
+        repair_tracker(folder_with(tmp_path, whole=[], half=[3], tracker=""))
+    assert (tmp_path / TRACKER).read_text() == ""
+
+
+def test_a_folder_without_checkpoints_needs_no_repair(tmp_path: Path) -> None:
+    assert repair_tracker(tmp_path) is None
+    assert repair_tracker(tmp_path / "missing") is None

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses.token_loss import TokenLoss
-from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 
 
@@ -32,9 +31,8 @@ class CrossEntropy(TokenLoss):
     def of(cls, settings: MTPConfig) -> Self:
         return cls(settings.mtp_label_smoothing, settings.mtp_z_loss)
 
-    def __call__(
-        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        logits_NV, labels_N, vocabulary = chunk.logits_NV, chunk.labels_N, chunk.vocabulary
         local_N1, is_own_N1 = vocabulary.own(labels_N)
         label_N1 = logits_NV.gather(1, local_N1).masked_fill_(~is_own_N1, 0)
         rows_N2 = [label_N1]

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses.token_loss import TokenLoss
-from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 
 LARGEST_GAP = 40.0
 """Of log q - log p: the exponential of 88 overflows float32, where p is 0. With q exp(-40) in the place of a smaller p,
@@ -39,11 +38,10 @@ class Divergence(TokenLoss):
     def of(cls, settings: MTPConfig) -> Self:
         return cls(settings.mtp_temperature)
 
-    def __call__(
-        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
-    ) -> tuple[Tensor, Tensor]:
-        assert teacher_NV is not None
-        teacher_NV = vocabulary.drafted(teacher_NV)
+    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        logits_NV, vocabulary = chunk.logits_NV, chunk.vocabulary
+        assert chunk.teacher_NV is not None
+        teacher_NV = vocabulary.drafted(chunk.teacher_NV)
         gap_NV = logits_NV.div_(self.temperature) - teacher_NV.div_(self.temperature)
         q_NV, q_normaliser_N1 = vocabulary.softmax_(logits_NV)
         p_NV, p_normaliser_N1 = vocabulary.softmax_(teacher_NV)
@@ -68,9 +66,8 @@ class TotalVariation(TokenLoss):
     def of(cls, settings: MTPConfig) -> Self:
         return cls(settings.mtp_temperature)
 
-    def __call__(
-        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        logits_NV, teacher_NV, vocabulary = chunk.logits_NV, chunk.teacher_NV, chunk.vocabulary
         assert teacher_NV is not None
         q_NV, _ = vocabulary.softmax_(logits_NV.div_(self.temperature))
         p_NV = vocabulary.drafted(vocabulary.softmax_(teacher_NV.div_(self.temperature))[0])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.losses.chunks import blocks, chunks
-from megatron_mtp.losses.token_loss import TokenLoss
+from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
 FLOAT16_GRADIENT = 2.0**8
@@ -153,7 +153,8 @@ def _sum_(
     positions, entries = product_NV.shape
     for rows in blocks(positions, entries, as_one=product_NV.is_cuda or vocabulary.ranks > 1):
         soft_NV = None if teacher_NV is None else _logits(teacher_NV[rows], vocabulary)
-        loss_N, gradient_NV = token_loss(_logits(product_NV[rows], vocabulary), labels_N[rows], soft_NV, vocabulary)
+        logits_NV = _logits(product_NV[rows], vocabulary)
+        loss_N, gradient_NV = token_loss(Chunk(logits_NV, labels_N[rows], soft_NV, vocabulary))
         losses.append(loss_N)
         product_NV[rows] = gradient_NV.mul_(scale_N1[rows])
     return torch.cat(losses).masked_fill(mask_N == 0, 0).dot(mask_N)

@@ -3,7 +3,7 @@
 Letters in names: N positions, V this rank's slice of the vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig, are_weights, number_of
 from megatron_mtp.losses import LOSSES
-from megatron_mtp.losses.token_loss import TokenLoss
-from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 
 UNNAMED = ("ce", "kd", "tv")
 """The losses that numbers without names weigh."""
@@ -37,13 +36,11 @@ class Mix(TokenLoss):
         weights = mix_weights(settings.mtp_loss_mix)
         return cls(tuple((weight, LOSSES[name].token_loss(settings)) for name, weight in weights.items() if weight))
 
-    def __call__(
-        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
-    ) -> tuple[Tensor, Tensor]:
-        loss_N, gradient_NV = torch.zeros_like(logits_NV[:, 0]), torch.zeros_like(logits_NV)
+    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        loss_N, gradient_NV = torch.zeros_like(chunk.logits_NV[:, 0]), torch.zeros_like(chunk.logits_NV)
         for weight, part in self.parts:
-            teacher = None if teacher_NV is None else teacher_NV.clone()
-            part_N, part_NV = part(logits_NV.clone(), labels_N, teacher, vocabulary)
+            teacher_NV = None if chunk.teacher_NV is None else chunk.teacher_NV.clone()
+            part_N, part_NV = part(replace(chunk, logits_NV=chunk.logits_NV.clone(), teacher_NV=teacher_NV))
             loss_N += weight * part_N
             gradient_NV += weight * part_NV
         return loss_N, gradient_NV

@@ -4,12 +4,30 @@ Letters in names: N positions, V this rank's slice of the vocabulary.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Self
 
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a loss is computed from: some positions at once.
+
+    Attributes:
+        logits_NV: the depth's, this rank's slice, in float32 at least.
+        labels_N: tokens; of a draft vocabulary their numbers in it, or -1 outside of it.
+        teacher_NV: the trunk's logits of the same tokens, if `needs_teacher`; of all tokens, if `needs_whole_teacher`.
+        vocabulary: what the columns are, and how they are reduced over ranks.
+    """
+
+    logits_NV: Tensor
+    labels_N: Tensor
+    teacher_NV: Tensor | None
+    vocabulary: Vocabulary
 
 
 class TokenLoss(ABC):
@@ -38,18 +56,8 @@ class TokenLoss(ABC):
         """
 
     @abstractmethod
-    def __call__(
-        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
-    ) -> tuple[Tensor, Tensor]:
-        """Losses and gradients of a chunk, in float32 at least; both logits may be overwritten.
+    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Losses in nats, loss_N, the same on every rank, and this rank's gradient_NV by the logits.
 
-        Args:
-            logits_NV: the depth's; this rank's slice.
-            labels_N: tokens; of a draft vocabulary their numbers in it, or -1 outside of it.
-            teacher_NV: the trunk's logits of the same tokens, if `needs_teacher`; of all tokens, if
-                `needs_whole_teacher`.
-            vocabulary: what the columns are, and how they are reduced over ranks.
-
-        Returns:
-            loss_N in nats, the same on every rank, and gradient_NV, which may be the logits' memory.
+        It may overwrite both logits; the gradient may be made in the memory of the depth's.
         """

@@ -41,7 +41,7 @@ def trunk_states(model: MTPGPTModel, tokens_BS: Tensor) -> Tensor:
         tokens_BS,
         _positions(tokens_BS),
         _later_slots(tokens_BS),
-        output_processor=lambda hidden_SBH, *_: hidden_SBH,  # without a batch of depths, which are then not run
+        output_processor=lambda stage: stage.hidden_SBH,  # there is no batch of depths, so they are not run
     )
     return states
 

@@ -18,6 +18,7 @@ from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import vocabulary_of
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.sharing import Head
+from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.acceptance import AcceptanceCounts, count_acceptance
 from megatron_mtp.training.later_slots import LaterSlots
 
@@ -63,20 +64,19 @@ class NextTokensObjective:
     kept_slots: Callable[[int], Tensor | None] = lambda _: None
     measures_acceptance: bool = False
 
-    def __call__(
-        self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, depth_head: Head, batch: DepthBatch
-    ) -> ObjectiveOutput:
-        """Called by the model; `depth_head` is the head as the depths see it, detached where they must not train it."""
+    def __call__(self, stage: StageOutput) -> ObjectiveOutput:
+        """Called by the model, whose `batch` is a `DepthBatch`."""
+        batch, hidden_SBH, depth_hidden = stage.batch, stage.hidden_SBH, stage.depth_hidden
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_trunk):
-            main = self._main(hidden_SBH, head, batch)
+            main = self._main(hidden_SBH, stage.head, batch)
         if not depth_hidden:
             return ObjectiveOutput(main.total, main, [], None)
         later = self.later_slots(batch.slots_S, len(depth_hidden))
-        auxiliary, depths = self.of_depths(hidden_SBH.detach(), depth_hidden, depth_head, batch, later)
+        auxiliary, depths = self.of_depths(hidden_SBH.detach(), depth_hidden, stage.depth_head, batch, later)
         acceptance = None
         if self.measures_acceptance:
             assert later is not None
-            acceptance = count_acceptance(hidden_SBH, depth_hidden, head, batch.loss_mask_DBS, later)
+            acceptance = count_acceptance(hidden_SBH, depth_hidden, stage.head, batch.loss_mask_DBS, later)
         return ObjectiveOutput(main.total + auxiliary, main, depths, acceptance)
 
     def later_slots(self, slots_S: Tensor, depths: int) -> LaterSlots | None:

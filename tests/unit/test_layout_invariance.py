@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from megatron_mtp.data.batch import add_depths, depth_batch, keep_slots
 from megatron_mtp.data.context_parallel import slots_of_ranks
 from megatron_mtp.model.sharing import Head
+from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.objective import NextTokensObjective
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -105,7 +106,7 @@ def ours(cut: Cut, rows: slice, hidden: list[Tensor], weight: Tensor) -> Parts:
         add_depths(batch, DEPTHS, is_end_BS.cumsum(1) - is_end_BS)
         keep_slots(batch, slots_S)
         trunk, *depths = (state[slots_S] for state in hidden)
-        output = objective(trunk, depths, head, head, depth_batch(batch))
+        output = objective(StageOutput(trunk, depths, head, head, depth_batch(batch)))
         parts.append((output.loss, output.main.tokens))
     return parts
 

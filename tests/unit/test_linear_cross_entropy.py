@@ -9,7 +9,7 @@ from megatron_mtp.losses import LOSSES, Loss, chunks, linear_cross_entropy
 from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.distillation import Divergence, TotalVariation
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
-from megatron_mtp.losses.token_loss import TokenLoss
+from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
 TOLERANCE = 2e-6
@@ -115,7 +115,9 @@ def test_tokens_that_the_trunk_rules_out_have_a_finite_divergence(surplus: float
     exact_N = temperature**2 * (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(1)
     (exact_NV,) = torch.autograd.grad(exact_N.sum(), leaf_NV)
     labels_N = torch.zeros(5, dtype=torch.int64)
-    loss_N, gradient_NV = Divergence(temperature)(logits_NV.clone(), labels_N, teacher_NV.clone(), Vocabulary(50))
+    loss_N, gradient_NV = Divergence(temperature)(
+        Chunk(logits_NV.clone(), labels_N, teacher_NV.clone(), Vocabulary(50))
+    )
     assert worst([loss_N, gradient_NV], [exact_N.detach(), exact_NV]) <= 1e-6
 
 

@@ -14,6 +14,7 @@ from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.schedule import kept_slots
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head
+from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -58,7 +59,8 @@ def outcome_of(
         whole=lambda state: state,
         drafts=None if drafted is None else DraftVocabulary(drafted, VOCABULARY),
     )
-    return NextTokensObjective([0.5, 0.25], group, **settings)(trunk_SBH, depth_hidden, head, head, batch())
+    stage = StageOutput(trunk_SBH, depth_hidden, head, head, batch())
+    return NextTokensObjective([0.5, 0.25], group, **settings)(stage)
 
 
 def plain_kd_sums(slots: list[int]) -> list[float]:

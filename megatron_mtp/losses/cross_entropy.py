@@ -5,8 +5,8 @@ With s the smoothing and z the weight of the z-loss (PaLM, arXiv:2204.02311, sec
     loss     = L - (1 - s) l_y - s mean_v l_v + z L^2
     gradient = (1 + 2 z L) softmax(l) - (1 - s) [v = y] - s / V
 
-With a draft vocabulary labels are numbers among its tokens, V is their count, and a label outside of it (-1) has loss 0
-and gradient 0. Letters in names: N positions, V this rank's slice of the vocabulary.
+With a draft vocabulary labels are numbers of its tokens, V is its size, and a label outside of it (-1) has loss 0 and
+gradient 0. Letters in names: N positions, V this rank's slice of the vocabulary.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Soft labels: the trunk's own distribution p of the token that a depth predicts with q; a chunk at a time.
+"""Losses with the trunk as teacher: its distribution p of a token against q, the depth's, a chunk at a time.
 
     kd    t^2 KL(p || q), both at temperature t     gradient  t (q - p)          (Hinton et al., arXiv:1503.02531)
     tv    1 - sum_v min(p, q), which is one minus the probability that rejection sampling accepts a draft of q
@@ -6,8 +6,8 @@
           gradient  q (a - sum_u q_u a_u) / t  with  a_v = -[q_v < p_v]
 
 With a draft vocabulary q is a distribution over its tokens. kd then compares with p restricted to them and
-renormalised, since log p - log q has no bound outside; tv with p as it is, where the tokens outside have q = 0 and add
-nothing to the overlap, so that tv remains the rate of rejection.
+renormalised, since log p - log q is infinite for the others. tv compares with p over all tokens: those that are not
+drafted have q = 0 and add nothing to the overlap, so that tv is still the rate of rejection.
 
 Letters in names: N positions, V this rank's slice of the vocabulary.
 """
@@ -23,8 +23,8 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 
 LARGEST_GAP = 40.0
-"""Of log q - log p: the exponential of 88 overflows float32, where p is 0. With q exp(-40) in the place of a smaller p,
-p (log p - log q) - p + q is the same to float64's last digit: it is q."""
+"""The largest log q - log p in the computation: where p is 0, its exponential would overflow float32. With q exp(-40) in
+place of a smaller p, p (log p - log q) - p + q is the same to float64's last digit: it is q."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Divergence(TokenLoss):
         gap_NV += p_normaliser_N1 - q_normaliser_N1  # log q - log p
         gap_NV.clamp_(max=LARGEST_GAP)
         floor_NV = q_NV * math.exp(-LARGEST_GAP)
-        terms_NV = torch.expm1(gap_NV).sub_(gap_NV)  # p (log p - log q) - p + q: none cancels another
+        terms_NV = torch.expm1(gap_NV).sub_(gap_NV)  # p (log p - log q) - p + q, where no terms cancel
         terms_NV.mul_(torch.maximum(p_NV, floor_NV, out=floor_NV))
         loss_N = vocabulary.sum(terms_NV)[:, 0]
         return self.temperature**2 * loss_N, q_NV.sub_(p_NV).mul_(self.temperature)

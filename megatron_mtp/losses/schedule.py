@@ -1,4 +1,4 @@
-"""What the depths weigh in the loss, step by step: lambda and its schedule, the depths' own weights, slots left out."""
+"""Weights of the depths in the loss at every step: lambda and its schedule, weights by depth, positions left out."""
 
 import math
 from argparse import Namespace
@@ -43,16 +43,16 @@ from one to the other during them."""
 
 
 def depth_weights(settings: MTPConfig, depths: int, factor: float) -> list[float]:
-    """Of depth 1 .. D: lambda / D, times `--mtp-loss-weights`."""
+    """The weight of depth 1 .. D: lambda / D, times `--mtp-loss-weights`; `factor` is lambda."""
     return [factor / depths * weight for weight in settings.loss_weights(depths)]
 
 
-def kept_slots(fraction: float, seed: tuple[int, int], slots: int) -> Tensor | None:
-    """Slots of whole sequences that the depths are trained on; None for all.
+def kept_positions(fraction: float, seed: tuple[int, int], positions: int) -> Tensor | None:
+    """Positions of whole sequences that the depths are trained on; None for all.
 
-    They are drawn anew from `seed`, which is (run, step), alone: the same on every rank and after a resume.
+    They depend on `seed`, which is (run, step), alone: every rank draws the same, also after a resume.
     """
     if fraction == 1:
         return None
     generator = torch.Generator(device="cpu").manual_seed(hash(seed) % 2**63)
-    return torch.randperm(slots, generator=generator, device="cpu")[: math.ceil(fraction * slots)]
+    return torch.randperm(positions, generator=generator, device="cpu")[: math.ceil(fraction * positions)]

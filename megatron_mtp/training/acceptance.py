@@ -1,16 +1,16 @@
 """Acceptance of drafts, measured on a teacher-forced pass: what a verifier would do with them.
 
-At slot i depth d drafts t_{i+d+1}; the trunk's word on the same token stands at slot i + d. Greedy: the draft is
-accepted if both argmaxes agree, given that the depths before it were accepted at this slot. Sampled: a draft from q is
-accepted with probability sum_v min(p, q) (Leviathan et al., arXiv:2211.17192, section 3.2).
+At position i depth d drafts t_{i+d+1}, which the trunk predicts at position i + d. Greedy: a draft is accepted if both
+argmaxes agree and the earlier depths were accepted at this position. Sampled: a draft from q is accepted with
+probability sum_v min(p, q), with p the trunk's distribution (Leviathan et al., arXiv:2211.17192, section 3.2).
 
-With a draft vocabulary the drafts are of its tokens alone, and the trunk's word is of all.
+With a draft vocabulary q is over its tokens, and p over all.
 
-Slots are taken in chunks, as by the losses, so that no [S, B, V] logits are ever there. Of a chunk of slots 0 1 2 and
-two depths, the trunk's words at 1 2 3 4 are looked up: one product for slots that several depths share.
+Positions are taken in chunks, as in the losses, so that all logits are never in memory at once. A chunk of positions
+0 1 2 and two depths needs the trunk's logits at 1 2 3 4, which are computed once for both depths.
 
-Letters in names: D depths, S sequence, B batch, H hidden, V this rank's slice of the vocabulary, C slots of a chunk, L
-later slots that they look at, T slots of this rank and copies of others'.
+Letters in names: D depths, S sequence, B batch, H hidden, V this rank's slice of the vocabulary, C positions of a chunk, L
+the later positions that they need, T positions of this rank and copies from other ranks.
 """
 
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ from torch import Tensor
 from megatron_mtp.losses.chunks import chunks
 from megatron_mtp.losses.vocabulary import vocabulary_of
 from megatron_mtp.model.sharing import Head
-from megatron_mtp.training.later_slots import LaterSlots
+from megatron_mtp.training.later_positions import LaterPositions
 
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
-    """Sums over slots, each [D], float; add them over microbatches and ranks before asking for rates.
+    """Sums over positions, each [D], float; add them over microbatches and ranks before asking for rates.
 
     Attributes:
-        valid: slots that are not masked at depth d; one that is never reaches the depths after it.
-        reached: of these, the ones where depths 1 .. d-1 were accepted.
-        accepted: of these, the ones where depth d is accepted too.
-        overlap: sum over valid slots of sum_v min(p, q).
+        valid: positions that are not masked at depth d; a masked one is not reached by later depths either.
+        reached: valid positions where depths 1 .. d-1 were accepted.
+        accepted: reached positions where depth d is accepted.
+        overlap: sum over valid positions of sum_v min(p, q).
     """
 
     valid: Tensor
@@ -82,7 +82,7 @@ class AcceptanceRates:
 
 @torch.no_grad()
 def count_acceptance(
-    hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, loss_mask_DBS: Tensor, later: LaterSlots
+    hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, loss_mask_DBS: Tensor, later: LaterPositions
 ) -> AcceptanceCounts:
     """Counts over this rank's positions; the same on every tensor-parallel rank."""
     trunk_TBH = later.lookup(head.whole(hidden_SBH))
@@ -110,23 +110,23 @@ def acceptance_rates(stacked_4D: Tensor) -> AcceptanceRates:
 
 
 def _judge(trunk_LBH: Tensor, where_DC: Tensor, depths: list[Tensor], head: Head) -> tuple[Tensor, Tensor]:
-    """Of a chunk's slots, whether the argmaxes agree and how far the distributions overlap, both [D, C, B]."""
+    """Whether the argmaxes agree at a chunk's positions, and the distributions' overlap, both [D, C, B]."""
     vocabulary = vocabulary_of(head)
     target_LBV = vocabulary.mask_padding_(_logits(trunk_LBH, head))
-    words_LB = vocabulary.argmax(target_LBV)
+    targets_LB = vocabulary.argmax(target_LBV)
     p_LBV, _ = vocabulary.softmax_(target_LBV)
     agree, overlap = [], []
     for state_CBH, where_C in zip(depths, where_DC, strict=True):
         draft_CBV = vocabulary.mask_padding_(_logits(state_CBH, head))
         if head.drafts is not None:
             draft_CBV.masked_fill_(~head.drafts.drafted_W, -torch.inf)
-        agree.append(vocabulary.argmax(draft_CBV) == words_LB[where_C])
+        agree.append(vocabulary.argmax(draft_CBV) == targets_LB[where_C])
         q_CBV, _ = vocabulary.softmax_(draft_CBV)
         overlap.append(vocabulary.sum(torch.minimum(p_LBV[where_C], q_CBV, out=q_CBV)).squeeze(-1))
     return torch.stack(agree), torch.stack(overlap)
 
 
 def _logits(states_NBH: Tensor, head: Head) -> Tensor:
-    """This rank's slice of them, new and in float32."""
+    """This rank's slice of the logits, in new memory and in float32."""
     product_NBV = states_NBH.to(head.weight.dtype) @ head.weight.t()
     return product_NBV.mul_(head.logit_scale).float()

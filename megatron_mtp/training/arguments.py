@@ -236,7 +236,7 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
     if args.position_embedding_type not in ("rope", "none"):
         raise ValueError(
             f"--position-embedding-type is {args.position_embedding_type}, which MTP cannot use, since a depth sees "
-            "later tokens at earlier slots; give rope or none."
+            "later tokens at earlier positions; give rope or none."
         )
     if settings.mtp_architecture == "parallel" and args.mtp_use_repeated_layer:
         raise ValueError(
@@ -245,7 +245,7 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
         )
     if "quantile_balancing" in (args.moe_router_load_balancing_type or ()):
         raise ValueError(
-            "--moe-router-load-balancing-type is quantile_balancing, which cannot leave out the slots that a depth "
+            "--moe-router-load-balancing-type is quantile_balancing, which cannot leave out the positions that a depth "
             "shifts in; give another type, such as aux_loss or none."
         )
     if args.overlap_moe_expert_parallel_comm:

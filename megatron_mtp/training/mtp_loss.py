@@ -40,7 +40,7 @@ def trunk_states(model: MTPGPTModel, tokens_BS: Tensor) -> Tensor:
     states: Tensor = model(
         tokens_BS,
         _positions(tokens_BS),
-        _later_slots(tokens_BS),
+        _causal_mask(tokens_BS),
         output_processor=lambda stage: stage.hidden_SBH,  # there is no batch of depths, so they are not run
     )
     return states
@@ -60,11 +60,11 @@ def mtp_loss(
     Args:
         hidden_SBH: from `trunk_states` or a forward of your own; detach it to keep the depths' loss out of the trunk.
         tokens_BS: what the trunk saw.
-        labels_BS: t_{i+1} at slot i, as the trunk has them; -100 counts as masked. The depths' are shifted here.
+        labels_BS: t_{i+1} at position i, as the trunk has them; -100 counts as masked. The depths' are shifted here.
         loss_mask_BS: 1 where the label counts, such as the answer of a prompt or the tokens of a rollout.
         settings: loss, temperature and weights of the depths; cross-entropy by default. A draft vocabulary is the
             model's own, whatever they say.
-        document_BS: which document every slot belongs to, where a row has several.
+        document_BS: which document every position belongs to, where a row has several.
 
     Raises:
         ValueError: the model has no depths, the shapes differ, or there is no such loss.
@@ -81,12 +81,12 @@ def mtp_loss(
     mask_ignored_labels(batch)
     add_depths(batch, model.mtp.depths, document_BS)
     depths = depth_batch(batch)
-    attention = AttentionInputs(_later_slots(tokens_BS), *model._preprocess(None, None, hidden_SBH)[1:4])
+    attention = AttentionInputs(_causal_mask(tokens_BS), *model._preprocess(None, None, hidden_SBH)[1:4])
     states = model.depth_states(hidden_SBH, depths, _positions(tokens_BS), attention)
     weights = depth_weights(settings, model.mtp.depths, 1.0)
     objective = NextTokensObjective(weights, model.pg_collection.cp, depth_loss(settings))
     head = model.head(detached=model.config.mtp_detach_heads or settings.mtp_train_only)
-    later = objective.later_slots(depths.slots_S, len(states))
+    later = objective.later_positions(depths.positions_S, len(states))
     total, sums = objective.of_depths(hidden_SBH.detach(), states, head, depths, later)
     means = torch.stack([each.total / each.tokens.clamp(min=1) for each in sums])
     return MTPLoss(total / depths.whole_tokens[0].clamp(min=1), means.detach())
@@ -96,7 +96,7 @@ def _positions(tokens_BS: Tensor) -> Tensor:
     return torch.arange(tokens_BS.size(1), device=tokens_BS.device).expand_as(tokens_BS)
 
 
-def _later_slots(tokens_BS: Tensor) -> Tensor:
-    """True where a slot must not look, [1, 1, S, S]."""
-    slots = tokens_BS.size(1)
-    return torch.ones(1, 1, slots, slots, dtype=torch.bool, device=tokens_BS.device).triu(1)
+def _causal_mask(tokens_BS: Tensor) -> Tensor:
+    """True where a position must not attend, [1, 1, S, S]."""
+    positions = tokens_BS.size(1)
+    return torch.ones(1, 1, positions, positions, dtype=torch.bool, device=tokens_BS.device).triu(1)

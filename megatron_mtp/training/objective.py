@@ -1,6 +1,6 @@
 """The training objective: what the last stage makes of the trunk's and the depths' hidden states.
 
-Letters in names: D depths, S sequence, B batch, H hidden, N slots of all rows.
+Letters in names: D depths, S sequence, B batch, H hidden, N positions of all rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.acceptance import AcceptanceCounts, count_acceptance
-from megatron_mtp.training.later_slots import LaterSlots
+from megatron_mtp.training.later_positions import LaterPositions
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class NextTokensObjective:
         per_token: whether `--calculate-per-token-loss` is on.
         linear_main: whether the trunk's loss is made in chunks, as the depths' are.
         trains_trunk: whether the trunk's loss is part of the loss.
-        kept_slots: from the slots of a whole sequence to those that the depths are trained on; None for all.
+        kept_positions: from the positions of a whole sequence to those that the depths are trained on; None for all.
         measures_acceptance: whether to count it.
     """
 
@@ -61,7 +61,7 @@ class NextTokensObjective:
     per_token: bool = False
     linear_main: bool = False
     trains_trunk: bool = True
-    kept_slots: Callable[[int], Tensor | None] = lambda _: None
+    kept_positions: Callable[[int], Tensor | None] = lambda _: None
     measures_acceptance: bool = False
 
     def __call__(self, stage: StageOutput) -> ObjectiveOutput:
@@ -71,7 +71,7 @@ class NextTokensObjective:
             main = self._main(hidden_SBH, stage.head, batch)
         if not depth_hidden:
             return ObjectiveOutput(main.total, main, [], None)
-        later = self.later_slots(batch.slots_S, len(depth_hidden))
+        later = self.later_positions(batch.positions_S, len(depth_hidden))
         auxiliary, depths = self.of_depths(hidden_SBH.detach(), depth_hidden, stage.depth_head, batch, later)
         acceptance = None
         if self.measures_acceptance:
@@ -79,11 +79,11 @@ class NextTokensObjective:
             acceptance = count_acceptance(hidden_SBH, depth_hidden, stage.head, batch.loss_mask_DBS, later)
         return ObjectiveOutput(main.total + auxiliary, main, depths, acceptance)
 
-    def later_slots(self, slots_S: Tensor, depths: int) -> LaterSlots | None:
+    def later_positions(self, positions_S: Tensor, depths: int) -> LaterPositions | None:
         """Where the trunk's states of later positions are; None where nothing compares with them."""
         if not (self.measures_acceptance or self.depth_loss.needs_teacher):
             return None
-        return LaterSlots(slots_S, depths, self.cp_group)
+        return LaterPositions(positions_S, depths, self.cp_group)
 
     def _main(self, hidden_SBH: Tensor, head: Head, batch: DepthBatch) -> LossSum:
         mask_BS, whole_tokens = batch.loss_mask_BS, batch.whole_tokens[0]
@@ -101,11 +101,11 @@ class NextTokensObjective:
         depth_hidden: list[Tensor],
         head: Head,
         batch: DepthBatch,
-        later: LaterSlots | None,
+        later: LaterPositions | None,
     ) -> tuple[Tensor, list[LossSum]]:
         """The depths' part of the loss, and every depth's own sum for the logs; `trunk_SBH` is their teacher."""
         batch = self._drafted(head, batch)
-        kept_S, share = self._kept(batch.slots_S)
+        kept_S, share = self._kept(batch.positions_S)
         teachers = self._teachers(trunk_SBH, len(depth_hidden), head, kept_S, later)
         scales = depth_scales(batch.whole_tokens, self.depth_weights, self.per_token)
         states, targets = [], []
@@ -135,17 +135,17 @@ class NextTokensObjective:
         whole_tokens = torch.cat([batch.whole_tokens[:1], tokens_D])
         return replace(batch, labels_DBS=labels_DBS, loss_mask_DBS=mask_DBS, whole_tokens=whole_tokens)
 
-    def _kept(self, slots_S: Tensor) -> tuple[Tensor | None, float]:
-        """Which of this rank's slots the depths are trained on, and what part of all slots they are."""
-        slots = slots_S.numel() * self.cp_group.size()
-        kept = self.kept_slots(slots)
+    def _kept(self, positions_S: Tensor) -> tuple[Tensor | None, float]:
+        """Which of this rank's positions the depths are trained on, and what part of all positions they are."""
+        positions = positions_S.numel() * self.cp_group.size()
+        kept = self.kept_positions(positions)
         if kept is None:
             return None, 1.0
-        return torch.isin(slots_S, kept.to(slots_S.device)).nonzero()[:, 0], kept.numel() / slots
+        return torch.isin(positions_S, kept.to(positions_S.device)).nonzero()[:, 0], kept.numel() / positions
 
     @torch.no_grad()
     def _teachers(
-        self, trunk_SBH: Tensor, depths: int, head: Head, kept_S: Tensor | None, later: LaterSlots | None
+        self, trunk_SBH: Tensor, depths: int, head: Head, kept_S: Tensor | None, later: LaterPositions | None
     ) -> list[Tensor | None]:
         """The trunk's states d positions later: their logits are of the token that depth d predicts."""
         if later is None or not self.depth_loss.needs_teacher:
@@ -156,7 +156,7 @@ class NextTokensObjective:
 
 
 def _rows(values_BS: Tensor) -> Tensor:
-    """Slot by slot as hidden states are, [N]."""
+    """Position by position as hidden states are, [N]."""
     return values_BS.transpose(0, 1).flatten()
 
 

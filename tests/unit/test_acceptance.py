@@ -19,7 +19,7 @@ from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.training.acceptance import AcceptanceCounts, acceptance_rates
 from megatron_mtp.training.acceptance import count_acceptance as count_at_later_slots
-from megatron_mtp.training.later_slots import LaterSlots
+from megatron_mtp.training.later_positions import LaterPositions
 
 WORDS = 3
 
@@ -39,7 +39,7 @@ def head_of(weight_VH: Tensor) -> Head:
 
 def count_acceptance(trunk_SBV: Tensor, drafts: list[Tensor], head: Head, batch: DepthBatch) -> AcceptanceCounts:
     """Of whole sequences; cut ones need several processes."""
-    later = LaterSlots(batch.slots_S, len(drafts), parallel_state.get_context_parallel_group())
+    later = LaterPositions(batch.positions_S, len(drafts), parallel_state.get_context_parallel_group())
     return count_at_later_slots(trunk_SBV, drafts, head, batch.loss_mask_DBS, later)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.schedule import kept_slots
+from megatron_mtp.losses.schedule import kept_positions
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.model.trunk import StageOutput
@@ -96,10 +96,10 @@ def test_the_trunk_is_a_teacher_and_learns_nothing_of_it() -> None:
 
 
 def test_kept_slots_stand_for_all() -> None:
-    keep = partial(kept_slots, 0.4, SEED)
+    keep = partial(kept_positions, 0.4, SEED)
     kept = keep(SLOTS)
     assert kept is not None
-    output = outcome(**KD, kept_slots=keep)
+    output = outcome(**KD, kept_positions=keep)
     share = kept.numel() / SLOTS
     expected = [total / share for total in plain_kd_sums(kept.tolist())]
     assert [sums.total.item() for sums in output.depths] == pytest.approx(expected, rel=1e-5)

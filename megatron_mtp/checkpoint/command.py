@@ -151,9 +151,10 @@ def drop(args: argparse.Namespace) -> dict[str, Any]:
 
 def look(args: argparse.Namespace) -> dict[str, Any]:
     """`convert inspect`."""
-    from megatron_mtp.checkpoint.inspecting import inspect
+    from megatron_mtp.checkpoint.inspecting import inspect, names
 
-    return inspect(args.source, args.check)
+    found = inspect(args.source, args.check)
+    return found | ({"names": names(args.source, rows=args.json)} if args.names else {})
 
 
 def prove(args: argparse.Namespace) -> dict[str, Any]:
@@ -297,7 +298,9 @@ def _export_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _inspect_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--check", action="store_true", help="compare all of a checkpoint with its checksums")
+    add = command.add_argument
+    add("--check", action="store_true", help="compare all of a checkpoint with its checksums")
+    add("--names", action="store_true", help="list every tensor's name on both sides, with its shape")
 
 
 def _trust_flag(command: argparse.ArgumentParser) -> None:

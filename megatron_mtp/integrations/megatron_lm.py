@@ -24,7 +24,7 @@ from megatron.training import get_args  # noqa: E402
 from megatron.training.config import PretrainConfigContainer  # noqa: E402
 
 from megatron_mtp.errors import sentences  # noqa: E402
-from megatron_mtp.model.build import MTPGPTModelBuilder, MTPGPTModelConfig  # noqa: E402
+from megatron_mtp.model.build import MTPGPTModelConfig, build  # noqa: E402
 from megatron_mtp.training.arguments import (  # noqa: E402
     ArgumentsProvider,
     checked_model_config,
@@ -113,6 +113,5 @@ def model_provider(
     pg_collection: ProcessGroupCollection | None = None,
 ) -> torch.nn.Module:
     """A pipeline stage of the model that the global arguments describe, as Megatron's `get_model()` asks for it."""
-    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    builder = MTPGPTModelBuilder(gpt_config_from_args(get_args(), config))
-    return builder.build_model(groups, pre_process, post_process, vp_stage)
+    model_config = gpt_config_from_args(get_args(), config)
+    return build(model_config, pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)

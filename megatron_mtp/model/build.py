@@ -67,13 +67,15 @@ def config_of(args: Namespace, **gpt_config: Any) -> "MTPGPTModelConfig":
     return config
 
 
-def build(config: "MTPGPTModelConfig", **stage: Any) -> MTPGPTModel:
+def build(config: "MTPGPTModelConfig", groups: ProcessGroupCollection | None = None, **stage: Any) -> MTPGPTModel:
     """The model of this process: the whole of it, or a pipeline stage.
 
     Args:
+        groups: process groups; None takes Megatron's global ones.
         stage: further arguments of `MTPGPTModelBuilder.build_model`.
     """
-    model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups(), **stage)
+    groups = groups or ProcessGroupCollection.use_mpu_process_groups()
+    model = MTPGPTModelBuilder(config).build_model(groups, **stage)
     assert isinstance(model, MTPGPTModel)
     return model
 

@@ -1,7 +1,7 @@
-"""The draft vocabulary: the N tokens that the depths may draft, of which the head's rows are all that a draft costs.
+"""The draft vocabulary: the N tokens that the depths may draft. A draft costs the head's rows of these tokens alone.
 
-A head that is cut over tensor-parallel ranks has its drafted rows where they are, so that ranks may hold different
-numbers of them. Tokens stand in ascending order: the drafts of a rank's slice are neighbours, numbered from `first`.
+Each tensor-parallel rank uses the drafted rows of its own slice of the head; ranks may have different numbers of them.
+Draft indices follow ascending tokens: those of a rank's slice are consecutive, beginning with `first`.
 
     vocabulary 0 .. 7 over two ranks, drafted 1 2 6      rank 0: rows 1 2, first 0      rank 1: row 2, first 2
 
@@ -19,7 +19,7 @@ NOT_DRAFTED = -1
 
 
 class DraftVocabulary(nn.Module):
-    """Where this rank's drafted rows are; its tensors move with the model, and are in no checkpoint.
+    """The drafted rows of this rank; its tensors move with the model and are not saved in checkpoints.
 
     Attributes:
         rows_K: within this rank's slice of the head.

@@ -1,7 +1,7 @@
 """A trunk that stays as it was loaded, while the depths on it are trained (`--mtp-train-only`).
 
-Without gradients to record, the trunk's pass keeps no activations; Megatron's DDP and optimizer leave out parameters
-that want none, so there are no gradient buffers, master weights or moments of them either.
+The trunk's forward pass then keeps no activations. Megatron's DDP and optimizer skip parameters without gradients;
+these have no gradient buffers, master weights or moments either.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def freeze_trunk(model: nn.Module) -> None:
-    """Everything but the MTP block wants no gradient: layers, norms, embedding and head, and the embedding's copy."""
+    """Turn gradients off for all but the MTP block: layers, norms, embedding and head, and the embedding's copy."""
     for module in trunk_modules(model):
         module.requires_grad_(False)
 
@@ -23,7 +23,7 @@ def trunk_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def answer_with_zeros(hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:
-    """The hidden state, whose backward pass gives the stage's input a gradient of zeros.
+    """The hidden state [S, B, H]; its backward pass gives the stage's input a gradient of zeros.
 
     The pipeline's schedule waits for a gradient from every stage but the first, also where nothing is trained.
     """

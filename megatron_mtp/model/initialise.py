@@ -50,7 +50,7 @@ def fill_absent_layers(
 
 
 def _drawn(prefix: str, layer: Any, weights: RandomWeights) -> dict[str, Tensor]:
-    """This rank's part of a layer, by name relative to it; what has no rule stays as it is initialised."""
+    """This rank's part of a layer, by name relative to it; entries without a rule stay as initialised."""
 
     def draw(entry: ShardedTensor) -> Tensor:
         part = weights.draw(entry.key, entry.global_shape, entry.global_slice())
@@ -87,7 +87,7 @@ def _last_trunk_layer(loaded: dict[str, Any]) -> str:
 
 
 def _copied(source: str, value: Any, loaded: dict[str, Any]) -> Any:
-    """The trunk's entry; `_extra_state` of kernels may not be stored, and then stays as it is."""
+    """The trunk's entry; where a kernel's `_extra_state` is not stored, it stays as initialised."""
     return loaded.get(source, value)
 
 

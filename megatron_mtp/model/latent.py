@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 class PortableLatentAttention(MLASelfAttention):
-    """Megatron's, with gradients that are those of one process."""
+    """Megatron's MLA, with the gradients of one process."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -33,7 +33,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 SHARDED_TF_LAYER = "transformer_layer"
-"""The name of `tf_layer` in checkpoints: Megatron's own MTP writes it, whatever its module is called."""
+"""The name of `tf_layer` in checkpoints, which Megatron's own MTP uses too."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _te_backend() -> BackendSpecProvider:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What every transformer layer of a microbatch gets beside its hidden state; the same at every depth."""
+    """The inputs of a transformer layer beside its hidden state: the same for every depth of a microbatch."""
 
     attention_mask: Tensor | None = None
     rotary_pos_emb: Tensor | None = None
@@ -163,7 +163,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             return self._run(hidden, embedded, attention, mask)
 
         if torch.is_grad_enabled() and not hidden_SBH.requires_grad:
-            # Behind a detached or frozen trunk no input wants a gradient; without one the output would record none.
+            # Behind a detached or frozen trunk no input requires a gradient; then the output would have none either.
             hidden_SBH = hidden_SBH.detach().requires_grad_()
         inputs = hidden_SBH, embedded_SBH, padding_mask_BS
         distributes, rng_tracker = self.config.distribute_saved_activations, tensor_parallel.get_cuda_rng_tracker
@@ -197,7 +197,7 @@ class MultiTokenPredictionLayer(MegatronModule):
                     packed_seq_params=attention.packed_seq_params,
                     padding_mask=padding_mask_BS,
                 )
-        # The schedule frees what a stage sent on, which a view would not allow.
+        # The pipeline schedule frees the output after sending it, which a view would not allow.
         return make_viewless_tensor(self.final_layernorm(hidden_SBH), requires_grad=True, keep_graph=True)
 
     def _merge(self, embedded_SBH: Tensor, hidden_SBH: Tensor) -> Tensor:
@@ -209,14 +209,14 @@ class MultiTokenPredictionLayer(MegatronModule):
         return merged_SBH
 
     def _rng_of_sequence_slice(self) -> Any:
-        """Each sequence-parallel rank holds other slots, and must drop other ones out."""
+        """Each sequence-parallel rank has other positions, and needs other random numbers for dropout."""
         if self.config.sequence_parallel:
             return tensor_parallel.get_cuda_rng_tracker().fork()
         return nullcontext()
 
 
 def _read_other_names(layer: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Plain state dicts of Megatron's own MTP call `tf_layer` otherwise: transformer_layer to 0.18, then as below."""
+    """Accept the names of `tf_layer` in state dicts of Megatron's own MTP, which differ by release."""
     for name in list(state):
         for other in ("transformer_layer.", "mtp_model_layer."):
             if name.startswith(prefix + other):

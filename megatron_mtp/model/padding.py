@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def tokens_of_slice(vocab_size: int | None, rows: int, rank: int) -> int:
-    """How many of a rank's `rows` stand for tokens: the first ones.
+    """How many of a rank's `rows` are tokens; they are the first ones.
 
     Args:
         vocab_size: tokens of the whole vocabulary; None if every row is one.
         rows: of one rank's slice.
-        rank: whose slice it is.
+        rank: the owner of the slice.
     """
     return rows if vocab_size is None else min(max(vocab_size - rank * rows, 0), rows)
 
@@ -24,8 +24,8 @@ def tokens_of_slice(vocab_size: int | None, rows: int, rank: int) -> int:
 def mask_padding_(logits: Tensor, tokens: int) -> Tensor:
     """Give the entries [..., tokens:] probability 0, in place.
 
-    The value is finite: a rank whose slice is all padding computes no inf - inf. The gradient of a softmax is exactly 0
-    where its probability is, so autograd does not need to know.
+    The value is finite, so that a rank with a slice of padding alone computes no inf - inf. Where the probability of a
+    softmax is 0, so is its gradient: autograd need not record this.
     """
     if tokens < logits.size(-1):
         logits[..., tokens:] = max(torch.finfo(logits.dtype).min, -1e30)

@@ -1,7 +1,8 @@
-"""Modules for where Transformer Engine is not, on any device: they do what Megatron's own local modules refuse.
+"""Norm and attention for machines without Transformer Engine, in layouts that Megatron's local modules refuse.
 
-A spec for Megatron's local modules goes in, the same spec with ours in their places comes out. Letters in names: S this
-rank's slots, B batch, T slots of a packed row, N query heads, G key heads, C channels of a head.
+`with_portable_modules` takes a spec of Megatron's local modules and returns it with these modules in their place.
+Letters in names: S this rank's positions, B batch, T positions of a packed row, N query heads, G key heads, C
+channels of a head.
 """
 
 import dataclasses
@@ -30,8 +31,8 @@ from megatron_mtp.model.latent import PortableLatentAttention
 class PortableNorm(torch.nn.Module):
     """RMSNorm or LayerNorm (`config.normalization`), with sequence parallelism and zero-centred weights.
 
-    With sequence parallelism every rank norms its own slots, so that each has a part of the weights' gradients;
-    Megatron sums them over the tensor-parallel group where a parameter is marked `sequence_parallel`.
+    With sequence parallelism every rank normalises its own positions and has a part of the weights' gradients. Megatron
+    sums these over the tensor-parallel group where a parameter is marked `sequence_parallel`.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -44,7 +45,7 @@ class PortableNorm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The normed values, [..., H] as given."""
+        """The normalised values [..., H]."""
         weight = self.weight + 1 if self.centred else self.weight
         if self.bias is None:
             return rms_norm(hidden, weight.shape, weight, self.eps)
@@ -55,7 +56,7 @@ class PortableAttention(torch.nn.Module):
     """Attention on `scaled_dot_product_attention`: grouped queries, packed sequences, context parallelism, MLA.
 
     Arguments are those of Megatron's core attention. Under context parallelism keys and values are gathered from all
-    ranks and put in the order of the whole sequence; `cp_comm_type`, which says how TE exchanges them, is not read.
+    ranks and put in the order of the whole sequence; TE's `cp_comm_type` is ignored.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class PortableAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """What the slots of this rank have attended to, [S, B, N * C] or, packed, [T, N * C].
+        """The attention output of this rank's positions, [S, B, N * C] or, packed, [T, N * C].
 
         Args:
             query: [S, B, N, C] or, packed, [T, N, C].
@@ -153,7 +154,7 @@ class PortableAttention(torch.nn.Module):
         return attended[..., :channels].permute(2, 0, 1, 3).flatten(2)
 
     def _visible(self, position_S: Tensor, keys: int, mask: Tensor | None) -> Tensor:
-        """Bool, broadcast over [B, N, S, keys]: True where a query looks."""
+        """Bool, broadcast over [B, N, S, keys]: True where a query attends to a key."""
         ahead = torch.arange(keys, device=position_S.device) - position_S.unsqueeze(1)
         visible = torch.ones_like(ahead, dtype=torch.bool)
         if mask is not None:
@@ -166,14 +167,14 @@ class PortableAttention(torch.nn.Module):
         return visible
 
     def _rng_of_heads(self) -> Any:
-        """Each tensor-parallel rank has other heads, and must drop other slots out."""
+        """Each tensor-parallel rank has other heads, and needs other random numbers for dropout."""
         if self.dropout and self.training and not self.sequence_parallel:
             return get_cuda_rng_tracker().fork()
         return nullcontext()
 
 
 def with_portable_modules(spec: Any, config: TransformerConfig) -> Any:
-    """The spec (a module, a `ModuleSpec`, or a dataclass or list of such) with ours in the places of Megatron's."""
+    """The spec (a module, a `ModuleSpec`, or a dataclass or list of such) with portable modules for Megatron's."""
     swaps: dict[Any, Any] = {WrappedTorchNorm: PortableNorm, MLASelfAttention: PortableLatentAttention}
     if config.softmax_type == "vanilla":  # attention sinks are left to Megatron's own module
         swaps[DotProductAttention] = PortableAttention

@@ -1,8 +1,8 @@
 """Weights of new depths, drawn by key and row: the same seed gives the same weights in every layout and in every tool.
 
-As Megatron initialises a new model: norms 1, biases 0, matrices normal with deviation `--init-method-std`; those that
-write to the residual stream with that over sqrt(2 layers). A rank draws the rows that it holds and takes its columns,
-so that tensor- and expert-parallel ranks need not know of each other.
+They follow Megatron's initialisation of a new model: norms 1, biases 0, matrices normal with standard deviation
+`--init-method-std`, divided by sqrt(2 layers) for matrices that write to the residual stream. A rank draws the rows
+that it holds and takes its columns, without communication between tensor- and expert-parallel ranks.
 
     [rows, columns] over two ranks      cut by rows: each draws its own; by columns: both draw all, each keeps half
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 DRAWN = ("linear_", "eh_proj", "router", "gate_weight")
-"""How names of matrices, or of the modules that hold them, begin."""
+"""First letters of the names of matrices, or of the modules that hold them."""
 
 TO_RESIDUAL = ("linear_proj", "linear_fc2")
 NORM_WEIGHT, BIASES = "layer_norm_weight", ("bias", "layer_norm_bias", "expert_bias")
@@ -55,7 +55,7 @@ class RandomWeights:
         Args:
             key: of the tensor in checkpoints.
             shape: of the whole tensor.
-            part: where the part stands in it; None for the whole.
+            part: its place in the whole tensor; None for all of it.
         """
         *_, module, name = key.split(".")
         part = part or (slice(None),) * len(shape)

@@ -2,8 +2,8 @@
 
 The block sits on the last pipeline stage. With more than one stage that stage owns a *copy* of the input embedding:
 initialised equal, gradients summed over the embedding group, written to checkpoints once. A tied head uses the copy and
-owns no weight; an untied one owns its weight, which MTP shares with the trunk. Copying, summing and writing once are
-Megatron's (`LanguageModule`), and hang on the attributes that `attach_embedding` sets.
+owns no weight; an untied one owns its weight, which MTP shares with the trunk. Megatron's `LanguageModule` copies, sums
+and writes once, by the attributes that `attach_embedding` sets.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 
 
 def attach_embedding(model: GPTModel) -> None:
-    """Give a stage without an input embedding its copy; a tied head then draws on the copy alone."""
+    """Give a stage without an input embedding its copy; a tied head then uses the copy alone."""
     if model.pre_process:
         return
     model.embedding = LanguageModelEmbedding(

@@ -1,4 +1,4 @@
-"""The Megatron GPT trunk with an MTP block on its last stage, and the builder that `pretrain()` calls for it.
+"""The Megatron GPT trunk with an MTP block on its last pipeline stage.
 
 The trunk is Megatron's `GPTModel`, built without Megatron's own MTP. On the stage that holds MTP it gets our block and
 the shared embedding. Given an `Objective`, the last stage returns what the objective makes of the trunk's and the
@@ -74,7 +74,7 @@ class MTPGPTModel(GPTModel):
             self.mtp = MultiTokenPredictionBlock(
                 self.config, mtp_submodules, self.pg_collection, self.vp_stage, draft_vocabulary
             )
-            self._tell_precision()
+            self._set_quantisation()
         if self.pre_process or self.post_process or self.mtp_process:
             self.setup_embeddings_and_output_layer()
         self.drafts = None
@@ -104,8 +104,8 @@ class MTPGPTModel(GPTModel):
     def setup_embeddings_and_output_layer(self) -> None:
         """Megatron's, which copies the embedding between stages: only once the MTP stage has its own.
 
-        With gradient accumulation fusion the output layer answers with a dummy gradient, which DDP drops and with it
-        what the depths' loss has added. `zero_out_wgrad` makes the dummy zero, and DDP add the sum.
+        With gradient accumulation fusion the output layer returns a dummy gradient. DDP would drop it together with the
+        gradient of the depths' loss; with `zero_out_wgrad` the dummy is zero and DDP adds the sum.
         """
         if not self._trunk_is_built:
             return
@@ -113,14 +113,14 @@ class MTPGPTModel(GPTModel):
         if self.post_process and self.config.mtp_num_layers and not self.config.mtp_detach_heads:
             self._head_owner().weight.zero_out_wgrad = True
 
-    def _tell_precision(self) -> None:
+    def _set_quantisation(self) -> None:
         """Hand the depths' TE modules their part of the quantisation recipe, as Megatron does for the trunk's."""
         for name, module in self.mtp.named_modules(prefix="mtp"):
             if hasattr(module, "finish_init"):
                 module.finish_init(get_quant_config_or_none(name, self.config.quant_recipe))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
-        """Layers that are absent from the checkpoint are made as `mtp_init` says; from then on they are like others."""
+        """Megatron's, after `mtp_init` has made the layers that the checkpoint lacks."""
         if self.mtp_process and self._absent:
             state_dict = fill_absent_layers(
                 dict(state_dict), self.state_dict(), self.mtp, self._absent, self._mtp_init, self._mtp_init_seed
@@ -185,7 +185,7 @@ class MTPGPTModel(GPTModel):
         return self.mtp(hidden_SBH, batch.tokens_DBS, position_ids_BS, self.embedding, attention, shifted_in_DBS)
 
     def _head_owner(self) -> Any:
-        """The module whose weight is the head's: the output layer, or the embedding that a tied head draws on."""
+        """The module whose weight is the head's: the output layer, or the embedding of a tied head."""
         if self.share_embeddings_and_output_weights and (self.pre_process or self.mtp_process):
             return self.embedding.word_embeddings
         return self.output_layer

@@ -190,7 +190,10 @@ class Copies:
     """
 
     names: tuple[str, ...]
-    what = "copies of one"
+
+    @property
+    def what(self) -> str:
+        return "copies of one" if len(self.names) > 1 else ""
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         first, *others = tensors

@@ -15,6 +15,7 @@ from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.graphs import GraphedStep, can_record
 from megatron_mtp.drafting.proposers import Proposer
+from megatron_mtp.drafting.rehearsal import REHEARSED, rehearse
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import RECOVER, Sampling, draw
 from megatron_mtp.drafting.sequences import Sequences
@@ -71,6 +72,7 @@ def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits,
     method.proposer.start(sequences)
     if method.auto is not None:
         method.auto.begin(max(sequences.lengths()), method.stats)
+        _rehearse(runner, sequences, method, method.auto)
     graphed = _graphed(runner, sequences, method)
     while any(sequences.live):
         count = method.count if method.auto is None else method.auto.choose()
@@ -88,6 +90,18 @@ def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits,
         method.stats.target_seconds += done - drafted
         if method.auto is not None:
             method.auto.learn(count, drafted - before, done - drafted, method.stats)
+
+
+def _rehearse(runner: Runner, sequences: Sequences, method: Method, auto: AutoK) -> None:
+    """Show automatic K how well the first depth does on the prompts, where it has not seen drafts."""
+    if auto.has_seen_drafts or method.config.method not in REHEARSED:
+        return
+    before = time.perf_counter()
+    found = rehearse(runner, sequences, method.sampling)
+    if found is not None:
+        seconds = time.perf_counter() - before
+        method.stats.drafter_seconds += seconds
+        auto.expect(*found, seconds)
 
 
 def _graphed(runner: Runner, sequences: Sequences, method: Method) -> GraphedStep | None:

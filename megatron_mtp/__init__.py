@@ -4,8 +4,8 @@ config.py      MTPConfig: every setting of the depths, whose fields become the -
 errors.py      how a command that cannot go on ends: one sentence and an exit status
 files.py       how files are written so that a kill leaves nothing half-written
 registry.py    tables to which other packages add rows: losses, proposers, verifiers, families
-platform/      the device: what Megatron needs to run without CUDA, and which kernels can be used
 patches/       faults of the published megatron-core that are put right
+platform/      the device: what Megatron needs to run without CUDA, and which kernels can be used
 data/          text to tokens to batches; the shifts of every depth
 model/         from arguments to a model: the trunk, the MTP block, sharing, freezing, initialisation
 losses/        what the depths are trained on

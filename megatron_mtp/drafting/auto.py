@@ -32,7 +32,7 @@ FIRST_REST = 16
 """Plain steps before the first trial; every further rest is twice as long."""
 
 HOPELESS = 0.1
-"""Chance of the first draft on the prompt below which nothing is drafted: a draft costs a tenth of a forward or more."""
+"""Chance of the first draft on the prompt below which it is not tried: a draft costs a tenth of a forward or more."""
 
 REHEARSED_STEPS = 4
 """Steps with drafts that the chance on the prompt weighs as much as."""
@@ -130,7 +130,8 @@ class AutoK:
 
     def _plan(self) -> tuple[int, int]:
         """K of the next step, and how many plain steps follow it without another choice."""
-        few = min(self.most, FIRST_DRAFTS if self._chances()[0] >= 0.5 else 1)
+        errs = self._rehearsal > 0 and self._chances()[0] < 0.5
+        few = min(self.most, 1 if errs else FIRST_DRAFTS)
         trials = (few, few, 0, 0)
         if not self._rests:
             if self._steps < len(trials):

@@ -1,13 +1,13 @@
 """How often the first depth is right about the prompt, before anything is drafted.
 
-The trunk has run the prompt, so depth 1 can be run over its last W rows as in training, and the trunk's own distribution
-judges what it would have drafted there:
+The trunk has run the prompt, so depth 1 can be run over its last W rows as in training, and the trunk's own
+distribution judges what it would have drafted there:
 
     n = 6 tokens t_0 .. t_5, W = 3      depth 1, rows 2, 3, 4: (h_0[2], t_3) (h_0[3], t_4) (h_0[4], t_5)
                                         judged by the trunk's rows 3, 4, 5
 
-These rows are a text of their own in a cache of their own, so that it costs one forward of W rows however long the prompt
-is. The depth does not see what came before them, which makes it err a little more often than it will.
+These rows are a text of their own in a cache of their own, so that the cost is one forward of W rows however long the
+prompt is. The depth does not see what came before them, which makes it err a little more often than it will.
 
 Letters in names: S rows, B batch, W rows that are judged, H hidden, V vocabulary.
 """
@@ -18,9 +18,6 @@ from megatron_mtp.drafting.kv_cache import KVCache, chain_rows
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
-
-REHEARSED = ("mtp", "mtp_trunk_states", "mtp_eagle", "parallel_heads")
-"""Methods whose first drafted token is the first depth's own."""
 
 FEWEST, MOST = 8, 32
 """Rows of each prompt that are judged; of a shorter prompt none are."""

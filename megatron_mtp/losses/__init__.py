@@ -7,8 +7,8 @@ reduction are in one place, `combine`; the head and the walk over chunks in `lin
     distillation.py          kd and tv, with the trunk as teacher; mix of several losses
     vocabulary.py            reductions over a vocabulary that is cut over ranks
     linear_cross_entropy.py  head and loss together, in chunks of tokens: memory that does not grow with depths
-    combine.py               masks, weights of tokens and depths, and the normaliser: one scalar from all losses
-    schedule.py              lambda (--mtp-loss-scaling-factor), step by step
+combine.py               masks, weights (lambda / D) and the normaliser: one scalar from all losses
+schedule.py              lambda (--mtp-loss-scaling-factor), step by step
     reference.py             all losses as their definitions read
 """
 

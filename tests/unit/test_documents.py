@@ -3,9 +3,7 @@
 tests/functional/test_document_commands.py runs the commands that stand in blocks.
 """
 
-import ast
 import re
-from pathlib import Path
 
 import pytest
 from documents import DOCUMENTS, DOORS, ENGINES, ROOT, SHELLS, blocks, commands, flags_in, launcher, spans
@@ -108,27 +106,6 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def test_the_readme_leads_to_every_page() -> None:
     assert [name for name in DOCUMENTS if name != "README.md" and f"]({name})" not in README] == []
-
-
-ROOMS = sorted(file.parent for file in (ROOT / "megatron_mtp").rglob("__init__.py"))
-
-
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
-def test_the_map_of_a_room_names_its_files_and_no_other(room: Path) -> None:
-    files = {file.name for file in room.glob("*.py")} - {"__init__.py"}
-    inner = {f"{file.parent.name}/" for file in room.glob("*/__init__.py")}
-    assert mapped(room) == sorted(files | inner)
-
-
-def mapped(room: Path) -> list[str]:
-    """The files and rooms that the docstring of a room lists, one an indented line: `file.py  what it is for`."""
-    docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text()), clean=False) or ""
-    return sorted(re.findall(r"^ *(\w+(?:\.py|/))  +\S", docstring, flags=re.MULTILINE))
-
-
-def test_the_readme_names_every_room() -> None:
-    rooms = [file.parent.name for file in (ROOT / "megatron_mtp").glob("*/__init__.py")]
-    assert [room for room in rooms if f"(megatron_mtp/{room}/__init__.py)" not in README] == []
 
 
 def test_the_settings_of_the_attaching_script_are_those_of_its_page() -> None:

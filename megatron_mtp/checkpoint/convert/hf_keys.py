@@ -7,6 +7,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from megatron_mtp.checkpoint.families.flags import LARGEST_LATENT_EPSILON
+
 
 def check_computable(args: Namespace) -> None:
     """Raises ValueError where the model computes something that no family here does."""
@@ -50,6 +52,8 @@ _FOREIGN: list[tuple[Callable[[Namespace], bool], str]] = [
     (lambda args: bool(args.num_experts) and _scores_groups_otherwise(args),
      "--moe-router-group-topk other than half of --moe-router-topk"),
     (lambda args: args.multi_latent_attention and args.rotary_percent != 1.0, "--rotary-percent in latent attention"),
+    (lambda args: args.multi_latent_attention and args.layernorm_epsilon > LARGEST_LATENT_EPSILON,
+     f"--norm-epsilon above {LARGEST_LATENT_EPSILON} inside latent attention, where transformers has 1e-6"),
     (lambda args: _is_yarn(args) and not (args.mscale and args.mscale_all_dim)
      and (args.mscale, args.mscale_all_dim) != (1.0, 0.0), "one of --mscale and --mscale-all-dim without the other"),
     (lambda args: getattr(args, "rotary_seq_len_interpolation_factor", None) not in (None, 1),

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_mtp.checkpoint.families.flags import LARGEST_LATENT_EPSILON
+
 
 @dataclass(frozen=True)
 class TrainedForm:
@@ -77,6 +79,8 @@ _FOREIGN: list[tuple[Callable[[Namespace], bool], str]] = [
     (lambda args: bool(args.num_experts) and _scores_groups_differently(args),
      "--moe-router-group-topk other than half of --moe-router-topk"),
     (lambda args: args.multi_latent_attention and args.rotary_percent != 1.0, "--rotary-percent in latent attention"),
+    (lambda args: args.multi_latent_attention and args.layernorm_epsilon > LARGEST_LATENT_EPSILON,
+     f"--norm-epsilon above {LARGEST_LATENT_EPSILON} inside latent attention, where transformers has 1e-6"),
     (lambda args: _is_yarn(args) and not (args.mscale and args.mscale_all_dim)
      and (args.mscale, args.mscale_all_dim) != (1.0, 0.0), "one of --mscale and --mscale-all-dim without the other"),
     (lambda args: getattr(args, "rotary_seq_len_interpolation_factor", None) not in (None, 1),

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 from test_benchmarks import KEYS, REPOSITORY
 
@@ -14,14 +15,15 @@ from benchmarks import gpu_check, gpu_parts
 from benchmarks.gpu_parts import Found, NotRunError, Setting, Table
 from benchmarks.harness import Goal
 
-
-def check(*flags: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(REPOSITORY / "benchmarks" / "gpu_check.py"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+SCRIPT = str(REPOSITORY / "benchmarks" / "gpu_check.py")
+WITHOUT_DEVICE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_every_part_runs_on_the_cpu() -> None:
-    run = check("--device", "cpu", "--quick")
+def test_every_part_runs_on_the_cpu(forked_python: Path) -> None:
+    """In a fork, as are the processes that it starts by `sys.executable`."""
+    code = f"import runpy, sys; sys.executable = {str(forked_python)!r}; sys.argv[0] = {SCRIPT!r}; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    run = fork_server.run([sys.executable, "-c", code, "--device", "cpu", "--quick"], env=WITHOUT_DEVICE)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     summary = json.loads(run.stdout.splitlines()[-1])
     assert summary.keys() == KEYS
@@ -36,7 +38,7 @@ def test_every_part_runs_on_the_cpu() -> None:
 
 
 def test_without_a_device_it_is_skipped_in_one_sentence() -> None:
-    run = check()
+    run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=WITHOUT_DEVICE)
     assert run.returncode == 77
     assert run.stdout.count("\n") == 1
     assert "there is no CUDA device here" in run.stdout

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.importing import Options
 from megatron_mtp.checkpoint.convert.megatron_flags import depth_flags_of, flags_of
+from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.convert.plan import HFModel, check_mcore, stored_key
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json

@@ -89,7 +89,7 @@ def _elements(shape: Shape) -> int:
 
 
 def _disk(target: Path, size: int) -> dict[str, Any]:
-    """What the target needs, and what its disk has.
+    """Bytes that will be written, bytes that are free, and whether they fit.
 
     Raises:
         ValueError: the target is taken.

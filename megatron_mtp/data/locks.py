@@ -1,4 +1,4 @@
-"""One process at a time writes an output. The system drops the lock when its holder ends, however that ends."""
+"""Locks, so that one process at a time writes an output. The system releases a lock when its process ends."""
 
 import os
 import socket
@@ -11,15 +11,15 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def one_writer(output: Path, name: str) -> Iterator[None]:
-    """Hold the lock of an output, a file beside it; a process that has it already is let in again.
+    """Hold the lock of an output, a file beside it; the same process may take it again.
 
     Args:
-        output: what is written.
-        name: how messages call it.
+        output: path of the output.
+        name: name of the output in messages.
 
     Raises:
-        ValueError: another process has the lock.
-        OSError: there is no writing beside the output.
+        ValueError: another process holds the lock.
+        OSError: no file can be written beside the output.
     """
     file = output.with_name(f"{output.name}.lock")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -42,5 +42,5 @@ def one_writer(output: Path, name: str) -> Iterator[None]:
 def _holder(file: Path) -> str:
     try:
         return file.read_text() or "another process"
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return "another process"

@@ -1,16 +1,15 @@
 """What the methods accept on a trained model: rates, accepted lengths, and what their texts are worth to the target."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import Goal, table
-from megatron_mtp.drafting import generate
+from megatron_mtp.drafting import generate, method
 from megatron_mtp.drafting.kv_cache import FORBIDDEN, KVCache, Rows, chain_rows
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.proposers.mtp import Vanilla
@@ -18,7 +17,10 @@ from megatron_mtp.drafting.report import merged
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.types import AcceptanceStats, Draft, Round, Verdict
-from megatron_mtp.drafting.verifiers import VERIFIERS, Verifier, block, rejection
+from megatron_mtp.drafting.verifiers import VERIFIERS
+from megatron_mtp.drafting.verifiers.base import Rule
+from megatron_mtp.drafting.verifiers.block import block
+from megatron_mtp.drafting.verifiers.rejection import rejection
 
 Config = dict[str, Any]
 
@@ -105,19 +107,8 @@ def identical(model: Trained, batch: int, methods: dict[str, Config] = GREEDY) -
 
 
 def _single(model: Trained) -> AcceptanceStats:
-    with _instead(PROPOSERS, "mtp", SinglePosition):
+    with mock.patch.object(method, "PROPOSERS", {**PROPOSERS, "mtp": SinglePosition}):
         return _texts(model, VANILLA)[1]
-
-
-@contextmanager
-def _instead(rows: dict[str, Any], name: str, other: Any) -> Iterator[None]:
-    """Another entry in a table for a while."""
-    own = rows[name]
-    rows[name] = other
-    try:
-        yield
-    finally:
-        rows[name] = own
 
 
 class SameDrafts:
@@ -131,24 +122,24 @@ class SameDrafts:
     def __init__(self) -> None:
         self.accepted = dict.fromkeys(("rejection", "block", "without q"), 0)
 
-    def __call__(self, logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
-        rules: dict[str, tuple[Verifier, Draft]] = {
+    def __call__(self, logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
+        rules: dict[str, tuple[Rule, Draft]] = {
             "rejection": (rejection, draft),
             "block": (block, draft),
             "without q": (rejection, replace(draft, probs_BNV=None)),
         }
         for draw in range(self.DRAWS):
-            noise = replace(scene.noise, seed_B=scene.noise.seed_B + 1_000_003 * (draw + 1))
+            noise = replace(round.noise, seed_B=round.noise.seed_B + 1_000_003 * (draw + 1))
             for name, (rule, offered) in rules.items():
-                self.accepted[name] += int(rule(logits_BRV, offered, replace(scene, noise=noise)).accepted_B.sum())
-        return rejection(logits_BRV, draft, scene)
+                self.accepted[name] += int(rule(logits_BRV, offered, replace(round, noise=noise)).accepted_B.sum())
+        return rejection(logits_BRV, draft, round)
 
 
 def _sampled(model: Trained) -> dict[str, Any]:
     """At temperature 1: how much is accepted, and for `joint` how likely the texts are under the target."""
     results: dict[str, Any] = {}
     same = SameDrafts()
-    with _instead(VERIFIERS, "rejection", same):
+    with mock.patch.object(method, "VERIFIERS", {**VERIFIERS, "rejection": replace(rejection, rule=same)}):
         _texts(model, VANILLA, Sampling(1.0))
     results["same_drafts"] = same.accepted
     rules: dict[str, Config] = {

@@ -40,7 +40,7 @@ from megatron_mtp.drafting import generate, loop  # noqa: E402
 from megatron_mtp.drafting.config import SpeculativeConfig  # noqa: E402
 from megatron_mtp.drafting.energy import Meter  # noqa: E402
 from megatron_mtp.drafting.graphs import can_record  # noqa: E402
-from megatron_mtp.drafting.proposers import Proposer  # noqa: E402
+from megatron_mtp.drafting.proposers.base import Proposer  # noqa: E402
 from megatron_mtp.drafting.runner import Runner  # noqa: E402
 from megatron_mtp.losses import depth_loss  # noqa: E402
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss  # noqa: E402

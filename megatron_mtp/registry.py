@@ -17,14 +17,19 @@ class Registry[T](Mapping[str, T]):
 
     Args:
         group: the entry points' group, "megatron_mtp.losses".
-        own: the rows of this package, in the order of lists and help texts.
+        own: the rows of this package, in the order of lists and help texts; `Imported` where they are slow to import.
 
     Raises:
         ValueError: on a look-up or listing, where a package registers a name twice, one of ours, or cannot be imported.
     """
 
-    def __init__(self, group: str, own: dict[str, T]) -> None:
+    def __init__(self, group: str, own: Mapping[str, T]) -> None:
         self.group, self._own = group, own
+
+    def names(self) -> list[str]:
+        """All names; imports nothing, so that a help text need not wait."""
+        others = (point.name for point in entry_points(group=self.group))
+        return list(dict.fromkeys((*self._own, *others)))
 
     def __getitem__(self, name: str) -> T:
         return self._own[name] if name in self._own else self._registered[name]
@@ -60,3 +65,23 @@ class Registry[T](Mapping[str, T]):
 
 def _package(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else point.value
+
+
+class Imported[T](Mapping[str, T]):
+    """Name to part, where a part is written as an entry point is, "module:attribute", and imported when looked up."""
+
+    def __init__(self, rows: dict[str, str]) -> None:
+        self.rows = rows
+
+    def __getitem__(self, name: str) -> T:
+        part: T = EntryPoint(name, self.rows[name], "").load()
+        return part
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)

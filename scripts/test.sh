@@ -1,8 +1,14 @@
 #!/usr/bin/env bash
-# Lint, types, unit and functional tests; set-up included. Arguments go to pytest, which runs two files at a time.
-#   scripts/test.sh [pytest arguments]
+# Lint, types and tests; set-up included. Two files of tests run at a time.
+#   scripts/test.sh                the first tier
+#   scripts/test.sh --all          the whole matrix: before a release, and after a change of layouts, platform or patches
+#   scripts/test.sh [ARGUMENTS]    other arguments go to pytest, for example tests/unit -k packed
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [ "${1-}" = --help ]; then
+    sed -n '2,5s/^# //p' scripts/test.sh
+    exit
+fi
 bash scripts/setup.sh
 
 .venv/bin/ruff check .

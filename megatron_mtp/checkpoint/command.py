@@ -132,20 +132,26 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
 
 def attach(args: argparse.Namespace) -> dict[str, Any]:
     """`convert attach-mtp`."""
-    from megatron_mtp.checkpoint.convert.depths import attach_depths
+    from megatron_mtp.checkpoint.convert.depths import attach_depths, plan_attaching
+    from megatron_mtp.checkpoint.convert.dry_run import plan_change
 
     if args.mtp_num_layers < 1:
         raise ValueError(f"--mtp-num-layers is {args.mtp_num_layers}; give 1 or more.")
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed is {args.seed}; give a whole number from 0 to 2^63 - 1.")
-    done = attach_depths(args.source, args.target, args.mtp_num_layers, args.mtp_init, args.seed, options(args))
-    return asdict(done)
+    depths = args.mtp_num_layers, args.mtp_init, args.seed
+    if args.dry_run:
+        return plan_change(plan_attaching(args.source, *depths), args.target)
+    return asdict(attach_depths(args.source, args.target, *depths, options(args)))
 
 
 def drop(args: argparse.Namespace) -> dict[str, Any]:
     """`convert drop-mtp`."""
-    from megatron_mtp.checkpoint.convert.depths import drop_depths
+    from megatron_mtp.checkpoint.convert.depths import drop_depths, plan_dropping
+    from megatron_mtp.checkpoint.convert.dry_run import plan_change
 
+    if args.dry_run:
+        return plan_change(plan_dropping(args.source, args.keep), args.target)
     return asdict(drop_depths(args.source, args.target, args.keep, options(args)))
 
 
@@ -267,12 +273,12 @@ def _writing_flags(command: argparse.ArgumentParser) -> None:
     workers = min(os.cpu_count() or 1, 4)
     add("--workers", type=int, default=workers, metavar="N", help=f"layers at a time (default: {workers})")
     add("--resume", action="store_true", help="go on with what an interrupted conversion has left")
+    add("--dry-run", action="store_true", help="say what would be done: names, bytes, disk; read and write no tensor")
 
 
 def _import_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--dtype", choices=DTYPES, help="type of all floating-point tensors (default: as they are)")
-    add("--dry-run", action="store_true", help="say what would be done: names, bytes, disk; read and write no tensor")
 
 
 def _attach_flags(command: argparse.ArgumentParser) -> None:

@@ -3,8 +3,9 @@
 The Python API is `load_runner` and `generate`, which are looked up when asked for: they need Megatron on a prepared
 platform, and the rules in this room (types, sampling, verifiers) do not.
 
-    types.py             Draft (a tree), Verdict, AcceptanceStats
-    config.py            SpeculativeConfig: methods, verifiers and their settings
+    types.py             Draft (a tree), Verdict, Round, AcceptanceStats
+    settings.py          settings of a method or verifier: kinds, defaults, ranges, meanings
+    config.py            SpeculativeConfig: a method, a verifier and their settings, from JSON
     sampling.py          logits to probabilities to tokens; random numbers by seed and position
     proposers/           PROPOSERS: what drafts
     verifiers/           VERIFIERS: which drafts are accepted
@@ -15,11 +16,13 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     products.py          products of few rows, by whichever kernel is faster on this CPU
     graphs.py            a step as a CUDA graph
     sequences.py         the texts of a batch while they grow
+    method.py            proposer, verifier and K, checked against each other and the model
     loop.py              run -> propose -> verify -> keep -> emit; a text ends at EOS, also inside a draft
     auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
     load.py              a checkpoint folder to a runner
     api.py               generate(): prompts in, texts and statistics out
     flags.py             the flags of generate, parsed without torch
+    listing.py           methods and verifiers in words: --list-methods, the tables of docs/drafting.md
     command.py           megatron-mtp generate
     text.py              texts on the terminal
     report.py            the tables of acceptance and speed

@@ -8,23 +8,25 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
-from megatron_mtp.drafting.api import Generated, check_prompts, generate, make_method
+from megatron_mtp.drafting.api import Generated, check_prompts, generate
 from megatron_mtp.drafting.config import SpeculativeConfig, parse_config
 from megatron_mtp.drafting.energy import Meter
 from megatron_mtp.drafting.flags import parser
 from megatron_mtp.drafting.load import Loaded, load_checkpoint
 from megatron_mtp.drafting.loop import Emit, Limits
+from megatron_mtp.drafting.method import make_method
+from megatron_mtp.drafting.proposers.draft_model import DraftModelSettings
 from megatron_mtp.drafting.record import Record, make_folder
 from megatron_mtp.drafting.report import Cost, merged, summary, table
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.text import Stream, cutter, own_output, quoted, read_prompts
-from megatron_mtp.drafting.types import Draft
+from megatron_mtp.drafting.types import Emitted
 from megatron_mtp.errors import sentences
 from megatron_mtp.platform import cpu
 
@@ -32,11 +34,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WARM_UP = 8
-"""Tokens that are generated before the clock runs, so that no side pays for what is made once."""
+"""Tokens that are generated before the clock starts, so that no side pays for what is made only once."""
 TURNS = 5
-"""Of drafting and plain decoding at most, where they are compared."""
+"""At most so many turns of drafting and plain decoding, where they are compared."""
 COMPARED_SECONDS = 2.0
-"""After which no further turn is taken."""
+"""After so long no further turn is taken."""
 
 
 def main(argv: list[str]) -> None:
@@ -57,56 +59,47 @@ def run(args: Namespace, answer: TextIO) -> None:
         raise ValueError(f"--batch-size is {args.batch_size}; give 1 or more.")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code)
-    tokenizer = _tokenizer(args.tokenizer or loaded.tokenizer, args.trust_remote_code)
-    if args.tokenizer is not None and tokenizer is not None:
-        _check_vocabulary(args.tokenizer, tokenizer, loaded)
+    tokenizer = _tokenizer(args, loaded)
     prompts = read_prompts(args.prompt, args.prompt_file, args.prompt_ids, tokenizer)
     if not -(2**63) <= args.seed <= 2**63 - len(prompts):
         raise ValueError(f"--seed is {args.seed}, which 64 bits do not hold for every prompt; give a smaller one.")
     check_prompts(loaded.runner, prompts, args.max_new_tokens)
-    drafter = None
-    if config is not None and config.method == "draft_model":
-        drafter = load_checkpoint(str(config.model), dtype=dtype, flag="speculative config: model").runner
+    drafter = _drafter(config, dtype)
     make_method(loaded.runner, config, sampling, drafter)
     limits = _limits(args, tokenizer)
     work = _Work(loaded.runner, prompts, sampling, limits, drafter, args.batch_size, args.seed)
-    shown = _is_first() and not args.json
-    if shown:
-        print(f"> {_named(args.load, loaded.runner)}")
-    streams = shown and len(prompts) == 1 and tokenizer is not None
-    if config is not None and not config.lossless and shown:
-        print(f"> the verifier '{config.verifier}' does not keep the model's distribution")
-    stream = Stream(tokenizer) if streams and tokenizer is not None else None
-    record = None if args.record is None else Record(prompts)
-    if args.record is not None and _is_first():
-        make_folder(args.record)
-    if stream is not None:
-        stream.echo(prompts[0])
-    texts, cost = work.timed(config, _Watchers(stream, record))
+    listeners = _listeners(args, prompts, tokenizer)
+    if _is_first() and not args.json:
+        _announce(args.load, loaded.runner, config, listeners.stream, prompts[0])
+    texts, cost = work.timed(config, listeners)
     plain, same = None, None
     if args.compare and config is not None:
         cost, plain, same = work.compared(config, texts, cost)
     figures = summary(cost, loaded.runner.dtype, plain, same)
     if not _is_first():
         return
-    if record is not None:
-        record.write(args.record, config, figures, tokenizer)
-    written = None if tokenizer is None else [tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
+    if listeners.record is not None:
+        listeners.record.write(args.record, config, figures, tokenizer)
     if args.json:
-        alone = len(texts) == 1
-        text = None if written is None else written[0] if alone else written
-        print(json.dumps({"token_ids": texts[0] if alone else texts, "text": text, **figures}), file=answer, flush=True)
+        _print_json(texts, tokenizer, figures, answer)
         return
-    if stream is None:
+    if listeners.stream is None:
         _print_texts(prompts, texts, tokenizer)
     else:
         print()
     print(f"\n{table(figures, sampled=not sampling.greedy)}")
 
 
+def _drafter(config: SpeculativeConfig | None, dtype: torch.dtype | None) -> Runner | None:
+    """The small model of `draft_model`."""
+    if config is None or not isinstance(config.settings, DraftModelSettings):
+        return None
+    return load_checkpoint(str(config.settings.model), dtype=dtype, flag="speculative config: model").runner
+
+
 @dataclass(frozen=True)
-class _Watchers:
-    """Who is told of every step: what streams the text, and what records the drafts."""
+class _Listeners:
+    """Callbacks that receive every step's tokens: one streams the text, one records the drafts."""
 
     stream: Stream | None = None
     record: Record | None = None
@@ -116,13 +109,33 @@ class _Watchers:
         if self.stream is None and self.record is None:
             return None
 
-        def emit(row: int, tokens: list[int], drafted: int, useful: int, draft: Draft | None) -> None:
+        def emit(emitted: Emitted) -> None:
             if self.stream is not None:
-                self.stream(tokens, drafted)
+                self.stream(emitted.tokens, emitted.accepted)
             if self.record is not None:
-                self.record(first + row, row, tokens, drafted, useful, draft)
+                self.record.add(first + emitted.text, emitted)
 
         return emit
+
+
+def _listeners(args: Namespace, prompts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None") -> _Listeners:
+    """A single text is streamed where people read it; the folder of a record is made before anything is generated."""
+    if args.record is not None and _is_first():
+        make_folder(args.record)
+    streams = _is_first() and not args.json and len(prompts) == 1
+    stream = Stream(tokenizer) if streams and tokenizer is not None else None
+    return _Listeners(stream, None if args.record is None else Record(prompts))
+
+
+def _announce(
+    folder: str, runner: Runner, config: SpeculativeConfig | None, stream: Stream | None, prompt: list[int]
+) -> None:
+    """What stands before the text."""
+    print(f"> {_named(folder, runner)}")
+    if config is not None and not config.lossless:
+        print(f"> the verifier '{config.verifier}' does not keep the model's distribution")
+    if stream is not None:
+        stream.echo(prompt)
 
 
 class _Work:
@@ -142,23 +155,22 @@ class _Work:
         self.batch, self.seed = batch, seed
 
     def timed(
-        self, config: SpeculativeConfig | None, watchers: "_Watchers | None" = None
+        self, config: SpeculativeConfig | None, listeners: _Listeners | None = None
     ) -> tuple[list[list[int]], Cost]:
         """All texts, and what they cost."""
         self._generate(self.prompts[:1], [self.seed], config, Limits(min(WARM_UP, self.limits.new_tokens)), None)
         self.runner.auto_counts.clear()  # first steps are slower than those that follow
         meter, before = Meter(), time.perf_counter()
-        parts = list(self._batches(config, watchers or _Watchers()))
+        parts = list(self._batches(config, listeners or _Listeners()))
         seconds = time.perf_counter() - before
         texts = [ids for part in parts for ids in part.token_ids]
         return texts, Cost(merged([part.stats for part in parts]), seconds, meter.joules(), meter.why)
 
     def compared(self, config: SpeculativeConfig, texts: list[list[int]], cost: Cost) -> tuple[Cost, Cost, bool | None]:
-        """Costs of drafting and of plain decoding, and whether that emits `texts` too; of short ones the medians.
+        """Costs of drafting and of plain decoding, and whether plain decoding emits `texts` too.
 
-        Sampled texts are others by their nature, though not their distribution: for them it is None.
-
-        Several ranks take one turn, since their clocks might not agree on another.
+        Short runs take several turns, and the costs are their medians. Several ranks take one turn, since their clocks
+        might not agree on another. Sampled texts differ, though their distribution does not: for them it is None.
         """
         drafting, plain, same = [cost], [], True
         turns = TURNS if torch.distributed.get_world_size() == 1 else 1
@@ -170,11 +182,11 @@ class _Work:
                 return _median(drafting), _median(plain), same if self.sampling.greedy else None
             drafting.append(self.timed(config)[1])
 
-    def _batches(self, config: SpeculativeConfig | None, watchers: "_Watchers") -> Iterator[Generated]:
+    def _batches(self, config: SpeculativeConfig | None, listeners: _Listeners) -> Iterator[Generated]:
         for first in range(0, len(self.prompts), self.batch):
             prompts = self.prompts[first : first + self.batch]
             seeds = [self.seed + first + number for number in range(len(prompts))]
-            yield self._generate(prompts, seeds, config, self.limits, watchers.from_text(first))
+            yield self._generate(prompts, seeds, config, self.limits, listeners.from_text(first))
 
     def _generate(
         self,
@@ -201,12 +213,17 @@ def _median(costs: list[Cost]) -> Cost:
     return sorted(costs, key=lambda cost: cost.seconds)[len(costs) // 2]
 
 
-def _tokenizer(folder: str | Path | None, trust_remote_code: bool) -> "PreTrainedTokenizerBase | None":
+def _tokenizer(args: Namespace, loaded: Loaded) -> "PreTrainedTokenizerBase | None":
+    """The one that was asked for, or else the one of the training; one without an end token is good as well."""
+    folder: str | Path | None = args.tokenizer or loaded.tokenizer
     if folder is None:
         return None
     from megatron_mtp.data.tokenizer import read_tokenizer
 
-    return read_tokenizer(Path(folder), trust_remote_code)  # one without an end token: texts end with the budget
+    tokenizer = read_tokenizer(Path(folder), args.trust_remote_code)
+    if args.tokenizer is not None:
+        _check_vocabulary(args.tokenizer, tokenizer, loaded)
+    return tokenizer
 
 
 def _check_vocabulary(folder: str, tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> None:
@@ -251,8 +268,18 @@ def _named(folder: str, runner: Runner) -> str:
     )
 
 
+def _print_json(
+    texts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None", figures: dict[str, Any], answer: TextIO
+) -> None:
+    """One object; of several prompts, `token_ids` and `text` are lists of them."""
+    written = None if tokenizer is None else [tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
+    alone = len(texts) == 1
+    text = None if written is None else written[0] if alone else written
+    print(json.dumps({"token_ids": texts[0] if alone else texts, "text": text, **figures}), file=answer, flush=True)
+
+
 def _print_texts(prompts: list[list[int]], texts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None") -> None:
-    """What has not been streamed, each after its prompt; token ids where there is no tokenizer."""
+    """Texts that were not streamed, each after its prompt; token ids where there is no tokenizer."""
     for number, (prompt, ids) in enumerate(zip(prompts, texts, strict=True), start=1):
         sign = f"[{number}] " if len(texts) > 1 else ""
         print(f"> {sign}prompt: {quoted(prompt, tokenizer)}")

@@ -1,30 +1,48 @@
 """The flags of `megatron-mtp generate`, for a parser that must not wait for torch."""
 
-from argparse import RawDescriptionHelpFormatter
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
+from typing import Any
 
-from megatron_mtp.drafting.config import METHODS, VERIFIER_NAMES
-from megatron_mtp.errors import Parser
+from megatron_mtp.drafting.proposers import PROPOSERS
+from megatron_mtp.drafting.verifiers import VERIFIERS
+from megatron_mtp.errors import Parser, sentences
 
 DTYPES = ("float32", "bfloat16")
 
-EXAMPLES = f"""examples:
+EXAMPLES = """examples:
   # two drafts per step with the depths that the checkpoint was trained with, and how much faster that is
   megatron-mtp generate --load runs/quickstart/checkpoint --prompt 'def forward(self' \\
-      --speculative-config '{{"method": "mtp"}}' --compare
+      --speculative-config '{"method": "mtp"}' --compare
 
   # one module reused for five drafts, sampled; everything as JSON
   megatron-mtp generate --load CHECKPOINT --prompt-file prompts.jsonl --batch-size 8 --temperature 0.8 --top-p 0.95 \\
-      --speculative-config '{{"method": "mtp_eagle", "num_speculative_tokens": 5, "verifier": "block"}}' --json
+      --speculative-config '{"method": "mtp_eagle", "num_speculative_tokens": 5, "verifier": "block"}' --json
 
   # as many drafts as pay off, 0 included
   megatron-mtp generate --load CHECKPOINT --prompt-ids 1,2,3 \\
-      --speculative-config '{{"method": "mtp", "num_speculative_tokens": "auto"}}'
-
-methods: {", ".join(METHODS)}
-verifiers: {", ".join(VERIFIER_NAMES)}; relaxed, joint and bild change the distribution
-docs/drafting.md says what each does.
+      --speculative-config '{"method": "mtp", "num_speculative_tokens": "auto"}'
 """
+
+
+class _ListMethods(Action):
+    """Ends the command, as --help does."""
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        with sentences(parser.prog):
+            from megatron_mtp.drafting.listing import listing
+
+            print(listing())
+        parser.exit()
+
+
+def _names() -> str:
+    return (
+        f"methods: {', '.join(PROPOSERS.names())}\nverifiers: {', '.join(VERIFIERS.names())}\n"
+        "--list-methods says what each does, its keys, and which verifiers change the distribution.\n"
+    )
 
 
 def parser(program: str) -> Parser:
@@ -32,7 +50,7 @@ def parser(program: str) -> Parser:
     made = Parser(
         program,
         description="Generate text with a trained checkpoint, plainly or drafting several tokens per forward.",
-        epilog=EXAMPLES,
+        epilog=f"{EXAMPLES}\n{_names()}",
         formatter_class=RawDescriptionHelpFormatter,
     )
     add = made.add_argument
@@ -44,6 +62,7 @@ def parser(program: str) -> Parser:
     add("--prompt-file", metavar="F", help='one prompt; of a .jsonl every line, as {"prompt": ...}')
     add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="token ids; may be given several times")
     add("--speculative-config", metavar="JSON", help="how to draft, see below; default: plain decoding")
+    add("--list-methods", action=_ListMethods, nargs=0, default=SUPPRESS, help="say what can be chosen there, and end")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy; default: 0")
     add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens; default: 0, all")

@@ -1,12 +1,12 @@
 """One step as a CUDA graph: propose, verify and keep are recorded once and replayed, without Python in between.
 
-A recorded step reads and writes the same memory each time, so that all that changes from step to step must be in
-tensors that are written in place: tokens, lengths, states and caches are. Its shapes hang on the batch and K alone
+A recorded step reads and writes the same memory each time. So everything that changes from step to step must be in
+tensors that are written in place: tokens, lengths, states and caches are. Its shapes depend on the batch and K alone
 (`Sequences.fixed_growth`), and it reads nothing back. Plain decoding is the step without drafts.
 
     step 1    runs the prompts' rows through the drafter, as many as there are
-    step 2    has the shapes of all further ones; run once, so that caches and workspaces are there
-    step 3    is recorded, which runs nothing, and replayed, as are all after it
+    step 2    has the shapes of all later steps; it runs once, which allocates caches and workspaces
+    step 3    is recorded, which runs nothing, and replayed; so are all later steps
 """
 
 from collections.abc import Callable
@@ -17,19 +17,17 @@ from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import Draft
+from megatron_mtp.drafting.verifiers import VERIFIERS
 
 Step = Callable[[], Draft]
 Record = Callable[[Step], tuple[Callable[[], None], Draft]]
 """Records a step without running it: its replay, and the draft whose tensors every replay fills."""
 
-VERIFIERS = ("greedy", "rejection")
-"""Those that read nothing back."""
-
 
 def can_record(runner: Runner, proposer: Proposer, count: int, verifier: str) -> bool:
-    """Whether a step of K = `count` is made for it, on a device that can: layers of experts ask the host."""
-    of_the_kind = verifier in VERIFIERS and (count == 0 or proposer.recordable)
-    return of_the_kind and runner.all_short and runner.device.type == "cuda"
+    """Whether the device has graphs, and a step of K = `count` reads nothing back (layers of experts do)."""
+    recordable = VERIFIERS[verifier].recordable and (count == 0 or proposer.recordable)
+    return recordable and runner.all_short and runner.device.type == "cuda"
 
 
 def record_on_cuda(step: Step) -> tuple[Callable[[], None], Draft]:

@@ -6,27 +6,22 @@ and the drafts in one forward of the trunk, keeps what the verifier accepts and 
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from megatron_mtp.drafting.auto import AutoK
-from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.graphs import GraphedStep, can_record
-from megatron_mtp.drafting.proposers import Proposer
+from megatron_mtp.drafting.method import Method
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import RECOVER, Sampling, draw
 from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.types import AcceptanceStats, Draft, Round
-from megatron_mtp.drafting.verifiers import Verifier
+from megatron_mtp.drafting.types import Draft, Emitted, Round
 
 CHUNK = 512
 """Rows of a prompt that go through the model at once."""
 
-Emit = Callable[[int, list[int], int, int, Draft | None], None]
-"""Told, after every step, a text's number, its new tokens, how many of these were drafted, how many could have been,
-and the batch's draft (None for the token that follows the prompt)."""
+Emit = Callable[[Emitted], None]
+"""Called with what every step gave every text, as it comes."""
 
 
 @dataclass(frozen=True)
@@ -50,70 +45,53 @@ class Limits:
         return self.new_tokens if self.positions is None else min(self.new_tokens, self.positions - prompt)
 
 
-@dataclass
-class Method:
-    """How to draft: a proposer with its verifier, and K of each step."""
-
-    proposer: Proposer
-    verifier: Verifier
-    config: SpeculativeConfig
-    sampling: Sampling
-    count: int
-    auto: AutoK | None = None
-    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
-
-
 @torch.inference_mode()
 def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits, emit: Emit | None = None) -> None:
     """Grow every text to its end; `sequences.texts` and `method.stats` hold the outcome."""
     prefill(runner, sequences, method.sampling)
-    _emit(sequences, method, limits, emit, offered=None)
+    _hand_out(sequences, method, limits, emit, draft=None)
     method.proposer.start(sequences)
     if method.auto is not None:
         method.auto.begin(max(sequences.lengths()), method.stats)
-    graphed = _graphed(runner, sequences, method)
+    graphed, stats = _graphed(runner, sequences, method), method.stats
     while any(sequences.live):
         count = method.count if method.auto is None else method.auto.choose()
-        before = drafted = time.perf_counter()
-        if graphed is not None:
-            draft = graphed()
-        else:
-            scene = Round(method.sampling, sequences.noise, method.config, _thinking(sequences, method.config))
-            draft = propose(sequences, method, scene, count)
-            drafted = time.perf_counter()
-            verify(runner, sequences, method, draft, scene)
-        _emit(sequences, method, limits, emit, offered=draft)
-        done = time.perf_counter()
-        method.stats.drafter_seconds += drafted - before
-        method.stats.target_seconds += done - drafted
+        began, drafted_before = time.perf_counter(), stats.drafter_seconds
+        draft = step(runner, sequences, method, count) if graphed is None else graphed()
+        _hand_out(sequences, method, limits, emit, draft)
+        drafter = stats.drafter_seconds - drafted_before
+        target = time.perf_counter() - began - drafter
+        stats.target_seconds += target
         if method.auto is not None:
-            method.auto.learn(count, drafted - before, done - drafted, method.stats)
+            method.auto.learn(count, drafter, target, stats)
 
 
 def _graphed(runner: Runner, sequences: Sequences, method: Method) -> GraphedStep | None:
-    """Steps as a CUDA graph, where that is possible; all of its time counts as the target's."""
+    """Steps as a CUDA graph, where that is possible; the time of a replay counts as the target's."""
     if method.auto is not None or not can_record(runner, method.proposer, method.count, str(method.config.verifier)):
         return None
-    return GraphedStep(lambda: step(runner, sequences, method), sequences, method.count + 1)
+    return GraphedStep(lambda: step(runner, sequences, method, method.count), sequences, method.count + 1)
 
 
-def step(runner: Runner, sequences: Sequences, method: Method) -> Draft:
-    """All of a step that the device does: draft K tokens, score, judge and keep them."""
-    scene = Round(method.sampling, sequences.noise, method.config)
-    draft = propose(sequences, method, scene, method.count)
-    verify(runner, sequences, method, draft, scene)
+def step(runner: Runner, sequences: Sequences, method: Method, count: int) -> Draft:
+    """All of a step that the device does: draft K = `count` tokens, score, judge and keep them."""
+    round = Round(method.sampling, sequences.noise, method.config, sequences.texts)
+    began = time.perf_counter()
+    draft = propose(sequences, method, round, count)
+    method.stats.drafter_seconds += time.perf_counter() - began
+    verify(runner, sequences, method, draft, round)
     return draft
 
 
-def propose(sequences: Sequences, method: Method, scene: Round, count: int) -> Draft:
-    """K = `count` drafts, also where a text has fewer tokens to go: what it samples must not hang on its neighbours."""
+def propose(sequences: Sequences, method: Method, round: Round, count: int) -> Draft:
+    """K = `count` drafts, also where a text has fewer tokens to go: its samples must not depend on its neighbours."""
     if count == 0:
         return Draft(sequences.tokens_BT[:, :0])
-    return method.proposer.propose(sequences, scene, count)
+    return method.proposer.propose(sequences, round, count)
 
 
 @torch.inference_mode()
-def verify(runner: Runner, sequences: Sequences, method: Method, draft: Draft, scene: Round) -> None:
+def verify(runner: Runner, sequences: Sequences, method: Method, draft: Draft, round: Round) -> None:
     """Score a draft, judge it and keep what is accepted; nothing is read back to the host."""
     rows = sequences.rows_of(draft)
     tokens_BR = torch.cat([sequences.tokens_at(sequences.newest_B, 1), draft.tokens_BN], dim=1)
@@ -121,7 +99,7 @@ def verify(runner: Runner, sequences: Sequences, method: Method, draft: Draft, s
     sequences.put_states(hidden_SBH, rows)
     logits_BRV = runner.logits(hidden_SBH)
     method.proposer.observe(sequences, draft, logits_BRV)
-    sequences.keep(draft, method.verifier(logits_BRV, draft, scene))
+    sequences.keep(draft, method.verifier(logits_BRV, draft, round))
 
 
 @torch.inference_mode()
@@ -139,23 +117,28 @@ def prefill(runner: Runner, sequences: Sequences, sampling: Sampling) -> None:
     sequences.append(draw(probs_BV, sequences.noise.uniform(RECOVER, 1)[:, 0]))
 
 
-def _emit(sequences: Sequences, method: Method, limits: Limits, emit: Emit | None, offered: Draft | None) -> None:
-    """Hand out what a step has gained, up to each text's end; drafts beyond its budget count as never offered."""
-    levels = [[]] * len(sequences.texts) if offered is None else offered.levels()
-    for row, gained in enumerate(sequences.read_back()):
-        if not sequences.live[row]:
+def _hand_out(sequences: Sequences, method: Method, limits: Limits, emit: Emit | None, draft: Draft | None) -> None:
+    """Count and emit what a step gave each text, and end the texts that are complete."""
+    levels = [[]] * len(sequences.texts) if draft is None else draft.levels()
+    for text, gained in enumerate(sequences.read_back()):
+        if not sequences.live[text]:
             continue
-        prompt = sequences.prompts[row]
-        text = sequences.texts[row][prompt:] + gained
-        budget = limits.budget(prompt)
-        end = _end(text, len(gained), budget, limits)
-        kept = gained if end is None else gained[: len(gained) - (len(text) - end)]
-        useful = min(max([0, *levels[row]]), budget - (len(text) - len(gained)) - 1)
-        accepted = min(len(gained) - 1, len(kept), useful)
-        method.stats.count(useful, accepted, len(kept))
-        sequences.settle(row, kept, end is not None)
+        tokens, left, ended = _kept(sequences, limits, text, gained)
+        offered = min(max([0, *levels[text]]), left - 1)  # drafts beyond the budget count as never offered
+        emitted = Emitted(text, tokens, min(len(gained) - 1, len(tokens), offered), offered, draft)
+        method.stats.count(offered, emitted.accepted, len(tokens))
+        sequences.settle(text, tokens, ended)
         if emit is not None:
-            emit(row, kept, accepted, useful, offered)
+            emit(emitted)
+
+
+def _kept(sequences: Sequences, limits: Limits, text: int, gained: list[int]) -> tuple[list[int], int, bool]:
+    """The tokens that stay of those that a text gained, how many it could still take before, and whether it ends."""
+    prompt = sequences.prompts[text]
+    before = len(sequences.texts[text]) - prompt
+    budget = limits.budget(prompt)
+    end = _end(sequences.texts[text][prompt:] + gained, len(gained), budget, limits)
+    return gained if end is None else gained[: end - before], budget - before, end is not None
 
 
 def _end(text: list[int], gained: int, budget: int, limits: Limits) -> int | None:
@@ -170,14 +153,3 @@ def _end(text: list[int], gained: int, budget: int, limits: Limits) -> int | Non
     if len(text) >= budget:
         ends.append(budget)
     return min(ends, default=None)
-
-
-def _thinking(sequences: Sequences, config: SpeculativeConfig) -> Tensor | None:
-    """Whether each text's newest token stands in the thinking phase: after its start, and not after its end."""
-    if config.verifier != "relaxed":
-        return None
-    phases = []
-    for text in sequences.texts:
-        bounds = [token for token in text if token in (config.think_start, config.think_end)]
-        phases.append(bool(bounds) and bounds[-1] == config.think_start)
-    return torch.tensor(phases, device=sequences.length_B.device)

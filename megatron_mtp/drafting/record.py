@@ -4,16 +4,15 @@
         {"prompt": [5, 12], "steps": [{"drafted": [7, 9], "parents": [0, 1], "accepted": 1, "emitted": [7, 8]}, ...]}]}
 
 `drafted` are the nodes of the step's tree and `parents` the rows that they continue (row 0 is the newest token, row i
-the i-th node), as in `types.Draft`; a node that was no candidate, or beyond the text's end, is null.
+the i-th node), as in `types.Draft`. A node that was no candidate, or that lies beyond the text's end, is null.
 """
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.types import Draft
+from megatron_mtp.drafting.types import Emitted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,20 +21,21 @@ FILE = "drafts.json"
 
 
 class Record:
-    """Takes in every step, as the loop's `Emit`; reads the drafts back to the host, which costs a little time."""
+    """Collects every step of every text; reads the drafts back to the host, which costs a little time."""
 
     def __init__(self, prompts: list[list[int]]) -> None:
         self.texts: list[dict[str, Any]] = [{"prompt": prompt, "steps": []} for prompt in prompts]
 
-    def __call__(self, text: int, row: int, tokens: list[int], accepted: int, useful: int, draft: Draft | None) -> None:
-        """A step of a text, which is a row of its batch's draft; None for the token that follows the prompt."""
+    def add(self, text: int, emitted: Emitted) -> None:
+        """A step of a text; `text` is its number in the run, which may have several batches."""
+        draft, row = emitted.draft, emitted.text
         drafted: list[int | None] = []
         parents: list[int] = []
         if draft is not None and draft.nodes:
             nodes = zip(draft.tokens_BN[row].tolist(), draft.levels()[row], strict=True)
-            drafted = [token if 0 < level <= useful else None for token, level in nodes]
+            drafted = [token if 0 < level <= emitted.offered else None for token, level in nodes]
             parents = draft.parents()[row].tolist()
-        step = {"drafted": drafted, "parents": parents, "accepted": accepted, "emitted": tokens}
+        step = {"drafted": drafted, "parents": parents, "accepted": emitted.accepted, "emitted": emitted.tokens}
         self.texts[text]["steps"].append(step)
 
     def write(
@@ -51,7 +51,7 @@ class Record:
             ValueError: the folder cannot be written.
         """
         pieces = {} if tokenizer is None else {token: tokenizer.decode([token]) for token in sorted(self._tokens())}
-        settings = None if config is None else asdict(config)
+        settings = None if config is None else config.flat()
         whole = {"config": settings, "figures": figures, "pieces": pieces, "texts": self.texts}
         beside = folder / f"{FILE}.partial"
         try:
@@ -68,7 +68,7 @@ class Record:
 
 
 def make_folder(folder: Path) -> None:
-    """So that a run's time is not lost on a folder that cannot be.
+    """Make the folder before a run, whose time is then not lost on a folder that cannot be made.
 
     Raises:
         ValueError: it cannot be made.

@@ -39,7 +39,7 @@ class Runner:
     Attributes:
         depths: D; 0 without MTP.
         drafted: tokens that the depths may draft; fewer than `vocab_size` with a draft vocabulary.
-        chained: whether the depths merge embeddings; False for parallel heads.
+        sequential: whether each depth continues the one before; False for parallel heads, and without depths.
         positions: slots that the model was trained for.
         auto_counts: what has been measured for automatic K, by config and size of the batch.
         all_short: whether every layer is one that `dense_layer` knows.
@@ -60,7 +60,7 @@ class Runner:
         self.positions: int = model.max_sequence_length
         self.vocab_size: int = vocab_size or model.true_vocab_size or model.vocab_size
         self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0
-        self.chained: bool = model.mtp.chained if self.depths else False
+        self.sequential: bool = model.mtp.chained if self.depths else False
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
         self._scope = Scope()
         self._turned_rows: Rows | None = None
@@ -105,7 +105,7 @@ class Runner:
     def depth(self, depth: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """h_d of the rows from h_{d-1} and the tokens t_{i+d} (of which parallel heads know nothing), [S, B, H]."""
         self._scope.enter(cache, rows)
-        embedded_SBH = self._embed(tokens_BR) if self.chained else None
+        embedded_SBH = self._embed(tokens_BR) if self.sequential else None
         rotary, angles = self._rotary(rows)
         return self._mtp[(depth - 1) % len(self._mtp)](hidden_SBH, embedded_SBH, rotary, angles)
 

@@ -10,6 +10,7 @@ drafted nodes. A draft is a tree: every node names the row that it continues, an
 Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -94,19 +95,38 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Round:
-    """What a verifier may know beside the draft and the target's logits.
+    """What proposers and verifiers may know beside the draft and the target's logits.
 
     Attributes:
         sampling: temperature, top-k, top-p and min-p, of target and drafter alike.
         noise: this round's random numbers of every request.
-        config: the method's settings.
-        thinking_B: whether t_m stands in the thinking phase; None where nobody asked.
+        config: the settings of the method and of the verifier.
+        texts: tokens of every text up to t_m, on the host; a recorded step has none.
     """
 
     sampling: Sampling
     noise: Noise
     config: SpeculativeConfig
-    thinking_B: Tensor | None = None
+    texts: Sequence[list[int]] = ()
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What one step gave one text.
+
+    Attributes:
+        text: its number in the batch.
+        tokens: the new ones, up to the text's end.
+        accepted: how many of these were drafted; they come first.
+        offered: how many drafted tokens could have been accepted: the longest path, within the text's budget.
+        draft: the batch's draft; None for the token that follows the prompt.
+    """
+
+    text: int
+    tokens: list[int]
+    accepted: int
+    offered: int
+    draft: Draft | None
 
 
 @dataclass

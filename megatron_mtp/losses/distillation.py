@@ -23,16 +23,17 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 
 LARGEST_GAP = 40.0
-"""The largest log q - log p in the computation: where p is 0, its exponential would overflow float32. With q exp(-40) in
-place of a smaller p, p (log p - log q) - p + q is the same to float64's last digit: it is q."""
+"""The largest log q - log p in the computation: where p is 0, its exponential would overflow float32. With q exp(-40)
+for a smaller p, p (log p - log q) - p + q is the same to float64's last digit: it is q."""
 
 
 @dataclass(frozen=True)
 class Divergence(TokenLoss):
     """KL(p || q) of distributions at a temperature."""
 
-    temperature: float = 1.0
+    line = "the trunk's own distribution of the same token, by its KL divergence from the depth's"
     needs_teacher = True
+    temperature: float = 1.0
 
     @classmethod
     def of(cls, settings: MTPConfig) -> Self:
@@ -58,9 +59,10 @@ class Divergence(TokenLoss):
 class TotalVariation(TokenLoss):
     """The probability that a draft from q is rejected."""
 
-    temperature: float = 1.0
+    line = "the same distribution by total variation, the rate at which sampled drafts are rejected"
     needs_teacher = True
     needs_whole_teacher = True
+    temperature: float = 1.0
 
     @classmethod
     def of(cls, settings: MTPConfig) -> Self:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "verbose"}
+NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "list-losses", "verbose"}
 """Flags that act before the file is read."""
 
 YES, NO = ("true", "yes", "on"), ("false", "no", "off")

@@ -2,21 +2,22 @@
 
 import contextlib
 import json
-import os
+import math
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
-import forks
+import fork_server
 import psutil
-import torch
+from torch.distributed import TCPStore
 
-from megatron_mtp.platform import cpu
-
-ROOT = Path(__file__).parents[2]
-TIMEOUT = 300
-"""Seconds after which a command counts as hanging."""
+ROOT, TIMEOUT = fork_server.ROOT, fork_server.TIMEOUT
+GRACE = 5.0
+"""Seconds that the other ranks have to end after one that failed."""
 
 TINY_RUN = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -39,15 +40,6 @@ class Command:
     processes: int = 1
 
 
-def words(command: Command | list[str]) -> list[str]:
-    """A command as a user types it; torchrun finds a port that is free."""
-    if isinstance(command, list):
-        return command
-    torchrun = [*"-m torch.distributed.run --standalone --nproc-per-node".split(), str(command.processes)]
-    launcher = torchrun if command.processes > 1 else []
-    return [sys.executable, *launcher, str(ROOT / command.script), *command.arguments]
-
-
 def python(script: str | Path, *arguments: str) -> Command:
     """The command of a single process."""
     return Command(script, arguments)
@@ -63,45 +55,119 @@ def pretrain(*flags: str, processes: int = 1) -> Command:
     return Command("pretrain_gpt.py", (*TINY_RUN, *flags), processes)
 
 
-def start(command: Command | list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a command as a user would, torchrun included; everything it prints goes to `log`."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in ranks}
+class Ranks:
+    """The processes of one command: forks that get what torchrun gives its ranks, or one process that gets nothing.
+
+    What torchrun itself does, such as to say which rank was killed, is for `start_torchrun`.
+    """
+
+    def __init__(self, command: Command | list[str], stdout: IO[Any], stderr: int | IO[Any]) -> None:
+        ranks = 1 if isinstance(command, list) else command.processes
+        # On a port that is free, as torchrun's.
+        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
+        port = self._store.port if self._store else 0
+        self._processes = [
+            fork_server.start(_words(command), stdout=stdout, stderr=stderr, env=_environment(rank, ranks, port))
+            for rank in range(ranks)
+        ]
+        self.pid = self._processes[0].pid
+
+        self._failed = 0
+
+    def poll(self) -> int | None:
+        """Once all ranks have ended, the first status that was not 0, or 0; None before."""
+        found = [process.poll() for process in self._processes]
+        self._failed = self._failed or next(filter(None, found), 0)
+        return None if None in found else self._failed
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The same, later; where one rank fails, the others have `GRACE` to end. Raises subprocess.TimeoutExpired."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline and not self._failed:
+                raise subprocess.TimeoutExpired("ranks", timeout or 0)
+            if self._failed:
+                self._end(GRACE)
+            time.sleep(0.005)
+        return status
+
+    def kill(self) -> None:
+        self._end(0)
+
+    def _end(self, grace: float) -> None:
+        deadline = time.monotonic() + grace
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0))
+            process.kill()
+            process.wait()
+
+
+def start(command: Command | list[str], log: Path) -> Ranks:
+    """Start a command; everything it prints goes to `log`."""
+    with open(log, "ab", buffering=0) as output:
+        output.truncate(0)
+        return Ranks(command, output, subprocess.STDOUT)
+
+
+def start_torchrun(command: Command, log: Path) -> "subprocess.Popen[bytes]":
+    """Start a command by torchrun itself, with a new process for every rank."""
+    words = "-m torch.distributed.run --standalone --nproc-per-node".split()
     with open(log, "wb") as output:
         return subprocess.Popen(
-            words(command),
+            [sys.executable, *words, str(command.processes), *_words(command)[1:]],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**environment, "OMP_NUM_THREADS": "1"},
+            env={**fork_server.without_ranks(), "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a command at once, with every process that it has started: torchrun's workers have groups of their own."""
+def _words(command: Command | list[str]) -> list[str]:
+    if isinstance(command, list):
+        return command
+    return [sys.executable, str(ROOT / command.script), *command.arguments]
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank; of a single process nothing."""
+    common = fork_server.without_ranks()
+    if ranks == 1:
+        return common
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {**common, **meeting, "WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def kill(process: "subprocess.Popen[bytes]") -> None:
+    """End torchrun at once, with every process that it has started: its workers have groups of their own."""
     for each in (*psutil.Process(process.pid).children(recursive=True), process):
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
     process.wait()
 
 
-def finish(process: subprocess.Popen[bytes], log: Path, timeout: float = TIMEOUT) -> str:
+def finish(process: Ranks, log: Path, timeout: float = TIMEOUT) -> str:
     """What a command that was started has printed, once it has ended well; AssertionError otherwise."""
     try:
         status: str | int = process.wait(timeout)
     except subprocess.TimeoutExpired:
-        kill(process)
         status = f"killed after {timeout} s"
+    finally:
+        process.kill()
     return _printed(status, log)
 
 
 def run(command: Command | list[str], log: Path, timeout: float = TIMEOUT) -> str:
-    """What a command printed; scripts run in forks, which have Megatron imported but cannot share a CUDA device."""
-    has_device = torch.cuda.is_available() and not cpu.installed()  # which answers for a device that is not there
-    if isinstance(command, list) or has_device:
-        return finish(start(command, log), log, timeout)
-    status = forks.run(ROOT / command.script, command.arguments, command.processes, log, timeout)
-    return _printed(status, log)
+    """What a command printed, once it has ended well."""
+    return finish(start(command, log), log, timeout)
+
+
+def output(command: Command | list[str], log: Path) -> str:
+    """What a command wrote to standard output; the rest goes to `log`."""
+    with tempfile.TemporaryFile() as out, open(log, "ab", buffering=0) as errors:
+        finish(Ranks(command, out, errors), log)
+        out.seek(0)
+        return out.read().decode()
 
 
 def _printed(status: str | int, log: Path) -> str:

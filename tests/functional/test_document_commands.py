@@ -1,7 +1,7 @@
 """Every block of commands in README.md and docs/ runs as it is printed, in a folder that has what it speaks of.
 
 Shell blocks go to bash, Python ones to Python, in the order in which they stand. What is not run (`PARSED` of
-document_server.py says why) is looked up and parsed; `pytest -s` shows both.
+document_command.py says why) is looked up and parsed; `pytest -s` shows both.
 """
 
 import os
@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +17,11 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
-from document_server import CLIENT, PARSED, PROGRAMS
+import fork_server
+from document_command import PARSED, PROGRAMS
 from documents import DOCUMENTS, SHELLS, blocks
 
-SERVER, SCENE = (Path(__file__).parent / f"document_{name}.py" for name in ("server", "scene"))
+COMMAND, SCENE = (Path(__file__).parent / f"document_{name}.py" for name in ("command", "scene"))
 LINKED = "pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks docs LICENSE".split()
 RUN = (*SHELLS, "python")
 TOOLS = "cat cp ls".split()
@@ -52,7 +52,7 @@ FLAGS += "--moe-token-dispatcher-type allgather"
 
 @dataclass(frozen=True)
 class Shell:
-    """bash, with the clients of one server for its programs."""
+    """bash, with programs that run in forks."""
 
     programs: Path
 
@@ -72,25 +72,15 @@ class Shell:
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    folder = tmp_path_factory.mktemp("shell")
-    programs, address = folder / "bin", str(folder / "socket")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    programs = tmp_path_factory.mktemp("shell") / "bin"
     programs.mkdir()
     (programs / "activate").touch()
     for name in PROGRAMS:
-        (programs / name).write_text(CLIENT.format(python=sys.executable, address=address))
-        (programs / name).chmod(0o755)
+        fork_server.program(programs / name, str(COMMAND), name)
     for name in TOOLS:
         (programs / name).symlink_to(str(shutil.which(name)))
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # forks cannot share a device
-    command = [sys.executable, str(SERVER), address]
-    with open(folder / "log", "wb") as log:
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment)
-    with server.stdout or open(os.devnull, "rb") as spoken:
-        ready = any(line == b"ready\n" for line in iter(spoken.readline, b""))
-        assert ready, (folder / "log").read_text()[-4000:]
-        yield Shell(programs)
-        launch.kill(server)
+    return Shell(programs)
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def process_of_rank(launcher: subprocess.Popen[bytes], rank: int) -> psutil.Proc
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_job_and_a_restart_resumes(rank: int, tmp_path: Path) -> None:
     log = tmp_path / "killed.log"
-    launcher = launch.start(command(tmp_path), log)
+    launcher = launch.start_torchrun(command(tmp_path), log)
     wait_for_step(launcher, log, INTERVAL + 2)
     helpers = [helper for worker in psutil.Process(launcher.pid).children() for helper in worker.children(True)]
     assert helpers, "no rank has a process that could outlive it"
@@ -69,7 +69,7 @@ def assert_damage_ends_all_ranks(folder: Path) -> None:
     data[len(data) // 2] ^= 1
     file.write_bytes(bytes(data))
     log = folder / "damaged.log"
-    launcher = launch.start(command(folder), log)
+    launcher = launch.start_torchrun(command(folder), log)
     try:
         assert launcher.wait(ENDS_WITHIN) != 0
     except subprocess.TimeoutExpired:

@@ -1,7 +1,6 @@
 """`generate_gpt.py` as a user runs it: on a checkpoint just trained, over one process and two, and with bad input."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,7 @@ def generate(*flags: str, processes: int = 1) -> launch.Command:
 
 def printed(command: launch.Command | list[str], log: Path) -> dict[str, Any]:
     """The JSON object, which must be all of standard output."""
-    with open(log, "wb") as errors:
-        done = subprocess.run(
-            launch.words(command), stdout=subprocess.PIPE, stderr=errors, timeout=launch.TIMEOUT, check=False
-        )
-    assert done.returncode == 0, log.read_text()[-4000:]
-    return json.loads(done.stdout)
+    return json.loads(launch.output(command, log))
 
 
 def test_drafting_emits_what_plain_decoding_does_and_says_what_it_cost(checkpoint: Path, tmp_path: Path) -> None:
@@ -129,7 +123,7 @@ def test_evaluate_says_what_the_evaluation_of_training_said(checkpoint: Path, tm
     rows = [json.loads(line) for line in (checkpoint.parent / "metrics.jsonl").read_text().splitlines()]
     *_, last = (row for row in rows if row["split"] != "training")
     assert answer == {"load": str(checkpoint), **last}
-    shown = subprocess.run(evaluate(*flags), capture_output=True, text=True, timeout=launch.TIMEOUT, check=True).stdout
+    shown = launch.output(evaluate(*flags), tmp_path / "log")
     assert f"length: {answer['expected accepted length']:.3f} tokens" in shown.splitlines()[-1]
     assert shown.startswith("+---")
 

@@ -5,8 +5,12 @@ from layouts import MEGATRONS_OWN
 from records import Records
 from torch import equal
 
+FIRST = ("tied-d3", "moe-alltoall-d3")
 
-@pytest.mark.parametrize("model", MEGATRONS_OWN)
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=() if name in FIRST else pytest.mark.matrix) for name in MEGATRONS_OWN]
+)
 @pytest.mark.parametrize("saved_by", ["megatron", "ours"])
 def test_both_read_the_same_weights_and_compute_the_same_losses(records: Records, model: str, saved_by: str) -> None:
     ours = records.of(f"forward/{model}/ours/{saved_by}")

@@ -6,7 +6,7 @@ Float32, the same weights and the same global batch. Differences are max |a - b|
 from typing import Any
 
 import pytest
-from layouts import CASES, LOADS, MODELS, MOVES, SINGLE, sources
+from layouts import CASES, FIRST, FIRST_MOVES, LAYOUTS, LOADS, MODELS, MOVES, SINGLE, sources
 from records import Records
 from torch import Tensor, equal
 from torch.distributed.checkpoint import FileSystemReader
@@ -40,7 +40,13 @@ def assert_same_step(record: dict[str, Any], single: dict[str, Any]) -> None:
         assert {name: value for name, value in record[copies].items() if value > 1e-6} == {}
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES, ids=["-".join(case) for case in CASES])
+def tiered(case: tuple[str, ...], is_first: bool) -> Any:
+    return pytest.param(*case, id="-".join(case), marks=() if is_first else pytest.mark.matrix)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [tiered((model, layout), model in FIRST[layout].split()) for model, layout in CASES]
+)
 def test_a_step_is_that_of_a_single_process(records: Records, model: str, layout: str) -> None:
     record = records.of(f"train/{model}/{layout}")
     assert record["losses"].keys() == {"lm loss", *(f"mtp_{d} loss" for d in range(1, MODELS[model].depths + 1))}
@@ -49,6 +55,14 @@ def test_a_step_is_that_of_a_single_process(records: Records, model: str, layout
     assert record["evaluation"] == pytest.approx(single["evaluation"], rel=TOLERANCE)
 
 
+def test_the_first_tier_has_every_layout_and_every_model() -> None:
+    first = [(model, layout) for layout, models in FIRST.items() for model in models.split()]
+    assert set(first) <= set(CASES)
+    assert {layout for _, layout in first} == LAYOUTS.keys() - {SINGLE}
+    assert {model for model, _ in first} == {model for model, _ in CASES}
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "layout"), LOADS, ids=["-".join(load) for load in LOADS])
 def test_a_layout_loads_the_checkpoints_of_all_layouts(records: Records, model: str, layout: str) -> None:
     """Every bit of the weights, also on ranks that hold copies."""
@@ -56,7 +70,7 @@ def test_a_layout_loads_the_checkpoints_of_all_layouts(records: Records, model: 
     assert differing == {source: [] for source in sources(model)}
 
 
-@pytest.mark.parametrize(("model", "source", "target"), MOVES, ids=["-".join(move) for move in MOVES])
+@pytest.mark.parametrize(("model", "source", "target"), [tiered(move, move[1:] in FIRST_MOVES) for move in MOVES])
 def test_training_goes_on_in_another_layout(records: Records, model: str, source: str, target: str) -> None:
     """The optimizer moves along: the next step is that of one process which was never interrupted."""
     moved = records.of(f"move/{model}/{source}/{target}")

@@ -105,7 +105,7 @@ def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
     process = launch.start(run.command(), run.log)
     while process.poll() is None and not half_written.exists():
         time.sleep(0.001)
-    launch.kill(process)
+    process.kill()
     assert half_written.exists()
     assert run.saved_step == str(HALF), "killed too late: the save was through"
     for file in half_written.iterdir():

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from megatron_mtp.data.batch import add_depths, depth_batch
 from megatron_mtp.drafting import loop
-from megatron_mtp.drafting.api import generate, make_method
+from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
-from megatron_mtp.drafting.loop import Limits, Method, decode
-from megatron_mtp.drafting.proposers import Proposer
+from megatron_mtp.drafting.loop import Limits, decode
+from megatron_mtp.drafting.method import Method, make_method
+from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
@@ -162,8 +163,8 @@ class Agreeing(Proposer):
     def start(self, sequences: Sequences) -> None:
         self.inner.start(sequences)
 
-    def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
-        draft = self.inner.propose(sequences, scene, count)
+    def propose(self, sequences: Sequences, round: Round, count: int) -> Draft:
+        draft = self.inner.propose(sequences, round, count)
         tokens_BN = draft.tokens_BN.clone()
         for row, (text, answer) in enumerate(zip(sequences.texts, self.answers, strict=True)):
             for place, node in enumerate(self._path(draft, row), start=len(text)):

@@ -1,27 +1,25 @@
-"""Runs command lines, each in a forked child of one process that has imported torch and Megatron.
+"""Runs command lines, each in a fork of a process that has imported torch and Megatron (fork_server.py).
 
-    with Server(folder) as server:
-        ended = server.run(Case("train --seq-length 0"))
+    cases = Cases(folder)
+    ended = cases.run(Case("train --seq-length 0"))
 
-Every child works in a folder of its own, a copy of what earlier cases have left in `folder/assets`, changed as the case
-says. `python fuzzing.py FOLDER` is the process that forks: a case a line in, what became of it a line out, both JSON.
+Every case works in a folder of its own, a copy of what earlier cases have left in `folder/assets`, changed as the case
+says.
 """
 
-import contextlib
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import fork_server
 
 TIMEOUT = 120.0
 """Seconds after which a child counts as hanging."""
@@ -91,36 +89,47 @@ def faults(case: Case, ended: Ended) -> list[str]:
     return [name for name, is_found in found.items() if is_found]
 
 
-class Server:
-    """The process that forks, from the first `with` to the end."""
+class Cases:
+    """Command lines that run in a folder, one at a time."""
 
     def __init__(self, folder: Path) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in RANKS}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        self._place, self._assets = folder / "case", folder / "assets"
+        self._assets.mkdir(parents=True)
 
     def run(self, case: Case) -> Ended:
-        """Run a case to its end."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps(asdict(case)), file=self.process.stdin, flush=True)
-        return Ended(**json.loads(self.process.stdout.readline()))
+        """Run a case to its end; its folder goes when the next begins."""
+        shutil.rmtree(self._place, ignore_errors=True)
+        shutil.copytree(self._assets, self._place, symlinks=True)
+        for name, path, *arguments in case.changes:
+            CHANGES[name](self._place / path, *arguments)
+        before, began = set(files(self._place)), time.monotonic()
+        try:
+            done = fork_server.run(words(case), env=fork_server.without_ranks(), cwd=self._place, timeout=TIMEOUT)
+            ended: tuple[int | None, str, str] = (done.returncode, done.stdout, done.stderr)
+        except subprocess.TimeoutExpired:
+            ended = (None, "", "")
+        made = sorted(set(files(self._place)) - before)
+        if case.keeps:
+            shutil.rmtree(self._assets)
+            self._place.rename(self._assets)
+        return Ended(*ended, made, time.monotonic() - began)
 
 
-RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+def words(case: Case) -> list[str]:
+    """The command, as a shell would have it; a program of its own is called by its name."""
+    given = shlex.split(case.line)
+    if case.program is None:
+        return [sys.executable, "-m", "megatron_mtp", *given]
+    call = f"line.run({given[0]!r}, {case.program!r}, sys.argv[1:])"
+    return [sys.executable, "-c", f"import sys; from megatron_mtp.command import line; sys.exit({call})", *given[1:]]
+
+
+def files(folder: Path) -> Iterator[str]:
+    """Files that look whole: what is written beside, logs, caches and locks do not."""
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if path.is_file() and not any(part in name for part in ("partial", ".lock", "cache", "tokenizer/")):
+            yield name
 
 
 # --- changes of files ------------------------------------------------------------------------------------------------
@@ -174,109 +183,3 @@ CHANGES = {
     "link": link,
     "put": put,
 }
-
-
-# --- the process that forks ------------------------------------------------------------------------------------------
-
-
-def load_everything() -> None:
-    """What the verbs import, so that no child has to."""
-    from megatron_mtp.platform import prepare
-
-    prepare()
-    import transformers
-
-    import megatron_mtp.checkpoint.convert.depths
-    import megatron_mtp.checkpoint.convert.exporting
-    import megatron_mtp.checkpoint.convert.hf_form
-    import megatron_mtp.checkpoint.convert.importing
-    import megatron_mtp.checkpoint.proof.verify
-    import megatron_mtp.command.completion
-    import megatron_mtp.command.evaluate
-    import megatron_mtp.data.command
-    import megatron_mtp.drafting.command
-    import megatron_mtp.report.command
-    import megatron_mtp.training.run  # noqa: F401
-
-    transformers.AutoTokenizer, transformers.AutoModelForCausalLM  # noqa: B018
-
-
-def serve(folder: Path) -> None:
-    """Answer cases until standard input ends."""
-    output = os.fdopen(os.dup(1), "w")
-    load_everything()
-    for line in sys.stdin:
-        case = json.loads(line)
-        print(json.dumps(asdict(forked(case, folder))), file=output, flush=True)
-
-
-def forked(case: dict[str, Any], folder: Path) -> Ended:
-    """Run a case in a child; its folder goes when it ends."""
-    place, assets = folder / "case", folder / "assets"
-    assets.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(assets, place, symlinks=True)
-    for name, path, *arguments in case["changes"]:
-        CHANGES[name](place / path, *arguments)
-    before, started = set(files(place)), time.monotonic()
-    child = os.fork()
-    if child == 0:
-        run_child(case, place, folder)
-    status = wait_for(child)
-    made = sorted(set(files(place)) - before)
-    if case["keeps"]:
-        shutil.rmtree(assets)
-        place.rename(assets)
-    out, err = ((folder / name).read_text(errors="replace") for name in ("out", "err"))
-    return Ended(status, out, err, made, time.monotonic() - started)
-
-
-def files(folder: Path) -> Iterator[str]:
-    """Files that look whole: what is written beside, logs, caches and locks do not."""
-    for path in folder.rglob("*"):
-        name = str(path.relative_to(folder))
-        if path.is_file() and not any(part in name for part in ("partial", ".lock", "cache", "tokenizer/")):
-            yield name
-
-
-def run_child(case: dict[str, Any], place: Path, folder: Path) -> None:
-    """Never returns."""
-    os.setsid()
-    os.chdir(place)
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    status = 1
-    try:
-        status = status_of(shlex.split(case["line"]), case["program"])
-    except BaseException:
-        traceback.print_exc()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status)
-
-
-def status_of(words: list[str], program: str | None) -> int:
-    from megatron_mtp.command import line
-
-    try:
-        return line.main(words) if program is None else line.run(words[0], program, words[1:])
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-
-
-def wait_for(child: int) -> int | None:
-    """The exit status, -N for signal N; a child that does not end is killed with all that it started."""
-    deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]))

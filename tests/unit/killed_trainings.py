@@ -10,7 +10,6 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,13 +22,11 @@ from megatron_mtp.platform import prepare
 
 prepare()
 
-from megatron.training.arguments import parse_args  # noqa: E402
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER  # noqa: E402
 from megatron_mtp.report.page import page  # noqa: E402
 from megatron_mtp.report.runs import METRICS, read_runs  # noqa: E402
-from megatron_mtp.training.flags import add_mtp_arguments  # noqa: E402
 from megatron_mtp.training.run import main as train  # noqa: E402
 
 STEPS = 8
@@ -57,7 +54,6 @@ def train_in(folder: Path) -> int:
 
 
 def main(folder: Path, kills: int, seed: int) -> dict[str, object]:
-    import_what_a_run_imports_late()
     killer = Killer(kills, Random(seed), folder / "log")
     never = folder / "never-killed"
     never.mkdir()
@@ -86,22 +82,6 @@ def main(folder: Path, kills: int, seed: int) -> dict[str, object]:
             wrong.append(f"{run.name} ends with {sorted(ended)}, of which it names {saved_iteration(run)}")
         wrong += [f"{run.name} has other figures at {step}" for step, row in rows(run).items() if row != figures[step]]
     return {"through": number, "killed": killer.done, "found at": found, "wrong": wrong}
-
-
-LATE = (
-    "megatron.core.datasets.helpers",
-    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
-    "megatron.core.models.mimo",
-    "megatron.core.tokenizers.text",
-)
-
-
-def import_what_a_run_imports_late() -> None:
-    """So that forks find it there: two thirds of a run's time otherwise."""
-    for name in LATE:
-        import_module(name)
-    sys.argv = ["pretrain_gpt.py"]
-    parse_args(add_mtp_arguments)  # reads the sources of Megatron's classes, for the texts of --help
 
 
 def whole_iterations(run: Path) -> Saved:

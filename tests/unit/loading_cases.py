@@ -1,4 +1,4 @@
-"""Checkpoints with a fault each, given to every verb that loads one, in forks of a process that has imported all.
+"""Checkpoints with a fault each, given to every verb that loads one, each in a fork of this process.
 
     python loading_cases.py FOLDER
 
@@ -15,7 +15,6 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 warnings.filterwarnings("ignore")
@@ -25,10 +24,8 @@ from megatron_mtp.platform import prepare  # noqa: E402
 prepare()
 
 import torch  # noqa: E402
-from megatron.training.arguments import parse_args  # noqa: E402
 
 from megatron_mtp.command import line  # noqa: E402
-from megatron_mtp.training.arguments import add_mtp_arguments  # noqa: E402
 
 MODEL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
@@ -36,19 +33,6 @@ MODEL = (
     "--untie-embeddings-and-output-weights --micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --mtp-num-layers 1 "
     "--mock-data --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 127 --eval-interval 100 --eval-iters 1"
 ).split()
-LATE = (
-    "megatron.core.datasets.helpers",
-    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
-    "megatron.core.models.mimo",
-    "megatron.core.tokenizers.text",
-    "megatron_mtp.checkpoint.command",
-    "megatron_mtp.checkpoint.convert.depths",
-    "megatron_mtp.checkpoint.convert.exporting",
-    "megatron_mtp.checkpoint.proof.verify",
-    "megatron_mtp.command.evaluate",
-    "megatron_mtp.drafting.command",
-)
-"""What a verb imports late, so that forks find it there."""
 STEP = "iter_0000002"
 TRACKER = "latest_checkpointed_iteration.txt"
 DATA = "__0_0.distcp"
@@ -306,10 +290,6 @@ def forked(words: list[str], limit: int = 120) -> dict[str, object]:
 
 
 def main(scratch: Path) -> dict[str, dict[str, dict[str, object]]]:
-    for name in LATE:
-        import_module(name)
-    sys.argv = ["pretrain_gpt.py"]
-    parse_args(add_mtp_arguments)  # reads the sources of Megatron's classes, for the texts of --help
     made = scratch / "made"
     saved = ["train", *MODEL, "--train-iters", "2", "--save", str(made), "--save-interval", "2"]
     sharded = [*saved, "--use-distributed-optimizer", "--save", str(scratch / "sharded")]

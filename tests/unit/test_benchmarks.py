@@ -1,11 +1,11 @@
 """benchmarks/: the harness with numbers that a person can check, and one smoke run of the step's benchmark."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import torch
 
@@ -117,7 +117,7 @@ def test_a_report_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str])
 def summary_of(script: str, *flags: str) -> dict[str, Any]:
     """The last line of a benchmark's smoke run."""
     command = [sys.executable, str(REPOSITORY / "benchmarks" / script), "--quick", *flags]
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = fork_server.run(command)
     assert run.returncode == 0, run.stderr
     summary = json.loads(run.stdout.splitlines()[-1])
     assert summary.keys() == KEYS

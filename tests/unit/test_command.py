@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import fork_server
 import pytest
 
 from megatron_mtp.command import doctor, line
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def printed(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "megatron_mtp", *arguments], capture_output=True, text=True)
+    return fork_server.run([sys.executable, "-m", "megatron_mtp", *arguments])
 
 
 def test_every_verb_is_listed_and_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +72,7 @@ def test_the_console_script_is_this_command_line() -> None:
 
 def test_a_door_and_its_verb_are_one_command(capsys: pytest.CaptureFixture[str]) -> None:
     for door, verb in (("tools/checkpoint/convert.py", "convert"), ("tools/data/preprocess.py", "preprocess")):
-        by_door = subprocess.run([sys.executable, str(ROOT / door)], capture_output=True, text=True)
+        by_door = fork_server.run([sys.executable, str(ROOT / door)])
         with pytest.raises(SystemExit) as end:
             line.main([verb])
         assert end.value.code == by_door.returncode == 2

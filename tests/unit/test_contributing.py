@@ -1,7 +1,9 @@
 """The examples of CONTRIBUTING.md: each is run as it is printed, and does what the page says."""
 
 import json
-from collections.abc import Iterator
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from megatron_mtp.checkpoint.proof.reference import all_logits
 from megatron_mtp.checkpoint.proof.reference_forms import FORMS
 from megatron_mtp.checkpoint.proof.verify import compare, megatron_logits
 from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.config import METHODS
+from megatron_mtp.drafting.config import config_from
+from megatron_mtp.drafting.flags import parser
 from megatron_mtp.drafting.proposers import PROPOSERS
+from megatron_mtp.drafting.verifiers import VERIFIERS
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
@@ -33,20 +37,21 @@ DEPTHS, QUIET = 2, Options(quiet=True, workers=1)
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     """What an example registers is known to its test alone."""
-    tables, names = (FAMILIES, FORMS, PROPOSERS), (METHODS,)
-    rows, known = [dict(table) for table in tables], [list(each) for each in names]
+    tables = (FAMILIES, FORMS)
+    rows = [dict(table) for table in tables]
     yield
     for table, before in zip(tables, rows, strict=True):
         table.clear()
         table.update(before)  # type: ignore[arg-type]
-    for each, before in zip(names, known, strict=True):
-        each[:] = before
+
+
+def section(heading: str) -> str:
+    return (ROOT / "CONTRIBUTING.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def run_example(heading: str) -> dict[str, Any]:
     """Execute the code under a heading of the page, and return its names."""
-    section = (ROOT / "CONTRIBUTING.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    ((_, code),) = blocks(section, "python")
+    ((_, code),) = blocks(section(heading), "python")
     names = {"__name__": "example"}
     exec(compile(code, heading, "exec"), names)
     return names
@@ -86,16 +91,88 @@ def test_a_family_goes_there_and_back_and_computes_the_same(tmp_path: Path, monk
     assert [check for check in checks if not check.ok] == []
 
 
+def as_rows(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The two files of the page with a row each, as a change of this package adds them."""
+    rows: tuple[tuple[Any, str, str], ...] = ((PROPOSERS, "echo", "Echo"), (VERIFIERS, "capped", "capped"))
+    for (table, name, attribute), (_, code) in zip(rows, blocks(section("A drafting method"), "python"), strict=True):
+        (folder / f"{name}.py").write_text(code, encoding="utf-8")
+        patch.setitem(table._own.rows, name, f"{name}:{attribute}")
+
+
+def as_a_package(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The same files in an installed package of another name, with the page's entry points."""
+    ((_, project),) = blocks(section("A drafting method"), "toml")
+    groups = tomllib.loads(project)["project"]["entry-points"]
+    lines = [line for group, rows in groups.items() for line in (f"[{group}]", *map(" = ".join, rows.items()))]
+    (folder / "my_package").mkdir()
+    (folder / "my_package-1.0.dist-info").mkdir()
+    (folder / "my_package-1.0.dist-info/METADATA").write_text("Name: my_package\nVersion: 1.0\n", encoding="utf-8")
+    (folder / "my_package-1.0.dist-info/entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
+    for name, (_, code) in zip(("echo", "capped"), blocks(section("A drafting method"), "python"), strict=True):
+        (folder / f"my_package/{name}.py").write_text(code, encoding="utf-8")
+
+
+@pytest.fixture(params=[as_rows, as_a_package])
+def add(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[[], None]]:
+    """Adds the page's proposer and verifier, which the test alone knows."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def forget() -> None:
+        for table in (PROPOSERS, VERIFIERS):
+            table.__dict__.pop("_registered", None)
+
+    def adding() -> None:
+        request.param(monkeypatch, tmp_path)
+        forget()
+
+    yield adding
+    forget()
+    for name in ("echo", "capped", "my_package", "my_package.echo", "my_package.capped"):
+        sys.modules.pop(name, None)
+
+
 @pytest.mark.usefixtures("megatron")
-def test_a_method_drafts_and_changes_no_token() -> None:
+def test_a_method_and_a_verifier_draft_and_change_no_token(add: Callable[[], None]) -> None:
     runner, prompts = runner_of(), prompts_of(4)
     settings = {"method": "echo", "num_speculative_tokens": 3}
     with pytest.raises(ValueError, match="choose one of mtp"):
         generate(runner, prompts, 40, speculative=settings)
-    run_example("A drafting method")
-    drafted = generate(runner, prompts, 40, speculative=settings)
-    assert drafted.token_ids == generate(runner, prompts, 40).token_ids
+    add()
+    plain, drafted = generate(runner, prompts, 40), generate(runner, prompts, 40, speculative=settings)
+    assert drafted.token_ids == plain.token_ids
     assert 0 < drafted.stats.accepted < drafted.stats.drafted
+    capped = generate(runner, prompts, 40, speculative={**settings, "verifier": "capped", "cap": 1})
+    assert capped.token_ids == plain.token_ids
+    assert 0 < capped.stats.accepted <= capped.stats.target_forwards
+    assert capped.stats.accepted < drafted.stats.accepted
+
+
+def test_what_is_added_stands_in_help_lists_and_messages(
+    add: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    add()
+    shown = parser("generate").format_help()
+    assert "plain, echo\n" in shown
+    assert "bild, capped\n" in shown
+    with pytest.raises(SystemExit):
+        parser("generate").parse_args(["--list-methods"])
+    listed = " ".join(capsys.readouterr().out.split())
+    assert "echo one of the newest tokens, repeated back 1 repeats the newest token" in listed
+    assert (
+        "capped accept the trunk's argmax, at most cap times cap drafts that are accepted at most (1; 0 to 15)"
+        in listed
+    )
+    for given, said in (
+        ({"method": "medusa"}, "plain, echo."),
+        ({"method": "echo", "verifier": "lucky"}, "bild, capped."),
+        ({"method": "echo", "back": 9}, "back is 9; give a number from 1 to 8."),
+        ({"method": "echo", "cap": 2}, "'cap' is a key of the verifier 'capped', which was not chosen; known are"),
+    ):
+        with pytest.raises(ValueError, match="speculative config") as error:
+            config_from(given)
+        assert said in str(error.value)
 
 
 def focal(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
@@ -121,7 +198,3 @@ def test_a_loss_has_the_gradient_of_its_definition() -> None:
     leaves = [leaf.requires_grad_() for leaf in (states_NH, weight_VH)]
     made = [(value := side(*leaves), *torch.autograd.grad(value, leaves)) for side in (ours, plain)]
     torch.testing.assert_close(*made, rtol=1e-10, atol=1e-12)
-
-
-def test_every_name_has_its_row() -> None:
-    assert set(METHODS) == {*PROPOSERS, "draft_model"}

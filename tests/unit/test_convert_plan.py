@@ -63,3 +63,47 @@ def test_a_plan_refuses_what_the_conversion_would(tmp_path: Path, capsys: pytest
     (source / "config.json").write_text(json.dumps({**keys, "num_hidden_layers": 9}))
     assert main(["hf-to-mcore", str(source), str(tmp_path / "mcore"), "--dry-run"]) == 2
     assert "lacks 'model.layers." in capsys.readouterr().err
+
+
+def files(folder: Path) -> dict[str, int]:
+    """Every path below, with the time of its last change."""
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("init", ["last-layer", "random"])
+def test_a_plan_of_other_depths_is_what_is_done(init: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, mcore = make(tmp_path / "source", "glm4_moe", 2), tmp_path / "mcore"
+    told(capsys, "hf-to-mcore", source, mcore)
+    trunk, grown = tmp_path / "trunk", tmp_path / "grown"
+    drop = ("drop-mtp", mcore, trunk)
+    attach = ("attach-mtp", trunk, grown, "--mtp-num-layers", "3", "--mtp-init", init)
+    for command, before, after in ((drop, 2, 0), (attach, 0, 3)):
+        there = files(tmp_path)
+        plan = told(capsys, *command, "--dry-run")
+        assert files(tmp_path) == there
+        done = told(capsys, *command)
+        old, new = DistReader(command[1]), DistReader(command[2])
+        assert (plan["depths before"], plan["depths"], plan["target"]) == (before, after, str(command[2]))
+        assert (plan["tensors"], plan["depths"]) == (done["tensors"], done["depths"])
+        assert plan["bytes written"] == numbers(new)
+        assert named(plan["new"]) == len(set(new.keys) - set(old.keys))
+        assert named(plan["left out"]) == len(set(old.keys) - set(new.keys))
+
+
+def named(lines: list[str] | str) -> int:
+    """How many keys the lines of a plan stand for."""
+    if lines == "nothing":
+        return 0
+    return sum(int(line.split("  (")[1].split()[0]) if "  (" in line else 1 for line in lines)
+
+
+def test_a_plan_refuses_a_target_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, mcore = make(tmp_path / "source", "mimo", 1), tmp_path / "mcore"
+    told(capsys, "hf-to-mcore", source, mcore)
+    there = files(tmp_path)
+    for command in (["hf-to-mcore", source, mcore], ["mcore-to-hf", mcore, source], ["drop-mtp", mcore, source]):
+        assert main([*map(str, command), "--dry-run"]) == 2
+        assert "is not empty; name a new folder" in capsys.readouterr().err
+    assert main(["attach-mtp", str(mcore), str(tmp_path / "new"), "--mtp-num-layers", "1", "--dry-run"]) == 2
+    assert "has MTP depths already" in capsys.readouterr().err
+    assert files(tmp_path) == there

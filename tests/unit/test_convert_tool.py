@@ -6,12 +6,12 @@ import json
 import pickle
 import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import torch
 from hf_models import make, read, write
@@ -250,7 +250,7 @@ def _limited(folder: Path, target: Path) -> str:
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); "
     code = f"{limit}import runpy, sys; sys.argv[1:] = ['hf-to-mcore', {str(folder)!r}, {str(target)!r}]; "
     code += f"runpy.run_path({str(TOOL)!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = fork_server.run([sys.executable, "-c", code])
     assert done.returncode == 2, done.stderr
     return done.stderr
 

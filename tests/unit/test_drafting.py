@@ -25,10 +25,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.functional import one_hot
 
 from megatron_mtp.drafting import runner
-from megatron_mtp.drafting.api import check_prompts, generate, make_method
+from megatron_mtp.drafting.api import check_prompts, generate
 from megatron_mtp.drafting.config import SpeculativeConfig, config_from
 from megatron_mtp.drafting.kv_cache import KVCache, Rows, chain_rows
 from megatron_mtp.drafting.loop import prefill, step
+from megatron_mtp.drafting.method import make_method
 from megatron_mtp.drafting.proposers import base, mtp
 from megatron_mtp.drafting.proposers.ngram import continuation
 from megatron_mtp.drafting.proposers.tree import Beam
@@ -101,9 +102,9 @@ class Recorder:
         self.drafts: list[tuple[list[int], int, Tensor]] = []
         run_every_step_in_python(monkeypatch)
 
-        def pick(logits_BV: Tensor, scene: Any, position: int) -> tuple[Tensor, Tensor | None]:
-            self.drafts.append((scene.noise.position_B.tolist(), position, logits_BV.clone()))
-            return base.pick(logits_BV, scene, position)
+        def pick(logits_BV: Tensor, round: Any, position: int) -> tuple[Tensor, Tensor | None]:
+            self.drafts.append((round.noise.position_B.tolist(), position, logits_BV.clone()))
+            return base.pick(logits_BV, round, position)
 
         monkeypatch.setattr(mtp, "pick", pick)
 
@@ -165,14 +166,14 @@ def test_trunk_states_run_the_last_k_tokens_with_the_states_ahead(monkeypatch: p
     sequences.put_states(states_SBH, chain_rows(sequences.length_B - 3, 6, 6, 20))
     method = make_method(target, config_from({"method": "mtp_trunk_states"}), Sampling())
     method.proposer.start(sequences)
-    scene = Round(Sampling(), sequences.noise, method.config)
-    method.proposer.propose(sequences, scene, 2)
+    round = Round(Sampling(), sequences.noise, method.config)
+    method.proposer.propose(sequences, round, 2)
     assert calls == [(1, [0, 0, 1], [10, 11, 12], [20, 0, 1]), (2, [0, 1, 100], [11, 12, 9], [20, 0, 1])]
     calls.clear()
     sequences.put_tokens(sequences.length_B, torch.tensor([[13, 14, 15]], device="cuda"))
     sequences.length_B += 3
     sequences.settle(0, [13, 14, 15], ended=False)
-    draft = method.proposer.propose(sequences, scene, 2)
+    draft = method.proposer.propose(sequences, round, 2)
     assert calls == [(1, [3, 4], [14, 15], [3, 4]), (2, [4, 100], [15, 9], [3, 4])]
     assert draft.tokens_BN.tolist() == [[9, 18]]
 
@@ -293,7 +294,7 @@ def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, temperatur
         sequences.fixed_growth = 4
         chosen.proposer.start(sequences)
         for _ in range(2):
-            step(target, sequences, chosen)
+            step(target, sequences, chosen, chosen.count)
             assert sequences.length_B.shape == (3,)
         with pytest.raises(DataDependentOutputException):  # planted
             int(sequences.length_B[0])
@@ -312,10 +313,10 @@ def test_every_tensor_is_on_the_models_device(method: str, temperature: float, m
     chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 2}), sampling)
     chosen.proposer.start(sequences)
     sequences.fixed_growth = 3
-    step(target, sequences, chosen)
+    step(target, sequences, chosen, chosen.count)
     monkeypatch.setattr(Sequences, "newest_B", torch.tensor([1, 2, 3]))  # planted
     with pytest.raises(RuntimeError, match="device"):
-        step(target, sequences, chosen)
+        step(target, sequences, chosen, chosen.count)
 
 
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
@@ -331,14 +332,15 @@ def test_static_shapes_change_no_token(method: str) -> None:
         sequences.fixed_growth = max(sequences.lengths()) if number == 0 else 4
         for row, gained in enumerate(sequences.read_back()):
             sequences.settle(row, gained, ended=False)
-        step(target, sequences, chosen)
+        step(target, sequences, chosen, chosen.count)
     assert min(len(text) - len(prompt) for text, prompt in zip(sequences.texts, prompts, strict=True)) > 10
     for text, answer in zip(sequences.texts, plain(target, prompts, 40), strict=True):
         assert text == answer[: len(text)]
 
 
 SAMPLED: dict[str, dict[str, Any]] = {
-    "plain": {"method": "ngram", "num_speculative_tokens": 0},
+    "plain": {"method": "plain"},
+    "ngram-0": {"method": "ngram", "num_speculative_tokens": 0},
     "mtp-rejection": {"method": "mtp", "num_speculative_tokens": 2},
     "mtp-without-q": {"method": "mtp", "num_speculative_tokens": 2, "use_draft_probs": False},
     "mtp-block": {"method": "mtp", "num_speculative_tokens": 2, "verifier": "block"},
@@ -363,8 +365,8 @@ def test_the_distribution_sees_a_beam_that_is_taken_for_a_sample(monkeypatch: py
     """Planted: the best of several samples, with the q of one."""
     propose = Beam.propose
 
-    def telling_q(self: Beam, sequences: Sequences, scene: Round, count: int) -> Draft:
-        return propose(self, sequences, replace(scene, config=replace(scene.config, verifier="joint")), count)
+    def telling_q(self: Beam, sequences: Sequences, round: Round, count: int) -> Draft:
+        return propose(self, sequences, replace(round, config=replace(round.config, verifier="joint")), count)
 
     monkeypatch.setattr(Beam, "propose", telling_q)
     assert p_value_of(SAMPLED["beam"]) < 0.001
@@ -373,8 +375,10 @@ def test_the_distribution_sees_a_beam_that_is_taken_for_a_sample(monkeypatch: py
 @pytest.mark.parametrize("verifier", ["greedy", "bild"])
 def test_a_draft_model_that_is_the_target_is_always_right(verifier: str) -> None:
     target, drafter, prompts = runner_of(), runner_of(), prompts_of(4)
-    settings = {"method": "draft_model", "num_speculative_tokens": 3, "model": "-", "verifier": verifier, "fallback": 0}
-    drawn = generate(target, prompts, 25, speculative={**settings, "rollback": 99}, drafter=drafter)
+    settings = {"method": "draft_model", "num_speculative_tokens": 3, "model": "-", "verifier": verifier}
+    if verifier == "bild":
+        settings |= {"fallback": 0, "rollback": 99}
+    drawn = generate(target, prompts, 25, speculative=settings, drafter=drafter)
     assert drawn.token_ids == generate(target, prompts, 25).token_ids
     assert drawn.stats.accepted_per_position == [1.0, 1.0, 1.0]
 

@@ -3,22 +3,30 @@
 import io
 import json
 import re
+import runpy
+import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from documents import ROOT
 
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
 from megatron_mtp.drafting import energy
 from megatron_mtp.drafting.command import parser
 from megatron_mtp.drafting.config import parse_config
 from megatron_mtp.drafting.energy import Meter
+from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.record import Record, make_folder
 from megatron_mtp.drafting.report import Cost, merged, summary, table
+from megatron_mtp.drafting.settings import keys
 from megatron_mtp.drafting.text import COLOUR, PLAIN, Stream, cutter, read_prompts
-from megatron_mtp.drafting.types import AcceptanceStats, Draft
+from megatron_mtp.drafting.types import AcceptanceStats, Draft, Emitted
+from megatron_mtp.drafting.verifiers import VERIFIERS
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -81,14 +89,14 @@ def test_text_streams_with_its_drafts_in_colour(tokenizer: object) -> None:
 def test_a_record_holds_drafts_trees_and_what_became_of_them(tokenizer: object, tmp_path: Path) -> None:
     """The second text of a batch: a tree a -> b and c, of which c was no candidate; then a draft beyond its end."""
     record = Record([[1], [2, 3]])
-    record(1, 1, [4], 0, 0, None)
+    record.add(1, Emitted(1, [4], 0, 0, None))
     tree = Draft(
         torch.tensor([[0, 0, 0], [5, 6, 7]]),
         parents_BN=torch.tensor([[0, 1, 1], [0, 1, 1]]),
         valid_BN=torch.tensor([[True] * 3, [True, True, False]]),
     )
-    record(1, 1, [5, 8], 1, 2, tree)
-    record(1, 1, [5, 6], 1, 1, tree)
+    record.add(1, Emitted(1, [5, 8], 1, 2, tree))
+    record.add(1, Emitted(1, [5, 6], 1, 1, tree))
     record.write(tmp_path, parse_config('{"method": "mtp_tree"}'), {"drafted": 2}, tokenizer)  # type: ignore[arg-type]
     written = json.loads((tmp_path / "drafts.json").read_text())
     first = {"drafted": [], "parents": [], "accepted": 0, "emitted": [4]}
@@ -177,5 +185,40 @@ def test_the_meter_is_of_the_device_that_torch_sees(tmp_path: Path, monkeypatch:
 
 def test_the_help_lists_methods_and_examples() -> None:
     shown = parser("generate_gpt.py").format_help()
-    for word in ("mtp_tree", "lookahead", "examples:", "--compare", "relaxed, joint and bild change the distribution"):
+    for word in ("mtp_tree", "lookahead", "examples:", "--compare", "--list-methods"):
         assert word in shown
+
+
+def test_the_list_says_what_each_method_is_and_which_keys_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parser("generate_gpt.py").parse_args(["--list-methods"])
+    assert not end.value.code
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "ngram what followed the longest suffix when it was seen before ngram_min shortest suffix",
+        "ngram_max longest suffix that is looked up (4; 1 to 64)",
+        "(sequential depths)",
+        "rollback the trunk rolls back where -log p exceeds this (3.0; 0.0 or more)",
+        "relaxed, joint and bild change the distribution",
+    ):
+        assert words in shown
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    loaded = "import sys; from megatron_mtp.drafting.flags import parser; parser('generate').format_help(); "
+    check = "print([name for name in ('torch', 'megatron.core', 'transformers') if name in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", loaded + check], capture_output=True, text=True, check=True).stdout
+    assert answer.strip() == "[]"
+
+
+@pytest.mark.parametrize("table", [PROPOSERS, VERIFIERS], ids=["methods", "verifiers"])
+def test_every_row_states_its_line_and_keys(table: Mapping[str, Any]) -> None:
+    for name, part in table.items():
+        assert part.line, name
+        assert all(key.meaning for key in keys(part.settings_kind)), name
+
+
+def test_the_pages_tables_are_those_of_the_code() -> None:
+    page = (ROOT / "docs/drafting.md").read_text(encoding="utf-8")
+    updated = runpy.run_path(str(ROOT / "tools/docs/method_tables.py"))["updated"]
+    assert updated(page) == page, "run python tools/docs/method_tables.py"

@@ -10,10 +10,10 @@ from drafting_single import model_of, prompts_of, run, run_every_step_in_python,
 from torch import Tensor
 
 from megatron_mtp.drafting import loop
-from megatron_mtp.drafting.config import METHODS
 from megatron_mtp.drafting.kv_cache import KVCache
-from megatron_mtp.drafting.loop import Limits, Method
-from megatron_mtp.drafting.proposers import mtp
+from megatron_mtp.drafting.loop import Limits
+from megatron_mtp.drafting.method import Method
+from megatron_mtp.drafting.proposers import PROPOSERS, mtp
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import Draft, Round
@@ -59,7 +59,7 @@ def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[lis
 
 
 def test_no_method_is_left_out() -> None:
-    assert {case.settings["method"] for case in CASES.values()} == set(METHODS)
+    assert {case.settings["method"] for case in CASES.values()} == set(PROPOSERS) - {"plain"}
 
 
 def caches_of(proposer: Any) -> list[KVCache]:
@@ -110,7 +110,7 @@ class Overheard:
         propose = proposer.propose  # type: ignore[attr-defined]
         heads = {name: getattr(Runner, name) for name in ("logits", "draft_logits")}
 
-        def overheard(made_by: Any, sequences: Sequences, scene: Round, count: int) -> Draft:
+        def overheard(made_by: Any, sequences: Sequences, round: Round, count: int) -> Draft:
             key, heard = (len(sequences.texts[self.row]), count), []
 
             def noting_after(head: Callable[[Runner, Tensor], Tensor]) -> Callable[[Runner, Tensor], Tensor]:
@@ -123,7 +123,7 @@ class Overheard:
             with self.patch.context() as patch:
                 for name, head in heads.items():
                     patch.setattr(Runner, name, noting_after(head))
-                draft = propose(made_by, sequences, scene, count)
+                draft = propose(made_by, sequences, round, count)
             if sequences.live[self.row]:
                 self.logits[key] = [one_BRV[self.row] for one_BRV in heard]
                 own = (draft.tokens_BN, draft.parents(), draft.valid())

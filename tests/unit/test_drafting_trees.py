@@ -7,10 +7,10 @@ import torch
 from drafting_single import model_of, prompts_of, run, runner_of, trained_forward
 from torch import Tensor
 
-from megatron_mtp.drafting.api import make_method
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.kv_cache import ancestors_of
-from megatron_mtp.drafting.loop import Method, prefill, verify
+from megatron_mtp.drafting.loop import prefill, verify
+from megatron_mtp.drafting.method import Method, make_method
 from megatron_mtp.drafting.proposers import base, mtp
 from megatron_mtp.drafting.proposers.lookahead import Window, _trie, _window_parents
 from megatron_mtp.drafting.proposers.tree import Beam, Tree
@@ -59,8 +59,8 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
     tokens_BN = torch.arange(10, 10 + len(PARENTS), device="cuda").expand(len(PATHS), -1)
     tree = Draft(tokens_BN, None, torch.tensor(PARENTS, device="cuda").expand(len(PATHS), -1))
     method.verifier = accepting(PATHS, tree.nodes + 1)
-    scene = Round(Sampling(), sequences.noise, config)
-    verify(target, sequences, method, tree, scene)
+    round = Round(Sampling(), sequences.noise, config)
+    verify(target, sequences, method, tree, round)
     for row, gained in enumerate(sequences.read_back()):
         assert gained == [*(9 + node for node in PATHS[row][1:]), 1]
         sequences.settle(row, gained, ended=False)
@@ -78,7 +78,7 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
 
     method.verifier = noting
     texts = [list(text) for text in sequences.texts]
-    verify(target, sequences, method, Draft(sequences.tokens_BT[:, :0]), scene)
+    verify(target, sequences, method, Draft(sequences.tokens_BT[:, :0]), round)
     for row, text in enumerate(texts):
         torch.testing.assert_close(seen[0][row, 0], trained_forward(twin, text)[0][-1], rtol=1e-9, atol=1e-9)
 
@@ -121,8 +121,8 @@ def grown(target: Runner, text: list[int], settings: dict[str, Any]) -> tuple[Dr
     assert sequences.texts == [text]
     method: Method = make_method(target, config_from(settings), Sampling())
     method.proposer.start(sequences)
-    scene = Round(Sampling(), sequences.noise, method.config)
-    return method.proposer.propose(sequences, scene, method.count), method.proposer
+    round = Round(Sampling(), sequences.noise, method.config)
+    return method.proposer.propose(sequences, round, method.count), method.proposer
 
 
 @pytest.mark.parametrize("tree", [[1, 1, 1], [2, 2, 2], [3, 1, 2]])
@@ -151,10 +151,10 @@ def test_every_row_of_a_tree_or_beam_says_what_the_module_does(most: int | None)
     method = make_method(target, config_from({"method": "mtp_tree"}), Sampling())
     assert isinstance(method.proposer, Tree)
     method.proposer.start(sequences)
-    scene = Round(Sampling(), sequences.noise, method.config)
+    round = Round(Sampling(), sequences.noise, method.config)
     paths: list[list[int]] = [[]]
     candidates = paths
-    for level in method.proposer.grow(sequences, scene, [3, 2, 2], most, drawn=False):
+    for level in method.proposer.grow(sequences, round, [3, 2, 2], most, drawn=False):
         if level.taken_BF is not None:
             paths = [candidates[place] for place in level.taken_BF[0].tolist()]
         for row, path in enumerate(paths):
@@ -170,9 +170,9 @@ def test_every_draft_of_a_reused_module_is_what_it_says(monkeypatch: pytest.Monk
     text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].texts[0]
     said: list[Tensor] = []
 
-    def noting(logits_BV: Tensor, scene: Round, position: int) -> Any:
+    def noting(logits_BV: Tensor, round: Round, position: int) -> Any:
         said.append(logits_BV[0])
-        return base.pick(logits_BV, scene, position)
+        return base.pick(logits_BV, round, position)
 
     monkeypatch.setattr(mtp, "pick", noting)
     draft, _ = grown(target, text, {"method": "mtp_eagle", "num_speculative_tokens": 5})

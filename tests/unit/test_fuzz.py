@@ -8,13 +8,12 @@ FUZZ_SEED=N draws another sample.
 
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fuzz_cases import ASSETS, every_case
-from fuzzing import Case, Ended, Server, faults
+from fuzzing import Case, Cases, Ended, faults
 
 SAMPLE = 40
 
@@ -30,18 +29,18 @@ def chosen() -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     """With a corpus, checkpoints and a run that the cases start from."""
-    with Server(tmp_path_factory.mktemp("fuzz")) as started:
-        for case in ASSETS:
-            ended = started.run(case)
-            assert faults(case, ended) == [], ended.err
-        yield started
+    made = Cases(tmp_path_factory.mktemp("fuzz"))
+    for case in ASSETS:
+        ended = made.run(case)
+        assert faults(case, ended) == [], ended.err
+    return made
 
 
 @pytest.mark.parametrize("case", chosen(), ids=str)
-def test_a_command_line_ends_in_one_way_or_the_other(case: Case, server: Server) -> None:
-    ended = server.run(case)
+def test_a_command_line_ends_in_one_way_or_the_other(case: Case, cases: Cases) -> None:
+    ended = cases.run(case)
     assert faults(case, ended) == [], ended.err[-3000:]
 
 
@@ -69,8 +68,8 @@ def test_the_harness_sees_planted_ends(ended: Ended, found: list[str], tmp_path:
     assert faults(Case("train"), ended) == found
 
 
-def test_the_harness_sees_what_a_child_does(server: Server) -> None:
+def test_the_harness_sees_what_a_child_does(cases: Cases) -> None:
     """A refusal where the case says that none may be, and the other way around."""
     refused, done = Case("report nowhere"), Case("report run")
-    assert faults(replace(refused, bad=False), server.run(refused)) == ["refused"]
-    assert faults(done, server.run(done)) == ["wrong zero"]
+    assert faults(replace(refused, bad=False), cases.run(refused)) == ["refused"]
+    assert faults(done, cases.run(done)) == ["wrong zero"]

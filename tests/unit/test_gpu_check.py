@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 from test_benchmarks import KEYS, REPOSITORY
 
@@ -15,13 +16,16 @@ from benchmarks.gpu_parts import Found, NotRunError, Setting, Table
 from benchmarks.harness import Goal
 
 
-def check(*flags: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(REPOSITORY / "benchmarks" / "gpu_check.py"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+def check(folder: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
+    """In a fork, as are the processes that it starts by `sys.executable`."""
+    python, script = fork_server.program(folder / "python"), str(REPOSITORY / "benchmarks" / "gpu_check.py")
+    code = f"import runpy, sys; sys.executable = {str(python)!r}; sys.argv[0] = {script!r}; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    return fork_server.run([sys.executable, "-c", code, *flags], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
 
 
-def test_every_part_runs_on_the_cpu() -> None:
-    run = check("--device", "cpu", "--quick")
+def test_every_part_runs_on_the_cpu(tmp_path: Path) -> None:
+    run = check(tmp_path, "--device", "cpu", "--quick")
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     summary = json.loads(run.stdout.splitlines()[-1])
     assert summary.keys() == KEYS
@@ -35,8 +39,8 @@ def test_every_part_runs_on_the_cpu() -> None:
     assert summary["results"]["unit_tests"]["tests"] > 10
 
 
-def test_without_a_device_it_is_skipped_in_one_sentence() -> None:
-    run = check()
+def test_without_a_device_it_is_skipped_in_one_sentence(tmp_path: Path) -> None:
+    run = check(tmp_path)
     assert run.returncode == 77
     assert run.stdout.count("\n") == 1
     assert "there is no CUDA device here" in run.stdout

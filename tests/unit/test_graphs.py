@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_mtp.drafting import loop
-from megatron_mtp.drafting.api import generate, make_method
+from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.graphs import GraphedStep, Step, can_record
+from megatron_mtp.drafting.method import make_method
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
@@ -123,7 +124,7 @@ def test_the_tape_sees_a_length_that_is_not_written_in_place(in_place: bool, mon
     chosen = make_method(target, SpeculativeConfig("mtp", 2), Sampling())
     loop.prefill(target, sequences, Sampling())
     chosen.proposer.start(sequences)
-    taken = GraphedStep(lambda: loop.step(target, sequences, chosen), sequences, 3, record_on_tape)
+    taken = GraphedStep(lambda: loop.step(target, sequences, chosen, chosen.count), sequences, 3, record_on_tape)
     lengths = []
     for _ in range(6):
         taken()

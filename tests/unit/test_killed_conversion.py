@@ -3,11 +3,11 @@
 import json
 import os
 import secrets
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 from hf_models import make
 
@@ -36,13 +36,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     commands = [[command, str(folder / source), *flags] for command, (source, *flags) in COMMANDS.items()]
     seed = secrets.randbits(32)
     print(f"seed {seed}")
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(folder / "killed"), str(KILLS), str(seed)],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    words = [sys.executable, str(WORKER), str(folder / "killed"), str(KILLS), str(seed)]
+    done = fork_server.run(words, input=json.dumps(commands), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

@@ -1,11 +1,11 @@
 """A page whose making is killed at any moment is whole, or is the one that was there before."""
 
 import json
-import os
 import secrets
-import subprocess
 import sys
 from pathlib import Path
+
+import fork_server
 
 WORKER = Path(__file__).parent / "killed_reports.py"
 KILLS = 60
@@ -18,6 +18,6 @@ def test_a_killed_report_leaves_no_half_of_a_page(tmp_path: Path) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     words = [sys.executable, str(WORKER), str(tmp_path), str(KILLS), str(seed)]
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = fork_server.run(words)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == {"killed": KILLS, "wrong": []}

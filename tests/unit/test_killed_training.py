@@ -3,9 +3,10 @@
 import json
 import os
 import secrets
-import subprocess
 import sys
 from pathlib import Path
+
+import fork_server
 
 WORKER = Path(__file__).parent / "killed_trainings.py"
 KILLS = 20
@@ -15,9 +16,7 @@ def test_a_killed_training_loses_no_checkpoint_and_goes_on(tmp_path: Path) -> No
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     words = [sys.executable, str(WORKER), str(tmp_path), str(KILLS), str(seed)]
-    done = subprocess.run(
-        words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    )
+    done = fork_server.run(words, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
     print(told)

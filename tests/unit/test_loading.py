@@ -5,11 +5,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 WORKER = Path(__file__).parent / "loading_cases.py"
@@ -18,12 +18,8 @@ Told = dict[str, dict[str, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(tmp_path_factory.mktemp("cases"))],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    words = [sys.executable, str(WORKER), str(tmp_path_factory.mktemp("cases"))]
+    done = fork_server.run(words, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

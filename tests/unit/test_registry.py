@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp.registry import Registry
+from megatron_mtp.registry import Imported, Registry
 
 
 @pytest.fixture
@@ -53,3 +53,19 @@ def test_what_cannot_be_imported_is_named(outside: Path, value: str) -> None:
     register(outside, f"focal = {value}")
     with pytest.raises(ValueError, match=r"'outside' registers 'focal'.*cannot be imported"):
         list(table())
+
+
+def test_names_are_listed_without_importing_anything(outside: Path) -> None:
+    register(outside, "focal = no_such_module:focal", "ce = outside_parts:focal")
+    assert table().names() == ["ce", "focal"]
+
+
+def test_rows_that_are_imported_when_looked_up(outside: Path) -> None:
+    rows = {"focal": "outside_parts:focal", "bad": "no_such_module:focal"}
+    lazy: Registry[str] = Registry("megatron_mtp.tested", Imported(rows))
+    assert lazy.names() == ["focal", "bad"]
+    assert len(lazy) == 2
+    assert "outside_parts" not in sys.modules
+    assert lazy["focal"] == "outside focal"
+    with pytest.raises(ModuleNotFoundError):
+        lazy["bad"]

@@ -1,7 +1,6 @@
 """The jobs of scripts/slurm without SLURM: rendezvous, copies, sweeps, containers, signals. Nothing loads Megatron."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,8 @@ import pytest
 from cluster import JOBS, RECIPES, ROOT, Cluster
 
 NODE = JOBS / "node.sh"
-SCRIPTS = sorted([*(ROOT / "scripts").rglob("*.sh"), *JOBS.glob("*.sbatch")])
+SCRIPTS = sorted([*(ROOT / "scripts").rglob("*.sh"), *JOBS.glob("*.sbatch"), *ROOT.glob(".ci/run")])
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 
 
 @pytest.fixture
@@ -242,8 +242,8 @@ def test_a_failure_is_passed_on(node: Node, tmp_path: Path) -> None:
     assert not (tmp_path / "stopped").exists()
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed; Debian's package has it")
+@pytest.mark.skipif(not SHELLCHECK.exists(), reason="shellcheck is not installed; scripts/setup.sh gets it")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_shellcheck_has_nothing_to_say(script: Path) -> None:
-    done = subprocess.run(["shellcheck", "--severity=warning", script], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([SHELLCHECK, "--severity=warning", script], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout + done.stderr == ""

@@ -2,14 +2,27 @@
 
 import pytest
 
-from megatron_mtp.drafting.config import METHODS, VERIFIER_NAMES, SpeculativeConfig, parse_config
+from megatron_mtp.drafting.config import SpeculativeConfig, config_from, parse_config
+from megatron_mtp.drafting.proposers import PROPOSERS
+from megatron_mtp.drafting.proposers.ngram import NgramSettings
+from megatron_mtp.drafting.proposers.tree import TreeSettings
 from megatron_mtp.drafting.verifiers import VERIFIERS
+from megatron_mtp.drafting.verifiers.lossy import JointSettings
 
 
 def test_vllms_form() -> None:
     config = parse_config('{"method": "mtp", "num_speculative_tokens": 2}')
     assert config == SpeculativeConfig("mtp", 2)
-    assert parse_config('{"method": "mtp_tree", "tree": [4, 2]}').tree == (4, 2)
+    assert parse_config('{"method": "mtp_tree", "tree": [4, 2]}').settings == TreeSettings(tree=(4, 2))
+
+
+def test_what_is_left_out_is_the_default() -> None:
+    config = SpeculativeConfig("ngram", verifier="joint")
+    assert config.settings == NgramSettings(ngram_min=1, ngram_max=4)
+    assert config.verifier_settings == JointSettings(threshold=0.5)
+    assert config_from(config.flat()) == config
+    with pytest.raises(ValueError, match="'mtp' was given NgramSettings; give Settings"):
+        SpeculativeConfig("mtp", settings=NgramSettings())
 
 
 @pytest.mark.parametrize(
@@ -18,9 +31,9 @@ def test_vllms_form() -> None:
         ("{", "is not JSON"),
         ("[]", "not a JSON object"),
         ("{}", "'method' is missing"),
-        ('{"method": "medusa"}', f"choose one of {', '.join(METHODS)}"),
+        ('{"method": "medusa"}', f"choose one of {', '.join(PROPOSERS)}"),
         ('{"method": "mtp", "k": 2}', "there is no key 'k'; known are method, num_speculative_tokens"),
-        ('{"method": "mtp", "verifier": "lucky"}', f"choose one of {', '.join(VERIFIER_NAMES)}"),
+        ('{"method": "mtp", "verifier": "lucky"}', f"choose one of {', '.join(VERIFIERS)}"),
         ('{"method": "mtp_eagle", "num_speculative_tokens": 16}', "above the limit of 15"),
         ('{"method": "mtp", "num_speculative_tokens": -1}', "give a number from 0 to 15"),
         ('{"method": "mtp", "num_speculative_tokens": true}', "give a number from 0 to 15"),
@@ -39,9 +52,20 @@ def test_vllms_form() -> None:
         ('{"method": "ngram", "ngram_min": null}', "ngram_min is None; give a whole number."),
         ('{"method": "mtp", "use_draft_probs": "false"}', "use_draft_probs is 'false'; give true or false."),
         ('{"method": "mtp", "verifier": "bild", "rollback": "3"}', "rollback is '3'; give a number."),
-        ('{"method": "mtp", "think_start": "<think>"}', "think_start is '<think>'; give a whole number or null"),
+        (
+            '{"method": "mtp", "verifier": "relaxed", "think_start": "<t>"}',
+            "think_start is '<t>'; give a whole number or null",
+        ),
         ('{"method": "draft_model", "model": 5}', "model is 5; give text or null"),
         ('{"method": ["mtp"]}', "method is ['mtp']; choose one of"),
+        ('{"method": "mtp", "verifier": 5}', "verifier is 5; choose one of"),
+        ('{"method": "mtp", "ngram_min": 2}', "'ngram_min' is a key of the method 'ngram', which was not chosen"),
+        ('{"method": "ngram", "window": 2}', "use_draft_probs, ngram_min, ngram_max, the keys of the method 'ngram'."),
+        ('{"method": "mtp", "threshold": 0.5}', "'threshold' is a key of the verifier 'joint', which was not chosen"),
+        (
+            '{"method": "mtp", "verifier": "bild", "threshold": 0.5}',
+            "use_draft_probs, fallback, rollback, the keys of the method 'mtp' with the verifier 'bild'.",
+        ),
     ],
 )
 def test_bad_input_is_told_what_exists(text: str, said: str) -> None:
@@ -50,7 +74,11 @@ def test_bad_input_is_told_what_exists(text: str, said: str) -> None:
     assert said in str(error.value)
 
 
-def test_names_of_verifiers_are_the_tables() -> None:
-    assert set(VERIFIER_NAMES) == set(VERIFIERS)
-    configs = [SpeculativeConfig("mtp", verifier=name, think_start=1, think_end=2) for name in VERIFIER_NAMES]
-    assert [config.verifier for config in configs if not config.lossless] == ["relaxed", "joint", "bild"]
+def test_rules_that_change_the_distribution_are_known() -> None:
+    bounds = {"think_start": 1, "think_end": 2}
+    given = [{"method": "mtp", "verifier": name} | (bounds if name == "relaxed" else {}) for name in VERIFIERS]
+    assert [config.verifier for config in map(config_from, given) if not config.lossless] == [
+        "relaxed",
+        "joint",
+        "bild",
+    ]

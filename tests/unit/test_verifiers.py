@@ -22,13 +22,15 @@ from tiny_target import (
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.sampling import RECOVER, VERIFY, Noise, Sampling, draw
 from megatron_mtp.drafting.types import Draft, Round, Verdict
-from megatron_mtp.drafting.verifiers import VERIFIERS, block, greedy, joint, rejection, relaxed
-from megatron_mtp.drafting.verifiers.block import block as block_rule
-from megatron_mtp.drafting.verifiers.lossy import bild
+from megatron_mtp.drafting.verifiers import VERIFIERS
+from megatron_mtp.drafting.verifiers.block import block
+from megatron_mtp.drafting.verifiers.greedy import greedy
+from megatron_mtp.drafting.verifiers.lossy import bild, joint, relaxed
 from megatron_mtp.drafting.verifiers.mtjd import mtjd
+from megatron_mtp.drafting.verifiers.rejection import rejection
 from megatron_mtp.drafting.verifiers.spectr import solve_rho
 from megatron_mtp.drafting.verifiers.walk import chosen, walk
 
@@ -84,50 +86,50 @@ def test_the_chi_square_sees_min_p_on_one_side_alone() -> None:
 # Known-wrong rules, each a mistake that has been made.
 
 
-def recover_from_p_minus_one(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+def recover_from_p_minus_one(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """'P_draft = 1': the recovered distribution max(p - 1, 0) is zero everywhere, and p is drawn from instead."""
-    return _rejection_with(lambda p, q, token: p, logits_BRV, draft, scene)
+    return _rejection_with(lambda p, q, token: p, logits_BRV, draft, round)
 
 
-def recover_from_target(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+def recover_from_target(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """After a rejection p is drawn from, not (p - q)+."""
-    return _rejection_with(lambda p, q, token: p, logits_BRV, draft, scene)
+    return _rejection_with(lambda p, q, token: p, logits_BRV, draft, round)
 
 
-def remove_the_token(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+def remove_the_token(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """The deterministic rule's recovery, for a sampled draft."""
-    return _rejection_with(lambda p, q, token: p * (1 - one_hot(token, V)), logits_BRV, draft, scene)
+    return _rejection_with(lambda p, q, token: p * (1 - one_hot(token, V)), logits_BRV, draft, round)
 
 
-def one_number_for_all(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+def one_number_for_all(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """All positions compare with the same random number, which the recovered token shares."""
 
     class Same(Noise):
         def uniform(self, stream: int, count: int) -> Tensor:
             return super().uniform(0, 1).expand(-1, count)
 
-    return rejection(logits_BRV, draft, replace(scene, noise=Same(scene.noise.seed_B, scene.noise.position_B)))
+    return rejection(logits_BRV, draft, replace(round, noise=Same(round.noise.seed_B, round.noise.position_B)))
 
 
-def wrong_q(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+def wrong_q(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """q before temperature, where the draft was sampled after it."""
     assert draft.probs_BNV is not None
     flatter = draft.probs_BNV.sqrt()
-    return rejection(logits_BRV, replace(draft, probs_BNV=flatter / flatter.sum(-1, keepdim=True)), scene)
+    return rejection(logits_BRV, replace(draft, probs_BNV=flatter / flatter.sum(-1, keepdim=True)), round)
 
 
-def block_that_forgets_pi(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+def block_that_forgets_pi(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """Block verification's path, with token-wise recovery from (p - q)+."""
-    verdict = block_rule(logits_BRV, draft, scene)
+    verdict = block(logits_BRV, draft, round)
     assert draft.probs_BNV is not None
     q_BRV = torch.cat([draft.probs_BNV, torch.zeros_like(draft.probs_BNV[:, :1])], 1)
     rest_BRV = (logits_BRV.softmax(-1) - q_BRV).clamp(min=0)
     rest_BV = rest_BRV[torch.arange(len(rest_BRV)), verdict.accepted_B]
-    return Verdict(verdict.kept_BR, draw(rest_BV, scene.noise.uniform(RECOVER, 1)[:, 0]))
+    return Verdict(verdict.kept_BR, draw(rest_BV, round.noise.uniform(RECOVER, 1)[:, 0]))
 
 
-def _rejection_with(recover: object, logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
-    p_BRV, uniform_BN = logits_BRV.softmax(-1), scene.noise.uniform(VERIFY, draft.nodes)
+def _rejection_with(recover: object, logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
+    p_BRV, uniform_BN = logits_BRV.softmax(-1), round.noise.uniform(VERIFY, draft.nodes)
     rest_BV = p_BRV[:, 0]
 
     def survives(node: int, here_B: Tensor, tried_B: Tensor) -> Tensor:
@@ -141,7 +143,7 @@ def _rejection_with(recover: object, logits_BRV: Tensor, draft: Draft, scene: Ro
         return accepted_B
 
     kept_BR, _ = walk(draft, survives)
-    return Verdict(kept_BR, draw(rest_BV, scene.noise.uniform(RECOVER, 1)[:, 0]))
+    return Verdict(kept_BR, draw(rest_BV, round.noise.uniform(RECOVER, 1)[:, 0]))
 
 
 def top_k_scored_with_q(children: tuple[int, ...], batch: int) -> Draft:
@@ -174,8 +176,8 @@ def test_the_chi_square_sees_wrong_rules(rule: object, make: object, children: t
 
 def _mean_accepted(verifier: str, draft: Draft) -> float:
     batch = draft.tokens_BN.size(0)
-    scene = Round(Sampling(temperature=1.0), Noise(torch.arange(batch), torch.zeros(batch, dtype=torch.long)), PLAIN)
-    return VERIFIERS[verifier](logits_of(draft), draft, scene).accepted_B.double().mean().item()
+    round = Round(Sampling(temperature=1.0), Noise(torch.arange(batch), torch.zeros(batch, dtype=torch.long)), PLAIN)
+    return VERIFIERS[verifier](logits_of(draft), draft, round).accepted_B.double().mean().item()
 
 
 def test_block_accepts_at_least_as_much_as_rejection_and_q_more_than_matching() -> None:
@@ -197,12 +199,11 @@ def _one_hot_logits(*best: int) -> Tensor:
     return 10.0 * one_hot(torch.tensor([best]), 5).double()
 
 
-def _scene(**settings: object) -> Round:
+def _round(**settings: object) -> Round:
     noise = Noise(torch.tensor([1]), torch.tensor([1]))
-    thinking = settings.pop("thinking", None)
+    text = settings.pop("text", [])
     temperature = float(str(settings.pop("temperature", 0.0)))
-    config = SpeculativeConfig("mtp", **settings)  # type: ignore[arg-type]
-    return Round(Sampling(temperature), noise, config, thinking)  # type: ignore[arg-type]
+    return Round(Sampling(temperature), noise, config_from({"method": "mtp", **settings}), [text])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("verifier", ["greedy", "rejection", "specinfer", "spectr"])
@@ -211,7 +212,7 @@ def test_a_greedy_walk_through_a_tree(verifier: str) -> None:
     #   token  -   3  2  4  4
     #   parent     0  0  1  2
     draft = Draft(torch.tensor([[3, 2, 4, 4]]), None, torch.tensor([[0, 0, 1, 2]]))
-    verdict = VERIFIERS[verifier](_one_hot_logits(2, 0, 4, 0, 1), draft, _scene())
+    verdict = VERIFIERS[verifier](_one_hot_logits(2, 0, 4, 0, 1), draft, _round())
     assert verdict.kept_BR.tolist() == [[True, False, True, False, True]]
     assert verdict.token_B.tolist() == [1]
 
@@ -219,8 +220,8 @@ def test_a_greedy_walk_through_a_tree(verifier: str) -> None:
 @pytest.mark.parametrize("verifier", ["greedy", "rejection", "block", "spectr", "joint", "bild", "relaxed"])
 def test_an_empty_draft_is_plain_decoding(verifier: str) -> None:
     draft = Draft(torch.zeros(1, 0, dtype=torch.long))
-    settings = {"verifier": verifier, "think_start": 1, "think_end": 2}
-    verdict = VERIFIERS[verifier](_one_hot_logits(3), draft, _scene(**settings))
+    settings = {"verifier": verifier} | ({"think_start": 1, "think_end": 2} if verifier == "relaxed" else {})
+    verdict = VERIFIERS[verifier](_one_hot_logits(3), draft, _round(**settings))
     assert verdict.accepted_B.tolist() == [0]
     assert verdict.token_B.tolist() == [3]
 
@@ -230,7 +231,7 @@ def test_joint_ignores_earlier_failures(tau: float, accepted: int) -> None:
     """p/q of the prefixes is 0.5 and 0.4; tau = 1 is plain decoding, tau = 0 takes everything."""
     probs = torch.tensor([[[0.25, 0.75], [0.8, 0.2], [0.5, 0.5]]], dtype=torch.double)
     draft = Draft(torch.tensor([[0, 0]]), torch.tensor([[[0.5, 0.5], [1.0, 0.0]]], dtype=torch.double))
-    verdict = joint(probs.log(), draft, _scene(verifier="joint", threshold=tau, temperature=1.0))
+    verdict = joint(probs.log(), draft, _round(verifier="joint", threshold=tau, temperature=1.0))
     assert verdict.accepted_B.tolist() == [accepted]
 
 
@@ -238,15 +239,15 @@ def test_joint_keeps_a_prefix_whose_first_token_fails() -> None:
     """p/q is 0.5 after one token and 0.75 after two: at tau = 0.6 both are kept, where token-wise none was sure."""
     probs = torch.tensor([[[0.25, 0.75], [0.75, 0.25], [0.5, 0.5]]], dtype=torch.double)
     draft = Draft(torch.tensor([[0, 0]]), torch.tensor([[[0.5, 0.5], [0.5, 0.5]]], dtype=torch.double))
-    verdict = joint(probs.log(), draft, _scene(verifier="joint", threshold=0.6, temperature=1.0))
+    verdict = joint(probs.log(), draft, _round(verifier="joint", threshold=0.6, temperature=1.0))
     assert verdict.accepted_B.tolist() == [2]
 
 
 def test_bild_rolls_back_at_the_first_unlikely_token() -> None:
     probs = torch.tensor([[[0.5, 0.5], [0.04, 0.96], [0.5, 0.5], [0.5, 0.5]]])
     draft = Draft(torch.tensor([[0, 0, 0]]))
-    assert bild(probs.log(), draft, _scene(verifier="bild", rollback=3.0)).accepted_B.tolist() == [1]
-    assert bild(probs.log(), draft, _scene(verifier="bild", rollback=4.0)).accepted_B.tolist() == [3]
+    assert bild(probs.log(), draft, _round(verifier="bild", rollback=3.0)).accepted_B.tolist() == [1]
+    assert bild(probs.log(), draft, _round(verifier="bild", rollback=4.0)).accepted_B.tolist() == [3]
 
 
 THINK = {"verifier": "relaxed", "think_start": 3, "think_end": 4}
@@ -255,8 +256,8 @@ THINK = {"verifier": "relaxed", "think_start": 3, "think_end": 4}
 def _relaxed(drafted: list[int], thinking: bool, top_n: int = 3, delta: float = 0.3) -> int:
     """Every row's target is 0.4, 0.3, 0.2, 0.06, 0.04."""
     probs = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04]).expand(1, len(drafted) + 1, 5)
-    scene = _scene(**THINK, top_n=top_n, delta=delta, thinking=torch.tensor([thinking]))
-    return int(relaxed(probs.log(), Draft(torch.tensor([drafted])), scene).accepted_B)
+    round = _round(**THINK, top_n=top_n, delta=delta, text=[4, 3] if thinking else [3, 4])
+    return int(relaxed(probs.log(), Draft(torch.tensor([drafted])), round).accepted_B)
 
 
 def test_relaxed_acceptance_nests_and_is_strict_outside_the_phase() -> None:
@@ -269,14 +270,14 @@ def test_relaxed_acceptance_nests_and_is_strict_outside_the_phase() -> None:
 def test_the_phase_flips_inside_a_draft() -> None:
     assert _relaxed([4, 1, 1], True, top_n=5, delta=0.5) == 1  # its end is accepted; from there on it is strict
     greedy_start = torch.tensor([[0.0, 0, 0, 9, 0], [0.4, 0.39, 0, 0, 0], [0.5, 0, 0, 0, 0]]).unsqueeze(0)
-    scene = _scene(**THINK, thinking=torch.tensor([False]))
-    assert relaxed(greedy_start, Draft(torch.tensor([[3, 1]])), scene).accepted_B.tolist() == [2]
-    assert greedy(greedy_start, Draft(torch.tensor([[3, 1]])), scene).accepted_B.tolist() == [1]
+    round = _round(**THINK, text=[])
+    assert relaxed(greedy_start, Draft(torch.tensor([[3, 1]])), round).accepted_B.tolist() == [2]
+    assert greedy(greedy_start, Draft(torch.tensor([[3, 1]])), round).accepted_B.tolist() == [1]
 
 
 def test_block_refuses_a_tree() -> None:
     with pytest.raises(ValueError, match="judges chains"):
-        block(_one_hot_logits(1, 1, 1), Draft(torch.tensor([[1, 2]]), None, torch.tensor([[0, 0]])), _scene())
+        block(_one_hot_logits(1, 1, 1), Draft(torch.tensor([[1, 2]]), None, torch.tensor([[0, 0]])), _round())
 
 
 def test_mtjd_finds_what_greedy_misses() -> None:

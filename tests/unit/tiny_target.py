@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.sampling import Noise, Sampling, draw
 from megatron_mtp.drafting.types import Draft, Round
-from megatron_mtp.drafting.verifiers import Verifier
+from megatron_mtp.drafting.verifiers.base import Rule
 
 V, K = 3, 2
 SAMPLES = 200_000
@@ -94,11 +94,11 @@ def logits_of(draft: Draft) -> Tensor:
     return torch.stack([after(TARGET, prefix).log() for prefix in prefixes], 1)
 
 
-def emitted(verifier: Verifier, draft: Draft, sampling: Sampling = ALL) -> Tensor:
+def emitted(verifier: Rule, draft: Draft, sampling: Sampling = ALL) -> Tensor:
     """K + 1 tokens of every sequence: those of the verdict, and then the target's own, [B, K + 1]."""
     batch, target = draft.tokens_BN.size(0), processed(TARGET, sampling)
-    scene = Round(sampling, Noise(torch.arange(batch), torch.full((batch,), 7)), PLAIN)
-    verdict = verifier(logits_of(draft), draft, scene)
+    round = Round(sampling, Noise(torch.arange(batch), torch.full((batch,), 7)), PLAIN)
+    verdict = verifier(logits_of(draft), draft, round)
     rows = verdict.kept_BR.int().argsort(dim=1, descending=True, stable=True)[:, : K + 1]
     tokens = torch.cat([draft.tokens_BN[:, :1], draft.tokens_BN], 1).gather(1, rows)[:, 1:]
     generator = torch.Generator().manual_seed(11)
@@ -128,5 +128,5 @@ def p_value(tokens_BJ: Tensor, sampling: Sampling = ALL) -> float:
     return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
-def fit(verifier: Verifier, make: Callable[..., Draft], children: tuple[int, ...]) -> float:
+def fit(verifier: Rule, make: Callable[..., Draft], children: tuple[int, ...]) -> float:
     return p_value(emitted(verifier, make(children, SAMPLES)))

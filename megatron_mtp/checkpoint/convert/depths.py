@@ -4,12 +4,11 @@
 its input norms are 1, and eh_proj = [0 | I] passes the hidden state on. `random` draws each as a new model has it.
 """
 
-import functools
 import json
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,16 +36,76 @@ from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 from megatron_mtp.model.random_weights import RandomWeights
 
 INITS = ("random", "last-layer")
-Source = tuple[str, Callable[[], Tensor]]
-"""A key, and what makes its tensor when it is written."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the new checkpoint, and what makes it when it is written."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Change:
+    """A checkpoint with other depths, before any of it is written.
+
+    Attributes:
+        reader, source: the checkpoint that is copied, and its folder.
+        trunk, made: the new one's tensors: the trunk's, and those of its depths.
+        common: its common state.
+        plan: what decides about the output, beside the source.
+        before, depths: number of depths of the old and of the new one.
+        dropped: names of carried tensors that are left out.
+    """
+
+    reader: DistReader
+    source: Path
+    trunk: list[Source]
+    made: list[Source]
+    common: dict[str, Any]
+    plan: dict[str, Any]
+    before: int
+    depths: int
+    dropped: frozenset[str] = frozenset()
+
+    @property
+    def left_out(self) -> list[str]:
+        """Keys of the old checkpoint that the new one lacks."""
+        new = {entry.key for entry in (*self.trunk, *self.made)}
+        return [key for key in self.reader.keys if key not in new]
 
 
 def attach_depths(source: Path, target: Path, depths: int, init: str, seed: int, options: Options) -> Converted:
     """Copy a checkpoint that has no depths, and give it some.
 
     Raises:
+        ValueError: as `plan_attaching`, or the target is taken.
+    """
+    return _copy(plan_attaching(source, depths, init, seed), target, options)
+
+
+def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Converted:
+    """Copy a checkpoint without its depths, or with the first `keep` of them.
+
+    Raises:
+        ValueError: as `plan_dropping`, or the target is taken.
+    """
+    return _copy(plan_dropping(source, keep), target, options)
+
+
+def plan_attaching(source: Path, depths: int, init: str, seed: int) -> Change:
+    """A checkpoint that has no depths, with some.
+
+    Raises:
         ValueError: Megatron cannot run its model, it has depths already, or has no layer to take as a pattern, or one
-            whose weights `random` cannot draw, or the target is taken.
+            whose weights `random` cannot draw.
     """
     reader = DistReader(source)
     check_trainable(reader.common()["args"], str(source))
@@ -55,14 +114,15 @@ def attach_depths(source: Path, target: Path, depths: int, init: str, seed: int,
     last = _last_layer(reader)
     made = [entry for depth in range(depths) for entry in _depth(reader, depth, last, init, seed)]
     args = _args(reader, mtp_num_layers=depths, mtp_use_repeated_layer=False, mtp_architecture="sequential")
-    return _copy(reader, source, target, made, args, options, {"depths": depths, "init": init, "seed": seed})
+    plan = {"depths": depths, "init": init, "seed": seed}
+    return Change(reader, source, _trunk(reader), made, args, plan, before=0, depths=depths)
 
 
-def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Converted:
-    """Copy a checkpoint without its depths, or with the first `keep` of them.
+def plan_dropping(source: Path, keep: int) -> Change:
+    """A checkpoint without its depths, or with the first `keep` of them.
 
     Raises:
-        ValueError: it has none, or none to drop, or the target is taken.
+        ValueError: it has none, or none to drop.
     """
     reader = DistReader(source)
     depths = 1 + max((int(key.split(".")[2]) for key in reader.keys if key.startswith("mtp.layers.")), default=-1)
@@ -70,14 +130,24 @@ def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Conv
         raise ValueError(f"{source} has no MTP depths; there is nothing to drop.")
     if not 0 <= keep < depths:
         raise ValueError(f"--keep is {keep}, but {source} has {depths} MTP depth(s); keep 0 to {depths - 1} of them.")
-    kept: list[Source] = [
-        (key, lambda key=key: reader.read(key))  # type: ignore[misc]
+    kept = [
+        _copied(reader, key)
         for key in reader.keys
         if (key.startswith("mtp.layers.") and int(key.split(".")[2]) < keep) or (key == DRAFT_VOCABULARY and keep)
     ]
     args = _args(reader, mtp_num_layers=keep or None)
     dropped = _carried_parts(reader, source, keep)
-    return _copy(reader, source, target, kept, args, options, {"depths": keep}, dropped)
+    return Change(reader, source, _trunk(reader, dropped), kept, args, {"depths": keep}, depths, keep, dropped)
+
+
+def _trunk(reader: DistReader, dropped: frozenset[str] = frozenset()) -> list[Source]:
+    """All tensors but those of depths and the carried ones that are dropped."""
+    keys = (key for key in reader.keys if not key.startswith("mtp.") and key.removeprefix(CARRIED) not in dropped)
+    return [_copied(reader, key) for key in keys]
+
+
+def _copied(reader: DistReader, key: str) -> Source:
+    return Source(key, tuple(reader.shape(key)), reader.dtype(key), partial(reader.read, key))
 
 
 def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str]:
@@ -94,40 +164,29 @@ def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str
     return frozenset(name for name in carried if (depth := depth_of(config, name)) is not None and depth >= keep)
 
 
-def _copy(
-    reader: DistReader,
-    source: Path,
-    target: Path,
-    made: list[Source],
-    common: dict[str, Any],
-    options: Options,
-    plan: dict[str, Any],
-    dropped: frozenset[str] = frozenset(),
-) -> Converted:
-    """The trunk's tensors, without the carried ones that are dropped, and those that were made, as a new checkpoint."""
-    trunk = [key for key in reader.keys if not key.startswith("mtp.") and key.removeprefix(CARRIED) not in dropped]
-    sources: list[Source] = [(key, lambda key=key: reader.read(key)) for key in trunk]  # type: ignore[misc]
-    partial = PartialFolder(target, {"source": reader.fingerprint(), **plan}, options.resume)
-    inside = partial.path / RELEASE
+def _copy(change: Change, target: Path, options: Options) -> Converted:
+    """Write the new checkpoint."""
+    reader, source = change.reader, change.source
+    folder = PartialFolder(target, {"source": reader.fingerprint(), **change.plan}, options.resume)
+    inside = folder.path / RELEASE
     inside.mkdir(exist_ok=True)
-    files = [("trunk", sources), *([("depths", made)] if made else [])]
-    sizes = [sum(_bytes(reader, key) for key, _ in entries) for _, entries in files]
+    files = [("trunk", change.trunk), *([("depths", change.made)] if change.made else [])]
     work = [
-        (size, _writer(inside / f"__{name}_0.distcp", entries))
-        for size, (name, entries) in zip(sizes, files, strict=True)
+        (sum(entry.bytes for entry in entries), _writer(inside / f"__{name}_0.distcp", entries))
+        for name, entries in files
     ]
-    is_there = functools.partial(chunks_are_in, inside)
-    records = run_parts(partial, work, options.workers, sum(sizes), options.quiet, is_there)
+    is_there = partial(chunks_are_in, inside)
+    records = run_parts(folder, work, options.workers, sum(size for size, _ in work), options.quiet, is_there)
     chunks = [read_chunk(record) for part in records for record in part]
-    write_catalogue(inside, chunks, common)
+    write_catalogue(inside, chunks, change.common)
     if (source / HF_FILES).is_dir():
-        shutil.copytree(source / HF_FILES, partial.path / HF_FILES, dirs_exist_ok=True)
-        _correct_origin(partial.path / HF_FILES / ORIGIN, plan["depths"], dropped)
+        shutil.copytree(source / HF_FILES, folder.path / HF_FILES, dirs_exist_ok=True)
+        _correct_origin(folder.path / HF_FILES / ORIGIN, change.depths, change.dropped)
     if (reader.folder.parent / KEPT_TOKENIZER).is_dir():
-        shutil.copytree(reader.folder.parent / KEPT_TOKENIZER, partial.path / KEPT_TOKENIZER, dirs_exist_ok=True)
-    (partial.path / TRACKER).write_text(RELEASE)
-    partial.finish()
-    return Converted("Megatron", plan["depths"], len(chunks), sum(chunk.length for chunk in chunks))
+        shutil.copytree(reader.folder.parent / KEPT_TOKENIZER, folder.path / KEPT_TOKENIZER, dirs_exist_ok=True)
+    (folder.path / TRACKER).write_text(RELEASE)
+    folder.finish()
+    return Converted("Megatron", change.depths, len(chunks), sum(chunk.length for chunk in chunks))
 
 
 def _correct_origin(path: Path, depths: int, dropped: frozenset[str]) -> None:
@@ -144,10 +203,10 @@ def _writer(file: Path, entries: list[Source]) -> Callable[[Callable[[int], None
     def write(report: Callable[[int], None]) -> list[dict[str, Any]]:
         chunks: list[Chunk] = []
         with open(file, "wb") as stream:
-            for key, make in entries:
-                tensor = make()
-                shape = tuple(tensor.shape)
-                chunks.append(write_chunk(stream, file.name, key, shape, (0,) * len(shape), tensor))
+            for entry in entries:
+                tensor = entry.make()
+                shape = entry.shape
+                chunks.append(write_chunk(stream, file.name, entry.key, shape, (0,) * len(shape), tensor))
                 report(tensor.nbytes)
             synced(stream)
         return [asdict(chunk) for chunk in chunks]
@@ -163,16 +222,16 @@ def _depth(reader: DistReader, depth: int, last: int, init: str, seed: int) -> I
     """
     weights = RandomWeights.of(reader.common()["args"], last + 1, seed)
     for key, pattern, shape in _keys(reader, depth, last):
-        if init == "random":
-            if weights.draw(key, (1,) * len(shape)) is None:
-                raise ValueError(f"--mtp-init random cannot draw '{key}'; give --mtp-init last-layer.")
-            yield key, partial(_drawn, weights, key, shape, reader.dtype(pattern))
+        dtype = reader.dtype(pattern)
+        if init == "random" and weights.draw(key, (1,) * len(shape)) is None:
+            raise ValueError(f"--mtp-init random cannot draw '{key}'; give --mtp-init last-layer.")
+        if init == "random" or ".enorm." in key or ".hnorm." in key:
+            make = partial(_drawn, weights, key, shape, dtype)
         elif key.endswith("eh_proj.weight"):
-            yield key, partial(_pass_hidden_state, shape, reader.dtype(pattern))
-        elif ".enorm." in key or ".hnorm." in key:
-            yield key, partial(_drawn, weights, key, shape, reader.dtype(pattern))
+            make = partial(_pass_hidden_state, shape, dtype)
         else:
-            yield key, partial(reader.read, pattern)
+            make = partial(reader.read, pattern)
+        yield Source(key, shape, dtype, make)
 
 
 def _keys(reader: DistReader, depth: int, last: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -214,9 +273,3 @@ def _args(reader: DistReader, **changes: Any) -> dict[str, Any]:
     metadata = {"non_homogeneous_layers": True, "singleton_local_shards": False}
     kept: dict[str, Any] = {name: common[name] for name in ("checkpoint_version", "megatron_mtp") if name in common}
     return kept | {"args": args, "iteration": 0, "content_metadata": metadata}
-
-
-def _bytes(reader: DistReader, key: str) -> int:
-    if not reader.holds(key):
-        return 0
-    return torch.Size(reader.shape(key)).numel() * reader.dtype(key).itemsize

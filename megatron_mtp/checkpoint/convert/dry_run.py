@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from megatron_mtp.checkpoint.convert.depths import Change
 from megatron_mtp.checkpoint.convert.exporting import Export, HFForm
 from megatron_mtp.checkpoint.convert.importing import Options, bytes_read
 from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.convert.streaming import check_free
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.rules import Rule, Shape
 from megatron_mtp.checkpoint.hf.shards import HFFolder
@@ -52,6 +54,20 @@ def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> d
     }
 
 
+def plan_change(change: Change, target: Path) -> dict[str, Any]:
+    """Of `attach-mtp` and `drop-mtp`."""
+    entries = [*change.trunk, *change.made]
+    old = set(change.reader.keys)
+    return {
+        "depths before": change.before,
+        "depths": change.depths,
+        "tensors": len(entries),
+        **_disk(target, sum(entry.bytes for entry in entries)),
+        "new": _counted(entry.key for entry in change.made if entry.key not in old) or "nothing",
+        "left out": _counted(change.left_out) or "nothing",
+    }
+
+
 def _written(rule: Rule, folder: HFFolder, options: Options) -> int:
     """Bytes of a rule's tensors in the checkpoint, under each of their keys; what has no shape there is as it was."""
     name = rule.hf[0].name
@@ -66,10 +82,15 @@ def _elements(shape: Shape) -> int:
 
 
 def _disk(target: Path, size: int) -> dict[str, Any]:
-    """What the target needs, and what its disk has."""
+    """What the target needs, and what its disk has.
+
+    Raises:
+        ValueError: the target is taken.
+    """
+    check_free(target.resolve())
     there = next(path for path in (target, *target.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
-    return {"bytes written": size, "bytes free": free, "fits": size < free}
+    return {"target": str(target), "bytes written": size, "bytes free": free, "fits": size < free}
 
 
 def _carried(rules: list[Rule]) -> list[str] | str:
@@ -84,10 +105,17 @@ def _names(rules: list[Rule], to_mcore: bool) -> list[str]:
     for rule in rules:
         hf, mcore = _unnumbered(tensor.name for tensor in rule.hf), _unnumbered(piece.key for piece in rule.mcore)
         counts[(hf, mcore) if to_mcore else (mcore, hf)] += 1
-    return [
-        f"{old or 'zeros'} -> {new}" + (f"  ({count} times)" if count > 1 else "")
-        for (old, new), count in counts.items()
-    ]
+    return [_times(f"{old or 'zeros'} -> {new}", count) for (old, new), count in counts.items()]
+
+
+def _counted(keys: Iterable[str]) -> list[str]:
+    """The keys, a line for all layers and experts that have the same."""
+    counts = Counter(_NUMBER.sub("*", key) for key in keys)
+    return [_times(key, count) for key, count in counts.items()]
+
+
+def _times(line: str, count: int) -> str:
+    return f"{line}  ({count} times)" if count > 1 else line
 
 
 def _unnumbered(names: Iterable[str]) -> str:

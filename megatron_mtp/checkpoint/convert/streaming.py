@@ -39,8 +39,7 @@ class PartialFolder:
 
     def __init__(self, target: Path, plan: Mapping[str, Any], resume: bool) -> None:
         target = target.resolve()
-        if target.is_mount():
-            raise ValueError(f"{target} is a mount point, which nothing can be renamed to; name a new folder in it.")
+        _check_mount(target)
         self.target, self.path = target, target.with_name(f"{target.name}.partial")
         self._lock = ExitStack()
         self._lock.enter_context(one_writer(target, str(target)))
@@ -54,8 +53,7 @@ class PartialFolder:
         target = self.target
         if resume and not self.path.exists() and _planned(target) == text:
             target.rename(self.path)  # killed when all was done but the removal of the records
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ValueError(f"{target} is not empty; name a new folder, or remove it.")
+        check_free(target)
         self.resumed = self.path.exists() and not self._blank()
         if self.resumed and not resume:
             raise ValueError(f"{self.path} is left from an interrupted conversion; add --resume, or remove it.")
@@ -99,6 +97,18 @@ class PartialFolder:
     def release(self) -> None:
         """Let another process write the target."""
         self._lock.close()
+
+
+def check_free(target: Path) -> None:
+    """Raises ValueError where a folder cannot be written there: something is, or it is a mount point."""
+    _check_mount(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} is not empty; name a new folder, or remove it.")
+
+
+def _check_mount(target: Path) -> None:
+    if target.is_mount():
+        raise ValueError(f"{target} is a mount point, which nothing can be renamed to; name a new folder in it.")
 
 
 def _planned(folder: Path) -> str | None:

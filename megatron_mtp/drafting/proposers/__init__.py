@@ -1,34 +1,38 @@
-"""Proposers: what they draft from, and whether a K has a limit.
+"""Proposers: each drafts in its own way, and states its facts and settings in its own file.
 
-base.py         Proposer
-mtp.py          the trained depths: sequential, one repeated layer, on the trunk's states, parallel heads
-tree.py         trees and beams of the depths' drafts
-ngram.py        what followed the same tokens before
-lookahead.py    n-grams from the trunk's own guesses
-draft_model.py  a smaller model
+    base.py         Proposer
+    mtp.py          the trained depths: sequential, one reused, on the trunk's states, parallel heads
+    tree.py         trees and beams of the first depth's drafts
+    ngram.py        what followed the same tokens before
+    lookahead.py    n-grams from the trunk's own guesses
+    draft_model.py  a smaller model
+    plain.py        nothing: plain decoding
+
+A row of PROPOSERS is written as an entry point is, and imported when it is looked up, so that a list of names does not
+wait for torch. Other packages add rows under the group `megatron_mtp.proposers`.
 """
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.proposers.base import Proposer
-from megatron_mtp.drafting.proposers.draft_model import DraftModel
-from megatron_mtp.drafting.proposers.lookahead import Lookahead
-from megatron_mtp.drafting.proposers.mtp import Eagle, ParallelHeads, TrunkStates, Vanilla
-from megatron_mtp.drafting.proposers.ngram import Ngram
-from megatron_mtp.drafting.proposers.tree import Beam, Tree
-from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.registry import Imported, Registry
 
-PROPOSERS: dict[str, Callable[[Runner, SpeculativeConfig], Proposer]] = {
-    "mtp": Vanilla,
-    "mtp_eagle": Eagle,
-    "mtp_trunk_states": TrunkStates,
-    "mtp_tree": Tree,
-    "mtp_beam": Beam,
-    "parallel_heads": ParallelHeads,
-    "ngram": Ngram,
-    "lookahead": Lookahead,
-}
-"""Name to proposer; `draft_model` needs a second model and is made beside this table (`make_proposer`)."""
+if TYPE_CHECKING:
+    from megatron_mtp.drafting.proposers.base import Proposer
 
-__all__ = ["PROPOSERS", "DraftModel", "Proposer"]
+PROPOSERS: "Registry[type[Proposer]]" = Registry(
+    "megatron_mtp.proposers",
+    Imported(
+        {
+            "mtp": "megatron_mtp.drafting.proposers.mtp:Vanilla",
+            "mtp_eagle": "megatron_mtp.drafting.proposers.mtp:Eagle",
+            "mtp_trunk_states": "megatron_mtp.drafting.proposers.mtp:TrunkStates",
+            "mtp_tree": "megatron_mtp.drafting.proposers.tree:Tree",
+            "mtp_beam": "megatron_mtp.drafting.proposers.tree:Beam",
+            "parallel_heads": "megatron_mtp.drafting.proposers.mtp:ParallelHeads",
+            "draft_model": "megatron_mtp.drafting.proposers.draft_model:DraftModel",
+            "ngram": "megatron_mtp.drafting.proposers.ngram:Ngram",
+            "lookahead": "megatron_mtp.drafting.proposers.lookahead:Lookahead",
+            "plain": "megatron_mtp.drafting.proposers.plain:Plain",
+        }
+    ),
+)

@@ -1,50 +1,76 @@
 """What every proposer is: it looks at the texts and offers a draft."""
 
+from typing import TYPE_CHECKING, ClassVar, Literal
+
 from torch import Tensor
 
 from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import DRAFT, draw
-from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.settings import Settings
 from megatron_mtp.drafting.types import Draft, Round
+
+if TYPE_CHECKING:
+    from megatron_mtp.drafting.runner import Runner
+    from megatron_mtp.drafting.sequences import Sequences
+
+Kind = Literal["sequential", "parallel"]
+"""Depths that continue one another, or heads that all read the trunk's state."""
 
 
 class Proposer:
-    """A way to draft.
+    """A way to draft. A class states its facts; lists, checks, help texts and the pages' tables are made of them.
+
+    Args:
+        runner: the target.
+        config: the method's settings among others.
+        drafter: the small model, for a method that needs one.
 
     Attributes:
+        line: what it drafts from, in a line.
+        settings_kind: the class of its own settings, which `settings` is an object of.
+        depths: the kind of depths that it drafts with; None if it needs none.
+        drafts_trees: whether a row may have several candidates.
+        recordable: whether a draft reads nothing back, and its shapes depend on the batch and K alone (`graphs.py`).
         most: the largest K that it can be asked for; None without a limit.
         limit, remedy: where `most` comes from, and what to do about it, for the message to one who asks for more.
-        recordable: whether a draft reads nothing back and has shapes that hang on the batch and K alone (`graphs.py`).
     """
 
+    line: ClassVar[str]
+    settings_kind: ClassVar[type[Settings]] = Settings
+    depths: ClassVar[Kind | None] = None
+    drafts_trees: ClassVar[bool] = False
+    recordable: ClassVar[bool] = False
     most: int | None = None
-    limit: str = ""
-    remedy: str = ""
-    recordable: bool = False
+    limit: ClassVar[str] = ""
+    remedy: ClassVar[str] = ""
 
-    def __init__(self, runner: Runner, config: SpeculativeConfig) -> None:
-        self.runner, self.config = runner, config
+    def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
+        self.runner, self.config, self.settings = runner, config, config.settings
+
+    @property
+    def draws_siblings(self) -> bool:
+        """Whether the candidates of a row are independent samples of one q; a chain has one a row."""
+        return not self.drafts_trees
 
     def nodes(self, count: int) -> int:
         """Rows that a draft of K = `count` adds to the trunk's forward."""
         return count
 
-    def start(self, sequences: Sequences) -> None:
+    def start(self, sequences: "Sequences") -> None:
         """A new batch, whose prompts the trunk has run."""
 
-    def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         """A draft of depth `count`, at least 1."""
         raise NotImplementedError
 
-    def observe(self, sequences: Sequences, draft: Draft, logits_BRV: Tensor) -> None:
+    def observe(self, sequences: "Sequences", draft: Draft, logits_BRV: Tensor) -> None:
         """The target's logits of the rows, before the verdict."""
 
 
-def pick(logits_BV: Tensor, scene: Round, position: int) -> tuple[Tensor, Tensor | None]:
+def pick(logits_BV: Tensor, round: Round, position: int) -> tuple[Tensor, Tensor | None]:
     """The drafted token [B] at a position of the draft, and the q [B, V] that it was sampled from; greedy has none."""
-    if scene.sampling.greedy:
+    if round.sampling.greedy:
         return logits_BV.argmax(dim=-1), None
-    q_BV = scene.sampling.probabilities(logits_BV)
-    token_B = draw(q_BV, scene.noise.uniform(DRAFT, position + 1)[:, position])
-    return token_B, q_BV if scene.config.use_draft_probs else None
+    q_BV = round.sampling.probabilities(logits_BV)
+    token_B = draw(q_BV, round.noise.uniform(DRAFT, position + 1)[:, position])
+    return token_B, q_BV if round.config.use_draft_probs else None

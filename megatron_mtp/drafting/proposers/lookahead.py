@@ -1,24 +1,37 @@
 """Lookahead decoding (arXiv:2402.02057): n-grams that the target itself comes up with, verified in the same forward.
 
 Beside the text the target runs a window of W columns and N - 1 levels. Column c of level 0 guesses the token at m + c;
-each level above guesses one further, and the target's word on the last level makes the column an n-gram of N tokens,
-which goes to a pool under its first token. The pool's n-grams after t_m are the draft, G of them merged to a tree.
+each level above guesses one further. The target's token after the last level completes an n-gram of N tokens, which
+goes to a pool under its first token. The pool's n-grams after t_m are the draft, G of them merged to a tree.
 
     W = 2, N = 3          row     t_m    a1  a2 | b1  b2 | guesses         a: level 0, b: level 1
-                          parent   -    t_m  a1 | a1  a2 |                 n-grams: (a1, b1, target's word at b1), ...
+                          parent   -    t_m  a1 | a1  a2 |                 n-grams: (a1, b1, target's after b1), ...
 """
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.proposers.base import Proposer
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.settings import Settings, setting
 from megatron_mtp.drafting.types import Draft, Round
+
+if TYPE_CHECKING:
+    from megatron_mtp.drafting.runner import Runner
+    from megatron_mtp.drafting.sequences import Sequences
+
+
+@dataclass(frozen=True)
+class LookaheadSettings(Settings):
+    """The paper's W, N and G."""
+
+    window: int = setting(5, "W, columns of the window", 1, 32)
+    ngram_size: int = setting(4, "N, tokens of an n-gram", 2, 16)
+    guesses: int = setting(3, "G, n-grams that are verified in a step", 1, 32)
 
 
 @dataclass
@@ -28,59 +41,63 @@ class Window:
     levels: list[list[int]]
     pool: dict[int, deque[tuple[int, ...]]] = field(default_factory=dict)
 
-    def learn(self, words: list[int], guesses: int) -> None:
-        """Take the target's words on the last level: every column is an n-gram now, and the lowest level is done."""
-        for first, *rest in zip(*self.levels, words, strict=True):
+    def learn(self, found: list[int], guesses: int) -> None:
+        """Take the target's tokens after the last level, which complete the n-grams; the lowest level is done."""
+        for first, *rest in zip(*self.levels, found, strict=True):
             grams = self.pool.setdefault(first, deque(maxlen=guesses))
             if tuple(rest) in grams:
                 grams.remove(tuple(rest))
             grams.appendleft(tuple(rest))
-        self.levels = [*self.levels[1:], words]
+        self.levels = [*self.levels[1:], found]
 
 
 class Lookahead(Proposer):
     """Deterministic; K is at most N - 1."""
 
+    line = "n-grams of a Jacobi window that the same forward runs"
+    settings_kind = LookaheadSettings
+    settings: LookaheadSettings
+    drafts_trees = True
     limit = "the n-grams less their first token"
     remedy = "give a larger ngram_size"
 
-    def __init__(self, runner: Runner, config: SpeculativeConfig) -> None:
+    def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
         super().__init__(runner, config)
-        self.most = config.ngram_size - 1
-        self._in_window = config.window * (config.ngram_size - 1)
+        self.most = self.settings.ngram_size - 1
+        self._in_window = self.settings.window * self.most
 
     def nodes(self, count: int) -> int:
-        return self._in_window + self.config.guesses * (self.config.ngram_size - 1)
+        return self._in_window + self.settings.guesses * (self.settings.ngram_size - 1)
 
-    def start(self, sequences: Sequences) -> None:
+    def start(self, sequences: "Sequences") -> None:
         """The first window repeats the prompt's last tokens."""
-        levels, columns = self.config.ngram_size - 1, self.config.window
+        levels, columns = self.settings.ngram_size - 1, self.settings.window
         self._windows = []
         for text in sequences.texts:
             tail = (text * (levels + columns))[-(levels + columns) :]
             self._windows.append(Window([tail[level : level + columns] for level in range(levels)]))
 
-    def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         tokens, parents, valid = [], [], []
         for text, window in zip(sequences.texts, self._windows, strict=True):
             grams = [gram[:count] for gram in window.pool.get(text[-1], ())]
             guessed, below = _trie(grams, self._in_window)
             spare = self.nodes(count) - self._in_window - len(guessed)
             tokens.append([token for level in window.levels for token in level] + guessed + [0] * spare)
-            parents.append(_window_parents(self.config.window, len(window.levels)) + below + [0] * spare)
+            parents.append(_window_parents(self.settings.window, len(window.levels)) + below + [0] * spare)
             valid.append([False] * self._in_window + [True] * len(guessed) + [False] * spare)
         device = sequences.length_B.device
         tokens_BN, parents_BN, valid_BN = (torch.tensor(rows, device=device) for rows in (tokens, parents, valid))
         return Draft(tokens_BN, None, parents_BN, valid_BN)
 
-    def observe(self, sequences: Sequences, draft: Draft, logits_BRV: Tensor) -> None:
-        """Rows 1 .. W * (N - 1) are the window; its last level has the words."""
+    def observe(self, sequences: "Sequences", draft: Draft, logits_BRV: Tensor) -> None:
+        """Rows 1 .. W * (N - 1) are the window; the tokens after its last level complete the n-grams."""
         if not draft.nodes:
             return
-        last = slice(1 + self._in_window - self.config.window, 1 + self._in_window)
-        words = logits_BRV[:, last].argmax(dim=-1).tolist()
-        for window, found in zip(self._windows, words, strict=True):
-            window.learn(found, self.config.guesses)
+        last = slice(1 + self._in_window - self.settings.window, 1 + self._in_window)
+        after = logits_BRV[:, last].argmax(dim=-1).tolist()
+        for window, found in zip(self._windows, after, strict=True):
+            window.learn(found, self.settings.guesses)
 
 
 def _window_parents(columns: int, levels: int) -> list[int]:

@@ -12,16 +12,19 @@ Letters in names: S rows of a forward, B batch, H hidden, K drafted tokens, V vo
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
-from megatron_mtp.drafting.proposers.base import Proposer, pick
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.proposers.base import Kind, Proposer, pick
 from megatron_mtp.drafting.types import Draft, Round
+
+if TYPE_CHECKING:
+    from megatron_mtp.drafting.runner import Runner
+    from megatron_mtp.drafting.sequences import Sequences
 
 CHUNK = 512
 """Rows that a module catches up on at once."""
@@ -30,47 +33,52 @@ CHUNK = 512
 class Vanilla(Proposer):
     """The exact recursion of training: D modules in turn, one cache each."""
 
+    line = "the D modules in turn, exactly as trained; K is at most D"
+    depths: ClassVar[Kind] = "sequential"
     limit = "one with each of the checkpoint's depths"
     remedy = "choose mtp_eagle, which reuses a module"
     recordable = True
 
-    def __init__(self, runner: Runner, config: SpeculativeConfig) -> None:
+    def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
         super().__init__(runner, config)
         self.most = runner.depths
 
-    def start(self, sequences: Sequences) -> None:
+    def start(self, sequences: "Sequences") -> None:
         batch = len(sequences.texts)
         self.caches = [KVCache(1, batch, sequences.capacity) for _ in range(self.runner.depths)]
         self._seen = [[0] * batch for _ in range(self.runner.depths)]
 
     @torch.inference_mode()
-    def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         picked = []
         for first_B, width, is_last in self._windows(sequences, count):
             rows = sequences.chain(first_B, width, 0)
             states_SBH = trunk_SBH = sequences.states_at(first_B, width)
             tokens_BT = sequences.tokens_at(first_B + 1, width + count)
             for depth in range(1, count + 1):
-                given_SBH = states_SBH if self.runner.chained else trunk_SBH
+                given_SBH = states_SBH if self.runner.sequential else trunk_SBH
                 tokens_BR = tokens_BT[:, depth - 1 : depth - 1 + width]
                 states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, self.caches[depth - 1])
                 if is_last:
-                    picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], scene, depth - 1))
+                    picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], round, depth - 1))
                     tokens_BT[:, width + depth - 1] = picked[-1][0]
         return chain_of(picked)
 
-    def _windows(self, sequences: Sequences, count: int) -> Iterator[tuple[Tensor, int, bool]]:
+    def _windows(self, sequences: "Sequences", count: int) -> Iterator[tuple[Tensor, int, bool]]:
         """First row, number of rows and whether they are the last, of what depths 1 .. `count` have to run."""
         yield from windows(sequences, self._width(sequences, count))
         for depth in range(count):
             self._seen[depth] = sequences.lengths()
 
-    def _width(self, sequences: Sequences, count: int) -> int:
+    def _width(self, sequences: "Sequences", count: int) -> int:
         return max(sequences.growth_since(self._seen[depth]) + depth for depth in range(count))
 
 
 class ParallelHeads(Vanilla):
-    """Heads that all read the trunk's state (Gloeckle et al., arXiv:2404.19737); `Vanilla` with nothing to chain."""
+    """Heads that all read the trunk's state (Gloeckle et al., arXiv:2404.19737); run as `Vanilla` runs its modules."""
+
+    line = "the heads of `--mtp-architecture parallel`"
+    depths = "parallel"
 
 
 class TrunkStates(Vanilla):
@@ -85,10 +93,11 @@ class TrunkStates(Vanilla):
         module 2    rows 3, 4: (h_0[4], t_5) (g_1[4], x_1)
     """
 
+    line = "the D modules fed with the trunk's states, as TensorRT-LLM does: not as trained"
     recordable = False
 
     @torch.inference_mode()
-    def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         picked: list[tuple[Tensor, Tensor | None]] = []
         for first_B, width, is_last in self._windows(sequences, count):
             rows = sequences.chain(first_B, width, 0)
@@ -100,12 +109,12 @@ class TrunkStates(Vanilla):
                 given_SBH = torch.cat([trunk_SBH, *drafted])
                 states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, self.caches[depth - 1])
                 if is_last:
-                    picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], scene, depth - 1))
+                    picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], round, depth - 1))
                     tokens_BT[:, width + depth - 1] = picked[-1][0]
                     drafted.append(states_SBH[-1:])
         return chain_of(picked)
 
-    def _width(self, sequences: Sequences, count: int) -> int:
+    def _width(self, sequences: "Sequences", count: int) -> int:
         prompts_are_run = any(self._seen[0])
         return count if prompts_are_run else max(sequences.growth_since(self._seen[0]), count)
 
@@ -116,24 +125,26 @@ class Eagle(Proposer):
     Provisional rows are overwritten in the next round, by rows with the trunk's states.
     """
 
+    line = "the first module reused on its own states, any K"
+    depths = "sequential"
     recordable = True
 
-    def start(self, sequences: Sequences) -> None:
+    def start(self, sequences: "Sequences") -> None:
         self.cache = KVCache(1, len(sequences.texts), sequences.capacity)
         self._seen = [0] * len(sequences.texts)
 
     @torch.inference_mode()
-    def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         state_SBH = self.catch_up(sequences)
-        picked = [pick(self.runner.draft_logits(state_SBH)[:, 0], scene, 0)]
+        picked = [pick(self.runner.draft_logits(state_SBH)[:, 0], round, 0)]
         for position in range(1, count):
             token_B1 = picked[-1][0].unsqueeze(1)
             rows = sequences.chain(sequences.newest_B - 1 + position, 1, count)
             state_SBH = self.runner.depth(1, state_SBH, token_B1, rows, self.cache)
-            picked.append(pick(self.runner.draft_logits(state_SBH)[:, 0], scene, position))
+            picked.append(pick(self.runner.draft_logits(state_SBH)[:, 0], round, position))
         return chain_of(picked)
 
-    def catch_up(self, sequences: Sequences) -> Tensor:
+    def catch_up(self, sequences: "Sequences") -> Tensor:
         """Run the rows whose trunk states are new; the module's state at row m - 1, [1, B, H]."""
         width = sequences.growth_since(self._seen)
         self._seen = sequences.lengths()
@@ -144,7 +155,7 @@ class Eagle(Proposer):
         return state_SBH[-1:]
 
 
-def windows(sequences: Sequences, width: int) -> Iterator[tuple[Tensor, int, bool]]:
+def windows(sequences: "Sequences", width: int) -> Iterator[tuple[Tensor, int, bool]]:
     """The `width` rows up to row m - 1 in chunks: first row [B], number of rows, and whether they are the last."""
     before = width
     while before > 0:

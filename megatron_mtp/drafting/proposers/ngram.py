@@ -3,18 +3,43 @@
 The draft is deterministic, and empty where no suffix was seen before.
 """
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 
 from megatron_mtp.drafting.proposers.base import Proposer
-from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.settings import Settings, setting
 from megatron_mtp.drafting.types import Draft, Round
+
+if TYPE_CHECKING:
+    from megatron_mtp.drafting.sequences import Sequences
+
+
+@dataclass(frozen=True)
+class NgramSettings(Settings):
+    """Lengths of the suffixes."""
+
+    ngram_min: int = setting(1, "shortest suffix that is looked up", 1, 64)
+    ngram_max: int = setting(4, "longest suffix that is looked up", 1, 64)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(
+                f"speculative config: ngram_min is {self.ngram_min}, above ngram_max, {self.ngram_max}; swap them."
+            )
 
 
 class Ngram(Proposer):
     """Looks from `ngram_max` down to `ngram_min` tokens, and takes the latest place."""
 
-    def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
-        shortest, longest = self.config.ngram_min, self.config.ngram_max
+    line = "what followed the longest suffix when it was seen before"
+    settings_kind = NgramSettings
+    settings: NgramSettings
+
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        shortest, longest = self.settings.ngram_min, self.settings.ngram_max
         found = [
             continuation(text, shortest, longest, count) if live else []
             for text, live in zip(sequences.texts, sequences.live, strict=True)

@@ -11,16 +11,61 @@ Letters in names: B batch, F rows of a level, C candidates of a row, N drafted n
 """
 
 from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.config import MOST_DRAFTED, SpeculativeConfig
 from megatron_mtp.drafting.proposers.mtp import Eagle
-from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import DRAFT, draw
-from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.settings import Settings, setting
 from megatron_mtp.drafting.types import Draft, Round
+from megatron_mtp.drafting.verifiers import VERIFIERS
+
+if TYPE_CHECKING:
+    from megatron_mtp.drafting.runner import Runner
+    from megatron_mtp.drafting.sequences import Sequences
+
+DEFAULT_TREE = (4, 2)
+"""4 + 8 nodes: 13 rows with t_m's."""
+
+MOST_NODES = 255
+"""Of a tree: what is scored and walked through in every step grows with their square."""
+
+
+@dataclass(frozen=True)
+class BeamSettings(Settings):
+    """How many chains grow side by side."""
+
+    beam_width: int = setting(4, "W, chains that grow side by side", 1, 64)
+
+
+@dataclass(frozen=True)
+class TreeSettings(BeamSettings):
+    """A tree of fixed shape, or one that is chosen anew in every step."""
+
+    tree: tuple[int, ...] | None = setting(None, "candidates a row, level by level; [4, 2] if left out")
+    tree_nodes: int | None = setting(
+        None, "instead of a fixed tree: so many likeliest nodes, chosen in every step", 1, 63
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tree is not None:
+            _check_tree(self.tree)
+
+
+def _check_tree(tree: tuple[int, ...]) -> None:
+    if not tree or min(tree) < 1:
+        raise ValueError(f"speculative config: tree is {list(tree)}; give candidates per level, like [4, 2].")
+    nodes = sum(prod(tree[:level]) for level in range(1, len(tree) + 1))
+    if len(tree) > MOST_DRAFTED or nodes > MOST_NODES:
+        raise ValueError(
+            f"speculative config: tree is {list(tree)}, of {len(tree)} levels and {nodes} nodes; give at most "
+            f"{MOST_DRAFTED} levels and {MOST_NODES} nodes."
+        )
 
 
 @dataclass(frozen=True)
@@ -45,14 +90,17 @@ class Level:
 class Grower(Eagle):
     """Level by level: run rows, choose their candidates, choose which of these to continue."""
 
+    settings: BeamSettings
     recordable = False
 
     @property
     def beam(self) -> int:
-        """`beam_width`, of as many tokens as there are."""
-        return min(self.config.beam_width, self.runner.drafted)
+        """`beam_width`, or the number of tokens that may be drafted where these are fewer."""
+        return min(self.settings.beam_width, self.runner.drafted)
 
-    def grow(self, sequences: Sequences, scene: Round, widths: list[int], most: int | None, drawn: bool) -> list[Level]:
+    def grow(
+        self, sequences: "Sequences", round: Round, widths: list[int], most: int | None, drawn: bool
+    ) -> list[Level]:
         """Levels with `widths[i]` candidates a row.
 
         Args:
@@ -60,7 +108,7 @@ class Grower(Eagle):
             drawn: candidates are samples of q rather than its most likely tokens.
         """
         states_SBH = self.catch_up(sequences)
-        levels = [self._candidates(states_SBH, scene, widths[0], None, None, 0, drawn)]
+        levels = [self._candidates(states_SBH, round, widths[0], None, None, 0, drawn)]
         batch, started = len(sequences.texts), 0
         ancestors_BFA = torch.zeros(batch, 1, self._rows(widths, most), dtype=torch.bool, device=states_SBH.device)
         own_AA = torch.eye(ancestors_BFA.size(2), device=states_SBH.device).bool()
@@ -77,7 +125,7 @@ class Grower(Eagle):
             states_SBH = self.runner.depth(1, states_SBH, tokens_BF, where, self.cache)
             scores_BF = level.scores_BN.gather(1, taken_BF)
             drafted = sum(one.tokens_BN.size(1) for one in levels)
-            levels.append(self._candidates(states_SBH, scene, width, scores_BF, taken_BF, drafted, drawn))
+            levels.append(self._candidates(states_SBH, round, width, scores_BF, taken_BF, drafted, drawn))
             started += rows
         return levels
 
@@ -99,7 +147,7 @@ class Grower(Eagle):
     def _candidates(
         self,
         states_SBH: Tensor,
-        scene: Round,
+        round: Round,
         width: int,
         scores_BF: Tensor | None,
         taken_BF: Tensor | None,
@@ -108,10 +156,10 @@ class Grower(Eagle):
     ) -> Level:
         logits_BFV = self.runner.draft_logits(states_SBH)
         # At temperature 0 the order of a beam comes from the model's own distribution.
-        probs_BFV = logits_BFV.softmax(-1) if scene.sampling.greedy else scene.sampling.probabilities(logits_BFV)
+        probs_BFV = logits_BFV.softmax(-1) if round.sampling.greedy else round.sampling.probabilities(logits_BFV)
         batch, rows, _ = probs_BFV.shape
         if drawn:
-            uniform_BN = scene.noise.uniform(DRAFT, drafted + rows * width)[:, drafted:]
+            uniform_BN = round.noise.uniform(DRAFT, drafted + rows * width)[:, drafted:]
             probs_BFCV = probs_BFV.unsqueeze(2).expand(-1, -1, width, -1)
             tokens_BFC = draw(probs_BFCV, uniform_BN.view(batch, rows, width))
         else:
@@ -132,34 +180,42 @@ class Tree(Grower):
     it; a dynamic one (EAGLE-2, arXiv:2406.16858) is deterministic.
     """
 
+    line = "a tree grown with the first module"
+    settings_kind = TreeSettings
+    settings: TreeSettings
+    drafts_trees = True
     limit = "one with each level of 'tree'"
     remedy = "give a deeper tree, or tree_nodes"
 
-    def __init__(self, runner: Runner, config: SpeculativeConfig) -> None:
+    def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
         super().__init__(runner, config)
-        if config.tree_nodes is None:
-            self.most = len(config.tree or DEFAULT_TREE)
+        if self.settings.tree_nodes is None:
+            self.most = len(self.settings.tree or DEFAULT_TREE)
+
+    @property
+    def draws_siblings(self) -> bool:
+        return self.settings.tree_nodes is None and self.config.use_draft_probs
 
     def nodes(self, count: int) -> int:
         widths = self._widths(count)
-        return max(self._rows(widths, self._beam), self.config.tree_nodes or self._rows([*widths, 1], None))
+        return max(self._rows(widths, self._beam), self.settings.tree_nodes or self._rows([*widths, 1], None))
 
     @property
     def _beam(self) -> int | None:
-        return None if self.config.tree_nodes is None else self.beam
+        return None if self.settings.tree_nodes is None else self.beam
 
     def _widths(self, count: int) -> list[int]:
-        if self.config.tree_nodes is not None:
+        if self.settings.tree_nodes is not None:
             return [self.beam] * count
-        return [min(width, self.runner.drafted) for width in self.config.tree or DEFAULT_TREE][:count]
+        return [min(width, self.runner.drafted) for width in self.settings.tree or DEFAULT_TREE][:count]
 
     @torch.inference_mode()
-    def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
-        drawn = self.config.tree_nodes is None and not scene.sampling.greedy and self.config.use_draft_probs
-        levels = self.grow(sequences, scene, self._widths(count), self._beam, drawn)
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        drawn = self.draws_siblings and not round.sampling.greedy
+        levels = self.grow(sequences, round, self._widths(count), self._beam, drawn)
         tokens_BN, parents_BN, scores_BN = _flattened(levels)
-        if self.config.tree_nodes is not None:
-            return _likeliest(tokens_BN, parents_BN, scores_BN, self.config.tree_nodes)
+        if self.settings.tree_nodes is not None:
+            return _likeliest(tokens_BN, parents_BN, scores_BN, self.settings.tree_nodes)
         if not drawn:
             return Draft(tokens_BN, None, parents_BN)
         probs = [_of_rows(level.probs_BFV, level.rows_BN) for level in levels]
@@ -169,17 +225,20 @@ class Tree(Grower):
 class Beam(Grower):
     """The likeliest of W chains, grown side by side (beam sampling of MTAD, arXiv:2407.09722).
 
-    Above temperature 0 the candidates are samples of q. Only `joint` is told the q of the path: the best of several
-    samples is no sample of q, and to a rule that keeps the distribution it is a deterministic draft.
+    Above temperature 0 the candidates are samples of q. The best of several samples is no sample of q, so a rule that
+    keeps the distribution gets it as a deterministic draft; only a rule that takes q as a score gets the path's q.
     """
+
+    line = "the likeliest of W chains, grown with the first module"
+    settings_kind = BeamSettings
 
     def nodes(self, count: int) -> int:
         return max(count, self._rows([self.beam] * count, self.beam))
 
     @torch.inference_mode()
-    def propose(self, sequences: Sequences, scene: Round, count: int) -> Draft:
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         width = self.beam
-        levels = self.grow(sequences, scene, [width] * count, width, drawn=not scene.sampling.greedy)
+        levels = self.grow(sequences, round, [width] * count, width, drawn=not round.sampling.greedy)
         best_B1 = levels[-1].scores_BN.argmax(dim=1, keepdim=True)
         tokens, probs = [], []
         for level in reversed(levels):
@@ -187,12 +246,12 @@ class Beam(Grower):
             tokens.append(level.tokens_BN.gather(1, best_B1))
             probs.append(_of_rows(level.probs_BFV, row_B1))
             best_B1 = row_B1 if level.taken_BF is None else level.taken_BF.gather(1, row_B1)
-        probs_BNV = torch.cat(probs[::-1], dim=1) if scene.config.verifier == "joint" else None
+        probs_BNV = torch.cat(probs[::-1], dim=1) if _takes_path_probs(round) else None
         return Draft(torch.cat(tokens[::-1], dim=1), probs_BNV)
 
 
-DEFAULT_TREE = (4, 2)
-"""4 + 8 nodes: 13 rows with t_m's."""
+def _takes_path_probs(round: Round) -> bool:
+    return round.config.verifier is not None and VERIFIERS[round.config.verifier].takes_path_probs
 
 
 def _of_rows(probs_BFV: Tensor, rows_BN: Tensor) -> Tensor:

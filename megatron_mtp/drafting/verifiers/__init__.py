@@ -1,40 +1,37 @@
-"""Verifiers: pure functions from the target's logits and a draft to a verdict.
+"""Verifiers: pure functions from the target's logits and a draft to a verdict, each with its facts beside it.
 
-greedy.py     the target's most probable token
-rejection.py  accept with min(1, p / q), several candidates a position too
-block.py      a chain judged as a whole
-spectr.py     several candidates by optimal transport
-lossy.py      rules that change the distribution
-mtjd.py       the joint optimum, an oracle for tests
-walk.py       the way of a verdict through a tree
+    base.py       Verifier: a rule with its facts
+    greedy.py     the target's most probable token
+    rejection.py  accept with min(1, p / q), several candidates a position too
+    block.py      a chain judged as a whole
+    spectr.py     several candidates by optimal transport
+    lossy.py      rules that change the distribution
+    mtjd.py       the joint optimum, an oracle for tests
+    walk.py       the accepted path through a tree
+
+A row of VERIFIERS is written as an entry point is, and imported when it is looked up, so that a list of names does not
+wait for torch. Other packages add rows under the group `megatron_mtp.verifiers`.
 """
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from megatron_mtp.registry import Imported, Registry
 
-from megatron_mtp.drafting.types import Draft, Round, Verdict
-from megatron_mtp.drafting.verifiers.block import block
-from megatron_mtp.drafting.verifiers.greedy import greedy
-from megatron_mtp.drafting.verifiers.lossy import bild, joint, relaxed
-from megatron_mtp.drafting.verifiers.rejection import rejection
-from megatron_mtp.drafting.verifiers.spectr import spectr
+if TYPE_CHECKING:
+    from megatron_mtp.drafting.verifiers.base import Verifier
 
-Verifier = Callable[[Tensor, Draft, Round], Verdict]
-
-VERIFIERS: dict[str, Verifier] = {
-    "greedy": greedy,
-    "rejection": rejection,
-    "specinfer": rejection,  # the same rule, with several candidates a position
-    "block": block,
-    "spectr": spectr,
-    "relaxed": relaxed,
-    "joint": joint,
-    "bild": bild,
-}
-"""Name to rule; `relaxed`, `joint` and `bild` change the distribution."""
-
-CHAINS_ONLY = ("block", "joint", "bild")
-"""Rules that judge a whole chain, and cannot see a tree."""
-
-__all__ = ["CHAINS_ONLY", "VERIFIERS", "Verifier", "bild", "block", "greedy", "joint", "rejection", "relaxed", "spectr"]
+VERIFIERS: "Registry[Verifier]" = Registry(
+    "megatron_mtp.verifiers",
+    Imported(
+        {
+            "greedy": "megatron_mtp.drafting.verifiers.greedy:greedy",
+            "rejection": "megatron_mtp.drafting.verifiers.rejection:rejection",
+            "block": "megatron_mtp.drafting.verifiers.block:block",
+            "spectr": "megatron_mtp.drafting.verifiers.spectr:spectr",
+            "specinfer": "megatron_mtp.drafting.verifiers.rejection:specinfer",
+            "relaxed": "megatron_mtp.drafting.verifiers.lossy:relaxed",
+            "joint": "megatron_mtp.drafting.verifiers.lossy:joint",
+            "bild": "megatron_mtp.drafting.verifiers.lossy:bild",
+        }
+    ),
+)

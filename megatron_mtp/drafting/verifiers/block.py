@@ -10,33 +10,37 @@ least as many tokens as token-wise rejection does.
 Letters in names: B batch, N = K drafted nodes, R = K + 1 rows, V vocabulary.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from megatron_mtp.drafting.sampling import RECOVER, VERIFY, draw
 from megatron_mtp.drafting.types import Draft, Round, Verdict
+from megatron_mtp.drafting.verifiers.base import Verifier
 from megatron_mtp.drafting.verifiers.walk import row_of
 
 
-def block(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+@partial(Verifier, line="judge the whole chain at once (arXiv:2403.10444)", judges_trees=False)
+def block(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """The verdict on a chain. Raises ValueError for a tree."""
     if not draft.is_chain:
         raise ValueError("the verifier 'block' judges chains; for a tree choose specinfer, spectr or greedy.")
-    p_BRV = scene.sampling.probabilities(logits_BRV).double()
+    p_BRV = round.sampling.probabilities(logits_BRV).double()
     q_BRV = _drafter(draft, p_BRV)
     valid_BN = draft.valid().cumprod(dim=1).bool()
     pi_BR = _joint_ratios(p_BRV, q_BRV, draft)
     rest_BRV = (pi_BR.unsqueeze(-1) * p_BRV - q_BRV).clamp(min=0)
     total_BR = rest_BRV.sum(dim=-1)
     h_BR = total_BR / (total_BR + 1 - pi_BR).clamp(min=1e-300)
-    passes_BN = (scene.noise.uniform(VERIFY, draft.nodes) < h_BR[:, 1:]) & valid_BN
+    passes_BN = (round.noise.uniform(VERIFY, draft.nodes) < h_BR[:, 1:]) & valid_BN
     # Position i is kept if any position from i on passes.
     kept_BN = passes_BN.flip(1).cumsum(dim=1).flip(1) > 0
     kept_BR = torch.cat([torch.ones_like(kept_BN[:, :1]), kept_BN], dim=1) if draft.nodes else p_BRV[:, :, 0] >= 0
     last_B = kept_BR.sum(dim=1) - 1
     rest_BV, p_BV = row_of(rest_BRV, last_B), row_of(p_BRV, last_B)
     weights_BV = torch.where(rest_BV.sum(dim=1, keepdim=True) > 0, rest_BV, p_BV)
-    return Verdict(kept_BR, draw(weights_BV, scene.noise.uniform(RECOVER, 1)[:, 0]))
+    return Verdict(kept_BR, draw(weights_BV, round.noise.uniform(RECOVER, 1)[:, 0]))
 
 
 def _drafter(draft: Draft, p_BRV: Tensor) -> Tensor:

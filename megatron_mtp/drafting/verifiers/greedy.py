@@ -1,12 +1,16 @@
 """Greedy: a draft is accepted while it is what plain decoding would have chosen."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from megatron_mtp.drafting.types import Draft, Round, Verdict
+from megatron_mtp.drafting.verifiers.base import Verifier
 from megatron_mtp.drafting.verifiers.walk import chosen, walk
 
 
+@partial(Verifier, line="accept the trunk's argmax", greedy_only=True, recordable=True)
 def greedy(logits_BRV: Tensor, draft: Draft, _: Round) -> Verdict:
     """Token-identical to plain greedy decoding; the token after the path is the target's argmax."""
     best_BR = logits_BRV.argmax(dim=-1)

@@ -7,18 +7,23 @@ candidates with `probs` must be independent samples of their q, those without ma
 Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from megatron_mtp.drafting.sampling import RECOVER, VERIFY, draw
 from megatron_mtp.drafting.types import Draft, Round, Verdict
+from megatron_mtp.drafting.verifiers.base import Verifier
 from megatron_mtp.drafting.verifiers.walk import chosen, walk
 
 
-def rejection(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+@partial(Verifier, line="accept with min(1, p/q), else (p - q)+; without q: p(x), else p without x", recordable=True)
+def rejection(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """Keeps the target's distribution, whatever the draft is."""
-    probs_BRV = scene.sampling.probabilities(logits_BRV)
-    uniform_BN = scene.noise.uniform(VERIFY, draft.nodes)
+    probs_BRV = round.sampling.probabilities(logits_BRV)
+    uniform_BN = round.noise.uniform(VERIFY, draft.nodes)
     q_BNV = draft.distributions(probs_BRV)
     remaining_BV = probs_BRV[:, 0]
 
@@ -32,7 +37,13 @@ def rejection(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
         return accepted_B
 
     kept_BR, _ = walk(draft, survives)
-    return Verdict(kept_BR, draw(remaining_BV, scene.noise.uniform(RECOVER, 1)[:, 0]))
+    return Verdict(kept_BR, draw(remaining_BV, round.noise.uniform(RECOVER, 1)[:, 0]))
+
+
+specinfer = replace(
+    rejection, line="the rule of rejection, which tries a row's candidates one after another (arXiv:2305.09781)"
+)
+"""Multi-round rejection (SpecInfer)."""
 
 
 def leftover(p_BV: Tensor, q_BV: Tensor) -> Tensor:

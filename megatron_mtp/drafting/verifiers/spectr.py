@@ -7,23 +7,27 @@ where P = 1 - (1 - beta)^k is the chance that any of the k is accepted. Letters 
 R = N + 1 rows, V vocabulary.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from megatron_mtp.drafting.sampling import RECOVER, VERIFY, draw
 from megatron_mtp.drafting.types import Draft, Round, Verdict
+from megatron_mtp.drafting.verifiers.base import Verifier
 from megatron_mtp.drafting.verifiers.walk import chosen, row_of, walk
 
 HALVINGS = 40
 """Bisection steps: rho to 1e-11."""
 
 
-def spectr(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
+@partial(Verifier, line="choose among several samples of one q (arXiv:2310.15141)", needs_samples=True)
+def spectr(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """Keeps the target's distribution where the candidates of a row are independent samples of the same q."""
-    p_BRV = scene.sampling.probabilities(logits_BRV).double()
+    p_BRV = round.sampling.probabilities(logits_BRV).double()
     q_BRV, count_BR = _of_rows(draft, p_BRV)
     rho_BR = solve_rho(p_BRV, q_BRV, count_BR)
-    uniform_BN = scene.noise.uniform(VERIFY, draft.nodes)
+    uniform_BN = round.noise.uniform(VERIFY, draft.nodes)
 
     def survives(node: int, here_B: Tensor, _: Tensor) -> Tensor:
         token_B = draft.tokens_BN[:, node]
@@ -34,7 +38,7 @@ def spectr(logits_BRV: Tensor, draft: Draft, scene: Round) -> Verdict:
     p_BV, q_BV = row_of(p_BRV, last_B), row_of(q_BRV, last_B)
     rest_BV = _after_rejections(p_BV, q_BV, chosen(rho_BR, last_B), chosen(count_BR, last_B))
     weights_BV = torch.where(rest_BV.sum(dim=1, keepdim=True) > 0, rest_BV, p_BV)
-    return Verdict(kept_BR, draw(weights_BV, scene.noise.uniform(RECOVER, 1)[:, 0]))
+    return Verdict(kept_BR, draw(weights_BV, round.noise.uniform(RECOVER, 1)[:, 0]))
 
 
 def solve_rho(p: Tensor, q: Tensor, count: Tensor) -> Tensor:

@@ -1,0 +1,22 @@
+"""Plain decoding: nothing is drafted, and every forward of the trunk gives one token."""
+
+from typing import TYPE_CHECKING
+
+from megatron_mtp.drafting.proposers.base import Proposer
+from megatron_mtp.drafting.types import Draft, Round
+
+if TYPE_CHECKING:
+    from megatron_mtp.drafting.sequences import Sequences
+
+
+class Plain(Proposer):
+    """What all methods are compared with."""
+
+    line = "nothing: one token a forward"
+    limit = "since it is plain decoding"
+    remedy = "choose another method"
+    recordable = True
+    most = 0
+
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        return Draft(sequences.tokens_BT[:, :0])

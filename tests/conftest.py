@@ -1,0 +1,52 @@
+"""Which cases run, and which files first.
+
+Cases without a mark are the first tier. One that is marked `matrix` runs with `--all` alone: a case of the first tier
+catches the same faults, as the table in CONTRIBUTING.md says.
+"""
+
+from typing import Any
+
+import pytest
+
+LONGEST = """
+    tests/functional/test_layouts.py tests/functional/test_document_commands.py tests/unit/test_loading.py
+""".split()
+"""Files that take the longest, which go first: as the last one, each would keep one worker alone busy."""
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the cases marked `matrix` as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # by xdist, which puts files with many cases first
+    config.stash[LEFT_OUT] = 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
+    if config.getoption("--all"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("matrix")]
+    items[:] = [item for item in items if not item.get_closest_marker("matrix")]
+    config.stash[LEFT_OUT] = len(left_out)
+    config.hook.pytest_deselected(items=left_out)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left out"] = len(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """xdist does not pass on what its workers, which find the same cases each, have left out."""
+    count = getattr(node, "workeroutput", {}).get("left out", 0)
+    if not node.config.stash[LEFT_OUT]:
+        node.config.stash[LEFT_OUT] = count
+        node.config.hook.pytest_deselected(items=[node] * count)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if count := config.stash[LEFT_OUT]:
+        terminalreporter.write_line(f"{count} cases marked `matrix` were left out; --all runs them as well")

@@ -1,0 +1,83 @@
+"""A command of a document, as bash calls it: run as Python would or, where `PARSED` has a reason not to, parsed.
+
+    python document_command.py PROGRAM ARGUMENT ...
+
+bash runs a block as it is printed; the programs on its PATH run this file in forks (fork_server.py).
+"""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+from documents import DOORS, ROOT, parse
+
+PROGRAMS = ("python", "megatron-mtp", "torchrun", "bash", "sbatch", "vllm")
+PARSED = {
+    "bash scripts/setup.sh": "installs",
+    "bash scripts/quickstart.sh": "trains for minutes",
+    "bash scripts/attach_mtp.sh": "trains for minutes",
+    "megatron-mtp attach": "trains for minutes",
+    "bash scripts/test.sh": "runs all tests, this one included",
+    "torchrun --nproc-per-node 8": "wants eight processes",
+    "python -m pytest": "is run with all tests",
+    "sbatch": "needs SLURM, of which scripts/test_slurm.sh starts one",
+    "vllm serve": "needs vLLM, which has an environment of its own (scripts/test_vllm.sh)",
+    "python -m sglang.launch_server": "needs SGLang, which has no build for a CPU",
+}
+"""How a command begins that is not run, but looked up and parsed, to the reason."""
+
+SHORTER = {"train": ("--exit-interval", "2")}
+"""Flags that a verb gets beside those of the document, so that a training ends after two steps."""
+
+
+def main(*command: str) -> None:
+    """Run or parse the command."""
+    written = " ".join(command)
+    beginning = next((beginning for beginning in PARSED if written.startswith(beginning)), None)
+    if beginning is None:
+        run(*command)
+    else:
+        print(f"[parsed alone, since it {PARSED[beginning]}: {written}]", flush=True)
+        look_up(*command)
+
+
+def run(program: str, *arguments: str) -> None:
+    """What the program would do."""
+    if program == "megatron-mtp":
+        from megatron_mtp.command.line import main
+
+        sys.argv = [program, *arguments, *SHORTER.get(arguments[0], ())]
+        sys.exit(main())
+    if program != "python":
+        sys.exit(f"{program} {' '.join(arguments)}: not run here, and not in PARSED")
+    first, *rest = arguments
+    if first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = [first, *rest, *SHORTER.get(DOORS.get(first, ""), ())]
+    sys.path.insert(0, str(Path(first).resolve().parent))
+    runpy.run_path(first, run_name="__main__")
+
+
+def look_up(program: str, *arguments: str) -> None:
+    """Whether the program is there, and takes these arguments."""
+    if program in ("bash", "sbatch"):
+        script = next((word for word in arguments if word.endswith(".sbatch")), arguments[0])
+        if subprocess.run(["/bin/bash", "-n", script]).returncode:
+            sys.exit(f"{script} is no script of bash")
+    if program == "python" and arguments[:2] == ("-m", "pytest"):
+        import pytest
+
+        os.chdir(ROOT)
+        sys.exit(pytest.main([*arguments[2:], "--collect-only", "-q", "-n", "0"]))
+    if program != "bash":
+        parse(program, *arguments)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

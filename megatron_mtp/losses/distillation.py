@@ -59,7 +59,7 @@ class Divergence(TokenLoss):
 class TotalVariation(TokenLoss):
     """The probability that a draft from q is rejected."""
 
-    line = "the same distribution by total variation, the rate at which sampled drafts are rejected"
+    line = "the trunk's own distribution by total variation, the rate at which sampled drafts are rejected"
     needs_teacher = True
     needs_whole_teacher = True
     temperature: float = 1.0

@@ -23,7 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_mtp.model.arguments import CUDA, flags_without
 from megatron_mtp.model.build import MTPGPTModelConfig, build
 from megatron_mtp.model.trunk import MTPGPTModel
-from megatron_mtp.training.arguments import check_data, checked_model_config, parse_run_args
+from megatron_mtp.training.arguments import checked_model_config, parse_run_args
+from megatron_mtp.training.data_flags import check_data
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
 from megatron_mtp.training.memory import PARTS, Memory, Parameter, memory_of, sizes
 

@@ -6,9 +6,8 @@ the file and the short log, together with acceptance, which the loop does not kn
 """
 
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,10 +19,10 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron.training.utils import is_last_rank
 from torch import Tensor
 
-from megatron_mtp.files import written_beside
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates, acceptance_rates
 from megatron_mtp.training.console import say
 from megatron_mtp.training.cost import StepClock, peak_memory
+from megatron_mtp.training.metrics_file import append, drop_rows_after
 from megatron_mtp.training.plot import plot_metrics
 from megatron_mtp.training.run_record import write_run_record
 
@@ -208,10 +207,10 @@ class Metrics:
         with self._going_on_without(self.folder / FILE):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._has_written:
-                _drop_rows_after(self.folder / FILE, get_args().iteration)
+                drop_rows_after(self.folder / FILE, get_args().iteration)
                 write_run_record(self.folder, get_args())
                 self._has_written = True
-            _append(self.folder / FILE, json.dumps(row) + "\n")
+            append(self.folder / FILE, json.dumps(row) + "\n")
 
     @contextmanager
     def _going_on_without(self, file: Path) -> Iterator[None]:
@@ -222,38 +221,6 @@ class Metrics:
             if not self._has_failed:
                 say(f"> {file} cannot be written ({error.strerror}); training goes on without it")
             self._has_failed = True
-
-
-def _append(file: Path, row: str) -> None:
-    """The whole row or nothing, so that the next one does not go on where a full disk has cut it."""
-    size = file.stat().st_size if file.exists() else 0
-    try:
-        with open(file, "a", encoding="utf-8") as output:
-            output.write(row)
-    except OSError:
-        with suppress(OSError):
-            os.truncate(file, size)
-        raise
-
-
-def _drop_rows_after(path: Path, iteration: int) -> None:
-    """Rows of steps that a resumed run makes again; those of an earlier run, which is not resumed, stay beside."""
-    if not path.exists():
-        return
-    if iteration == 0:
-        path.replace(path.with_suffix(".old.jsonl"))
-        return
-    rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    with written_beside(path) as beside:
-        beside.write_text("".join(row for row in rows if _iteration(row) <= iteration), encoding="utf-8")
-
-
-def _iteration(row: str) -> float:
-    """Of a line of the file; one that a killed run left half-written counts as made again."""
-    try:
-        return int(json.loads(row)["iteration"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")
 
 
 def table(losses: dict[str, float], rates: AcceptanceRates | None) -> str:

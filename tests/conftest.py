@@ -4,6 +4,8 @@ Cases without a mark are the first tier. One that is marked `matrix` runs with `
 catches the same faults, as the table in CONTRIBUTING.md says.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,3 +52,13 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if count := config.stash[LEFT_OUT]:
         terminalreporter.write_line(f"{count} cases marked `matrix` were left out; --all runs them as well")
+
+
+@pytest.fixture
+def forked_python(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program that is Python in forks; the package's own processes, which `sys.executable` starts, are so too."""
+    import fork_server
+
+    program = fork_server.program(tmp_path_factory.mktemp("forked") / "python")
+    monkeypatch.setattr(sys, "executable", str(program))
+    return program

@@ -21,6 +21,8 @@ from megatron_mtp.model.arguments import parse_flags, parsed
 from megatron_mtp.model.build import build
 from megatron_mtp.training.arguments import checkpoint_arguments
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 QUIET = Options(quiet=True, workers=1)
 TINY = (
     "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 16 "

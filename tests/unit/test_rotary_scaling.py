@@ -22,6 +22,8 @@ from megatron_mtp.drafting.load import load_checkpoint
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.build import build
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 QUIET = Options(quiet=True, workers=1)
 LLAMA3 = {
     "rope_type": "llama3",

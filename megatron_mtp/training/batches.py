@@ -137,6 +137,7 @@ def _keep_own_positions(batch: dict[str, Any]) -> None:
 
 
 def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
+    """Megatron's description of packed rows for attention; None for other batches."""
     if batch["cu_seqlens"] is None:
         return None
     update_seqlen_stats_from_cu_seqlens(batch["cu_seqlens"])

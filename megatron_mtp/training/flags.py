@@ -1,4 +1,4 @@
-"""The flags of `megatron-mtp train`: ours, for a parser that must not wait for Megatron, and all of them."""
+"""The flags of `megatron-mtp train`: ours, parsed without importing Megatron, and all of them."""
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """The flags that act before Megatron's parser, which never sees them."""
+    """The flags that act before Megatron's parser, and are not passed on to it."""
     group = parser.add_argument_group("the run (megatron-mtp)")
     group.add_argument(
         "--verbose",
@@ -85,7 +85,7 @@ def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def help_parser(program: str) -> ArgumentParser:
-    """What `--help` shows: our flags, and a word on Megatron's."""
+    """What `--help` shows: our flags, and which of Megatron's most runs need."""
     made = Parser(program, usage=f"{program} [flags]", description=DESCRIPTION)
     return add_mtp_arguments(add_run_arguments(made))
 
@@ -107,14 +107,14 @@ def parse_run(program: str, arguments: Sequence[str]) -> tuple[Namespace, list[s
 
 
 def all_parser(program: str) -> ArgumentParser:
-    """With Megatron's flags too; the platform has to be prepared."""
+    """A parser with Megatron's flags too; call `platform.prepare` before."""
     from megatron.training.arguments import add_megatron_arguments
 
     return add_run_arguments(add_mtp_arguments(add_megatron_arguments(ArgumentParser(program))))
 
 
 def _repair_help(parser: ArgumentParser) -> None:
-    """A help text of megatron-core 0.19 has a bare percent sign, over which `--help` fails."""
+    """Escape the percent sign in a help text of megatron-core 0.19, at which `--help` fails."""
     for action in parser._actions:
         try:
             (action.help or "") % vars(action)

@@ -5,7 +5,6 @@ A part that is done leaves a record with checksums. An interrupted conversion le
 """
 
 import json
-import os
 import shutil
 import sys
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_mtp.files import one_writer, synced
+from megatron_mtp.files import one_writer, sync, written_beside
 
 RECORDS = "progress"
 PLAN = "progress.json"
@@ -66,7 +65,7 @@ class PartialFolder:
 
     def _blank(self) -> bool:
         """Whether a killed run had not even written its plan, which comes before everything else."""
-        return {path.name for path in self.path.rglob("*")} <= {RECORDS, f"{PLAN}.new"}
+        return {path.name for path in self.path.rglob("*")} <= {RECORDS, f"{PLAN}.partial"}
 
     def record(self, part: int) -> Any:
         """What a part that is done has left; None where it is not done."""
@@ -83,10 +82,7 @@ class PartialFolder:
 
     def finish(self) -> None:
         """From here on the target is there, whole, and on the disk."""
-        for file in self.path.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as stream:
-                    os.fsync(stream.fileno())
+        sync(self.path)
         if self.target.exists():
             self.target.rmdir()
         self.path.rename(self.target)
@@ -117,11 +113,8 @@ def _planned(folder: Path) -> str | None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    beside = path.with_name(f"{path.name}.new")
-    with open(beside, "w") as stream:
-        stream.write(text)
-        synced(stream)
-    beside.replace(path)
+    with written_beside(path) as beside:
+        beside.write_text(text)
 
 
 IN_FLIGHT = 2**28

@@ -1,6 +1,6 @@
 """Losses and acceptance by depth, gathered over a run: console table, TensorBoard, W&B, metrics.jsonl.
 
-Each run has one `Metrics`, which its forward step fills; no class or module keeps state. Megatron's loop logs the losses
+Every run has one `Metrics`, filled by its forward step; no class or module keeps state. Megatron's loop logs the losses
 to the console and the writers. Here they are kept for the file and the short log, together with acceptance, which the
 loop does not log.
 """

@@ -71,7 +71,6 @@ def write_corpus(
         record |= {"tokenizer": encoder.folder, "vocabulary_sha256": vocabulary_digest(encoder.folder)}
         record |= {"seconds": round(time.monotonic() - started, 1), "settings": settings}
         Path(partial["json"]).write_text(json.dumps(record, indent=2) + "\n")
-        # A dataset cannot be read without its index: remove the old index first, and write the new one last.
         targets["idx"].unlink(missing_ok=True)
     return record
 

@@ -1,6 +1,6 @@
-"""Megatron's training loop, observed: what its functions are called with reaches the metrics and the short log.
+"""Megatron's training loop, observed: the metrics and the short log receive the arguments of its functions.
 
-The loop has no callbacks for it, and looks its own functions up by name in its module.
+The loop has no callbacks for this, but it looks up its own functions by name in its module, where they are wrapped.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None
 
 @contextmanager
 def wrapped(wrappers: dict[str, Callable[[Function], Function]]) -> Iterator[None]:
-    """While this lasts, functions of Megatron's `training` module are what the wrappers of their names make of them."""
+    """While this lasts, functions of Megatron's `training` module are wrapped, by their names."""
     originals = {name: getattr(training, name) for name in wrappers}
     for name, wrapper in wrappers.items():
         setattr(training, name, wrapper(originals[name]))
@@ -67,21 +67,21 @@ def _logged_steps(training_log: Function, metrics: Metrics) -> Function:
 
 
 def _evaluations(evaluate_and_print_results: Function, metrics: Metrics) -> Function:
-    """Only the prefix of Megatron's own line says on what data it is: 'iteration 9', '... on validation (test) set'."""
+    """The data is known from the prefix of Megatron's line alone: 'iteration 9', '... on validation (test) set'."""
 
-    def told(prefix: str, *rest: Any, **named: Any) -> None:
+    def announced(prefix: str, *rest: Any, **named: Any) -> None:
         is_after_run = prefix.endswith(" set")
         metrics.begin_evaluation("test" if prefix.endswith("test set") else "validation", is_after_run)
         evaluate_and_print_results(prefix, *rest, **named)
 
-    return told
+    return announced
 
 
 def _saves(save_checkpoint_and_time: Function, metrics: Metrics) -> Function:
-    def told(step: int, *rest: Any, **named: Any) -> None:
+    def shown(step: int, *rest: Any, **named: Any) -> None:
         save_checkpoint_and_time(step, *rest, **named)
         args = get_args()
         if args.rank == 0:
             say(f"> checkpoint of step {step} {'is being written' if args.async_save else 'saved'} to {args.save}")
 
-    return told
+    return shown

@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+from megatron_mtp.files import written_beside
 from megatron_mtp.patches.unpickling import CATALOGUE
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -29,9 +30,8 @@ def repair_tracker(folder: Path) -> int | None:
     """
     newest = unnamed_iteration(folder)
     if newest is not None:
-        beside = folder / f"{TRACKER}.{os.getpid()}.partial"
-        beside.write_text(str(newest))
-        beside.replace(folder / TRACKER)
+        with written_beside(folder / TRACKER, shared=True) as beside:
+            beside.write_text(str(newest))
     return newest
 
 

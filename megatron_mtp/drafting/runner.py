@@ -42,7 +42,7 @@ class Runner:
         sequential: whether each depth continues the one before; False for parallel heads, and without depths.
         positions: slots that the model was trained for.
         auto_counts: what has been measured for automatic K, by config and size of the batch.
-        all_short: whether every layer is one that `dense_layer` knows.
+        all_short: whether every layer runs as `dense_layer` runs it.
 
     Raises:
         ValueError: a kind of model that drafting does not know.

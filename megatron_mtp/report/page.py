@@ -3,13 +3,13 @@
 Its style sheet and its script (page.css and page.js) stand in it, and its policy allows this script alone.
 """
 
-import os
 from base64 import b64encode
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from megatron_mtp.files import written_beside
 from megatron_mtp.report import drafts, settings
 from megatron_mtp.report.charts import figure
 from megatron_mtp.report.panels import charts, table
@@ -54,17 +54,13 @@ def page(runs: list[Run]) -> str:
 
 
 def write_page(text: str, target: Path) -> None:
-    """Beside and renamed, so that a page is whole or not there.
+    """Write the page whole, or not at all.
 
     Raises:
         ValueError: it cannot be written.
     """
-    beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        try:
+        with written_beside(target, shared=True) as beside:
             beside.write_text(text, encoding="utf-8")
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{target} cannot be written ({error.strerror}); name another file with --output.") from error

@@ -14,7 +14,8 @@ STARTED = "run.json"
 DRAFTS = "drafts.json"
 
 CONDITIONAL = " conditional acceptance"
-OLD = re.compile(r"(mtp_\d+) acceptance")
+FORMER_NAMES = {r"(mtp_\d+) acceptance": r"\1 conditional acceptance"}
+"""Names of figures in rows of earlier versions, which had the conditional acceptance alone, and what they are now."""
 
 SPLIT = re.compile("training|evaluation|(validation|test)(-.+)?")
 """What a row is of; of several sets of data each has its name."""
@@ -120,16 +121,23 @@ def _is_whole(value: Any) -> bool:
 
 
 def with_both_acceptances(row: Row) -> Row:
-    """Rows of older runs have the conditional acceptance alone, and call it acceptance."""
-    if not any(OLD.fullmatch(key) for key in row) or any(key.endswith(CONDITIONAL) for key in row):
+    """The row under today's names; acceptance is the product of the conditional ones that a former row has."""
+    if any(key.endswith(CONDITIONAL) for key in row):
         return row
-    made = {OLD.sub(rf"\1{CONDITIONAL}", key): value for key, value in row.items()}
+    made = {_todays(key): value for key, value in row.items()}
     depth, rate = 1, 1.0
     while (given := made.get(f"mtp_{depth}{CONDITIONAL}")) is not None:
         rate *= given
         made[f"mtp_{depth} acceptance"] = rate
         depth += 1
     return made
+
+
+def _todays(name: str) -> str:
+    for former, today in FORMER_NAMES.items():
+        if re.fullmatch(former, name):
+            return re.sub(former, today, name)
+    return name
 
 
 def _checked(file: Path, check: Callable[[dict[str, Any]], None], remedy: str) -> dict[str, Any] | None:

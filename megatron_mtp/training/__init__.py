@@ -14,7 +14,7 @@ datasets.py          Megatron's data sets, by Megatron's flags
 chat.py              conversations for --sft, from files of JSON lines
 forward_step.py      the forward step for Megatron's schedules: batch, document ends, context-parallel slices
 objective.py         from hidden states to the depths' losses and acceptance
-later_slots.py       values d positions later, also on another context-parallel rank
+later_positions.py       values d positions later, also on another context-parallel rank
 mtp_loss.py          the depths' loss for training loops that are not Megatron's
 acceptance.py        what a verifier would accept
 metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss and acceptance by depth

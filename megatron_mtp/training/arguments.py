@@ -21,6 +21,7 @@ from megatron_mtp.checkpoint.mcore.stored_depths import absent_layers
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
+from megatron_mtp.losses import depth_loss
 from megatron_mtp.model.arguments import APEX, CUDA, MODEL_ARGUMENTS, TE, flags_without
 from megatron_mtp.model.build import MTPGPTModelConfig, config_of
 from megatron_mtp.patches.unpickling import CATALOGUE
@@ -30,7 +31,7 @@ from megatron_mtp.training.console import say
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
 from megatron_mtp.training.flag_checks import check_ranges, check_relations, check_tokenizer_folder
 from megatron_mtp.training.flags import add_mtp_arguments
-from megatron_mtp.training.loading import check_load, check_optimizer
+from megatron_mtp.training.loading import check_load, check_optimizer, check_positions
 from megatron_mtp.training.refusals import megatrons_refusals
 
 ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
@@ -39,7 +40,9 @@ ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 
 def mtp_config_from_args(args: Namespace) -> MTPConfig:
     """Raises ValueError where a flag has a value that is not allowed."""
-    return MTPConfig(**{field.name: getattr(args, field.name) for field in fields(MTPConfig)})
+    settings = MTPConfig(**{field.name: getattr(args, field.name) for field in fields(MTPConfig)})
+    depth_loss(settings)  # checks its name and settings
+    return settings
 
 
 def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
@@ -113,6 +116,7 @@ def checked_model_config(args: Namespace, **gpt_config: Any) -> MTPGPTModelConfi
     model_config.true_vocab_size = args.vocab_size
     model_config.mtp_init_seed = args.seed
     model_config.absent_mtp_layers = check_checkpoint(args, model_config.mtp)
+    check_positions(args)
     check_optimizer(args)
     model_config.draft_vocabulary, model_config.absent_draft_vocabulary = draft_vocabulary(args, model_config.mtp)
     return model_config
@@ -233,7 +237,7 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
     if args.position_embedding_type not in ("rope", "none"):
         raise ValueError(
             f"--position-embedding-type is {args.position_embedding_type}, which MTP cannot use, since a depth sees "
-            "later tokens at earlier slots; give rope or none."
+            "later tokens at earlier positions; give rope or none."
         )
     if settings.mtp_architecture == "parallel" and args.mtp_use_repeated_layer:
         raise ValueError(
@@ -242,7 +246,7 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
         )
     if "quantile_balancing" in (args.moe_router_load_balancing_type or ()):
         raise ValueError(
-            "--moe-router-load-balancing-type is quantile_balancing, which cannot leave out the slots that a depth "
+            "--moe-router-load-balancing-type is quantile_balancing, which cannot leave out the positions that a depth "
             "shifts in; give another type, such as aux_loss or none."
         )
     if args.overlap_moe_expert_parallel_comm:

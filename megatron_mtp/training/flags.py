@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from types import MethodType
 
-from megatron_mtp.config import MTPConfig, add_yarn_arguments
+from megatron_mtp.config import PLACE_OF_LOSSES, MTPConfig, add_yarn_arguments
 from megatron_mtp.errors import Parser
+from megatron_mtp.losses import LOSSES
 
 DESCRIPTION = """Pretrain a GPT with MTP depths on Megatron's training loop.
 
@@ -48,9 +49,17 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
     _repair_help(parser)
     group = parser.add_argument_group("multi-token prediction (megatron-mtp)")
     for field in fields(MTPConfig):
-        flag = "--" + field.name.replace("_", "-")
-        group.add_argument(flag, dest=field.name, default=field.default, **field.metadata)
+        flag, described = "--" + field.name.replace("_", "-"), {**field.metadata}
+        if field.name == "mtp_loss":
+            described |= _losses(described["help"])
+        group.add_argument(flag, dest=field.name, default=field.default, **described)
     return add_yarn_arguments(parser)
+
+
+def _losses(help_text: str) -> dict[str, str]:
+    """What argparse shows of the table of losses."""
+    listed = "; ".join(f"'{name}' {loss.learns}" for name, loss in LOSSES.items()).replace("%", "%%")
+    return {"help": help_text.replace(PLACE_OF_LOSSES, listed), "metavar": "{" + ",".join(LOSSES) + "}"}
 
 
 def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -21,11 +21,11 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.batch import add_depths, depth_batch, join_rows, keep_slots, mask_ignored_labels
+from megatron_mtp.data.batch import add_depths, depth_batch, join_rows, keep_positions, mask_ignored_labels
 from megatron_mtp.data.context_parallel import slots_of_ranks
 from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
-from megatron_mtp.losses import LOSSES, needs_teacher, needs_whole_teacher
-from megatron_mtp.losses.schedule import depth_weights, kept_slots, scaling_factor
+from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.schedule import depth_weights, kept_positions, scaling_factor
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 from megatron_mtp.training.refusals import refusal_of_diverged
@@ -82,13 +82,11 @@ class ForwardStep:
         return NextTokensObjective(
             depth_weights=depth_weights(settings, args.mtp_num_layers or 0, scaling_factor(args, settings, step)),
             cp_group=mpu.get_context_parallel_group(),
-            depth_loss=LOSSES[settings.mtp_loss](settings),
+            depth_loss=depth_loss(settings),
             per_token=args.calculate_per_token_loss,
-            distils=needs_teacher(settings),
-            whole_teacher=needs_whole_teacher(settings),
             linear_main=settings.mtp_linear_ce_main or settings.mtp_train_only,
             trains_trunk=not settings.mtp_train_only,
-            kept_slots=partial(kept_slots, fraction, (args.seed, step)),
+            kept_positions=partial(kept_positions, fraction, (args.seed, step)),
             measures_acceptance=self._measures_acceptance(),
         )
 
@@ -143,14 +141,14 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     if batch["labels"] is not None:
         mask_ignored_labels(batch)
         add_depths(batch, args.mtp_num_layers or 0, document_BS)
-    if _reads_slots(vp_stage):
-        _keep_own_slots(batch)
+    if _reads_positions(vp_stage):
+        _keep_own_positions(batch)
     return batch
 
 
 def reads_data(vp_stage: int | None) -> bool:
     """Whether this pipeline stage takes part of a batch, so that the data sets are built for it."""
-    return _reads_packed_rows() or _reads_slots(vp_stage)
+    return _reads_packed_rows() or _reads_positions(vp_stage)
 
 
 def _reads_packed_rows() -> bool:
@@ -159,7 +157,7 @@ def _reads_packed_rows() -> bool:
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 
-def _reads_slots(vp_stage: int | None) -> bool:
+def _reads_positions(vp_stage: int | None) -> bool:
     return is_first_or_last_pipeline_stage(vp_stage) or _reads_everything(vp_stage)
 
 
@@ -197,8 +195,7 @@ _BATCH_KEYS = (
 
 
 def _documents(batch: dict[str, Any]) -> Tensor | None:
-    """Which document every slot belongs to, [B, S] or, of packed rows joined to one, [1, B * S]; None where Megatron's
-    flags say that documents do not matter."""
+    """The document of every position, [B, S], or [1, B * S] of packed rows; None where documents do not matter."""
     args = get_args()
     if batch["cu_seqlens"] is not None:
         rows = documents_from_offsets(batch["cu_seqlens"], batch["cu_seqlens_padded"], batch["labels"].size(1))
@@ -208,14 +205,14 @@ def _documents(batch: dict[str, Any]) -> Tensor | None:
     return None
 
 
-def _keep_own_slots(batch: dict[str, Any]) -> None:
+def _keep_own_positions(batch: dict[str, Any]) -> None:
     """Cut the batch for context parallelism, in place; in a packed row every document by itself."""
     group = mpu.get_context_parallel_group()
     if group.size() == 1:
         return
     sequence_BS = batch["labels"] if batch["tokens"] is None else batch["tokens"]
     offsets = torch.tensor([0, sequence_BS.size(1)]) if batch["cu_seqlens"] is None else _offsets(batch)
-    keep_slots(batch, slots_of_ranks(offsets, group.size())[group.rank()].to(sequence_BS.device))
+    keep_positions(batch, slots_of_ranks(offsets, group.size())[group.rank()].to(sequence_BS.device))
 
 
 def _packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
@@ -236,7 +233,7 @@ def _packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
 
 
 def _offsets(batch: dict[str, Any]) -> Tensor:
-    """Where the documents of a packed row start, and its end; attention walks the slots, padding included."""
+    """Where the documents of a packed row start, and its end; attention walks the positions, padding included."""
     return batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
 
 

@@ -20,6 +20,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron.training.utils import is_last_rank
 from torch import Tensor
 
+from megatron_mtp.files import written_beside
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates, acceptance_rates
 from megatron_mtp.training.console import say
 from megatron_mtp.training.cost import StepClock, peak_memory
@@ -175,7 +176,9 @@ class Metrics:
             return
         losses, rates = window.reduce()
         iteration = get_args().iteration if self._step is None else self._step.number
-        row: dict[str, Any] = {"iteration": iteration, "split": split, **losses, **_named(rates)}
+        row: dict[str, Any] = {"iteration": iteration, "split": split, **losses}
+        if rates is not None:
+            row |= rates.named()
         if split == "training":
             row |= {**self._step_figures(), **self._clock.read(), "peak memory bytes": peak_memory()}
         self._write(row)
@@ -241,9 +244,8 @@ def _drop_rows_after(path: Path, iteration: int) -> None:
         path.replace(path.with_suffix(".old.jsonl"))
         return
     rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    beside = path.with_suffix(".partial.jsonl")
-    beside.write_text("".join(row for row in rows if _iteration(row) <= iteration), encoding="utf-8")
-    beside.replace(path)
+    with written_beside(path) as beside:
+        beside.write_text("".join(row for row in rows if _iteration(row) <= iteration), encoding="utf-8")
 
 
 def _iteration(row: str) -> float:
@@ -264,25 +266,17 @@ def table(losses: dict[str, float], rates: AcceptanceRates | None) -> str:
         "+-------+------------+------------+------------------------+---------+",
         f"| trunk | {losses['lm loss']:10.4f} |            |                        |         |",
     ]
-    of_depths = zip(rates.from_start, rates.conditional, rates.overlap, strict=True)
-    for depth, (from_start, conditional, overlap) in enumerate(of_depths, start=1):
+    of_depths = zip(rates.acceptance, rates.conditional_acceptance, rates.overlap, strict=True)
+    for depth, (acceptance, conditional, overlap) in enumerate(of_depths, start=1):
         loss = losses[f"mtp_{depth} loss"]
-        lines.append(f"| {depth:5d} | {loss:10.4f} | {from_start:10.1%} | {conditional:22.1%} | {overlap:7.1%} |")
+        lines.append(f"| {depth:5d} | {loss:10.4f} | {acceptance:10.1%} | {conditional:22.1%} | {overlap:7.1%} |")
     lines += [lines[0], f"expected accepted length: {rates.length:.3f} tokens per target forward"]
     return "\n".join(lines)
 
 
-def _named(rates: AcceptanceRates | None) -> dict[str, float]:
-    if rates is None:
-        return {}
-    lists = {"acceptance": rates.from_start, "conditional acceptance": rates.conditional, "overlap": rates.overlap}
-    named = {f"mtp_{depth} {name}": rate for name, of in lists.items() for depth, rate in enumerate(of, start=1)}
-    return {**named, "expected accepted length": rates.length}
-
-
 def _log_acceptance(rates: AcceptanceRates, iteration: int, suffix: str) -> None:
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    for name, value in _named(rates).items():
+    for name, value in rates.named().items():
         if writer:
             writer.add_scalar(name + suffix, value, iteration)
         if wandb and is_last_rank():

@@ -69,7 +69,8 @@ def line_of(row: dict[str, Any], rates: AcceptanceRates | None, pace: Pace, widt
     """One line of a training row; parts that a terminal of this width has no room for are left out from the right."""
     parts = [f"step {pace.done}/{pace.steps}", *_losses(row)]
     if rates is not None:
-        parts.append("acceptance " + " ".join(f"{rate:.1%}" for rate in rates.from_start))
+        parts.append(f"acceptance {_percent(rates.acceptance)}")
+        parts.append(f"conditional acceptance {_percent(rates.conditional_acceptance)}")
     if "step seconds" in row:
         seconds = row["step seconds"]
         left = timedelta(seconds=round(seconds * max(pace.steps - pace.done, 0)))
@@ -83,6 +84,10 @@ def line_of(row: dict[str, Any], rates: AcceptanceRates | None, pace: Pace, widt
     whole = list(accumulate(parts, lambda line, part: f"{line} | {part}"))
     fitting = [line for line in whole if width is None or len(line) < width]
     return fitting[-1] if fitting else whole[0]
+
+
+def _percent(rates: list[float]) -> str:
+    return " ".join(f"{rate:.1%}" for rate in rates)
 
 
 def _losses(row: dict[str, Any]) -> list[str]:

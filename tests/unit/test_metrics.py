@@ -218,7 +218,7 @@ def test_two_runs_in_one_process_do_not_see_each_other(args: Namespace, tmp_path
 def test_table_multiplies_the_conditional_rates() -> None:
     text = table(
         {"lm loss": 2.5, "mtp_1 loss": 3.0, "mtp_2 loss": 3.5},
-        AcceptanceRates(conditional=[0.8, 0.5], overlap=[0.7, 0.4]),
+        AcceptanceRates(conditional_acceptance=[0.8, 0.5], overlap=[0.7, 0.4]),
     )
     assert "| depth |       loss | acceptance | conditional acceptance | overlap |" in text
     assert "|     1 |     3.0000 |      80.0% |                  80.0% |   70.0% |" in text

@@ -17,8 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_mtp.data.locks import one_writer
-from megatron_mtp.files import synced
+from megatron_mtp.files import one_writer, synced
 
 RECORDS = "progress"
 PLAN = "progress.json"

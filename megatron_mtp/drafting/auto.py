@@ -31,6 +31,12 @@ FIRST_DRAFTS = 2
 FIRST_REST = 16
 """Plain steps before the first trial; every further rest is twice as long."""
 
+HOPELESS = 0.1
+"""Chance of the first draft on the prompt below which it is not tried: a draft costs a tenth of a forward or more."""
+
+REHEARSED_STEPS = 4
+"""Steps with drafts that the chance on the prompt weighs as much as."""
+
 SHARE = 0.01
 """The share of the time so far that drafting may have cost when a draft is tried again."""
 
@@ -58,6 +64,7 @@ class AutoK:
     _elapsed: float = 0.0
     _drafting: float = 0.0
     _worth: float = 0.0
+    _rehearsal: float = 0.0
     _steps: int = 0
     _rest: int = 0
     _pause: int = FIRST_REST
@@ -66,6 +73,20 @@ class AutoK:
     def begin(self, rows: int, stats: AcceptanceStats) -> None:
         """Start a batch whose longest prompt has so many rows; the first draft has to run all of them."""
         self._behind, self._seen = rows, _copy(stats)
+
+    @property
+    def has_seen_drafts(self) -> bool:
+        """Whether any has been judged, in a rehearsal too."""
+        return bool(self._offers)
+
+    def expect(self, chance: float, rows: int, seconds: float) -> None:
+        """What a rehearsal of so many rows has shown of the first draft, and what it took."""
+        self._hits, self._offers = [REHEARSED_STEPS * chance], [REHEARSED_STEPS]
+        self._elapsed += seconds
+        self._drafting += seconds
+        self._rehearsal, self._caught_up = seconds, (seconds, 0, rows)
+        if chance < HOPELESS:
+            self._rests, self._rest = True, self._pause
 
     def choose(self) -> int:
         """K of the next step; with several ranks the first one's choice, since their clocks differ."""
@@ -109,11 +130,14 @@ class AutoK:
 
     def _plan(self) -> tuple[int, int]:
         """K of the next step, and how many plain steps follow it without another choice."""
-        few = min(self.most, FIRST_DRAFTS)
+        errs = self._rehearsal > 0 and self._chances()[0] < 0.5
+        few = min(self.most, 1 if errs else FIRST_DRAFTS)
         trials = (few, few, 0, 0)
-        if self._steps < len(trials):
-            return trials[self._steps], 0
         if not self._rests:
+            if self._steps < len(trials):
+                return trials[self._steps], 0
+            if not self._draft and self._caught_up[1]:
+                return 1, 0  # the first draft's time is that of its catching up
             rates = self.rates() if self._draft else [1.0]
             best = rates.index(max(rates))
             if best:
@@ -131,9 +155,9 @@ class AutoK:
 
     def _price(self) -> float:
         """Seconds of one more draft and of the rows that the drafter has to catch up on, as the last ones took."""
-        if not self._draft:
+        if not self._draft and not self._rehearsal:
             return float("inf")
-        draft = median(self._draft)
+        draft = median(self._draft) if self._draft else self._rehearsal
         seconds, count, rows = self._caught_up
         return draft + self._behind * max(seconds - count * draft, 0.0) / rows
 

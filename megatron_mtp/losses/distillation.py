@@ -23,8 +23,8 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 
 LARGEST_GAP = 40.0
-"""The largest log q - log p in the computation: where p is 0, its exponential would overflow float32. With q exp(-40) in
-place of a smaller p, p (log p - log q) - p + q is the same to float64's last digit: it is q."""
+"""The largest log q - log p in the computation: where p is 0, its exponential would overflow float32. With q exp(-40)
+in place of a smaller p, p (log p - log q) - p + q is the same to float64's last digit: it is q."""
 
 
 @dataclass(frozen=True)

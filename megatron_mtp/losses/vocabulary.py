@@ -109,7 +109,7 @@ class Vocabulary:
         return torch.stack(tokens).gather(0, winner_N).squeeze(0)
 
     def drafted(self, values_NW: Tensor) -> Tensor:
-        """The columns of the drafted tokens, [N, V], if there is a column for every token; else the values as they are."""
+        """The columns of the drafted tokens, [N, V], if every token has a column; else the values as they are."""
         if self.drafts is None or values_NW.size(1) == self.slice_size:
             return values_NW
         return values_NW.index_select(1, self.drafts.rows_K)

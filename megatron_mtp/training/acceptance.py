@@ -9,8 +9,8 @@ With a draft vocabulary q is over its tokens, and p over all.
 Positions are taken in chunks, as in the losses, so that all logits are never in memory at once. A chunk of positions
 0 1 2 and two depths needs the trunk's logits at 1 2 3 4, which are computed once for both depths.
 
-Letters in names: D depths, S sequence, B batch, H hidden, V this rank's slice of the vocabulary, C positions of a chunk, L
-the later positions that they need, T positions of this rank and copies from other ranks.
+Letters in names: D depths, S sequence, B batch, H hidden, V this rank's slice of the vocabulary, C positions of a
+chunk, L the later positions that they need, T positions of this rank and copies from other ranks.
 """
 
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ from megatron_mtp.training.console import say
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
 from megatron_mtp.training.flag_checks import check_ranges, check_relations, check_tokenizer_folder
 from megatron_mtp.training.flags import add_mtp_arguments
-from megatron_mtp.training.loading import check_load, check_optimizer
+from megatron_mtp.training.loading import check_load, check_optimizer, check_positions
 from megatron_mtp.training.refusals import megatrons_refusals
 
 ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
@@ -116,6 +116,7 @@ def checked_model_config(args: Namespace, **gpt_config: Any) -> MTPGPTModelConfi
     model_config.true_vocab_size = args.vocab_size
     model_config.mtp_init_seed = args.seed
     model_config.absent_mtp_layers = check_checkpoint(args, model_config.mtp)
+    check_positions(args)
     check_optimizer(args)
     model_config.draft_vocabulary, model_config.absent_draft_vocabulary = draft_vocabulary(args, model_config.mtp)
     return model_config

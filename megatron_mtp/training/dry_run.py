@@ -11,6 +11,8 @@ from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from megatron.core import parallel_state
@@ -20,6 +22,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.arguments import parse_args
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_mtp.checkpoint.mcore.iterations import TRACKER, unnamed_iteration
 from megatron_mtp.model.arguments import CUDA, flags_without
 from megatron_mtp.model.build import MTPGPTModelConfig, build
 from megatron_mtp.model.trunk import MTPGPTModel
@@ -49,11 +52,29 @@ def plan(argv: list[str], ranks: int) -> str:
     """
     _pretend(ranks or _fewest_ranks())
     argv += flags_without(CUDA)
-    args = parse_run_args()
-    config = checked_model_config(args)
+    with _tracked(argv):
+        args = parse_run_args()
+        config = checked_model_config(args)
     config.transformer.perform_initialization = False
     stages = [_stage(args, config, rank) for rank in _first_ranks(args)]
     return "\n".join([*_flags(args), "", *_layout(args), "", *_table(stages), "", *_notes(args)])
+
+
+@contextmanager
+def _tracked(argv: list[str]) -> Iterator[None]:
+    """Where the tracker of --load is empty, which a run would mend, read the checkpoint from a folder of links."""
+    load = parse_args(add_mtp_arguments).load
+    newest = None if load is None else unnamed_iteration(Path(load))
+    if newest is None:
+        yield
+        return
+    with TemporaryDirectory(prefix="megatron-mtp-") as folder:
+        for path in Path(load).absolute().iterdir():
+            if path.name != TRACKER:
+                (Path(folder) / path.name).symlink_to(path)
+        (Path(folder) / TRACKER).write_text(str(newest))
+        argv += ["--load", folder]
+        yield
 
 
 def _pretend(ranks: int) -> None:

@@ -28,7 +28,7 @@ from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.hooks import observed
 from megatron_mtp.training.metrics import Metrics, Reporter
 from megatron_mtp.training.refusals import megatrons_refusals, refusals_of_a_run
-from megatron_mtp.training.run_file import flags_of
+from megatron_mtp.training.run_file import flags_of, without_unset
 from megatron_mtp.training.short_log import ShortLog, fitting_interval
 
 
@@ -50,9 +50,11 @@ def command(program: str, given: Namespace, rest: list[str], on_cpu: bool) -> No
 def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
     """`sys.argv`, which Megatron's parser reads: what --config says, and the command line's flags, which win."""
     with sentences(program):
-        words = [] if given.config is None else flags_of(Path(given.config), all_parser(program))
+        flags = all_parser(program)
+        words = [] if given.config is None else flags_of(Path(given.config), flags)
         if any(word.split("=")[0] == "--yaml-cfg" for word in (*words, *rest)):
             raise ValueError("--yaml-cfg takes the place of all flags, those of the depths too; give --config.")
+        words, rest = without_unset(words, rest, flags)
     sys.argv = [program, *words, *rest]
     return sys.argv
 

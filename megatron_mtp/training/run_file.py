@@ -7,7 +7,8 @@
       data-path: [0.7, a, 0.3, b]    # --data-path 0.7 a 0.3 b
     lr: 1e-3
 
-Values are taken as they are written, so that 90,10,0 and 1e-3 stay what they are.
+`--no-swiglu` on the command line unsets a switch that the file sets. Values are taken as they are written, so that
+90,10,0 and 1e-3 stay what they are.
 """
 
 from argparse import Action, ArgumentParser, BooleanOptionalAction
@@ -48,6 +49,15 @@ def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
         seen[name] = key.start_mark.line + 1
         words += _words(f"--{name}", known[name], value, where)
     return words
+
+
+def without_unset(words: list[str], typed: list[str], parser: ArgumentParser) -> tuple[list[str], list[str]]:
+    """The words of a file and of the command line, without the file's switches that `--no-X` unsets there."""
+    known = parser._option_string_actions
+    switches = {word for word in words if word in known and known[word].nargs == 0}
+    unset = {f"--no-{word[2:]}": word for word in switches if f"--no-{word[2:]}" not in known}
+    gone = {unset[word] for word in typed if word in unset}
+    return [word for word in words if word not in gone], [word for word in typed if unset.get(word) not in gone]
 
 
 def _read(file: Path) -> yaml.Node | None:

@@ -52,7 +52,9 @@ def test_no_part_of_a_dropped_depth_is_left(name: str, depths: int, keep: int, t
 )
 def test_the_depth_of_a_carried_tensor(model_type: str, name: str, depth: int | None) -> None:
     config = HFConfig.from_keys({"model_type": model_type, "num_hidden_layers": 45})
-    assert FAMILIES[model_type].depth_of(config, name) == depth
+    depths = FAMILIES[model_type].depths
+    assert depths is not None
+    assert depths.depth_of(config, name) == depth
 
 
 def test_every_key_that_counts_depths_is_written() -> None:

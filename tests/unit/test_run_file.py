@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mtp.training.flags import parse_run
-from megatron_mtp.training.run_file import flags_of
+from megatron_mtp.training.run_file import flags_of, without_unset
 
 FILE = """
 model:
@@ -42,6 +42,14 @@ def test_a_file_says_what_one_would_type(parser: ArgumentParser, tmp_path: Path)
     )
     assert words == [*expected.split(), "--no-rope"]
     assert parser.parse_args([*words, "--lr", "2e-3"]).lr == "2e-3"  # the command line comes after it
+
+
+def test_a_switch_of_the_file_is_unset_on_the_command_line(parser: ArgumentParser) -> None:
+    words = ["--num-layers", "4", "--swiglu", "--bf16", "--rope", "--lr", "1"]
+    left, typed = without_unset(words, ["--no-swiglu", "--seed", "2", "--no-rope", "--no-lr", "--no-fp8"], parser)
+    assert left == ["--num-layers", "4", "--bf16", "--rope", "--lr", "1"]
+    assert typed == ["--seed", "2", "--no-rope", "--no-lr", "--no-fp8"]  # flags of their own, or none at all
+    assert parser.parse_args([*left, *typed[:3]]).rope is False
 
 
 def test_an_empty_file_says_nothing(parser: ArgumentParser, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.hf.config import HFConfig, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN, RELEASE, TRACKER
 from megatron_mtp.checkpoint.mcore.model import check_trainable
+from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths, depth_of
 from megatron_mtp.checkpoint.mcore.tensors import (
     Chunk,
     DistReader,
@@ -125,7 +126,7 @@ def plan_dropping(source: Path, keep: int) -> Change:
         ValueError: it has none, or none to drop.
     """
     reader = DistReader(source)
-    depths = 1 + max((int(key.split(".")[2]) for key in reader.keys if key.startswith("mtp.layers.")), default=-1)
+    depths = StoredDepths.of(reader.keys).layers
     if not depths:
         raise ValueError(f"{source} has no MTP depths; there is nothing to drop.")
     if not 0 <= keep < depths:
@@ -133,7 +134,7 @@ def plan_dropping(source: Path, keep: int) -> Change:
     kept = [
         _copied(reader, key)
         for key in reader.keys
-        if (key.startswith("mtp.layers.") and int(key.split(".")[2]) < keep) or (key == DRAFT_VOCABULARY and keep)
+        if ((depth := depth_of(key)) is not None and depth < keep) or (key == DRAFT_VOCABULARY and keep)
     ]
     args = _args(reader, mtp_num_layers=keep or None)
     dropped = _carried_parts(reader, source, keep)
@@ -160,8 +161,10 @@ def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str
     if not carried:
         return frozenset()
     config = HFConfig.read(source / HF_FILES)
-    depth_of = family_of(config).depth_of
-    return frozenset(name for name in carried if (depth := depth_of(config, name)) is not None and depth >= keep)
+    stored = family_of(config).depths
+    if stored is None:
+        return frozenset()
+    return frozenset(name for name in carried if (depth := stored.depth_of(config, name)) is not None and depth >= keep)
 
 
 def _copy(change: Change, target: Path, options: Options) -> Converted:

@@ -1,6 +1,5 @@
 """`convert ... --dry-run`: what a conversion would do, from names and shapes; it reads no tensor and writes nothing."""
 
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable
@@ -12,14 +11,13 @@ import torch
 from megatron_mtp.checkpoint.convert.depths import Change
 from megatron_mtp.checkpoint.convert.exporting import Export, HFForm
 from megatron_mtp.checkpoint.convert.importing import Options, bytes_read
+from megatron_mtp.checkpoint.convert.names import unnumbered
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.convert.streaming import check_free
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.rules import Rule, Shape
 from megatron_mtp.checkpoint.hf.shards import HFFolder
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def plan_import(source: Path, target: Path, options: Options) -> dict[str, Any]:
@@ -103,20 +101,15 @@ def _names(rules: list[Rule], to_mcore: bool) -> list[str]:
     """The names of both sides, a line for all layers and experts that have the same."""
     counts: Counter[tuple[str, str]] = Counter()
     for rule in rules:
-        hf, mcore = _unnumbered(tensor.name for tensor in rule.hf), _unnumbered(piece.key for piece in rule.mcore)
+        hf, mcore = unnumbered(tensor.name for tensor in rule.hf), unnumbered(piece.key for piece in rule.mcore)
         counts[(hf, mcore) if to_mcore else (mcore, hf)] += 1
     return [_times(f"{old or 'zeros'} -> {new}", count) for (old, new), count in counts.items()]
 
 
 def _counted(keys: Iterable[str]) -> list[str]:
     """The keys, a line for all layers and experts that have the same."""
-    counts = Counter(_NUMBER.sub("*", key) for key in keys)
-    return [_times(key, count) for key, count in counts.items()]
+    return [_times(key, count) for key, count in Counter(unnumbered([key]) for key in keys).items()]
 
 
 def _times(line: str, count: int) -> str:
     return f"{line}  ({count} times)" if count > 1 else line
-
-
-def _unnumbered(names: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in names))

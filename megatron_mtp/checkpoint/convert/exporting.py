@@ -18,6 +18,7 @@ from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.hf.shards import NOT_KEPT, HFShards
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
+from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 
 
@@ -111,15 +112,13 @@ class Export:
 def with_depths(keys: dict[str, Any], depths: int) -> dict[str, Any]:
     """The config's keys for so many depths, by every name that it counts them by; as they are where they say so."""
     config = HFConfig.from_keys(keys)
-    family = family_of(config)
-    said = (
-        family.depth_default
-        if not any(config.has(key) for key in family.depth_keys)
-        else config.integer(*family.depth_keys, least=0)
-    )
-    if family.depth_pattern is None or said is None or said == depths:
+    stored = family_of(config).depths
+    if stored is None:
         return keys
-    counts = {key: depths for key in family.depth_keys if config.has(key)} or {family.depth_keys[0]: depths}
+    configured = stored.configured(config)
+    if (stored.default if configured is None else configured) in (None, depths):
+        return keys
+    counts = {key: depths for key in stored.keys if config.has(key)} or {stored.keys[0]: depths}
     whole = {**keys, **{key: count for key, count in counts.items() if key in keys}}
     if "text_config" not in keys:
         return whole | counts
@@ -142,17 +141,19 @@ def with_dtype(keys: dict[str, Any], tensors: list[Written]) -> dict[str, Any]:
 
 
 def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
-    if layout.depths and family.depth_pattern is None:
+    if not layout.depths:
+        return
+    if family.depths is None:
         raise ValueError(
             f"{reader.folder} has {layout.depths} MTP depth(s), for which {family.title} folders have no place; export "
             "it to a family with MTP (--family), or without the depths (drop-mtp)."
         )
-    if family.depth_limit is not None and layout.depths > family.depth_limit:
+    if family.depths.limit is not None and layout.depths > family.depths.limit:
         raise ValueError(
-            f"{reader.folder} has {layout.depths} MTP depths, but {family.title} holds at most {family.depth_limit}; "
+            f"{reader.folder} has {layout.depths} MTP depths, but {family.title} holds at most {family.depths.limit}; "
             "choose another family (--family)."
         )
-    if layout.depths and not reader.holds("mtp.layers.0.eh_proj.weight"):
+    if not StoredDepths.of(reader.keys).sequential:
         raise ValueError(
             f"{reader.folder} has parallel heads (--mtp-architecture parallel), which no Hugging Face family stores; "
             "export it without them (drop-mtp)."

@@ -4,18 +4,18 @@ Models with depths become GLM-4 MoE or DeepSeek-V3 folders, since these are what
 with MTP; a dense model fits into them (`split_mlp_rules`). Without depths they become Llama, Qwen2 or Qwen3 folders.
 """
 
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_mtp.checkpoint.convert.computation import check_config
 from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, with_depths
-from megatron_mtp.checkpoint.convert.hf_keys import CODE, KEYS, check_computable, common_keys
 from megatron_mtp.checkpoint.convert.hf_tokens import Tokens
 from megatron_mtp.checkpoint.convert.plan import HFModel, stored_layout, zero_features
-from megatron_mtp.checkpoint.families import family_of
+from megatron_mtp.checkpoint.families import FAMILIES, family_of, trained_forms
+from megatron_mtp.checkpoint.families.trained import check_computable, common_keys
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
+from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.checkpoint.mcore.tokenizer import has_tokenizer, run_tokenizer
 
@@ -49,7 +49,7 @@ def form_of(
     if like is not None:
         form, remedy = kept_form(like) or hf_folder_form(like), "give a folder of the same model (--like)."
         check_said(form, reader, f"the {CONFIG} of {like}", remedy)
-    elif kept is not None and family is None and _holds(kept, stored_layout(reader).depths):
+    elif kept is not None and family is None and _holds(kept, StoredDepths.of(reader.keys).layers):
         form = kept
         check_said(form, reader, f"{source / HF_FILES / CONFIG}", f"make the config anew (--family {_named(kept)}).")
     else:
@@ -66,7 +66,7 @@ def check_said(form: HFForm, reader: DistReader, source: str, remedy: str) -> No
 
 def _named(form: HFForm) -> str:
     model_type = HFConfig.from_keys(form.keys).model_type
-    return model_type if model_type in KEYS else "NAME"
+    return model_type if model_type in trained_forms() else "NAME"
 
 
 def hf_folder_form(folder: Path) -> HFForm:
@@ -80,7 +80,7 @@ def hf_folder_form(folder: Path) -> HFForm:
 
 def _holds(form: HFForm, depths: int) -> bool:
     """Whether the family has a place for depths, where there are some."""
-    return not depths or family_of(HFConfig.from_keys(form.keys)).depth_pattern is not None
+    return not depths or family_of(HFConfig.from_keys(form.keys)).depths is not None
 
 
 def trained_form(
@@ -98,23 +98,16 @@ def trained_form(
     """
     args = reader.common()["args"]
     check_computable(args)
-    depths = stored_layout(reader).depths
-    chosen = _fitting(args, depths) if family is None else family
-    if chosen not in KEYS:
-        raise ValueError(f"--family is '{chosen}'; a trained model becomes one of {', '.join(KEYS)}.")
+    depths = StoredDepths.of(reader.keys).layers
+    forms = trained_forms()
+    chosen = family or next(name for name, form in forms.items() if form.fits(args, depths))
+    if chosen not in forms:
+        raise ValueError(f"--family is '{chosen}'; a trained model becomes one of {', '.join(forms)}.")
+    form, stored = forms[chosen], FAMILIES[chosen].depths
     tokens = Tokens.of(tokenizer or run_tokenizer(args, reader.folder.parent), args, trust_remote_code)
     dtype = str(reader.dtype("decoder.final_layernorm.weight")).removeprefix("torch.")
-    keys = {**common_keys(args, tokens.vocabulary(reader), dtype), **KEYS[chosen](args), **tokens.ids}
-    keys |= {"model_type": chosen} | ({"num_nextn_predict_layers": depths} if depths else {})
-    texts = {**CODE.get(chosen, {}), **tokens.generation_config()}
+    keys = {**common_keys(args, tokens.vocabulary(reader), dtype), **form.keys(args), **tokens.ids}
+    keys |= {"architectures": [form.architecture], "model_type": chosen}
+    keys |= {stored.keys[0]: depths} if stored is not None and depths else {}
+    texts = {**form.files, **tokens.generation_config()}
     return HFForm(keys, zero_features(reader), files=tokens.folder, texts=texts)
-
-
-def _fitting(args: Namespace, depths: int) -> str:
-    if args.multi_latent_attention:
-        return "deepseek_v3"
-    if args.num_experts or depths:
-        return "glm4_moe"
-    if args.qk_layernorm:
-        return "qwen3"
-    return "qwen2" if args.add_qkv_bias else "llama"

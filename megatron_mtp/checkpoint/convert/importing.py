@@ -154,8 +154,9 @@ def _common(model: HFModel, args: Namespace) -> dict[str, Any]:
 
 def origin(model: HFModel) -> dict[str, Any]:
     """What a checkpoint tells of where it came from, and the conventions of its depths."""
-    half = "embedding" if model.family.embedding_first else "hidden"
-    side = "after" if model.family.input == "post" else "before"
+    depths = model.family.depths
+    half = "embedding" if depths is None or depths.embedding_first else "hidden"
+    side = "before" if depths is not None and depths.before_norm else "after"
     return {
         "model_type": model.config.model_type,
         "family": model.family.title,

@@ -19,8 +19,9 @@ def flags_of(model: HFModel) -> tuple[list[str] | None, str | None]:
 
 def depth_flags_of(model: HFModel) -> list[str] | None:
     """Megatron's flags for the depths of a model whose trunk it cannot run; None where it cannot run them either."""
+    depths = model.family.depths
     try:
-        return None if model.family.depth_flags is None else model.family.depth_flags(model.config, model.layout)
+        return None if depths is None or depths.flags is None else depths.flags(model.config, model.layout)
     except UntrainableError:
         return None
 

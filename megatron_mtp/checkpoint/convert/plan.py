@@ -17,11 +17,11 @@ from megatron_mtp.checkpoint.families.trunk import ZERO_QKV_BIAS, ZERO_ROUTER_BI
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.hf.kinds import check_kind
 from megatron_mtp.checkpoint.hf.shards import HFFolder, block_of
+from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
-_DEPTH = re.compile(r"^mtp\.layers\.(\d+)\.")
 
 
 def parts_of(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
@@ -103,9 +103,8 @@ def stored_key(piece: Piece, reader: DistReader) -> str:
 
 
 def stored_layout(reader: DistReader, features: Iterable[str] = (), carried: Iterable[str] = ()) -> Layout:
-    """The layout of a checkpoint's export: its depths, and the forms that the folder is to have."""
-    depths = {match.group(1) for key in reader.keys if (match := _DEPTH.match(key))}
-    return Layout(len(depths), frozenset(features), tuple(carried))
+    """The layout of a checkpoint's export: the depths that are stored, and the forms that the folder is to have."""
+    return Layout(StoredDepths.of(reader.keys).layers, frozenset(features), tuple(carried))
 
 
 def zero_features(reader: DistReader) -> tuple[str, ...]:

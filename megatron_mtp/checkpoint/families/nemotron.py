@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_mtp.checkpoint.families.blocks import Frame, depth_frame
 from megatron_mtp.checkpoint.families.depth_flags import framed_depths
-from megatron_mtp.checkpoint.families.family import Family, Layout, numbered_depth
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout, numbered_depth
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -35,12 +35,12 @@ def _depth_of(config: HFConfig, name: str) -> int | None:
 
 NEMOTRON = Family(
     "Nemotron-3",
+    "Nemotron-3",
+    ("nemotron_h",),
     _rules,
-    depth_pattern=r"^mtp\.layers\.(\d+)\.eh_proj\.weight$",
+    depths=Depths(r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", depth_of=_depth_of, flags=framed_depths),
     features=STORED_HEAD,
     carried=(r"backbone\.layers\.", r"mtp\.layers\.\d+\.(mixer|norm)\."),
-    depth_of=_depth_of,
-    depth_flags=framed_depths,
     untrainable="Mamba layers, which are another of Megatron's models than the GPT that is trained here",
     defaults={
         "num_key_value_heads": 8,

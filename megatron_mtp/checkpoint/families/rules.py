@@ -2,15 +2,18 @@
 
 A rule names some HF tensors, the pieces of Megatron tensors that hold the same numbers, and the map between them. The
 inverse of a map is derived from the map; export is import read backwards. Every map moves numbers and never computes
-with them, so that a round trip is equal bit by bit.
+with them, so that a round trip is equal bit by bit. torch is imported when a tensor is moved: listing the families
+does not need it.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -46,7 +49,14 @@ class Piece:
 
 
 class Map(Protocol):
-    """How numbers move: `forward` from HF to Megatron, `backward` the inverse."""
+    """How numbers move: `forward` from HF to Megatron, `backward` the inverse.
+
+    Attributes:
+        what: what `forward` does, in a few words; empty for a new name alone.
+    """
+
+    @property
+    def what(self) -> str: ...
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
 
@@ -56,6 +66,8 @@ class Map(Protocol):
 @dataclass(frozen=True)
 class Same:
     """Each tensor under another name."""
+
+    what = ""
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
@@ -69,9 +81,12 @@ class Concat:
 
     sizes: tuple[int, ...]
     dim: int = 0
+    what = "one after another"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.cat(list(tensors), dim=self.dim)]
+        from torch import cat
+
+        return [cat(list(tensors), dim=self.dim)]
 
     def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         (one,) = tensors
@@ -83,11 +98,12 @@ class SwapHalves:
     """[a | b] to [b | a] along `dim`, for families that put the hidden half of `eh_proj` first; its own inverse."""
 
     dim: int = 1
+    what = "halves swapped"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         (one,) = tensors
         first, second = one.chunk(2, dim=self.dim)
-        return [torch.cat([second, first], dim=self.dim)]
+        return Concat((), self.dim).forward([second, first])
 
     backward = forward
 
@@ -95,6 +111,8 @@ class SwapHalves:
 @dataclass(frozen=True)
 class Axis:
     """A new first axis, for one expert among the stacked."""
+
+    what = "stacked"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.unsqueeze(0) for tensor in tensors]
@@ -121,13 +139,15 @@ class MergeQKV:
     groups: int
     widths: tuple[int, int, int]
     gated: bool = False
+    what = "group by group"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         query, key, value = tensors
         rest = query.shape[1:]
         if self.gated:
             query = self._by_kind(query, (self.heads // self.groups, 2))
-        merged = torch.cat([rows.reshape(self.groups, -1, *rest) for rows in (query, key, value)], dim=1)
+        grouped = [rows.reshape(self.groups, -1, *rest) for rows in (query, key, value)]
+        (merged,) = Concat((), dim=1).forward(grouped)
         return [merged.reshape(-1, *rest)]
 
     def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -152,6 +172,7 @@ class Split:
     """One HF tensor into several, such as a fused query-key-value projection; the inverse of `Concat`."""
 
     sizes: tuple[int, ...]
+    what = "split"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return Concat(self.sizes).backward(tensors)
@@ -170,10 +191,14 @@ class Copies:
 
     names: tuple[str, ...]
 
+    @property
+    def what(self) -> str:
+        return "copies of one" if len(self.names) > 1 else ""
+
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         first, *others = tensors
         for name, other in zip(self.names[1:], others, strict=True):
-            if not torch.equal(first, other):
+            if not first.equal(other):
                 raise ValueError(
                     f"'{name}' is not the copy of '{self.names[0]}' that this family shares between trunk and depths; "
                     "give a checkpoint in which they are equal, since Megatron keeps one tensor for both."
@@ -194,6 +219,7 @@ class Zeros:
     """
 
     shapes: tuple[Shape, ...]
+    what = "zeros"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if any(tensor.any() for tensor in tensors):
@@ -201,7 +227,9 @@ class Zeros:
         return []
 
     def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.zeros(shape) for shape in self.shapes]
+        from torch import zeros
+
+        return [zeros(shape) for shape in self.shapes]
 
 
 @dataclass(frozen=True)
@@ -209,6 +237,10 @@ class Then:
     """One map after another."""
 
     steps: tuple[Map, ...]
+
+    @property
+    def what(self) -> str:
+        return ", ".join(step.what for step in self.steps if step.what)
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         out = list(tensors)

@@ -21,6 +21,20 @@ _ITERATION = re.compile(r"^iter_(\d{7})$")
 def repair_tracker(folder: Path) -> int | None:
     """Name the newest whole iteration in a tracker that a killed run left empty; returns it, None if nothing was amiss.
 
+    Raises:
+        ValueError: as `unnamed_iteration`.
+    """
+    newest = unnamed_iteration(folder)
+    if newest is not None:
+        beside = folder / f"{TRACKER}.{os.getpid()}.partial"
+        beside.write_text(str(newest))
+        beside.replace(folder / TRACKER)
+    return newest
+
+
+def unnamed_iteration(folder: Path) -> int | None:
+    """The newest whole iteration where a killed run left the tracker empty; None where it is not.
+
     Megatron writes the tracker in place, and ends (with status 0) over an empty one.
 
     Raises:
@@ -35,9 +49,6 @@ def repair_tracker(folder: Path) -> int | None:
             f"--load is {folder}, whose {TRACKER} is empty and which has no whole iteration; give another checkpoint, "
             "or remove the folder to start anew."
         )
-    beside = tracker.with_name(f"{TRACKER}.{os.getpid()}.partial")
-    beside.write_text(str(max(whole)))
-    beside.replace(tracker)
     return max(whole)
 
 

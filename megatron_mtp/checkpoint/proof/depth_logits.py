@@ -60,9 +60,11 @@ def depth_logits(
     for number, layer in enumerate(model.mtp.layers, start=1):
         _replace_absent(layer, f"mtp.layers.{number - 1}.", reader, given.get(f"given {number}"))
     fill(model, reader, ("mtp.", "embedding.", "output_layer."))
-    _scale(model, source.family.depth_scales(source.config))
+    stored = source.family.depths
+    assert stored is not None  # `flags` are theirs
+    _scale(model, stored.scales(source.config))
     with torch.no_grad():
-        out = _run(model, reader, tokens_BS, given["given state"].unsqueeze(1), source.family.input == "pre")
+        out = _run(model, reader, tokens_BS, given["given state"].unsqueeze(1), stored.before_norm)
     return {name: logits_SV.cpu() for name, logits_SV in out.items()}
 
 

@@ -5,7 +5,7 @@ layers, {flat} counts the layers of all depths, {first} and {last} are those of 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.shards import HFFolder, block_of
+from megatron_mtp.registry import Registry
 
 Tensors = dict[str, Tensor]
 Changes = dict[str, Any]
@@ -37,6 +38,8 @@ class DepthForm:
         keys: the family's config keys to that class's.
         absent: keys that a config may leave out, where the family has another value for them than that class.
         named: all tensors to that class's names.
+        around: the config of the class that transformers has, where that is only a larger model around the trunk.
+        row: layers of one depth.
     """
 
     layer: str
@@ -51,6 +54,8 @@ class DepthForm:
     keys: dict[str, str] = field(default_factory=dict)
     absent: dict[str, Any] = field(default_factory=dict)
     named: Callable[[Any, Tensors], Tensors] = lambda config, tensors: tensors
+    around: Callable[[Any], Any] = lambda config: config
+    row: Callable[[Any], int] = lambda config: 1
 
 
 def config_of(folder: Path) -> tuple[DepthForm | None, Any]:
@@ -60,7 +65,7 @@ def config_of(folder: Path) -> tuple[DepthForm | None, Any]:
     if form is None or form.trunk_type is None:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config.__dict__.pop("quantization_config", None)  # tensors are read as what they stand for
-        return form, _with_eyes(config) if config.model_type == "step3p5" else config
+        return form, config if form is None else form.around(config)
     own = {form.keys.get(name, name): value for name, value in keys.items() if name not in _NOT_THE_TRUNKS}
     return form, AutoConfig.for_model(form.trunk_type, **form.absent | own)
 
@@ -76,7 +81,7 @@ def _with_eyes(text: Any) -> Any:
 
 def depth_tensors(tensors: Tensors, form: DepthForm, config: Any, depth: int) -> Tensors:
     """Those of a depth from 0: the parts of the frame, and `layers.0.` .. as in the trunk. None if absent."""
-    row = len(_nemotron_row(config)) if "{flat}" in form.layer else 1
+    row = form.row(config)
     places = {
         "k": depth,
         "n": config.num_hidden_layers + depth,
@@ -156,13 +161,8 @@ def _step(config: Any, depth: int, tensors: Tensors) -> Changes:
     }
 
 
-def _nemotron_row(config: Any) -> list[str]:
-    row: list[str] = config.mtp_layers_block_type
-    return row
-
-
 def _nemotron(config: Any, depth: int, tensors: Tensors) -> Changes:
-    return {"layer_types": _nemotron_row(config)}
+    return {"layer_types": config.mtp_layers_block_type}
 
 
 def _as_glm(config: Any, tensors: Tensors) -> Tensors:
@@ -222,7 +222,7 @@ _NEMOTRON = {**_under("mtp.layers.{first}.", **_HALVES), "norm": "mtp.layers.{la
 _QWEN_FORM = DepthForm("mtp.layers.{k}.", _QWEN, layers=_full_attention)
 _STEP_FORM = DepthForm(_NUMBERED, _under(_NUMBERED, **_STEP), before_norm=True, layers=_step, given="attention")
 
-FORMS: dict[str, DepthForm] = {
+_OWN = {
     "deepseek_v3": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts),
     "kimi_k2": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts, trunk_type="deepseek_v3"),
     "glm4_moe": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts),
@@ -254,7 +254,15 @@ FORMS: dict[str, DepthForm] = {
     "longcat_flash": DepthForm(
         "model.mtp.layers.{k}.", _LONGCAT, renames=_LONGCAT_LAYER, layers=_longcat, rest_is_zero=True
     ),
-    **dict.fromkeys(("step3p5", "step3p7"), _STEP_FORM),
-    "nemotron_h": DepthForm("mtp.layers.{flat}.", _NEMOTRON, layers=_nemotron, given="layer"),
+    "step3p5": replace(_STEP_FORM, around=_with_eyes),
+    "step3p7": _STEP_FORM,
+    "nemotron_h": DepthForm(
+        "mtp.layers.{flat}.",
+        _NEMOTRON,
+        layers=_nemotron,
+        given="layer",
+        row=lambda config: len(config.mtp_layers_block_type),
+    ),
 }
-"""Families whose depths can be judged, by `model_type`."""
+FORMS: Registry[DepthForm] = Registry("megatron_mtp.reference_forms", _OWN)
+"""Families whose depths can be judged, by `model_type`; other packages register theirs."""

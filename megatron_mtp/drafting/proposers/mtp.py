@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.drafting.proposers.base import Kind, Proposer, pick
 from megatron_mtp.drafting.types import Draft, Round
 
 if TYPE_CHECKING:
-    from megatron_mtp.drafting.runner import Runner
     from megatron_mtp.drafting.sequences import Sequences
 
 CHUNK = 512
@@ -39,9 +37,9 @@ class Vanilla(Proposer):
     remedy = "choose mtp_eagle, which reuses a module"
     recordable = True
 
-    def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
-        super().__init__(runner, config)
-        self.most = runner.depths
+    @property
+    def most(self) -> int:
+        return self.runner.depths
 
     def start(self, sequences: "Sequences") -> None:
         batch = len(sequences.texts)

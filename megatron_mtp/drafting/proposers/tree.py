@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_mtp.drafting.config import MOST_DRAFTED, SpeculativeConfig
+from megatron_mtp.drafting.config import MOST_DRAFTED
 from megatron_mtp.drafting.proposers.mtp import Eagle
 from megatron_mtp.drafting.sampling import DRAFT, draw
 from megatron_mtp.drafting.settings import Settings, setting
@@ -25,7 +25,6 @@ from megatron_mtp.drafting.types import Draft, Round
 from megatron_mtp.drafting.verifiers import VERIFIERS
 
 if TYPE_CHECKING:
-    from megatron_mtp.drafting.runner import Runner
     from megatron_mtp.drafting.sequences import Sequences
 
 DEFAULT_TREE = (4, 2)
@@ -190,10 +189,9 @@ class Tree(Grower):
     limit = "one with each level of 'tree'"
     remedy = "give a deeper tree, or tree_nodes"
 
-    def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
-        super().__init__(runner, config)
-        if self.settings.tree_nodes is None:
-            self.most = len(self.settings.tree or DEFAULT_TREE)
+    @property
+    def most(self) -> int | None:
+        return len(self.settings.tree or DEFAULT_TREE) if self.settings.tree_nodes is None else None
 
     @property
     def draws_siblings(self) -> bool:

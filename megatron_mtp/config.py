@@ -15,9 +15,6 @@ SCHEDULE_NAMES = ("constant", "step", "cosine")
 TEMPERATURES = (0.01, 100.0)
 """The lowest and the highest: below it a distribution is a single token in float32, above it all tokens are equal."""
 
-PLACE_OF_LOSSES = "{losses}"
-"""Stands in the help text of `--mtp-loss` for the table of losses (`megatron_mtp/losses`), which imports this file."""
-
 
 def _flag[T](default: T, help_text: str, **argparse_kwargs: object) -> T:
     """A field, with what `argparse.add_argument` needs for its flag."""
@@ -69,7 +66,9 @@ class MTPConfig:
         "and no optimizer state. Default: everything is trained.",
         action="store_true",
     )
-    mtp_loss: str = _flag("ce", f"What the depths learn: {PLACE_OF_LOSSES}. Default: ce.")
+    mtp_loss: str = _flag(
+        "ce", "What the depths learn: a name of the table of losses, which --list-losses explains. Default: ce."
+    )
     mtp_loss_mix: str | None = _flag(
         None,
         "Weights of the losses in --mtp-loss mix, by name, such as ce=0.2,tv=0.8, or of ce, kd and tv without names, "

@@ -177,20 +177,22 @@ def _connect() -> socket.socket:
     """A connection to the server, which is started unless another worker has done so."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     deadline, server = time.monotonic() + TIMEOUT, None
-    while True:
-        try:
-            connection.connect(_address())
-            return connection
-        except ConnectionRefusedError:
-            server = server or _start_server()
-            if server.poll():
-                raise RuntimeError(f"the server of forks ended with status {server.returncode}") from None
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
+    with tempfile.TemporaryFile() as said:
+        while True:
+            try:
+                connection.connect(_address())
+                return connection
+            except ConnectionRefusedError:
+                server = server or _start_server(said)
+                if server.poll():
+                    said.seek(0)
+                    raise RuntimeError(f"the server of forks did not start: {said.read().decode()[-3000:]}") from None
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
 
 
-def _start_server() -> "subprocess.Popen[bytes]":
+def _start_server(said: IO[bytes]) -> "subprocess.Popen[bytes]":
     of_run = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**without_ranks(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
@@ -199,6 +201,7 @@ def _start_server() -> "subprocess.Popen[bytes]":
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
+        stderr=said,
         start_new_session=True,
     )
 

@@ -196,7 +196,7 @@ def options(args: argparse.Namespace) -> Any:
     """
     import torch
 
-    from megatron_mtp.checkpoint.convert.importing import Options
+    from megatron_mtp.checkpoint.convert.options import Options
 
     if args.workers < 1:
         raise ValueError(f"--workers: {args.workers} layers at a time are none; give 1 or more.")

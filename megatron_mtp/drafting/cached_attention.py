@@ -122,8 +122,12 @@ def attach(layers: Iterable[torch.nn.Module], scope: Scope, config: TransformerC
                 f"the model's attention has sinks ({config.softmax_type}), which drafting does not support; draft with "
                 "another model."
             )
-        core = attention.core_attention
-        scale = getattr(core, "scale", None) or core.softmax_scale
-        attention.core_attention = CachedAttention(scope, index, scale)
+        attention.core_attention = CachedAttention(scope, index, _scale_of(attention, config))
         if isinstance(attention, MultiLatentAttention):
             attention.rotary_pos_emb = PositionedRotary(attention.rotary_pos_emb, scope, positions)
+
+
+def _scale_of(attention: Attention, config: TransformerConfig) -> float:
+    """The factor of attention scores, from the configuration: the core attention of Transformer Engine does not keep it."""
+    own: float | None = attention.softmax_scale if isinstance(attention, MultiLatentAttention) else config.softmax_scale
+    return config.kv_channels**-0.5 if own is None else own

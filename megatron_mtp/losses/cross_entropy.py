@@ -24,6 +24,7 @@ from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 class CrossEntropy(TokenLoss):
     """Cross-entropy of the labels; the gradient is made in the logits' memory."""
 
+    line = "the labels, by cross-entropy"
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 

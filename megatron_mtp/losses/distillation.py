@@ -31,8 +31,9 @@ in place of a smaller p, p (log p - log q) - p + q is the same to float64's last
 class Divergence(TokenLoss):
     """KL(p || q) of distributions at a temperature."""
 
-    temperature: float = 1.0
+    line = "the trunk's own distribution of the same token, by its KL divergence from the depth's"
     needs_teacher = True
+    temperature: float = 1.0
 
     @classmethod
     def of(cls, settings: MTPConfig) -> Self:
@@ -58,9 +59,10 @@ class Divergence(TokenLoss):
 class TotalVariation(TokenLoss):
     """The probability that a draft from q is rejected."""
 
-    temperature: float = 1.0
+    line = "the trunk's own distribution by total variation, the rate at which sampled drafts are rejected"
     needs_teacher = True
     needs_whole_teacher = True
+    temperature: float = 1.0
 
     @classmethod
     def of(cls, settings: MTPConfig) -> Self:

@@ -21,6 +21,7 @@ UNNAMED = ("ce", "kd", "tv")
 class Mix(TokenLoss):
     """The weighted sum of `parts`; it needs a teacher where one of them does."""
 
+    line = "a weighted sum of the others, by --mtp-loss-mix"
     parts: tuple[tuple[float, TokenLoss], ...]
 
     @property
@@ -34,7 +35,7 @@ class Mix(TokenLoss):
     @classmethod
     def of(cls, settings: MTPConfig) -> Self:
         weights = mix_weights(settings.mtp_loss_mix)
-        return cls(tuple((weight, LOSSES[name].token_loss(settings)) for name, weight in weights.items() if weight))
+        return cls(tuple((weight, LOSSES[name].of(settings)) for name, weight in weights.items() if weight))
 
     def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         loss_N, gradient_NV = torch.zeros_like(chunk.logits_NV[:, 0]), torch.zeros_like(chunk.logits_NV)

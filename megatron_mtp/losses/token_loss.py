@@ -5,7 +5,7 @@ Letters in names: N positions, V this rank's slice of the vocabulary.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -34,9 +34,12 @@ class TokenLoss(ABC):
     """A loss of single tokens, with its gradient by the logits; masks, weights and sums are made elsewhere.
 
     Attributes:
+        line: what the depths learn, for --list-losses and docs/attaching.md.
         needs_teacher: it compares with the trunk's own distribution of the token.
         needs_whole_teacher: it does so over all tokens, also where the depths draft from some of them.
     """
+
+    line: ClassVar[str]
 
     @property
     def needs_teacher(self) -> bool:

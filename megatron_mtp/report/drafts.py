@@ -1,4 +1,4 @@
-"""What was drafted, token by token: accepted drafts, rejected ones, and the tokens that the trunk gave itself."""
+"""Drafts token by token: accepted, rejected, and the trunk's own tokens."""
 
 from html import escape
 from typing import Any
@@ -22,13 +22,13 @@ def section(name: str, drafts: dict[str, Any]) -> str:
 
 
 def _figures(figures: dict[str, Any]) -> str:
-    """Scalars as they were written; lists stand in the table by position."""
+    """Scalars as they were written; lists are in the table by position."""
     rows = (
         f'<tr><th scope="row">{escape(name.replace("_", " "))}</th><td>{escape(str(value))}</td></tr>'
         for name, value in figures.items()
         if value is not None and not isinstance(value, list)
     )
-    return f"<table><caption>What it cost</caption>{''.join(rows)}</table>"
+    return f"<table><caption>Cost</caption>{''.join(rows)}</table>"
 
 
 def by_position(texts: list[dict[str, Any]]) -> str:
@@ -94,12 +94,12 @@ def _step(place: int, step: Step, pieces: dict[str, str]) -> str:
     return "".join(parts)
 
 
-def _token(tag: str, kind: str, token: int, told: str, pieces: dict[str, str]) -> str:
+def _token(tag: str, kind: str, token: int, hint: str, pieces: dict[str, str]) -> str:
     kind = f' class="{kind}"' if kind else ""
-    return f'<{tag}{kind} title="{escape(told)} (id {token})">{_piece(token, pieces)}</{tag}>'
+    return f'<{tag}{kind} title="{escape(hint)} (id {token})">{_piece(token, pieces)}</{tag}>'
 
 
 def _piece(token: int, pieces: dict[str, str]) -> str:
-    """Its text, or its id where there is no text; an end of line is seen and made."""
+    """The token's text, or its id if there is no text; a line break is shown as a sign and made."""
     piece = pieces.get(str(token))
     return f"{token} " if piece is None else escape(piece).replace("\n", "⏎\n")

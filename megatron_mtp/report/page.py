@@ -1,6 +1,6 @@
-"""The page: charts, tables and drafts in one HTML file that asks nothing of a network.
+"""The page: charts, tables and drafts in one HTML file that needs no network.
 
-Its style sheet and its script (page.css and page.js) stand in it, and its policy allows this script alone.
+It contains its style sheet and its script (page.css and page.js), and its policy allows only this script.
 """
 
 from base64 import b64encode
@@ -23,9 +23,9 @@ POLICY = (
 )
 
 ABOUT = (
-    "Lines with marks are evaluations, thin lines training. Acceptance of a depth: its draft and all earlier ones are "
-    "accepted. Conditional acceptance: its draft is accepted, given that the earlier ones were. The expected accepted "
-    "length is the tokens that one forward of the trunk would yield."
+    "Lines with marks are evaluations, thin lines training. Acceptance of a depth: how often its draft and all earlier "
+    "drafts are accepted. Conditional acceptance: how often its draft is accepted where the earlier drafts were. "
+    "Expected accepted length: the tokens that one forward pass of the trunk would yield."
 )
 SWITCHES = (
     '<fieldset class="switches"><label><input type="checkbox" id="log"> logarithmic axes</label>'

@@ -1,4 +1,4 @@
-"""What a run is to load: looked at before a model is built.
+"""Checks of the checkpoint that a run loads, before a model is built.
 
 Megatron starts from random weights where there is nothing to load, and ends with status 0 where it cannot read what is
 there.

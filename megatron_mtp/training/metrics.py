@@ -1,14 +1,13 @@
 """Losses and acceptance by depth, gathered over a run: console table, TensorBoard, W&B, metrics.jsonl.
 
-One `Metrics` belongs to one run and is handed to its forward step; nothing is kept in a class or module. Losses reach
-the console and the writers by themselves (Megatron's loop logs what the loss function reports); here they are kept for
-the file and the short log, together with acceptance, which the loop does not know.
+Every run has one `Metrics`, filled by its forward step; no class or module keeps state. Megatron's loop logs the losses
+to the console and the writers. Here they are kept for the file and the short log, together with acceptance, which the
+loop does not log.
 """
 
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,10 +19,10 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron.training.utils import is_last_rank
 from torch import Tensor
 
-from megatron_mtp.files import written_beside
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates, acceptance_rates
 from megatron_mtp.training.console import say
 from megatron_mtp.training.cost import StepClock, peak_memory
+from megatron_mtp.training.metrics_file import append, drop_rows_after
 from megatron_mtp.training.plot import plot_metrics
 from megatron_mtp.training.run_record import write_run_record
 
@@ -60,7 +59,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Step:
-    """What Megatron's loop says of a training step that is through; the optimizer's figures may be absent."""
+    """A finished training step, as Megatron's loop reports it; the optimizer's figures may be absent."""
 
     number: int
     learning_rate: float | None = None
@@ -73,20 +72,20 @@ class Step:
 
 
 class Reporter(Protocol):
-    """Shows a run's figures while it goes on; called on the last rank alone."""
+    """Shows a run's figures while it trains; called only on the last rank."""
 
     def interval(self, row: dict[str, Any], rates: AcceptanceRates | None) -> None:
         """Training since the last call."""
 
     def evaluated_batch(self) -> None:
-        """A microbatch of an evaluation is through."""
+        """A microbatch of an evaluation is done."""
 
     def evaluation(self, row: dict[str, Any], text: str, when: str) -> None:
-        """An evaluation is through; `text` is its table, and `when` 'at step 140' or 'after the run'."""
+        """An evaluation is done; `text` is its table, and `when` is 'at step 140' or 'after the run'."""
 
 
 class PrintedTables:
-    """The reporter beside Megatron's own log: what that does not say."""
+    """The reporter with Megatron's own log: prints what that lacks."""
 
     def interval(self, row: dict[str, Any], rates: AcceptanceRates | None) -> None:
         if rates is not None:
@@ -113,11 +112,11 @@ class Metrics:
         self.evaluated: tuple[dict[str, Any], str] | None = None
         self._training = Window()
         self._evaluation = Window()
-        self._data, self._sets = "validation", 0  # what is evaluated on, and how many sets of it are through
+        self._data, self._sets = "validation", 0  # what is evaluated on, and how many of its sets are done
         self._is_after_run = False
         self._clock = StepClock()
-        self._step: Step | None = None  # the last that is through; numbers count from the start of a resumed run
-        self._skipped = 0  # steps since the last row, whose gradients overflowed
+        self._step: Step | None = None  # the last one done; numbers count from the start of a resumed run
+        self._skipped = 0  # steps since the last row whose gradients overflowed
         self._has_written, self._has_failed = False, False
         self._closing = False
 
@@ -135,7 +134,7 @@ class Metrics:
         self._clock.start()
 
     def end_step(self, step: Step) -> None:
-        """The step is through, on every rank; at the end of a log interval its figures are published."""
+        """The step is done, on every rank; at the end of a log interval its figures are published."""
         self._clock.stop()
         self._step = step
         self._skipped += step.is_skipped
@@ -143,17 +142,17 @@ class Metrics:
             self._end_interval()
 
     def begin_evaluation(self, data: str, is_after_run: bool = False) -> None:
-        """On 'validation' or 'test' data, which Megatron does not tell `end_evaluation`; it may be on several sets."""
+        """An evaluation on 'validation' or 'test' data begins; Megatron calls `end_evaluation` without the name."""
         self._data, self._sets, self._is_after_run = data, 0, is_after_run
 
     def end_evaluation(self, model: Any) -> None:
-        """Megatron's `non_loss_data_func`, called on every rank when an evaluation on one set is through."""
+        """Megatron's `non_loss_data_func`, called on every rank when the evaluation on one set is done."""
         window, self._evaluation = self._evaluation, Window()
         self._publish(self._evaluated_set(), window)
         self._sets += 1
 
     def _evaluated_set(self) -> str:
-        """Of several sets with the suffix that Megatron gives to its own figures."""
+        """The name of the data; with several sets, with the suffix of Megatron's own figures."""
         args = get_args()
         if not args.multiple_validation_sets:
             return self._data
@@ -188,7 +187,7 @@ class Metrics:
             _log_acceptance(rates, iteration, "" if split == "training" else f" {split}")
 
     def _step_figures(self) -> dict[str, float]:
-        """Of the last step, and how many since the last row were skipped, if any."""
+        """Figures of the last step, and how many steps since the last row were skipped, if any."""
         skipped, self._skipped = self._skipped, 0
         figures = {} if self._step is None else self._step.figures()
         return {**figures, "skipped steps": skipped} if skipped else figures
@@ -208,14 +207,14 @@ class Metrics:
         with self._going_on_without(self.folder / FILE):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._has_written:
-                _drop_rows_after(self.folder / FILE, get_args().iteration)
+                drop_rows_after(self.folder / FILE, get_args().iteration)
                 write_run_record(self.folder, get_args())
                 self._has_written = True
-            _append(self.folder / FILE, json.dumps(row) + "\n")
+            append(self.folder / FILE, json.dumps(row) + "\n")
 
     @contextmanager
     def _going_on_without(self, file: Path) -> Iterator[None]:
-        """Of a file that cannot be written, say so once; training goes on."""
+        """If a file cannot be written, report it once; training goes on."""
         try:
             yield
         except OSError as error:
@@ -224,40 +223,8 @@ class Metrics:
             self._has_failed = True
 
 
-def _append(file: Path, row: str) -> None:
-    """The whole row or nothing, so that the next one does not go on where a full disk has cut it."""
-    size = file.stat().st_size if file.exists() else 0
-    try:
-        with open(file, "a", encoding="utf-8") as output:
-            output.write(row)
-    except OSError:
-        with suppress(OSError):
-            os.truncate(file, size)
-        raise
-
-
-def _drop_rows_after(path: Path, iteration: int) -> None:
-    """Rows of steps that a resumed run makes again; those of an earlier run, which is not resumed, stay beside."""
-    if not path.exists():
-        return
-    if iteration == 0:
-        path.replace(path.with_suffix(".old.jsonl"))
-        return
-    rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    with written_beside(path) as beside:
-        beside.write_text("".join(row for row in rows if _iteration(row) <= iteration), encoding="utf-8")
-
-
-def _iteration(row: str) -> float:
-    """Of a line of the file; one that a killed run left half-written counts as made again."""
-    try:
-        return int(json.loads(row)["iteration"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")
-
-
 def table(losses: dict[str, float], rates: AcceptanceRates | None) -> str:
-    """What a person looks at after an evaluation: loss and acceptance by depth, and tokens per target forward."""
+    """The table after an evaluation: loss and acceptance by depth, and tokens per forward of the trunk."""
     if rates is None:
         return f"loss of the trunk: {losses['lm loss']:.4f}; there are no depths"
     lines = [

@@ -25,7 +25,7 @@ from megatron_mtp.training.objective import NextTokensObjective
 
 @dataclass(frozen=True)
 class MTPLoss:
-    """What the depths make of a batch.
+    """The depths' loss of a batch.
 
     Attributes:
         loss: (1 / D) sum_d w_d mean_d, to be weighted with lambda and trained on.

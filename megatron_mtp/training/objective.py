@@ -1,4 +1,4 @@
-"""The training objective: what the last stage makes of the trunk's and the depths' hidden states.
+"""The training objective: from the trunk's and the depths' hidden states to losses and acceptance.
 
 Letters in names: D depths, S sequence, B batch, H hidden, N positions of all rows.
 """

@@ -1,7 +1,7 @@
 """The plot of a run: loss and acceptance by depth over training steps, from metrics.jsonl.
 
-Test data, on which a run is evaluated once in the end, is left out. Files of older runs call all data 'evaluation', and
-have the conditional acceptance alone, under the name "acceptance": it is not drawn.
+Test data, on which a run is evaluated once at its end, is left out. Earlier versions called all data 'evaluation', and
+the conditional acceptance "acceptance": these rates are not drawn here, and read by `megatron-mtp report`.
 """
 
 import json

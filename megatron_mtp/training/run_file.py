@@ -1,4 +1,4 @@
-"""`--config run.yaml`: the flags of a run in a file. What comes out are the words that one would type.
+"""`--config run.yaml`: the flags of a run in a file, read into the words of a command line.
 
     model:                       # names of sections are free, and change nothing
       num-layers: 4              # --num-layers 4; num_layers is the same
@@ -18,18 +18,18 @@ from pathlib import Path
 
 import yaml
 
-NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "verbose"}
+NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "list-losses", "verbose"}
 """Flags that act before the file is read."""
 
 YES, NO = ("true", "yes", "on"), ("false", "no", "off")
 
 
 def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
-    """The words of a command line that says what the file does; `parser` has all flags that there are.
+    """The flags of the file as words of a command line; `parser` has all flags that there are.
 
     Raises:
-        ValueError: the file cannot be read, names a flag that there is not or one flag twice, or gives it a value that
-            it does not take.
+        ValueError: the file cannot be read, names an unknown flag or a flag twice, or gives a value that the flag does
+            not take.
     """
     known = {
         option.removeprefix("--").replace("_", "-"): action
@@ -41,11 +41,11 @@ def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
     for key, value in _entries(_read(file), file):
         name, where = key.value.replace("_", "-"), f"--config {file}, line {key.start_mark.line + 1}"
         if name in NOT_IN_A_FILE:
-            raise ValueError(f"{where}: '{key.value}' cannot stand in a file; give --{name} on the command line.")
+            raise ValueError(f"{where}: '{key.value}' cannot be in a file; give --{name} on the command line.")
         if name not in known:
             raise ValueError(f"{where}: there is no flag --{name}; {_like(name, known)}")
         if name in seen:
-            raise ValueError(f"{where}: '{key.value}' stands in line {seen[name]} already; remove one of the two.")
+            raise ValueError(f"{where}: '{key.value}' is in line {seen[name]} already; remove one of the two.")
         seen[name] = key.start_mark.line + 1
         words += _words(f"--{name}", known[name], value, where)
     return words
@@ -69,7 +69,7 @@ def _read(file: Path) -> yaml.Node | None:
 
 
 def _entries(node: yaml.Node | None, file: Path) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-    """Keys and values, those of sections among them."""
+    """Keys and values, also those of sections."""
     if node is None:
         return
     if not isinstance(node, yaml.MappingNode):

@@ -1,4 +1,4 @@
-"""run.json: how a run was started, beside its metrics.jsonl, for `megatron-mtp report`.
+"""run.json: how a run was started, in the folder of its metrics.jsonl, for `megatron-mtp report`.
 
     {"starts": [{"date": "2026-01-31T12:00:00+00:00", "iteration": 0, "command": ["train", ...], "versions": {...}}],
      "arguments": {"num_layers": 4, ...}}

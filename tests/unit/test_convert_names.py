@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from hf_models import make, read
 
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.inspecting import names
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.command.line import main

@@ -9,8 +9,9 @@ from hf_models import make, read
 
 from megatron_mtp.checkpoint.convert.depths import attach_depths, drop_depths
 from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf, with_depths
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.checkpoint.hf.config import HFConfig

@@ -46,7 +46,7 @@ def known_flags(code: str) -> frozenset[str]:
     words = [DOORS.get(word, word) for word in PROGRAM.sub("", code).replace("-m megatron_mtp ", "").split()]
     named = [word for word in words[:8] if word in commands()]
     if "pytest" in words[:2]:
-        return frozenset(["--durations"])
+        return frozenset(["--all", "--durations"])
     if words and words[0].startswith(("benchmarks/", "scripts/", "examples/")):
         return literals(words[0])
     if code.startswith("torchrun"):

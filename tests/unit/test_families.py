@@ -11,8 +11,9 @@ from hf_models import CASES, make, read
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.families import FAMILIES, OWN
 from megatron_mtp.checkpoint.families.family import Family
 from megatron_mtp.checkpoint.families.table import families_table, trained_table

@@ -11,8 +11,9 @@ import fork_server
 import pytest
 from hf_models import make
 
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.convert.streaming import PLAN, RECORDS, PartialFolder
 
 WORKER = Path(__file__).parent / "killed_conversions.py"

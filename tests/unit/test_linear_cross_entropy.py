@@ -5,7 +5,7 @@ import torch
 from linear_cases import SETTINGS, Case, worst
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses import LOSSES, Loss, chunks, linear_cross_entropy
+from megatron_mtp.losses import chunks, linear_cross_entropy
 from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.distillation import Divergence, TotalVariation
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
@@ -57,7 +57,7 @@ CASE = Case((7, 9), 8, 20, 4, 1.0, 3)
 )
 def test_the_comparison_sees_a_wrong_loss(given: str, wrong: TokenLoss, monkeypatch: pytest.MonkeyPatch) -> None:
     config = MTPConfig(**SETTINGS[given])
-    monkeypatch.setitem(LOSSES._own, config.mtp_loss, Loss("wrong", lambda _: wrong))
+    monkeypatch.setattr(type(wrong), "of", lambda _: wrong)
     assert worst(CASE.chunked(config), CASE.plain(config)) > 1e-4
 
 

@@ -4,6 +4,7 @@ The added loss is the page's: CONTRIBUTING.md shows its file, its row and its en
 """
 
 import sys
+from ast import literal_eval
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from documents import ROOT, blocks
 from megatron_single import make_batch, our_model
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses import LOSSES, Loss, depth_loss
+from megatron_mtp.losses import LOSSES, depth_loss, listing
 from megatron_mtp.losses.mix import mix_weights
-from megatron_mtp.training.flags import help_parser
+from megatron_mtp.registry import Imported
+from megatron_mtp.training.flags import help_parser, parse_run
 from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 
+OWN = LOSSES._own
+assert isinstance(OWN, Imported)
 SECTION = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("\n## A loss\n")[1]
 
 
@@ -36,9 +40,9 @@ def added_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 def add_by_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's row: only its module is another."""
     ((_, row),) = blocks(SECTION, "text")
-    rows = eval("{" + row.replace("megatron_mtp.losses.focal", file.stem) + "}", {"Loss": Loss})
-    for name, made in rows.items():
-        monkeypatch.setitem(LOSSES._own, name, made)
+    rows = literal_eval("{" + row.strip().replace("megatron_mtp.losses.focal", file.stem) + "}")
+    for name, where in rows.items():
+        monkeypatch.setitem(OWN.rows, name, where)
 
 
 def add_by_entry_point(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,10 +51,6 @@ def add_by_entry_point(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "[project.entry-points." in toml
     (line,) = [line for line in toml.splitlines() if line.startswith("focal")]
     point = line.replace('"', "").replace("my_package.focal", file.stem)
-    with file.open("a", encoding="utf-8") as source:
-        source.write(
-            '\n\nfrom megatron_mtp.losses import Loss\n\nFOCAL = Loss("the labels, easy tokens less", Focal.of)\n'
-        )
     package = file.parent / "outside-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Name: outside\nVersion: 1.0\n", encoding="utf-8")
@@ -67,7 +67,7 @@ def test_an_added_loss_is_a_choice_of_the_flag_and_trains_a_step(
         depth_loss(MTPConfig(mtp_loss="focal"))
     add(added_file, monkeypatch)  # type: ignore[operator]
     assert "ce,kd,tv,mix,focal" in help_of_losses()
-    assert "'focal' the labels, easy tokens less" in help_of_losses()
+    assert listing().endswith("\n  focal   the labels, easy tokens less")
     model, batch = our_model(2), make_batch(2)
     optimizer = torch.optim.SGD(model.mtp.parameters(), lr=0.05)
     for settings in (MTPConfig(mtp_loss="focal"), MTPConfig(mtp_loss="mix", mtp_loss_mix="focal=0.5,kd=0.5")):
@@ -88,15 +88,18 @@ def help_of_losses() -> str:
     return shown.split("--mtp-loss {")[1].split(" --mtp-loss-mix ")[0]
 
 
-def test_the_help_has_every_row() -> None:
-    assert help_of_losses().startswith("ce,kd,tv,mix} What the depths learn: 'ce' the labels; 'kd' the trunk's own")
-    assert help_of_losses().endswith("by --mtp-loss-mix. Default: ce.")
+def test_the_help_has_every_name_and_the_list_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert help_of_losses().startswith("ce,kd,tv,mix} What the depths learn")
+    with pytest.raises(SystemExit) as end:
+        parse_run("train", ["--list-losses"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == "".join(f"  {name:<8}{loss.line}\n" for name, loss in LOSSES.items())
 
 
 def test_the_page_of_flags_has_every_row() -> None:
     page = (ROOT / "docs/attaching.md").read_text(encoding="utf-8")
     (row,) = [line for line in page.splitlines() if line.startswith("| `--mtp-loss` |")]
-    assert row == "| `--mtp-loss` | " + "; ".join(f"`{name}`: {loss.learns}" for name, loss in LOSSES.items()) + " |"
+    assert row == "| `--mtp-loss` | " + "; ".join(f"`{name}`: {loss.line}" for name, loss in LOSSES.items()) + " |"
 
 
 @pytest.mark.parametrize(

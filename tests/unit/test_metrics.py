@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtp.training import cost, run_record
+from megatron_mtp.training import cost, metrics_file, run_record
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates
 from megatron_mtp.training.metrics import FILE, PLOT, Metrics, Step, table
@@ -245,7 +245,7 @@ def test_a_full_disk_does_not_end_a_run(
                 file.write(text[: space[0]])
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(metrics_module, "open", lambda *_, **__: Full(), raising=False)
+    monkeypatch.setattr(metrics_file, "open", lambda *_, **__: Full(), raising=False)
     train(metrics, args, 3, 6)
     monkeypatch.undo()
     monkeypatch.setattr(metrics_module, "get_args", lambda: args)

@@ -1,7 +1,7 @@
-"""The Hugging Face form of a model that Megatron has trained: family and config from Megatron's arguments.
+"""The Hugging Face form of a checkpoint: like another folder, as it was imported, or made from Megatron's arguments.
 
-Models with depths become GLM-4 MoE or DeepSeek-V3 folders, since these are what transformers, vLLM and SGLang all load
-with MTP; a dense model fits into them (`split_mlp_rules`). Without depths they become Llama, Qwen2 or Qwen3 folders.
+A trained model takes the first form that fits it (`Family.trained`). With depths that is GLM-4 MoE or DeepSeek-V3,
+which transformers, vLLM and SGLang load with MTP; a dense model fits into them too (`split_mlp_rules`).
 """
 
 from dataclasses import replace
@@ -27,17 +27,17 @@ def form_of(
     tokenizer: Path | None = None,
     trust_remote_code: bool = False,
 ) -> HFForm:
-    """The form for a checkpoint: like another folder, as a conversion has kept it, or by Megatron's arguments.
+    """The form of the folder that a checkpoint is exported to.
 
     Args:
         source: the checkpoint.
-        like: an HF folder or a converted checkpoint to take config and files from.
-        family: `model_type` to export to.
+        like: a Hugging Face folder or converted checkpoint from which to take config and files.
+        family: `model_type` to export to; None for the imported one, or the one that fits.
         tokenizer: folder of the tokenizer to copy.
-        trust_remote_code: whether to run the code of a tokenizer that has some.
+        trust_remote_code: whether to run the tokenizer folder's Python code.
 
     Raises:
-        ValueError: flags contradict each other or name no tokenizer, or no family has what the model has.
+        ValueError: the flags contradict each other, the folder has no tokenizer, or no family supports the model.
     """
     if like is not None and family is not None:
         raise ValueError("--like and --family were given, but a folder to be like has its family; drop one of the two.")
@@ -59,7 +59,16 @@ def form_of(
 
 
 def check_said(form: HFForm, reader: DistReader, source: str, remedy: str) -> None:
-    """Whether the folder's config will say what the checkpoint's arguments say; arguments as of `check_config`."""
+    """Compare the config of a form with the checkpoint's arguments.
+
+    Args:
+        form: the form of the export.
+        reader: the checkpoint.
+        source, remedy: as in `check_config`.
+
+    Raises:
+        ValueError: they describe different computations.
+    """
     layout = stored_layout(reader, form.features, form.carried)
     check_config(with_depths(form.keys, layout.depths), layout, reader.common()["args"], source, remedy)
 
@@ -70,7 +79,7 @@ def _named(form: HFForm) -> str:
 
 
 def hf_folder_form(folder: Path) -> HFForm:
-    """The form of an HF folder, whose tensors say what its config does not."""
+    """The form of a Hugging Face folder, from its config and the names of its tensors."""
     model = HFModel.read(folder)
     keys = read_json(folder / CONFIG)
     if model.folder.quantised:
@@ -79,22 +88,23 @@ def hf_folder_form(folder: Path) -> HFForm:
 
 
 def _holds(form: HFForm, depths: int) -> bool:
-    """Whether the family has a place for depths, where there are some."""
+    """Whether the form's family can hold so many depths: any family holds none."""
     return not depths or family_of(HFConfig.from_keys(form.keys)).depths is not None
 
 
 def trained_form(
     reader: DistReader, family: str | None = None, tokenizer: Path | None = None, trust_remote_code: bool = False
 ) -> HFForm:
-    """The form for a checkpoint that no conversion has made.
+    """The form of a checkpoint that a training run saved, from Megatron's arguments.
 
     Args:
+        reader: the checkpoint.
         family: `model_type` of the folder; None for the one that fits.
-        tokenizer: folder to copy into it; None for the one of the training run.
-        trust_remote_code: whether to run the tokenizer's own code.
+        tokenizer: folder of the tokenizer to copy; None for the training run's.
+        trust_remote_code: whether to run the tokenizer folder's Python code.
 
     Raises:
-        ValueError: no family here has what the model has, or the one asked for has not.
+        ValueError: no family supports the model, or `family` does not.
     """
     args = reader.common()["args"]
     check_computable(args)

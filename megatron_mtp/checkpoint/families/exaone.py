@@ -1,4 +1,4 @@
-"""EXAONE-MoE and 4.5: sliding windows without and full attention with positions left out; depths named as Qwen's."""
+"""EXAONE-MoE: layers with sliding windows beside layers without positions; depths are named as Qwen's."""
 
 from megatron_mtp.checkpoint.families.blocks import (
     Frame,
@@ -34,7 +34,7 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _depth_flags(config: HFConfig, layout: Layout) -> list[str]:
-    """Positions are left out of full attention where other layers have windows."""
+    """Full attention has no positions if other layers have windows."""
     kinds = config.words("mtp_layer_types", layout.depths) or ["full_attention"]
     if "sliding_attention" in kinds:
         raise UntrainableError("depths with sliding windows")

@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3 trunks: dense, no MTP of their own; depths are attached in Megatron form."""
+"""Llama, Qwen2 and Qwen3: dense trunks without MTP; depths are attached to the Megatron checkpoint."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Attention = Callable[[HFConfig], GQA]
 
 
 def dense_layer(place: Place, attention: GQA, width: int, mlp_bias: bool = False) -> list[Rule]:
-    """A layer of any dense family with the usual names."""
+    """Rules of a dense layer with the usual names."""
     return [
         *norm_rules(place, attention.hidden, mla=False, moe=False),
         *gqa_rules(place, attention),

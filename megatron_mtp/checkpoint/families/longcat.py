@@ -41,7 +41,7 @@ def _depth_flags(config: HFConfig, layout: Layout) -> list[str]:
 
 
 def _scales(config: HFConfig) -> dict[str, float]:
-    """The family multiplies queries and compressed keys and values, which Megatron does not: their norms can."""
+    """The family scales queries and compressed keys and values; Megatron does not, so their norms do."""
     attention, scales = latent_attention(config), {}
     if attention.query_rank is not None and config.flag("mla_scale_q_lora"):
         scales["self_attention.q_layernorm.weight"] = math.sqrt(attention.hidden / attention.query_rank)

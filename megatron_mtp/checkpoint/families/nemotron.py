@@ -1,4 +1,4 @@
-"""Nemotron-3: Mamba, attention and experts as layers of their own; a depth is a row of such layers."""
+"""Nemotron-3: each layer is Mamba, attention or experts; a depth has several such layers."""
 
 from dataclasses import replace
 
@@ -21,10 +21,12 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _row(config: HFConfig) -> int:
-    """Layers of a depth: attention and experts, where the config does not say."""
+    """Number of layers of a depth; by default attention and experts."""
     pattern = config.keys.get("mtp_hybrid_override_pattern") or config.keys.get("mtp_layers_block_type") or "*E"
     if not isinstance(pattern, (str, list)):
-        raise ValueError(f"{config.source}: 'mtp_hybrid_override_pattern' is {pattern!r:.40}; it must be a word.")
+        raise ValueError(
+            f"{config.source}: 'mtp_hybrid_override_pattern' is {pattern!r:.40}; it must be a string or a list."
+        )
     return len(pattern)
 
 

@@ -1,6 +1,6 @@
 """Qwen3-Next, Qwen3.5 and Qwen3.6, dense and MoE: linear attention in the trunk, one depth of gated full attention.
 
-All norms but those inside linear attention are zero-centred (1 + w) on both sides, so that they pass as they are.
+All norms except those inside linear attention are zero-centred (1 + w) on both sides, so they are copied unchanged.
 """
 
 from dataclasses import replace

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor of the HF folder; shape None where the config does not tell it."""
+    """A tensor of the HF folder; its shape is None for a carried tensor."""
 
     name: str
     shape: Shape | None
@@ -31,13 +31,13 @@ class Piece:
     """A tensor of the Megatron checkpoint, or a slab of one.
 
     Attributes:
-        key: as Megatron's `sharded_state_dict` names it.
-        shape: of this slab; None as for the HF tensor.
-        whole: shape of the whole tensor.
-        offset: where the slab starts in it.
-        aliases: other keys for the same numbers, which Megatron's modules with and without Transformer Engine ask for;
-            all are written, any is read.
-        padded: the stored tensor may have more rows than these, as Megatron's vocabularies have.
+        key: its name in Megatron's `sharded_state_dict`.
+        shape: shape of this slab; None for a carried tensor.
+        whole: shape of the whole tensor; None if this is all of it.
+        offset: start of the slab in the whole tensor; None if this is all of it.
+        aliases: other keys for the same numbers, since Megatron's modules with and without Transformer Engine use
+            different ones; all are written, any one is read.
+        padded: whether the stored tensor may have more rows, as Megatron's vocabularies do.
     """
 
     key: str
@@ -110,7 +110,7 @@ class SwapHalves:
 
 @dataclass(frozen=True)
 class Axis:
-    """A new first axis, for one expert among the stacked."""
+    """A new first axis, for one of the experts in a stacked tensor."""
 
     what = "stacked"
 
@@ -131,8 +131,8 @@ class MergeQKV:
     Attributes:
         heads: query heads.
         groups: key-value heads.
-        widths: rows of a query, a key and a value head.
-        gated: whether every query head brings as many rows of a gate.
+        widths: number of rows of a query, a key and a value head.
+        gated: whether every query head has as many rows of an output gate.
     """
 
     heads: int
@@ -186,7 +186,7 @@ class Copies:
     """One tensor that HF stores several times; Megatron stores it once.
 
     Raises:
-        ValueError: on import, the copies differ, so that one cannot stand for all.
+        ValueError: on import, the copies differ.
     """
 
     names: tuple[str, ...]
@@ -212,7 +212,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Zeros:
-    """HF tensors of zeros that Megatron has no need of, such as the router of a single expert.
+    """HF tensors of zeros that Megatron does not have, such as the router of a single expert.
 
     Raises:
         ValueError: on import, they are not zero.
@@ -264,7 +264,7 @@ class Rule:
     map: Map = field(default_factory=Same)
 
     def to_mcore(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors in the order of `mcore` from tensors in the order of `hf`."""
+        """Megatron's tensors in the order of `mcore`, from HF tensors in the order of `hf`."""
         return self.map.forward(tensors)
 
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -273,10 +273,10 @@ class Rule:
 
 
 def rename(name: str, key: str, shape: Shape | None, *aliases: str) -> Rule:
-    """The same tensor under another name."""
+    """A rule for a tensor that only changes its name."""
     return Rule((HFTensor(name, shape),), (Piece(key, shape, aliases=aliases),))
 
 
 def zeros(name: str, shape: Shape) -> Rule:
-    """An HF tensor of zeros, float32, without a counterpart."""
+    """A rule for an HF tensor of float32 zeros that Megatron does not have."""
     return Rule((HFTensor(name, shape),), (), Zeros((shape,)))

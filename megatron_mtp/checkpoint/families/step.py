@@ -24,7 +24,7 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _depth_of(config: HFConfig, name: str) -> int | None:
-    """Depths are numbered on from the trunk's layers."""
+    """Depths are numbered after the trunk's layers."""
     index = numbered_depth(r"model\.layers\.(\d+)\.")(config, name)
     return None if index is None or index < layers(config) else index - layers(config)
 

@@ -29,7 +29,7 @@ class Sequences:
 
     Attributes:
         texts: tokens of each on the host.
-        prompts: how many of these are the prompt's.
+        prompt_lengths: how many of these are the prompt's.
         live: on the host, whether each goes on.
         fixed_growth: the most tokens that a step may add. With it, every forward looks at all slots, so that shapes do
             not change from step to step. None where shapes may follow the lengths that the host knows.
@@ -38,7 +38,7 @@ class Sequences:
     def __init__(self, runner: Runner, prompts: list[list[int]], seeds: list[int], capacity: int) -> None:
         device, batch = runner.device, len(prompts)
         self.texts = [list(prompt) for prompt in prompts]
-        self.prompts = [len(prompt) for prompt in prompts]
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.live = [True] * batch
         self.fixed_growth: int | None = None
         self.capacity = capacity

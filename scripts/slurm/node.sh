@@ -33,7 +33,7 @@ tell() {
 }
 
 stop() {
-    told=yes
+    signalled=yes
     touch "$START/stopped"
     while kill -0 "$command" 2>/dev/null; do
         tell
@@ -47,9 +47,9 @@ trap stop USR1 TERM
     exec "$@"
 ) &
 command=$!
-told=yes
-while [ -n "$told" ]; do # a signal has ended the wait, and not the command
-    told=
+signalled=yes
+while [ -n "$signalled" ]; do # a signal has ended the wait, and not the command
+    signalled=
     wait "$command"
     status=$?
 done

@@ -24,7 +24,7 @@ children_of() { # neither pgrep nor /proc/PID/task/TID/children is everywhere
     done
 }
 
-tell() {
+forward() {
     if [ "$whom" = itself ]; then
         kill -TERM "$command" 2>/dev/null
     else
@@ -36,7 +36,7 @@ stop() {
     signalled=yes
     touch "$START/stopped"
     while kill -0 "$command" 2>/dev/null; do
-        tell
+        forward
         sleep 2
     done >/dev/null 2>&1 &
 }

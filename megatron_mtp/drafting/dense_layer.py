@@ -77,7 +77,7 @@ _logger = logging.getLogger(__name__)
 
 
 def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
-    """RMSNorm as `PortableNorm` computes it, in half of torch's operations; other norms as they are."""
+    """RMSNorm as `PortableNorm` computes it, in half as many operations; other norms as they are."""
     if type(norm) is not PortableNorm or norm.bias is not None:
         return norm
     weight = norm.weight.detach() + (1 if norm.centred else 0)
@@ -94,9 +94,9 @@ def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
 
 
 def turns(angles_L11C: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cosine and signed sine of every position, [L, 2, 1, 1, C], where Megatron's modules make them in every layer.
+    """Cosine and signed sine of every position, [L, 2, 1, 1, C]; Megatron's modules compute them in every layer.
 
-    Turning (a, b) by an angle is (a, b) * cos + (b, a) * (-sin, sin), so that halves need only to change places.
+    Turning (a, b) by an angle is (a, b) * cos + (b, a) * (-sin, sin), so the halves only change places.
     """
     sine = angles_L11C.sin()
     sine[..., : sine.size(-1) // 2].neg_()

@@ -150,7 +150,7 @@ def _hand_out(sequences: Sequences, method: Method, limits: Limits, emit: Emit |
 
 def _kept(sequences: Sequences, limits: Limits, text: int, gained: list[int]) -> tuple[list[int], int, bool]:
     """The tokens that stay of those that a text gained, how many it could still take before, and whether it ends."""
-    prompt = sequences.prompts[text]
+    prompt = sequences.prompt_lengths[text]
     before = len(sequences.texts[text]) - prompt
     budget = limits.budget(prompt)
     end = _end(sequences.texts[text][prompt:] + gained, len(gained), budget, limits)

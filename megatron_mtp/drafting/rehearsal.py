@@ -32,7 +32,7 @@ def rehearse(runner: Runner, sequences: Sequences, sampling: Sampling) -> tuple[
     Returns:
         None where a prompt is too short.
     """
-    width = min(MOST, min(sequences.prompts) - 1)
+    width = min(MOST, min(sequences.prompt_lengths) - 1)
     if width < FEWEST:
         return None
     first_B = sequences.newest_B - 1 - width

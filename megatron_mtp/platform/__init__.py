@@ -22,7 +22,7 @@ def prepare() -> bool:
     kernels.hide_broken_transformer_engine()
     on_cpu = cpu.installed() or not torch.cuda.is_available()
     if on_cpu:
-        # On a machine without a GPU nobody misses these kernels, and every import says that they are not there.
+        # Without a GPU these kernels are not used; every import would warn that they are missing.
         warnings.filterwarnings("ignore", message="(?i).*(apex|transformer.engine).*", category=UserWarning)
         cpu.install()
     from megatron_mtp.patches import table

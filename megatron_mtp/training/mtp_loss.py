@@ -17,6 +17,7 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import add_depths, depth_batch, mask_ignored_labels
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.schedule import depth_weights
+from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import NextTokensObjective
@@ -40,7 +41,7 @@ def trunk_states(model: MTPGPTModel, tokens_BS: Tensor) -> Tensor:
     states: Tensor = model(
         tokens_BS,
         _positions(tokens_BS),
-        _causal_mask(tokens_BS),
+        square_mask(tokens_BS.size(1), tokens_BS.device),
         output_processor=lambda stage: stage.hidden_SBH,  # there is no batch of depths, so they are not run
     )
     return states
@@ -81,7 +82,9 @@ def mtp_loss(
     mask_ignored_labels(batch)
     add_depths(batch, model.mtp.depths, document_BS)
     depths = depth_batch(batch)
-    attention = AttentionInputs(_causal_mask(tokens_BS), *model._preprocess(None, None, hidden_SBH)[1:4])
+    attention = AttentionInputs(
+        square_mask(tokens_BS.size(1), tokens_BS.device), *model._preprocess(None, None, hidden_SBH)[1:4]
+    )
     states = model.depth_states(hidden_SBH, depths, _positions(tokens_BS), attention)
     weights = depth_weights(settings, model.mtp.depths, 1.0)
     objective = NextTokensObjective(weights, model.pg_collection.cp, depth_loss(settings))
@@ -94,9 +97,3 @@ def mtp_loss(
 
 def _positions(tokens_BS: Tensor) -> Tensor:
     return torch.arange(tokens_BS.size(1), device=tokens_BS.device).expand_as(tokens_BS)
-
-
-def _causal_mask(tokens_BS: Tensor) -> Tensor:
-    """True where a position must not attend, [1, 1, S, S]."""
-    positions = tokens_BS.size(1)
-    return torch.ones(1, 1, positions, positions, dtype=torch.bool, device=tokens_BS.device).triu(1)

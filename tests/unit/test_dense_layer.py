@@ -8,7 +8,7 @@ import torch
 from drafting_single import model_of, prompts_of, trained_forward
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_mtp.drafting import dense_layer
+from megatron_mtp.drafting import command, dense_layer
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.trunk import MTPGPTModel
@@ -53,6 +53,17 @@ def test_a_switch_of_megatrons_leaves_the_layer_to_it(name: str, caplog: pytest.
     assert next(iter(SWITCHES[name])) in warnings_of(caplog)[0]
     assert len(warnings_of(caplog)) == 1
     assert_drafts_as_trained(runner, model_of("gqa", **SWITCHES[name]))
+
+
+def test_the_command_shows_the_warning_though_it_silences_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("megatron", "megatron_mtp"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger(), "level", logging.ERROR)
+    logging.getLogger()._cache.clear()  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit):
+        command.main(["generate", "--load", "/nowhere", "--prompt-ids", "1"])
+    assert logging.getLogger(dense_layer.__name__).isEnabledFor(logging.WARNING)
+    assert not logging.getLogger("megatron.core").isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.parametrize("name", ["softmax_offset", "fp32_residual_connection", "no_rope_freq", "fp8", "qk_norm_kind"])

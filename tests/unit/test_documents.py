@@ -73,7 +73,7 @@ def literals(script: str) -> frozenset[str]:
 
 def everything() -> frozenset[str]:
     engines = frozenset(flag for flags in ENGINES.values() for flag in flags.split())
-    return frozenset().union(*commands().values()) | launched() | engines
+    return frozenset(["--all"]).union(*commands().values()) | launched() | engines
 
 
 def unknown_verbs(code: str) -> list[str]:

@@ -9,7 +9,7 @@ import json
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -153,7 +153,7 @@ Report = Callable[[int], None]
 
 def run_parts(
     partial: PartialFolder,
-    parts: list[tuple[int, Callable[[Report], Any]]],
+    parts: Sequence[tuple[int, Callable[[Report], Any]]],
     workers: int,
     quiet: bool,
     is_there: Callable[[Any], bool],

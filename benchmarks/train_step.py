@@ -62,7 +62,8 @@ from megatron_mtp.config import MTPConfig  # noqa: E402
 from megatron_mtp.model.build import MTPGPTModelConfig  # noqa: E402
 from megatron_mtp.model.portable import with_portable_modules  # noqa: E402
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags  # noqa: E402
-from megatron_mtp.training.forward_step import ForwardStep, holds_mtp_depths  # noqa: E402
+from megatron_mtp.training.batches import holds_mtp_depths  # noqa: E402
+from megatron_mtp.training.forward_step import ForwardStep  # noqa: E402
 from megatron_mtp.training.metrics import Metrics  # noqa: E402
 from megatron_mtp.training.run import join_single_process  # noqa: E402
 

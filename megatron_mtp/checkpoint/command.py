@@ -106,8 +106,9 @@ def sentence(error: OSError, args: argparse.Namespace) -> str:
 def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
     """`convert hf-to-mcore`."""
     from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-    from megatron_mtp.checkpoint.convert.megatron_flags import flags_of, megatron_arguments
+    from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
     from megatron_mtp.checkpoint.convert.plan import HFModel
+    from megatron_mtp.checkpoint.mcore.tensors import DistReader
     from megatron_mtp.checkpoint.proof.reference import check_carried
 
     source = local_folder(args.source)
@@ -122,7 +123,7 @@ def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
         return megatron_arguments(model)
 
     done = asdict(hf_to_mcore(source, args.target, options(args), arguments))
-    _, reason = flags_of(HFModel.read(source))
+    reason = getattr(DistReader(args.target).common()["args"], "megatron_mtp_untrainable", None)
     return done | ({} if reason is None else {"trainable here": False, "why not": reason})
 
 

@@ -1,6 +1,7 @@
 """`megatron-mtp doctor`: what this machine has, what the absence of each thing costs, and whether training can run.
 
-Every check is a row of a table; those that training cannot do without decide the exit status.
+Every check is a row of a table, and so is every function of Megatron that is replaced. Checks of what training needs
+decide the exit status.
 """
 
 import importlib.metadata
@@ -8,9 +9,12 @@ import importlib.util
 import json
 import platform
 import shutil
+import warnings
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 
@@ -18,15 +22,27 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_mtp.errors import Parser
+from megatron_mtp.platform import prepare
 
 DISTRIBUTION = "megatron-mtp"
 
 EXAMPLES = """examples:
   megatron-mtp doctor           # for people
-  megatron-mtp doctor --json    # one object: {"can_train": ..., "checks": [...]}
+  megatron-mtp doctor --json    # one object: {"can_train": ..., "checks": [...], "patches": [...]}
 
 exit status: 0 if training can run here (on the CPU counts), 1 if not.
 """
+
+
+@dataclass(frozen=True)
+class Row:
+    """A function that is replaced; the fields are those of `patches.patch.Patch`, and what became of it here."""
+
+    target: str
+    reason: str
+    upstream: str
+    versions: str
+    state: str
 
 
 @dataclass(frozen=True)
@@ -51,16 +67,19 @@ def main(arguments: list[str], program: str) -> int:
     """Print the checks; exit status 0 if training can run on this machine, 1 if not."""
     args = parser(program).parse_args(arguments)
     checks = [check for part in CHECKS for check in part()]
+    patches = patch_rows()
+    checks += check_patches(patches)
     can_train = all(check.ok for check in checks if check.needed)
     if args.json:
-        print(json.dumps({"can_train": can_train, "checks": [asdict(check) for check in checks]}))
+        rows = {"checks": list(map(asdict, checks)), "patches": list(map(asdict, patches))}
+        print(json.dumps({"can_train": can_train, **rows}))
     else:
-        print(text_of(checks, can_train))
+        print(text_of(checks, patches, can_train))
     return 0 if can_train else 1
 
 
 def parser(program: str) -> Parser:
-    """All flags."""
+    """The flags of the verb."""
     made = Parser(
         program,
         description="What this machine has, what it costs that something is missing, and whether training can run.",
@@ -71,14 +90,20 @@ def parser(program: str) -> Parser:
     return made
 
 
-def text_of(checks: list[Check], can_train: bool) -> str:
-    """A line a check, and the verdict."""
+def text_of(checks: list[Check], patches: list[Row], can_train: bool) -> str:
+    """A line for every check, three for every patch, and whether training can run."""
     signs = {check: "ok  " if check.ok else "FAIL" if check.needed else "-   " for check in checks}
     width = max(len(check.name) for check in checks)
     lines = [f"{sign} {c.name:<{width}}  {c.found or 'not found'}: {c.says}" for c, sign in signs.items()]
+    for row in patches:
+        lines += [
+            "",
+            f"{row.target}: {row.state}",
+            f"  {row.reason} Versions: {row.versions}; upstream: {row.upstream}.",
+        ]
     missing = ", ".join(check.name for check in checks if check.needed and not check.ok)
     verdict = "training can run here" if can_train else f"training cannot run here, for want of: {missing}"
-    return "\n".join([*lines, verdict])
+    return "\n".join([*lines, "", verdict])
 
 
 def check_versions() -> list[Check]:
@@ -106,7 +131,7 @@ def _installed(name: str) -> str | None:
 
 
 def check_device() -> list[Check]:
-    """The CUDA device, and what processes on it, or on CPUs, talk over."""
+    """The CUDA device, and the libraries over which processes communicate."""
     torch = _torch()
     if torch is None:
         return []
@@ -119,21 +144,21 @@ def check_device() -> list[Check]:
     nccl, gloo = torch.distributed.is_nccl_available(), torch.distributed.is_gloo_available()
     return [
         Check("CUDA device", named, on_cuda, False, memory),
-        Check("NCCL", "in torch" if nccl else None, nccl, on_cuda, "processes on CUDA devices talk over it"),
-        Check("gloo", "in torch" if gloo else None, gloo, not on_cuda, "processes on CPUs talk over it"),
+        Check("NCCL", "in torch" if nccl else None, nccl, on_cuda, "processes on CUDA devices communicate over it"),
+        Check("gloo", "in torch" if gloo else None, gloo, not on_cuda, "processes on CPUs communicate over it"),
     ]
 
 
 def _torch() -> ModuleType | None:
     try:
         import torch
-    except (ImportError, OSError):  # a library that it links to may be missing
+    except (ImportError, OSError):  # a library that torch needs may be missing
         return None
     return torch
 
 
 def check_kernels() -> list[Check]:
-    """What makes training faster where it is there."""
+    """What makes training faster."""
     return [_transformer_engine(), _apex(), _compiler()]
 
 
@@ -150,7 +175,7 @@ def _transformer_engine() -> Check:
 
 
 def _apex() -> Check:
-    """NVIDIA's has fused optimizers; a package index has another project of that name."""
+    """NVIDIA's Apex has fused optimizers; another project has the same name."""
     spec = importlib.util.find_spec("apex")
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     is_nvidias = any((Path(place) / "optimizers").is_dir() for place in places)
@@ -166,6 +191,33 @@ def _compiler() -> Check:
     path = shutil.which("g++")
     says = "torch.compile and Triton build kernels with it on a CUDA device; on the CPU nothing needs it"
     return Check("g++", path, path is not None, False, says)
+
+
+def patch_rows() -> list[Row]:
+    """The table of `patches/table.py` with what became of each row; empty where torch or Megatron is missing."""
+    if _torch() is None or _installed("megatron-core") is None:
+        return []
+    with redirect_stdout(StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with suppress(RuntimeError):  # a function is missing, which its row shows
+            prepare()
+        from megatron_mtp.patches.patch import state_of
+        from megatron_mtp.patches.table import LOOP, PATCHES
+
+        return [
+            Row(one.target, one.reason, one.upstream, f"{one.package} {one.versions}", state_of(one).value)
+            for one in (*PATCHES, *LOOP)
+        ]
+
+
+def check_patches(rows: list[Row]) -> list[Check]:
+    """Whether every row is known to be right for the installed versions."""
+    if not rows:
+        return []
+    states = [row.state.partition(" (")[0] for row in rows]
+    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    ok = set(states) <= {"applied", "not needed"}
+    return [Check("patches", counted, ok, "missing" in states, "functions of Megatron and torch that are replaced")]
 
 
 CHECKS: tuple[Callable[[], list[Check]], ...] = (check_versions, check_device, check_kernels)

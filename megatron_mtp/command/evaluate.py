@@ -27,6 +27,9 @@ OTHER_DATA = (
 ).split()
 """Flags of `train` that give data instead of `--data-path`."""
 
+TRUST = "--trust-remote-code"
+"""A flag of `train` that the corpus of `--text` needs as well."""
+
 EXAMPLES = f"""examples:
   # all text of a folder, with the tokenizer of the training
   megatron-mtp evaluate --load runs/mine/checkpoint --text held_out
@@ -72,7 +75,7 @@ def _evaluate(
     with TemporaryDirectory(prefix="megatron-mtp-") as folder:
         with sentences(program):
             _check(args, rest)
-            flags = _data_flags(args, Path(folder))
+            flags = _data_flags(args, Path(folder), [word for word in rest if word == TRUST])
         from megatron_mtp.training.run import main as train
         from megatron_mtp.training.run import with_file
 
@@ -116,8 +119,8 @@ def _check(args: Namespace, rest: list[str]) -> None:
         raise ValueError(f"--text and {others[0]} were given; drop one of the two.")
 
 
-def _data_flags(args: Namespace, folder: Path) -> list[str]:
-    """Flags for tokenizer and data; `--text` becomes a corpus in `folder`."""
+def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
+    """Flags for tokenizer and data; `--text` becomes a corpus in `folder`, made with the flags `trust`."""
     from megatron_mtp.checkpoint.mcore.tensors import DistReader
     from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
 
@@ -141,7 +144,7 @@ def _data_flags(args: Namespace, folder: Path) -> list[str]:
         )
     if tokenizer is None:
         raise ValueError(f"--load is {args.load}, which names no tokenizer that is there; give --tokenizer-model.")
-    tokens = _corpus(args.text, str(tokenizer), folder / "corpus")
+    tokens = _corpus(args.text, str(tokenizer), folder / "corpus", trust)
     if tokens <= stored.seq_length:
         raise ValueError(
             f"--text has {tokens} tokens, and the model's sequences have {stored.seq_length}; give more text."
@@ -155,12 +158,12 @@ def _tokenizer_flags(folder: str) -> list[str]:
     return [*named, "--no-use-tokenizer-model-from-checkpoint-args"]
 
 
-def _corpus(texts: list[str], tokenizer: str, prefix: Path) -> int:
+def _corpus(texts: list[str], tokenizer: str, prefix: Path, trust: list[str]) -> int:
     """Make a corpus of the texts; returns its number of tokens."""
     from megatron_mtp.data.checks import read_sidecar
     from megatron_mtp.data.command import main as preprocess
 
-    flags = ["--input", *texts, "--tokenizer", tokenizer, "--output-prefix", str(prefix), "--workers", "1"]
+    flags = ["--input", *texts, "--tokenizer", tokenizer, "--output-prefix", str(prefix), "--workers", "1", *trust]
     if status := preprocess(flags, "megatron-mtp evaluate --text"):
         sys.exit(status)
     return int(read_sidecar(str(prefix))["tokens"])

@@ -15,9 +15,9 @@ from typing import Any
 from megatron_mtp.data.checks import read_sidecar
 from megatron_mtp.data.corpus import write_corpus
 from megatron_mtp.data.documents import Document, choose_documents, find_files, list_documents, read_document
-from megatron_mtp.data.locks import one_writer
 from megatron_mtp.data.tokenizer import SMALLEST_VOCAB, TOKENIZER_FILES, Encoder, train_bpe
 from megatron_mtp.errors import Parser, status_of
+from megatron_mtp.files import one_writer
 
 EXAMPLES = """examples:
   # every .txt, .md, .py and .jsonl file of a folder; trains a tokenizer of 8192 entries (data/corpus-tokenizer)

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
@@ -28,6 +28,7 @@ from tqdm import tqdm
 from megatron_mtp.data.checks import vocabulary_digest
 from megatron_mtp.data.documents import Document, parts, read_document
 from megatron_mtp.data.tokenizer import Encode, Encoder
+from megatron_mtp.files import written_beside
 
 # Size of one task: large enough to be worth sending, small enough to balance the workers and their memory.
 CHUNK_BYTES = 1 << 20
@@ -58,9 +59,11 @@ def write_corpus(
         ValueError: a document cannot be read (`read_document`), there is no text at all, or a worker process died.
     """
     started = time.monotonic()
-    partial = {kind: f"{prefix}.{kind}.partial" for kind in ("bin", "idx", "json")}
     os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
-    try:
+    with ExitStack() as renamed:
+        # Without its index a dataset is unreadable: the old index goes first, the new one, entered first, comes last.
+        targets = {kind: Path(f"{prefix}.{kind}") for kind in ("idx", "json", "bin")}
+        partial = {kind: str(renamed.enter_context(written_beside(target))) for kind, target in targets.items()}
         record = _write_tokens(documents, encoder, partial, json_key, workers)
         if not record["tokens"]:
             raise ValueError("--input: the files hold no text, only blanks; give files with text.")
@@ -68,13 +71,7 @@ def write_corpus(
         record |= {"tokenizer": encoder.folder, "vocabulary_sha256": vocabulary_digest(encoder.folder)}
         record |= {"seconds": round(time.monotonic() - started, 1), "settings": settings}
         Path(partial["json"]).write_text(json.dumps(record, indent=2) + "\n")
-        # A dataset cannot be read without its index: remove the old index first, and write the new one last.
-        Path(f"{prefix}.idx").unlink(missing_ok=True)
-        for kind in ("bin", "json", "idx"):
-            os.replace(partial[kind], f"{prefix}.{kind}")
-    finally:
-        for path in partial.values():
-            Path(path).unlink(missing_ok=True)
+        targets["idx"].unlink(missing_ok=True)
     return record
 
 

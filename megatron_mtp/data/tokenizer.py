@@ -9,13 +9,14 @@ Out: a folder that both `transformers.AutoTokenizer` and Megatron's `--tokenizer
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megatron_mtp.files import written_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -235,7 +236,7 @@ def _refuse_foreign_files(folder: Path) -> None:
 
 
 def _publish(bpe: Tokenizer, folder: Path) -> None:
-    """Write the files beside the folder, then rename: a reader sees the whole tokenizer or none."""
+    """A reader sees the whole tokenizer or none."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": EOD_TOKEN,
@@ -244,13 +245,7 @@ def _publish(bpe: Tokenizer, folder: Path) -> None:
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
     }
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with written_beside(folder) as partial:
+        partial.mkdir(parents=True)
         (partial / "tokenizer.json").write_text(bpe.to_str(pretty=True), encoding="utf-8")
         (partial / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

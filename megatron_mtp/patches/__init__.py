@@ -1,9 +1,14 @@
-"""Faults of the published megatron-core that are put right, on any machine.
+"""Megatron functions that are replaced on every machine, with or without a GPU: one table, with a probe for each row.
 
-wheel.py          datasets without a compiler, MoE token counts, optimizer slices behind padding
-unpickling.py     catalogues and objects of checkpoints are read without running code
-checksums.py      checksums of what a checkpoint holds: made when it is saved, compared when it is loaded
-saving.py         the helper process of saves ends with its rank; a save in progress is not called whole
-torch_adam.py     a distributed optimizer that resumes without Apex and TE
-frozen_stages.py  checkpoints of pipeline stages that have nothing to train
+table.py              THE TABLE: target, reason, upstream issue, versions, probe, replacement; `install()` walks it
+patch.py              what a row is, and how it is applied: the original is kept, a mended fault is left alone
+probes.py             the probes: each calls the original with tiny inputs or reads its code, and says what it found
+compiled_helpers.py   datasets without a compiler
+experts.py            token counts of the MoE router
+optimizer_slices.py   the distributed optimizer's slices behind padding
+torch_adam.py         a distributed optimizer that resumes without Apex and TE
+frozen_stages.py      checkpoints of pipeline stages that have nothing to train
+unpickling.py         catalogues and objects of checkpoints are read without running code
+checksums.py          checksums of what a checkpoint holds: made when it is saved, compared when it is loaded
+saving.py             saves: the helper process ends with its rank, and a save in progress does not look whole
 """

@@ -1,9 +1,9 @@
 """Checksums (CRC-32) of what distributed checkpoints hold, made while they are written and compared when they are read.
 
-An entry of a `.distcp` file has its checksum in the catalogue, as one more attribute of the record that says where the
-entry is: the two cannot part, each rank checks what it reads, and loaders that do not know the attribute ignore it. The
-catalogue's own checksum is in `checksums.json`, with the name of the save, so that a checkpoint which another program
-saves again in its place is not taken for a damaged one. Checkpoints without checksums load as ever.
+The checksum of an entry of a `.distcp` file is in the catalogue, as one more attribute of the record of the entry's
+place. So each rank checks what it reads, and loaders that do not know the attribute ignore it. The catalogue's own
+checksum is in `checksums.json`, with the id of the save: another program may save a checkpoint again in the same
+place, and that is no damage. Checkpoints without checksums load as before.
 """
 
 import functools
@@ -12,7 +12,10 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from io import BufferedIOBase
 
 CHECKSUMS = "checksums.json"
 SWITCH = "MEGATRON_MTP_CHECKSUMS"
@@ -22,7 +25,7 @@ PIECE = 2**22
 
 
 class DamagedError(ValueError):
-    """A checkpoint that cannot be read, said in one sentence."""
+    """A checkpoint that cannot be read; the message is one sentence."""
 
 
 class Summed:
@@ -40,11 +43,12 @@ class Summed:
 
 
 def crc32_of(stream: IO[bytes], offset: int, length: int) -> int | None:
-    """The checksum of some bytes of a file; None where it ends before them."""
-    stream.seek(offset)
+    """The checksum of some bytes of a file that is open in binary mode; None where it ends before them."""
+    file = cast("BufferedIOBase", stream)
+    file.seek(offset)
     buffer, checksum = memoryview(bytearray(min(length, PIECE))), 0
     while length:
-        count = stream.readinto(buffer[: min(length, PIECE)])  # type: ignore[attr-defined]
+        count = file.readinto(buffer[: min(length, PIECE)])
         if not count:
             return None
         checksum = zlib.crc32(buffer[:count], checksum)
@@ -66,8 +70,8 @@ def check_entry(stream: IO[bytes], place: Any, file: str) -> None:
     Raises:
         DamagedError: they differ.
     """
-    said = getattr(place, "crc32", None)
-    if said is not None and crc32_of(stream, place.offset, place.length) != said:
+    stored = getattr(place, "crc32", None)
+    if stored is not None and crc32_of(stream, place.offset, place.length) != stored:
         raise DamagedError(
             f"{file} is damaged: {place.length} bytes from {place.offset} on do not have the checksum that they were "
             f"saved with; load another iteration, or fetch the file again ({SWITCH}=0 loads it as it is)."
@@ -80,28 +84,16 @@ def seal_catalogue(folder: Path, content: bytes, save_id: str | None) -> None:
 
 
 def catalogue_differs(folder: Path, content: bytes, save_id: str | None) -> bool:
-    """Whether `checksums.json` is of this save, and says that its catalogue was another."""
+    """Whether `checksums.json` belongs to this save and has another checksum than the catalogue."""
     try:
         record = json.loads((folder / CHECKSUMS).read_text())
         return bool(record["save_id"] == save_id and record["catalogue"] != zlib.crc32(content))
-    except (OSError, ValueError, TypeError, KeyError):  # none, or one that a kill or a full disk has cut short
+    except (OSError, ValueError, TypeError, KeyError):  # it is not there, or a kill or a full disk has cut it short
         return False
 
 
-def install() -> None:
-    """Make checksums in every save of this process and of its forks, and compare them in every load."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from torch.distributed.checkpoint import filesystem
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    if not hasattr(filesystem._write_item, "__wrapped__"):
-        filesystem._write_item = _with_checksum(filesystem._write_item)
-        FileSystemReader._slice_file = _checked(FileSystemReader._slice_file)  # type: ignore[method-assign]
-    filesystem_async._write_item = filesystem._write_item
-
-
-def _with_checksum(write_item: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function that writes an entry; Megatron looks at its signature."""
+def with_checksum(write_item: Callable[..., Any]) -> Callable[..., Any]:
+    """`_write_item`, which writes an entry; its place then has a checksum. Megatron looks at the signature."""
 
     @functools.wraps(write_item)
     def write(transforms: Any, stream: IO[bytes], *rest: Any, **settings: Any) -> Any:
@@ -113,15 +105,15 @@ def _with_checksum(write_item: Callable[..., Any]) -> Callable[..., Any]:
     return write
 
 
-def _checked(slice_file: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's method that opens an entry; a reader checks each once, however many parts of it are wanted."""
+def checked_once(slice_file: Callable[..., Any]) -> Callable[..., Any]:
+    """`FileSystemReader._slice_file`, which opens an entry; a reader checks every entry once."""
 
     @functools.wraps(slice_file)
-    def checked(reader: Any, file: IO[bytes], place: Any) -> Any:
+    def opened(reader: Any, file: IO[bytes], place: Any) -> Any:
         seen = reader.__dict__.setdefault("megatron_mtp_checked", set())
         if are_wanted() and (place.relative_path, place.offset) not in seen:
             check_entry(file, place, str(getattr(file, "name", place.relative_path)))
             seen.add((place.relative_path, place.offset))
         return slice_file(reader, file, place)
 
-    return checked
+    return opened

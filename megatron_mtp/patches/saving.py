@@ -1,17 +1,19 @@
-"""What kills do to Megatron's saves: a helper process that stays, and an iteration that still calls itself whole.
+"""What kills do to Megatron's saves: a helper process that stays, and an iteration that still looks whole.
 
-The helper, which every rank starts at its first save to hold a queue, ends here with its rank; Megatron's lives on when
-a rank is killed: half a gigabyte each, until somebody finds it. And on a CPU it is forked, since spawning imports
-everything a second time, which takes longer than the save.
+Every rank starts a helper process at its first save, to hold a queue. Megatron's helper lives on when its rank is
+killed: half a gigabyte each, until somebody finds it. Here it ends with its rank. A process that has not used CUDA
+forks it, since spawning imports everything a second time, which takes longer than the save.
 
-An iteration that was whole but not yet named is saved again by the next run, over itself. Its `metadata.json`, which
-says that it is whole, goes first; under Megatron's it stays all the time.
+A run that was killed between its save and the tracker's update is started again, and saves that iteration over
+itself. `metadata.json`, which marks an iteration as whole, is removed first; Megatron leaves it in place all the time.
 """
 
 import ctypes
+import functools
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.managers import SyncManager
@@ -22,51 +24,77 @@ import torch
 
 from megatron_mtp.patches.checksums import CHECKSUMS
 
+MARK = "metadata.json"
+"""Megatron writes it last: an iteration that has it is whole."""
+
 PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process gets when the one that started it is gone (prctl(2))."""
 
 BEFORE_SAVES: list[Callable[[Path], None]] = []
 """What the first rank calls before every save, with the folder of all iterations."""
 
-
-def install(on_cpu: bool) -> None:
-    """Replace Megatron's function for the queue, in synchronous saves, and put one before every save."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async.get_write_results_queue = partial(_results_queue, filesystem_async, on_cpu)
-    dist_checkpointing.save = _save
+Save = Callable[..., Any]
+"""`dist_checkpointing.save`: state, folder of the iteration, and settings; an AsyncRequest or None."""
 
 
-def _save(sharded_state_dict: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
-    """Megatron's `dist_checkpointing.save`, into a folder that says that it is whole only when it is."""
-    from megatron.core.dist_checkpointing.serialization import save
+def unmarked_meanwhile(save: Save) -> Save:
+    """The same, into a folder that looks whole only when it is."""
 
-    from megatron_mtp.patches.frozen_stages import with_optimizer
-    from megatron_mtp.patches.unpickling import seal
+    @functools.wraps(save)
+    def saved(state: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
+        if torch.distributed.get_rank() == 0:
+            (Path(checkpoint_dir) / MARK).unlink(missing_ok=True)
+        torch.distributed.barrier()
+        return save(state, checkpoint_dir, *rest, **settings)
 
-    folder, is_first = Path(checkpoint_dir), torch.distributed.get_rank() == 0
-    if is_first:
-        for name in ("metadata.json", CHECKSUMS):
-            (folder / name).unlink(missing_ok=True)
-        for prepare in BEFORE_SAVES:
-            prepare(folder.parent)
-    torch.distributed.barrier()
-    request = save(with_optimizer(sharded_state_dict), checkpoint_dir, *rest, **settings)
-    if is_first and request is None:
-        seal(folder)
-    elif is_first:
-        request.finalize_fns.append(partial(seal, folder))
-    return request
+    return saved
 
 
-def _results_queue(owner: Any, on_cpu: bool, mp_mode: str = "spawn") -> Any:
-    """Megatron's `get_write_results_queue`: one queue a process, kept where Megatron keeps it."""
-    if owner._results_queue is None:
-        manager = SyncManager(ctx=multiprocessing.get_context("fork" if on_cpu else mp_mode))
-        manager.start(initializer=end_with_parent, initargs=(os.getpid(),))
-        owner._results_queue = manager.Queue()
-    return owner._results_queue
+def sealed(save: Save) -> Save:
+    """The same, with a checksum of the catalogue beside it."""
+
+    @functools.wraps(save)
+    def saved(state: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
+        from megatron_mtp.patches.unpickling import seal
+
+        folder, is_first = Path(checkpoint_dir), torch.distributed.get_rank() == 0
+        if is_first:
+            (folder / CHECKSUMS).unlink(missing_ok=True)
+        request = save(state, checkpoint_dir, *rest, **settings)
+        if is_first and request is None:
+            seal(folder)
+        elif is_first:
+            request.finalize_fns.append(partial(seal, folder))
+        return request
+
+    return saved
+
+
+def announced(save: Save) -> Save:
+    """The same; the first rank calls `BEFORE_SAVES` before it."""
+
+    @functools.wraps(save)
+    def saved(state: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
+        if torch.distributed.get_rank() == 0:
+            for prepare in BEFORE_SAVES:
+                prepare(Path(checkpoint_dir).parent)
+        return save(state, checkpoint_dir, *rest, **settings)
+
+    return saved
+
+
+def queue_that_ends(get_queue: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of `get_write_results_queue`: one queue a process, kept where Megatron keeps it."""
+    owner: Any = sys.modules[get_queue.__module__]
+
+    def get(mp_mode: str = "spawn") -> Any:
+        if owner._results_queue is None:
+            manager = SyncManager(ctx=multiprocessing.get_context(mp_mode if torch.cuda.is_initialized() else "fork"))
+            manager.start(initializer=end_with_parent, initargs=(os.getpid(),))
+            owner._results_queue = manager.Queue()
+        return owner._results_queue
+
+    return get
 
 
 def end_with_parent(parent: int) -> None:

@@ -1,19 +1,19 @@
 """Distributed checkpoints are read without running code: torch's own reader unpickles whatever a file names.
 
-The catalogue of a checkpoint (`.metadata`) is a pickle, and so is every entry that is no tensor. Here the first makes
-only the classes that catalogues consist of; the second are read with `weights_only`, for which Megatron lists the
-classes that it stores. torch reads tensors so already, and Megatron its older files.
+The catalogue of a checkpoint (`.metadata`) is a pickle, and so is every entry that is not a tensor. Here a catalogue
+may name only the classes that catalogues consist of. Entries are read with `weights_only`, and Megatron registers the
+classes that it stores there. torch already reads tensors in that way, and Megatron its older files.
 """
 
 import io
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
 from megatron_mtp.patches.checksums import CHECKSUMS, DamagedError, catalogue_differs, seal_catalogue
@@ -49,7 +49,7 @@ def read_catalogue(folder: Path) -> Metadata:
         metadata = load_catalogue(io.BytesIO(content))
     except FileNotFoundError:
         raise ValueError(f"{folder / CATALOGUE} is missing; give another checkpoint.") from None
-    except Exception as error:  # of damaged bytes, a pickle makes anything
+    except Exception as error:  # damaged bytes can make a pickle raise anything
         said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise ValueError(f"{folder / CATALOGUE} is no catalogue of a checkpoint: {said}.") from None
     if catalogue_differs(folder, content, _save_id(metadata)):
@@ -60,7 +60,7 @@ def read_catalogue(folder: Path) -> Metadata:
 def seal(folder: Path) -> None:
     """Write the checksum of the catalogue that has just been written to an iteration's folder."""
     if not (folder / CATALOGUE).is_file():
-        return  # in a store that Megatron reaches over the network
+        return  # the checkpoint is in a store that Megatron reaches over the network
     content = (folder / CATALOGUE).read_bytes()
     seal_catalogue(folder, content, _save_id(load_catalogue(io.BytesIO(content))))
 
@@ -70,7 +70,7 @@ def _save_id(metadata: Metadata) -> str | None:
 
 
 def load_catalogue(stream: IO[bytes]) -> Metadata:
-    """The same from an open file, with the errors of a pickle."""
+    """The catalogue in an open file; raises pickle.UnpicklingError and whatever damaged bytes cause."""
     metadata = _CatalogueReader(stream).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
@@ -91,7 +91,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _is_place(place: Any) -> bool:
-    """In a file of this folder."""
+    """Whether it is a place in a file of this folder."""
     numbers = isinstance(place, _StorageInfo) and isinstance(place.offset, int) and isinstance(place.length, int)
     return numbers and Path(place.relative_path).name == place.relative_path and place.offset >= 0 <= place.length
 
@@ -104,19 +104,22 @@ class _CatalogueReader(pickle.Unpickler):
 
 
 def foreign(error: pickle.UnpicklingError) -> str:
-    """What `weights_only` has refused; torch's own message proposes to load it nevertheless."""
+    """What `weights_only` has refused; torch's own message suggests loading it nevertheless."""
     named = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
     return f"{named.group(1) if named else 'something'}, which no checkpoint of Megatron's holds"
 
 
-def install() -> None:
-    """Put the safe readers in the place of torch's, by which Megatron loads."""
-    FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign, assignment]
-    DefaultLoadPlanner.load_bytes = _load_bytes  # type: ignore[method-assign, assignment]
+def safe_read_metadata(_: Any) -> Callable[..., Metadata]:
+    """In the place of `FileSystemReader.read_metadata`."""
+    return _read_metadata
+
+
+def safe_load_bytes(_: Any) -> Callable[..., None]:
+    """In the place of `DefaultLoadPlanner.load_bytes`."""
+    return _load_bytes
 
 
 def _read_metadata(reader: Any, *_: Any, **settings: Any) -> Metadata:
-    """torch's method of this name."""
     with reader.fs.create_stream(reader._get_metadata_path(settings.get("rank")), "rb") as stream:
         metadata = load_catalogue(stream)
     if metadata.storage_meta is None:
@@ -126,7 +129,6 @@ def _read_metadata(reader: Any, *_: Any, **settings: Any) -> Metadata:
 
 
 def _load_bytes(planner: Any, read_item: Any, value: IO[bytes]) -> None:
-    """torch's method of this name."""
     from torch.distributed.checkpoint._traverse import set_element
 
     name = read_item.dest_index.fqn

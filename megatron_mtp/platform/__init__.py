@@ -25,12 +25,7 @@ def prepare() -> bool:
         # On a machine without a GPU nobody misses these kernels, and every import says that they are not there.
         warnings.filterwarnings("ignore", message="(?i).*(apex|transformer.engine).*", category=UserWarning)
         cpu.install()
-    from megatron_mtp.patches import checksums, frozen_stages, saving, torch_adam, unpickling, wheel
+    from megatron_mtp.patches import table
 
-    wheel.install()
-    unpickling.install()
-    checksums.install()
-    saving.install(on_cpu)
-    torch_adam.install()
-    frozen_stages.install()
+    table.install()
     return on_cpu

@@ -1,4 +1,4 @@
-"""Checks of Megatron's flags that Megatron makes without a sentence, late, or not at all: two tables.
+"""Checks of Megatron's flags that Megatron itself makes late, without a clear sentence or not at all: two tables.
 
 In:  the parsed arguments; a flag that was not given is None and passes.
 Out: nothing, or a ValueError that names the flag, its value and what is allowed.
@@ -24,9 +24,9 @@ REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that flags take: what the sentence says of them, and whether a number is one of them."""
+    """The numbers that flags take: how the sentence describes them, and whether a number is allowed."""
 
-    said: str
+    description: str
     holds: Callable[[float], bool]
     flags: str
 
@@ -81,21 +81,21 @@ def check_ranges(args: Namespace) -> None:
         for name in allowed.flags.split():
             number = getattr(args, name, None)
             if isinstance(number, int | float) and not allowed.holds(number):
-                raise ValueError(f"{flag(name)} is {number}; give {allowed.said}.")
+                raise ValueError(f"{flag(name)} is {number}; give {allowed.description}.")
 
 
 def check_relations(args: Namespace) -> None:
     """Raises ValueError at the first two flags that do not go together."""
     for relation in RELATIONS:
-        if (said := relation(args)) is not None:
-            raise ValueError(said)
+        if (sentence := relation(args)) is not None:
+            raise ValueError(sentence)
 
 
 def check_machine(args: Namespace) -> None:
-    """Raises ValueError at the first flag that this machine cannot train with; a plan may be of another machine."""
+    """Raises ValueError at the first flag that this machine cannot train with; a dry run may be for another."""
     for relation in (_recomputed, _grouped_gemm):
-        if (said := relation(args)) is not None:
-            raise ValueError(said)
+        if (sentence := relation(args)) is not None:
+            raise ValueError(sentence)
 
 
 def check_tokenizer_folder(args: Namespace) -> None:
@@ -115,7 +115,7 @@ def check_tokenizer_folder(args: Namespace) -> None:
 
 
 def _is_reachable(address: str) -> bool:
-    """As far as a look-up of its name says; a proxy looks names up itself."""
+    """Whether its name can be looked up; a proxy looks names up itself."""
     if getproxies():
         return True
     try:
@@ -297,7 +297,7 @@ def _conversations(args: Namespace) -> str | None:
 
 
 def _known(args: Namespace, *names: str) -> bool:
-    """Whether all of them were given; those that a checkpoint will say are None until it is read."""
+    """Whether all of them are known; arguments that come from a checkpoint are None until it is read."""
     return all(getattr(args, name) is not None for name in names)
 
 

@@ -1,14 +1,18 @@
-"""Megatron's training loop, observed: what its functions are called with reaches the metrics and the short log.
+"""Megatron's training loop, observed: the metrics and the short log receive the arguments of its functions.
 
-The loop has no callbacks for it, and looks its own functions up by name in its module.
+The loop has no callbacks. It looks its own functions up by name in its module, so wrappers there see every call; the
+functions are rows of `patches.table.LOOP`.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from megatron.training import get_args, training
+from megatron.training import get_args
 
+from megatron_mtp.errors import InputError
+from megatron_mtp.patches.patch import State, installed, state_of, while_replaced
+from megatron_mtp.patches.table import CORE, LOOP
 from megatron_mtp.training.console import say
 from megatron_mtp.training.metrics import Metrics, Step
 
@@ -18,7 +22,11 @@ Wrapper = Callable[[Function, Metrics], Function]
 
 @contextmanager
 def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None]:
-    """While this lasts, the metrics receive training steps and the data of evaluations."""
+    """While this lasts, the metrics receive training steps and the data of evaluations.
+
+    Raises:
+        InputError: the installed megatron-core cannot be observed in this way.
+    """
     wrappers: dict[str, Wrapper] = {
         "train_step": _steps,
         "training_log": _logged_steps,
@@ -27,6 +35,12 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None
     if shows_checkpoints:
         wrappers["save_checkpoint_and_time"] = _saves
 
+    if any(state_of(row) is State.NOT_NEEDED for row in LOOP if row.name in wrappers):
+        raise InputError(
+            f"megatron-core is {installed('megatron-core')}, whose training loop does not call its steps as that of "
+            f"{CORE} does; install a version in that range."
+        )
+
     def of_this_run(wrapper: Wrapper) -> Callable[[Function], Function]:
         return lambda function: wrapper(function, metrics)
 
@@ -34,17 +48,9 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None
         yield
 
 
-@contextmanager
-def wrapped(wrappers: dict[str, Callable[[Function], Function]]) -> Iterator[None]:
-    """While this lasts, functions of Megatron's `training` module are what the wrappers of their names make of them."""
-    originals = {name: getattr(training, name) for name in wrappers}
-    for name, wrapper in wrappers.items():
-        setattr(training, name, wrapper(originals[name]))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(training, name, original)
+def wrapped(wrappers: dict[str, Callable[[Function], Function]]) -> AbstractContextManager[None]:
+    """While this lasts, functions of Megatron's `training` module are wrapped, by their names."""
+    return while_replaced(LOOP, wrappers)
 
 
 def _steps(train_step: Function, metrics: Metrics) -> Function:
@@ -67,21 +73,21 @@ def _logged_steps(training_log: Function, metrics: Metrics) -> Function:
 
 
 def _evaluations(evaluate_and_print_results: Function, metrics: Metrics) -> Function:
-    """Only the prefix of Megatron's own line says on what data it is: 'iteration 9', '... on validation (test) set'."""
+    """Only the prefix of Megatron's own line names the data: 'iteration 9', '... on test set'."""
 
-    def told(prefix: str, *rest: Any, **named: Any) -> None:
+    def announced(prefix: str, *rest: Any, **named: Any) -> None:
         is_after_run = prefix.endswith(" set")
         metrics.begin_evaluation("test" if prefix.endswith("test set") else "validation", is_after_run)
         evaluate_and_print_results(prefix, *rest, **named)
 
-    return told
+    return announced
 
 
 def _saves(save_checkpoint_and_time: Function, metrics: Metrics) -> Function:
-    def told(step: int, *rest: Any, **named: Any) -> None:
+    def shown(step: int, *rest: Any, **named: Any) -> None:
         save_checkpoint_and_time(step, *rest, **named)
         args = get_args()
         if args.rank == 0:
             say(f"> checkpoint of step {step} {'is being written' if args.async_save else 'saved'} to {args.save}")
 
-    return told
+    return shown

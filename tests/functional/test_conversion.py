@@ -21,6 +21,8 @@ from megatron_mtp.checkpoint.convert.importing import Options  # noqa: E402
 from megatron_mtp.checkpoint.proof.prompt import Prompt  # noqa: E402
 from megatron_mtp.checkpoint.proof.verify import megatron_logits, verify  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 CLIENT = Path(__file__).parent / "mtp_client.py"
 RESAVED = {"untied-d3": ("tp2", "pp2", "pp2-vpp2"), "tied-d3": ("tp2", "pp2"), "moe-d2": ("ep2",)}
 """Models of layouts.py, and the layouts that save them."""

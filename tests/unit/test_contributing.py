@@ -12,35 +12,25 @@ from documents import ROOT, blocks
 from drafting_single import prompts_of, runner_of
 from torch import Tensor
 
-from megatron_mtp.config import LOSS_NAMES, MTPConfig
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.flags import parser
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.verifiers import VERIFIERS
-from megatron_mtp.losses import LOSSES
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    """What an example registers is known to its test alone."""
-    rows, names = dict(LOSSES), list(LOSS_NAMES)
-    yield
-    LOSSES.clear()
-    LOSSES.update(rows)
-    LOSS_NAMES[:] = names
 
 
 def section(heading: str) -> str:
     return (ROOT / "CONTRIBUTING.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
-def run_example(heading: str) -> None:
-    """Execute the code under a heading of the page."""
+def run_example(heading: str) -> dict[str, Any]:
+    """Execute the code under a heading of the page, and return its names."""
     ((_, code),) = blocks(section(heading), "python")
-    exec(compile(code, heading, "exec"), {"__name__": "example"})
+    names = {"__name__": "example"}
+    exec(compile(code, heading, "exec"), names)
+    return names
 
 
 def as_rows(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -134,9 +124,7 @@ def focal(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
 
 def test_a_loss_has_the_gradient_of_its_definition() -> None:
-    with pytest.raises(ValueError, match="--mtp-loss is 'focal'"):
-        MTPConfig(mtp_loss="focal")
-    run_example("A loss")
+    focal_loss = run_example("A loss")["Focal"]()
     generator = torch.Generator().manual_seed(4)
     states_NH = torch.randn(12, 6, generator=generator, dtype=torch.double)
     weight_VH = torch.randn(20, 6, generator=generator, dtype=torch.double)
@@ -144,8 +132,7 @@ def test_a_loss_has_the_gradient_of_its_definition() -> None:
     labels_N, scale = torch.randint(20, (12,), generator=generator), torch.tensor(0.3, dtype=torch.double)
 
     def ours(states_NH: Tensor, weight_VH: Tensor) -> Tensor:
-        loss = LOSSES["focal"](MTPConfig(mtp_loss="focal"))
-        return linear_loss(loss, [states_NH], [Targets(labels_N, mask_N, scale)], weight_VH, Vocabulary(20))[0]
+        return linear_loss(focal_loss, [states_NH], [Targets(labels_N, mask_N, scale)], weight_VH, Vocabulary(20))[0]
 
     def plain(states_NH: Tensor, weight_VH: Tensor) -> Tensor:
         return scale * focal(states_NH @ weight_VH.t(), labels_N).dot(mask_N)
@@ -153,7 +140,3 @@ def test_a_loss_has_the_gradient_of_its_definition() -> None:
     leaves = [leaf.requires_grad_() for leaf in (states_NH, weight_VH)]
     made = [(value := side(*leaves), *torch.autograd.grad(value, leaves)) for side in (ours, plain)]
     torch.testing.assert_close(*made, rtol=1e-10, atol=1e-12)
-
-
-def test_every_name_has_its_row() -> None:
-    assert set(LOSS_NAMES) == set(LOSSES)

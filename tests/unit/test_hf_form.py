@@ -22,6 +22,8 @@ from megatron_mtp.model.arguments import parse_flags, parsed
 from megatron_mtp.model.build import build
 from megatron_mtp.training.arguments import checkpoint_arguments
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 QUIET = Options(quiet=True, workers=1)
 TINY = (
     "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 16 "
@@ -89,6 +91,15 @@ def test_every_key_that_an_engine_reads_is_written(name: str, tmp_path: Path) ->
     keys = export(trained(tmp_path / "mcore", flags), tmp_path / "hf", family=family)
     assert {*ALL_KEYS.split(), *own.split()} <= keys.keys()
     assert [key for key, value in keys.items() if value is None] == []
+
+
+@pytest.mark.usefixtures("megatron")
+def test_an_epsilon_that_transformers_lacks_inside_latent_attention_is_refused(tmp_path: Path) -> None:
+    """With 1e-4 the logits of an export are off by a thousandth of the largest."""
+    with pytest.raises(ValueError, match="--norm-epsilon above 1e-05 inside latent attention"):
+        export(trained(tmp_path / "latent", f"{LATENT} --norm-epsilon 1e-4"), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    assert export(trained(tmp_path / "dense", "--norm-epsilon 1e-4"), tmp_path / "other")["rms_norm_eps"] == 1e-4
 
 
 @pytest.mark.usefixtures("megatron")

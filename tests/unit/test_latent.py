@@ -10,6 +10,8 @@ from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.proof.verify import verify
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 @pytest.mark.usefixtures("megatron")
 def test_queries_without_a_rank_are_computed_as_transformers_computes_them(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe import moe_utils, router
 
-from megatron_mtp.patches import wheel
+from megatron_mtp.patches import table
 from megatron_mtp.platform import cpu, kernels, prepare, stand_ins
 
 pytestmark = pytest.mark.skipif(
@@ -86,7 +87,7 @@ def test_preparing_twice_changes_nothing() -> None:
 
 def test_a_router_that_masks_tokens_counts_those_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's sum over ranks is made in place, so that its count of one rank was that of both."""
-    wheel.install()
+    table.install()
     monkeypatch.setattr(moe_utils, "reduce_from_tensor_model_parallel_region", lambda counts, _: counts.mul_(2))
     routing_map = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]])  # two experts for a token; the last one is masked
     two_ranks = SimpleNamespace(size=lambda: 2)
@@ -101,7 +102,8 @@ def test_a_checkout_of_megatron_lm_compiles_its_helpers(
 ) -> None:
     if has_makefile:
         (tmp_path / "Makefile").touch()
-    monkeypatch.setattr(dataset_utils, "__file__", str(tmp_path / "utils.py"))
-    monkeypatch.setattr(dataset_utils, "compile_helpers", "megatron's")
-    wheel.install()
-    assert (dataset_utils.compile_helpers == "megatron's") == has_makefile
+    checkout: dict[str, Any] = {}
+    exec(compile("def compile_helpers(): run('make')", tmp_path / "utils.py", "exec"), checkout)
+    monkeypatch.setattr(dataset_utils, "compile_helpers", checkout["compile_helpers"])
+    table.install()
+    assert (dataset_utils.compile_helpers is checkout["compile_helpers"]) == has_makefile

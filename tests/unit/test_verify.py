@@ -25,6 +25,8 @@ from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.proof.reference import all_logits
 from megatron_mtp.checkpoint.proof.verify import Check, acceptance, compare, verify
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 WITH_DEPTHS = {**TRAINED, **SPLIT}
 ALL = {**PLAIN, **WITH_DEPTHS}
 AllJudged = dict[tuple[str, bool], Judged]

@@ -42,8 +42,8 @@ class Source:
     make: Callable[[], Tensor]
 
     @property
-    def bytes(self) -> int:
-        """Size in memory."""
+    def size(self) -> int:
+        """Size in memory, bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def write(self, stream: IO[bytes], file: str) -> list[Chunk]:
@@ -178,7 +178,7 @@ def _copy(change: Change, target: Path, options: Options) -> Converted:
     reader, source = change.reader, change.source
     folder = PartialFolder(target, {"source": reader.fingerprint(), **change.plan}, options.resume)
     files = {"__trunk_0.distcp": change.trunk, **({"__depths_0.distcp": change.made} if change.made else {})}
-    groups = {name: [Group(entry.bytes, entry.write) for entry in entries] for name, entries in files.items()}
+    groups = {name: [Group(entry.size, entry.write) for entry in entries] for name, entries in files.items()}
     chunks = write_checkpoint(folder, groups, change.common, options)
     if (source / HF_FILES).is_dir():
         shutil.copytree(source / HF_FILES, folder.path / HF_FILES, dirs_exist_ok=True)

@@ -69,7 +69,7 @@ def plan_change(change: Change, target: Path) -> dict[str, Any]:
         "depths before": change.before,
         "depths": change.depths,
         "tensors": len(entries),
-        **_disk(target, sum(entry.bytes for entry in entries)),
+        **_disk(target, sum(entry.size for entry in entries)),
         "new": _counted(entry.key for entry in change.made if entry.key not in old) or "nothing",
         "left out": _counted(change.left_out) or "nothing",
     }

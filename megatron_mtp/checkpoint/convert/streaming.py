@@ -6,11 +6,10 @@ completes. A lock beside the target keeps a second process out.
 
 import functools
 import json
-import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,8 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_mtp.data.locks import one_writer
-from megatron_mtp.files import synced
+from megatron_mtp.files import one_writer, sync, written_beside
 
 RECORDS = "progress"
 PLAN = "progress.json"
@@ -68,7 +66,7 @@ class PartialFolder:
 
     def _blank(self) -> bool:
         """Whether a killed run had not yet written its plan, which it does first."""
-        return {path.name for path in self.path.rglob("*")} <= {RECORDS, f"{PLAN}.new"}
+        return {path.name for path in self.path.rglob("*")} <= {RECORDS, f"{PLAN}.partial"}
 
     def record(self, part: int) -> Any:
         """The record of a part; None if the part is not finished."""
@@ -86,10 +84,7 @@ class PartialFolder:
 
     def finish(self) -> None:
         """Rename the folder to the target, once all files are on the disk, and remove the records."""
-        for file in self.path.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as stream:
-                    os.fsync(stream.fileno())
+        sync(self.path)
         if self.target.exists():
             self.target.rmdir()
         self.path.rename(self.target)
@@ -124,11 +119,8 @@ def _planned(folder: Path) -> str | None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    beside = path.with_name(f"{path.name}.new")
-    with open(beside, "w") as stream:
-        stream.write(text)
-        synced(stream)
-    beside.replace(path)
+    with written_beside(path) as beside:
+        beside.write_text(text)
 
 
 IN_FLIGHT = 2**28
@@ -161,7 +153,7 @@ Report = Callable[[int], None]
 
 def run_parts(
     partial: PartialFolder,
-    parts: list[tuple[int, Callable[[Report], Any]]],
+    parts: Sequence[tuple[int, Callable[[Report], Any]]],
     workers: int,
     quiet: bool,
     is_there: Callable[[Any], bool],

@@ -24,11 +24,11 @@ class Group:
     """Tensors that are made together.
 
     Attributes:
-        bytes: size in memory.
+        size: in memory, bytes.
         write: appends the tensors to an open file of the given name, and returns their chunks.
     """
 
-    bytes: int
+    size: int
     write: Callable[[IO[bytes], str], list[Chunk]]
 
 
@@ -54,7 +54,7 @@ def write_checkpoint(
     torch.serialization.set_crc32_options(False)  # torch never checks these sums; making them takes half of the time
     budget = Budget()
     work = [
-        (sum(group.bytes for group in groups), partial(_write_file, inside / name, groups, budget))
+        (sum(group.size for group in groups), partial(_write_file, inside / name, groups, budget))
         for name, groups in files.items()
     ]
     records = run_parts(folder, work, options.workers, options.quiet, partial(chunks_are_in, inside))
@@ -68,8 +68,8 @@ def _write_file(file: Path, groups: list[Group], budget: Budget, report: Report)
     chunks: list[Chunk] = []
     with open(file, "wb") as stream:
         for group in groups:
-            with budget.taking(group.bytes):
+            with budget.taking(group.size):
                 chunks += group.write(stream, file.name)
-            report(group.bytes)
+            report(group.size)
         synced(stream)
     return [asdict(chunk) for chunk in chunks]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA
+from megatron_mtp.checkpoint.families.trained import LARGEST_LATENT_EPSILON
 from megatron_mtp.checkpoint.families.trunk import is_dense, layers
 from megatron_mtp.checkpoint.hf.config import LARGEST, HFConfig
 
@@ -102,13 +103,6 @@ def latent_flags(config: HFConfig, attention: MLA) -> list[str]:
         "qk-pos-emb-head-dim": attention.position, "v-head-dim": attention.value, "kv-channels": attention.value,
     }  # fmt: skip
     return ["--multi-latent-attention", *pairs(sizes), "--qk-layernorm", *_latent_rope_flags(config)]
-
-
-LARGEST_LATENT_EPSILON = 1e-5
-"""Megatron and vLLM use the config's epsilon in all norms, transformers uses 1e-6 inside latent attention.
-
-Between 1e-5 and 1e-6, logits differ by about 1e-5 of the largest.
-"""
 
 
 def gqa_flags(config: HFConfig, attention: GQA) -> list[str]:

@@ -8,6 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+LARGEST_LATENT_EPSILON = 1e-5
+"""Megatron and vLLM have the config's epsilon in all norms, transformers 1e-6 inside latent attention.
+
+Between 1e-5 and 1e-6 logits differ by some 1e-5 of the largest.
+"""
+
 
 @dataclass(frozen=True)
 class TrainedForm:
@@ -77,6 +83,8 @@ _FOREIGN: list[tuple[Callable[[Namespace], bool], str]] = [
     (lambda args: bool(args.num_experts) and _scores_groups_differently(args),
      "--moe-router-group-topk other than half of --moe-router-topk"),
     (lambda args: args.multi_latent_attention and args.rotary_percent != 1.0, "--rotary-percent in latent attention"),
+    (lambda args: args.multi_latent_attention and args.layernorm_epsilon > LARGEST_LATENT_EPSILON,
+     f"--norm-epsilon above {LARGEST_LATENT_EPSILON} inside latent attention, where transformers has 1e-6"),
     (lambda args: _is_yarn(args) and not (args.mscale and args.mscale_all_dim)
      and (args.mscale, args.mscale_all_dim) != (1.0, 0.0), "one of --mscale and --mscale-all-dim without the other"),
     (lambda args: getattr(args, "rotary_seq_len_interpolation_factor", None) not in (None, 1),

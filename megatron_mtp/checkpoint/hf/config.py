@@ -14,6 +14,10 @@ LARGEST = 2**31
 """No size of a model is larger; a file with a larger one is corrupted."""
 _BESIDE_ROPE = ("rope_theta", "partial_rotary_factor")
 _ORIGINAL = "original_max_position_embeddings"
+_ROPE_NUMBERS = (
+    *_BESIDE_ROPE, "factor", _ORIGINAL, "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "attention_factor",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,9 @@ class HFConfig:
         """Rotary settings as transformers 5 reads them: with `rope_type`, and the original length if a scaling uses it.
 
         `rope_scaling`, which older files have, takes precedence over `rope_parameters`; some settings are beside them.
+
+        Raises:
+            ValueError: a number is a text or a truth value.
         """
         nested = (self.keys.get(name) for name in ("rope_scaling", "rope_parameters"))
         chosen = next((value for value in nested if isinstance(value, dict) and value), {})
@@ -130,6 +137,9 @@ class HFConfig:
         if found["rope_type"] in ("llama3", "yarn", "longrope"):
             longest = self.keys.get(_ORIGINAL, found.get(_ORIGINAL, self.keys.get("max_position_embeddings")))
             found[_ORIGINAL] = longest
+        for name in _ROPE_NUMBERS:
+            if isinstance(found.get(name), str | bool):
+                raise ValueError(f"{self.source}: '{name}' is {found[name]!r:.40}; it must be a number.")
         return found
 
     def _first(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:

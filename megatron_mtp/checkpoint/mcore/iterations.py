@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+from megatron_mtp.files import written_beside
 from megatron_mtp.patches.unpickling import CATALOGUE
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -21,10 +22,23 @@ _ITERATION = re.compile(r"^iter_(\d{7})$")
 def repair_tracker(folder: Path) -> int | None:
     """Write the newest whole iteration into a tracker that a killed run left empty.
 
-    Megatron writes the tracker in place, and exits (with status 0) if it is empty.
-
     Returns:
         The iteration; None if the tracker was not empty.
+
+    Raises:
+        ValueError: as `unnamed_iteration`.
+    """
+    newest = unnamed_iteration(folder)
+    if newest is not None:
+        with written_beside(folder / TRACKER, shared=True) as beside:
+            beside.write_text(str(newest))
+    return newest
+
+
+def unnamed_iteration(folder: Path) -> int | None:
+    """The newest whole iteration where a killed run left the tracker empty; None where it is not empty.
+
+    Megatron writes the tracker in place, and exits (with status 0) if it is empty.
 
     Raises:
         ValueError: the tracker is empty, and no iteration is whole.
@@ -38,9 +52,6 @@ def repair_tracker(folder: Path) -> int | None:
             f"--load is {folder}, whose {TRACKER} is empty and which has no whole iteration; give another checkpoint, "
             "or remove the folder to start anew."
         )
-    beside = tracker.with_name(f"{TRACKER}.{os.getpid()}.partial")
-    beside.write_text(str(max(whole)))
-    beside.replace(tracker)
     return max(whole)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_mtp.checkpoint.hf.shards import NOT_KEPT
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
+from megatron_mtp.files import written_beside
 
 KEPT_TOKENIZER = "tokenizer"
 """Folder beside a trained checkpoint's iterations, with the files of the run's tokenizer."""
@@ -48,13 +49,11 @@ def keep_tokenizer(args: Namespace, checkpoint: Path) -> None:
     if not source.is_dir():
         return
     args.tokenizer_model = str(source.resolve())
-    target, partial = checkpoint / KEPT_TOKENIZER, checkpoint / f"{KEPT_TOKENIZER}.partial"
+    target = checkpoint / KEPT_TOKENIZER
     names = [file.name for file in sorted(source.iterdir()) if file.is_file() and not file.name.endswith(NOT_KEPT)]
     if source.resolve() == target.resolve() or filecmp.cmpfiles(source, target, names, shallow=False)[0] == names:
         return
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name in names:
-        shutil.copyfile(source / name, partial / name)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    with written_beside(target) as partial:
+        partial.mkdir(parents=True)
+        for name in names:
+            shutil.copyfile(source / name, partial / name)

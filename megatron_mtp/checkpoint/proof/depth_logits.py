@@ -18,6 +18,7 @@ from megatron_mtp.checkpoint.mcore.model import fill, model_of
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.checkpoint.proof.prompt import Prompt, place
 from megatron_mtp.model.arguments import parsed
+from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
 from megatron_mtp.model.trunk import MTPGPTModel
 
@@ -121,6 +122,6 @@ def _own(reader: DistReader, number: int, key: str, shared: Tensor) -> Tensor:
 
 def _attention_inputs(model: MTPGPTModel, slots: int) -> AttentionInputs:
     """A causal mask, and rotary angles, which latent attention computes itself."""
-    mask = torch.ones(1, 1, slots, slots, device="cuda").tril().logical_not()
+    mask = square_mask(slots, "cuda")
     rotary = model.position_embedding_type == "rope" and not model.config.multi_latent_attention
     return AttentionInputs(mask, model.rotary_pos_emb(slots) if rotary else None)

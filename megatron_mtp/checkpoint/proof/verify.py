@@ -268,20 +268,22 @@ def megatron_logits(folder: Path, prompt: Prompt) -> dict[str, Tensor]:
     """Logits of a checkpoint by Megatron's modules and our depths; names as in reference.py."""
     from megatron_mtp.checkpoint.mcore.model import load_model
     from megatron_mtp.data.batch import add_depths, depth_batch
+    from megatron_mtp.model.causal import square_mask
 
     model = load_model(folder)
     place(model, prompt)
     depths = model.config.mtp_num_layers or 0
     tokens_BS, slots = prompt.tokens_BS.cuda(), prompt.tokens_BS.size(1)
     positions_BS = prompt.positions_S.cuda().unsqueeze(0)
-    mask = torch.ones(1, 1, slots, slots, device="cuda").tril().logical_not()
+    mask = square_mask(slots, "cuda")
     ones_BS = torch.ones_like(tokens_BS).float()
     batch: dict[str, Any] = {"tokens": tokens_BS, "labels": tokens_BS.roll(-1, 1), "loss_mask": ones_BS}
     add_depths(batch, max(depths, 1), None)
 
-    def logits(hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Any, *_: Any) -> dict[str, Tensor]:
-        states = {"trunk": hidden_SBH} | {f"depth {d}": state for d, state in enumerate(depth_hidden, start=1)}
-        return {name: head.project(state_SBH)[:, 0].clone().cpu() for name, state_SBH in states.items()}
+    def logits(stage: Any) -> dict[str, Tensor]:
+        states = {"trunk": stage.hidden_SBH}
+        states |= {f"depth {depth}": state_SBH for depth, state_SBH in enumerate(stage.depth_hidden, start=1)}
+        return {name: stage.head.project(state_SBH)[:, 0].clone().cpu() for name, state_SBH in states.items()}
 
     with torch.no_grad():
         out: dict[str, Tensor] = model(

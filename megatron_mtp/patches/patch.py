@@ -1,0 +1,164 @@
+"""What a row of the table is, and how it is applied.
+
+    Patch(target, reason, upstream, versions, probe, replacement)
+      probe(original) -> True     the fault is there           the replacement takes its place
+                         False    the fault is not there       Megatron's own stays
+                         None     the probe cannot tell        a known version: as for True
+                                                               another version: as for True, with a warning
+
+An original is kept when it is replaced, so that probes always see Megatron's own function. Several rows may have one
+target: each replacement wraps the one before.
+"""
+
+import importlib
+import importlib.metadata
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+Replace = Callable[[Any], Any]
+"""From the function that stands there to the one that takes its place."""
+
+
+class State(Enum):
+    """What became of a row on this machine."""
+
+    APPLIED = "applied"
+    NOT_NEEDED = "not needed (the installed version does not have the fault)"
+    UNKNOWN = "unknown version (applied; the probe cannot tell whether the fault is there)"
+    MISSING = "missing (the installed version has no such function)"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One row.
+
+    Attributes:
+        target: module and attribute, with a colon between: `megatron.core.optimizer:DistributedOptimizer`.
+        reason: what goes wrong without it.
+        upstream: the issue or pull request, or "none known".
+        versions: of `package`, those that are known to have the fault, as a version specifier.
+        probe: from the original to whether the fault is there; None or an exception if that cannot be told.
+        replacement: None where each training run makes its own (`while_replaced`).
+        package: the distribution that the target belongs to.
+    """
+
+    target: str
+    reason: str
+    upstream: str
+    versions: str
+    probe: Callable[[Any], bool | None]
+    replacement: Replace | None = None
+    package: str = "megatron-core"
+
+    @property
+    def name(self) -> str:
+        """The attribute alone."""
+        return self.target.partition(":")[2]
+
+    def owner(self) -> Any:
+        """The module or class that has the attribute."""
+        module, _, path = self.target.partition(":")
+        owner = importlib.import_module(module)
+        for part in path.split(".")[:-1]:
+            owner = getattr(owner, part)
+        return owner
+
+
+_REPLACED: dict[int, tuple[Any, Any]] = {}
+"""Every replacement of this process, by its id, with the original: probes need the original after that too."""
+
+_ABSENT = object()
+
+
+def original_of(patch: Patch) -> Any:
+    """The target as it was before this process replaced it; `_ABSENT` if it is not there."""
+    try:
+        found = getattr(patch.owner(), patch.name.rpartition(".")[2])
+    except (ImportError, AttributeError):
+        return _ABSENT
+    return _REPLACED.get(id(found), (found, found))[1]
+
+
+def state_of(patch: Patch) -> State:
+    """Ask the probe; nothing is replaced."""
+    original = original_of(patch)
+    if original is _ABSENT:
+        return State.MISSING
+    try:
+        is_faulty = patch.probe(original)
+    except Exception:  # the function is another one than the probe knows
+        is_faulty = None
+    if is_faulty is None and installed(patch.package) not in SpecifierSet(patch.versions, prereleases=True):
+        return State.UNKNOWN
+    return State.NOT_NEEDED if is_faulty is False else State.APPLIED
+
+
+def installed(package: str) -> str:
+    """The version of a distribution; 0 if it is not installed as one, as a checkout on the path is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "0"
+
+
+def apply(patches: Sequence[Patch]) -> None:
+    """Replace the targets whose fault is there; a second call replaces nothing twice.
+
+    Raises:
+        RuntimeError: the installed version has no such function.
+    """
+    for _, rows in groupby(patches, key=lambda patch: patch.target):
+        _apply([row for row in rows if row.replacement is not None])
+
+
+def _apply(rows: list[Patch]) -> None:
+    """Rows of one target."""
+    if not rows:
+        return
+    original = replacement = original_of(rows[0])
+    for row in rows:
+        state = state_of(row)
+        if state is State.MISSING:
+            raise RuntimeError(_sentence(row, "has no such function; install a version that is supported."))
+        if state is State.UNKNOWN:
+            warnings.warn(_sentence(row, "was not tried with this package; the patch is applied."), stacklevel=2)
+        if state is not State.NOT_NEEDED and row.replacement is not None:
+            replacement = row.replacement(replacement)
+    setattr(rows[0].owner(), rows[0].name.rpartition(".")[2], replacement)
+    if replacement is not original:
+        _REPLACED[id(replacement)] = replacement, original
+
+
+def _sentence(patch: Patch, ending: str) -> str:
+    """Which version is there, and which are known."""
+    version = installed(patch.package)
+    return f"{patch.target} is patched in {patch.package} {patch.versions}, and the installed {version} {ending}"
+
+
+@contextmanager
+def while_replaced(patches: Sequence[Patch], replacements: dict[str, Replace]) -> Iterator[None]:
+    """While this lasts, targets are what the replacements of their names make of them.
+
+    A row whose probe finds no fault is left alone.
+
+    Raises:
+        KeyError: a name has no row.
+    """
+    rows = {patch.name: patch for patch in patches}
+    chosen = [rows[name] for name in replacements]
+    needed = [row for row in chosen if state_of(row) in (State.APPLIED, State.UNKNOWN)]
+    before = [(row.owner(), row.name, getattr(row.owner(), row.name)) for row in needed]
+    for owner, name, found in before:
+        setattr(owner, name, replacements[name](found))
+    try:
+        yield
+    finally:
+        for owner, name, found in before:
+            setattr(owner, name, found)

@@ -1,0 +1,216 @@
+"""THE TABLE: every function of Megatron, and of torch's checkpoints, that this package replaces.
+
+`PATCHES` are replaced by `install()`, for the life of the process; `LOOP` while a training run lasts
+(`training/hooks.py`). What a CPU needs in the place of CUDA is another table, `platform/cpu.py`.
+
+The sources of megatron-core 0.19.0, 0.19.1 and 0.19.2 are the same in everything that is named here.
+"""
+
+from megatron_mtp.patches import (
+    checksums,
+    compiled_helpers,
+    experts,
+    frozen_stages,
+    optimizer_slices,
+    probes,
+    saving,
+    torch_adam,
+    unpickling,
+)
+from megatron_mtp.patches.patch import Patch, apply
+
+CORE = ">=0.19.0,<=0.19.2"
+TORCH = ">=2.11,<2.12"
+ISSUES = "https://github.com/NVIDIA/Megatron-LM/issues"
+PULLS = "https://github.com/NVIDIA/Megatron-LM/pull"
+NONE = "none known"
+
+PATCHES = (
+    Patch(
+        "megatron.core.datasets.utils:compile_helpers",
+        "The wheel has no Makefile, so the call would end the process, though the helpers are compiled already.",
+        NONE,
+        CORE,
+        probes.compiles_without_makefile,
+        compiled_helpers.already_compiled,
+    ),
+    Patch(
+        "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+        "The router applies a mask over tokens to the experts' axis when it counts tokens for the expert bias.",
+        f"{ISSUES}/6111, fixed by {PULLS}/6114",
+        CORE,
+        probes.mask_hits_experts,
+        experts.counted_without_padding,
+    ),
+    Patch(
+        "megatron.core.transformer.moe.router:get_tokens_per_expert_and_token_count",
+        "With masked tokens, the sum over ranks overwrites this rank's count, and the balancing loss is too large.",
+        f"{PULLS}/7481",
+        CORE,
+        probes.sum_overwrites_count,
+        experts.with_mean_count,
+    ),
+    Patch(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+        "The fully reshardable format saves wrong slices of the optimizer's state behind a padded bucket.",
+        f"fixed by {PULLS}/5077",
+        CORE,
+        probes.counts_padding,
+        optimizer_slices.without_gaps,
+    ),
+    Patch(
+        "megatron.core.optimizer:DistributedOptimizer",
+        "Without Apex and Transformer Engine, a distributed optimizer cannot resume.",
+        NONE,
+        CORE,
+        probes.needs_first_step,
+        torch_adam.resumable,
+    ),
+    Patch(
+        "megatron.training.training:get_megatron_optimizer",
+        "A pipeline stage without anything to train has an optimizer whose checkpoint cannot be loaded.",
+        NONE,
+        CORE,
+        probes.makes_no_stubs,
+        frozen_stages.with_stubs,
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item",
+        "Megatron's copy of torch's function writes entries without checksums.",
+        NONE,
+        CORE,
+        probes.writes_no_checksum,
+        checksums.with_checksum,
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
+        "The helper process of saves stays when its rank is killed.",
+        NONE,
+        CORE,
+        probes.leaves_helper,
+        saving.queue_that_ends,
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing:save",
+        "Nothing compares a checkpoint's catalogue with what was saved.",
+        NONE,
+        CORE,
+        probes.seals_nothing,
+        saving.sealed,
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing:save",
+        "Rank 0 alone writes the optimizer's common state, which it does not have if its stage trains nothing.",
+        NONE,
+        CORE,
+        probes.lends_nothing,
+        frozen_stages.with_lent_optimizer,
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing:save",
+        "An iteration that is saved again over itself looks whole all the time.",
+        NONE,
+        CORE,
+        probes.keeps_mark,
+        saving.unmarked_meanwhile,
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing:save",
+        "The tokenizer belongs beside a checkpoint, and Megatron calls nothing before a save.",
+        f"callbacks: {PULLS}/5610",
+        CORE,
+        probes.has_no_callbacks,
+        saving.announced,
+    ),
+    Patch(
+        "torch.distributed.checkpoint.filesystem:_write_item",
+        "Entries of a checkpoint are written without checksums.",
+        NONE,
+        TORCH,
+        probes.writes_no_checksum,
+        checksums.with_checksum,
+        package="torch",
+    ),
+    Patch(
+        "torch.distributed.checkpoint.filesystem:FileSystemReader._slice_file",
+        "Damaged entries of a checkpoint are loaded.",
+        NONE,
+        TORCH,
+        probes.reads_damaged_bytes,
+        checksums.checked_once,
+        package="torch",
+    ),
+    Patch(
+        "torch.distributed.checkpoint.filesystem:FileSystemReader.read_metadata",
+        "The catalogue of a checkpoint is unpickled, which runs whatever code it names.",
+        "https://github.com/pytorch/pytorch/issues/189308",
+        TORCH,
+        probes.unpickles_catalogues,
+        unpickling.safe_read_metadata,
+        package="torch",
+    ),
+    Patch(
+        "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
+        "Objects in a checkpoint are unpickled, which runs whatever code they name.",
+        "https://github.com/pytorch/pytorch/issues/189308",
+        TORCH,
+        probes.unpickles_objects,
+        unpickling.safe_load_bytes,
+        package="torch",
+    ),
+)
+"""In the order in which they are applied; rows of one target follow each other."""
+
+
+def _of_loop(name: str, reason: str, probe: probes.Probe) -> Patch:
+    return Patch(f"megatron.training.training:{name}", reason, f"callbacks: {PULLS}/5610", CORE, probe)
+
+
+_REFUSES = "What it raises over a user's flags or files has no class of its own, so a bug looks the same."
+
+LOOP = (
+    _of_loop(
+        "train_step",
+        "The loop does not say when a step begins.",
+        probes.unobserved(),
+    ),
+    _of_loop(
+        "training_log",
+        "The loop does not say what a step has given.",
+        probes.unobserved(
+            "loss_dict",
+            "total_loss_dict",
+            "learning_rate",
+            "iteration",
+            "loss_scale",
+            "report_memory_flag",
+            "skipped_iter",
+            "grad_norm",
+        ),
+    ),
+    _of_loop(
+        "evaluate_and_print_results",
+        "The loop does not say on which data it evaluates.",
+        probes.unobserved("prefix"),
+    ),
+    _of_loop(
+        "save_checkpoint_and_time",
+        "The loop does not say when a checkpoint is saved.",
+        probes.unobserved("iteration"),
+    ),
+    _of_loop("initialize_megatron", _REFUSES, probes.called_by_name()),
+    _of_loop("setup_model_and_optimizer", _REFUSES, probes.called_by_name()),
+    _of_loop("load_checkpoint", _REFUSES, probes.called_by_name()),
+    _of_loop("build_train_valid_test_data_iterators", _REFUSES, probes.called_by_name()),
+    _of_loop("save_checkpoint", _REFUSES, probes.called_by_name()),
+)
+"""Each run makes the replacements of these, and takes them back at its end."""
+
+
+def install() -> None:
+    """Replace what is faulty in the installed versions; a second call changes nothing.
+
+    Raises:
+        RuntimeError: an installed version does not have one of the functions.
+    """
+    apply(PATCHES)

@@ -7,6 +7,9 @@ While K = 0 is best, drafting rests. A draft is tried again after 16, 32, 64, ..
 cost less than `SHARE` of the time beyond plain decoding. After a rest the drafter has to run the rows of all tokens
 emitted meanwhile. That is part of the price: where it exceeds the share, the next draft waits for more time to pass.
 The measurements hold for all batches of one size that a model generates.
+
+Methods with MTP depths begin with a rehearsal (`rehearsal.py`): the first depth is judged on the prompt. Where it is
+hopeless there, nothing is drafted; further prompts are judged while drafting rests.
 """
 
 from collections import defaultdict, deque
@@ -75,9 +78,11 @@ class AutoK:
         self._behind, self._seen = rows, _copy(stats)
 
     @property
-    def has_seen_drafts(self) -> bool:
-        """Whether any has been judged, in a rehearsal too."""
-        return bool(self._offers)
+    def may_rehearse(self) -> bool:
+        """Whether a batch is to begin with a rehearsal: the first one, and while drafting rests, within the share."""
+        if not self._offers or not self._target:
+            return not self._offers
+        return self._rests and self._lost() + self._rehearsal <= SHARE * self._elapsed
 
     def expect(self, chance: float, rows: int, seconds: float) -> None:
         """What a rehearsal of so many rows has shown of the first draft, and what it took."""
@@ -85,8 +90,8 @@ class AutoK:
         self._elapsed += seconds
         self._drafting += seconds
         self._rehearsal, self._caught_up = seconds, (seconds, 0, rows)
-        if chance < HOPELESS:
-            self._rests, self._rest = True, self._pause
+        self._rests = chance < HOPELESS
+        self._rest = self._pause if self._rests else 0
 
     def choose(self) -> int:
         """K of the next step; with several ranks the first one's choice, since their clocks differ."""
@@ -136,9 +141,9 @@ class AutoK:
         if not self._rests:
             if self._steps < len(trials):
                 return trials[self._steps], 0
-            if not self._draft and self._caught_up[1]:
-                return 1, 0  # the first draft's time is that of its catching up
-            rates = self.rates() if self._draft else [1.0]
+            if not self._draft:
+                return few, 0  # the first draft's time is that of its catching up
+            rates = self.rates()
             best = rates.index(max(rates))
             if best:
                 self._pause = FIRST_REST

@@ -128,6 +128,6 @@ def attach(layers: Iterable[torch.nn.Module], scope: Scope, config: TransformerC
 
 
 def _scale_of(attention: Attention, config: TransformerConfig) -> float:
-    """The factor of attention scores, by the configuration: Transformer Engine's attention does not keep it."""
+    """The factor of attention scores, from the configuration: TE's core attention does not keep it."""
     own: float | None = attention.softmax_scale if isinstance(attention, MultiLatentAttention) else config.softmax_scale
     return config.kv_channels**-0.5 if own is None else own

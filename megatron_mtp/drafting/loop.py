@@ -72,7 +72,7 @@ def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits,
 def _rehearse(runner: Runner, sequences: Sequences, method: Method, auto: AutoK) -> None:
     """Show automatic K how well the first depth does on the prompts, where it has not seen drafts."""
     proposer = method.proposer
-    if auto.has_seen_drafts or proposer.depths is None or proposer.drafts_trees:
+    if not auto.may_rehearse or proposer.depths is None or proposer.drafts_trees:
         return
     before = time.perf_counter()
     found = rehearse(runner, sequences, method.sampling)

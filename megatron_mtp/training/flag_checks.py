@@ -10,6 +10,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -49,7 +50,7 @@ RANGES = (
     Range(
         "0 or more",
         lambda number: 0 <= number <= LARGEST,
-        "eval_iters lr_warmup_iters lr_warmup_samples num_workers manual_gc_interval ckpt_step",
+        "local_rank eval_iters lr_warmup_iters lr_warmup_samples num_workers manual_gc_interval ckpt_step",
     ),
     Range("a whole number from 1 to 2^32 - 1", lambda number: 1 <= number < 2**32, "seed"),
     Range(
@@ -93,7 +94,7 @@ def check_relations(args: Namespace) -> None:
 
 def check_machine(args: Namespace) -> None:
     """Raises ValueError at the first flag that this machine cannot train with; a dry run may be for another."""
-    for relation in (_recomputed, _grouped_gemm):
+    for relation in (_recomputed, _grouped_gemm, _injected_faults):
         if (sentence := relation(args)) is not None:
             raise ValueError(sentence)
 
@@ -244,6 +245,16 @@ def _yarn(args: Namespace) -> str | None:
         return (
             "--rope-type is yarn, which Megatron takes with --multi-latent-attention alone; give that too, or drop the "
             "flag."
+        )
+    return None
+
+
+def _injected_faults(args: Namespace) -> str | None:
+    names = ("fault_injector_ranks", "fault_injector_num_ranks")
+    given = next((name for name in names if getattr(args, name, None) is not None), None)
+    if given is not None and find_spec("nvidia_resiliency_ext") is None:
+        return (
+            f"{flag(given)} needs the package nvidia-resiliency-ext, which is not here; install it, or drop the flag."
         )
     return None
 

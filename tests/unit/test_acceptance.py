@@ -1,6 +1,6 @@
 """training/acceptance.py with a head that passes logits through: three words, rates that a person can count.
 
-At slot i depth d drafts the token for which the trunk's word stands at slot i + d.
+At position i depth d drafts the token that the trunk predicts at position i + d.
 """
 
 from dataclasses import replace

@@ -28,7 +28,7 @@ def gqa_depths(config: HFConfig, layout: Layout, attention: GQA) -> list[str]:
     if attention.out_bias:
         raise UntrainableError("biases of all projections, which Megatron has only together with all others")
     width = config.integer("intermediate_size")
-    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(config, attention), *NO_POSITIONS]
+    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(attention), *NO_POSITIONS]
 
 
 def rotary(config: HFConfig, interleaved: bool = False) -> list[str]:
@@ -40,7 +40,7 @@ def rotary(config: HFConfig, interleaved: bool = False) -> list[str]:
 def framed_depths(config: HFConfig, layout: Layout) -> list[str]:
     """Flags of depths whose attention Megatron lacks: it computes the frame, and the MLP if it is dense."""
     width = config.integer("intermediate_size", "moe_intermediate_size")
-    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(config, gqa(config)), *NO_POSITIONS]
+    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(gqa(config)), *NO_POSITIONS]
 
 
 def latent_depths(config: HFConfig, layout: Layout, attention: MLA, width: int) -> list[str]:

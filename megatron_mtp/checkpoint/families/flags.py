@@ -35,7 +35,7 @@ def dense_flags(config: HFConfig, attention: GQA, depths: int) -> list[str]:
         raise UntrainableError("a 'partial_rotary_factor', which transformers ignores in this family and vLLM does not")
     return [
         *common_flags(config, depths, layers(config), config.integer("intermediate_size")),
-        *gqa_flags(config, attention),
+        *gqa_flags(attention),
         *rope_flags(config),
     ]
 
@@ -44,7 +44,7 @@ def moe_flags(config: HFConfig, attention: GQA, depths: int) -> list[str]:
     """Flags of a model with experts, grouped-query attention and DeepSeek's router."""
     return [
         *common_flags(config, depths, layers(config), config.integer("intermediate_size")),
-        *gqa_flags(config, attention),
+        *gqa_flags(attention),
         *rope_flags(config),
         *expert_flags(config),
     ]
@@ -105,7 +105,7 @@ def latent_flags(config: HFConfig, attention: MLA) -> list[str]:
     return ["--multi-latent-attention", *pairs(sizes), "--qk-layernorm", *_latent_rope_flags(config)]
 
 
-def gqa_flags(config: HFConfig, attention: GQA) -> list[str]:
+def gqa_flags(attention: GQA) -> list[str]:
     """Flags of grouped-query attention, without positions."""
     flags = pairs({"num-query-groups": attention.groups, "kv-channels": attention.widths[0]})
     flags.append("--group-query-attention")

@@ -222,8 +222,9 @@ def _copy(folder: Path) -> None:
 
 
 def _import(folder: Path) -> None:
-    from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+    from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
     from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+    from megatron_mtp.checkpoint.convert.options import Options
 
     hf_to_mcore(folder / "source", folder / "mcore", Options(quiet=True), megatron_arguments)
 
@@ -231,7 +232,7 @@ def _import(folder: Path) -> None:
 def _export(folder: Path) -> None:
     from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
     from megatron_mtp.checkpoint.convert.hf_form import form_of
-    from megatron_mtp.checkpoint.convert.importing import Options
+    from megatron_mtp.checkpoint.convert.options import Options
 
     mcore_to_hf(folder / "mcore", folder / "back", Options(quiet=True), form_of(folder / "mcore"))
 

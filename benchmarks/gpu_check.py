@@ -43,11 +43,11 @@ def main() -> int:
         return SKIPPED
     from benchmarks.gpu_parts import ON_CPU, PARTS
     from benchmarks.harness import hardware, report, table
+    from megatron_mtp.errors import fail
 
     unknown = sorted(set(args.parts) - set(PARTS))
     if unknown:
-        print(f"gpu_check: --parts names {', '.join(unknown)}; there are {', '.join(PARTS)}.", file=sys.stderr)
-        return 2
+        fail("gpu_check", f"--parts names {', '.join(unknown)}; there are {', '.join(PARTS)}.")
     found, not_run = run_parts(args.parts or list(PARTS), args.quick)
     goals = [goal for each in found.values() for goal in each.goals]
     results: dict[str, Any] = {name: each.results for name, each in found.items()} | {"not run": not_run}

@@ -38,7 +38,7 @@ from megatron_mtp.drafting.energy import Meter
 from megatron_mtp.drafting.graphs import can_record
 from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.losses import LOSSES, needs_teacher
+from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
 from megatron_mtp.model.arguments import TE, flags_without
@@ -219,11 +219,11 @@ def losses(setting: Setting) -> Found:
     labels_N = torch.randint(entries, (tokens,), generator=generator).to(DEVICE)
 
     def chunked(name: str) -> None:
-        config = MTPConfig(mtp_loss=name)
-        teacher_NH = states_NH.detach() if needs_teacher(config) else None
+        token_loss = depth_loss(MTPConfig(mtp_loss=name))
+        teacher_NH = states_NH.detach() if token_loss.needs_teacher else None
         ones = torch.ones(tokens, device=DEVICE)
         targets = Targets(labels_N, ones, torch.tensor(1.0 / tokens, device=DEVICE), teacher_NH)
-        linear_loss(LOSSES[name](config), [states_NH], [targets], weight_VH, Vocabulary(entries))[0].backward()
+        linear_loss(token_loss, [states_NH], [targets], weight_VH, Vocabulary(entries))[0].backward()
         states_NH.grad = weight_VH.grad = None
 
     def whole() -> None:

@@ -33,7 +33,8 @@ from benchmarks.harness import (
     table,
 )
 from benchmarks.sides import ON_CPU, Side, Sizes, build_side, make_batches, place, set_up_megatron
-from megatron_mtp.config import LOSS_NAMES, MTPConfig
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses import LOSSES
 from megatron_mtp.model.build import MTPGPTModelConfig
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import Metrics
@@ -90,7 +91,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description="Time and memory of training the depths alone, against training them with the trunk.",
         epilog="example: python benchmarks/train_only.py --loss ce --repeats 10",
     )
-    losses = [name for name in LOSS_NAMES if name != "mix"]
+    losses = [name for name in LOSSES if name != "mix"]
     parser.add_argument("--loss", choices=losses, default="kd", help="of the depths on the frozen trunk; default: kd")
     add_common_flags(parser, REPEATS)
     return parser.parse_args(argv)

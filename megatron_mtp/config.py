@@ -1,4 +1,4 @@
-"""Settings of the project: frozen dataclasses whose fields become the `--mtp-*` flags.
+"""Settings of the project: a frozen dataclass whose fields become the `--mtp-*` flags.
 
 Megatron's own flags (`--mtp-num-layers`, `--mtp-loss-scaling-factor`, `--mtp-use-repeated-layer`) keep their meaning
 and live in Megatron's TransformerConfig; here is only what Megatron lacks.
@@ -11,119 +11,127 @@ from dataclasses import dataclass, field
 
 ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
-LOSS_NAMES = ["ce", "kd", "tv", "mix"]
 SCHEDULE_NAMES = ("constant", "step", "cosine")
 TEMPERATURES = (0.01, 100.0)
-"""The coldest and the hottest: beyond them float32 has no tempered distributions that differ from one word and from all
-words alike."""
+"""The lowest and the highest: below it a distribution is a single token in float32, above it all tokens are equal."""
 
 
-def _flag(default: object, help_text: str, **argparse_kwargs: object) -> object:
-    """A field with what `argparse.add_argument` needs to know about it."""
-    return field(default=default, metadata={"help": help_text, **argparse_kwargs})
+def _flag[T](default: T, help_text: str, **argparse_kwargs: object) -> T:
+    """A field, with what `argparse.add_argument` needs for its flag."""
+    made: T = field(default=default, metadata={"help": help_text, **argparse_kwargs})
+    return made
 
 
 @dataclass(frozen=True)
 class MTPConfig:
-    """What `pretrain_gpt.py` adds to Megatron's flags, one field a flag."""
+    """What `pretrain_gpt.py` adds to Megatron's flags, one field a flag.
+
+    The name of the loss and `mtp_loss_mix` are checked where the table of losses is: `megatron_mtp.losses.depth_loss`.
+
+    Raises:
+        ValueError: a setting has a value that is not allowed, or two do not fit each other.
+    """
 
     mtp_architecture: str = _flag(
         "sequential",
-        "How the depths hang together: 'sequential' chains D modules, each of which sees the next token's embedding "
+        "How the depths are connected: 'sequential' runs D modules in a chain, each with the next token's embedding "
         "(DeepSeek-V3, arXiv:2412.19437, section 2.2); 'parallel' puts D independent heads on the trunk's hidden "
         "state (Gloeckle et al., arXiv:2404.19737). Default: sequential.",
         metavar="{" + ",".join(ARCHITECTURES) + "}",
-    )  # type: ignore[assignment]
+    )
     mtp_init: str | None = _flag(
         None,
         "How to initialise depths that the loaded checkpoint does not have: 'random' as in a new model, 'last-layer' "
         "with the trunk's last layer (and eh_proj passing the hidden state on). Default: refuse to load such a "
         "checkpoint.",
         metavar="{" + ",".join(INITS) + "}",
-    )  # type: ignore[assignment]
+    )
     mtp_acceptance_interval: int = _flag(
         0,
         "Measure the acceptance of every depth on each N-th training step as well, not only in evaluations; 0 never "
         "does, since the measurement costs a pass over all logits. Default: 0.",
         type=int,
         metavar="N",
-    )  # type: ignore[assignment]
+    )
     mtp_metrics_dir: str | None = _flag(
         None,
         "Folder for metrics.jsonl (losses and acceptance by depth, one JSON object a line) and metrics.png, the plot "
         "made of it at the end of the run. Default: neither is written.",
         metavar="DIR",
-    )  # type: ignore[assignment]
+    )
 
     mtp_train_only: bool = _flag(
         False,
         "Train the depths alone: trunk, embedding and head stay as they were loaded, bit by bit, and cost no gradients "
         "and no optimizer state. Default: everything is trained.",
         action="store_true",
-    )  # type: ignore[assignment]
+    )
     mtp_loss: str = _flag(
-        "ce",
-        "What the depths learn: 'ce' the labels; 'kd' the trunk's own distribution of the same token, by its KL "
-        "divergence; 'tv' the same by total variation, which is the rate at which sampled drafts are rejected; 'mix' a "
-        "weighted sum of the three (--mtp-loss-mix). Default: ce.",
-        metavar="{" + ",".join(LOSS_NAMES) + "}",
-    )  # type: ignore[assignment]
+        "ce", "What the depths learn: a name of the table of losses, which --list-losses explains. Default: ce."
+    )
     mtp_loss_mix: str | None = _flag(
-        None, "Weights of ce, kd and tv in --mtp-loss mix, such as 0.2,0.4,0.4. Default: none.", metavar="CE,KD,TV"
-    )  # type: ignore[assignment]
+        None,
+        "Weights of the losses in --mtp-loss mix, by name, such as ce=0.2,tv=0.8, or of ce, kd and tv without names, "
+        "such as 0.2,0.4,0.4. Default: none.",
+        metavar="NAME=W,...",
+    )
     mtp_temperature: float = _flag(
-        1.0, "Temperature of both distributions in kd and tv. Default: 1.", type=float, metavar="T"
-    )  # type: ignore[assignment]
+        1.0,
+        "Temperature of both distributions where the loss compares with the trunk's. Default: 1.",
+        type=float,
+        metavar="T",
+    )
     mtp_label_smoothing: float = _flag(
-        0.0, "Part of the depths' cross-entropy that all tokens share. Default: 0.", type=float, metavar="S"
-    )  # type: ignore[assignment]
+        0.0,
+        "Probability in the labels of the depths' cross-entropy that is spread over all tokens. Default: 0.",
+        type=float,
+        metavar="S",
+    )
     mtp_z_loss: float = _flag(
         0.0, "Weight of the squared log-normaliser in the depths' cross-entropy. Default: 0.", type=float, metavar="Z"
-    )  # type: ignore[assignment]
+    )
     mtp_loss_weights: str | None = _flag(
         None,
-        "Weights of depth 1 .. D beside each other, such as 1,0.8,0.6; they are multiplied by lambda / D. Default: 1 "
-        "each.",
+        "Weights of depth 1 .. D, such as 1,0.8,0.6; they are multiplied by lambda / D. Default: 1 each.",
         metavar="W1,W2,...",
-    )  # type: ignore[assignment]
+    )
     mtp_loss_schedule: str = _flag(
         "constant",
         "How lambda goes from --mtp-loss-scaling-factor to --mtp-loss-final-factor: 'step' after "
         "--mtp-loss-schedule-steps steps, 'cosine' during them. Default: constant.",
         metavar="{" + ",".join(SCHEDULE_NAMES) + "}",
-    )  # type: ignore[assignment]
-    mtp_loss_final_factor: float = _flag(0.0, "lambda at the end of its schedule. Default: 0.", type=float, metavar="X")  # type: ignore[assignment]
-    mtp_loss_schedule_steps: int = _flag(0, "Training steps of lambda's schedule. Default: 0.", type=int, metavar="N")  # type: ignore[assignment]
+    )
+    mtp_loss_final_factor: float = _flag(0.0, "lambda at the end of its schedule. Default: 0.", type=float, metavar="X")
+    mtp_loss_schedule_steps: int = _flag(0, "Training steps of lambda's schedule. Default: 0.", type=int, metavar="N")
     mtp_token_fraction: float = _flag(
         1.0,
-        "Part of the slots on which the depths' losses are computed, drawn anew in every step; the rest costs no head. "
-        "Default: 1.",
+        "Part of the positions on which the depths' losses are computed, drawn anew in every step; the rest need no "
+        "head. Default: 1.",
         type=float,
         metavar="F",
-    )  # type: ignore[assignment]
+    )
     mtp_draft_vocab_size: int | None = _flag(
         None,
-        "Let the depths draft the N most frequent tokens of --data-path alone, so that their head costs N rows; the "
-        "list is kept in the checkpoint, and a run that loads it needs no flag. Default: the checkpoint's list, or all "
-        "tokens.",
+        "Size of the draft vocabulary: the depths draft only the N most frequent tokens of --data-path, so that their "
+        "head costs N rows. The list is kept in the checkpoint, and a run that loads it needs no flag. Default: the "
+        "checkpoint's list, or all tokens.",
         type=int,
         metavar="N",
-    )  # type: ignore[assignment]
+    )
     mtp_draft_vocab_file: str | None = _flag(
         None,
-        "The same with tokens of your own: a text file with one token id on every line. Default: none.",
+        "Draft vocabulary of your own: a text file with one token id on every line. Default: none.",
         metavar="FILE",
-    )  # type: ignore[assignment]
+    )
     mtp_linear_ce_main: bool = _flag(
         False,
-        "Compute the trunk's loss in chunks of tokens as well, as the depths' always is, so that its logits need no "
-        "memory either. Default: Megatron's own loss.",
+        "Compute the trunk's loss in chunks of tokens too, as the depths' losses always are, so that all its logits "
+        "are never in memory at once. Default: Megatron's own loss.",
         action="store_true",
-    )  # type: ignore[assignment]
+    )
 
     def __post_init__(self) -> None:
         _one_of("--mtp-architecture", self.mtp_architecture, ARCHITECTURES)
-        _one_of("--mtp-loss", self.mtp_loss, LOSS_NAMES)
         _one_of("--mtp-loss-schedule", self.mtp_loss_schedule, SCHEDULE_NAMES)
         if self.mtp_init is not None:
             _one_of("--mtp-init", self.mtp_init, INITS)
@@ -132,19 +140,25 @@ class MTPConfig:
                 f"--mtp-acceptance-interval is {self.mtp_acceptance_interval}; give 0 (never) or a number of steps."
             )
         self._check_loss()
-        self._check_drafts()
+        self._check_draft_vocabulary()
         self._check_schedule()
 
-    def mix_weights(self) -> tuple[float, float, float]:
-        """Of ce, kd and tv in `--mtp-loss mix`."""
-        ce, kd, tv = _numbers("--mtp-loss-mix", self.mtp_loss_mix, 3, "of ce, kd and tv")
-        return ce, kd, tv
-
     def loss_weights(self, depths: int) -> list[float]:
-        """Of depth 1 .. D."""
-        if self.mtp_loss_weights is None:
+        """Of depth 1 .. D.
+
+        Raises:
+            ValueError: they are not D numbers of 0 or more, of which one is above 0.
+        """
+        given = self.mtp_loss_weights
+        if given is None:
             return [1.0] * depths
-        return _numbers("--mtp-loss-weights", self.mtp_loss_weights, depths, "one for each of --mtp-num-layers")
+        numbers = [number_of(part) for part in given.split(",")]
+        if len(numbers) != depths or not are_weights(numbers):
+            raise ValueError(
+                f"--mtp-loss-weights is '{given}'; give {depths} numbers of 0 or more (one for each of "
+                "--mtp-num-layers), with commas, not all 0."
+            )
+        return numbers
 
     def _check_loss(self) -> None:
         if (self.mtp_loss == "mix") != (self.mtp_loss_mix is not None):
@@ -152,8 +166,6 @@ class MTPConfig:
                 f"--mtp-loss is {self.mtp_loss} and --mtp-loss-mix {self.mtp_loss_mix}; 'mix' needs its weights, and "
                 "no other loss takes them."
             )
-        if self.mtp_loss_mix is not None:
-            self.mix_weights()
         coldest, hottest = TEMPERATURES
         if not coldest <= self.mtp_temperature <= hottest:
             raise ValueError(
@@ -168,7 +180,7 @@ class MTPConfig:
                 f"--mtp-token-fraction is {self.mtp_token_fraction}; give a number above 0, and at most 1."
             )
 
-    def _check_drafts(self) -> None:
+    def _check_draft_vocabulary(self) -> None:
         if self.mtp_draft_vocab_size is not None and self.mtp_draft_vocab_size < 1:
             raise ValueError(
                 f"--mtp-draft-vocab-size is {self.mtp_draft_vocab_size}; give 1 or more, or leave the flag out to "
@@ -192,24 +204,26 @@ class MTPConfig:
             raise ValueError(f"--mtp-loss-final-factor is {self.mtp_loss_final_factor}; give 0 or more.")
 
 
+def number_of(text: str) -> float:
+    """The number that the text is, or nan."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def are_weights(numbers: Sequence[float]) -> bool:
+    """Whether they are finite, none below 0, and not all 0."""
+    return all(0 <= number < math.inf for number in numbers) and any(numbers)
+
+
 def _one_of(flag: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{flag} is '{value}'; choose one of {', '.join(allowed)}.")
 
 
-def _numbers(flag: str, given: str | None, count: int, which: str) -> list[float]:
-    """Numbers with commas between them, none below 0, not all 0."""
-    try:
-        numbers = [float(part) for part in (given or "").split(",")]
-    except ValueError:
-        numbers = []
-    if len(numbers) != count or not all(0 <= number < math.inf for number in numbers) or not any(numbers):
-        raise ValueError(f"{flag} is '{given}'; give {count} numbers of 0 or more ({which}), with commas, not all 0.")
-    return numbers
-
-
 def add_yarn_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Flags for YaRN in latent attention that Megatron's configuration has and its parser lacks; defaults are its."""
+    """Flags for YaRN in latent attention that Megatron's configuration has and its parser lacks, with its defaults."""
     group = parser.add_argument_group("YaRN of multi-latent attention (megatron-mtp)")
     for flag, kind, default, text in (
         ("original-max-position-embeddings", int, 4096, "positions that the model had before the scaling"),

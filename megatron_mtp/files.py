@@ -1,15 +1,109 @@
-"""How files are written."""
+"""Outputs that are whole or not there: written beside their place, put on the disk, renamed; one process at a time.
+
+with written_beside(folder / "run.json") as beside:
+    beside.write_text(...)                  a failed or killed block leaves what was there before
+
+with one_writer(output, "the corpus"):      a second process ends with a sentence
+    ...
+"""
 
 import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any
+
+from filelock import FileLock, Timeout
+
+
+@contextmanager
+def written_beside(target: Path, shared: bool = False) -> Iterator[Path]:
+    """A path to write a file or to make a folder at, `<target>.partial`; renamed to the target when the block ends.
+
+    An older target is replaced; where the block fails, it stays.
+
+    Args:
+        target: the file or folder.
+        shared: other processes may write it at the same moment without a lock: the name then has the process's number.
+
+    Raises:
+        OSError: nothing can be written beside the target, or there is no space.
+    """
+    beside = target.with_name(f"{target.name}.{os.getpid()}.partial" if shared else f"{target.name}.partial")
+    try:
+        remove(beside)  # of a killed run
+        yield beside
+        sync(beside)
+        if beside.is_dir():
+            remove(target)  # a folder that holds files cannot be replaced
+        os.replace(beside, target)
+    finally:
+        remove(beside)
+
+
+def remove(path: Path) -> None:
+    """A file, a link or a folder with all that it holds, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Return when the file, or every file of the folder, is on the disk."""
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_file():
+            with open(file, "rb") as stream:
+                os.fsync(stream.fileno())
 
 
 def synced(stream: IO[Any]) -> None:
-    """Return when what was written is on the disk."""
+    """Return when what was written to the stream is on the disk."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
+@contextmanager
+def one_writer(output: Path, name: str) -> Iterator[None]:
+    """Hold the lock of an output, the file `<output>.lock`; a process that holds it already may enter again.
+
+    The system releases the lock when its holder ends, however that ends.
+
+    Args:
+        output: what is written.
+        name: how messages call it.
+
+    Raises:
+        ValueError: another process holds the lock.
+        OSError: nothing can be written beside the output.
+    """
+    file = output.with_name(f"{output.name}.lock")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(file, is_singleton=True)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(
+            f"{name} is being written by {_holder(file)}; wait until it has ended, or name another output."
+        ) from None
+    try:
+        file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            file.unlink(missing_ok=True)
+        lock.release()
+
+
+def _holder(file: Path) -> str:
+    try:
+        return file.read_text() or "another process"
+    except OSError:  # it has just ended
+        return "another process"
+
+
 def default_workers() -> int:
-    """One a core, but few: the disk is the limit."""
+    """Threads that read and write: one a core, but few, since the disk is the limit."""
     return min(os.cpu_count() or 1, 4)

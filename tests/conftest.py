@@ -4,12 +4,17 @@ Cases without a mark are the first tier. One that is marked `matrix` runs with `
 catches the same faults, as the table in CONTRIBUTING.md says.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 LONGEST = """
-    tests/functional/test_layouts.py tests/functional/test_document_commands.py tests/unit/test_loading.py
+    tests/functional/test_layouts.py tests/functional/test_document_commands.py tests/unit/test_fuzz.py
+    tests/functional/test_faults.py tests/unit/test_verify.py tests/functional/test_conversion.py
+    tests/unit/test_loading.py tests/unit/test_drafting.py tests/unit/test_killed_training.py
+    tests/functional/test_commands.py tests/unit/test_killed_conversion.py
 """.split()
 """Files that take the longest, which go first: as the last one, each would keep one worker alone busy."""
 
@@ -50,3 +55,13 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if count := config.stash[LEFT_OUT]:
         terminalreporter.write_line(f"{count} cases marked `matrix` were left out; --all runs them as well")
+
+
+@pytest.fixture
+def forked_python(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program that is Python in forks; the package's own processes, which `sys.executable` starts, are so too."""
+    import fork_server
+
+    program = fork_server.program(tmp_path_factory.mktemp("forked") / "python")
+    monkeypatch.setattr(sys, "executable", str(program))
+    return program

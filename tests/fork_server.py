@@ -6,7 +6,8 @@ A fork gets what a new process would: arguments, folder, environment, standard s
 the script, module (`-m`) or code (`-c`) as `__main__` and ends as Python would. All workers of a pytest run share one
 server, which ends with the run. A fork cannot share a CUDA device: a command that may use one is a new process.
 
-What has to be a new process starts one itself: tests of what is imported and when, torchrun, Ctrl-C, broken pipes.
+What must be a new process starts one itself: tests of what is imported and when, of torchrun, Ctrl-C, broken pipes, and
+whatever asks torch for a device, for which forks have stand-ins already.
 """
 
 import atexit
@@ -35,7 +36,7 @@ from typing import IO, Any
 
 import numpy
 
-ROOT = Path(__file__).parents[1]
+ROOT, PYTHON = Path(__file__).parents[1], sys.executable
 TIMEOUT = 300.0
 """Seconds after which a command, or the start of the server, counts as hanging."""
 
@@ -105,7 +106,7 @@ def start(
 ) -> "Fork | subprocess.Popen[bytes]":
     """Start a command, in a fork if it begins with `sys.executable`."""
     environment = {**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"}
-    if words[0] != sys.executable or (_has_device() and environment.get("CUDA_VISIBLE_DEVICES") != ""):
+    if words[0] not in (PYTHON, sys.executable) or (_has_device() and environment.get("CUDA_VISIBLE_DEVICES") != ""):
         return subprocess.Popen(
             words, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, cwd=cwd, start_new_session=True
         )
@@ -148,7 +149,7 @@ def run(
 def program(file: Path, *words: str) -> Path:
     """Write a program that does in forks, without a device, what `python WORDS ARGUMENTS` would."""
     _connect().close()
-    file.write_text(PROGRAM.format(python=sys.executable, address=_address(), words=words))
+    file.write_text(PROGRAM.format(python=PYTHON, address=_address(), words=words))
     file.chmod(0o755)
     return file
 
@@ -176,28 +177,31 @@ def _connect() -> socket.socket:
     """A connection to the server, which is started unless another worker has done so."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     deadline, server = time.monotonic() + TIMEOUT, None
-    while True:
-        try:
-            connection.connect(_address())
-            return connection
-        except ConnectionRefusedError:
-            server = server or _start_server()
-            if server.poll():
-                raise RuntimeError(f"the server of forks ended with status {server.returncode}") from None
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
+    with tempfile.TemporaryFile() as said:
+        while True:
+            try:
+                connection.connect(_address())
+                return connection
+            except ConnectionRefusedError:
+                server = server or _start_server(said)
+                if server.poll():
+                    said.seek(0)
+                    raise RuntimeError(f"the server of forks did not start: {said.read().decode()[-3000:]}") from None
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
 
 
-def _start_server() -> "subprocess.Popen[bytes]":
+def _start_server(said: IO[bytes]) -> "subprocess.Popen[bytes]":
     of_run = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**without_ranks(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     return subprocess.Popen(
-        [sys.executable, __file__, _address()[1:], str(of_run)],
+        [PYTHON, __file__, _address()[1:], str(of_run)],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
+        stderr=said,
         start_new_session=True,
     )
 

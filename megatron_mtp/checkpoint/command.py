@@ -1,7 +1,7 @@
 """Convert checkpoints between Hugging Face and Megatron, look into them, and prove that both are the same model.
 
-The command line of the conversions: reads the flags, calls this room, prints what was done. Exit status 2 for a
-user's mistake; of `verify`, 1 for a difference, and 3 where no logits were compared.
+The command line of the conversions: it reads the flags, calls this room and prints what was done. Exit status 2 is a
+user's mistake; `verify` exits with 1 for a difference, and with 3 if no logits were compared.
 """
 
 import argparse
@@ -10,55 +10,70 @@ import errno
 import io
 import json
 import logging
-import os
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_mtp.checkpoint.families import FAMILIES, trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
-from megatron_mtp.errors import Parser, status_of
+from megatron_mtp.errors import Parser, sentences, status_of
+from megatron_mtp.files import default_workers
 from megatron_mtp.platform import prepare
 
 EXAMPLES = """examples:
   # a model with MTP, ready for: megatron-mtp train --load checkpoints/glm --use-checkpoint-args ...
   megatron-mtp convert hf-to-mcore models/GLM-4.5-Air checkpoints/glm
 
-  # the same by its name on the Hub; an interrupted download goes on
+  # the same model by its name on the Hub; an interrupted download continues
   megatron-mtp convert hf-to-mcore zai-org/GLM-4.5-Air checkpoints/glm
 
-  # depths for a trunk that has none
+  # two depths for a trunk that has none
   megatron-mtp convert hf-to-mcore models/Qwen3-0.6B checkpoints/qwen
   megatron-mtp convert attach-mtp checkpoints/qwen checkpoints/qwen-mtp --mtp-num-layers 2
 
-  # a trained checkpoint, as a folder that transformers, vLLM and SGLang load with MTP; then the proof
+  # a trained checkpoint as a folder that transformers, vLLM and SGLang load with MTP; then the proof
   megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported
   megatron-mtp convert verify exported runs/mine/checkpoint
 
-an interrupted conversion leaves DST.partial; the same command with --resume goes on.
+An interrupted conversion leaves DST.partial; the same command with --resume continues it.
 """
 DIFFERENT, UNCOMPARED = 1, 3
-"""Exit status of `verify`."""
+"""Exit status of `verify`: a difference was found; logits could not be compared."""
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD = "5GB"
 
 
 def main(argv: Sequence[str] | None = None, program: str = "convert.py") -> int:
-    """Run the command (None: sys.argv), which speaks as `program`; return its exit status."""
-    args = parse_args(argv, program)
+    """Run one command of `convert`.
+
+    Args:
+        argv: the arguments; None for sys.argv.
+        program: the name of the command in messages.
+
+    Returns:
+        The exit status.
+    """
+    with sentences(program):
+        args = parser(program).parse_args(argv)
     advice = "the same command with --resume goes on" if "resume" in args else ""
     return status_of(program, lambda: convert(args), advice=advice)
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Run the command and print what was done; the exit status, which of `verify` is not always 0."""
+    """Run the command, print what was done, and return the exit status.
+
+    Raises:
+        ValueError: a user's mistake, or a file that cannot be written.
+    """
     quieten()
     started = time.monotonic()
     try:
-        result = COMMANDS[args.command](args)
+        result = COMMANDS[args.command].run(args)
     except OSError as error:
         raise ValueError(sentence(error, args)) from error
     result["seconds"] = round(time.monotonic() - started, 2)
@@ -69,7 +84,7 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def quieten() -> None:
-    """Only this tool speaks: importing Megatron and transformers on a CPU is full of warnings."""
+    """Silence Megatron and transformers, which warn a lot when they are imported on a CPU."""
     warnings.filterwarnings("ignore")
     with contextlib.redirect_stderr(io.StringIO()):
         prepare()
@@ -91,8 +106,9 @@ def sentence(error: OSError, args: argparse.Namespace) -> str:
 def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
     """`convert hf-to-mcore`."""
     from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-    from megatron_mtp.checkpoint.convert.megatron_flags import flags_of, megatron_arguments
+    from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
     from megatron_mtp.checkpoint.convert.plan import HFModel
+    from megatron_mtp.checkpoint.mcore.tensors import DistReader
     from megatron_mtp.checkpoint.proof.reference import check_carried
 
     source = local_folder(args.source)
@@ -107,7 +123,7 @@ def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
         return megatron_arguments(model)
 
     done = asdict(hf_to_mcore(source, args.target, options(args), arguments))
-    _, reason = flags_of(HFModel.read(source))
+    reason = getattr(DistReader(args.target).common()["args"], "megatron_mtp_untrainable", None)
     return done | ({} if reason is None else {"trainable here": False, "why not": reason})
 
 
@@ -157,9 +173,10 @@ def drop(args: argparse.Namespace) -> dict[str, Any]:
 
 def look(args: argparse.Namespace) -> dict[str, Any]:
     """`convert inspect`."""
-    from megatron_mtp.checkpoint.inspecting import inspect
+    from megatron_mtp.checkpoint.inspecting import inspect, names
 
-    return inspect(args.source, args.check)
+    found = inspect(args.source, args.check)
+    return found | ({"names": names(args.source, rows=args.json)} if args.names else {})
 
 
 def prove(args: argparse.Namespace) -> dict[str, Any]:
@@ -171,25 +188,19 @@ def prove(args: argparse.Namespace) -> dict[str, Any]:
     return {"checks": [asdict(check) for check in checks], "ok": ok, "compared": all(check.made for check in checks)}
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "hf-to-mcore": hf_to_mcore,
-    "mcore-to-hf": mcore_to_hf,
-    "inspect": look,
-    "verify": prove,
-    "attach-mtp": attach,
-    "drop-mtp": drop,
-}
-
-
 def options(args: argparse.Namespace) -> Any:
-    """How to convert, from the flags."""
+    """The `Options` of a conversion, from the flags.
+
+    Raises:
+        ValueError: a flag is out of range.
+    """
     import torch
 
-    from megatron_mtp.checkpoint.convert.importing import Options
+    from megatron_mtp.checkpoint.convert.options import Options
 
     if args.workers < 1:
         raise ValueError(f"--workers: {args.workers} layers at a time are none; give 1 or more.")
-    dtype = getattr(args, "dtype", None)  # not every command makes tensors of another type, or shards
+    dtype = getattr(args, "dtype", None)  # not every command has this flag, or --max-shard-size
     return Options(
         dtype=None if dtype is None else getattr(torch, dtype),
         shard_bytes=size(getattr(args, "max_shard_size", SHARD)),
@@ -215,7 +226,7 @@ def size(text: str) -> int:
 
 
 def text_of(result: dict[str, Any]) -> str:
-    """For people: a line a fact."""
+    """The result for people: a line per fact."""
     lines = []
     for check in result.pop("checks", []):
         if not check["made"]:
@@ -230,98 +241,129 @@ def _shown(value: Any) -> str:
     return "".join(f"\n  {item}" for item in value) if isinstance(value, list) else str(value)
 
 
-def parse_args(argv: Sequence[str] | None, program: str) -> argparse.Namespace:
-    """Parse the command line (None: sys.argv); exits with status 2 on an unknown or malformed flag."""
-    return parser(program).parse_args(argv)
-
-
-def parser(program: str) -> Parser:
-    """All commands and flags."""
-    form = argparse.RawDescriptionHelpFormatter
-    description = (__doc__ or "").split("\n")[0]
-    made = Parser(program, description=description, epilog=EXAMPLES, formatter_class=form)
-    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (line, target) in HELP.items():
-        command = commands.add_parser(name, help=line, description=line, epilog=EXAMPLES, formatter_class=form)
-        command.add_argument("source", type=Path, metavar="HF" if name == "verify" else "SRC")
-        if target:
-            command.add_argument("target", type=Path, metavar="MCORE" if name == "verify" else "DST")
-        command.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-        if target and name != "verify":
-            _writing_flags(command)
-        if name in _OWN_FLAGS:
-            _OWN_FLAGS[name](command)
-    return made
-
-
-HELP: dict[str, tuple[str, bool]] = {
-    "hf-to-mcore": ("A Hugging Face folder to a Megatron distributed checkpoint for any TP, PP, EP or VPP.", True),
-    "mcore-to-hf": ("A Megatron checkpoint to a folder for transformers, vLLM and SGLang.", True),
-    "inspect": (
-        "What a folder or checkpoint holds: family, depths, conventions, whether Megatron can train it.",
-        False,
-    ),
-    "verify": ("Prove that a Hugging Face folder and a Megatron checkpoint are the same model, depths included.", True),
-    "attach-mtp": ("Give a Megatron checkpoint without MTP depths some.", True),
-    "drop-mtp": ("A Megatron checkpoint without its MTP depths, or with the first of them alone.", True),
-}
-"""What each command does, and whether it takes a second folder."""
-
-
 def _writing_flags(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    workers = min(os.cpu_count() or 1, 4)
-    add("--workers", type=int, default=workers, metavar="N", help=f"layers at a time (default: {workers})")
-    add("--resume", action="store_true", help="go on with what an interrupted conversion has left")
-    add("--dry-run", action="store_true", help="say what would be done: names, bytes, disk; read and write no tensor")
+    add, workers = command.add_argument, default_workers()
+    add("--workers", type=int, default=workers, metavar="N", help=f"layers converted at a time (default: {workers})")
+    add("--resume", action="store_true", help="continue an interrupted conversion")
+    add("--dry-run", action="store_true", help="print what would be done (names, bytes, disk space) and write nothing")
 
 
-def _import_flags(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--dtype", choices=DTYPES, help="type of all floating-point tensors (default: as they are)")
+def _dtype_flag(command: argparse.ArgumentParser) -> None:
+    help = "type of the floating-point tensors that are written (default: as stored)"
+    command.add_argument("--dtype", choices=DTYPES, help=help)
 
 
 def _attach_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--mtp-num-layers", type=int, required=True, metavar="N", help="depths to attach")
-    add("--mtp-init", choices=("random", "last-layer"), default="last-layer", help="default: last-layer")
-    add("--seed", type=int, default=1234, help="of --mtp-init random (default: 1234)")
+    add("--mtp-num-layers", type=int, required=True, metavar="N", help="number of depths to attach")
+    inits = "copy the trunk's last layer, or draw new weights (default: last-layer)"
+    add("--mtp-init", choices=("last-layer", "random"), default="last-layer", help=inits)
+    add("--seed", type=int, default=1234, help="seed of --mtp-init random (default: 1234)")
 
 
 def _drop_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--keep", type=int, default=0, metavar="N", help="depths to keep, the first ones (default: 0)")
+    command.add_argument("--keep", type=int, default=0, metavar="N", help="keep the first N depths (default: 0)")
 
 
 def _export_flags(command: argparse.ArgumentParser) -> None:
-    _import_flags(command)
-    _trust_flag(command)
-    add = command.add_argument
-    add("--max-shard-size", default=SHARD, metavar="SIZE", help=f"of a safetensors file (default: {SHARD})")
+    add, forms = command.add_argument, ", ".join(trained_forms())
+    add("--max-shard-size", default=SHARD, metavar="SIZE", help=f"largest safetensors file (default: {SHARD})")
     add("--like", type=Path, metavar="FOLDER", help="take config and tokenizer from this Hugging Face folder")
-    add("--family", metavar="NAME", help="model_type to export to (default: that of the source, or the one that fits)")
-    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to put into the folder (default: the run's own)")
+    family = f"model_type of the folder, one of {forms} (default: as imported, or the one that fits)"
+    add("--family", metavar="NAME", help=family)
+    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to copy into the folder (default: the run's own)")
 
 
 def _inspect_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--check", action="store_true", help="compare all of a checkpoint with its checksums")
+    add = command.add_argument
+    add("--check", action="store_true", help="read the whole checkpoint and compare it with its checksums")
+    add("--names", action="store_true", help="list the name and shape of every tensor on both sides")
 
 
 def _trust_flag(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
+    command.add_argument("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
 
 
 def _verify_flags(command: argparse.ArgumentParser) -> None:
-    _trust_flag(command)
     add = command.add_argument
-    add("--text", type=Path, metavar="FILE", help="compare on this text, perplexity included")
-    add("--allow-uncompared", action="store_true", help="exit with 0, not 3, where no logits can be compared")
+    add("--text", type=Path, metavar="FILE", help="compare logits and perplexity on this text, not on random tokens")
+    add("--allow-uncompared", action="store_true", help="exit with 0, not 3, if no logits can be compared")
 
 
-_OWN_FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
-    "attach-mtp": _attach_flags,
-    "drop-mtp": _drop_flags,
-    "hf-to-mcore": _import_flags,
-    "inspect": _inspect_flags,
-    "mcore-to-hf": _export_flags,
-    "verify": _verify_flags,
+@dataclass(frozen=True)
+class Command:
+    """One command of `convert`.
+
+    Attributes:
+        run: does it; returns what to print, by name.
+        line: what it does, for `--help`.
+        operands: names of its one or two positional arguments in `--help`.
+        flags: functions that add its flags to a parser.
+    """
+
+    run: Callable[[argparse.Namespace], dict[str, Any]]
+    line: str
+    operands: tuple[str, ...]
+    flags: tuple[Callable[[argparse.ArgumentParser], None], ...]
+
+
+COMMANDS = {
+    "hf-to-mcore": Command(
+        hf_to_mcore,
+        "Convert a Hugging Face folder to a Megatron distributed checkpoint, which any TP, PP, EP or VPP loads.",
+        ("SRC", "DST"),
+        (_writing_flags, _dtype_flag),
+    ),
+    "mcore-to-hf": Command(
+        mcore_to_hf,
+        "Convert a Megatron checkpoint to a folder that transformers, vLLM and SGLang load.",
+        ("SRC", "DST"),
+        (_writing_flags, _dtype_flag, _trust_flag, _export_flags),
+    ),
+    "inspect": Command(
+        look,
+        "Show what a folder or checkpoint holds: family, depths, conventions, and whether Megatron can train it.",
+        ("SRC",),
+        (_inspect_flags,),
+    ),
+    "verify": Command(
+        prove,
+        "Prove that a Hugging Face folder and a Megatron checkpoint are the same model, depths included.",
+        ("HF", "MCORE"),
+        (_trust_flag, _verify_flags),
+    ),
+    "attach-mtp": Command(
+        attach,
+        "Copy a Megatron checkpoint that has no MTP depths, and add some.",
+        ("SRC", "DST"),
+        (_writing_flags, _attach_flags),
+    ),
+    "drop-mtp": Command(
+        drop,
+        "Copy a Megatron checkpoint without its MTP depths, or with the first few of them.",
+        ("SRC", "DST"),
+        (_writing_flags, _drop_flags),
+    ),
 }
+
+
+def parser(program: str) -> Parser:
+    """The parser of all commands and flags; it exits with status 2 on an unknown or malformed flag."""
+    form = argparse.RawDescriptionHelpFormatter
+    description = f"{(__doc__ or '').splitlines()[0]}\n\nmodel_types that convert:\n{_wrapped(sorted(FAMILIES))}"
+    made = Parser(program, description=description, epilog=EXAMPLES, formatter_class=form)
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(
+            name, help=command.line, description=command.line, epilog=EXAMPLES, formatter_class=form
+        )
+        for dest, metavar in zip(("source", "target"), command.operands, strict=False):
+            own.add_argument(dest, type=Path, metavar=metavar)
+        own.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+        for add in command.flags:
+            add(own)
+    return made
+
+
+def _wrapped(names: Sequence[str]) -> str:
+    return textwrap.fill(", ".join(names), 100, initial_indent="  ", subsequent_indent="  ")

@@ -1,18 +1,22 @@
-"""What a Hugging Face folder or a Megatron checkpoint holds, told without reading a tensor."""
+"""What a Hugging Face folder or a Megatron checkpoint holds, from names and shapes alone: no tensor is read."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_mtp.checkpoint.convert.exporting import Export
+from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.importing import origin
 from megatron_mtp.checkpoint.convert.megatron_flags import flags_of
-from megatron_mtp.checkpoint.convert.plan import HFModel, stored_layout
+from megatron_mtp.checkpoint.convert.names import name_lines, name_rows
+from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.kinds import check_kind
 from megatron_mtp.checkpoint.mcore.integrity import check_entries
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
+from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
@@ -32,6 +36,24 @@ def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
     if check:
         raise ValueError(f"--check was given, but {folder} is a Hugging Face folder, whose files have no checksums.")
     return _hf(folder)
+
+
+def names(folder: Path, rows: bool = False) -> list[Any]:
+    """The name table of a model: Hugging Face tensors, Megatron tensors, shapes.
+
+    Args:
+        folder: a Hugging Face folder, or a checkpoint, whose table is that of its export.
+        rows: whether to return an object for every rule, not a line for every kind of rule.
+
+    Raises:
+        ValueError: it is neither of the two, is damaged, or no family has a place for the checkpoint's model.
+    """
+    table = name_rows if rows else name_lines
+    if (folder / CONFIG).is_file():
+        model = HFModel.read(folder)
+        return table(model.rules, lambda rule: model.folder.shape(rule.hf[0].name))
+    export = Export.of(folder, folder, form_of(folder))
+    return table(export.rules, lambda rule: export.reader.shape(rule.mcore[0].key))
 
 
 def _hf(folder: Path) -> dict[str, Any]:
@@ -59,7 +81,7 @@ def _megatron(folder: Path) -> dict[str, Any]:
     return {
         "form": "Megatron distributed checkpoint",
         "iteration": common.get("iteration", 0),
-        "depths": stored_layout(reader).depths,
+        "depths": StoredDepths.of(reader.keys).layers,
         **({"draft vocabulary": reader.shape(DRAFT_VOCABULARY)[0]} if reader.holds(DRAFT_VOCABULARY) else {}),
         "tensors": len(sizes),
         "parameters": sum(sizes.values()),

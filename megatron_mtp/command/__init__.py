@@ -1,4 +1,4 @@
-"""The verbs of `megatron-mtp VERB ...`: a table of all, and those that belong to no other room.
+"""The verbs of `megatron-mtp VERB ...`: a table of all, and the verbs that belong to no other room.
 
 line.py        megatron-mtp: VERBS is the table
 evaluate.py    loss and acceptance of a checkpoint on a text

@@ -1,7 +1,7 @@
 """`megatron-mtp attach MODEL CORPUS RUN`: depths for a Hugging Face model, trained on its frozen trunk.
 
-The steps are verbs of this command line, each a process of its own. What a step has finished is not done again, so that
-the same command goes on after an interruption.
+Every step is a verb of this command line, in a process of its own. A finished step is not repeated, so the same command
+continues after an interruption.
 """
 
 import shlex
@@ -13,25 +13,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.errors import Parser, sentences
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 EXAMPLES = """examples:
-  # two depths, 600 steps; everything goes to runs/attached
+  # two depths, 600 steps; all output is in runs/attached
   megatron-mtp attach models/Qwen3-0.6B my_texts
 
-  # three depths that learn total variation, on the 8 GPUs of this machine; the flags at the end are those of train
+  # three depths with the loss tv on the 8 GPUs of this machine; --micro-batch-size is a flag of train
   megatron-mtp attach models/Qwen3-0.6B my_texts runs/three --depths 3 --loss tv \\
       --launch 'torchrun --nproc-per-node 8' --batch 64 --micro-batch-size 8
 
-the same command goes on where an earlier one has stopped.
+The same command continues after an interruption.
 """
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Take all steps, or the one that --only names; the exit status is that of the step that failed, or 0."""
+    """Run all steps, or the one of --only.
+
+    Args:
+        arguments: the arguments after the verb.
+        program: the name of the command in messages.
+
+    Returns:
+        0, or the exit status of the step that failed.
+    """
     args, more = parser(program).parse_known_args(arguments)
     args.more = more
     with sentences(program):
@@ -41,10 +50,10 @@ def main(arguments: list[str], program: str) -> int:
     if args.only is not None:
         return _in_this_process(STEPS[args.only], args)
     for step in STEPS.values():
-        if (words := step.words(args)) is None:
+        if (command := step.command(args)) is None:
             continue
         print(f"> {step.line}", flush=True)
-        if status := _in_own_process(step, words, args):
+        if status := _in_own_process(step, command, args):
             return status
     print(f"> before: {args.run}/before/metrics.jsonl; after: {args.run}/metrics.jsonl and metrics.png")
     print(f"> Hugging Face folder: {args.run}/exported")
@@ -52,63 +61,67 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def parser(program: str) -> Parser:
-    """The flags that `train` does not have."""
+    """The parser of the flags that `train` does not have."""
     made = Parser(
         program,
-        description="Give a Hugging Face model MTP depths that draft for it: attached, trained on a frozen trunk, "
-        "measured before and after, exported. Flags of `megatron-mtp train` may follow.",
+        description="Add MTP depths to a Hugging Face model: attach them, train them on the frozen trunk, measure "
+        "acceptance before and after, and export the model. Flags of `megatron-mtp train` may follow.",
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = made.add_argument
     add("model", metavar="MODEL", help="folder of a Hugging Face model with its tokenizer, or a name on the Hub")
-    add("corpus", metavar="CORPUS", help="text to train on: a file, a folder or a quoted glob; 2 %% are kept back")
+    add("corpus", metavar="CORPUS", help="text to train on: a file, a folder or a quoted glob; 2 %% of it is held out")
     add("run", type=Path, nargs="?", default=Path("runs/attached"), metavar="RUN", help="default: runs/attached")
-    add("--depths", type=int, default=2, metavar="D", help="depths to attach; default: 2")
-    add("--steps", type=int, default=600, metavar="N", help="training steps; default: 600")
-    add("--sequence", type=int, default=512, metavar="S", help="tokens of a sequence; default: 512")
-    add("--batch", type=int, default=4, metavar="B", help="sequences of a step; default: 4")
-    add("--learning-rate", default="5e-4", metavar="LR", help="after the warm-up; default: 5e-4")
-    add("--loss", choices=("kd", "tv", "ce"), default="kd", help="of the depths (--mtp-loss of train); default: kd")
-    add("--token-fraction", default="1", metavar="F", help="part of the tokens that the depths' loss is on; default: 1")
+    add("--depths", type=int, default=2, metavar="D", help="number of depths to attach; default: 2")
+    add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
+    add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")
+    add("--batch", type=int, default=4, metavar="B", help="sequences per step; default: 4")
+    add("--learning-rate", default="5e-4", metavar="LR", help="learning rate after the warm-up; default: 5e-4")
+    add("--loss", choices=("kd", "tv", "ce"), default="kd", help="the depths' --mtp-loss of train; default: kd")
+    add("--token-fraction", default="1", metavar="F", help="part of the positions in the depths' loss; default: 1")
     add("--float32", action="store_true", help="train in float32; default: bfloat16")
-    add("--evaluated-batches", default="8", metavar="N", help="of text that is kept back; default: 8")
-    add("--save-every", type=int, metavar="N", help="steps between checkpoints; default: all steps")
-    add("--family", default="glm4_moe", metavar="NAME", help="of the exported folder; default: glm4_moe")
-    add(
-        "--prompt", default="The state of the union is", metavar="TEXT", help="what the drafting at the end begins with"
-    )
-    add(
-        "--launch", metavar="COMMAND", help="what starts the ranks of a training, such as 'torchrun --nproc-per-node 8'"
-    )
-    add("--only", choices=STEPS, help="take this step alone, in this process; for launchers of clusters")
+    add("--evaluated-batches", default="8", metavar="N", help="batches of held-out text; default: 8")
+    add("--save-every", type=int, metavar="N", help="steps between checkpoints; default: only at the end")
+    forms = ", ".join(trained_forms())
+    add("--family", default="glm4_moe", metavar="NAME", help=f"of the exported folder: {forms}; default: glm4_moe")
+    add("--prompt", default="The state of the union is", metavar="TEXT", help="prompt for the drafting at the end")
+    add("--launch", metavar="COMMAND", help="starts the ranks of a training: 'torchrun --nproc-per-node 8'")
+    add("--only", choices=STEPS, help="run only this step, in this process; for job schedulers")
     return made
 
 
 def _in_this_process(step: "Step", args: Namespace) -> int:
     from megatron_mtp.command.line import PROGRAM, run
 
-    if (words := step.words(args)) is None:
+    if (command := step.command(args)) is None:
         return 0
-    return run(words[0], f"{PROGRAM} {words[0]}", words[1:])
+    verb, *arguments = command
+    return run(verb, f"{PROGRAM} {verb}", arguments)
 
 
-def _in_own_process(step: "Step", words: list[str], args: Namespace) -> int:
-    """Of one process, or of the ranks that --launch starts; Ctrl-C reaches the step itself, which says so."""
+def _in_own_process(step: "Step", command: list[str], args: Namespace) -> int:
+    """Run a step in one process, or in the ranks that --launch starts; on Ctrl-C the step itself prints a line."""
     launcher = shlex.split(args.launch) if step.on_ranks and args.launch else [sys.executable]
     try:
-        return subprocess.run([*launcher, "-m", "megatron_mtp", *words]).returncode
+        return subprocess.run([*launcher, "-m", "megatron_mtp", *command]).returncode
     except KeyboardInterrupt:
         return 130
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step: what it is called, the verb and its arguments (None: it is done), whether all ranks take it."""
+    """One step.
+
+    Attributes:
+        line: its name in the output.
+        command: the verb and its arguments, from the flags; None if the step is finished.
+        on_ranks: whether it runs on all ranks.
+    """
 
     line: str
-    words: Callable[[Namespace], list[str] | None]
+    command: Callable[[Namespace], list[str] | None]
     on_ranks: bool = False
 
 
@@ -151,7 +164,7 @@ def _train(args: Namespace) -> list[str]:
 
 
 def _training(args: Namespace) -> list[str]:
-    """The flags of every training and evaluation; those of the command line come after ours, and win."""
+    """The flags of every training and evaluation; flags of the command line come later and override them."""
     flags = (
         f"--use-checkpoint-args --mtp-num-layers {args.depths} --mtp-train-only --mtp-loss {args.loss} "
         f"--mtp-loss-scaling-factor 1 --mtp-token-fraction {args.token_fraction} --seq-length {args.sequence} "
@@ -181,7 +194,7 @@ def _is_older(file: Path, than: Path) -> bool:
 
 def _verify(args: Namespace) -> list[str]:
     folders = [str(args.run / "exported"), str(args.run / "checkpoint")]
-    return ["convert", "verify", *folders, "--allow-uncompared"]  # it says which logits are not compared, and why
+    return ["convert", "verify", *folders, "--allow-uncompared"]  # it prints which logits are not compared, and why
 
 
 def _draft(args: Namespace) -> list[str]:

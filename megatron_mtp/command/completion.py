@@ -1,4 +1,4 @@
-"""`megatron-mtp completion SHELL`: a script that completes verbs, flags and choices, made of the parsers."""
+"""`megatron-mtp completion SHELL`: a script that completes verbs, flags and choices, made from the parsers."""
 
 import contextlib
 import sys
@@ -20,28 +20,28 @@ EXAMPLES = """examples:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Print the script."""
+    """Print the script; arguments as in `attach.main`."""
     args = parser(program).parse_args(arguments)
-    with contextlib.redirect_stdout(sys.stderr):  # importing Megatron may speak
+    with contextlib.redirect_stdout(sys.stderr):  # importing Megatron may print
         script = shtab.complete(whole(program.split()[0]), args.shell)
     print(script)
     return 0
 
 
 def parser(program: str) -> ArgumentParser:
-    """The shell alone."""
+    """The parser of the one argument."""
     made = Parser(
         program,
-        description="Print a script that completes verbs and flags; write it to where the shell looks for such.",
+        description="Print a script that completes verbs and flags; write it to where the shell finds it.",
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    made.add_argument("shell", choices=SHELLS, help="which shell")
+    made.add_argument("shell", choices=SHELLS, help="the shell")
     return made
 
 
 def whole(program: str) -> ArgumentParser:
-    """One parser of all verbs, for what reads parsers; the verbs themselves parse with their own."""
+    """One parser of all verbs, for tools that read parsers; the verbs parse with their own."""
     made = ArgumentParser(program)
     verbs = made.add_subparsers(metavar="VERB")
     for verb, makers in PARSERS.items():
@@ -111,4 +111,4 @@ PARSERS: dict[str, tuple[Callable[[str], ArgumentParser], ...]] = {
     "preprocess": (_preprocess,),
     "completion": (parser,),
 }
-"""The parsers whose flags a verb takes."""
+"""The parsers that make up each verb's flags."""

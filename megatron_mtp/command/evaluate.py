@@ -1,6 +1,6 @@
 """`megatron-mtp evaluate`: losses and acceptance by depth of a checkpoint on a text, by the evaluation of training.
 
-It is `train` with `--skip-train` and what that needs; every flag of `train` may follow, and one that is given stands.
+It is `train` with `--skip-train` and `DEFAULTS`; every flag of `train` may follow and overrides them.
 """
 
 import json
@@ -20,31 +20,39 @@ DEFAULTS = (
     "--skip-train --use-checkpoint-args --no-load-optim --no-load-rng --split 0,1,0 --micro-batch-size 1 "
     "--train-iters 1 --eval-interval 1 --eval-iters 16 --no-create-attention-mask-in-dataloader"
 )
-"""What `train` needs to evaluate and do nothing else."""
+"""Flags with which `train` only evaluates."""
 
 OTHER_DATA = (
     "--mock-data --train-data-path --valid-data-path --test-data-path --data-args-path --per-split-data-args-path"
 ).split()
-"""Flags of `train` that name data in place of `--data-path`."""
+"""Flags of `train` that give data instead of `--data-path`."""
+
+TRUST = "--trust-remote-code"
+"""A flag of `train` that the corpus of `--text` needs as well."""
 
 EXAMPLES = f"""examples:
-  # the whole of some files or folders, with the tokenizer of the training
+  # all text of a folder, with the tokenizer of the training
   megatron-mtp evaluate --load runs/mine/checkpoint --text held_out
 
-  # 64 batches of 8 sequences of a corpus that preprocess has made; figures as one JSON object
+  # 64 batches of 8 sequences of a corpus that preprocess made; the result as one JSON object
   megatron-mtp evaluate --load runs/mine/checkpoint --data-path data/corpus --micro-batch-size 8 --eval-iters 64 --json
 
-  # a model that is cut over two GPUs
+  # a model on two GPUs with tensor parallelism
   torchrun --nproc-per-node 2 -m megatron_mtp evaluate --load CKPT --data-path data/corpus \\
       --tensor-model-parallel-size 2
 
-every flag of `megatron-mtp train` may follow; in front of them stand
+Every flag of `megatron-mtp train` may follow. Unless overridden, these are set:
   {DEFAULTS.replace(" --train", chr(10) + "  --train")}
 """
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Print the figures of a checkpoint; bad input ends with one sentence and exit status 2."""
+    """Evaluate a checkpoint and print the result; bad input exits with one sentence and status 2.
+
+    Args:
+        arguments: the arguments after the verb.
+        program: the name of the command in messages.
+    """
     args, rest = parser(program).parse_known_args(arguments)
     given, rest = parse_run(program, rest)
     with quiet(given.verbose, notes=sys.stderr) as output:
@@ -54,7 +62,7 @@ def main(arguments: list[str], program: str) -> int:
 
         answer = own_output() if given.verbose else output
         evaluated = _evaluate(args, given, rest, on_cpu, program)
-        if evaluated is not None:  # on the rank that knows
+        if evaluated is not None:  # only one rank has the result
             row, table = evaluated
             print(json.dumps({"load": args.load, **row}) if args.json else table, file=answer, flush=True)
     return 0
@@ -63,11 +71,11 @@ def main(arguments: list[str], program: str) -> int:
 def _evaluate(
     args: Namespace, given: Namespace, rest: list[str], on_cpu: bool, program: str
 ) -> tuple[dict[str, Any], str] | None:
-    """The row and the table of the evaluation, on the rank that has them."""
+    """The row and the table of the evaluation; None on all ranks but one."""
     with TemporaryDirectory(prefix="megatron-mtp-") as folder:
         with sentences(program):
             _check(args, rest)
-            flags = _data_flags(args, Path(folder))
+            flags = _data_flags(args, Path(folder), [word for word in rest if word == TRUST])
         from megatron_mtp.training.run import main as train
         from megatron_mtp.training.run import with_file
 
@@ -76,40 +84,43 @@ def _evaluate(
 
 
 def parser(program: str) -> Parser:
-    """The flags that `train` does not have."""
+    """The parser of the flags that `train` does not have."""
     made = Parser(
         program,
-        description="Losses, acceptance by depth and expected accepted length of a checkpoint on a text.",
+        description="Compute the losses, the acceptance by depth and the expected accepted length of a checkpoint on "
+        "a text.",
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to, or a converted one")
+    add("--load", required=True, metavar="CKPT", help="folder of a trained or converted checkpoint")
     data = made.add_mutually_exclusive_group()
-    data.add_argument("--text", nargs="+", metavar="PATH", help="files or folders to evaluate on, whole")
-    data.add_argument(
-        "--data-path", nargs="+", metavar="PREFIX", help="a corpus that preprocess has made, as for train"
-    )
-    add("--eval-iters", type=int, metavar="N", help="batches; default: 16, and of --text as many as it has")
-    add("--tokenizer-model", metavar="FOLDER", help="Hugging Face tokenizer folder; default: the one of the training")
-    add("--json", action="store_true", help="print one JSON object, under the names of metrics.jsonl")
+    data.add_argument("--text", nargs="+", metavar="PATH", help="files or folders; all of their text is used")
+    data.add_argument("--data-path", nargs="+", metavar="PREFIX", help="a corpus that preprocess made, as for train")
+    add("--eval-iters", type=int, metavar="N", help="number of batches; default: 16, or all of --text")
+    add("--tokenizer-model", metavar="FOLDER", help="folder of a Hugging Face tokenizer; default: the training's")
+    add("--json", action="store_true", help="print one JSON object with the names of metrics.jsonl")
     return made
 
 
 def _check(args: Namespace, rest: list[str]) -> None:
-    """Raises ValueError where there is nothing to evaluate on."""
+    """Check the flags about data.
+
+    Raises:
+        ValueError: there is no data, or data is given twice.
+    """
     if args.eval_iters is not None and args.eval_iters < 1:
         raise ValueError(f"--eval-iters is {args.eval_iters}; give 1 or more.")
-    others = [word for word in rest if word.split("=")[0] in OTHER_DATA]
+    others = [flag for flag in rest if flag.split("=")[0] in OTHER_DATA]
     if args.text is None and args.data_path is None and not others:
         raise ValueError("there is no data to evaluate on; give --text or --data-path.")
     if args.text is not None and others:
         raise ValueError(f"--text and {others[0]} were given; drop one of the two.")
 
 
-def _data_flags(args: Namespace, folder: Path) -> list[str]:
-    """Flags for tokenizer and text; a text is made into a corpus in `folder`."""
+def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
+    """Flags for tokenizer and data; `--text` becomes a corpus in `folder`, made with the flags `trust`."""
     from megatron_mtp.checkpoint.mcore.tensors import DistReader
     from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
 
@@ -133,7 +144,7 @@ def _data_flags(args: Namespace, folder: Path) -> list[str]:
         )
     if tokenizer is None:
         raise ValueError(f"--load is {args.load}, which names no tokenizer that is there; give --tokenizer-model.")
-    tokens = _corpus(args.text, str(tokenizer), folder / "corpus")
+    tokens = _corpus(args.text, str(tokenizer), folder / "corpus", trust)
     if tokens <= stored.seq_length:
         raise ValueError(
             f"--text has {tokens} tokens, and the model's sequences have {stored.seq_length}; give more text."
@@ -147,12 +158,12 @@ def _tokenizer_flags(folder: str) -> list[str]:
     return [*named, "--no-use-tokenizer-model-from-checkpoint-args"]
 
 
-def _corpus(texts: list[str], tokenizer: str, prefix: Path) -> int:
-    """Tokens of the corpus that is made of the texts."""
+def _corpus(texts: list[str], tokenizer: str, prefix: Path, trust: list[str]) -> int:
+    """Make a corpus of the texts; returns its number of tokens."""
     from megatron_mtp.data.checks import read_sidecar
     from megatron_mtp.data.command import main as preprocess
 
-    flags = ["--input", *texts, "--tokenizer", tokenizer, "--output-prefix", str(prefix), "--workers", "1"]
+    flags = ["--input", *texts, "--tokenizer", tokenizer, "--output-prefix", str(prefix), "--workers", "1", *trust]
     if status := preprocess(flags, "megatron-mtp evaluate --text"):
         sys.exit(status)
     return int(read_sidecar(str(prefix))["tokens"])

@@ -1,7 +1,7 @@
 """`megatron-mtp VERB ...`: the table of verbs, and how each is called.
 
-A verb imports what it needs when it is called, so that `--help` and `report` do not wait for torch; Megatron must find
-the platform prepared.
+A verb imports its modules when it is called, so `--help` and `report` do not wait for torch. The platform must be
+prepared before Megatron is imported.
 """
 
 import os
@@ -31,7 +31,7 @@ megatron-mtp VERB --help lists the flags of a verb, with examples of its own.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line (None: sys.argv); return its exit status, 2 for a verb that does not exist."""
+    """Run the command line (None for sys.argv) and return its exit status: 2 for an unknown verb."""
     arguments = sys.argv[1:] if argv is None else argv
     with sentences(PROGRAM):
         verb = parser().parse_args(arguments[:1]).verb
@@ -39,13 +39,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(verb: str, program: str, arguments: list[str]) -> int:
-    """The exit status of a verb that speaks as `program`; its mistakes, Ctrl-C and a closed pipe end it quietly."""
-    with sentences(program, mistakes=()):  # a verb knows itself which of its errors are the user's mistakes
+    """Run a verb and return its exit status; Ctrl-C and a closed pipe end it without a traceback.
+
+    Args:
+        verb: a name in `VERBS`.
+        program: the name of the command in messages.
+        arguments: the arguments after the verb.
+    """
+    with sentences(program, mistakes=()):  # each verb turns its own ValueErrors into messages
         return VERBS[verb].run(program, arguments)
 
 
 def parser() -> Parser:
-    """The verb alone; what follows belongs to the verb's own parser."""
+    """The parser of the verb; all further arguments belong to the verb's own parser."""
     verbs = "\n".join(f"  {name:<12}{verb.line}" for name, verb in VERBS.items())
     made = Parser(
         PROGRAM,
@@ -54,7 +60,7 @@ def parser() -> Parser:
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    made.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the above")
+    made.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the verbs above")
     made.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     return made
 
@@ -86,7 +92,7 @@ def _evaluate(program: str, arguments: list[str]) -> int:
 def _generate(program: str, arguments: list[str]) -> int:
     from megatron_mtp.drafting.flags import parser
 
-    parser(program).parse_args(arguments)  # --help and unknown flags do not wait for torch
+    parser(program).parse_args(arguments)  # --help and unknown flags need not wait for torch
 
     from megatron_mtp.checkpoint.command import quieten
 
@@ -136,7 +142,12 @@ def _completion(program: str, arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Verb:
-    """What `--help` says of it, and what runs it: given how it is called and its arguments, the exit status."""
+    """One verb.
+
+    Attributes:
+        line: its line in `--help`.
+        run: runs it, from the name of the command in messages and the arguments; returns the exit status.
+    """
 
     line: str
     run: Callable[[str, list[str]], int]
@@ -144,12 +155,12 @@ class Verb:
 
 VERBS = {
     "train": Verb("pretrain a GPT, with Megatron's flags and --mtp-*", _train),
-    "convert": Verb("between Hugging Face folders and Megatron's checkpoints; inspect, verify", _convert),
-    "attach": Verb("depths for a Hugging Face model, trained on its frozen trunk, measured and exported", _attach),
-    "generate": Verb("text from a checkpoint, drafting several tokens per forward", _generate),
-    "evaluate": Verb("loss and acceptance by depth of a checkpoint on a text", _evaluate),
-    "report": Verb("one HTML page of one run or several", _report),
-    "doctor": Verb("what this machine has, and what it costs that something is missing", _doctor),
-    "preprocess": Verb("text to the .bin and .idx that train reads", _preprocess),
-    "completion": Verb("a script that completes verbs and flags in bash or zsh", _completion),
+    "convert": Verb("convert between Hugging Face folders and Megatron checkpoints; inspect and verify them", _convert),
+    "attach": Verb("add depths to a Hugging Face model: train on its frozen trunk, measure, export", _attach),
+    "generate": Verb("generate text from a checkpoint, several tokens per forward", _generate),
+    "evaluate": Verb("compute loss and acceptance by depth of a checkpoint on a text", _evaluate),
+    "report": Verb("make one HTML page from one or several runs", _report),
+    "doctor": Verb("show what this machine has, and what missing parts cost", _doctor),
+    "preprocess": Verb("turn text into the .bin and .idx that train reads", _preprocess),
+    "completion": Verb("print a script that completes verbs and flags in bash or zsh", _completion),
 }

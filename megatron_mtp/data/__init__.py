@@ -8,6 +8,5 @@ corpus.py            documents to .bin/.idx, in parallel, written beside and ren
 tokenizer.py         load a tokenizer folder, or train a byte-level BPE
 frequent_tokens.py   the most frequent tokens of a corpus, which depths may draft
 checks.py            is the corpus there and whole, and does the vocabulary fit it
-locks.py             one process at a time writes an output
 command.py           megatron-mtp preprocess
 """

@@ -1,7 +1,7 @@
 """The depth-shifted batch: tokens, labels and masks of every depth, made once on whole sequences.
 
-`add_depths` puts the shifted tensors beside the others as [B, S, D], sequence second like everything in Megatron's
-batch; `keep_slots` then cuts all of them alike for context parallelism, and `depth_batch` collects what is left.
+`add_depths` adds the shifted tensors as [B, S, D], with the sequence second as in all of Megatron's batch;
+`keep_positions` cuts all entries for context parallelism, and `depth_batch` collects what is left.
 Letters in names: D depths, B batch, S sequence.
 """
 
@@ -18,22 +18,22 @@ IGNORED_LABEL = -100
 """The label that Hugging Face data sets use for 'not trained on'."""
 
 WITHOUT_SEQUENCE = {"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "whole_tokens"}
-"""The entries of a batch that have no sequence to cut."""
+"""Entries of a batch without a sequence dimension."""
 
 
 @dataclass(frozen=True)
 class DepthBatch:
-    """What block and losses need to know of a microbatch.
+    """A microbatch, as the MTP block and the losses need it.
 
     Attributes:
         labels_BS, loss_mask_BS: of the trunk.
-        tokens_DBS: t_{i+d}, the token whose embedding depth d sees at slot i; None on a stage without tokens.
+        tokens_DBS: t_{i+d}, the token whose embedding depth d sees at position i; None on a stage without tokens.
         labels_DBS: t_{i+d+1}, what depth d predicts there.
         loss_mask_DBS: float; the trunk's mask, shifted.
-        inside_DBS: False where the slot was shifted in from outside the document.
-        slots_S: where in the whole sequence these slots stand.
-        whole_tokens: [1 + D], float: unmasked tokens of the trunk and of every depth in the whole microbatch, of which
-            this may be one context-parallel rank's part.
+        inside_DBS: False where the token at depth d is outside the document.
+        positions_S: the numbers of these positions in the whole sequence.
+        whole_tokens: [1 + D], float: unmasked tokens of the trunk and of every depth in the whole microbatch; the other
+            fields may be one context-parallel rank's part of it.
     """
 
     labels_BS: Tensor
@@ -42,7 +42,7 @@ class DepthBatch:
     labels_DBS: Tensor
     loss_mask_DBS: Tensor
     inside_DBS: Tensor
-    slots_S: Tensor
+    positions_S: Tensor
     whole_tokens: Tensor
 
 
@@ -55,7 +55,7 @@ def mask_ignored_labels(batch: dict[str, Any]) -> None:
 
 
 def join_rows(batch: dict[str, Any]) -> None:
-    """Make one row of the rows of a packed batch, in place; its offsets become those of that row, [documents + 1]."""
+    """Join the rows of a packed batch to one row, in place, with offsets [documents + 1]."""
     for name in ("cu_seqlens", "cu_seqlens_padded"):
         if batch[name] is not None:
             lengths = batch[name].diff(dim=1).flatten()
@@ -66,10 +66,10 @@ def join_rows(batch: dict[str, Any]) -> None:
 
 
 def add_depths(batch: dict[str, Any], depths: int, document_BS: Tensor | None) -> None:
-    """Put the tensors of every depth into the batch, as [B, S, D], and what else `DepthBatch` says of whole sequences.
+    """Add the tensors of every depth, as [B, S, D], and the other fields of `DepthBatch`, in place.
 
     Args:
-        batch: Megatron's, of whole sequences; `tokens` may be None.
+        batch: Megatron's batch of whole sequences; `tokens` may be None.
         depths: D, 0 or more.
         document_BS: see `shift.shift_left`.
     """
@@ -78,20 +78,20 @@ def add_depths(batch: dict[str, Any], depths: int, document_BS: Tensor | None) -
         batch[f"depth_{name}"] = None if whole_BS is None else _depth_last(shift_left(whole_BS, depths, document_BS))
     labels_BS = batch["labels"]
     batch["depth_inside"] = _depth_last(inside_document(labels_BS, depths, document_BS))
-    batch["slots"] = torch.arange(labels_BS.size(1), device=labels_BS.device).unsqueeze(0)
+    batch["positions"] = torch.arange(labels_BS.size(1), device=labels_BS.device).unsqueeze(0)
     counts = [batch["loss_mask"].float().sum().view(1), batch["depth_loss_mask"].float().sum((0, 1))]
     batch["whole_tokens"] = torch.cat(counts)
 
 
-def keep_slots(batch: dict[str, Any], slots_S: Tensor) -> None:
-    """Leave these slots alone of every sequence, in place; an attention mask keeps all its columns."""
+def keep_positions(batch: dict[str, Any], positions_S: Tensor) -> None:
+    """Keep only these positions of every sequence, in place; an attention mask keeps all its columns."""
     for name, value in batch.items():
         if value is not None and name not in WITHOUT_SEQUENCE:
-            batch[name] = value.index_select(2 if name == "attention_mask" else 1, slots_S)
+            batch[name] = value.index_select(2 if name == "attention_mask" else 1, positions_S)
 
 
 def depth_batch(batch: dict[str, Any]) -> DepthBatch:
-    """What `add_depths` put into the batch, after it was cut for context parallelism."""
+    """What `add_depths` has added, after the batch was cut for context parallelism."""
     tokens_BSD = batch["depth_tokens"]
     return DepthBatch(
         labels_BS=batch["labels"],
@@ -100,7 +100,7 @@ def depth_batch(batch: dict[str, Any]) -> DepthBatch:
         labels_DBS=_depth_first(batch["depth_labels"]),
         loss_mask_DBS=_depth_first(batch["depth_loss_mask"]),
         inside_DBS=_depth_first(batch["depth_inside"]),
-        slots_S=batch["slots"].squeeze(0),
+        positions_S=batch["positions"].squeeze(0),
         whole_tokens=batch["whole_tokens"],
     )
 

@@ -1,11 +1,11 @@
-"""Checks of `--data-path` before training, each failure one sentence that names the flag, the value and the remedy.
+"""Checks of `--data-path` before training; every failure is one sentence with the flag, the value and the remedy.
 
 In:  the prefixes of Megatron indexed datasets (PREFIX.bin, PREFIX.idx) and the tokenizer's vocabulary size.
 Out: nothing, or a ValueError.
 
-The index is read with numpy alone, so that nothing of Megatron is needed to check it. Its layout is Megatron's: 9 magic
-bytes, version (8), dtype code (1), sequences S (8), document bounds D (8), then S int32 lengths in tokens, S int64 byte
-offsets, D int64 bounds, and in multimodal data S int8 modes.
+numpy reads the index, without Megatron. Its layout is Megatron's: 9 magic bytes, version (8 bytes), dtype code (1),
+number of sequences S (8), number of document bounds D (8), then S int32 lengths in tokens, S int64 byte offsets, D
+int64 bounds, and in multimodal data S int8 modes.
 """
 
 import hashlib
@@ -33,13 +33,11 @@ TOKEN_DTYPES: dict[int, type[np.integer]] = {
 SCAN_TOKENS = 64 * 1024 * 1024
 SLICES = 64
 REBUILD = "build it again with megatron-mtp preprocess --overwrite"
-
-
 PARTS = ("training", "validation", "testing")
 
 
 class Index(NamedTuple):
-    """What an index says: `tokens` of `dtype` in `sequences` sequences (as a rule one a document) of `documents`."""
+    """The contents of an index: type and number of tokens, numbers of documents and sequences (usually equal)."""
 
     dtype: type[np.integer]
     documents: int
@@ -48,10 +46,13 @@ class Index(NamedTuple):
 
 
 def check_weights(data_path: Sequence[str]) -> None:
-    """Check that all datasets of a blend have a weight, or none; as in Megatron, an odd number of words has no weights.
+    """Check that all datasets of a blend have a weight, or none; as in Megatron, an odd number of entries has none.
+
+    Args:
+        data_path: values of `--data-path`.
 
     Raises:
-        ValueError: some have one and some have none, which Megatron may take for datasets called like numbers.
+        ValueError: only some have one (Megatron may read the weights as names of datasets), or one is no weight.
     """
     weights = [_is_number(value) for value in data_path[::2]]
     if len(data_path) % 2 == 0 and any(weights) and not all(weights):
@@ -65,14 +66,18 @@ def check_weights(data_path: Sequence[str]) -> None:
 
 
 def check_data_prefixes(prefixes: Sequence[str], vocab_size: int) -> None:
-    """Check that every dataset is there, whole, not empty, and made of token ids below `vocab_size`.
+    """Check that every dataset exists, is whole and not empty, and has token ids below `vocab_size`.
 
-    The highest id comes from the sidecar PREFIX.json where that belongs to the `.bin` (same token count). Otherwise the
-    `.bin` is scanned: all of it up to 64Mi tokens, of a longer one 64 evenly spread slices of 1Mi tokens each, so that
-    a rare id beyond the vocabulary can then escape. Object storage (`s3://`, `msc://`) is left to Megatron.
+    The highest id comes from the sidecar PREFIX.json if that belongs to the `.bin` (same number of tokens). Otherwise
+    the `.bin` is scanned: up to 64Mi tokens all of it, beyond that 64 evenly spaced slices of 1Mi tokens, which may
+    miss a rare id. Object storage (`s3://`, `msc://`) is not checked.
+
+    Args:
+        prefixes: paths of the datasets without `.bin` and `.idx`.
+        vocab_size: number of the tokenizer's ids.
 
     Raises:
-        ValueError: at the first dataset that fails.
+        ValueError: the first dataset that fails.
     """
     for prefix in prefixes:
         if "://" not in prefix:
@@ -81,14 +86,14 @@ def check_data_prefixes(prefixes: Sequence[str], vocab_size: int) -> None:
 
 
 def split_weights(split: str) -> list[float]:
-    """The weights of `--split`, such as 90,10,0; Megatron would pick numbers out of anything.
+    """The weights of `--split`, such as 90,10,0; Megatron accepts any text and takes the numbers in it.
 
     Raises:
-        ValueError: it is not up to three weights of which one is above 0.
+        ValueError: it is no list of up to three weights, one of them above 0.
     """
-    words = split.split(",")
-    weights = [float(word) for word in words if _is_number(word)]
-    whole = len(weights) == len(words) <= len(PARTS) and all(0 <= weight < math.inf for weight in weights)
+    entries = split.split(",")
+    weights = [float(entry) for entry in entries if _is_number(entry)]
+    whole = len(weights) == len(entries) <= len(PARTS) and all(0 <= weight < math.inf for weight in weights)
     if not whole or not any(weights):
         raise ValueError(
             f"--split is '{split}'; give the weights of training, validation and test data, such as 90,10,0."
@@ -97,10 +102,14 @@ def split_weights(split: str) -> list[float]:
 
 
 def check_split(prefixes: Sequence[str], split: str) -> None:
-    """Check that every part of `--split` has text; Megatron would look for some in an empty one forever.
+    """Check that every part of `--split` has text: with an empty part, Megatron would not return.
+
+    Args:
+        prefixes: paths of the datasets without `.bin` and `.idx`.
+        split: value of `--split`.
 
     Raises:
-        ValueError: at the first dataset with too few sequences for a part.
+        ValueError: the first dataset that has too few sequences for a part.
     """
     weights = np.array(split_weights(split))
     ends = weights.cumsum() / weights.sum()
@@ -118,7 +127,7 @@ def check_split(prefixes: Sequence[str], split: str) -> None:
 
 
 def read_sidecar(prefix: str) -> dict[str, Any]:
-    """Return what PREFIX.json says of the dataset (data/corpus.py writes it); empty without a usable one."""
+    """Read PREFIX.json, which data/corpus.py writes beside a dataset; empty if it is absent or damaged."""
     try:
         sidecar = json.loads(Path(f"{prefix}.json").read_text())
     except (OSError, ValueError):
@@ -127,12 +136,16 @@ def read_sidecar(prefix: str) -> dict[str, Any]:
 
 
 def check_tokenizer(prefixes: Sequence[str], folder: str) -> None:
-    """Check that no dataset was made with another vocabulary than that of the tokenizer in `folder`.
+    """Check that every dataset was made with the vocabulary of the tokenizer in `folder`.
 
     Datasets without a sidecar, and tokenizers without a tokenizer.json, cannot be compared and pass.
 
+    Args:
+        prefixes: paths of the datasets without `.bin` and `.idx`.
+        folder: folder of the tokenizer.
+
     Raises:
-        ValueError: at the first dataset whose token ids mean something else.
+        ValueError: the first dataset with another vocabulary.
     """
     own = vocabulary_digest(folder)
     for prefix in prefixes:
@@ -145,7 +158,7 @@ def check_tokenizer(prefixes: Sequence[str], folder: str) -> None:
 
 
 def vocabulary_digest(folder: str) -> str | None:
-    """SHA-256 of the tokens and ids in FOLDER/tokenizer.json; None where there is no such file."""
+    """SHA-256 of the tokens and ids in FOLDER/tokenizer.json; None if there is no such file."""
     try:
         tokenizer = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
         added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
@@ -156,7 +169,7 @@ def vocabulary_digest(folder: str) -> str | None:
 
 
 def token_slices(prefix: str, index: Index) -> list[np.ndarray]:
-    """All tokens of a `.bin` up to 64Mi, of a longer one 64 evenly spread slices of 1Mi tokens each; memory-mapped."""
+    """The tokens of a `.bin`, memory-mapped: all up to 64Mi, beyond that 64 evenly spaced slices of 1Mi tokens."""
     tokens = np.memmap(f"{prefix}.bin", dtype=index.dtype, mode="r")
     length = SCAN_TOKENS // SLICES
     if len(tokens) <= SCAN_TOKENS:
@@ -196,7 +209,11 @@ def _check_files(prefix: str) -> Index:
 
 
 def read_index(prefix: str) -> Index:
-    """What PREFIX.idx says; ValueError where it is not whole."""
+    """Read PREFIX.idx.
+
+    Raises:
+        ValueError: it is no index, or not whole.
+    """
     path = f"{prefix}.idx"
     size = os.path.getsize(path)
     with open(path, "rb") as file:

@@ -1,6 +1,7 @@
 """Turn text into the `.bin` and `.idx` that Megatron trains on; without a tokenizer, train one first.
 
-The command line of this room: reads the flags, calls it, prints one line per step. Exit status 2 for a user's mistake.
+The command line of this room: it reads the flags, calls the room, and prints one line per step. Exit status 2 is a
+user's mistake.
 """
 
 import argparse
@@ -14,42 +15,51 @@ from typing import Any
 from megatron_mtp.data.checks import read_sidecar
 from megatron_mtp.data.corpus import write_corpus
 from megatron_mtp.data.documents import Document, choose_documents, find_files, list_documents, read_document
-from megatron_mtp.data.locks import one_writer
 from megatron_mtp.data.tokenizer import SMALLEST_VOCAB, TOKENIZER_FILES, Encoder, train_bpe
 from megatron_mtp.errors import Parser, status_of
+from megatron_mtp.files import one_writer
 
 EXAMPLES = """examples:
   # every .txt, .md, .py and .jsonl file of a folder; trains a tokenizer of 8192 entries (data/corpus-tokenizer)
   megatron-mtp preprocess --input my_texts --output-prefix data/corpus
 
-  # the Python sources of the installed packages, 40 MB of them, small vocabulary
+  # 40 MB of the Python sources of installed packages, with a small vocabulary
   megatron-mtp preprocess --input '.venv/lib/python3*/site-packages' --include '*.py' --max-mb 40 \\
       --vocab-size 1024 --output-prefix data/code
 
-  # JSONL, text under "content", with a tokenizer that is already there
+  # JSON lines with the text under "content", and an existing tokenizer
   megatron-mtp preprocess --input 'shards/*.jsonl' --json-key content --tokenizer models/Qwen3-0.6B \\
       --output-prefix data/web
 
-then train with: --data-path PREFIX --tokenizer-type HuggingFaceTokenizer --tokenizer-model TOKENIZER_FOLDER
+Then train with: --data-path PREFIX --tokenizer-type HuggingFaceTokenizer --tokenizer-model TOKENIZER_FOLDER
 """
 TRAINING_BYTES = 20_000_000
-# One huge file must not fill the tokenizer's whole sample, unless there are few others.
+# One huge file must not fill the whole sample for the tokenizer, unless there are few files.
 TRAINING_BYTES_PER_FILE = 1_000_000
-# Flags that change nothing in the output.
+# Flags that do not change the output.
 NOT_SETTINGS = ("output_prefix", "workers", "overwrite")
 
 
 def main(argv: Sequence[str] | None = None, program: str = "preprocess.py") -> int:
-    """Run the command (None: sys.argv), which speaks as `program`.
+    """Run `preprocess`.
 
-    Returns its exit status: 0 done or already done, 2 for a mistake in the flags or the input.
+    Args:
+        argv: the arguments; None for sys.argv.
+        program: the name of the command in messages.
+
+    Returns:
+        The exit status: 0 if the corpus is there, 2 for a mistake in the flags or the input.
     """
     args = parser(program).parse_args(argv)
     return status_of(program, lambda: preprocess(args))
 
 
 def preprocess(args: argparse.Namespace) -> int:
-    """Find, tokenise, write; raises ValueError for a user's mistake and for a dead worker."""
+    """Find documents, tokenise them and write the corpus; returns 0.
+
+    Raises:
+        ValueError: a user's mistake, or a worker process died.
+    """
     _check_flags(args)
     prefix = Path(args.output_prefix)
     with one_writer(prefix, f"--output-prefix: '{prefix}'"):
@@ -84,7 +94,7 @@ def _preprocess(args: argparse.Namespace) -> None:
 
 
 def parser(program: str) -> Parser:
-    """All flags."""
+    """The parser of all flags."""
     made = Parser(
         program,
         description=__doc__.split("\n")[0] if __doc__ else None,
@@ -97,19 +107,21 @@ def parser(program: str) -> Parser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders, quoted globs; a .jsonl file holds one document a line",
+        help="files, folders or quoted globs; a .jsonl file has one document per line",
     )
     add(
         "--include",
         nargs="+",
         default=["*.txt", "*.md", "*.py", "*.jsonl"],
         metavar="GLOB",
-        help="names to take inside folders (default: *.txt *.md *.py *.jsonl)",
+        help="names of the files to read inside folders (default: *.txt *.md *.py *.jsonl)",
     )
-    add("--json-key", default="text", metavar="KEY", help="key of the text in .jsonl lines (default: text)")
+    add(
+        "--json-key", default="text", metavar="KEY", help="key of the text in the lines of .jsonl files (default: text)"
+    )
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
     which = made.add_mutually_exclusive_group()
-    which.add_argument("--tokenizer", metavar="FOLDER", help="an existing Hugging Face tokenizer")
+    which.add_argument("--tokenizer", metavar="FOLDER", help="folder of an existing Hugging Face tokenizer")
     which.add_argument(
         "--vocab-size",
         type=int,
@@ -117,14 +129,19 @@ def parser(program: str) -> Parser:
         metavar="N",
         help="without --tokenizer: train a byte-level BPE of N entries (default: 8192)",
     )
-    add("--tokenizer-output", metavar="FOLDER", help="where the trained one goes (default: PREFIX-tokenizer)")
+    add("--tokenizer-output", metavar="FOLDER", help="folder for the trained tokenizer (default: PREFIX-tokenizer)")
     add("--eod-token", metavar="TOKEN", help="token that ends a document (default: the tokenizer's eos_token)")
-    add("--trust-remote-code", action="store_true", help="run the tokenizer folder's own Python code")
-    add("--max-mb", type=float, metavar="MB", help="take a sample of about so much text, spread over all of it")
-    add("--seed", type=int, default=1234, help="of the shuffle and of the sample (default: 1234)")
-    add("--no-shuffle", dest="shuffle", action="store_false", help="keep documents in the order of their file names")
-    add("--workers", type=int, default=os.cpu_count(), help="processes (default: one per core); output is the same")
-    add("--overwrite", action="store_true", help="replace what is already there")
+    add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
+    add("--max-mb", type=float, metavar="MB", help="use a random sample of about this many megabytes of text")
+    add("--seed", type=int, default=1234, help="seed of the shuffle and of the sample (default: 1234)")
+    add("--no-shuffle", dest="shuffle", action="store_false", help="keep the documents in the order of file names")
+    add(
+        "--workers",
+        type=int,
+        default=os.cpu_count(),
+        help="processes; any number gives the same output (default: one per core)",
+    )
+    add("--overwrite", action="store_true", help="replace existing output")
     return made
 
 
@@ -147,7 +164,11 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
-    """Say so and return True when the output is there; ValueError when it was made with other settings."""
+    """Print that the output is there and return True; False if it is not.
+
+    Raises:
+        ValueError: it was made with other settings.
+    """
     if not os.path.exists(f"{prefix}.idx"):
         return False
     record = read_sidecar(prefix)
@@ -170,7 +191,11 @@ def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
 
 
 def _trained_tokenizer(args: argparse.Namespace, documents: Sequence[Document]) -> str:
-    """Train the tokenizer, or take one of the wanted size that an interrupted run has left; return its folder."""
+    """Train a tokenizer, or reuse the one of an interrupted run; returns its folder.
+
+    Raises:
+        ValueError: the folder holds a tokenizer of another size.
+    """
     folder = args.tokenizer_output or f"{args.output_prefix}-tokenizer"
     if not args.overwrite and TOKENIZER_FILES & set(os.listdir(folder) if os.path.isdir(folder) else []):
         found = Encoder.from_folder(folder).vocab_size
@@ -186,7 +211,7 @@ def _trained_tokenizer(args: argparse.Namespace, documents: Sequence[Document]) 
     heads = [d if d.line else d._replace(size=min(d.size, limit)) for d in documents]
     texts = (read_document(d, args.json_key) for d in choose_documents(heads, TRAINING_BYTES, args.seed, shuffle=True))
     print(f"tokenizer: training a byte-level BPE of {args.vocab_size} entries", flush=True)
-    # Tokens of the old tokenizer must not stand beside the new one, should this run end half-way.
+    # An old corpus must not be left beside a new tokenizer if this run is interrupted.
     Path(f"{args.output_prefix}.idx").unlink(missing_ok=True)
     train_bpe(texts, args.vocab_size, folder)
     print(f"tokenizer: {folder}, {time.monotonic() - started:.1f} s", flush=True)

@@ -1,10 +1,10 @@
-"""Which slots of a sequence every context-parallel rank holds.
+"""Which positions of a sequence each context-parallel rank holds.
 
-Every document is cut into 2R chunks of equal length; of R ranks, rank r holds chunks r and 2R-1-r, so that all have as
-much causal attention to compute. Two ranks and two documents of four slots:
+Every document is cut into 2R chunks of equal length for R ranks. Rank r holds chunks r and 2R-1-r, so that all ranks
+compute the same amount of causal attention. Two ranks and two documents of four positions:
 
-    slots   0 1 2 3 | 4 5 6 7
-    rank    0 1 1 0 | 0 1 1 0
+    position   0 1 2 3 | 4 5 6 7
+    rank       0 1 1 0 | 0 1 1 0
 """
 
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 def slots_of_ranks(offsets: Tensor, ranks: int) -> Tensor:
-    """The slots of every rank, [R, T / R], in the order in which it holds them.
+    """The positions of every rank, [R, T / R], in the order in which the rank holds them.
 
     Args:
-        offsets: [documents + 1], where each document starts, and T; a document's length is a multiple of 2R.
-        ranks: R, size of the context-parallel group.
+        offsets: start of each document, and T, [documents + 1]; the length of a document is a multiple of 2R.
+        ranks: size R of the context-parallel group.
 
     Raises:
         ValueError: a document cannot be cut into 2R chunks of equal length.

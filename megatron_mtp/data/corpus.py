@@ -3,7 +3,7 @@
 Out: PREFIX.bin  the tokens of all documents, one after the other, each document ended by the EOD id
      PREFIX.idx  Megatron's index: one sequence per document
      PREFIX.json the sidecar: counts, highest token id, tokenizer and the settings that made them
-PREFIX.idx appears last: where it stands, all three are whole.
+PREFIX.idx appears last: if it exists, all three files are whole.
 """
 
 import json
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
@@ -28,8 +28,9 @@ from tqdm import tqdm
 from megatron_mtp.data.checks import vocabulary_digest
 from megatron_mtp.data.documents import Document, parts, read_document
 from megatron_mtp.data.tokenizer import Encode, Encoder
+from megatron_mtp.files import written_beside
 
-# The work of one task: enough to pay for handing it over, little enough to balance the workers and their memory.
+# Size of one task: large enough to be worth sending, small enough to balance the workers and their memory.
 CHUNK_BYTES = 1 << 20
 
 EncodeChunks = Callable[[list[list[Document]]], Iterator[list[np.ndarray]]]
@@ -38,18 +39,31 @@ EncodeChunks = Callable[[list[list[Document]]], Iterator[list[np.ndarray]]]
 def write_corpus(
     documents: Sequence[Document], encoder: Encoder, prefix: str, json_key: str, workers: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Tokenise `documents` in their order into PREFIX.bin, PREFIX.idx and PREFIX.json; return the sidecar's contents.
+    """Tokenise documents in their order into PREFIX.bin, PREFIX.idx and PREFIX.json.
 
-    The files do not depend on `workers`. More than one worker means spawned processes, so that a script calling this
-    needs a `__main__` guard. A failed or killed run leaves no PREFIX.idx.
+    A failed or killed run leaves no PREFIX.idx. More than one worker means spawned processes: a script that calls this
+    needs a `__main__` guard.
+
+    Args:
+        documents: the documents.
+        encoder: the tokenizer.
+        prefix: path of the files, without their endings.
+        json_key: key of the text in the lines of .jsonl files.
+        workers: number of processes, which does not change the files.
+        settings: flags to store in the sidecar.
+
+    Returns:
+        The contents of PREFIX.json.
 
     Raises:
         ValueError: a document cannot be read (`read_document`), there is no text at all, or a worker process died.
     """
     started = time.monotonic()
-    partial = {kind: f"{prefix}.{kind}.partial" for kind in ("bin", "idx", "json")}
     os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
-    try:
+    with ExitStack() as renamed:
+        # Without its index a dataset is unreadable: the old index goes first, the new one, entered first, comes last.
+        targets = {kind: Path(f"{prefix}.{kind}") for kind in ("idx", "json", "bin")}
+        partial = {kind: str(renamed.enter_context(written_beside(target))) for kind, target in targets.items()}
         record = _write_tokens(documents, encoder, partial, json_key, workers)
         if not record["tokens"]:
             raise ValueError("--input: the files hold no text, only blanks; give files with text.")
@@ -57,13 +71,7 @@ def write_corpus(
         record |= {"tokenizer": encoder.folder, "vocabulary_sha256": vocabulary_digest(encoder.folder)}
         record |= {"seconds": round(time.monotonic() - started, 1), "settings": settings}
         Path(partial["json"]).write_text(json.dumps(record, indent=2) + "\n")
-        # Without its index a dataset is unreadable: the old index goes first, the new one comes last.
-        Path(f"{prefix}.idx").unlink(missing_ok=True)
-        for kind in ("bin", "json", "idx"):
-            os.replace(partial[kind], f"{prefix}.{kind}")
-    finally:
-        for path in partial.values():
-            Path(path).unlink(missing_ok=True)
+        targets["idx"].unlink(missing_ok=True)
     return record
 
 
@@ -72,7 +80,7 @@ def _write_tokens(
 ) -> dict[str, Any]:
     chunks = list(_chunks(part for document in documents for part in parts(document)))
     size = sum(document.size for document in documents)
-    # A log file gets a line now and then, a terminal a moving bar.
+    # A terminal shows a moving bar, a log file gets a line now and then.
     pause = 0.2 if sys.stderr.isatty() else 10.0
     eod = np.array([encoder.eod_id], dtype=np.int32)
     lengths: list[int] = []
@@ -82,7 +90,7 @@ def _write_tokens(
         tqdm(total=size, unit="B", unit_scale=True, desc="importing Megatron", mininterval=pause, smoothing=0) as bar,
     ):
         encoded = encode_chunks(chunks)
-        builder = _dataset_builder(partial["bin"], encoder.vocab_size)  # the workers start while this imports Megatron
+        builder = _dataset_builder(partial["bin"], encoder.vocab_size)  # imports Megatron while the workers start
         bar.set_description("tokenising")
         tokens: list[np.ndarray] = []
         for part, part_tokens in _pairs(chunks, encoded):
@@ -120,9 +128,9 @@ def _dataset_builder(bin_path: str, vocab_size: int) -> Any:
 
 @contextmanager
 def _chunk_encoder(encoder: Encoder, json_key: str, workers: int) -> Iterator[EncodeChunks]:
-    """Open the function that maps chunks, in order, to the token ids of each of their documents or parts.
+    """Yield a function that maps chunks, in order, to the token ids of their documents or parts.
 
-    Several workers begin as soon as it is called; one worker means this process, a chunk whenever one is asked for.
+    Several workers start as soon as the function is called; a single worker is this process and encodes on demand.
     """
     if workers <= 1:
         encode = encoder.start()
@@ -140,7 +148,7 @@ def _chunk_encoder(encoder: Encoder, json_key: str, workers: int) -> Iterator[En
 
 
 def _start_work(pool: ProcessPoolExecutor, chunks: list[list[Document]]) -> Iterator[list[np.ndarray]]:
-    """Start the workers with Ctrl-C blocked, which reaches them too and is for the parent alone to speak of."""
+    """Start the workers with SIGINT blocked: on Ctrl-C only the parent prints a message."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return pool.map(_work, chunks)
@@ -150,12 +158,12 @@ def _start_work(pool: ProcessPoolExecutor, chunks: list[list[Document]]) -> Iter
 
 def _encode_chunk(encode: Encode, chunk: list[Document], json_key: str) -> list[np.ndarray]:
     texts = [read_document(document, json_key) for document in chunk]
-    # Blank documents have no tokens; a blank part of a long file keeps its own.
+    # A blank document has no tokens, but a blank part of a long file keeps them.
     texts = [text if text.strip() or not document.ends else "" for document, text in zip(chunk, texts, strict=True)]
     return [np.array(ids, dtype=np.int32) for ids in encode(texts)]
 
 
-# What a worker process was started with. An executor's initializer has no other way to hand it to the tasks.
+# Set by the executor's initializer, which has no other way to pass objects to the tasks.
 _worker: dict[str, Any] = {}
 
 
@@ -166,7 +174,7 @@ def _start_worker(encoder: Encoder, json_key: str) -> None:
 
 
 def _exit_with_parent() -> None:
-    """After a `kill -9` of the parent, its workers would wait for tasks for ever."""
+    """Exit when the parent dies: after `kill -9` its workers would wait for tasks forever."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

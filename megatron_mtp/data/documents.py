@@ -1,6 +1,6 @@
-"""Documents of a corpus: found in files, folders and globs, listed, chosen, read; long ones cut into parts.
+"""Documents of a corpus: found in files, folders and globs, listed, chosen, and read; long ones are cut into parts.
 
-A `.jsonl` file holds one document per line, any other file is one document.
+A `.jsonl` file has one document per line; any other file is one document.
 """
 
 import fnmatch
@@ -12,14 +12,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# A longer file is encoded in parts.
+# Longer files are encoded in parts of this size.
 PART_BYTES = 4 << 20
 
 
 class Document(NamedTuple):
-    """Where one document's text lies: `size` bytes from `start`.
+    """Where the text of a document is.
 
-    `line` counts from 1 in JSONL and is 0 elsewhere. `ends` is False for a part of a long file, except its last.
+    Attributes:
+        path: its file.
+        start, size: first byte, and number of bytes.
+        line: line of a .jsonl file, from 1; 0 in other files.
+        ends: whether the document ends here; False for all parts of a long file except the last.
     """
 
     path: str
@@ -30,10 +34,11 @@ class Document(NamedTuple):
 
 
 def find_files(inputs: Sequence[str], include: Sequence[str]) -> list[Path]:
-    """Return every file that `inputs` name, each once, in an order that depends on the names alone.
+    """Find all files of the inputs, each once, sorted by name.
 
-    Folders are searched recursively for names matching a pattern of `include`; links are followed, once. A file that
-    is named itself, or by a glob, is taken whatever its name.
+    Args:
+        inputs: files, folders and globs. Folders are searched recursively, and links are followed once.
+        include: patterns for names of files inside folders; other inputs are taken with any name.
 
     Raises:
         ValueError: an input matches nothing, or no file is found at all.
@@ -53,7 +58,7 @@ def find_files(inputs: Sequence[str], include: Sequence[str]) -> list[Path]:
 
 
 def list_documents(files: Iterable[Path]) -> list[Document]:
-    """List the documents of the files in order; empty files and blank JSONL lines are left out."""
+    """The documents of the files in order, without empty files and blank lines of .jsonl files."""
     documents: list[Document] = []
     for path in files:
         if path.suffix == ".jsonl":
@@ -64,9 +69,13 @@ def list_documents(files: Iterable[Path]) -> list[Document]:
 
 
 def choose_documents(documents: Sequence[Document], max_bytes: int | None, seed: int, shuffle: bool) -> list[Document]:
-    """Shuffle by `seed`, stop once `max_bytes` are reached (None: never), and restore the order unless `shuffle`.
+    """A random sample of the documents, at most one document larger than `max_bytes`.
 
-    The sample is thus spread over the whole corpus either way, and at most one document larger than `max_bytes`.
+    Args:
+        documents: all documents.
+        max_bytes: size of the sample; None for all documents.
+        seed: seed of the sample and of the order.
+        shuffle: whether to return a random order, not the original one.
     """
     order = list(range(len(documents)))
     random.Random(seed).shuffle(order)
@@ -80,10 +89,10 @@ def choose_documents(documents: Sequence[Document], max_bytes: int | None, seed:
 
 
 def read_document(document: Document, json_key: str) -> str:
-    """Read a document's text as UTF-8, invalid bytes replaced.
+    """Read the text of a document as UTF-8, with invalid bytes replaced.
 
     Raises:
-        ValueError: the file cannot be read; a JSONL line is not an object with a string under `json_key`.
+        ValueError: the file cannot be read, or a line of a .jsonl file is no object with a string under `json_key`.
     """
     try:
         with open(document.path, "rb") as file:
@@ -98,7 +107,7 @@ def read_document(document: Document, json_key: str) -> str:
 
 
 def parts(document: Document) -> Iterator[Document]:
-    """Cut a long file after newlines, or between characters where there is none near."""
+    """The parts of a document: a long file is cut after newlines, or between characters if none is near."""
     start, stop = document.start, document.start + document.size
     if document.line or document.size <= PART_BYTES:
         yield document
@@ -153,7 +162,7 @@ def _json_text(document: Document, line: str, json_key: str) -> str:
         raise ValueError(f"--input: {place} is not JSON ({error}); give one JSON object per line.") from error
     text = fields.get(json_key) if isinstance(fields, dict) else None
     if isinstance(text, str):
-        # JSON can spell half a surrogate pair, which no tokenizer can encode.
+        # JSON can contain half of a surrogate pair, which no tokenizer can encode.
         return text.encode("utf-8", errors="replace").decode("utf-8")
     keys = ", ".join(fields) if isinstance(fields, dict) else type(fields).__name__
     raise ValueError(f"--json-key: {place} has no text under '{json_key}' (it has: {keys}); name the key of the text.")

@@ -1,4 +1,4 @@
-"""The most frequent tokens of indexed datasets, or a list of tokens that a user has written: what depths may draft.
+"""The tokens that depths may draft: the most frequent tokens of indexed datasets, or a user's list.
 
 In:  prefixes of Megatron indexed datasets with their weights in the blend, or a text file.
 Out: token ids in ascending order.
@@ -16,14 +16,19 @@ from megatron_mtp.data.checks import read_index, token_slices
 def most_frequent(
     prefixes: Sequence[str], weights: Sequence[float] | None, count: int, vocab_size: int
 ) -> tuple[list[int], float]:
-    """The `count` most frequent of the tokens below `vocab_size`, and their share of the data.
+    """The `count` most frequent tokens below `vocab_size`, and their share of the data.
 
-    Of a dataset above 64Mi tokens 64 evenly spread slices of 1Mi are counted, so that every rank can count by itself.
-    Among tokens as frequent as each other the lower ids are taken.
+    In a dataset above 64Mi tokens, 64 evenly spaced slices of 1Mi tokens are counted: every rank counts for itself. Of
+    equally frequent tokens, the lower ids are taken.
 
     Args:
-        prefixes: of `.bin/.idx` pairs.
-        weights: of each in the blend; None where each weighs as its tokens.
+        prefixes: paths of the datasets without `.bin` and `.idx`.
+        weights: weight of each dataset in the blend; None for its number of tokens.
+        count: number of tokens to choose.
+        vocab_size: number of the tokenizer's ids.
+
+    Returns:
+        The ids in ascending order, and their part of all tokens.
 
     Raises:
         ValueError: a dataset cannot be read.
@@ -37,11 +42,15 @@ def most_frequent(
 
 
 def tokens_of_file(path: Path, vocab_size: int, flag: str) -> list[int]:
-    """The ids in a text file, one on every line.
+    """The ids in a text file with one id per line, in ascending order.
+
+    Args:
+        path: the file.
+        vocab_size: number of the tokenizer's ids.
+        flag: name of the flag in messages.
 
     Raises:
-        ValueError: the file cannot be read, is empty, or has a line that is no id, an id twice or one that the
-            vocabulary does not have.
+        ValueError: the file cannot be read or is empty, or a line is no id, repeats one, or is outside the vocabulary.
     """
     try:
         lines = path.read_text(encoding="utf-8").split()
@@ -63,7 +72,7 @@ def tokens_of_file(path: Path, vocab_size: int, flag: str) -> list[int]:
 
 
 def _counted(prefix: str, vocab_size: int) -> tuple[np.ndarray, int]:
-    """How often each token stands in what is counted of a dataset, and the tokens of all of it."""
+    """The count of each id in the counted slices of a dataset, and the number of all its tokens."""
     try:
         index = read_index(prefix)
         counts = np.zeros(vocab_size, dtype=np.int64)

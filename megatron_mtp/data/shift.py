@@ -1,9 +1,9 @@
-"""The only place where tokens, labels and masks are shifted for the MTP depths.
+"""The only place where tokens, labels and masks are shifted for the depths.
 
-In: whole sequences (before any context-parallel slicing) and, where documents matter, the document of every slot.
-Out: the same values d slots later, for every depth d = 1 .. D at once; a shift stops at the end of its document.
+In: whole sequences (before any context-parallel slicing) and, where documents matter, the document of every position.
+Out: the same values d positions later, for every depth d = 1 .. D at once; a shift stops at the end of its document.
 
-Six slots, two documents [a b c] [d e f], two depths:
+Six positions, two documents [a b c] [d e f], two depths:
     values   a b c | d e f
     depth 1  b c 0 | e f 0
     depth 2  c 0 0 | f 0 0
@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NO_DOCUMENT = -1
-"""The document of a padding slot: nothing is shifted into it or out of it."""
+"""The document of a padding position: nothing is shifted into it or out of it."""
 
 
 def shift_left(values_BS: Tensor, depths: int, document_BS: Tensor | None = None) -> Tensor:
-    """Values d slots later, for d = 1 .. D; 0 where that slot lies outside the document.
+    """Values d positions later, for d = 1 .. D; 0 where that position lies outside the document.
 
     Args:
         values_BS: tokens, labels or a mask, any dtype.
         depths: D, 0 or more.
-        document_BS: a number for every slot, equal within a document and `NO_DOCUMENT` on padding; without it every
+        document_BS: a number for every position, equal within a document, and `NO_DOCUMENT` on padding; if None, every
             row is one document.
 
     Returns:
@@ -36,7 +36,7 @@ def shift_left(values_BS: Tensor, depths: int, document_BS: Tensor | None = None
 
 
 def inside_document(like_BS: Tensor, depths: int, document_BS: Tensor | None = None) -> Tensor:
-    """Bool [D, B, S]: whether the slot d later lies in the same document, that is, was not shifted in from outside."""
+    """Bool [D, B, S]: whether the position d later is in the same document."""
     return _inside(like_BS, depths, document_BS).expand(depths, *like_BS.shape)
 
 
@@ -46,37 +46,37 @@ def documents_from_eod(tokens_BS: Tensor, eod: int) -> Tensor:
     return is_end_BS.cumsum(dim=1) - is_end_BS
 
 
-def documents_from_offsets(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, slots: int) -> Tensor:
-    """Documents of packed (THD) rows, [B, slots]; no two rows share a number, so that they can be joined to one row.
+def documents_from_offsets(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, positions: int) -> Tensor:
+    """Documents of packed (THD) rows, [B, positions]; each row has numbers of its own, so that rows can be joined.
 
     Args:
         cu_seqlens: [B, documents + 1], cumulative lengths without padding; the last one may be repeated.
         cu_seqlens_padded: [B, documents + 1], cumulative lengths with padding: where documents really start. None where
             the rows have no padding.
-        slots: length of a row.
+        positions: length of a row.
     """
     starts = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
     rows, lengths = starts.size(0), cu_seqlens.diff(dim=1)
-    slot_BS = torch.arange(slots, device=starts.device).repeat(rows, 1)
-    document_BS = torch.searchsorted(starts[:, 1:].contiguous(), slot_BS, right=True)
+    position_BS = torch.arange(positions, device=starts.device).repeat(rows, 1)
+    document_BS = torch.searchsorted(starts[:, 1:].contiguous(), position_BS, right=True)
     nearest_BS = document_BS.clamp(max=lengths.size(1) - 1)
-    is_filled_BS = slot_BS < starts.gather(1, nearest_BS) + lengths.gather(1, nearest_BS)
-    number_BS = document_BS + slots * torch.arange(rows, device=starts.device).unsqueeze(1)
+    is_filled_BS = position_BS < starts.gather(1, nearest_BS) + lengths.gather(1, nearest_BS)
+    number_BS = document_BS + positions * torch.arange(rows, device=starts.device).unsqueeze(1)
     return number_BS.masked_fill(~is_filled_BS, NO_DOCUMENT)
 
 
 def _inside(like_BS: Tensor, depths: int, document_BS: Tensor | None) -> Tensor:
     if document_BS is None:
-        slots = like_BS.size(1)
-        slot_S = torch.arange(slots, device=like_BS.device)
+        positions = like_BS.size(1)
+        position_S = torch.arange(positions, device=like_BS.device)
         depth_D = torch.arange(1, depths + 1, device=like_BS.device)
-        return (slot_S[None, :] + depth_D[:, None] < slots).unsqueeze(1)
+        return (position_S[None, :] + depth_D[:, None] < positions).unsqueeze(1)
     later_DBS = _windows(document_BS, depths, NO_DOCUMENT)
     return (later_DBS == document_BS) & (document_BS != NO_DOCUMENT)
 
 
 def _windows(values_BS: Tensor, depths: int, fill: int) -> Tensor:
-    """[D, B, S] view: values d slots later, `fill` beyond the end."""
-    slots = values_BS.size(1)
+    """[D, B, S] view: values d positions later, `fill` beyond the end."""
+    positions = values_BS.size(1)
     padded = pad(values_BS, (0, depths), value=fill)
-    return padded.unfold(1, slots, 1)[:, 1:].transpose(0, 1)
+    return padded.unfold(1, positions, 1)[:, 1:].transpose(0, 1)

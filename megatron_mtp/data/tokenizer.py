@@ -4,12 +4,11 @@ In:  an iterable of texts, or a folder with a tokenizer.
 Out: a folder that both `transformers.AutoTokenizer` and Megatron's `--tokenizer-type HuggingFaceTokenizer
      --tokenizer-model FOLDER` load, and an `Encoder` that turns texts into token ids inside a worker process.
 
-`transformers` takes seconds to import and is imported where it is needed, so that a worker starts without it.
+`transformers` takes seconds to import, so functions import it, and a worker starts without it.
 """
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,13 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megatron_mtp.files import written_beside
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EOD_TOKEN = "<|endoftext|>"
-# Megatron masks the loss wherever a label is the padding token, so padding must not share an id with the document end.
+# Megatron masks the loss of labels that are the padding token, so padding and document end must have different ids.
 PAD_TOKEN = "<|padding|>"
 SMALLEST_VOCAB = 256 + 2  # every byte, EOD_TOKEN and PAD_TOKEN
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
@@ -30,10 +31,18 @@ Encode = Callable[[list[str]], list[list[int]]]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Path:
-    """Train a byte-level BPE on `texts` and save it as `folder`; the same texts always give the same files.
+    """Train a byte-level BPE and save it; the same texts always give the same files.
 
     The vocabulary has exactly `vocab_size` entries: `<|endoftext|>` (id 0, the end of a document), `<|padding|>`
-    (id 1), the 256 bytes, then the merges. Every string survives encoding and decoding unchanged.
+    (id 1), the 256 bytes, then the merges. Encoding and decoding returns every string unchanged.
+
+    Args:
+        texts: texts to train on.
+        vocab_size: number of entries.
+        folder: folder to save to.
+
+    Returns:
+        The folder.
 
     Raises:
         ValueError: `vocab_size` is below 258, or the texts are too few to fill it; `folder` holds other files.
@@ -67,12 +76,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Path
 def load_tokenizer(
     folder: str | Path, eod_token: str | None = None, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
-    """Load a local Hugging Face tokenizer whose `eos_token` is the token that ends a document.
+    """Load a local Hugging Face tokenizer whose `eos_token` is the token that ends a document; no network is used.
 
-    `eod_token` replaces the folder's own `eos_token`. Nothing is fetched from the network.
+    Args:
+        folder: folder of the tokenizer.
+        eod_token: replaces the folder's own `eos_token`.
+        trust_remote_code: whether to run the folder's Python code.
 
     Raises:
-        ValueError: no such folder, no tokenizer in it, no `eos_token`, or `eod_token` is not in its vocabulary.
+        ValueError: there is no such folder, tokenizer or `eos_token`, or `eod_token` is not in the vocabulary.
     """
     if not os.path.isdir(folder):
         raise ValueError(
@@ -98,10 +110,14 @@ def load_tokenizer(
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
-    """transformers' tokenizer in a folder, which never asks at the terminal whether to run the folder's code.
+    """Load a folder's tokenizer with transformers, without a question at the terminal about the folder's code.
+
+    Args:
+        folder: folder of the tokenizer.
+        trust_remote_code: whether to run the folder's Python code.
 
     Raises:
-        ValueError: it cannot be loaded, or not without running its own code.
+        ValueError: it cannot be loaded, or not without its code.
     """
     from transformers import AutoTokenizer
 
@@ -121,7 +137,7 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> "PreTrained
 
 
 def entries(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Ids that can occur: the highest id plus one where ids have gaps."""
+    """The number of ids that can occur: the highest id plus one, even if ids have gaps."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
@@ -132,13 +148,14 @@ def _has_code(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A picklable recipe for encoding texts in another process.
+    """A tokenizer for worker processes: it can be pickled.
 
     Attributes:
-        folder: the tokenizer's folder.
-        eod_token, eod_id: the token that ends a document; no text is ever encoded to it.
-        vocab_size: entries, the highest id plus one when ids have gaps.
-        backend_json: the fast tokenizer as JSON, so that a worker need not import `transformers`; None for a slow one.
+        folder: folder of the tokenizer.
+        eod_token, eod_id: the token that ends a document; no text is encoded to it.
+        vocab_size: number of ids that can occur.
+        backend_json: a fast tokenizer as JSON, so that a worker need not import `transformers`; None for a slow one.
+        trust_remote_code: whether to run the folder's Python code.
     """
 
     folder: str
@@ -152,7 +169,7 @@ class Encoder:
     def from_folder(
         cls, folder: str | Path, eod_token: str | None = None, trust_remote_code: bool = False
     ) -> "Encoder":
-        """Load the folder (errors as in `load_tokenizer`) and keep what a worker needs."""
+        """Load the tokenizer in a folder; arguments and errors as in `load_tokenizer`."""
         tokenizer = load_tokenizer(folder, eod_token, trust_remote_code)
         return cls(
             folder=os.path.abspath(folder),
@@ -166,7 +183,7 @@ class Encoder:
     def start(self) -> Encode:
         """Return the function that encodes a list of texts to a list of id lists, without BOS, EOS or the EOD id.
 
-        The function raises ValueError when a text contains the EOD token in a way that cannot be spelt otherwise.
+        The function raises ValueError if a text contains the EOD token and cannot be encoded without its id.
         """
         encode = self._fast(self.backend_json) if self.backend_json is not None else self._slow()
         return lambda texts: [
@@ -177,7 +194,7 @@ class Encoder:
         backend = Tokenizer.from_str(backend_json)
         backend.no_truncation()
         backend.no_padding()
-        # A source file that spells out "<|endoftext|>" must not end the document there.
+        # The text "<|endoftext|>" in a source file must not end the document.
         backend.encode_special_tokens = True
         return lambda texts: [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
@@ -188,9 +205,9 @@ class Encoder:
         ]
 
     def _without_eod(self, encode: Encode, text: str, ids: list[int]) -> list[int]:
-        """Encode a text again with its EOD tokens cut in two, if the tokenizer turned one of them into the EOD id.
+        """Encode a text again with its EOD tokens cut in two, if the tokenizer has produced the EOD id.
 
-        Happens where the token is not marked special, or is a whole piece of a Unigram model: "a</s>b" is then
+        This happens if the token is not marked special, or is a whole piece of a Unigram model: "a</s>b" is then
         encoded as "a<" followed by "/s>b".
         """
         if self.eod_id not in ids:
@@ -219,7 +236,7 @@ def _refuse_foreign_files(folder: Path) -> None:
 
 
 def _publish(bpe: Tokenizer, folder: Path) -> None:
-    """Write the files beside `folder`, then rename: a reader sees the whole tokenizer or none."""
+    """A reader sees the whole tokenizer or none."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": EOD_TOKEN,
@@ -228,13 +245,7 @@ def _publish(bpe: Tokenizer, folder: Path) -> None:
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
     }
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with written_beside(folder) as partial:
+        partial.mkdir(parents=True)
         (partial / "tokenizer.json").write_text(bpe.to_str(pretty=True), encoding="utf-8")
         (partial / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -18,12 +18,14 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     sequences.py         the texts of a batch while they grow
     method.py            proposer, verifier and K, checked against each other and the model
     loop.py              run -> propose -> verify -> keep -> emit; a text ends at EOS, also inside a draft
+    rehearsal.py         how often the first depth is right about the prompt
     auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
     load.py              a checkpoint folder to a runner
     api.py               generate(): prompts in, texts and statistics out
     flags.py             the flags of generate, parsed without torch
     listing.py           methods and verifiers in words: --list-methods, the tables of docs/drafting.md
     command.py           megatron-mtp generate
+    timing.py            its prompts in batches, timed and compared with plain decoding
     text.py              texts on the terminal
     report.py            the tables of acceptance and speed
     record.py            drafts.json, of which the page of a run shows the drafts

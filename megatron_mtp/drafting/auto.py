@@ -1,12 +1,15 @@
 """Automatic K: the number of drafts that gives most tokens a second, 0 included.
 
 With a_k the chance that position k is accepted given the ones before, K drafts yield 1 + sum_{j<=K} prod_{k<=j} a_k
-tokens in the time of K drafts and one forward of K + 1 rows. All of it is measured while decoding.
+tokens in the time of K drafts and one forward of K + 1 rows. Both are measured while decoding.
 
-While K = 0 is best, drafting rests. A draft is tried again after 16, 32, 64, ... plain steps, as long as all that
-drafting has cost beyond plain decoding stays below `SHARE` of the time. The rows that a rest leaves behind are part of
-the price: a drafter that needs more than this share for them does not draft again before more time has passed. What was
-measured holds for all batches of one size that a model generates.
+While K = 0 is best, drafting rests. A draft is tried again after 16, 32, 64, ... plain steps, as long as drafting has
+cost less than `SHARE` of the time beyond plain decoding. After a rest the drafter has to run the rows of all tokens
+emitted meanwhile. That is part of the price: where it exceeds the share, the next draft waits for more time to pass.
+The measurements hold for all batches of one size that a model generates.
+
+Methods with MTP depths begin with a rehearsal (`rehearsal.py`): the first depth is judged on the prompt. Where it is
+hopeless there, nothing is drafted; further prompts are judged while drafting rests.
 """
 
 from collections import defaultdict, deque
@@ -20,10 +23,10 @@ import torch
 from megatron_mtp.drafting.types import AcceptanceStats
 
 RECENT = 32
-"""Steps whose times are remembered, of each kind."""
+"""Steps of each kind whose times are remembered."""
 
 MEMORY = 0.97
-"""What an acceptance weighs after one more step with drafts."""
+"""The weight of earlier acceptances after one more step with drafts."""
 
 FIRST_DRAFTS = 2
 """K of the first steps; more where they show that more may pay."""
@@ -31,8 +34,14 @@ FIRST_DRAFTS = 2
 FIRST_REST = 16
 """Plain steps before the first trial; every further rest is twice as long."""
 
+HOPELESS = 0.1
+"""Chance of the first draft on the prompt below which it is not tried: a draft costs a tenth of a forward or more."""
+
+REHEARSED_STEPS = 4
+"""Steps with drafts that the chance on the prompt weighs as much as."""
+
 SHARE = 0.01
-"""Of the time so far, that drafting may have cost when a draft is tried again."""
+"""The share of the time so far that drafting may have cost when a draft is tried again."""
 
 
 def _recent() -> deque[float]:
@@ -58,17 +67,34 @@ class AutoK:
     _elapsed: float = 0.0
     _drafting: float = 0.0
     _worth: float = 0.0
+    _rehearsal: float = 0.0
     _steps: int = 0
     _rest: int = 0
     _pause: int = FIRST_REST
     _rests: bool = False
 
     def begin(self, rows: int, stats: AcceptanceStats) -> None:
-        """A batch whose longest prompt has so many rows, all of which the first draft has to run."""
+        """Start a batch whose longest prompt has so many rows; the first draft has to run all of them."""
         self._behind, self._seen = rows, _copy(stats)
 
+    @property
+    def may_rehearse(self) -> bool:
+        """Whether a batch is to begin with a rehearsal: the first one, and while drafting rests, within the share."""
+        if not self._offers or not self._target:
+            return not self._offers
+        return self._rests and self._lost() + self._rehearsal <= SHARE * self._elapsed
+
+    def expect(self, chance: float, rows: int, seconds: float) -> None:
+        """What a rehearsal of so many rows has shown of the first draft, and what it took."""
+        self._hits, self._offers = [REHEARSED_STEPS * chance], [REHEARSED_STEPS]
+        self._elapsed += seconds
+        self._drafting += seconds
+        self._rehearsal, self._caught_up = seconds, (seconds, 0, rows)
+        self._rests = chance < HOPELESS
+        self._rest = self._pause if self._rests else 0
+
     def choose(self) -> int:
-        """K of the next step; the first rank's where there are several, since their clocks differ."""
+        """K of the next step; with several ranks the first one's choice, since their clocks differ."""
         if self._rest:
             self._rest -= 1
             return 0
@@ -80,7 +106,7 @@ class AutoK:
         return count
 
     def learn(self, count: int, drafter: float, target: float, stats: AcceptanceStats) -> None:
-        """Seconds of one step with K = `count`, and what was accepted so far."""
+        """Take in the seconds of one step with K = `count`, and what was accepted so far."""
         self._steps += 1
         self._elapsed += drafter + target
         texts, emitted = stats.target_forwards - self._seen.target_forwards, stats.emitted - self._seen.emitted
@@ -109,12 +135,15 @@ class AutoK:
 
     def _plan(self) -> tuple[int, int]:
         """K of the next step, and how many plain steps follow it without another choice."""
-        few = min(self.most, FIRST_DRAFTS)
+        errs = self._rehearsal > 0 and self._chances()[0] < 0.5
+        few = min(self.most, 1 if errs else FIRST_DRAFTS)
         trials = (few, few, 0, 0)
-        if self._steps < len(trials):
-            return trials[self._steps], 0
         if not self._rests:
-            rates = self.rates() if self._draft else [1.0]
+            if self._steps < len(trials):
+                return trials[self._steps], 0
+            if not self._draft:
+                return few, 0  # the first draft's time is that of its catching up
+            rates = self.rates()
             best = rates.index(max(rates))
             if best:
                 self._pause = FIRST_REST
@@ -130,10 +159,10 @@ class AutoK:
         return self._drafting - self._worth * self._target_seconds(0)
 
     def _price(self) -> float:
-        """Seconds of one more draft, after the rows that the drafter has to catch up on; each as the last ones took."""
-        if not self._draft:
+        """Seconds of one more draft and of the rows that the drafter has to catch up on, as the last ones took."""
+        if not self._draft and not self._rehearsal:
             return float("inf")
-        draft = median(self._draft)
+        draft = median(self._draft) if self._draft else self._rehearsal
         seconds, count, rows = self._caught_up
         return draft + self._behind * max(seconds - count * draft, 0.0) / rows
 
@@ -144,14 +173,14 @@ class AutoK:
         self._offers = [MEMORY * old + new for old, new in zip_longest(self._offers, new_offers, fillvalue=0)]
 
     def _target_seconds(self, count: int) -> float:
-        """Of a forward of K + 1 rows; between K that were measured, on the line."""
+        """Seconds of a forward of K + 1 rows; interpolated between measured K."""
         below = max((known for known in self._target if known <= count), default=min(self._target))
         above = min((known for known in self._target if known >= count), default=max(self._target))
         low, high = median(self._target[below]), median(self._target[above])
         return low if above == below else low + (high - low) * (count - below) / (above - below)
 
     def _chances(self) -> list[float]:
-        """That a position is accepted, given that the ones before were; before any was offered, one in two."""
+        """Conditional acceptance of every position; one in two before any was offered."""
         hits = [*self._hits, *[0] * self.most]
         offers = [*self._offers, *[0] * self.most]
         reached = [offers[0], *hits]

@@ -1,7 +1,7 @@
 """Attention over a cache, in the place of the core attention that a model was trained with.
 
-`attach` puts a `CachedAttention` into every attention module of a loaded model. What a forward reads and writes is the
-`Scope`'s, which all of them share; the modules around them, and their weights, are those of training.
+`attach` puts a `CachedAttention` into every attention module of a loaded model. They share a `Scope`, which holds the
+cache and the rows of the current forward. The modules around them, and their weights, are those of training.
 
 Letters in names: S rows of a forward (Megatron's sequence), B batch, N query heads, G key heads, C channels, W slots.
 """
@@ -50,12 +50,12 @@ class Scope:
 
 
 def attend(scope: Scope, layer: int, query_BNRC: Tensor, key_BGRC: Tensor, value_BGRC: Tensor, scale: float) -> Tensor:
-    """What the rows have attended to, [B, N, R, C of the values]; their keys and values are in the cache then."""
+    """The attention output, [B, N, R, C of the values]; adds the rows' keys and values to the cache."""
     key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, scope.rows)
     batch, heads, rows, channels = query_BNRC.shape
     groups, value_channels = key_BGWC.size(1), value_BGWC.size(3)
     mask_B1RW = scope.mask(query_BNRC.dtype, heads // groups)
-    if heads != groups:  # the query heads of a group are further rows of one head
+    if heads != groups:  # the query heads of a group become further rows of one head
         query_BNRC = query_BNRC.reshape(batch, groups, heads // groups * rows, channels)
     if value_channels != channels:  # unequal channels would keep torch from its fast kernels
         value_BGWC = pad(value_BGWC, (0, channels - value_channels))
@@ -64,7 +64,7 @@ def attend(scope: Scope, layer: int, query_BNRC: Tensor, key_BGRC: Tensor, value
 
 
 class CachedAttention(torch.nn.Module):
-    """Megatron's core attention for a forward whose earlier rows lie in a cache."""
+    """Megatron's core attention for a forward whose earlier rows are in a cache."""
 
     def __init__(self, scope: Scope, layer: int, scale: float) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class CachedAttention(torch.nn.Module):
 
 
 class PositionedRotary(torch.nn.Module):
-    """A rotary embedding whose every row has the position that the scope says, in the place of MLA's own."""
+    """In the place of MLA's rotary embedding: every row has the position that the scope gives it."""
 
     def __init__(self, own: torch.nn.Module, scope: Scope, positions: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class PositionedRotary(torch.nn.Module):
         self.scope = scope
 
     def get_rotary_seq_len(self, *_: object) -> int:
-        """Megatron asks, and `forward` does not need to know."""
+        """Megatron's modules call this; `forward` ignores the result."""
         return 0
 
     def forward(self, _: int, packed_seq: bool = False) -> Tensor | tuple[Tensor, float]:
@@ -100,21 +100,34 @@ class PositionedRotary(torch.nn.Module):
 
 
 def attach(layers: Iterable[torch.nn.Module], scope: Scope, config: TransformerConfig, positions: int) -> None:
-    """Give every transformer layer attention over its own part of the cache.
+    """Give every transformer layer an attention over its own part of the cache.
 
     Raises:
-        ValueError: a layer's attention is of a kind that a cache of all keys cannot serve.
+        ValueError: a layer's attention cannot run over a cache of all keys.
     """
     for index, layer in enumerate(layers):
         attention = layer.self_attention
         if not isinstance(attention, Attention):
-            raise ValueError(f"drafting needs attention layers, and layer {index + 1} has {type(attention).__name__}.")
+            raise ValueError(
+                f"drafting needs attention layers, and layer {index + 1} has {type(attention).__name__}; draft with "
+                "another model."
+            )
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, index + 1):
-            raise ValueError("the model attends to a sliding window (--window-size), which drafting does not know.")
+            raise ValueError(
+                "the model attends to a sliding window (--window-size), which drafting does not support; draft with "
+                "another model."
+            )
         if config.softmax_type != "vanilla":
-            raise ValueError(f"the model's attention has sinks ({config.softmax_type}), which drafting does not know.")
-        core = attention.core_attention
-        scale = getattr(core, "scale", None) or core.softmax_scale
-        attention.core_attention = CachedAttention(scope, index, scale)
+            raise ValueError(
+                f"the model's attention has sinks ({config.softmax_type}), which drafting does not support; draft with "
+                "another model."
+            )
+        attention.core_attention = CachedAttention(scope, index, _scale_of(attention, config))
         if isinstance(attention, MultiLatentAttention):
             attention.rotary_pos_emb = PositionedRotary(attention.rotary_pos_emb, scope, positions)
+
+
+def _scale_of(attention: Attention, config: TransformerConfig) -> float:
+    """The factor of attention scores, from the configuration: TE's core attention does not keep it."""
+    own: float | None = attention.softmax_scale if isinstance(attention, MultiLatentAttention) else config.softmax_scale
+    return config.kv_channels**-0.5 if own is None else own

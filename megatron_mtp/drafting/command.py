@@ -3,42 +3,31 @@
 import json
 import logging
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
-from megatron_mtp.drafting.api import Generated, check_prompts, generate
+from megatron_mtp.drafting.api import check_prompts
 from megatron_mtp.drafting.config import SpeculativeConfig, parse_config
-from megatron_mtp.drafting.energy import Meter
 from megatron_mtp.drafting.flags import parser
 from megatron_mtp.drafting.load import Loaded, load_checkpoint
-from megatron_mtp.drafting.loop import Emit, Limits
+from megatron_mtp.drafting.loop import Limits
 from megatron_mtp.drafting.method import make_method
 from megatron_mtp.drafting.proposers.draft_model import DraftModelSettings
 from megatron_mtp.drafting.record import Record, make_folder
-from megatron_mtp.drafting.report import Cost, merged, summary, table
+from megatron_mtp.drafting.report import summary, table
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.text import Stream, cutter, own_output, quoted, read_prompts
-from megatron_mtp.drafting.types import Emitted
+from megatron_mtp.drafting.timing import Listeners, Work
 from megatron_mtp.errors import sentences
 from megatron_mtp.platform import cpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-WARM_UP = 8
-"""Tokens that are generated before the clock starts, so that no side pays for what is made only once."""
-TURNS = 5
-"""At most so many turns of drafting and plain decoding, where they are compared."""
-COMPARED_SECONDS = 2.0
-"""After so long no further turn is taken."""
 
 
 def main(argv: list[str]) -> None:
@@ -46,6 +35,7 @@ def main(argv: list[str]) -> None:
     program = Path(argv[0]).name
     args = parser(program).parse_args(argv[1:])
     logging.getLogger("megatron").setLevel(logging.ERROR)  # its warnings would stand in the text
+    logging.getLogger("megatron_mtp").setLevel(logging.WARNING)  # ours are for the user
     answer = own_output() if args.json else sys.stdout
     with sentences(program):
         run(args, answer)
@@ -67,7 +57,7 @@ def run(args: Namespace, answer: TextIO) -> None:
     drafter = _drafter(config, dtype)
     make_method(loaded.runner, config, sampling, drafter)
     limits = _limits(args, tokenizer)
-    work = _Work(loaded.runner, prompts, sampling, limits, drafter, args.batch_size, args.seed)
+    work = Work(loaded.runner, prompts, sampling, limits, drafter, args.batch_size, args.seed)
     listeners = _listeners(args, prompts, tokenizer)
     if _is_first() and not args.json:
         _announce(args.load, loaded.runner, config, listeners.stream, prompts[0])
@@ -97,34 +87,13 @@ def _drafter(config: SpeculativeConfig | None, dtype: torch.dtype | None) -> Run
     return load_checkpoint(str(config.settings.model), dtype=dtype, flag="speculative config: model").runner
 
 
-@dataclass(frozen=True)
-class _Listeners:
-    """Callbacks that receive every step's tokens: one streams the text, one records the drafts."""
-
-    stream: Stream | None = None
-    record: Record | None = None
-
-    def from_text(self, first: int) -> Emit | None:
-        """For a batch whose texts begin with this one."""
-        if self.stream is None and self.record is None:
-            return None
-
-        def emit(emitted: Emitted) -> None:
-            if self.stream is not None:
-                self.stream(emitted.tokens, emitted.accepted)
-            if self.record is not None:
-                self.record.add(first + emitted.text, emitted)
-
-        return emit
-
-
-def _listeners(args: Namespace, prompts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None") -> _Listeners:
+def _listeners(args: Namespace, prompts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None") -> Listeners:
     """A single text is streamed where people read it; the folder of a record is made before anything is generated."""
     if args.record is not None and _is_first():
         make_folder(args.record)
     streams = _is_first() and not args.json and len(prompts) == 1
     stream = Stream(tokenizer) if streams and tokenizer is not None else None
-    return _Listeners(stream, None if args.record is None else Record(prompts))
+    return Listeners(stream, None if args.record is None else Record(prompts))
 
 
 def _announce(
@@ -136,81 +105,6 @@ def _announce(
         print(f"> the verifier '{config.verifier}' does not keep the model's distribution")
     if stream is not None:
         stream.echo(prompt)
-
-
-class _Work:
-    """The prompts of a run in batches, generated under one clock."""
-
-    def __init__(
-        self,
-        runner: Runner,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        limits: Limits,
-        drafter: Runner | None,
-        batch: int,
-        seed: int,
-    ) -> None:
-        self.runner, self.prompts, self.sampling, self.limits, self.drafter = runner, prompts, sampling, limits, drafter
-        self.batch, self.seed = batch, seed
-
-    def timed(
-        self, config: SpeculativeConfig | None, listeners: _Listeners | None = None
-    ) -> tuple[list[list[int]], Cost]:
-        """All texts, and what they cost."""
-        self._generate(self.prompts[:1], [self.seed], config, Limits(min(WARM_UP, self.limits.new_tokens)), None)
-        self.runner.auto_counts.clear()  # first steps are slower than those that follow
-        meter, before = Meter(), time.perf_counter()
-        parts = list(self._batches(config, listeners or _Listeners()))
-        seconds = time.perf_counter() - before
-        texts = [ids for part in parts for ids in part.token_ids]
-        return texts, Cost(merged([part.stats for part in parts]), seconds, meter.joules(), meter.why)
-
-    def compared(self, config: SpeculativeConfig, texts: list[list[int]], cost: Cost) -> tuple[Cost, Cost, bool | None]:
-        """Costs of drafting and of plain decoding, and whether plain decoding emits `texts` too.
-
-        Short runs take several turns, and the costs are their medians. Several ranks take one turn, since their clocks
-        might not agree on another. Sampled texts differ, though their distribution does not: for them it is None.
-        """
-        drafting, plain, same = [cost], [], True
-        turns = TURNS if torch.distributed.get_world_size() == 1 else 1
-        while True:
-            plain_texts, plain_cost = self.timed(None)
-            plain.append(plain_cost)
-            same = same and plain_texts == texts
-            if len(plain) == turns or sum(one.seconds for one in (*drafting, *plain)) > COMPARED_SECONDS:
-                return _median(drafting), _median(plain), same if self.sampling.greedy else None
-            drafting.append(self.timed(config)[1])
-
-    def _batches(self, config: SpeculativeConfig | None, listeners: _Listeners) -> Iterator[Generated]:
-        for first in range(0, len(self.prompts), self.batch):
-            prompts = self.prompts[first : first + self.batch]
-            seeds = [self.seed + first + number for number in range(len(prompts))]
-            yield self._generate(prompts, seeds, config, self.limits, listeners.from_text(first))
-
-    def _generate(
-        self,
-        prompts: list[list[int]],
-        seeds: list[int],
-        config: SpeculativeConfig | None,
-        limits: Limits,
-        emit: Emit | None,
-    ) -> Generated:
-        return generate(
-            self.runner,
-            prompts,
-            limits.new_tokens,
-            self.sampling,
-            config,
-            seeds,
-            drafter=self.drafter,
-            limits=limits,
-            emit=emit,
-        )
-
-
-def _median(costs: list[Cost]) -> Cost:
-    return sorted(costs, key=lambda cost: cost.seconds)[len(costs) // 2]
 
 
 def _tokenizer(args: Namespace, loaded: Loaded) -> "PreTrainedTokenizerBase | None":

@@ -1,13 +1,19 @@
 """A dense transformer layer with little between its matrix products: the same modules' weights, fewer steps of Python.
 
-A step of drafting has few rows, so that on a small model Megatron's bookkeeping around each product takes longer than
-the product, and on a large one the product is bound by reading weights. `lean` returns a forward for the layers that it
-knows (one tensor-parallel rank, no biases, rotary halves, no quantisation); the others run as Megatron's modules.
+A step of drafting has few rows. On a small model Megatron's bookkeeping around each product then takes longer than the
+product; on a large one the product takes as long as reading its weight. `lean` returns a forward for one kind of layer:
+one tensor-parallel rank, no biases, rotary halves, no quantisation. All others run as Megatron's modules.
+
+The settings that this file knows are listed. Where another one differs from Megatron's default, the layer runs as
+Megatron's module, and a warning names the setting. So a new switch of Megatron makes drafting slower, and never wrong.
 
 Letters in names: S rows of a forward, B batch, H hidden, G key heads, Q query heads of one key head, C channels.
 """
 
+import logging
 from collections.abc import Callable
+from dataclasses import MISSING, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +21,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.linalg import vector_norm
@@ -27,9 +34,50 @@ Forward = Callable[[Tensor, "Angles | None"], Tensor]
 Angles = tuple[Tensor, Tensor]
 """Cosine and signed sine of every row's rotary angles, each [S, B, 1, 1, C]; see `turns`."""
 
+READ = frozenset(
+    "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels softmax_scale "
+    "gated_linear_unit activation_func normalization layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm "
+    "add_bias_linear add_qkv_bias window_size window_attn_skip_freq".split()
+)
+"""Settings whose values are in the modules that `lean` reads: sizes, norms, activation, scale; it refuses biases."""
+
+WITHOUT_EFFECT = frozenset(
+    # which kernel computes the same
+    "transformer_impl attention_backend flash_attention_version attention_softmax_in_fp32 persist_layer_norm "
+    "memory_efficient_layer_norm bias_activation_fusion bias_dropout_fusion masked_softmax_fusion apply_rope_fusion "
+    "fused_single_qkv_rope gradient_accumulation_fusion deterministic_mode use_te_rng_tracker "
+    "disable_bf16_reduced_precision_matmul cross_entropy_loss_fusion cross_entropy_fusion_impl cp_comm_type "
+    # the dtype, which the weights have
+    "fp16 bf16 params_dtype pipeline_dtype autocast_dtype "
+    # before and after the layers; the scale of muP's attention is `softmax_scale`
+    "use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim "
+    "mup_attn_scale_power clone_scatter_output_in_embedding "
+    # training: dropout, initialisation, schedule, gradients, logs
+    "attention_dropout hidden_dropout init_method output_layer_init_method init_method_std embedding_init_method "
+    "embedding_init_method_std perform_initialization use_cpu_initialization init_model_with_meta_device timers "
+    "finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func calculate_per_token_loss "
+    "defer_embedding_wgrad_compute wgrad_deferral_limit delay_wgrad_compute qk_clip qk_clip_alpha qk_clip_threshold "
+    "log_max_attention_logit variable_seq_lengths deallocate_pipeline_outputs barrier_with_L1_time "
+    "distribute_saved_activations config_logger_dir num_microbatches_with_partial_activation_checkpoints "
+    # ranks: all of the layer is on this one, which its modules' sizes show
+    "tensor_parallel_num_weight_shards batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p "
+    "microbatch_group_size_per_vp_stage hetereogenous_dist_checkpoint".split()
+)
+"""Settings that change nothing in the forward of a dense layer on one rank without gradients."""
+
+OTHER_PARTS = (
+    *("moe_", "num_moe_experts", "mtp_", "expert_", "mamba_", "linear_", "dsa_"),  # other layers
+    *("recompute_", "cpu_offloading", "_cpu_offloading", "offload", "fine_grained_", "activation_offload"),  # memory
+    *("tp_comm_", "overlap_", "pipeline_model", "virtual_pipeline", "num_layers_in_", "account_for_"),  # ranks
+    *("cuda_graph_", "inference_", "fp8_", "fp4_"),  # how something runs that is off, or not used here
+)
+"""Beginnings of names of settings that are about other things than a dense layer's forward."""
+
+_logger = logging.getLogger(__name__)
+
 
 def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
-    """RMSNorm as `PortableNorm` computes it, in half of torch's operations; other norms as they are."""
+    """RMSNorm as `PortableNorm` computes it, in half as many operations; other norms as they are."""
     if type(norm) is not PortableNorm or norm.bias is not None:
         return norm
     weight = norm.weight.detach() + (1 if norm.centred else 0)
@@ -46,9 +94,9 @@ def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
 
 
 def turns(angles_L11C: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cosine and signed sine of every position, [L, 2, 1, 1, C], where Megatron's modules make them in every layer.
+    """Cosine and signed sine of every position, [L, 2, 1, 1, C]; Megatron's modules compute them in every layer.
 
-    Turning (a, b) by an angle is (a, b) * cos + (b, a) * (-sin, sin), so that halves need only to change places.
+    Turning (a, b) by an angle is (a, b) * cos + (b, a) * (-sin, sin), so the halves only change places.
     """
     sine = angles_L11C.sin()
     sine[..., : sine.size(-1) // 2].neg_()
@@ -57,7 +105,7 @@ def turns(angles_L11C: Tensor, dtype: torch.dtype) -> Tensor:
 
 def lean(layer: Any) -> Forward | None:
     """The layer's forward, hidden [S, B, H] to the same; None for a layer of another kind."""
-    if not _is_plain(layer):
+    if not _is_plain(layer) or not _is_known(layer.config):
         return None
     attention, mlp = _attention(layer.self_attention), _mlp(layer.mlp)
     before_attention, before_mlp = short_norm(layer.input_layernorm), short_norm(layer.pre_mlp_layernorm)
@@ -70,34 +118,48 @@ def lean(layer: Any) -> Forward | None:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether what `lean` leaves out is indeed not there."""
+    """Whether the layer has the modules that `lean` knows, and nothing beside them."""
     if type(layer) is not TransformerLayer or type(layer.self_attention) is not SelfAttention:
         return False
-    config, attention, mlp = layer.config, layer.self_attention, layer.mlp
+    attention, mlp = layer.self_attention, layer.mlp
     if type(mlp) is not MLP or not isinstance(attention.core_attention, CachedAttention):
         return False
     products = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
     return bool(
         all(type(one) in (ColumnParallelLinear, RowParallelLinear) and one.bias is None for one in products)
-        and config.tensor_model_parallel_size == 1
+        and layer.config.tensor_model_parallel_size == 1
         and isinstance(layer.cross_attention, IdentityOp)
-        and not any(
-            getattr(config, name, None)
-            for name in (
-                "attention_output_gate",
-                "no_rope_freq",
-                "rotary_interleaved",
-                "fp32_residual_connection",
-                "apply_residual_connection_post_layernorm",
-                "enable_hyper_connections",
-                "use_te_activation_func",
-                "activation_func_clamp_value",
-                "glu_linear_offset",
-                "fp8",
-                "fp4",
-            )
-        )
         and attention._yarn_concentration_factor == 1.0
+    )
+
+
+def _is_known(config: TransformerConfig) -> bool:
+    unknown = unknown_settings(config)
+    if unknown:
+        _warn(tuple(unknown))
+    return not unknown
+
+
+def unknown_settings(config: TransformerConfig) -> list[str]:
+    """Names of settings that are not Megatron's defaults, and that `lean` does not know."""
+    defaults = {
+        one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in fields(config)
+    }
+    return [
+        name
+        for name, value in vars(config).items()
+        if name not in READ | WITHOUT_EFFECT
+        and not name.startswith(OTHER_PARTS)
+        and (name not in defaults or value != defaults[name])
+    ]
+
+
+@cache
+def _warn(unknown: tuple[str, ...]) -> None:
+    """Once for the same settings."""
+    _logger.warning(
+        "drafting runs Megatron's own layers, which are slower: the model sets %s, which the short ones do not know",
+        ", ".join(unknown),
     )
 
 

@@ -14,7 +14,7 @@ class Meter:
     """Starts when made.
 
     Attributes:
-        why: what None from `joules` stands for; None where there is a meter.
+        why: the reason that there are no joules; None where there is a meter.
     """
 
     def __init__(self, powercap: Path = RAPL) -> None:
@@ -24,7 +24,7 @@ class Meter:
         self._start = self._read()
 
     def joules(self) -> float | None:
-        """Since the start; a counter of RAPL that has wrapped around since is counted once."""
+        """Since the start; a counter of RAPL that has wrapped around is taken to have done so once."""
         if self.why is not None:
             return None
         return sum(
@@ -51,7 +51,7 @@ def _readable(counter: Path) -> bool:
 
 
 def _nvml() -> tuple[Any, Any] | None:
-    """The library and this process's device, where both are there; NVML knows nothing of CUDA_VISIBLE_DEVICES."""
+    """The library and this process's device, where both are there; NVML ignores CUDA_VISIBLE_DEVICES."""
     if cpu.installed():
         return None
     try:
@@ -60,5 +60,5 @@ def _nvml() -> tuple[Any, Any] | None:
         pynvml.nvmlInit()
         uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except Exception:  # neither the library nor its driver is required, and each has errors of its own
+    except Exception:  # the library and its driver are optional, and each has errors of its own
         return None

@@ -1,10 +1,10 @@
-"""Keys and values of the rows that a stack of layers has run, preallocated, and the rows of one forward among them.
+"""Keys and values of the rows that a stack of layers has run, in preallocated slots, and where a forward's rows stand.
 
-A forward writes its rows' keys and values at their slots and attends to the slots that its mask allows. Rolling back is
-forgetting: rows beyond a sequence's length are overwritten by the next forward. Only a tree needs `keep`, which moves
-the accepted path together:
+A forward writes its rows' keys and values at their slots and attends to the slots that its mask allows. Rejected drafts
+need no work: slots beyond a sequence's length are overwritten by the next forward. Only a tree needs `keep`, which
+moves the rows of the accepted path together:
 
-    slot      5    6    7    8                  t_m at slot 5, and three nodes of which the third continues the second
+    slot      5    6    7    8                  t_m at slot 5, and three nodes; the third continues the second
     row       0    1    2    3
     path      0         2    3        ->        slots 5, 6, 7 are what slots 5, 7, 8 were
 
@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_mtp.model.causal import causal_mask
+
 FORBIDDEN = torch.finfo(torch.float32).min / 2
-"""Added to the score of a slot that must not be looked at; finite, so that a padding row has no NaN."""
+"""Added to the score of a slot that a row must not look at; finite, so that a padding row has no NaN."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Rows:
 
     Attributes:
         positions_BR: for the rotary embedding.
-        slots_BR: where keys and values go; the scratch slot for rows that must leave nothing.
+        slots_BR: where keys and values go; the scratch slot for rows that must leave no trace.
         mask_B1RW: added to the scores.
     """
 
@@ -40,7 +42,7 @@ class Rows:
 
 
 def chain_rows(first_B: Tensor, rows: int, window: int, scratch: int, live_BR: Tensor | None = None) -> Rows:
-    """Consecutive rows from slot `first_B` on, each of which looks at its own slot and at all before it.
+    """Consecutive rows from slot `first_B` on; each looks at its own slot and at all before it.
 
     Args:
         window: slots that are looked at; more than any sequence's last slot.
@@ -51,8 +53,7 @@ def chain_rows(first_B: Tensor, rows: int, window: int, scratch: int, live_BR: T
     inside_BR = positions_BR >= 0 if live_BR is None else (positions_BR >= 0) & live_BR
     slots_BR = torch.where(inside_BR, positions_BR, scratch)
     positions_BR = positions_BR.clamp(min=0)
-    ahead_BRW = torch.arange(window, device=first_B.device) > positions_BR.unsqueeze(2)
-    return Rows(positions_BR, slots_BR, _scores(ahead_BRW))
+    return Rows(positions_BR, slots_BR, _scores(causal_mask(positions_BR, window)))
 
 
 def tree_rows(base_B: Tensor, depth_BR: Tensor, ancestors_BRA: Tensor, window: int, start: int = 0) -> Rows:

@@ -1,7 +1,7 @@
-"""A checkpoint folder to a runner: the model as its own arguments describe it, on one pipeline stage.
+"""A checkpoint folder to a runner: the model that the checkpoint's own arguments describe, on one pipeline stage.
 
-Any layout that Megatron saved loads, since its distributed checkpoints cut tensors anew; tensor parallelism is that of
-the process group.
+Megatron's distributed checkpoints load in any layout, whatever layout saved them; tensor parallelism is that of the
+process group.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ HERE: dict[str, Any] = {
     "tp_comm_overlap": False,
     "yaml_cfg": None,
 }
-"""How a model that drafts differs from the one that trained: no parallelism but over tensors, no dropout, no fusions
-that need whole sequences, no tokens dropped by experts (which would depend on the neighbours)."""
+"""How a model that drafts differs from the one that trained: tensor parallelism alone, no dropout, no fusions that need
+whole sequences, and no tokens dropped by experts, which would depend on the other texts."""
 
 OVER_ALL_RANKS = (
     "tensor_model_parallel_size",
@@ -95,15 +95,17 @@ def load_checkpoint(
         trust_remote_code: whether to run the code of a tokenizer that has some.
 
     Raises:
-        ValueError: there is no checkpoint that Megatron has written, or a model that drafting does not know.
+        ValueError: there is no checkpoint that Megatron has written, or a model that drafting does not support.
     """
     iteration = _iteration(Path(folder), flag)
     join_world()
     reader = DistReader(iteration)
     args = reader.common().get("args")
     if not isinstance(args, Namespace):
-        raise ValueError(f"{flag} is {folder}, which does not hold the arguments that its model was trained with.")
-    if not hasattr(args, "params_dtype"):  # a conversion knows what the model computes, and nothing of a run
+        raise ValueError(
+            f"{flag} is {folder}, which does not hold the arguments of its training; give one that Megatron saved."
+        )
+    if not hasattr(args, "params_dtype"):  # a conversion stores what the model computes, and no arguments of a run
         args, dtype = _of_a_conversion(args, iteration, flag), dtype or reader.dtype(EMBEDDING)
     config = config_of(_adapted(args))
     config.draft_vocabulary = stored_draft_vocabulary(iteration)
@@ -126,7 +128,7 @@ def _iteration(folder: Path, flag: str) -> Path:
 
 
 def _adapted(args: Namespace) -> Namespace:
-    """TE's modules stay where `dense_layer` has nothing shorter, which steps need to be recorded as CUDA graphs."""
+    """Without TE's modules where `dense_layer` has a short layer, which a CUDA graph needs."""
     ranks = torch.distributed.get_world_size()
     changes = HERE | dict.fromkeys(OVER_ALL_RANKS, ranks)
     is_dense = not (args.num_experts or args.multi_latent_attention)
@@ -136,7 +138,7 @@ def _adapted(args: Namespace) -> Namespace:
 
 
 def _keep_weights_in(model: MTPGPTModel, dtype: torch.dtype) -> None:
-    """All of them, as Megatron has them in training; buffers, such as the biases of experts, stay as they are."""
+    """All weights, as in training; buffers, such as the biases of experts, stay as they are."""
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.graphs import GraphedStep, can_record
 from megatron_mtp.drafting.method import Method
+from megatron_mtp.drafting.rehearsal import rehearse
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import RECOVER, Sampling, draw
 from megatron_mtp.drafting.sequences import Sequences
@@ -53,6 +55,7 @@ def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits,
     method.proposer.start(sequences)
     if method.auto is not None:
         method.auto.begin(max(sequences.lengths()), method.stats)
+        _rehearse(runner, sequences, method, method.auto)
     graphed, stats = _graphed(runner, sequences, method), method.stats
     while any(sequences.live):
         count = method.count if method.auto is None else method.auto.choose()
@@ -64,6 +67,19 @@ def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits,
         stats.target_seconds += target
         if method.auto is not None:
             method.auto.learn(count, drafter, target, stats)
+
+
+def _rehearse(runner: Runner, sequences: Sequences, method: Method, auto: AutoK) -> None:
+    """Show automatic K how well the first depth does on the prompts, where it has not seen drafts."""
+    proposer = method.proposer
+    if not auto.may_rehearse or proposer.depths is None or proposer.drafts_trees:
+        return
+    before = time.perf_counter()
+    found = rehearse(runner, sequences, method.sampling)
+    if found is not None:
+        seconds = time.perf_counter() - before
+        method.stats.drafter_seconds += seconds
+        auto.expect(*found, seconds)
 
 
 def _graphed(runner: Runner, sequences: Sequences, method: Method) -> GraphedStep | None:
@@ -134,7 +150,7 @@ def _hand_out(sequences: Sequences, method: Method, limits: Limits, emit: Emit |
 
 def _kept(sequences: Sequences, limits: Limits, text: int, gained: list[int]) -> tuple[list[int], int, bool]:
     """The tokens that stay of those that a text gained, how many it could still take before, and whether it ends."""
-    prompt = sequences.prompts[text]
+    prompt = sequences.prompt_lengths[text]
     before = len(sequences.texts[text]) - prompt
     budget = limits.budget(prompt)
     end = _end(sequences.texts[text][prompt:] + gained, len(gained), budget, limits)

@@ -1,8 +1,8 @@
 """Products of few rows with a weight: torch's own, or oneDNN's with the weight packed, whichever is faster here.
 
-A step of drafting multiplies few rows, and a product then takes the time of reading its weight. With the weight packed
-that holds from 1 to 16 rows. Torch's own takes up to 5 times as long at 2 to 4 rows on an AMD EPYC; on an Intel Xeon
-with AMX it is the faster one in float32, up to 3 rows of a large weight, and 4 times as fast with a small one.
+A step of drafting multiplies few rows, so a product takes as long as reading its weight: with a packed weight from 1 to
+16 rows. Torch's own product takes up to 5 times as long at 2 to 4 rows on an AMD EPYC. On an Intel Xeon with AMX it is
+faster in float32, up to 3 rows of a large weight, and 4 times as fast with a small one.
 """
 
 import time
@@ -19,10 +19,10 @@ MOST_PACKED_ROWS = 64
 TIMED_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, MOST_PACKED_ROWS)
 
 TIMED_ENTRIES = 2**24
-"""Of a larger weight so many are timed."""
+"""Of a larger weight, a part of so many entries is timed."""
 
 CLEARLY = 1.1
-"""Torch's own is taken where it is faster by this, so that the noise of timing seldom decides."""
+"""Torch's own is used where it is faster by this factor, so that noise seldom decides."""
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise.default
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.types import Emitted
+from megatron_mtp.files import written_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +46,7 @@ class Record:
         figures: dict[str, Any],
         tokenizer: "PreTrainedTokenizerBase | None",
     ) -> None:
-        """The file, beside and renamed.
+        """Write the file whole, or not at all.
 
         Raises:
             ValueError: the folder cannot be written.
@@ -53,10 +54,9 @@ class Record:
         pieces = {} if tokenizer is None else {token: tokenizer.decode([token]) for token in sorted(self._tokens())}
         settings = None if config is None else config.flat()
         whole = {"config": settings, "figures": figures, "pieces": pieces, "texts": self.texts}
-        beside = folder / f"{FILE}.partial"
         try:
-            beside.write_text(json.dumps(whole), encoding="utf-8")
-            beside.replace(folder / FILE)
+            with written_beside(folder / FILE) as beside:
+                beside.write_text(json.dumps(whole), encoding="utf-8")
         except OSError as error:
             raise unwritable(folder, error) from error
 

@@ -1,4 +1,4 @@
-"""What a generation cost: the figures of a run, as a table to read or as JSON."""
+"""What a generation cost: the figures of a run, as a table or as JSON."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +10,11 @@ from megatron_mtp.drafting.types import AcceptanceStats
 
 @dataclass(frozen=True)
 class Cost:
-    """Of all batches of a run.
+    """The cost of all batches of a run.
 
     Attributes:
-        seconds: of the clock, prompts included.
-        joules: None where there is no meter; `why` says why.
+        seconds: wall-clock time, prompts included.
+        joules: energy; None where there is no meter, and `why` says why.
     """
 
     stats: AcceptanceStats
@@ -53,7 +53,7 @@ def summary(cost: Cost, dtype: torch.dtype, plain: Cost | None = None, same: boo
 
 
 def table(figures: dict[str, Any], sampled: bool) -> str:
-    """The same to read."""
+    """The same as lines for a terminal."""
     rates = figures["accepted_per_position"]
     rows = [
         *((f"acceptance at position {place}", f"{100 * rate:.1f} %") for place, rate in enumerate(rates, start=1)),
@@ -72,8 +72,8 @@ def table(figures: dict[str, Any], sampled: bool) -> str:
 
 
 def _rounding(dtype: str) -> str:
-    """Why greedy texts may differ: a tie of logits falls as the rounding does, which depends on a forward's rows."""
-    return "" if dtype == "float32" else f": {dtype} rounds several rows otherwise than one; --dtype float32 compares"
+    """Why greedy texts may differ: rounding, which depends on a forward's rows, decides near-ties of logits."""
+    return "" if dtype == "float32" else f": {dtype} rounds a row otherwise among others; compare with --dtype float32"
 
 
 def _energy(figures: dict[str, Any]) -> str:

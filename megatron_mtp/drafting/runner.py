@@ -22,14 +22,14 @@ from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPGPTModel
 
 BEYOND = 64
-"""Positions past the model's last that drafts may stand at, though no token is emitted there."""
+"""Positions after the model's last one that drafts may have; no token is emitted there."""
 
 PLACES = ("rope", "none")
-"""Position embeddings whose angles each row can be given by itself."""
+"""Position embeddings that can give every row the angles of its own position."""
 
 
 class Runner:
-    """What drafting asks of a model. The model's attention modules are given caches, so it can no longer train.
+    """A model for drafting. Its attention modules get caches, so it can no longer train.
 
     Args:
         model: all of it on this pipeline stage; any tensor parallelism.
@@ -40,12 +40,12 @@ class Runner:
         depths: D; 0 without MTP.
         drafted: tokens that the depths may draft; fewer than `vocab_size` with a draft vocabulary.
         sequential: whether each depth continues the one before; False for parallel heads, and without depths.
-        positions: slots that the model was trained for.
+        positions: how many the model was trained for.
         auto_counts: what has been measured for automatic K, by config and size of the batch.
-        all_short: whether every layer is one that `dense_layer` knows.
+        all_short: whether every layer runs as `dense_layer` runs it.
 
     Raises:
-        ValueError: a kind of model that drafting does not know.
+        ValueError: a kind of model that drafting does not support.
     """
 
     def __init__(self, model: MTPGPTModel, vocab_size: int | None = None) -> None:
@@ -54,7 +54,7 @@ class Runner:
         if model.position_embedding_type not in PLACES:
             raise ValueError(
                 f"the model has position embeddings of type {model.position_embedding_type}, which drafting does not "
-                f"know; it knows {' and '.join(PLACES)}."
+                f"support; give a model with {' or '.join(PLACES)}."
             )
         self.model = model.eval()
         self.positions: int = model.max_sequence_length
@@ -103,7 +103,7 @@ class Runner:
         return hidden_SBH if self._final_norm is None else self._final_norm(hidden_SBH)
 
     def depth(self, depth: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        """h_d of the rows from h_{d-1} and the tokens t_{i+d} (of which parallel heads know nothing), [S, B, H]."""
+        """h_d of the rows from h_{d-1} and the tokens t_{i+d}, which parallel heads do not read; [S, B, H]."""
         self._scope.enter(cache, rows)
         embedded_SBH = self._embed(tokens_BR) if self.sequential else None
         rotary, angles = self._rotary(rows)
@@ -114,11 +114,11 @@ class Runner:
         return self._head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
 
     def draft_logits(self, hidden_SBH: Tensor) -> Tensor:
-        """The same of a depth's states, with -inf where the model may not draft."""
+        """Logits of a depth's states, [B, R, V]; -inf for tokens that may not be drafted."""
         return self._draft_head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
 
     def _rotary(self, rows: Rows) -> tuple[Tensor | None, Angles | None]:
-        """What modules, and what short layers turn queries and keys with; kept for further forwards of these rows."""
+        """Rotary inputs of Megatron's modules, and of short layers; kept for further forwards of these rows."""
         if self._angles_L11C is not None and rows is not self._turned_rows:
             place_SB = rows.positions_BR.transpose(0, 1)
             cosine, signed_sine = self._turns_L211C[place_SB].unbind(2)
@@ -140,7 +140,7 @@ class Runner:
             self._turns_L211C = turns(self._angles_L11C, self.dtype)
 
     def _make_embedding(self) -> Callable[[Tensor], Tensor]:
-        """Tokens [B, R] to [S, B, H]; what stands between the table and the trunk is rare."""
+        """Tokens [B, R] to [S, B, H]; Megatron's module does it where it does more than look up."""
         model, config = self.model, self.model.config
         if config.tensor_model_parallel_size == 1 and not (config.use_mup or config.fp32_residual_connection):
             weight = model.embedding.word_embeddings.weight.detach()
@@ -160,15 +160,16 @@ class Runner:
         return project
 
     def _make_draft_head(self) -> tuple[Callable[[Tensor], Tensor], int]:
-        """The rows of the draft vocabulary alone, where this rank has the whole head; and how many it drafts."""
-        model, drafts = self.model, self.model.drafts
-        if drafts is None:
+        """A depth's states to logits, and how many tokens it may draft; a whole head is cut to their rows."""
+        model, draft_vocabulary = self.model, self.model.drafts
+        if draft_vocabulary is None:
             return self._head, self.vocab_size
-        left_out_V = drafts.index_V == NOT_DRAFTED
+        left_out_V = draft_vocabulary.index_V == NOT_DRAFTED
         drafted = int((~left_out_V[: self.vocab_size]).sum())
         if not self._has_whole_head():
             return lambda hidden_SBH: self._head(hidden_SBH).masked_fill(left_out_V, -torch.inf), drafted
-        multiply, rows_K = product(self._head_weight()[drafts.rows_K]), drafts.rows_K
+        rows_K = draft_vocabulary.rows_K
+        multiply = product(self._head_weight()[rows_K])
 
         def project(hidden_SBH: Tensor) -> Tensor:
             logits_SBK = model._scale_logits(multiply(hidden_SBH))
@@ -192,9 +193,9 @@ class _Depth:
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.short = lean(layer.tf_layer)
-        chained = hasattr(layer, "eh_proj")
-        self.merge = product(layer.eh_proj.weight) if chained and self.short is not None else None
-        self.norms = [short_norm(norm) for norm in (layer.enorm, layer.hnorm)] if chained else []
+        sequential = hasattr(layer, "eh_proj")
+        self.merge = product(layer.eh_proj.weight) if sequential and self.short is not None else None
+        self.norms = [short_norm(norm) for norm in (layer.enorm, layer.hnorm)] if sequential else []
         self.final_norm = short_norm(layer.final_layernorm)
 
     def __call__(

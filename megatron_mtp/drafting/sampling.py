@@ -1,7 +1,7 @@
 """Logits to probabilities to tokens, with random numbers that belong to a request.
 
-A request's numbers depend on its seed and on its position in its text alone, so that what else is in the batch changes
-nothing: they are hashes of (seed, position, stream, index), made without state (Salmon et al., SC 2011).
+A request's numbers depend on its seed and on its position in its text alone, so the rest of the batch changes nothing.
+They are hashes of (seed, position, stream, index), made without state (Salmon et al., SC 2011).
 
 Letters in names: B batch, V vocabulary; ... any leading dimensions.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 LEAST_TEMPERATURE = 1e-6
-"""Below it, logits divided by the temperature leave float32."""
+"""Below it, logits divided by the temperature overflow float32."""
 
 DRAFT, VERIFY, RECOVER = 0, 1, 2
 """Streams: drafting, accepting, and the token after the accepted ones never share a number."""
@@ -31,7 +31,7 @@ class Sampling:
         min_p: only tokens with at least this share of the most likely token's probability; 0 for all.
 
     Raises:
-        ValueError: a value outside of what is allowed.
+        ValueError: a value that is not allowed.
     """
 
     temperature: float = 0.0
@@ -123,7 +123,7 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros coming in; torch brings in the sign."""
+    """To the right, filling with zeros; torch's own shift fills with the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,8 +1,8 @@
 """The texts of a batch while they grow: their tokens, the trunk's states and cache, and how far each has come.
 
-`tokens` holds t_0 .. t_m and, beyond t_m, whatever a drafter puts there while it drafts. t_m, the newest, is known but
-has not been through the trunk; so a text of m + 1 tokens has m final rows. What a step reads is on the device; the
-lists with the same facts on the host are brought up to date between steps.
+`tokens` holds t_0 .. t_m and, beyond t_m, what a drafter writes there while it drafts. t_m, the newest token, is known
+but has not been through the trunk, so a text of m + 1 tokens has m final rows. A step reads tensors on the device;
+lists on the host with the same facts are updated between steps.
 
 Letters in names: B batch, R rows of a forward, P rows of a path, T slots, H hidden.
 """
@@ -29,16 +29,16 @@ class Sequences:
 
     Attributes:
         texts: tokens of each on the host.
-        prompts: how many of these are the prompt's.
+        prompt_lengths: how many of these are the prompt's.
         live: on the host, whether each goes on.
-        fixed_growth: tokens that a step is taken to add at most, and with it a window of all slots, so that shapes do
-            not change from step to step; None to go by what is known on the host.
+        fixed_growth: the most tokens that a step may add. With it, every forward looks at all slots, so that shapes do
+            not change from step to step. None where shapes may follow the lengths that the host knows.
     """
 
     def __init__(self, runner: Runner, prompts: list[list[int]], seeds: list[int], capacity: int) -> None:
         device, batch = runner.device, len(prompts)
         self.texts = [list(prompt) for prompt in prompts]
-        self.prompts = [len(prompt) for prompt in prompts]
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.live = [True] * batch
         self.fixed_growth: int | None = None
         self.capacity = capacity
@@ -73,19 +73,19 @@ class Sequences:
         return max(gained, default=0)
 
     def window(self, beyond: int) -> int:
-        """Slots that a forward must look at, if its last row is `beyond` rows after the newest token."""
+        """How many slots a forward must look at, if its last row is `beyond` rows after the newest token."""
         if self.fixed_growth is not None:
             return self.capacity
         longest = max((len(text) for text, live in zip(self.texts, self.live, strict=True) if live), default=1)
         return min(longest + beyond, self.capacity)
 
     def chain(self, first_B: Tensor, rows: int, beyond: int) -> Rows:
-        """Rows from slot `first_B` on; those of texts that have ended leave nothing."""
+        """Rows from slot `first_B` on; those of texts that have ended leave no trace."""
         live_BR = None if self._all_live else self.live_B.unsqueeze(1).expand(-1, rows)
         return chain_rows(first_B, rows, self.window(beyond), self.capacity, live_BR)
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
-        """Tokens at `count` places from `first_B` on, [B, count]."""
+        """Tokens at `count` positions from `first_B` on, [B, count]."""
         place_BR = first_B.unsqueeze(1) + torch.arange(count, device=first_B.device)
         return self.tokens_BT.gather(1, place_BR.clamp(0, self.capacity))
 
@@ -96,7 +96,7 @@ class Sequences:
         return self._states_B1TH[:, 0].gather(1, index_BRH).transpose(0, 1)
 
     def put_tokens(self, first_B: Tensor, tokens_BN: Tensor) -> None:
-        """Write tokens from place `first_B` on; a text that has ended keeps its own."""
+        """Write tokens from position `first_B` on; a text that has ended keeps its own."""
         place_BN = first_B.unsqueeze(1) + torch.arange(tokens_BN.size(1), device=first_B.device)
         place_BN = place_BN.clamp(max=self.capacity)
         if not self._all_live:
@@ -119,7 +119,7 @@ class Sequences:
         return replace(rows, slots_BR=torch.where(self.live_B.unsqueeze(1), rows.slots_BR, self.capacity))
 
     def keep(self, draft: Draft, verdict: Verdict) -> None:
-        """Take the accepted path and the token after it; the cache and the states keep the path's rows alone."""
+        """Append the accepted path and the token after it; cache and states keep only the path's rows."""
         tokens_BN, accepted_B = draft.tokens_BN, verdict.accepted_B
         if not draft.is_chain:
             path_BR = verdict.kept_BR.int().argsort(dim=1, descending=True, stable=True)
@@ -130,12 +130,12 @@ class Sequences:
         self._grow(accepted_B + 1)
 
     def append(self, token_B: Tensor) -> None:
-        """One more token for every live text."""
+        """Append one token to every live text."""
         self.put_tokens(self.length_B, token_B.unsqueeze(1))
         self._grow(torch.ones_like(self.length_B))
 
     def read_back(self) -> list[list[int]]:
-        """The new tokens of every text, which the host did not know yet; a text that has ended has none."""
+        """The tokens of every text that the host does not know yet; a text that has ended has none."""
         known, lengths = self.lengths(), self.length_B.tolist()
         first = min(known)
         tokens_BN = self.tokens_BT[:, first : max(lengths)].cpu()
@@ -145,7 +145,7 @@ class Sequences:
         ]
 
     def settle(self, row: int, gained: list[int], ended: bool) -> None:
-        """What of a text's new tokens stays; the caches are cropped to it."""
+        """Append those new tokens of a text that stay; the device's length of an ended text is cropped to them."""
         self.texts[row] += gained
         if ended:
             self.live[row] = False
@@ -154,7 +154,7 @@ class Sequences:
 
     @property
     def _all_live(self) -> bool:
-        """Whether the host knows that no text has ended; a step of fixed shapes must hold whichever have."""
+        """Whether the host knows that no text has ended; a step of fixed shapes must hold for any."""
         return self.fixed_growth is None and all(self.live)
 
     def _grow(self, gained_B: Tensor) -> None:

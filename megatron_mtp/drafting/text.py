@@ -1,4 +1,4 @@
-"""Prompts in, text out: what a user writes and reads, around the token ids that the engine works on."""
+"""Prompts in, text out: what users write and read; the engine works on token ids."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def read_prompts(
 
 
 def _check_text(text: str) -> None:
-    """Bytes of the command line that are no UTF-8, and half surrogate pairs of JSON, are no text for a tokenizer."""
+    """A tokenizer takes no lone surrogates: from bytes of the command line that are not UTF-8, or from JSON."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -61,11 +61,11 @@ def _texts_of(file: Path) -> list[str]:
         prompts = [json.loads(line)["prompt"] for line in text.splitlines() if line.strip()]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"--prompt-file: '{file}' has a line that is no JSON object with a key 'prompt' ({error!r}); mend it."
+            f"--prompt-file: '{file}' has a line that is no JSON object with a key 'prompt' ({error!r}); correct it."
         ) from error
     for prompt in prompts:
         if not isinstance(prompt, str):
-            raise ValueError(f"--prompt-file: '{file}' has the prompt {prompt!r}, which is no text; mend it.")
+            raise ValueError(f"--prompt-file: '{file}' has the prompt {prompt!r}, which is no text; correct it.")
     return prompts
 
 
@@ -77,7 +77,7 @@ def _ids_of(listed: str) -> list[int]:
 
 
 def cutter(stops: list[str], tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], int | None]:
-    """For `Limits.cut`: how many tokens to keep, once the text has one of the stop strings in it; None before."""
+    """For `Limits.cut`: how many tokens to keep, once the text contains a stop string; None before."""
     longest = max(map(len, stops))
 
     def cut(ids: list[int]) -> int | None:
@@ -95,7 +95,7 @@ def quoted(prompt: list[int], tokenizer: "PreTrainedTokenizerBase | None") -> st
 
 
 class Stream:
-    """Text as it comes: on a terminal the prompt dim and accepted drafts in colour, elsewhere the prompt on a line."""
+    """Writes text as it comes, on a terminal with accepted drafts in colour."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", output: TextIO = sys.stdout) -> None:
         self._tokenizer = tokenizer
@@ -120,7 +120,7 @@ class Stream:
 
 
 def own_output() -> TextIO:
-    """Standard output for the JSON alone: what libraries print there goes to standard error from now on."""
+    """Standard output for the JSON alone: from now on, what libraries print goes to standard error."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

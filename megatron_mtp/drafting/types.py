@@ -134,12 +134,12 @@ class AcceptanceStats:
     """Sums over the steps of a generation.
 
     Attributes:
-        target_forwards: steps of sequences: one forward over a batch of four counts four.
-        emitted: tokens that went out, the ones of the prefill's forward included.
-        drafted, accepted: tokens on the longest path that was offered, and on the one that was kept.
+        target_forwards: forwards, counted for every text: one over a batch of four counts four.
+        emitted: tokens that went out, those of the prefill's forward included.
+        drafted, accepted: tokens on the longest path that was offered, and on the path that was kept.
         accepted_at: by position in the draft, how often it was accepted; `offered_at` likewise.
-        target_seconds, drafter_seconds: of the clock; on a GPU drafting is launched and not waited for, so that what
-            the device still does for it falls to the target.
+        target_seconds, drafter_seconds: wall-clock time. On a GPU drafting is launched and not waited for, so work that
+            the device still has to do for it counts as the target's.
     """
 
     target_forwards: int = 0
@@ -152,7 +152,7 @@ class AcceptanceStats:
     drafter_seconds: float = 0.0
 
     def count(self, offered: int, accepted: int, emitted: int) -> None:
-        """One sequence's step: `offered` is the draft's depth."""
+        """A step of one text: `offered` is the draft's depth."""
         self.target_forwards += 1
         self.emitted += emitted
         self.drafted += offered
@@ -171,5 +171,5 @@ class AcceptanceStats:
 
     @property
     def accepted_per_position(self) -> list[float]:
-        """How often position k of a draft was accepted, among the drafts that had one."""
+        """Acceptance: how often position k of a draft was accepted, among the drafts that had one."""
         return [hit / of if of else 0.0 for hit, of in zip(self.accepted_at, self.offered_at, strict=True)]

@@ -1,15 +1,15 @@
-"""How the trunk's and the depths' sums of losses make one scalar: masks, weights and normaliser in one place.
+"""One scalar from the trunk's and the depths' sums of losses: masks, weights and normaliser in one place.
 
-Megatron's schedule divides what is returned here either by this microbatch's token count (default) or, with
-`--calculate-per-token-loss`, every gradient by the token count of the global batch. So the scalar is
+By default Megatron's schedule divides this scalar by the microbatch's count of tokens. With
+`--calculate-per-token-loss` it divides every gradient by the count of the global batch. So the scalar is
 
     default     sum_main + sum_d w_d T sum_d / T_d     then divided by T
     per token   sum_main + sum_d w_d sum_d             then divided by the global T
 
 with w_d = lambda / D (times the depth's own weight), T the main tokens and T_d those of depth d. The second is the
 paper's normaliser (arXiv:2412.19437, eq. 24 divides every depth by T), and does not depend on how a global batch is
-cut. Under context parallelism each rank has a part of the sums, while T and T_d are those of the whole microbatch, so
-that the ranks' scalars add up to its scalar. An empty mask gives loss 0 and gradient 0.
+cut. Under context parallelism every rank has a part of the sums, and T and T_d are counts of the whole microbatch, so
+the ranks' scalars add up to that of the microbatch. An empty mask gives loss 0 and gradient 0.
 """
 
 from collections.abc import Sequence
@@ -21,33 +21,39 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossSum:
-    """A masked sum, its tokens, and those of the whole microbatch of which it is a part; scalars on the device."""
+    """Scalars on the device.
+
+    Attributes:
+        total: the masked sum of losses.
+        tokens: its unmasked tokens.
+        whole_tokens: those of the whole microbatch, of which this may be one context-parallel rank's part.
+    """
 
     total: Tensor
     tokens: Tensor
     whole_tokens: Tensor
 
     def report(self) -> Tensor:
-        """[2], float: what Megatron's logs add up over microbatches and ranks, then divide.
+        """[2], float: total and tokens, which Megatron's logs add over microbatches and ranks, and then divide.
 
-        The smallest of counts stands for none, so that a depth without tokens logs 0 and not NaN.
+        A tiny number replaces a count of 0, so that a depth without tokens logs 0 and not NaN.
         """
         return torch.stack([self.total.detach().float(), self.tokens.float().clamp(min=1e-20)])
 
 
 def sum_losses(losses_BS: Tensor, mask_BS: Tensor, whole_tokens: Tensor) -> LossSum:
-    """The sum over unmasked slots; a masked slot does not count, whatever its loss."""
+    """The sum over unmasked positions; a masked position does not count, whatever its loss."""
     mask_BS = mask_BS.float()
     counted_BS = losses_BS.float().masked_fill(mask_BS == 0, 0) * mask_BS
     return LossSum(counted_BS.sum(), mask_BS.sum(), whole_tokens)
 
 
 def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool) -> list[Tensor]:
-    """By what the masked sum of every depth is multiplied in the scalar that goes to Megatron's schedule.
+    """The factor of every depth's masked sum in the scalar that goes to Megatron's schedule.
 
     Args:
         whole_tokens: [1 + D], unmasked tokens of the trunk and of every depth in the whole microbatch.
-        weights: of depth 1 .. D; lambda / D each, times the depth's own weight.
+        weights: w_1 .. w_D.
         per_token: whether `--calculate-per-token-loss` is on.
     """
     main_tokens, *depth_tokens = whole_tokens

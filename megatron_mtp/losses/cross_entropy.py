@@ -5,29 +5,35 @@ With s the smoothing and z the weight of the z-loss (PaLM, arXiv:2204.02311, sec
     loss     = L - (1 - s) l_y - s mean_v l_v + z L^2
     gradient = (1 + 2 z L) softmax(l) - (1 - s) [v = y] - s / V
 
-With a draft vocabulary labels are numbers among its tokens, V is their count, and a label outside of it (-1) has loss 0
-and gradient 0. Letters in names: N slots, V this rank's slice of the vocabulary.
+With a draft vocabulary labels are numbers of its tokens, V is its size, and a label outside of it (-1) has loss 0 and
+gradient 0. Letters in names: N positions, V this rank's slice of the vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
-    """A `TokenLoss`; the logits become the gradient."""
+class CrossEntropy(TokenLoss):
+    """Cross-entropy of the labels; the gradient is made in the logits' memory."""
 
+    line = "the labels, by cross-entropy"
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
-    def __call__(
-        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
-    ) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def of(cls, settings: MTPConfig) -> Self:
+        return cls(settings.mtp_label_smoothing, settings.mtp_z_loss)
+
+    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        logits_NV, labels_N, vocabulary = chunk.logits_NV, chunk.labels_N, chunk.vocabulary
         local_N1, is_own_N1 = vocabulary.own(labels_N)
         label_N1 = logits_NV.gather(1, local_N1).masked_fill_(~is_own_N1, 0)
         rows_N2 = [label_N1]

@@ -1,4 +1,4 @@
-"""Soft labels: the trunk's own distribution p of the token that a depth predicts with q; a chunk at a time.
+"""Losses with the trunk as teacher: its distribution p of a token against q, the depth's, a chunk at a time.
 
     kd    t^2 KL(p || q), both at temperature t     gradient  t (q - p)          (Hinton et al., arXiv:1503.02531)
     tv    1 - sum_v min(p, q), which is one minus the probability that rejection sampling accepts a draft of q
@@ -6,58 +6,70 @@
           gradient  q (a - sum_u q_u a_u) / t  with  a_v = -[q_v < p_v]
 
 With a draft vocabulary q is a distribution over its tokens. kd then compares with p restricted to them and
-renormalised, since log p - log q has no bound outside; tv with p as it is, where the tokens outside have q = 0 and add
-nothing to the overlap, so that tv remains the rate of rejection.
+renormalised, since log p - log q is infinite for the others. tv compares with p over all tokens: those that are not
+drafted have q = 0 and add nothing to the overlap, so that tv is still the rate of rejection.
 
-Letters in names: N slots, V this rank's slice of the vocabulary.
+Letters in names: N positions, V this rank's slice of the vocabulary.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.losses.linear_cross_entropy import TokenLoss
-from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 
 LARGEST_GAP = 40.0
-"""Of log q - log p: the exponential of 88 overflows float32, where p is 0. With q exp(-40) in the place of a smaller p,
-p (log p - log q) - p + q is the same to float64's last digit: it is q."""
+"""The largest log q - log p in the computation: where p is 0, its exponential would overflow float32. With q exp(-40)
+in place of a smaller p, p (log p - log q) - p + q is the same to float64's last digit: it is q."""
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """A `TokenLoss`: KL(p || q) of tempered distributions."""
+class Divergence(TokenLoss):
+    """KL(p || q) of distributions at a temperature."""
 
+    line = "the trunk's own distribution of the same token, by its KL divergence from the depth's"
+    needs_teacher = True
     temperature: float = 1.0
 
-    def __call__(
-        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
-    ) -> tuple[Tensor, Tensor]:
-        assert teacher_NV is not None
-        teacher_NV = vocabulary.drafted(teacher_NV)
+    @classmethod
+    def of(cls, settings: MTPConfig) -> Self:
+        return cls(settings.mtp_temperature)
+
+    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        logits_NV, vocabulary = chunk.logits_NV, chunk.vocabulary
+        assert chunk.teacher_NV is not None
+        teacher_NV = vocabulary.drafted(chunk.teacher_NV)
         gap_NV = logits_NV.div_(self.temperature) - teacher_NV.div_(self.temperature)
         q_NV, q_normaliser_N1 = vocabulary.softmax_(logits_NV)
         p_NV, p_normaliser_N1 = vocabulary.softmax_(teacher_NV)
         gap_NV += p_normaliser_N1 - q_normaliser_N1  # log q - log p
         gap_NV.clamp_(max=LARGEST_GAP)
         floor_NV = q_NV * math.exp(-LARGEST_GAP)
-        terms_NV = torch.expm1(gap_NV).sub_(gap_NV)  # p (log p - log q) - p + q: none cancels another
+        terms_NV = torch.expm1(gap_NV).sub_(gap_NV)  # p (log p - log q) - p + q, where no terms cancel
         terms_NV.mul_(torch.maximum(p_NV, floor_NV, out=floor_NV))
         loss_N = vocabulary.sum(terms_NV)[:, 0]
         return self.temperature**2 * loss_N, q_NV.sub_(p_NV).mul_(self.temperature)
 
 
 @dataclass(frozen=True)
-class TotalVariation:
-    """A `TokenLoss`: the probability that a draft of q is rejected."""
+class TotalVariation(TokenLoss):
+    """The probability that a draft from q is rejected."""
 
+    line = "the trunk's own distribution by total variation, the rate at which sampled drafts are rejected"
+    needs_teacher = True
+    needs_whole_teacher = True
     temperature: float = 1.0
 
-    def __call__(
-        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
-    ) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def of(cls, settings: MTPConfig) -> Self:
+        return cls(settings.mtp_temperature)
+
+    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        logits_NV, teacher_NV, vocabulary = chunk.logits_NV, chunk.teacher_NV, chunk.vocabulary
         assert teacher_NV is not None
         q_NV, _ = vocabulary.softmax_(logits_NV.div_(self.temperature))
         p_NV = vocabulary.drafted(vocabulary.softmax_(teacher_NV.div_(self.temperature))[0])
@@ -65,21 +77,3 @@ class TotalVariation:
         short_N1 = vocabulary.sum(short_NV)
         overlap_N = vocabulary.sum(torch.minimum(q_NV, p_NV))[:, 0]
         return 1 - overlap_N, q_NV.mul_(short_N1).sub_(short_NV).div_(self.temperature)
-
-
-@dataclass(frozen=True)
-class Mix:
-    """A `TokenLoss`: a weighted sum of others."""
-
-    parts: tuple[tuple[float, TokenLoss], ...]
-
-    def __call__(
-        self, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, vocabulary: Vocabulary
-    ) -> tuple[Tensor, Tensor]:
-        loss_N, gradient_NV = torch.zeros_like(logits_NV[:, 0]), torch.zeros_like(logits_NV)
-        for weight, part in self.parts:
-            teacher = None if teacher_NV is None else teacher_NV.clone()
-            part_N, part_NV = part(logits_NV.clone(), labels_N, teacher, vocabulary)
-            loss_N += weight * part_N
-            gradient_NV += weight * part_NV
-        return loss_N, gradient_NV

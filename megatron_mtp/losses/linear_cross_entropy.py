@@ -1,62 +1,51 @@
-"""Head and loss together, in chunks of tokens, so that no [tokens, V] logits outlive their chunk.
+"""Head and loss together, in chunks of tokens: all logits are never in memory at once.
 
-In come hidden states, the head's weight and what every slot is to predict; out comes one weighted sum of losses. The
-weights of all slots are known before the backward pass, and the whole depends on the upstream gradient by a factor
-alone. So the gradients are made in the forward pass, while a chunk's logits are there, and the backward pass scales
-them: three matrix products a chunk, as a head with all its logits has, and memory of
+In:  hidden states, the head's weight, and the targets of every position.
+Out: one weighted sum of losses.
 
-    one chunk of logits + hidden gradients [N, H] + one weight gradient [V / TP, H] in float32,
+The weights of all positions are known in the forward pass, and the sum reaches the total loss through one factor, the
+upstream gradient. So the gradients are computed in the forward pass, while a chunk's logits are in memory, and the
+backward pass scales them. A chunk costs three matrix products, as a head with all logits does. The memory is
 
-however many depths there are. A head that is not trained costs no weight gradient and one product less.
+    one chunk of logits + hidden gradients [N, H] + one weight gradient [V / TP, H] in float32
 
-Letters in names: N slots, H hidden, V this rank's slice of the vocabulary, D depths.
+for any number of depths. A frozen head needs no weight gradient and one product less.
+
+Letters in names: N positions, H hidden, V this rank's slice of the vocabulary, D depths.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_mtp.losses.chunks import blocks, chunks
+from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
-CHUNK_BYTES = 32 * 2**20
-"""Float32 logits of one chunk: about what the last cache of a CPU holds; half and twice of it were slower."""
-
-BLOCK_BYTES = 2**20
-"""Of a chunk's rows that a CPU takes to the loss at once: its passes over them then run in a core's own cache, 3 to 6
-times as fast as over the whole chunk. Not where slices are on several ranks, since every block has its collectives."""
-
-CHUNK_BYTES_CUDA = 512 * 2**20
-"""On a GPU a product has to be large enough to fill the card."""
-
 FLOAT16_GRADIENT = 2.0**8
-"""To what the largest gradient of a float16 logit is lifted: the forward pass is before the loss scale, without which
-those of unlikely tokens are less than float16's least. The hidden gradients, sums over V, need the room above."""
+"""The size to which the largest gradient of a float16 logit is scaled in the forward pass, before Megatron's loss scale
+applies: unscaled gradients of unlikely tokens would be smaller than float16's smallest number. Hidden gradients,
+which are sums over V, need the range above."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the slots of one depth are to predict.
+    """The targets of one depth.
 
     Attributes:
         labels_N: tokens; of a draft vocabulary their numbers in it.
-        mask_N: float, of each slot in the depth's sum; 0 leaves it out.
-        scale: scalar tensor, of the depth's sum in the total.
-        teacher_NH: states whose logits are soft labels, where the loss wants them.
+        mask_N: float, the weight of each position in the depth's sum; 0 leaves it out.
+        scale: scalar tensor, the weight of the depth's sum in the total.
+        teacher_NH: the trunk's states whose logits are the soft labels, if the loss needs a teacher.
     """
 
     labels_N: Tensor
     mask_N: Tensor
     scale: Tensor
     teacher_NH: Tensor | None = None
-
-
-TokenLoss = Callable[[Tensor, Tensor, Tensor | None, Vocabulary], tuple[Tensor, Tensor]]
-"""(logits_NV, labels_N, teacher logits [N, V] or None, vocabulary) -> (loss_N, gradient_NV), float32.
-
-It may overwrite the logits."""
 
 
 def linear_loss(
@@ -70,16 +59,16 @@ def linear_loss(
     """sum_d scale_d sum_d, to be trained on, and the depths' own masked sums [D], to be logged.
 
     Args:
-        token_loss: of a chunk.
-        hidden: of every depth, [N, H]; every tensor-parallel rank has all slots, and gets its slice's part of their
-            gradients (so Megatron's copy or gather into the tensor-parallel region comes before).
-        targets: of every depth.
+        token_loss: the loss of every chunk.
+        hidden: states of every depth, [N, H]. Every tensor-parallel rank has all positions, and computes the part of
+            their gradients that its slice gives (Megatron's copy or gather into the tensor-parallel region adds them).
+        targets: one for every depth.
         weight_VH: this rank's slice of the head.
-        vocabulary: whose slice it is.
-        teacher_weight_VH: the head of the teachers' logits; `weight_VH` if None.
+        vocabulary: what its rows stand for.
+        teacher_weight_VH: the head for the teacher's logits; `weight_VH` if None.
     """
     rows = [states_NH.to(weight_VH.dtype) for states_NH in hidden]
-    if not torch.is_grad_enabled():  # of which an autograd function hears nothing
+    if not torch.is_grad_enabled():  # autograd functions ignore no_grad, so detach here
         weight_VH, rows = weight_VH.detach(), [states_NH.detach() for states_NH in rows]
     if teacher_weight_VH is not None:
         teacher_weight_VH = teacher_weight_VH.detach()
@@ -115,7 +104,7 @@ class _LinearLoss(torch.autograd.Function):
         for states_NH, target, hidden_grad_NH in zip(hidden, targets, hidden_grads, strict=True):
             total = torch.zeros((), dtype=exact, device=weight_VH.device)
             lifted = replace(target, scale=target.scale * lift)
-            for chunk in _chunks(len(states_NH), entries, weight_VH.is_cuda):
+            for chunk in chunks(len(states_NH), entries, weight_VH.is_cuda):
                 teacher_NH = None if target.teacher_NH is None else target.teacher_NH[chunk]
                 teacher_NV = None if teacher_NH is None else _product(teacher_NH, taught_by_VH)
                 logits_NV = _product(states_NH[chunk], weight_VH)
@@ -144,17 +133,11 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _lift(targets: Sequence[Targets], vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor | float:
-    """By what the gradients are multiplied in the forward pass, and divided in float32 in the backward pass."""
+    """The factor that gradients have in the forward pass; the backward pass divides by it in float32."""
     if dtype != torch.float16:
         return 1.0
     largest = torch.stack([target.scale for target in targets]).max() * vocabulary.logit_scale
     return FLOAT16_GRADIENT / largest.clamp(min=1e-30)
-
-
-def _chunks(slots: int, entries: int, is_cuda: bool) -> Iterator[slice]:
-    at_once = max(1, (CHUNK_BYTES_CUDA if is_cuda else CHUNK_BYTES) // (4 * entries))
-    for start in range(0, slots, at_once):
-        yield slice(start, min(start + at_once, slots))
 
 
 def _sum_(
@@ -165,25 +148,19 @@ def _sum_(
     chunk: slice,
     vocabulary: Vocabulary,
 ) -> Tensor:
-    """The masked sum of a chunk's losses; the product becomes the gradient of `scale` times it."""
+    """The masked sum of a chunk's losses; the product is overwritten with the gradient of `scale` times the sum."""
     labels_N, mask_N = target.labels_N[chunk], target.mask_N[chunk]
     mask_N = mask_N.to(torch.promote_types(product_NV.dtype, torch.float32))
     scale_N1 = (mask_N * (target.scale * vocabulary.logit_scale)).unsqueeze(1)
     losses = []
-    for rows in _blocks(product_NV, vocabulary):
+    positions, entries = product_NV.shape
+    for rows in blocks(positions, entries, as_one=product_NV.is_cuda or vocabulary.ranks > 1):
         soft_NV = None if teacher_NV is None else _logits(teacher_NV[rows], vocabulary)
-        loss_N, gradient_NV = token_loss(_logits(product_NV[rows], vocabulary), labels_N[rows], soft_NV, vocabulary)
+        logits_NV = _logits(product_NV[rows], vocabulary)
+        loss_N, gradient_NV = token_loss(Chunk(logits_NV, labels_N[rows], soft_NV, vocabulary))
         losses.append(loss_N)
         product_NV[rows] = gradient_NV.mul_(scale_N1[rows])
     return torch.cat(losses).masked_fill(mask_N == 0, 0).dot(mask_N)
-
-
-def _blocks(logits_NV: Tensor, vocabulary: Vocabulary) -> Iterator[slice]:
-    slots, entries = logits_NV.shape
-    whole = logits_NV.is_cuda or vocabulary.ranks > 1
-    at_once = slots if whole else max(1, BLOCK_BYTES // (4 * entries))
-    for start in range(0, slots, at_once):
-        yield slice(start, min(start + at_once, slots))
 
 
 def _product(states_NH: Tensor, weight_VH: Tensor) -> Tensor:
@@ -191,7 +168,7 @@ def _product(states_NH: Tensor, weight_VH: Tensor) -> Tensor:
 
 
 def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """In float32 at least; the product's own memory, where that is its type. Padding gets no probability."""
+    """Logits in float32 at least, in the product's memory if it has that type; padding gets no probability."""
     logits_NV = product_NV.to(torch.promote_types(product_NV.dtype, torch.float32))
     if vocabulary.logit_scale != 1:
         logits_NV.mul_(vocabulary.logit_scale)
@@ -199,7 +176,7 @@ def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:
 
 
 def _add_product(total_VH: Tensor, left_VN: Tensor, right_NH: Tensor) -> None:
-    """total += left @ right, summed over chunks in float32 whatever the weights are kept in."""
+    """total += left @ right, in float32 whatever type the weights have."""
     exact = total_VH.dtype
     if left_VN.dtype == exact:
         total_VH.addmm_(left_VN, right_NH)

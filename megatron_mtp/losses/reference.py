@@ -1,18 +1,37 @@
 """The losses as their definitions read, all logits at once and gradients by autograd: what the fast ones must equal.
 
-Letters in names: N slots, H hidden, V vocabulary, all of it, K drafted tokens.
+Letters in names: N positions, H hidden, V the whole vocabulary, K drafted tokens.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses.linear_cross_entropy import Targets
+from megatron_mtp.losses.mix import mix_weights
 
-PlainLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor, MTPConfig], Tensor]
-"""(logits_NV, labels_N, teacher logits [N, V] or None, drafted tokens [K], settings) -> loss_N."""
+
+@dataclass(frozen=True)
+class Whole:
+    """What a definition reads: logits over the whole vocabulary, labels as tokens, drafted tokens, a run's settings."""
+
+    logits_NV: Tensor
+    labels_N: Tensor
+    teacher_NV: Tensor | None
+    drafted_K: Tensor
+    settings: MTPConfig
+
+    def drafts_NK(self) -> Tensor:
+        """The logits of the drafted tokens."""
+        return self.logits_NV[:, self.drafted_K]
+
+    def teacher(self) -> Tensor:
+        """The trunk's logits, [N, V]."""
+        assert self.teacher_NV is not None
+        return self.teacher_NV
 
 
 def plain_loss(
@@ -32,47 +51,40 @@ def plain_loss(
         teacher_NV = None
         if target.teacher_NH is not None:
             teacher_NV = (logit_scale * target.teacher_NH @ weight_VH.t()).detach()
-        losses_N = PLAIN_LOSSES[settings.mtp_loss](logits_NV, target.labels_N, teacher_NV, drafted_K, settings)
-        total = total + target.scale * (losses_N * target.mask_N).sum()
+        whole = Whole(logits_NV, target.labels_N, teacher_NV, drafted_K, settings)
+        total = total + target.scale * (PLAIN_LOSSES[settings.mtp_loss](whole) * target.mask_N).sum()
     return total
 
 
-def _ce(
-    logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, drafted_K: Tensor, settings: MTPConfig
-) -> Tensor:
+def _ce(whole: Whole) -> Tensor:
     """A label that is not drafted has loss 0."""
-    hit_NK = labels_N.unsqueeze(1) == drafted_K
+    hit_NK = whole.labels_N.unsqueeze(1) == whole.drafted_K
     is_drafted_N, number_N = hit_NK.any(1), hit_NK.int().argmax(1)
-    logits_NK, smoothing = logits_NV[:, drafted_K], settings.mtp_label_smoothing
+    logits_NK, smoothing = whole.drafts_NK(), whole.settings.mtp_label_smoothing
     loss_N = torch.nn.functional.cross_entropy(logits_NK, number_N, reduction="none", label_smoothing=smoothing)
-    return is_drafted_N * (loss_N + settings.mtp_z_loss * logits_NK.logsumexp(1).square())
+    return is_drafted_N * (loss_N + whole.settings.mtp_z_loss * logits_NK.logsumexp(1).square())
 
 
-def _kd(
-    logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, drafted_K: Tensor, settings: MTPConfig
-) -> Tensor:
+def _kd(whole: Whole) -> Tensor:
     """The trunk's distribution is restricted to the drafted tokens and renormalised."""
-    assert teacher_NV is not None
-    log_q_NK = torch.log_softmax(logits_NV[:, drafted_K] / settings.mtp_temperature, 1)
-    log_p_NK = torch.log_softmax(teacher_NV[:, drafted_K] / settings.mtp_temperature, 1)
-    return settings.mtp_temperature**2 * (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(1)
+    temperature = whole.settings.mtp_temperature
+    log_q_NK = torch.log_softmax(whole.drafts_NK() / temperature, 1)
+    log_p_NK = torch.log_softmax(whole.teacher()[:, whole.drafted_K] / temperature, 1)
+    return temperature**2 * (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(1)
 
 
-def _tv(
-    logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, drafted_K: Tensor, settings: MTPConfig
-) -> Tensor:
-    """The trunk's distribution is over all tokens, q is 0 where none are drafted."""
-    assert teacher_NV is not None
-    q_NK = torch.softmax(logits_NV[:, drafted_K] / settings.mtp_temperature, 1)
-    q_NV = torch.zeros_like(logits_NV).index_copy(1, drafted_K, q_NK)
-    return 1 - torch.minimum(q_NV, torch.softmax(teacher_NV / settings.mtp_temperature, 1)).sum(1)
+def _tv(whole: Whole) -> Tensor:
+    """The trunk's distribution is over all tokens; q is 0 for those that are not drafted."""
+    temperature = whole.settings.mtp_temperature
+    q_NK = torch.softmax(whole.drafts_NK() / temperature, 1)
+    q_NV = torch.zeros_like(whole.logits_NV).index_copy(1, whole.drafted_K, q_NK)
+    return 1 - torch.minimum(q_NV, torch.softmax(whole.teacher() / temperature, 1)).sum(1)
 
 
-def _mix(
-    logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor | None, drafted_K: Tensor, settings: MTPConfig
-) -> Tensor:
-    parts = (part(logits_NV, labels_N, teacher_NV, drafted_K, settings) for part in (_ce, _kd, _tv))
-    return torch.stack([weight * part for weight, part in zip(settings.mix_weights(), parts, strict=True)]).sum(0)
+def _mix(whole: Whole) -> Tensor:
+    weights = mix_weights(whole.settings.mtp_loss_mix)
+    return torch.stack([weight * PLAIN_LOSSES[name](whole) for name, weight in weights.items()]).sum(0)
 
 
-PLAIN_LOSSES: dict[str, PlainLoss] = {"ce": _ce, "kd": _kd, "tv": _tv, "mix": _mix}
+PLAIN_LOSSES: dict[str, Callable[[Whole], Tensor]] = {"ce": _ce, "kd": _kd, "tv": _tv, "mix": _mix}
+"""Each returns loss_N."""

@@ -1,7 +1,9 @@
-"""What the depths weigh in the loss, step by step: lambda and its schedule, the depths' own weights, slots left out."""
+"""Weights of the depths in the loss at every step: lambda and its schedule, weights by depth, positions left out."""
 
 import math
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,40 +11,48 @@ from torch import Tensor
 from megatron_mtp.config import MTPConfig
 
 
+@dataclass(frozen=True)
+class Ramp:
+    """How lambda goes from a first to a final value in so many steps."""
+
+    first: float
+    final: float
+    steps: int
+
+
 def scaling_factor(args: Namespace, settings: MTPConfig, step: int) -> float:
     """lambda of this step: `--mtp-loss-scaling-factor` at first, `--mtp-loss-final-factor` in the end."""
-    first = args.mtp_loss_scaling_factor
+    first: float = args.mtp_loss_scaling_factor
     if settings.mtp_loss_schedule == "constant":
         return first
-    return SCHEDULES[settings.mtp_loss_schedule](
-        first, settings.mtp_loss_final_factor, step, settings.mtp_loss_schedule_steps
-    )
+    ramp = Ramp(first, settings.mtp_loss_final_factor, settings.mtp_loss_schedule_steps)
+    return SCHEDULES[settings.mtp_loss_schedule](ramp, step)
 
 
-def _step(first: float, final: float, step: int, steps: int) -> float:
-    return first if step < steps else final
+def _step(ramp: Ramp, step: int) -> float:
+    return ramp.first if step < ramp.steps else ramp.final
 
 
-def _cosine(first: float, final: float, step: int, steps: int) -> float:
-    return final + (first - final) * (1 + math.cos(math.pi * min(step / steps, 1))) / 2
+def _cosine(ramp: Ramp, step: int) -> float:
+    return ramp.final + (ramp.first - ramp.final) * (1 + math.cos(math.pi * min(step / ramp.steps, 1))) / 2
 
 
-SCHEDULES = {"step": _step, "cosine": _cosine}
-"""`step` keeps the first value for so many steps, as DeepSeek-V3 did (arXiv:2412.19437, section 4.2); `cosine` takes so
-many to go from one to the other."""
+SCHEDULES: dict[str, Callable[[Ramp, int], float]] = {"step": _step, "cosine": _cosine}
+"""`step` keeps the first value for the ramp's steps, as DeepSeek-V3 did (arXiv:2412.19437, section 4.2); `cosine` goes
+from one to the other during them."""
 
 
 def depth_weights(settings: MTPConfig, depths: int, factor: float) -> list[float]:
-    """Of depth 1 .. D: lambda / D, times `--mtp-loss-weights`."""
+    """The weight of depth 1 .. D: lambda / D, times `--mtp-loss-weights`; `factor` is lambda."""
     return [factor / depths * weight for weight in settings.loss_weights(depths)]
 
 
-def kept_slots(fraction: float, seed: tuple[int, int], slots: int) -> Tensor | None:
-    """Slots of whole sequences that the depths are trained on; None for all.
+def kept_positions(fraction: float, seed: tuple[int, int], positions: int) -> Tensor | None:
+    """Positions of whole sequences that the depths are trained on; None for all.
 
-    They are drawn anew from `seed`, which is (run, step), alone: the same on every rank and after a resume.
+    They depend on `seed`, which is (run, step), alone: every rank draws the same, also after a resume.
     """
     if fraction == 1:
         return None
     generator = torch.Generator(device="cpu").manual_seed(hash(seed) % 2**63)
-    return torch.randperm(slots, generator=generator, device="cpu")[: math.ceil(fraction * slots)]
+    return torch.randperm(positions, generator=generator, device="cpu")[: math.ceil(fraction * positions)]

@@ -1,10 +1,11 @@
-"""Reductions over a vocabulary that is cut over tensor-parallel ranks: plain torch, one collective each.
+"""Softmax, argmax and sums over a vocabulary that is cut over tensor-parallel ranks, in plain torch.
 
-Letters in names: N slots, in one dimension or several, V this rank's slice of the vocabulary (of the drafted tokens
+Letters in names: N positions, in one dimension or several, V this rank's slice of the vocabulary (of the drafted tokens
 where there is a draft vocabulary), W this rank's slice of all tokens.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,17 +14,20 @@ from torch.distributed import ProcessGroup, ReduceOp
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.padding import mask_padding_, tokens_of_slice
 
+if TYPE_CHECKING:
+    from megatron_mtp.model.sharing import Head
+
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's slice of it.
+    """This rank's slice of the vocabulary.
 
     Attributes:
-        slice_size: entries that this rank holds; each the same number, but of a draft vocabulary.
-        group: the ranks that hold the slices; None for one rank with all.
-        logit_scale: by which all logits are multiplied.
-        drafts: the tokens that the entries are; None where they are all.
-        tokens: of the whole vocabulary; the rows after them only pad the slices. None if every row is a token.
+        slice_size: entries that this rank holds: the same number on every rank, except in a draft vocabulary.
+        group: the ranks that hold the slices; None if one rank holds all.
+        logit_scale: the factor of all logits.
+        drafts: the draft vocabulary; None if the entries are all tokens.
+        tokens: size of the whole vocabulary; rows after it only pad the slices. None if every row is a token.
     """
 
     slice_size: int
@@ -38,18 +42,18 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Entries of all slices that are tokens."""
+        """Entries of all slices, without padding."""
         if self.drafts is not None:
             return self.drafts.size
         return self.slice_size * self.ranks if self.tokens is None else self.tokens
 
     @property
     def widest(self) -> int:
-        """Entries that a rank may hold at most; the same number on every rank, as the walk over chunks must be."""
+        """The most entries that any rank may hold: the same number on every rank, so that all cut the same chunks."""
         return self.slice_size if self.drafts is None else self.drafts.size
 
     def tokens_of(self, values_NX: Tensor) -> Tensor:
-        """The values of tokens, without those of padding: a view. X is V, or W where the values are of all tokens."""
+        """A view without the columns of padding; X is V, or W where there is a column for all tokens."""
         return values_NX[..., : self._tokens_in(values_NX.size(-1))]
 
     def mask_padding_(self, logits_NX: Tensor) -> Tensor:
@@ -74,25 +78,38 @@ class Vocabulary:
         return self.added(values_NV.sum(dim=-1, keepdim=True))
 
     def added(self, parts: Tensor) -> Tensor:
-        """The sum over ranks of what each has, in place."""
+        """The sum over ranks, in place."""
         return self._reduced(parts, ReduceOp.SUM)
 
     def own(self, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the tokens stand in this rank's slice, [N, 1] (0 if they do not), and whether they do."""
+        """Columns of the tokens in this rank's slice, [N, 1] (0 if another rank has it), and whether it has them."""
         first = self._rank * self.slice_size if self.drafts is None else self.drafts.first
         local_N1 = (tokens_N - first).unsqueeze(1)
         is_own_N1 = (local_N1 >= 0) & (local_N1 < self.slice_size)
         return local_N1.masked_fill(~is_own_N1, 0), is_own_N1
 
     def softmax_(self, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities in the memory of the logits, and log of their normaliser, [N, 1]."""
+        """Probabilities, in the memory of the logits, and the logarithm of their normaliser, [N, 1]."""
         largest_N1 = self.max(logits_NV)
         weights_NV = logits_NV.sub_(largest_N1).exp_()
         total_N1 = self.sum(weights_NV)
         return weights_NV.div_(total_N1), total_N1.log() + largest_N1
 
+    def argmax(self, logits_NV: Tensor) -> Tensor:
+        """The token of the largest logit over all slices, [N]; the lowest token among equals."""
+        best_N, token_N = logits_NV.max(dim=-1)
+        if self.ranks == 1:
+            return token_N
+        token_N = token_N + self._rank * logits_NV.size(-1)
+        best = [torch.empty_like(best_N) for _ in range(self.ranks)]
+        tokens = [torch.empty_like(token_N) for _ in range(self.ranks)]
+        torch.distributed.all_gather(best, best_N, group=self.group)
+        torch.distributed.all_gather(tokens, token_N, group=self.group)
+        winner_N = torch.stack(best).argmax(dim=0, keepdim=True)
+        return torch.stack(tokens).gather(0, winner_N).squeeze(0)
+
     def drafted(self, values_NW: Tensor) -> Tensor:
-        """Of values for all tokens those of the entries, [N, V]; values that are of the entries already stay."""
+        """The columns of the drafted tokens, [N, V], if every token has a column; else the values as they are."""
         if self.drafts is None or values_NW.size(1) == self.slice_size:
             return values_NW
         return values_NW.index_select(1, self.drafts.rows_K)
@@ -101,3 +118,10 @@ class Vocabulary:
         if self.ranks > 1:
             torch.distributed.all_reduce(values, op=op, group=self.group)
         return values
+
+
+def vocabulary_of(head: "Head", drafts: bool = False) -> Vocabulary:
+    """The vocabulary that the head's rows stand for; with `drafts`, that of the rows that the depths draft with."""
+    if not drafts or head.drafts is None:
+        return Vocabulary(len(head.weight), head.tp_group, head.logit_scale, tokens=head.vocab_size)
+    return Vocabulary(head.drafts.rows_K.numel(), head.tp_group, head.logit_scale, head.drafts, head.vocab_size)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, pad, rms_norm, scaled_dot_product_attention
 
 from megatron_mtp.data.context_parallel import slots_of_ranks
+from megatron_mtp.model.causal import causal_mask
 from megatron_mtp.model.latent import PortableLatentAttention
 
 
@@ -155,13 +156,13 @@ class PortableAttention(torch.nn.Module):
 
     def _visible(self, position_S: Tensor, keys: int, mask: Tensor | None) -> Tensor:
         """Bool, broadcast over [B, N, S, keys]: True where a query attends to a key."""
-        ahead = torch.arange(keys, device=position_S.device) - position_S.unsqueeze(1)
-        visible = torch.ones_like(ahead, dtype=torch.bool)
+        visible = torch.ones(position_S.numel(), keys, dtype=torch.bool, device=position_S.device)
         if mask is not None:
             visible = ~mask
         elif self.causal:
-            visible = ahead <= 0
+            visible = ~causal_mask(position_S, keys)
         if self.window is not None:
+            ahead = torch.arange(keys, device=position_S.device) - position_S.unsqueeze(1)
             before, after = (keys if side < 0 else side for side in self.window)  # -1 is without limit
             visible = visible & (ahead >= -before) & (ahead <= after)
         return visible

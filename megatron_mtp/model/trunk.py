@@ -6,8 +6,9 @@ depths' hidden states; without one it is a plain GPT.
 """
 
 import inspect
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -31,12 +32,27 @@ from megatron_mtp.model.padding import mask_padding_, tokens_of_slice
 from megatron_mtp.model.sharing import Head, attach_embedding
 
 
-class Objective(Protocol):
-    """What the last stage does with the hidden states; its result is the model's output."""
+@dataclass(frozen=True)
+class StageOutput:
+    """What the last stage has computed.
 
-    def __call__(
-        self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, depth_head: Head, batch: Any
-    ) -> Any: ...
+    Attributes:
+        hidden_SBH: the trunk's hidden states after its final norm.
+        depth_hidden: those of depth 1 .. D; empty where the call had no batch of depths.
+        head: the output head.
+        depth_head: the same as the depths see it, detached where they must not train it.
+        batch: the call's `output_processor_context`.
+    """
+
+    hidden_SBH: Tensor
+    depth_hidden: list[Tensor]
+    head: Head
+    depth_head: Head
+    batch: Any
+
+
+Objective = Callable[[StageOutput], Any]
+"""What the last stage does with the hidden states; its result is the model's output."""
 
 
 class MTPGPTModel(GPTModel):
@@ -163,7 +179,8 @@ class MTPGPTModel(GPTModel):
         head = self.head(trunk_outputs["runtime_gather_output"])
         if output_processor is not None:
             depth_head = self.head(trunk_outputs["runtime_gather_output"], detached=self.config.mtp_detach_heads)
-            return output_processor(hidden_states, depth_hidden, head, depth_head, output_processor_context)
+            stage = StageOutput(hidden_states, depth_hidden, head, depth_head, output_processor_context)
+            return output_processor(stage)
         logits_SBV = head.project(hidden_states)
         if trunk_outputs["labels"] is None:
             return logits_SBV.transpose(0, 1).contiguous()

@@ -23,7 +23,7 @@ def prepare() -> bool:
     kernels.hide_broken_transformer_engine()
     on_cpu = cpu.installed() or not torch.cuda.is_available()
     if on_cpu:
-        # A machine without a GPU does not need these kernels, and every import warns that they are missing.
+        # Without a GPU these kernels are not used; every import would warn that they are missing.
         warnings.filterwarnings("ignore", message="(?i).*(apex|transformer.engine).*", category=UserWarning)
         cpu.install()
     from megatron_mtp.patches import table

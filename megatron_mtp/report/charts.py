@@ -1,9 +1,9 @@
 """Line charts as HTML: lines in an inline SVG that stretches, labels as text that does not.
 
-A chart is as wide as its place in the page, and its text has the page's size at any width. Every chart is drawn on a
-linear axis and, where it says so, on a logarithmic one; lines of training are drawn as they are and smoothed. The
-page's style sheet shows what its switches say, without a script. Values follow as JSON, for the script that reads them
-out at a pointer, at a touch or by the arrow keys.
+A chart fills the width of its place in the page, and its text keeps the page's size. Every chart is drawn with a linear
+axis and, if `logarithmic`, with a logarithmic one; training lines are drawn unchanged and smoothed. The page's style
+sheet shows what its switches select, without a script. The values follow as JSON for the script, which shows them at a
+pointer, at a touch or by the arrow keys.
 """
 
 import json
@@ -20,7 +20,7 @@ SIDE = 1000
 COLOURS = 8
 """Colours of the page's style sheet; a series beyond them takes the first again, dashed."""
 MOST_POINTS = 400
-"""Points of a line that are drawn; of more, every n-th, and the last."""
+"""Points of a line that are drawn; of a longer line every n-th point and the last."""
 SMOOTHING = 0.9
 """Weight of the past in a smoothed line."""
 
@@ -41,21 +41,27 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn: `unit` stands beside the title, `show` writes a value."""
+    """What is drawn.
+
+    Attributes:
+        unit: written next to the title.
+        show: writes a value.
+        whole: ends of the vertical axis; None to follow the values.
+        logarithmic: whether the page's switch for logarithmic axes is for this chart, without values that are not
+            positive.
+    """
 
     title: str
     unit: str
     series: list[Series]
     show: Callable[[float], str] = field(default="{:.4g}".format)
     whole: tuple[float, float] | None = None
-    """Where the vertical axis begins and ends, if it is not to follow the values."""
     logarithmic: bool = False
-    """Whether the page's switch for logarithmic axes is for this chart; values that are not positive are left out."""
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """The vertical axis: its marks, and where a value stands, from 0 below to 1 above."""
+    """The vertical axis: its marks, and the place of a value, from 0 below to 1 above."""
 
     kind: str
     marks: list[float]
@@ -156,7 +162,7 @@ def _view(axis: _Axis, chart: Chart, drawn: list[Series], x: Scale) -> str:
 
 
 def _columns(marks: list[float], x: Scale) -> str:
-    """Steps below the lines, and the line that follows a pointer."""
+    """Steps below the chart, and the line that follows a pointer."""
     labels = "".join(f'<span style="left:{100 * x(mark):.2f}%">{compact(mark)}</span>' for mark in marks)
     return f'<div class="x">{labels}</div><div class="cursor" hidden></div>'
 
@@ -170,7 +176,7 @@ def compact(step: float) -> str:
 
 
 def _lines(series: Series, axis: _Axis, x: Scale) -> str:
-    """A line as it is and, of training, smoothed; of evaluations, every point has a mark."""
+    """A line, for training also smoothed; every point of an evaluation has a mark."""
     points = [(step, value) for step, value in series.points if axis.kind == "linear" or value > 0]
     whole = _places(points, axis, x)
     path = f'<polyline points="{" ".join(f"{across},{down}" for across, down in whole)}"/>'
@@ -182,7 +188,7 @@ def _lines(series: Series, axis: _Axis, x: Scale) -> str:
 
 
 def _places(points: Points, axis: _Axis, x: Scale) -> list[tuple[float, float]]:
-    """Of the points that are drawn, in units of the SVG from its upper left corner."""
+    """Places of the drawn points, in units of the SVG from its upper left corner."""
     return [(round(SIDE * x(step), 1), _down(axis.place(value))) for step, value in thinned(points)]
 
 
@@ -191,7 +197,7 @@ def _down(place: float) -> float:
 
 
 def _legend(chart: Chart) -> str:
-    """The names of the lines, each with its colour; one line needs none."""
+    """Names and colours of the lines; a single line needs no legend."""
     named = {series.name: series for series in chart.series}
     if len(named) == 1:
         return ""
@@ -200,7 +206,7 @@ def _legend(chart: Chart) -> str:
 
 
 def _values(chart: Chart, x: Scale) -> str:
-    """What the script reads out: of every line its name, its style, and its steps, their places and values."""
+    """The data of the script: every line's name and style, and its steps with their places and values."""
     lines = [
         {
             "name": f"{one.name} (training)" if one.training and _has_twin(one, chart) else one.name,
@@ -217,7 +223,7 @@ def _has_twin(training: Series, chart: Chart) -> bool:
 
 
 def _in_html(text: str) -> str:
-    """JSON that cannot end the element that it stands in."""
+    """JSON in which no text can end the script element."""
     return text.replace("<", "\\u003c")
 
 

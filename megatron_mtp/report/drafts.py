@@ -1,4 +1,4 @@
-"""What was drafted, token by token: accepted drafts, rejected ones, and the tokens that the trunk gave itself."""
+"""Drafts token by token: accepted, rejected, and the trunk's own tokens."""
 
 from html import escape
 from typing import Any
@@ -16,34 +16,40 @@ def section(name: str, drafts: dict[str, Any]) -> str:
     method = "plain decoding" if drafts["config"] is None else str(drafts["config"]["method"])
     texts = (_text(number, text, drafts["pieces"]) for number, text in enumerate(drafts["texts"], start=1))
     return (
-        f"<h3>{escape(name)}: {escape(method)}</h3>{_figures(drafts['figures'])}{_by_position(drafts['texts'])}"
+        f"<h3>{escape(name)}: {escape(method)}</h3>{_figures(drafts['figures'])}{by_position(drafts['texts'])}"
         f"{KEY}{''.join(texts)}"
     )
 
 
 def _figures(figures: dict[str, Any]) -> str:
-    """Scalars as they were written; lists stand in the table by position."""
+    """Scalars as they were written; lists are in the table by position."""
     rows = (
         f'<tr><th scope="row">{escape(name.replace("_", " "))}</th><td>{escape(str(value))}</td></tr>'
         for name, value in figures.items()
         if value is not None and not isinstance(value, list)
     )
-    return f"<table><caption>What it cost</caption>{''.join(rows)}</table>"
+    return f"<table><caption>Cost</caption>{''.join(rows)}</table>"
 
 
-def _by_position(texts: list[dict[str, Any]]) -> str:
-    """How often the longest path offered reached position k, and how often the target accepted it."""
+def by_position(texts: list[dict[str, Any]]) -> str:
+    """How often a draft had a position k, on its longest path, and how often the target accepted drafts 1 .. k.
+
+    The conditional acceptance is among the drafts whose tokens 1 .. k-1 were accepted.
+    """
     steps = [step for text in texts for step in text["steps"]]
     deepest = max((reach(step) for step in steps), default=0)
     rows = []
     for place in range(1, deepest + 1):
         offered = sum(reach(step) >= place for step in steps)
+        reached = sum(reach(step) >= place and step["accepted"] >= place - 1 for step in steps)
         accepted = sum(step["accepted"] >= place for step in steps)
+        conditional = accepted / reached if reached else 0.0
         rows.append(
             f'<tr><th scope="row">{place}</th><td>{offered}</td><td>{accepted}</td>'
-            f"<td>{accepted / offered:.1%}</td></tr>"
+            f"<td>{accepted / offered:.1%}</td><td>{conditional:.1%}</td></tr>"
         )
-    heads = "".join(f'<th scope="col">{head}</th>' for head in ("position", "drafted", "accepted", "acceptance"))
+    names = ("position", "drafted", "accepted", "acceptance", "conditional acceptance")
+    heads = "".join(f'<th scope="col">{name}</th>' for name in names)
     return f"<table><caption>Drafts by position</caption><tr>{heads}</tr>{''.join(rows)}</table>" if rows else ""
 
 
@@ -88,12 +94,12 @@ def _step(place: int, step: Step, pieces: dict[str, str]) -> str:
     return "".join(parts)
 
 
-def _token(tag: str, kind: str, token: int, told: str, pieces: dict[str, str]) -> str:
+def _token(tag: str, kind: str, token: int, hint: str, pieces: dict[str, str]) -> str:
     kind = f' class="{kind}"' if kind else ""
-    return f'<{tag}{kind} title="{escape(told)} (id {token})">{_piece(token, pieces)}</{tag}>'
+    return f'<{tag}{kind} title="{escape(hint)} (id {token})">{_piece(token, pieces)}</{tag}>'
 
 
 def _piece(token: int, pieces: dict[str, str]) -> str:
-    """Its text, or its id where there is no text; an end of line is seen and made."""
+    """The token's text, or its id if there is no text; a line break is shown as a sign and made."""
     piece = pieces.get(str(token))
     return f"{token} " if piece is None else escape(piece).replace("\n", "⏎\n")

@@ -1,4 +1,4 @@
-// Values of the charts and drafts by pointer, touch and arrow keys. Without it the page shows lines and tables alone.
+// Values of charts and drafts by pointer, touch and arrow keys; without this script the page has only lines and tables.
 "use strict";
 
 function made(tag, properties) {
@@ -22,7 +22,7 @@ function readOut(figure) {
   const values = made("output", { className: "values", textContent: "Move over the chart or the slider for values." });
   plot.after(slider, values);
   slider.setAttribute("aria-label", `${title}: training step`);
-  values.setAttribute("aria-live", "off"); // the slider says the same
+  values.setAttribute("aria-live", "off"); // the slider announces the same values
 
   function show() {
     const [step, place] = steps[slider.value];
@@ -54,11 +54,11 @@ function readOut(figure) {
   window.addEventListener("resize", () => cursor.hidden || show());
 }
 
-// Of a text's tokens one is chosen, by a click, a touch or the arrow keys, and what it is stands below.
+// A click, a touch or the arrow keys choose a token of a text; a line below describes it.
 function walk(group) {
   const tokens = [...group.querySelectorAll("[title]")];
-  const told = made("output", { className: "values" });
-  group.after(told);
+  const shown = made("output", { className: "values" });
+  group.after(shown);
   let chosen = -1;
 
   function choose(number) {
@@ -66,7 +66,7 @@ function walk(group) {
     tokens[chosen]?.classList.remove("chosen");
     chosen = Math.max(0, Math.min(tokens.length - 1, number));
     tokens[chosen].classList.add("chosen");
-    told.textContent = `${tokens[chosen].textContent.trim()} - ${tokens[chosen].title}`;
+    shown.textContent = `${tokens[chosen].textContent.trim()} - ${tokens[chosen].title}`;
   }
 
   group.addEventListener("click", (event) => {

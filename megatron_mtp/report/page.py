@@ -1,15 +1,15 @@
-"""The page: charts, tables and drafts in one HTML file that asks nothing of a network.
+"""The page: charts, tables and drafts in one HTML file that needs no network.
 
-Its style sheet and its script (page.css and page.js) stand in it, and its policy allows this script alone.
+It contains its style sheet and its script (page.css and page.js), and its policy allows only this script.
 """
 
-import os
 from base64 import b64encode
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from megatron_mtp.files import written_beside
 from megatron_mtp.report import drafts, settings
 from megatron_mtp.report.charts import figure
 from megatron_mtp.report.panels import charts, table
@@ -23,9 +23,9 @@ POLICY = (
 )
 
 ABOUT = (
-    "Lines with marks are evaluations, thin lines training. Acceptance of a depth: its draft and all earlier ones are "
-    "accepted. Conditional acceptance: its draft is accepted, given that the earlier ones were. The expected accepted "
-    "length is the tokens that one forward of the trunk would yield."
+    "Lines with marks are evaluations, thin lines training. Acceptance of a depth: how often its draft and all earlier "
+    "drafts are accepted. Conditional acceptance: how often its draft is accepted where the earlier drafts were. "
+    "Expected accepted length: the tokens that one forward pass of the trunk would yield."
 )
 SWITCHES = (
     '<fieldset class="switches"><label><input type="checkbox" id="log"> logarithmic axes</label>'
@@ -54,17 +54,13 @@ def page(runs: list[Run]) -> str:
 
 
 def write_page(text: str, target: Path) -> None:
-    """Beside and renamed, so that a page is whole or not there.
+    """Write the page whole, or not at all.
 
     Raises:
         ValueError: it cannot be written.
     """
-    beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        try:
+        with written_beside(target, shared=True) as beside:
             beside.write_text(text, encoding="utf-8")
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{target} cannot be written ({error.strerror}); name another file with --output.") from error

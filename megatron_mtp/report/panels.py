@@ -1,6 +1,6 @@
 """Which charts a page has, and the table of final figures: from the rows of one run or several.
 
-Of one run, the depths share a chart and have a colour each; of several, every figure has a chart of its own, on which
+With one run, the depths share a chart and have a colour each. With several, every figure has a chart of its own, where
 the runs have a colour each.
 """
 
@@ -23,7 +23,7 @@ class Kind:
     Attributes:
         pattern: of the names of the figures that it shows.
         divisor: what values are divided by to be in the unit.
-        whole: ends of the vertical axis, if it is not to follow the values.
+        whole: ends of the vertical axis; None to follow the values.
     """
 
     pattern: str
@@ -64,7 +64,7 @@ def charts(runs: list[Run]) -> list[Chart]:
 def _series(runs: list[Run], key: str, divisor: float) -> list[Series]:
     """The lines of training and of the validations of every run.
 
-    Test data, on which a run is evaluated once in the end, stands in the table alone.
+    Test data, on which a run is evaluated once at its end, is only in the table.
     """
     made = []
     for number, run in enumerate(runs):
@@ -77,7 +77,7 @@ def _series(runs: list[Run], key: str, divisor: float) -> list[Series]:
 
 
 def _of_set(name: str, split: str) -> str:
-    """With the name of the set of data, where it has one."""
+    """The name of a line, with the name of its data set if there is one."""
     _, dash, of_set = split.partition("-")
     return f"{name}, {of_set}" if dash else name
 
@@ -87,12 +87,12 @@ def _divided(points: Points, divisor: float) -> Points:
 
 
 def label(key: str) -> str:
-    """'mtp_2 loss' is depth 2, 'lm loss' the trunk; other figures keep their name."""
+    """'mtp_2 loss' becomes 'depth 2' and 'lm loss' 'trunk'; other figures keep their names."""
     return f"depth {_depth(key)}" if _depth(key) else "trunk" if key == "lm loss" else key
 
 
 def _depth(key: str) -> int:
-    """0 of what belongs to no depth."""
+    """The number of the depth; 0 if the figure has none."""
     named = re.match(r"mtp_(\d+) ", key)
     return int(named[1]) if named else 0
 
@@ -117,7 +117,7 @@ def table(runs: list[Run]) -> str:
 
 
 def scrolled(name: str, table: str) -> str:
-    """A table that may be wider than the page: it scrolls by itself, also by keyboard."""
+    """A table that may be wider than the page, in a region that scrolls, also by keyboard."""
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{name}">{table}</div>'
 
 
@@ -126,9 +126,9 @@ def _table_row(name: str, cells: list[str]) -> str:
 
 
 def _plain(value: float) -> str:
-    """With four digits after the point, or as a power of ten where these would not show it."""
+    """Four digits after the point, or a power of ten if these digits would not show the value."""
     return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 WRITERS: dict[str, Callable[[float], str]] = {MEMORY: lambda value: f"{value / GIB:.2f} GiB"}
-"""How a figure is written where four digits are not right."""
+"""Figures that are not written with four digits."""

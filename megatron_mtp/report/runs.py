@@ -1,4 +1,4 @@
-"""What a run's folder holds: metrics.jsonl, run.json, and drafts.json if text was generated with `--record`."""
+"""The files of a run's folder: metrics.jsonl, run.json, and drafts.json if text was generated with `--record`."""
 
 import json
 import re
@@ -14,13 +14,14 @@ STARTED = "run.json"
 DRAFTS = "drafts.json"
 
 CONDITIONAL = " conditional acceptance"
-OLD = re.compile(r"(mtp_\d+) acceptance")
+FORMER_NAMES = {r"(mtp_\d+) acceptance": r"\1 conditional acceptance"}
+"""Names of figures in rows of earlier versions, which had the conditional acceptance alone, and what they are now."""
 
 SPLIT = re.compile("training|evaluation|(validation|test)(-.+)?")
-"""What a row is of; of several sets of data each has its name."""
+"""The data of a row; each of several data sets has its name."""
 
 MOST = 1e100
-"""A value beyond it is not drawn, and one closer to 0 than its inverse is drawn as 0: their squares leave float64."""
+"""A larger value is not drawn, and one closer to 0 than the inverse is drawn as 0: their squares leave float64."""
 
 Row = dict[str, Any]
 
@@ -42,7 +43,7 @@ class Run:
     drafts: dict[str, Any] | None
 
     def points(self, split: str, key: str) -> list[tuple[int, float]]:
-        """Steps and values that can be drawn, of the rows that have the key; of rows of one step, the last."""
+        """Steps and values that can be drawn, from the rows that have the key; the last row of a step counts."""
         values = self._values(split, key)
         return [(step, value if abs(value) > 1 / MOST else 0.0) for step, value in values if abs(value) < MOST]
 
@@ -74,8 +75,8 @@ def read_runs(folders: list[Path]) -> list[Run]:
         Run(
             str(folder),
             _rows(folder),
-            _checked(folder / STARTED, check_started, "take it away, and the page is made without it"),
-            _checked(folder / DRAFTS, check_drafts, "take it away, or write it again with generate --record"),
+            _checked(folder / STARTED, check_started, "remove it to make the page without it"),
+            _checked(folder / DRAFTS, check_drafts, "remove it, or write it again with generate --record"),
         )
         for folder in dict.fromkeys(folders)
     ]
@@ -90,17 +91,17 @@ def _rows(folder: Path) -> list[Row]:
     lines = _text(file).splitlines()
     rows = [_row(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not rows:
-        raise ValueError(f"{file} is empty; let the run come to its first --log-interval.")
+        raise ValueError(f"{file} is empty; wait for the run's first --log-interval.")
     return rows
 
 
 def _row(file: Path, number: int, line: str) -> Row:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):  # also of a number with thousands of digits
+    except (ValueError, RecursionError):  # also for a number with thousands of digits
         row = None
     if not isinstance(row, dict) or not _is_row(row):
-        raise ValueError(f"{file} is damaged in line {number}; take the line out, or let the run go on, which does.")
+        raise ValueError(f"{file} is damaged in line {number}; remove the line, or resume the run, which removes it.")
     return with_both_acceptances(row)
 
 
@@ -115,15 +116,15 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    """Of at most 64 bits; JSON can spell numbers of any size."""
+    """Whether it is an integer of at most 64 bits; JSON has numbers of any size."""
     return type(value) is int and -(2**63) <= value < 2**63
 
 
 def with_both_acceptances(row: Row) -> Row:
-    """Rows of older runs have the conditional acceptance alone, and call it acceptance."""
-    if not any(OLD.fullmatch(key) for key in row) or any(key.endswith(CONDITIONAL) for key in row):
+    """The row under today's names; acceptance is the product of the conditional ones that a former row has."""
+    if any(key.endswith(CONDITIONAL) for key in row):
         return row
-    made = {OLD.sub(rf"\1{CONDITIONAL}", key): value for key, value in row.items()}
+    made = {_todays(key): value for key, value in row.items()}
     depth, rate = 1, 1.0
     while (given := made.get(f"mtp_{depth}{CONDITIONAL}")) is not None:
         rate *= given
@@ -132,11 +133,18 @@ def with_both_acceptances(row: Row) -> Row:
     return made
 
 
+def _todays(name: str) -> str:
+    for former, today in FORMER_NAMES.items():
+        if re.fullmatch(former, name):
+            return re.sub(former, today, name)
+    return name
+
+
 def _checked(file: Path, check: Callable[[dict[str, Any]], None], remedy: str) -> dict[str, Any] | None:
-    """What a file holds; None where it is not there.
+    """The object of a file; None if there is no file.
 
     Raises:
-        ValueError: `check` finds it damaged; `remedy` says what to do.
+        ValueError: `check` finds damage; the sentence ends with `remedy`.
     """
     if not file.is_file():
         return None
@@ -149,7 +157,7 @@ def _checked(file: Path, check: Callable[[dict[str, Any]], None], remedy: str) -
 
 
 def check_started(started: dict[str, Any]) -> None:
-    """Raises KeyError, TypeError or ValueError where it is not what a run writes."""
+    """Raises KeyError, TypeError or ValueError unless it has the form that a run writes."""
     if not started["starts"] or not isinstance(started["arguments"], dict):
         raise ValueError("it has no starts, or arguments that are no object")
     for start in started["starts"]:
@@ -160,7 +168,7 @@ def check_started(started: dict[str, Any]) -> None:
 
 
 def check_drafts(drafts: dict[str, Any]) -> None:
-    """Raises KeyError, TypeError or ValueError where it is not what generate writes."""
+    """Raises KeyError, TypeError or ValueError unless it has the form that generate writes."""
     if not all(isinstance(drafts[key], dict) for key in ("figures", "pieces")):
         raise TypeError("figures and pieces are no objects")
     if drafts["config"] is not None:

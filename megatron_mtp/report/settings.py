@@ -19,10 +19,10 @@ GROUPS = {
     "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size",
     "Data": "data_path split tokenizer_model load save",
 }
-"""The arguments that the page shows of every run; of several runs, all others that differ follow."""
+"""The arguments that the page shows for every run; with several runs, all others that differ follow."""
 
 OF_A_PROCESS = {"rank", "local_rank", "mtp_metrics_dir", "tensorboard_dir", "save", "wandb_save_dir"}
-"""Arguments whose difference says nothing."""
+"""Arguments whose differences do not matter."""
 
 
 def section(runs: list[Run]) -> str:
@@ -42,7 +42,7 @@ def section(runs: list[Run]) -> str:
 
 
 def _dates(runs: list[Run]) -> str:
-    """When each was started first and last, and with what."""
+    """Dates of the first start and of resumptions, and versions of packages."""
     starts = [_starts(run) for run in runs]
     rows = [_row("first started", [_date(of[0]) for of in starts])]
     if any(len(of) > 1 for of in starts):
@@ -67,7 +67,7 @@ def _starts(run: Run) -> list[dict[str, Any]]:
 
 
 def _group(title: str, names: list[str], runs: list[Run]) -> str:
-    """The arguments that a run has a value for; those that differ between runs are marked."""
+    """Arguments for which a run has a value; those that differ between runs are marked."""
     rows = []
     for name in names:
         values = [_argument(run, name) for run in runs]
@@ -84,7 +84,7 @@ def _argument(run: Run, name: str) -> Any:
 
 
 def _differing(runs: list[Run]) -> list[str]:
-    """Arguments that are in no group, and not the same in all runs."""
+    """Arguments in no group whose values differ between runs."""
     grouped = {name for names in GROUPS.values() for name in names.split()} | OF_A_PROCESS
     names = dict.fromkeys(name for run in runs for name in (run.started or {})["arguments"])
     return [name for name in names if name not in grouped and len({_shown(_argument(run, name)) for run in runs}) > 1]

@@ -5,19 +5,23 @@ flags.py             flags of ours, parsed without Megatron
 run_file.py          flags from a YAML file (--config)
 dry_run.py           the plan of a job of any size (--dry-run)
 memory.py            the memory that a rank needs
-arguments.py         all checks before a model is built: corpus, checkpoint, layouts, a refused position embedding
-flag_checks.py       values of flags, and relations between them
+arguments.py         Megatron's parser with our flags, and all checks before a model is built
+flag_checks.py       ranges of Megatron's flags, and relations between them
+run_checks.py        what a run with depths cannot have: layouts, packed rows, a refused position embedding
+data_flags.py        whether the corpus and the vocabulary that flags name are there and fit
 refusals.py          Megatron's refusals as one sentence each
 loading.py           whether what --load names can be loaded
 draft_vocabulary.py  the checkpoint's draft vocabulary, or a new one by the flags
 datasets.py          Megatron's data sets, by Megatron's flags
 chat.py              conversations for --sft, from files of JSON lines
-forward_step.py      the forward step for Megatron's schedules: batch, document ends, context-parallel slices
+forward_step.py      the forward step for Megatron's schedules: batch, model, loss function
+batches.py           a rank's microbatch: document ends, depths, context-parallel slices
 objective.py         from hidden states to the depths' losses and acceptance
-later_slots.py       values d positions later, also on another context-parallel rank
+later_positions.py       values d positions later, also on another context-parallel rank
 mtp_loss.py          the depths' loss for training loops that are not Megatron's
 acceptance.py        what a verifier would accept
 metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss and acceptance by depth
+metrics_file.py      whole lines of metrics.jsonl, continued by a resumed run
 cost.py              seconds and memory of a step
 plot.py              metrics.png
 console.py           what a run prints: ours on the terminal, Megatron's in a log file

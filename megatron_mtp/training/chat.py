@@ -1,4 +1,4 @@
-"""Conversations for `--sft` from files of JSON lines, where the package `datasets`, by which Megatron reads, is not.
+"""Conversations for `--sft` from files of JSON lines, if the package `datasets`, with which Megatron reads, is missing.
 
 A line is an object whose "messages" are [{"role": "system", "content": ...}, {"role": "user", ...}, ...], one or more
 conversations of which each begins with a system message. Rows are packed, and prompts masked, by Megatron's own class.
@@ -15,7 +15,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 
 
 class ChatFile:
-    """The messages of every line; in memory are only the places where lines begin."""
+    """The messages of every line; only the offsets of lines are in memory."""
 
     def __init__(self, path: str) -> None:
         self.path, self._starts = path, array("q")
@@ -45,7 +45,7 @@ class ChatDataset(SFTDataset):
 
 
 def sft_dataset() -> type[SFTDataset]:
-    """Megatron's own where it can read files, else ours."""
+    """Megatron's own class if it can read files, else ours."""
     return ChatDataset if importlib.util.find_spec("datasets") is None else SFTDataset
 
 

@@ -1,11 +1,11 @@
 """What a run prints: our lines on the terminal, the thousand lines of Megatron and its libraries in a log file.
 
-    with quiet():                from here on, whatever is printed or warned of goes to the listing
+    with quiet():                from here on, prints and warnings go to the listing
         keep_listing(folder)     which is a file from here on: megatron.log, or megatron-3.log of rank 3
         say("...")               and this goes to the terminal
 
-Errors stay on stderr. A run that fails shows the end of its listing there as well, since Megatron prints what is wrong
-before it exits. Nothing of this imports torch: the libraries' first warnings come while they are imported.
+Errors stay on stderr. A run that fails also shows the end of its listing there, since Megatron prints its reason before
+it exits. This file does not import torch: libraries print their first warnings while they are imported.
 """
 
 import io
@@ -29,7 +29,7 @@ QUIET_LIBRARIES = {"TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ER
 
 
 class Listing(io.TextIOBase):
-    """Takes the place of standard output: a log file once there is a folder for it, the last lines in memory.
+    """Replaces standard output: a log file once its folder is known, and the last lines in memory.
 
     Attributes:
         terminal: where `say` prints.
@@ -63,7 +63,7 @@ class Listing(io.TextIOBase):
 
     def flush(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # a full disk, of which `write` has spoken
+            with suppress(OSError):  # a full disk: `write` has reported it
                 self._file.flush()
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Listing(io.TextIOBase):
         return "\n".join(self._last)
 
     def _to_file(self, text: str) -> None:
-        """A log that cannot be written must not end the run: the terminal says so, once."""
+        """A log that cannot be written does not end the run: one line on the terminal reports it."""
         assert self.path is not None
         try:
             if self._file is None:
@@ -100,7 +100,7 @@ def say(line: str) -> None:
 
 
 def keep_listing(folder: Path | None) -> Path | None:
-    """Let the listing of this process be a file in the folder, if it has a listing; returns the file."""
+    """Write the listing of this process, if it has one, to a file in the folder; returns the file."""
     if not isinstance(sys.stdout, Listing):
         return None
     sys.stdout.keep_in(folder)
@@ -109,7 +109,7 @@ def keep_listing(folder: Path | None) -> Path | None:
 
 @contextmanager
 def quiet(verbose: bool = False, notes: TextIO | None = None) -> Iterator[TextIO]:
-    """Keep what libraries print off the terminal, unless `verbose`; where the run fails, show the end of it.
+    """Send what libraries print to the listing, unless `verbose`; if the run fails, show the end of the listing.
 
     Yields standard output as it was. `say` prints to `notes`, or there if it is None.
     """
@@ -124,7 +124,7 @@ def quiet(verbose: bool = False, notes: TextIO | None = None) -> Iterator[TextIO
             try:
                 yield terminal
             except SystemExit as end:
-                if end.code not in (None, 0, REFUSED, INTERRUPTED, UNREAD):  # a sentence has said what is wrong
+                if end.code not in (None, 0, REFUSED, INTERRUPTED, UNREAD):  # after these a sentence is on stderr
                     _show_end(listing)
                 raise
             except Exception:
@@ -134,7 +134,7 @@ def quiet(verbose: bool = False, notes: TextIO | None = None) -> Iterator[TextIO
 
 @contextmanager
 def _own_terminal() -> Iterator[TextIO]:
-    """Standard output as a file of ours; what C++ libraries and child processes write to descriptor 1 goes nowhere."""
+    """Standard output as a file of ours; what C++ libraries and child processes write to descriptor 1 is dropped."""
     sys.stdout.flush()
     try:
         is_real = sys.stdout.fileno() == 1

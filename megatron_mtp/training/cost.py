@@ -1,4 +1,4 @@
-"""What a step costs: seconds of the clock and bytes of memory, read off without waiting for the device."""
+"""What a step costs: wall-clock seconds and bytes of memory, measured without waiting for the device."""
 
 import resource
 import statistics
@@ -8,7 +8,7 @@ import torch
 
 
 class StepClock:
-    """How long training steps take, without the evaluations and checkpoints between them."""
+    """Seconds of training steps, without the evaluations and checkpoints between them."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -29,5 +29,5 @@ class StepClock:
 
 
 def peak_memory() -> int:
-    """Bytes that this rank has held at most: tensors on a CUDA device, or else the process."""
+    """The most bytes that this rank has held: tensors on a CUDA device, or else the process."""
     return torch.cuda.max_memory_allocated() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

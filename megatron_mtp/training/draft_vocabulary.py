@@ -1,4 +1,4 @@
-"""Which tokens the depths of a run may draft: the list of the checkpoint that it loads, or a new one by the flags."""
+"""The draft vocabulary of a run: the list of the checkpoint that it loads, or a new one by the flags."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -20,7 +20,7 @@ SIZE, FILE = "--mtp-draft-vocab-size", "--mtp-draft-vocab-file"
 def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | None, bool]:
     """The tokens [N], ascending (None for all), and whether the checkpoint that will be loaded lacks them.
 
-    Every rank comes to the same list by itself, before there is a process group.
+    Every rank computes the same list, before there is a process group.
 
     Raises:
         ValueError: the flags do not fit the checkpoint, the data, the vocabulary or the layout.
@@ -83,7 +83,7 @@ def _counted(args: Namespace, size: int) -> tuple[list[int], str]:
 
 
 def _check_slices(tokens: list[int], args: Namespace) -> None:
-    """Every tensor-parallel rank drafts from its own slice of the head."""
+    """Refuse a slice of the head without drafted tokens: every tensor-parallel rank drafts from its own."""
     ranks = args.tensor_model_parallel_size
     width = args.padded_vocab_size // ranks
     empty = [rank for rank in range(ranks) if not any(token // width == rank for token in tokens)]

@@ -1,8 +1,8 @@
-"""`--dry-run`: what a job would be, said by one process without a GPU, for a layout of any size.
+"""`--dry-run`: the plan of a job with a layout of any size, made by one process without a GPU.
 
 Megatron's own parser reads and checks the flags. The model of the first rank of every pipeline stage is built on the
-meta device, over process groups that never send anything. So parameters are counted, not estimated; activations are
-estimated, by `memory.py`.
+meta device, over process groups that never send anything. So parameters are counted; activations are estimated, by
+`memory.py`.
 """
 
 import math
@@ -11,6 +11,8 @@ from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from megatron.core import parallel_state
@@ -20,16 +22,18 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.arguments import parse_args
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_mtp.checkpoint.mcore.iterations import TRACKER, unnamed_iteration
 from megatron_mtp.model.arguments import CUDA, flags_without
 from megatron_mtp.model.build import MTPGPTModelConfig, build
 from megatron_mtp.model.trunk import MTPGPTModel
-from megatron_mtp.training.arguments import check_data, checked_model_config, parse_run_args
+from megatron_mtp.training.arguments import checked_model_config, parse_run_args
+from megatron_mtp.training.data_flags import check_data
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
 from megatron_mtp.training.memory import PARTS, Memory, Parameter, memory_of, sizes
 
 GIB = 2**30
 RESOLVED = ("ffn_hidden_size", "global_batch_size", "kv_channels", "padded_vocab_size")
-"""Sizes that Megatron derives where no flag gives them."""
+"""Sizes that Megatron derives if no flag gives them."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,35 @@ def plan(argv: list[str], ranks: int) -> str:
     """
     _pretend(ranks or _fewest_ranks())
     argv += flags_without(CUDA)
-    args = parse_run_args()
-    config = checked_model_config(args)
+    with _tracked(argv):
+        args = parse_run_args()
+        config = checked_model_config(args)
     config.transformer.perform_initialization = False
     stages = [_stage(args, config, rank) for rank in _first_ranks(args)]
     return "\n".join([*_flags(args), "", *_layout(args), "", *_table(stages), "", *_notes(args)])
 
 
+@contextmanager
+def _tracked(argv: list[str]) -> Iterator[None]:
+    """Where the tracker of --load is empty, which a run would mend, read the checkpoint from a folder of links."""
+    load = parse_args(add_mtp_arguments).load
+    newest = None if load is None else unnamed_iteration(Path(load))
+    if newest is None:
+        yield
+        return
+    with TemporaryDirectory(prefix="megatron-mtp-") as folder:
+        for path in Path(load).absolute().iterdir():
+            if path.name != TRACKER:
+                (Path(folder) / path.name).symlink_to(path)
+        (Path(folder) / TRACKER).write_text(str(newest))
+        argv += ["--load", folder]
+        yield
+
+
 def _pretend(ranks: int) -> None:
-    """Be the first rank of a job of GPUs, as far as arguments are checked."""
+    """Pass the checks of arguments as the first rank of a job on GPUs."""
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)})
-    torch.cuda.get_device_capability = lambda *_: (9, 0)  # the kernels for experts ask
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # the kernels for experts need it
 
 
 def _fewest_ranks() -> int:
@@ -98,7 +120,7 @@ def _chunk(config: MTPGPTModelConfig, chunk: int | None) -> MTPGPTModel:
 
 @contextmanager
 def _job(args: Namespace, rank: int) -> Iterator[None]:
-    """The process groups of a rank of the job, in which nobody else is."""
+    """The process groups of a rank of the job, without the other ranks."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
     try:
         parallel_state.initialize_model_parallel(
@@ -131,7 +153,7 @@ def _on_meta() -> Iterator[None]:
 
 
 def _flags(args: Namespace) -> list[str]:
-    """The flags of the run with what Megatron has made of them, without those of this machine."""
+    """The flags of the run with the values that Megatron has derived, without those of this machine."""
     parser, machine = all_parser("train"), set(flags_without(CUDA))
     given, defaults = parse_args(add_mtp_arguments), parser.parse_args([])
     lines = []

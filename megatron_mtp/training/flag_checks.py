@@ -1,4 +1,4 @@
-"""Checks of Megatron's flags that Megatron makes without a sentence, late, or not at all: two tables.
+"""Checks of Megatron's flags that Megatron itself makes late, without a clear sentence or not at all: two tables.
 
 In:  the parsed arguments; a flag that was not given is None and passes.
 Out: nothing, or a ValueError that names the flag, its value and what is allowed.
@@ -10,6 +10,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -24,9 +25,9 @@ REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that flags take: what the sentence says of them, and whether a number is one of them."""
+    """The numbers that flags take: how the sentence describes them, and whether a number is allowed."""
 
-    said: str
+    description: str
     holds: Callable[[float], bool]
     flags: str
 
@@ -49,7 +50,7 @@ RANGES = (
     Range(
         "0 or more",
         lambda number: 0 <= number <= LARGEST,
-        "eval_iters lr_warmup_iters lr_warmup_samples num_workers manual_gc_interval ckpt_step",
+        "local_rank eval_iters lr_warmup_iters lr_warmup_samples num_workers manual_gc_interval ckpt_step",
     ),
     Range("a whole number from 1 to 2^32 - 1", lambda number: 1 <= number < 2**32, "seed"),
     Range(
@@ -81,21 +82,21 @@ def check_ranges(args: Namespace) -> None:
         for name in allowed.flags.split():
             number = getattr(args, name, None)
             if isinstance(number, int | float) and not allowed.holds(number):
-                raise ValueError(f"{flag(name)} is {number}; give {allowed.said}.")
+                raise ValueError(f"{flag(name)} is {number}; give {allowed.description}.")
 
 
 def check_relations(args: Namespace) -> None:
     """Raises ValueError at the first two flags that do not go together."""
     for relation in RELATIONS:
-        if (said := relation(args)) is not None:
-            raise ValueError(said)
+        if (sentence := relation(args)) is not None:
+            raise ValueError(sentence)
 
 
 def check_machine(args: Namespace) -> None:
-    """Raises ValueError at the first flag that this machine cannot train with; a plan may be of another machine."""
-    for relation in (_recomputed, _grouped_gemm):
-        if (said := relation(args)) is not None:
-            raise ValueError(said)
+    """Raises ValueError at the first flag that this machine cannot train with; a dry run may be for another."""
+    for relation in (_recomputed, _grouped_gemm, _injected_faults):
+        if (sentence := relation(args)) is not None:
+            raise ValueError(sentence)
 
 
 def check_tokenizer_folder(args: Namespace) -> None:
@@ -115,7 +116,7 @@ def check_tokenizer_folder(args: Namespace) -> None:
 
 
 def _is_reachable(address: str) -> bool:
-    """As far as a look-up of its name says; a proxy looks names up itself."""
+    """Whether its name can be looked up; a proxy looks names up itself."""
     if getproxies():
         return True
     try:
@@ -248,6 +249,16 @@ def _yarn(args: Namespace) -> str | None:
     return None
 
 
+def _injected_faults(args: Namespace) -> str | None:
+    names = ("fault_injector_ranks", "fault_injector_num_ranks")
+    given = next((name for name in names if getattr(args, name, None) is not None), None)
+    if given is not None and find_spec("nvidia_resiliency_ext") is None:
+        return (
+            f"{flag(given)} needs the package nvidia-resiliency-ext, which is not here; install it, or drop the flag."
+        )
+    return None
+
+
 def _recomputed(args: Namespace) -> str | None:
     modules = sorted({"layernorm", "moe_act", "mla_up_proj"} & set(args.recompute_modules or ()))
     if modules and not transformer_engine_works():
@@ -297,7 +308,7 @@ def _conversations(args: Namespace) -> str | None:
 
 
 def _known(args: Namespace, *names: str) -> bool:
-    """Whether all of them were given; those that a checkpoint will say are None until it is read."""
+    """Whether all of them are known; arguments that come from a checkpoint are None until it is read."""
     return all(getattr(args, name) is not None for name in names)
 
 

@@ -1,4 +1,4 @@
-"""The flags of `megatron-mtp train`: ours, for a parser that must not wait for Megatron, and all of them."""
+"""The flags of `megatron-mtp train`: ours, parsed without importing Megatron, and all of them."""
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -6,7 +6,8 @@ from dataclasses import fields
 from types import MethodType
 
 from megatron_mtp.config import MTPConfig, add_yarn_arguments
-from megatron_mtp.errors import Parser
+from megatron_mtp.errors import Parser, sentences
+from megatron_mtp.losses import LOSSES, listing
 
 DESCRIPTION = """Pretrain a GPT with MTP depths on Megatron's training loop.
 
@@ -48,13 +49,15 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
     _repair_help(parser)
     group = parser.add_argument_group("multi-token prediction (megatron-mtp)")
     for field in fields(MTPConfig):
-        flag = "--" + field.name.replace("_", "-")
-        group.add_argument(flag, dest=field.name, default=field.default, **field.metadata)
+        flag, described = "--" + field.name.replace("_", "-"), {**field.metadata}
+        if field.name == "mtp_loss":
+            described["metavar"] = "{" + ",".join(LOSSES.names()) + "}"
+        group.add_argument(flag, dest=field.name, default=field.default, **described)
     return add_yarn_arguments(parser)
 
 
 def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """The flags that act before Megatron's parser, which never sees them."""
+    """The flags that act before Megatron's parser, and are not passed on to it."""
     group = parser.add_argument_group("the run (megatron-mtp)")
     group.add_argument(
         "--verbose",
@@ -76,33 +79,42 @@ def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Print the plan of a job of so many ranks and end: flags, layout, parameters, memory, tokens of a step. "
         "Needs no GPU. Default: the fewest ranks that the layout takes.",
     )
+    group.add_argument("--list-losses", action="store_true", help="Say what each --mtp-loss is, and end.")
     group.add_argument("--help-megatron", action="store_true", help="List Megatron's flags as well, and end.")
     return parser
 
 
 def help_parser(program: str) -> ArgumentParser:
-    """What `--help` shows: our flags, and a word on Megatron's."""
+    """What `--help` shows: our flags, and which of Megatron's most runs need."""
     made = Parser(program, usage=f"{program} [flags]", description=DESCRIPTION)
     return add_mtp_arguments(add_run_arguments(made))
 
 
 def parse_run(program: str, arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """The flags of the run, and the rest for Megatron's parser; `--help` ends here, before Megatron is imported."""
+    """The flags of the run, and the rest for Megatron's parser.
+
+    `--help` and `--list-losses` end the process here, before Megatron is imported.
+    """
     if {"-h", "--help"} & set(arguments):
         help_parser(program).parse_args(["--help"])
     parser = Parser(program, add_help=False, allow_abbrev=False)
-    return add_run_arguments(parser).parse_known_args(arguments)
+    given, rest = add_run_arguments(parser).parse_known_args(arguments)
+    if given.list_losses:
+        with sentences(program):
+            print(listing())
+        parser.exit()
+    return given, rest
 
 
 def all_parser(program: str) -> ArgumentParser:
-    """With Megatron's flags too; the platform has to be prepared."""
+    """A parser with Megatron's flags too; call `platform.prepare` before."""
     from megatron.training.arguments import add_megatron_arguments
 
     return add_run_arguments(add_mtp_arguments(add_megatron_arguments(ArgumentParser(program))))
 
 
 def _repair_help(parser: ArgumentParser) -> None:
-    """A help text of megatron-core 0.19 has a bare percent sign, over which `--help` fails."""
+    """Escape the percent sign in a help text of megatron-core 0.19, at which `--help` fails."""
     for action in parser._actions:
         try:
             (action.help or "") % vars(action)

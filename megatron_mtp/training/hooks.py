@@ -1,4 +1,4 @@
-"""Megatron's training loop, observed: what its functions are called with reaches the metrics and the short log.
+"""Megatron's training loop, observed: the metrics and the short log receive the arguments of its functions.
 
 The loop has no callbacks. It looks its own functions up by name in its module, so wrappers there see every call; the
 functions are rows of `patches.table.LOOP`.
@@ -49,7 +49,7 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None
 
 
 def wrapped(wrappers: dict[str, Callable[[Function], Function]]) -> AbstractContextManager[None]:
-    """While this lasts, functions of Megatron's `training` module are what the wrappers of their names make of them."""
+    """While this lasts, functions of Megatron's `training` module are wrapped, by their names."""
     return while_replaced(LOOP, wrappers)
 
 
@@ -84,10 +84,10 @@ def _evaluations(evaluate_and_print_results: Function, metrics: Metrics) -> Func
 
 
 def _saves(save_checkpoint_and_time: Function, metrics: Metrics) -> Function:
-    def announced(step: int, *rest: Any, **named: Any) -> None:
+    def shown(step: int, *rest: Any, **named: Any) -> None:
         save_checkpoint_and_time(step, *rest, **named)
         args = get_args()
         if args.rank == 0:
             say(f"> checkpoint of step {step} {'is being written' if args.async_save else 'saved'} to {args.save}")
 
-    return announced
+    return shown

@@ -1,4 +1,4 @@
-"""What a run is to load: looked at before a model is built.
+"""Checks of the checkpoint that a run loads, before a model is built.
 
 Megatron starts from random weights where there is nothing to load, and ends with status 0 where it cannot read what is
 there.
@@ -19,6 +19,25 @@ from megatron_mtp.patches.unpickling import read_catalogue
 from megatron_mtp.training.console import say
 
 FLAGS = {"load": "--load", "pretrained_checkpoint": "--pretrained-checkpoint"}
+POSITIONS = (
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+)
+LATENT_POSITIONS = (
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+"""Arguments that say how positions turn queries and keys; the latter with latent attention."""
 OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
 """Formats without `metadata.json`; Megatron reads them by --ckpt-format."""
 
@@ -84,6 +103,35 @@ def _check_older(iteration: Path) -> None:
         raise ValueError(f"{iteration} has no file mp_rank_*/model_optim_rng.pt; give another checkpoint.")
     with read_errors(f"{files[0]} cannot be loaded"):
         torch.load(files[0], map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(files[0]))
+
+
+def check_positions(args: Namespace) -> None:
+    """Whether the rotary settings are those that the checkpoint was trained with; its tensors do not show them.
+
+    Raises:
+        ValueError: they are not, and no new run was asked for (--finetune).
+    """
+    load_arg = "load" if checkpoint_exists(args.load) else "pretrained_checkpoint"
+    if args.use_checkpoint_args or not checkpoint_exists(getattr(args, load_arg)):
+        return
+    folder = Path(get_load_checkpoint_path_by_args(args, load_arg))
+    if not (folder / FORMAT).exists():
+        return
+    stored = DistReader(folder).state().get("args")
+    names = POSITIONS + (LATENT_POSITIONS if args.multi_latent_attention else ())
+    for name in names:
+        own = getattr(args, name, None)
+        theirs = getattr(stored, name, own)
+        if theirs == own:
+            continue
+        said = f"{FLAGS[load_arg]} {folder} was trained with {name} {theirs}, and this run has {own}"
+        if not args.finetune:
+            raise ValueError(
+                f"{said}; give the flags of its training, or --use-checkpoint-args, or --finetune for a new run with "
+                "other positions."
+            )
+        if args.rank == 0:
+            say(f"> {said}")
 
 
 def check_optimizer(args: Namespace) -> None:

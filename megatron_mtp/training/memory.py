@@ -1,4 +1,4 @@
-"""What a rank needs in memory: its parameters counted, activations estimated."""
+"""The memory that a rank needs: parameters are counted, activations estimated."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Parameter:
     Attributes:
         part: trunk, depths, embedding or head.
         local: elements on this rank.
-        total: elements in the whole model that stand in this pipeline stage; 0 of a copy, such as a tied head's.
+        total: elements of the whole model in this pipeline stage; 0 for a copy, such as a tied head's.
         sharded_by: ranks that share its optimizer's state, under a distributed optimizer.
         trains: it has a gradient.
     """

@@ -1,14 +1,13 @@
 """Losses and acceptance by depth, gathered over a run: console table, TensorBoard, W&B, metrics.jsonl.
 
-One `Metrics` belongs to one run and is handed to its forward step; nothing is kept in a class or module. Losses reach
-the console and the writers by themselves (Megatron's loop logs what the loss function reports); here they are kept for
-the file and the short log, together with acceptance, which the loop does not know.
+Every run has one `Metrics`, filled by its forward step; no class or module keeps state. Megatron's loop logs the losses
+to the console and the writers. Here they are kept for the file and the short log, together with acceptance, which the
+loop does not log.
 """
 
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from torch import Tensor
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates, acceptance_rates
 from megatron_mtp.training.console import say
 from megatron_mtp.training.cost import StepClock, peak_memory
+from megatron_mtp.training.metrics_file import append, drop_rows_after
 from megatron_mtp.training.plot import plot_metrics
 from megatron_mtp.training.run_record import write_run_record
 
@@ -59,7 +59,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Step:
-    """What Megatron's loop says of a training step that is through; the optimizer's figures may be absent."""
+    """A finished training step, as Megatron's loop reports it; the optimizer's figures may be absent."""
 
     number: int
     learning_rate: float | None = None
@@ -72,20 +72,20 @@ class Step:
 
 
 class Reporter(Protocol):
-    """Shows a run's figures while it goes on; called on the last rank alone."""
+    """Shows a run's figures while it trains; called only on the last rank."""
 
     def interval(self, row: dict[str, Any], rates: AcceptanceRates | None) -> None:
         """Training since the last call."""
 
     def evaluated_batch(self) -> None:
-        """A microbatch of an evaluation is through."""
+        """A microbatch of an evaluation is done."""
 
     def evaluation(self, row: dict[str, Any], text: str, when: str) -> None:
-        """An evaluation is through; `text` is its table, and `when` 'at step 140' or 'after the run'."""
+        """An evaluation is done; `text` is its table, and `when` is 'at step 140' or 'after the run'."""
 
 
 class PrintedTables:
-    """The reporter beside Megatron's own log: what that does not say."""
+    """The reporter with Megatron's own log: prints what that lacks."""
 
     def interval(self, row: dict[str, Any], rates: AcceptanceRates | None) -> None:
         if rates is not None:
@@ -112,11 +112,11 @@ class Metrics:
         self.evaluated: tuple[dict[str, Any], str] | None = None
         self._training = Window()
         self._evaluation = Window()
-        self._data, self._sets = "validation", 0  # what is evaluated on, and how many sets of it are through
+        self._data, self._sets = "validation", 0  # what is evaluated on, and how many of its sets are done
         self._is_after_run = False
         self._clock = StepClock()
-        self._step: Step | None = None  # the last that is through; numbers count from the start of a resumed run
-        self._skipped = 0  # steps since the last row, whose gradients overflowed
+        self._step: Step | None = None  # the last one done; numbers count from the start of a resumed run
+        self._skipped = 0  # steps since the last row whose gradients overflowed
         self._has_written, self._has_failed = False, False
         self._closing = False
 
@@ -134,7 +134,7 @@ class Metrics:
         self._clock.start()
 
     def end_step(self, step: Step) -> None:
-        """The step is through, on every rank; at the end of a log interval its figures are published."""
+        """The step is done, on every rank; at the end of a log interval its figures are published."""
         self._clock.stop()
         self._step = step
         self._skipped += step.is_skipped
@@ -142,17 +142,17 @@ class Metrics:
             self._end_interval()
 
     def begin_evaluation(self, data: str, is_after_run: bool = False) -> None:
-        """On 'validation' or 'test' data, which Megatron does not tell `end_evaluation`; it may be on several sets."""
+        """An evaluation on 'validation' or 'test' data begins; Megatron calls `end_evaluation` without the name."""
         self._data, self._sets, self._is_after_run = data, 0, is_after_run
 
     def end_evaluation(self, model: Any) -> None:
-        """Megatron's `non_loss_data_func`, called on every rank when an evaluation on one set is through."""
+        """Megatron's `non_loss_data_func`, called on every rank when the evaluation on one set is done."""
         window, self._evaluation = self._evaluation, Window()
         self._publish(self._evaluated_set(), window)
         self._sets += 1
 
     def _evaluated_set(self) -> str:
-        """Of several sets with the suffix that Megatron gives to its own figures."""
+        """The name of the data; with several sets, with the suffix of Megatron's own figures."""
         args = get_args()
         if not args.multiple_validation_sets:
             return self._data
@@ -175,7 +175,9 @@ class Metrics:
             return
         losses, rates = window.reduce()
         iteration = get_args().iteration if self._step is None else self._step.number
-        row: dict[str, Any] = {"iteration": iteration, "split": split, **losses, **_named(rates)}
+        row: dict[str, Any] = {"iteration": iteration, "split": split, **losses}
+        if rates is not None:
+            row |= rates.named()
         if split == "training":
             row |= {**self._step_figures(), **self._clock.read(), "peak memory bytes": peak_memory()}
         self._write(row)
@@ -185,7 +187,7 @@ class Metrics:
             _log_acceptance(rates, iteration, "" if split == "training" else f" {split}")
 
     def _step_figures(self) -> dict[str, float]:
-        """Of the last step, and how many since the last row were skipped, if any."""
+        """Figures of the last step, and how many steps since the last row were skipped, if any."""
         skipped, self._skipped = self._skipped, 0
         figures = {} if self._step is None else self._step.figures()
         return {**figures, "skipped steps": skipped} if skipped else figures
@@ -205,14 +207,14 @@ class Metrics:
         with self._going_on_without(self.folder / FILE):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._has_written:
-                _drop_rows_after(self.folder / FILE, get_args().iteration)
+                drop_rows_after(self.folder / FILE, get_args().iteration)
                 write_run_record(self.folder, get_args())
                 self._has_written = True
-            _append(self.folder / FILE, json.dumps(row) + "\n")
+            append(self.folder / FILE, json.dumps(row) + "\n")
 
     @contextmanager
     def _going_on_without(self, file: Path) -> Iterator[None]:
-        """Of a file that cannot be written, say so once; training goes on."""
+        """If a file cannot be written, report it once; training goes on."""
         try:
             yield
         except OSError as error:
@@ -221,41 +223,8 @@ class Metrics:
             self._has_failed = True
 
 
-def _append(file: Path, row: str) -> None:
-    """The whole row or nothing, so that the next one does not go on where a full disk has cut it."""
-    size = file.stat().st_size if file.exists() else 0
-    try:
-        with open(file, "a", encoding="utf-8") as output:
-            output.write(row)
-    except OSError:
-        with suppress(OSError):
-            os.truncate(file, size)
-        raise
-
-
-def _drop_rows_after(path: Path, iteration: int) -> None:
-    """Rows of steps that a resumed run makes again; those of an earlier run, which is not resumed, stay beside."""
-    if not path.exists():
-        return
-    if iteration == 0:
-        path.replace(path.with_suffix(".old.jsonl"))
-        return
-    rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    beside = path.with_suffix(".partial.jsonl")
-    beside.write_text("".join(row for row in rows if _iteration(row) <= iteration), encoding="utf-8")
-    beside.replace(path)
-
-
-def _iteration(row: str) -> float:
-    """Of a line of the file; one that a killed run left half-written counts as made again."""
-    try:
-        return int(json.loads(row)["iteration"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")
-
-
 def table(losses: dict[str, float], rates: AcceptanceRates | None) -> str:
-    """What a person looks at after an evaluation: loss and acceptance by depth, and tokens per target forward."""
+    """The table after an evaluation: loss and acceptance by depth, and tokens per forward of the trunk."""
     if rates is None:
         return f"loss of the trunk: {losses['lm loss']:.4f}; there are no depths"
     lines = [
@@ -264,25 +233,17 @@ def table(losses: dict[str, float], rates: AcceptanceRates | None) -> str:
         "+-------+------------+------------+------------------------+---------+",
         f"| trunk | {losses['lm loss']:10.4f} |            |                        |         |",
     ]
-    of_depths = zip(rates.from_start, rates.conditional, rates.overlap, strict=True)
-    for depth, (from_start, conditional, overlap) in enumerate(of_depths, start=1):
+    of_depths = zip(rates.acceptance, rates.conditional_acceptance, rates.overlap, strict=True)
+    for depth, (acceptance, conditional, overlap) in enumerate(of_depths, start=1):
         loss = losses[f"mtp_{depth} loss"]
-        lines.append(f"| {depth:5d} | {loss:10.4f} | {from_start:10.1%} | {conditional:22.1%} | {overlap:7.1%} |")
+        lines.append(f"| {depth:5d} | {loss:10.4f} | {acceptance:10.1%} | {conditional:22.1%} | {overlap:7.1%} |")
     lines += [lines[0], f"expected accepted length: {rates.length:.3f} tokens per target forward"]
     return "\n".join(lines)
 
 
-def _named(rates: AcceptanceRates | None) -> dict[str, float]:
-    if rates is None:
-        return {}
-    lists = {"acceptance": rates.from_start, "conditional acceptance": rates.conditional, "overlap": rates.overlap}
-    named = {f"mtp_{depth} {name}": rate for name, of in lists.items() for depth, rate in enumerate(of, start=1)}
-    return {**named, "expected accepted length": rates.length}
-
-
 def _log_acceptance(rates: AcceptanceRates, iteration: int, suffix: str) -> None:
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    for name, value in _named(rates).items():
+    for name, value in rates.named().items():
         if writer:
             writer.add_scalar(name + suffix, value, iteration)
         if wandb and is_last_rank():

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import add_depths, depth_batch, mask_ignored_labels
-from megatron_mtp.losses import LOSSES, needs_teacher, needs_whole_teacher
+from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.schedule import depth_weights
+from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import NextTokensObjective
@@ -24,7 +25,7 @@ from megatron_mtp.training.objective import NextTokensObjective
 
 @dataclass(frozen=True)
 class MTPLoss:
-    """What the depths make of a batch.
+    """The depths' loss of a batch.
 
     Attributes:
         loss: (1 / D) sum_d w_d mean_d, to be weighted with lambda and trained on.
@@ -40,8 +41,8 @@ def trunk_states(model: MTPGPTModel, tokens_BS: Tensor) -> Tensor:
     states: Tensor = model(
         tokens_BS,
         _positions(tokens_BS),
-        _later_slots(tokens_BS),
-        output_processor=lambda hidden_SBH, *_: hidden_SBH,  # without a batch of depths, which are then not run
+        square_mask(tokens_BS.size(1), tokens_BS.device),
+        output_processor=lambda stage: stage.hidden_SBH,  # there is no batch of depths, so they are not run
     )
     return states
 
@@ -60,14 +61,14 @@ def mtp_loss(
     Args:
         hidden_SBH: from `trunk_states` or a forward of your own; detach it to keep the depths' loss out of the trunk.
         tokens_BS: what the trunk saw.
-        labels_BS: t_{i+1} at slot i, as the trunk has them; -100 counts as masked. The depths' are shifted here.
+        labels_BS: t_{i+1} at position i, as the trunk has them; -100 counts as masked. The depths' are shifted here.
         loss_mask_BS: 1 where the label counts, such as the answer of a prompt or the tokens of a rollout.
         settings: loss, temperature and weights of the depths; cross-entropy by default. A draft vocabulary is the
             model's own, whatever they say.
-        document_BS: which document every slot belongs to, where a row has several.
+        document_BS: which document every position belongs to, where a row has several.
 
     Raises:
-        ValueError: the model has no depths, or the shapes differ.
+        ValueError: the model has no depths, the shapes differ, or there is no such loss.
     """
     settings = settings or MTPConfig()
     if not model.mtp_process:
@@ -81,26 +82,18 @@ def mtp_loss(
     mask_ignored_labels(batch)
     add_depths(batch, model.mtp.depths, document_BS)
     depths = depth_batch(batch)
-    attention = AttentionInputs(_later_slots(tokens_BS), *model._preprocess(None, None, hidden_SBH)[1:4])
-    states = model.depth_states(hidden_SBH, depths, _positions(tokens_BS), attention)
-    objective = NextTokensObjective(
-        depth_weights(settings, model.mtp.depths, 1.0),
-        model.pg_collection.cp,
-        LOSSES[settings.mtp_loss](settings),
-        distils=needs_teacher(settings),
-        whole_teacher=needs_whole_teacher(settings),
+    attention = AttentionInputs(
+        square_mask(tokens_BS.size(1), tokens_BS.device), *model._preprocess(None, None, hidden_SBH)[1:4]
     )
+    states = model.depth_states(hidden_SBH, depths, _positions(tokens_BS), attention)
+    weights = depth_weights(settings, model.mtp.depths, 1.0)
+    objective = NextTokensObjective(weights, model.pg_collection.cp, depth_loss(settings))
     head = model.head(detached=model.config.mtp_detach_heads or settings.mtp_train_only)
-    total, sums = objective.of_depths(hidden_SBH.detach(), states, head, depths)
+    later = objective.later_positions(depths.positions_S, len(states))
+    total, sums = objective.of_depths(hidden_SBH.detach(), states, head, depths, later)
     means = torch.stack([each.total / each.tokens.clamp(min=1) for each in sums])
     return MTPLoss(total / depths.whole_tokens[0].clamp(min=1), means.detach())
 
 
 def _positions(tokens_BS: Tensor) -> Tensor:
     return torch.arange(tokens_BS.size(1), device=tokens_BS.device).expand_as(tokens_BS)
-
-
-def _later_slots(tokens_BS: Tensor) -> Tensor:
-    """True where a slot must not look, [1, 1, S, S]."""
-    slots = tokens_BS.size(1)
-    return torch.ones(1, 1, slots, slots, dtype=torch.bool, device=tokens_BS.device).triu(1)

@@ -1,6 +1,6 @@
-"""The training objective: what the last stage makes of the trunk's and the depths' hidden states.
+"""The training objective: from the trunk's and the depths' hidden states to losses and acceptance.
 
-Letters in names: D depths, S sequence, B batch, H hidden, N slots of all rows.
+Letters in names: D depths, S sequence, B batch, H hidden, N positions of all rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +13,14 @@ from torch.distributed import ProcessGroup
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.losses.combine import LossSum, depth_scales, sum_losses
 from megatron_mtp.losses.cross_entropy import CrossEntropy
-from megatron_mtp.losses.linear_cross_entropy import Targets, TokenLoss, linear_loss
-from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
+from megatron_mtp.losses.token_loss import TokenLoss
+from megatron_mtp.losses.vocabulary import vocabulary_of
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.sharing import Head
+from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.acceptance import AcceptanceCounts, count_acceptance
-from megatron_mtp.training.later_slots import LaterSlots
+from megatron_mtp.training.later_positions import LaterPositions
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,9 @@ class NextTokensObjective:
         cp_group: the context-parallel ranks that share every sequence.
         depth_loss: of every depth.
         per_token: whether `--calculate-per-token-loss` is on.
-        distils: whether the depths' loss compares with the trunk's own distribution.
-        whole_teacher: whether it does so over all tokens, also where only some are drafted.
         linear_main: whether the trunk's loss is made in chunks, as the depths' are.
         trains_trunk: whether the trunk's loss is part of the loss.
-        kept_slots: from the slots of a whole sequence to those that the depths are trained on; None for all.
+        kept_positions: from the positions of a whole sequence to those that the depths are trained on; None for all.
         measures_acceptance: whether to count it.
     """
 
@@ -59,28 +59,31 @@ class NextTokensObjective:
     cp_group: ProcessGroup
     depth_loss: TokenLoss = field(default_factory=CrossEntropy)
     per_token: bool = False
-    distils: bool = False
-    whole_teacher: bool = False
     linear_main: bool = False
     trains_trunk: bool = True
-    kept_slots: Callable[[int], Tensor | None] = lambda _: None
+    kept_positions: Callable[[int], Tensor | None] = lambda _: None
     measures_acceptance: bool = False
 
-    def __call__(
-        self, hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, depth_head: Head, batch: DepthBatch
-    ) -> ObjectiveOutput:
-        """Called by the model; `depth_head` is the head as the depths see it, detached where they must not train it."""
+    def __call__(self, stage: StageOutput) -> ObjectiveOutput:
+        """Called by the model, whose `batch` is a `DepthBatch`."""
+        batch, hidden_SBH, depth_hidden = stage.batch, stage.hidden_SBH, stage.depth_hidden
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_trunk):
-            main = self._main(hidden_SBH, head, batch)
-        loss = main.total
-        depths: list[LossSum] = []
-        if depth_hidden:
-            auxiliary, depths = self.of_depths(hidden_SBH.detach(), depth_hidden, depth_head, batch)
-            loss = loss + auxiliary
+            main = self._main(hidden_SBH, stage.head, batch)
+        if not depth_hidden:
+            return ObjectiveOutput(main.total, main, [], None)
+        later = self.later_positions(batch.positions_S, len(depth_hidden))
+        auxiliary, depths = self.of_depths(hidden_SBH.detach(), depth_hidden, stage.depth_head, batch, later)
         acceptance = None
-        if self.measures_acceptance and depth_hidden:
-            acceptance = count_acceptance(hidden_SBH, depth_hidden, head, batch, self.cp_group)
-        return ObjectiveOutput(loss, main, depths, acceptance)
+        if self.measures_acceptance:
+            assert later is not None
+            acceptance = count_acceptance(hidden_SBH, depth_hidden, stage.head, batch.loss_mask_DBS, later)
+        return ObjectiveOutput(main.total + auxiliary, main, depths, acceptance)
+
+    def later_positions(self, positions_S: Tensor, depths: int) -> LaterPositions | None:
+        """Where the trunk's states of later positions are; None where nothing compares with them."""
+        if not (self.measures_acceptance or self.depth_loss.needs_teacher):
+            return None
+        return LaterPositions(positions_S, depths, self.cp_group)
 
     def _main(self, hidden_SBH: Tensor, head: Head, batch: DepthBatch) -> LossSum:
         mask_BS, whole_tokens = batch.loss_mask_BS, batch.whole_tokens[0]
@@ -89,16 +92,21 @@ class NextTokensObjective:
             return sum_losses(losses_BS, mask_BS, whole_tokens)
         targets = Targets(_rows(batch.labels_BS), _rows(mask_BS), torch.ones_like(whole_tokens))
         states_NH = head.whole(hidden_SBH).flatten(0, 1)
-        total, _ = linear_loss(CrossEntropy(), [states_NH], [targets], head.weight, _vocabulary(head))
+        total, _ = linear_loss(CrossEntropy(), [states_NH], [targets], head.weight, vocabulary_of(head))
         return LossSum(total, mask_BS.float().sum(), whole_tokens)
 
     def of_depths(
-        self, trunk_SBH: Tensor, depth_hidden: list[Tensor], head: Head, batch: DepthBatch
+        self,
+        trunk_SBH: Tensor,
+        depth_hidden: list[Tensor],
+        head: Head,
+        batch: DepthBatch,
+        later: LaterPositions | None,
     ) -> tuple[Tensor, list[LossSum]]:
         """The depths' part of the loss, and every depth's own sum for the logs; `trunk_SBH` is their teacher."""
         batch = self._drafted(head, batch)
-        kept_S, share = self._kept(batch.slots_S)
-        teachers = self._teachers(trunk_SBH, len(depth_hidden), head, batch.slots_S, kept_S)
+        kept_S, share = self._kept(batch.positions_S)
+        teachers = self._teachers(trunk_SBH, len(depth_hidden), head, kept_S, later)
         scales = depth_scales(batch.whole_tokens, self.depth_weights, self.per_token)
         states, targets = [], []
         for depth, state_SBH in enumerate(depth_hidden):
@@ -107,8 +115,8 @@ class NextTokensObjective:
                 labels_BS, mask_BS = labels_BS[:, kept_S], mask_BS[:, kept_S]
             states.append(_chosen(head.whole(state_SBH), kept_S).flatten(0, 1))
             targets.append(Targets(_rows(labels_BS), _rows(mask_BS), scales[depth], teachers[depth]))
-        teacher_weight = head.weight if self.whole_teacher else None
-        rows, vocabulary = head.draft_weight, _vocabulary(head, drafts=True)
+        teacher_weight = head.weight if self.depth_loss.needs_whole_teacher else None
+        rows, vocabulary = head.draft_weight, vocabulary_of(head, drafts=True)
         total, sums_D = linear_loss(self.depth_loss, states, targets, rows, vocabulary, teacher_weight)
         tokens = [target.mask_N.sum() for target in targets]
         sums = [LossSum(*each) for each in zip(sums_D, tokens, batch.whole_tokens[1:], strict=True)]
@@ -119,7 +127,7 @@ class NextTokensObjective:
         if head.drafts is None:
             return batch
         labels_DBS = head.drafts.index_V[batch.labels_DBS]
-        if self.distils:
+        if self.depth_loss.needs_teacher:
             return replace(batch, labels_DBS=labels_DBS)
         mask_DBS = batch.loss_mask_DBS * (labels_DBS != NOT_DRAFTED)
         tokens_D = mask_DBS.float().sum((1, 2))
@@ -127,37 +135,30 @@ class NextTokensObjective:
         whole_tokens = torch.cat([batch.whole_tokens[:1], tokens_D])
         return replace(batch, labels_DBS=labels_DBS, loss_mask_DBS=mask_DBS, whole_tokens=whole_tokens)
 
-    def _kept(self, slots_S: Tensor) -> tuple[Tensor | None, float]:
-        """Which of this rank's slots the depths are trained on, and what part of all slots they are."""
-        slots = slots_S.numel() * self.cp_group.size()
-        kept = self.kept_slots(slots)
+    def _kept(self, positions_S: Tensor) -> tuple[Tensor | None, float]:
+        """Which of this rank's positions the depths are trained on, and what part of all positions they are."""
+        positions = positions_S.numel() * self.cp_group.size()
+        kept = self.kept_positions(positions)
         if kept is None:
             return None, 1.0
-        return torch.isin(slots_S, kept.to(slots_S.device)).nonzero()[:, 0], kept.numel() / slots
+        return torch.isin(positions_S, kept.to(positions_S.device)).nonzero()[:, 0], kept.numel() / positions
 
     @torch.no_grad()
     def _teachers(
-        self, trunk_SBH: Tensor, depths: int, head: Head, slots_S: Tensor, kept_S: Tensor | None
+        self, trunk_SBH: Tensor, depths: int, head: Head, kept_S: Tensor | None, later: LaterPositions | None
     ) -> list[Tensor | None]:
-        """The trunk's states d slots later, whose logits are its word on the token that depth d predicts."""
-        if not self.distils:
+        """The trunk's states d positions later: their logits are of the token that depth d predicts."""
+        if later is None or not self.depth_loss.needs_teacher:
             return [None] * depths
-        later = LaterSlots(slots_S, depths, self.cp_group)
         states_SBH = later.lookup(head.whole(trunk_SBH))
         where = (_chosen(later.where(depth), kept_S) for depth in range(1, depths + 1))
         return [states_SBH[where_S].flatten(0, 1) for where_S in where]
 
 
 def _rows(values_BS: Tensor) -> Tensor:
-    """Slot by slot as hidden states are, [N]."""
+    """Position by position as hidden states are, [N]."""
     return values_BS.transpose(0, 1).flatten()
 
 
 def _chosen(values_S: Tensor, kept_S: Tensor | None) -> Tensor:
     return values_S if kept_S is None else values_S[kept_S]
-
-
-def _vocabulary(head: Head, drafts: bool = False) -> Vocabulary:
-    if not drafts or head.drafts is None:
-        return Vocabulary(len(head.weight), head.tp_group, head.logit_scale, tokens=head.vocab_size)
-    return Vocabulary(head.drafts.rows_K.numel(), head.tp_group, head.logit_scale, head.drafts, head.vocab_size)

@@ -1,7 +1,7 @@
 """The plot of a run: loss and acceptance by depth over training steps, from metrics.jsonl.
 
-Test data, on which a run is evaluated once in the end, is left out. Files of older runs call all data 'evaluation', and
-have the conditional acceptance alone, under the name "acceptance": it is not drawn.
+Test data, on which a run is evaluated once at its end, is left out. Earlier versions called all data 'evaluation', and
+the conditional acceptance "acceptance": these rates are not drawn here, and read by `megatron-mtp report`.
 """
 
 import json
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+
+from megatron_mtp.files import written_beside
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -28,22 +30,21 @@ def plot_metrics(source: Path, target: Path) -> None:
     loss_axes.set(title="loss by depth", xlabel="step", ylabel="nats per token")
     conditional = sorted({name for row in rows for name in row if name.endswith(" conditional acceptance")})
     for index, given in enumerate(conditional):
-        name = given.replace("conditional ", "")
-        for split, of_split in evaluations.items():
-            known = [row for row in of_split if given in row]
-            _line(acceptance_axes, known, name, f"C{index + 1}", marker="o", label=f"{name} ({split})")
-    acceptance_axes.set(title="acceptance by depth", xlabel="step", ylabel="rate", ylim=(0, 1))
+        for name, style in ((given.replace("conditional ", ""), "-"), (given, ":")):
+            for split, of_split in evaluations.items():
+                known = [row for row in of_split if given in row]
+                look = {"marker": "o", "linestyle": style, "label": f"{name} ({split})"}
+                _line(acceptance_axes, known, name, f"C{index + 1}", **look)
+    acceptance_axes.set(title="acceptance by depth (dotted: conditional)", xlabel="step", ylabel="rate", ylim=(0, 1))
     for axes in (loss_axes, acceptance_axes):
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
-    beside = target.with_suffix(".partial.png")
     try:
-        figure.savefig(beside, dpi=120)
-        beside.replace(target)
+        with written_beside(target) as beside:
+            figure.savefig(beside, dpi=120, format="png")
     finally:
         plt.close(figure)
-        beside.unlink(missing_ok=True)
 
 
 def _line(axes: Any, rows: list[dict[str, Any]], name: str, color: str, **style: Any) -> None:

@@ -1,8 +1,8 @@
-"""Megatron's refusals as one sentence each: its assertions over flags, and what data, checkpoints and disks stop.
+"""Megatron's refusals as one sentence each: failed assertions over flags; data, checkpoints and disks that fail.
 
 Two contexts: `megatrons_refusals` around Megatron's parsing and validation, `refusals_of_a_run` around its
-`pretrain()`, in which a ValueError may as well be a bug. Bugs keep their traceback there: what our own code raises, and
-what Megatron raises in training itself.
+`pretrain()`, in which a ValueError may also be a bug. Bugs keep their traceback: errors of our own code, and Megatron's
+errors in training itself.
 """
 
 import linecache
@@ -59,7 +59,7 @@ def megatrons_refusals() -> Iterator[None]:
 
 @contextmanager
 def refusals_of_a_run() -> Iterator[None]:
-    """Let what stops Megatron's `pretrain()` over flags, data, checkpoints and disks be an InputError."""
+    """Turn errors of Megatron's `pretrain()` over flags, data, checkpoints and disks into InputErrors."""
     with wrapped({name: partial(_refusing, name) for name in PHASES}):
         yield
 
@@ -89,7 +89,7 @@ def _refusing(name: str, function: Function) -> Function:
 
 
 FAILURES = (Exception, CheckpointException)
-"""What is raised over files; torch's collects the errors of all ranks, and is no Exception."""
+"""Errors over files; torch's CheckpointException has the errors of all ranks, and is no Exception."""
 
 PHASES: dict[str, tuple[tuple[type[BaseException], ...], str]] = {
     "initialize_megatron": (REFUSALS, "Megatron refuses these flags"),
@@ -98,8 +98,8 @@ PHASES: dict[str, tuple[tuple[type[BaseException], ...], str]] = {
     "build_train_valid_test_data_iterators": ((Exception,), "the data sets cannot be built"),
     "save_checkpoint": (FAILURES, "no checkpoint can be saved to --save {save}"),
 }
-"""Functions of Megatron's training loop, what they raise over input, and how the sentence on it begins, with {} for a
-flag's value."""
+"""Functions of Megatron's training loop, their errors over input, and the start of the sentence, with {} for a flag's
+value."""
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -108,12 +108,12 @@ ADVICE = {
     "that of the flags.",
     "not in state dict": "Give the flags that it was trained with, or --no-load-optim if only its optimizer differs.",
 }
-"""What to do, by a part of Megatron's message."""
+"""What to do, by a part of Megatron's message that is in it."""
 
 
 @contextmanager
 def refusal_of_diverged(args: Namespace) -> Iterator[None]:
-    """Let Megatron's RuntimeError over a loss that is NaN, with --rerun-mode disabled, be an InputError."""
+    """Turn Megatron's RuntimeError over a NaN loss, with --rerun-mode disabled, into an InputError."""
     try:
         yield
     except RuntimeError as error:
@@ -123,7 +123,7 @@ def refusal_of_diverged(args: Namespace) -> Iterator[None]:
 
 
 def _free_space(folder: Path) -> str:
-    """Of a disk that is full, Megatron and torch say that a file has an unexpected size."""
+    """The free space: on a full disk Megatron and torch report a file of an unexpected size."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return f" {shutil.disk_usage(there).free / 2**20:.1f} MiB are free there."
 
@@ -145,7 +145,7 @@ def last_words() -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Megatron's message on one line; of an assertion without one, its condition, and of other kinds, which."""
+    """Megatron's message on one line; without one, the condition of an assertion or the kind of the error."""
     error = root_of(error)
     message = " ".join(str(error).split())[:400].rstrip(".")
     if isinstance(error, AssertionError) and not message:

@@ -28,7 +28,7 @@ from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.hooks import observed
 from megatron_mtp.training.metrics import Metrics, Reporter
 from megatron_mtp.training.refusals import megatrons_refusals, refusals_of_a_run
-from megatron_mtp.training.run_file import flags_of
+from megatron_mtp.training.run_file import flags_of, without_unset
 from megatron_mtp.training.short_log import ShortLog, fitting_interval
 
 
@@ -48,17 +48,19 @@ def command(program: str, given: Namespace, rest: list[str], on_cpu: bool) -> No
 
 
 def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
-    """`sys.argv`, which Megatron's parser reads: what --config says, and the command line's flags, which win."""
+    """`sys.argv`, which Megatron's parser reads: the flags of --config, then those of the command line, which win."""
     with sentences(program):
-        words = [] if given.config is None else flags_of(Path(given.config), all_parser(program))
+        flags = all_parser(program)
+        words = [] if given.config is None else flags_of(Path(given.config), flags)
         if any(word.split("=")[0] == "--yaml-cfg" for word in (*words, *rest)):
             raise ValueError("--yaml-cfg takes the place of all flags, those of the depths too; give --config.")
+        words, rest = without_unset(words, rest, flags)
     sys.argv = [program, *words, *rest]
     return sys.argv
 
 
 def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
-    """Run what the command line asks for; bad input ends with one sentence and exit status 2.
+    """Run the command line; bad input ends with one sentence and exit status 2.
 
     Inside `quiet()` the run has a short log, with the tables of evaluations if `shows_tables`; else Megatron's.
     """
@@ -78,7 +80,7 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
 
 
 def _short_log(args: Namespace, argv: list[str], shows_tables: bool) -> ShortLog:
-    """Where Megatron's listing goes is said in one line, and --log-interval fits the run unless it was given."""
+    """The reporter of a short log; one line names Megatron's listing, and --log-interval fits the run unless given."""
     if not any(word.startswith("--log-i") for word in argv):
         args.log_interval = fitting_interval(args.train_iters)
     folder = args.mtp_metrics_dir or args.save
@@ -90,7 +92,7 @@ def _short_log(args: Namespace, argv: list[str], shows_tables: bool) -> ShortLog
 
 
 def fit_to_machine(argv: list[str], on_cpu: bool) -> None:
-    """Add to `argv` what this machine needs, and say so; started as plain `python`, be a job of one rank."""
+    """Add to `argv` the flags that this machine needs, and print them; plain `python` starts a job of one rank."""
     join_single_process()
     note = set_machine_flags(argv, on_cpu)
     if note and os.environ["RANK"] == "0":
@@ -130,14 +132,14 @@ def train(
 
 
 def get_embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """Megatron's question which ranks of a pipeline hold the word embedding."""
+    """For Megatron: the ranks of a pipeline that hold the word embedding."""
     args = get_args()
     tied = not args.untie_embeddings_and_output_weights
     return embedding_ranks(pipeline_ranks, core_transformer_config_from_args(args), tied)
 
 
 def join_single_process() -> None:
-    """Started as plain `python`, be the one rank of a job, as torchrun would say it."""
+    """Started as plain `python`, set what torchrun sets for a job of one rank."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")

@@ -1,4 +1,4 @@
-"""`--config run.yaml`: the flags of a run in a file. What comes out are the words that one would type.
+"""`--config run.yaml`: the flags of a run in a file, read into the words of a command line.
 
     model:                       # names of sections are free, and change nothing
       num-layers: 4              # --num-layers 4; num_layers is the same
@@ -7,7 +7,8 @@
       data-path: [0.7, a, 0.3, b]    # --data-path 0.7 a 0.3 b
     lr: 1e-3
 
-Values are taken as they are written, so that 90,10,0 and 1e-3 stay what they are.
+`--no-swiglu` on the command line unsets a switch that the file sets. Values are taken as they are written, so that
+90,10,0 and 1e-3 stay what they are.
 """
 
 from argparse import Action, ArgumentParser, BooleanOptionalAction
@@ -17,18 +18,18 @@ from pathlib import Path
 
 import yaml
 
-NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "verbose"}
+NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "list-losses", "verbose"}
 """Flags that act before the file is read."""
 
 YES, NO = ("true", "yes", "on"), ("false", "no", "off")
 
 
 def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
-    """The words of a command line that says what the file does; `parser` has all flags that there are.
+    """The flags of the file as words of a command line; `parser` has all flags that there are.
 
     Raises:
-        ValueError: the file cannot be read, names a flag that there is not or one flag twice, or gives it a value that
-            it does not take.
+        ValueError: the file cannot be read, names an unknown flag or a flag twice, or gives a value that the flag does
+            not take.
     """
     known = {
         option.removeprefix("--").replace("_", "-"): action
@@ -40,14 +41,23 @@ def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
     for key, value in _entries(_read(file), file):
         name, where = key.value.replace("_", "-"), f"--config {file}, line {key.start_mark.line + 1}"
         if name in NOT_IN_A_FILE:
-            raise ValueError(f"{where}: '{key.value}' cannot stand in a file; give --{name} on the command line.")
+            raise ValueError(f"{where}: '{key.value}' cannot be in a file; give --{name} on the command line.")
         if name not in known:
             raise ValueError(f"{where}: there is no flag --{name}; {_like(name, known)}")
         if name in seen:
-            raise ValueError(f"{where}: '{key.value}' stands in line {seen[name]} already; remove one of the two.")
+            raise ValueError(f"{where}: '{key.value}' is in line {seen[name]} already; remove one of the two.")
         seen[name] = key.start_mark.line + 1
         words += _words(f"--{name}", known[name], value, where)
     return words
+
+
+def without_unset(words: list[str], typed: list[str], parser: ArgumentParser) -> tuple[list[str], list[str]]:
+    """The words of a file and of the command line, without the file's switches that `--no-X` unsets there."""
+    known = parser._option_string_actions
+    switches = {word for word in words if word in known and known[word].nargs == 0}
+    unset = {f"--no-{word[2:]}": word for word in switches if f"--no-{word[2:]}" not in known}
+    gone = {unset[word] for word in typed if word in unset}
+    return [word for word in words if word not in gone], [word for word in typed if unset.get(word) not in gone]
 
 
 def _read(file: Path) -> yaml.Node | None:
@@ -59,7 +69,7 @@ def _read(file: Path) -> yaml.Node | None:
 
 
 def _entries(node: yaml.Node | None, file: Path) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-    """Keys and values, those of sections among them."""
+    """Keys and values, also those of sections."""
     if node is None:
         return
     if not isinstance(node, yaml.MappingNode):

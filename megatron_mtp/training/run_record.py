@@ -1,4 +1,4 @@
-"""run.json: how a run was started, beside its metrics.jsonl, for `megatron-mtp report`.
+"""run.json: how a run was started, in the folder of its metrics.jsonl, for `megatron-mtp report`.
 
     {"starts": [{"date": "2026-01-31T12:00:00+00:00", "iteration": 0, "command": ["train", ...], "versions": {...}}],
      "arguments": {"num_layers": 4, ...}}
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_mtp import __version__
+from megatron_mtp.files import written_beside
 from megatron_mtp.training.console import say
 
 FILE = "run.json"
@@ -24,7 +25,7 @@ VERSIONS = {"megatron-mtp": __version__, "megatron-core": version("megatron-core
 
 
 def write_run_record(folder: Path, args: Namespace) -> None:
-    """Beside and renamed. The run does not need it: where it cannot be written, one line says so."""
+    """Add this start to run.json. The run does not need it: where it cannot be written, one line says so."""
     start = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "iteration": args.iteration,
@@ -32,13 +33,9 @@ def write_run_record(folder: Path, args: Namespace) -> None:
         "versions": VERSIONS,
     }
     starts = [*_earlier(folder / FILE), start] if args.iteration else [start]
-    beside = folder / f"{FILE}.partial"
     try:
-        try:
+        with written_beside(folder / FILE) as beside:
             beside.write_text(json.dumps({"starts": starts, "arguments": vars(args)}, default=str), encoding="utf-8")
-            beside.replace(folder / FILE)
-        finally:
-            beside.unlink(missing_ok=True)
     except OSError as error:
         say(f"> {folder / FILE} cannot be written ({error.strerror}); the run goes on without it")
 

@@ -1,9 +1,8 @@
 """The short log of a run: a line for every log interval, a table for every evaluation, a line for every checkpoint.
 
-    step 120/560 | lm loss 2.3456 | mtp_1 loss 2.9876 | acceptance 58.5% | 12,345 tokens/s | 0:12:34 left | lr 1.00e-03
+    step 120/560 | lm loss 2.3456 | mtp_1 loss 2.9876 | 12,345 tokens/s | 0:12:34 left | lr 1.00e-03 | grad norm 0.841
 
-It takes the place of Megatron's own log, which goes to the listing (`console.py`). One rank writes it, the last, which
-has the losses.
+Megatron's own log goes to the listing (`console.py`). The last rank, which has the losses, writes the short log.
 """
 
 import shutil
@@ -22,7 +21,7 @@ from megatron_mtp.training.console import say
 
 INTERVALS = (100, 50, 20, 10, 5, 2, 1)
 LINES = 20
-"""A run of at least so many steps has at least so many lines, unless --log-interval says otherwise."""
+"""Without --log-interval, a run of at least so many steps has at least so many lines."""
 
 
 def fitting_interval(steps: int | None) -> int:
@@ -32,7 +31,7 @@ def fitting_interval(steps: int | None) -> int:
 
 @dataclass(frozen=True)
 class Pace:
-    """How far a run is and how fast it goes: steps done and in all, tokens of a step."""
+    """Progress of a run: steps done, all steps, and tokens of a step."""
 
     done: int
     steps: int
@@ -66,10 +65,11 @@ class ShortLog:
 
 
 def line_of(row: dict[str, Any], rates: AcceptanceRates | None, pace: Pace, width: int | None = None) -> str:
-    """One line of a training row; parts that a terminal of this width has no room for are left out from the right."""
+    """A training row as one line; parts that do not fit the terminal's width are left out from the right."""
     parts = [f"step {pace.done}/{pace.steps}", *_losses(row)]
     if rates is not None:
-        parts.append("acceptance " + " ".join(f"{rate:.1%}" for rate in rates.from_start))
+        parts.append(f"acceptance {_percent(rates.acceptance)}")
+        parts.append(f"conditional acceptance {_percent(rates.conditional_acceptance)}")
     if "step seconds" in row:
         seconds = row["step seconds"]
         left = timedelta(seconds=round(seconds * max(pace.steps - pace.done, 0)))
@@ -83,6 +83,10 @@ def line_of(row: dict[str, Any], rates: AcceptanceRates | None, pace: Pace, widt
     whole = list(accumulate(parts, lambda line, part: f"{line} | {part}"))
     fitting = [line for line in whole if width is None or len(line) < width]
     return fitting[-1] if fitting else whole[0]
+
+
+def _percent(rates: list[float]) -> str:
+    return " ".join(f"{rate:.1%}" for rate in rates)
 
 
 def _losses(row: dict[str, Any]) -> list[str]:

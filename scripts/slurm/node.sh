@@ -24,7 +24,7 @@ children_of() { # neither pgrep nor /proc/PID/task/TID/children is everywhere
     done
 }
 
-tell() {
+forward() {
     if [ "$whom" = itself ]; then
         kill -TERM "$command" 2>/dev/null
     else
@@ -33,10 +33,10 @@ tell() {
 }
 
 stop() {
-    told=yes
+    signalled=yes
     touch "$START/stopped"
     while kill -0 "$command" 2>/dev/null; do
-        tell
+        forward
         sleep 2
     done >/dev/null 2>&1 &
 }
@@ -47,9 +47,9 @@ trap stop USR1 TERM
     exec "$@"
 ) &
 command=$!
-told=yes
-while [ -n "$told" ]; do # a signal has ended the wait, and not the command
-    told=
+signalled=yes
+while [ -n "$signalled" ]; do # a signal has ended the wait, and not the command
+    signalled=
     wait "$command"
     status=$?
 done

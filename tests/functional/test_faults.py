@@ -39,7 +39,7 @@ def process_of_rank(launcher: subprocess.Popen[bytes], rank: int) -> psutil.Proc
     return next(worker for worker in workers if worker.environ().get("RANK") == str(rank))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_a_killed_rank_ends_the_job_and_a_restart_resumes(rank: int, tmp_path: Path) -> None:
     log = tmp_path / "killed.log"
     launcher = launch.start_torchrun(command(tmp_path), log)

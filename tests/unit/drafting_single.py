@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_single import MOE, VOCABULARY, our_model, randomise, transformer_config
 from torch import Tensor
 
-from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.data.batch import add_depths, depth_batch
 from megatron_mtp.drafting import loop
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
@@ -22,8 +22,7 @@ from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import Draft, Round
 from megatron_mtp.model.build import MTPGPTModelConfig, build
-from megatron_mtp.model.sharing import Head
-from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.model.trunk import MTPGPTModel, StageOutput
 
 POSITIONS = 160
 
@@ -122,8 +121,9 @@ def prompts_of(batch: int, longest: int = 12, seed: int = 5) -> list[list[int]]:
 def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Tensor]]:
     """Logits of the trunk and of every depth at all slots, each [S, V], by the forward of training."""
 
-    def capture(hidden: Tensor, depths: list[Tensor], head: Head, _: Head, __: DepthBatch) -> Any:
-        return head.project(hidden)[:, 0], [head.project(state)[:, 0] for state in depths]
+    def capture(stage: StageOutput) -> Any:
+        project = stage.head.project
+        return project(stage.hidden_SBH)[:, 0], [project(state)[:, 0] for state in stage.depth_hidden]
 
     tokens = torch.tensor([text], device="cuda")
     slots = len(text)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses import LOSSES, linear_cross_entropy, needs_teacher, needs_whole_teacher
+from megatron_mtp.losses import chunks, depth_loss
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.losses.reference import plain_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
@@ -25,6 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tv": {"mtp_loss": "tv"},
     "tv tempered": {"mtp_loss": "tv", "mtp_temperature": 0.5},
     "mix": {"mtp_loss": "mix", "mtp_loss_mix": "0.2,0.3,0.5"},
+    "mix by names": {"mtp_loss": "mix", "mtp_loss_mix": "tv=0.7,ce=0.3"},
 }
 
 
@@ -108,18 +109,19 @@ class Case:
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         slice_VH = weight_VH.chunk(ranks)[rank].clone().requires_grad_()
         states = [state_NH.requires_grad_() for state_NH in states]
-        if not needs_teacher(settings):
+        token_loss = depth_loss(settings)
+        if not token_loss.needs_teacher:
             targets = [Targets(one.labels_N, one.mask_N, one.scale) for one in targets]
-        linear_cross_entropy.CHUNK_BYTES = 4 * len(slice_VH) * self.rows_at_once
-        linear_cross_entropy.BLOCK_BYTES = linear_cross_entropy.CHUNK_BYTES // 2
+        chunks.CHUNK_BYTES = 4 * len(slice_VH) * self.rows_at_once
+        chunks.BLOCK_BYTES = chunks.CHUNK_BYTES // 2
         rows, vocabulary, teacher = slice_VH, self.entries(len(slice_VH), group), None
         if drafted_K is not None:
             drafts = DraftVocabulary(drafted_K, len(slice_VH), ranks, rank)
             rows = slice_VH[drafts.rows_K]
             vocabulary = replace(vocabulary, slice_size=len(rows), drafts=drafts)
             targets = [replace(one, labels_N=drafts.index_V[one.labels_N]) for one in targets]
-            teacher = slice_VH if needs_whole_teacher(settings) else None
-        value, _ = linear_loss(LOSSES[settings.mtp_loss](settings), states, targets, rows, vocabulary, teacher)
+            teacher = slice_VH if token_loss.needs_whole_teacher else None
+        value, _ = linear_loss(token_loss, states, targets, rows, vocabulary, teacher)
         (3 * value).backward()  # the upstream gradient is a factor
         gradients = [leaf.grad / 3 for leaf in (*states, slice_VH) if leaf.grad is not None]
         if group is not None:

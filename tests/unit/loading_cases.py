@@ -214,6 +214,10 @@ OWN: dict[str, tuple[Fault, dict[str, Words]]] = {
             "--no-load-optim": lambda folder: train(
                 folder, "--use-distributed-optimizer", "--no-load-optim", "--train-iters", "5", SCHEDULE
             ),
+            "other positions": lambda folder: train(folder, "--rotary-base", "500000", "--train-iters", "5", SCHEDULE),
+            "a new run with other positions": lambda folder: train(
+                folder, "--rotary-base", "500000", "--train-iters", "5", "--finetune"
+            ),
             "longer schedule": lambda folder: train(folder, "--train-iters", "9"),
             "another model": lambda folder: train(folder, "--num-layers", "2", "--train-iters", "5", SCHEDULE),
         },

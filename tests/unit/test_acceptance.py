@@ -1,6 +1,6 @@
 """training/acceptance.py with a head that passes logits through: three words, rates that a person can count.
 
-At slot i depth d drafts the token for which the trunk's word stands at slot i + d.
+At position i depth d drafts the token that the trunk predicts at position i + d.
 """
 
 from dataclasses import replace
@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.losses import chunks
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head
-from megatron_mtp.training import acceptance
 from megatron_mtp.training.acceptance import AcceptanceCounts, acceptance_rates
-from megatron_mtp.training.acceptance import count_acceptance as count_acceptance_of_group
+from megatron_mtp.training.acceptance import count_acceptance as count_at_later_slots
+from megatron_mtp.training.later_positions import LaterPositions
 
 WORDS = 3
 
@@ -38,7 +39,8 @@ def head_of(weight_VH: Tensor) -> Head:
 
 def count_acceptance(trunk_SBV: Tensor, drafts: list[Tensor], head: Head, batch: DepthBatch) -> AcceptanceCounts:
     """Of whole sequences; cut ones need several processes."""
-    return count_acceptance_of_group(trunk_SBV, drafts, head, batch, parallel_state.get_context_parallel_group())
+    later = LaterPositions(batch.positions_S, len(drafts), parallel_state.get_context_parallel_group())
+    return count_at_later_slots(trunk_SBV, drafts, head, batch.loss_mask_DBS, later)
 
 
 def words(*rows: list[int]) -> Tensor:
@@ -67,21 +69,21 @@ def test_a_depth_counts_where_the_depths_before_it_were_accepted(head: Head) -> 
     counts = count_acceptance(trunk, [first, second], head, document(1, 4, 2))
     assert lists(counts) == [[3, 2], [3, 1], [2, 1]]
     rates = acceptance_rates(counts.stacked())
-    assert rates.conditional == pytest.approx([2 / 3, 1])
+    assert rates.conditional_acceptance == pytest.approx([2 / 3, 1])
     assert rates.length == pytest.approx(1 + 2 / 3 + 2 / 3 * 1)
 
 
 def test_rates_and_expected_length_of_summed_counts() -> None:
     valid, reached, accepted, overlap = [10.0, 8.0, 6.0], [10.0, 4.0, 1.0], [5.0, 1.0, 0.0], [7.0, 2.0, 3.0]
     rates = acceptance_rates(torch.tensor([valid, reached, accepted, overlap]))
-    assert rates.conditional == [0.5, 0.25, 0]
+    assert rates.conditional_acceptance == [0.5, 0.25, 0]
     assert rates.overlap == pytest.approx([0.7, 0.25, 0.5])
     assert rates.length == 1 + 0.5 + 0.5 * 0.25
 
 
 def test_a_depth_that_was_never_reached_has_rate_zero() -> None:
     rates = acceptance_rates(torch.tensor([[4.0, 0], [4, 0], [0, 0], [1, 0]]))
-    assert (rates.conditional, rates.overlap, rates.length) == ([0, 0], [0.25, 0], 1)
+    assert (rates.conditional_acceptance, rates.overlap, rates.length) == ([0, 0], [0.25, 0], 1)
 
 
 def test_overlap_is_the_sum_of_the_smaller_probabilities(head: Head) -> None:
@@ -100,7 +102,7 @@ def test_a_perfect_drafter_is_always_accepted(head: Head) -> None:
     trunk_SBV = torch.randn(slots, 2, WORDS, generator=torch.Generator().manual_seed(3)).cuda()
     ahead = [trunk_SBV.roll(-depth, dims=0) for depth in range(1, depths + 1)]
     rates = acceptance_rates(count_acceptance(trunk_SBV, ahead, head, document(2, slots, depths)).stacked())
-    assert rates.conditional == [1, 1, 1]
+    assert rates.conditional_acceptance == [1, 1, 1]
     assert rates.overlap == pytest.approx([1, 1, 1])
     assert rates.length == 4
 
@@ -167,8 +169,8 @@ def test_counts_do_not_depend_on_chunks(at_once: int, megatron: None, monkeypatc
     head = replace(head_of(weight_VH), logit_scale=2.0, drafts=drafts)
     batch = document(rows, slots, 2, (torch.rand(rows, slots, generator=generator) > 0.2).float())
     whole = count_acceptance(trunk, states, head, batch)
-    monkeypatch.setattr(acceptance, "CHUNK_BYTES", at_once * rows * vocabulary * 4)
-    monkeypatch.setattr(acceptance, "CHUNK_BYTES_CUDA", at_once * rows * vocabulary * 4)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", at_once * rows * vocabulary * 4)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES_CUDA", at_once * rows * vocabulary * 4)
     torch.testing.assert_close(
         count_acceptance(trunk, states, head, batch).stacked(), whole.stacked(), atol=0, rtol=1e-6
     )
@@ -194,7 +196,7 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(megatron: None, monkeypa
     trunk, *states = (torch.randn(slots, 1, 2).cuda() for _ in range(1 + depths))
     batch = document(1, slots, depths)
     for name in ("CHUNK_BYTES", "CHUNK_BYTES_CUDA"):
-        monkeypatch.setattr(acceptance, name, at_once * vocabulary * 4)
+        monkeypatch.setattr(chunks, name, at_once * vocabulary * 4)
     with Largest() as largest:
         count_acceptance(trunk, states, head, batch)
     assert largest.numbers == (at_once + depths - 1) * vocabulary < slots * vocabulary

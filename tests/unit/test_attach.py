@@ -30,7 +30,7 @@ def settings(model: Path, run: Path, *flags: str) -> Namespace:
 
 def test_every_step_is_a_command_that_its_verb_takes(model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", "--depths", "3", "--float32", "--bf16", "--seed", "7")
-    steps = [step.words(args) for step in attach.STEPS.values()]
+    steps = [step.command(args) for step in attach.STEPS.values()]
     for words in steps:
         assert words is not None
         parse("megatron-mtp", *words)
@@ -55,9 +55,9 @@ def finish(run: Path) -> None:
 def test_what_is_finished_is_not_done_again(model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path)
     finish(tmp_path)
-    left = {name for name, step in attach.STEPS.items() if step.words(args)}
+    left = {name for name, step in attach.STEPS.items() if step.command(args)}
     assert left == {"corpus", "train", "verify", "draft"}  # which find out by themselves, or cost little
-    training = attach.STEPS["train"].words(args)
+    training = attach.STEPS["train"].command(args)
     assert training is not None
     assert training[training.index("--load") + 1] == str(tmp_path / "checkpoint")
     assert "--finetune" not in training
@@ -66,7 +66,7 @@ def test_what_is_finished_is_not_done_again(model: Path, tmp_path: Path) -> None
 def test_a_folder_that_is_older_than_the_checkpoint_is_exported_anew(model: Path, tmp_path: Path) -> None:
     finish(tmp_path)
     os.utime(tmp_path / "exported" / "config.json", (1, 1))
-    words = attach.STEPS["export"].words(settings(model, tmp_path))
+    words = attach.STEPS["export"].command(settings(model, tmp_path))
     assert words is not None
     assert not (tmp_path / "exported").exists()
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.data.batch import add_depths, depth_batch, join_rows, keep_slots, mask_ignored_labels
+from megatron_mtp.data.batch import add_depths, depth_batch, join_rows, keep_positions, mask_ignored_labels
 
 SIX = {
     "tokens": torch.tensor([[10, 11, 12, 13, 14, 15]]),
@@ -41,14 +41,14 @@ def test_a_cut_for_context_parallelism_leaves_the_same_slots_of_everything() -> 
     batch: dict[str, Any] = {name: value.repeat(3, 1) for name, value in SIX.items()}
     batch |= {"attention_mask": torch.ones(3, 1, 6, 6).tril() == 0, "cu_seqlens": None, "max_seqlen": torch.tensor([6])}
     add_depths(batch, 2, None)
-    keep_slots(batch, torch.tensor([0, 3]))
+    keep_positions(batch, torch.tensor([0, 3]))
     depths = depth_batch(batch)
     assert depths.tokens_DBS is not None
     assert depths.labels_BS.tolist() == [[11, 14]] * 3
     assert depths.tokens_DBS[:, 0].tolist() == [[11, 14], [12, 15]]
     assert depths.labels_DBS[:, 0].tolist() == [[12, 15], [13, 16]]
     assert depths.labels_DBS.is_contiguous()
-    assert depths.slots_S.tolist() == [0, 3]
+    assert depths.positions_S.tolist() == [0, 3]
     assert batch["attention_mask"].shape == (3, 1, 2, 6)
     assert batch["max_seqlen"].tolist() == [6]
 
@@ -56,7 +56,7 @@ def test_a_cut_for_context_parallelism_leaves_the_same_slots_of_everything() -> 
 def test_tokens_are_counted_on_whole_sequences() -> None:
     batch: dict[str, Any] = dict(SIX)
     add_depths(batch, 2, None)
-    keep_slots(batch, torch.tensor([0, 3]))
+    keep_positions(batch, torch.tensor([0, 3]))
     assert depth_batch(batch).whole_tokens.tolist() == [5, 4, 3]
 
 

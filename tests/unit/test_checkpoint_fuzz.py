@@ -43,13 +43,15 @@ def test_any_config_is_read_or_refused(name: str, changes: dict[str, Any], depth
     with suppress(ValueError):  # UntrainableError is one
         config = HFConfig.from_keys(keys)
         family = family_of(config)
-        layout = Layout(min(depths, family.depth_limit or depths), frozenset(family.features))
+        stored = family.depths
+        most = depths if stored is None or stored.limit is None else stored.limit
+        layout = Layout(min(depths, most), frozenset(family.features))
         assert family.all_rules(config, layout)
         if family.flags is not None:
             assert all(isinstance(word, str) for word in family.flags(config, layout))
-        if family.depth_flags is not None:
-            assert all(isinstance(word, str) for word in family.depth_flags(config, layout))
-            assert all(factor > 0 for factor in family.depth_scales(config).values())
+        if stored is not None and stored.flags is not None:
+            assert all(isinstance(word, str) for word in stored.flags(config, layout))
+            assert all(factor > 0 for factor in stored.scales(config).values())
 
 
 @settings(max_examples=500, deadline=5000, suppress_health_check=SLOW)

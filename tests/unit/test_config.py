@@ -37,14 +37,9 @@ def test_allowed_settings(settings: dict[str, Any]) -> None:
     ("settings", "message"),
     [
         ({"mtp_architecture": "medusa"}, "--mtp-architecture is 'medusa'; choose one of sequential, parallel."),
-        ({"mtp_loss": "mse"}, "--mtp-loss is 'mse'; choose one of ce, kd, tv, mix."),
         (
             {"mtp_loss": "mix"},
             "--mtp-loss is mix and --mtp-loss-mix None; 'mix' needs its weights, and no other loss takes them.",
-        ),
-        (
-            {"mtp_loss": "mix", "mtp_loss_mix": "1,2"},
-            "--mtp-loss-mix is '1,2'; give 3 numbers of 0 or more (of ce, kd and tv), with commas, not all 0.",
         ),
         ({"mtp_temperature": 0.0}, "--mtp-temperature is 0.0; give a number from 0.01 to 100."),
         ({"mtp_temperature": 1e-30}, "--mtp-temperature is 1e-30; give a number from 0.01 to 100."),

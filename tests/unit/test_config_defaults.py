@@ -75,8 +75,8 @@ def read(kind: str, keys: Keys) -> tuple[object, list[tuple[str, object]]]:
     family = FAMILIES[kind]
     config = HFConfig.from_keys(keys).with_defaults(family.defaults)
     forms = {"head"} | ({"depth of experts"} if kind in EXPERT_DEPTHS else set())
-    layout = Layout(int(family.depth_pattern is not None), frozenset(forms))
-    flags = family.flags or family.depth_flags
+    layout = Layout(int(family.depths is not None), frozenset(forms))
+    flags = family.flags or (family.depths and family.depths.flags)
     assert flags is not None
     try:
         found: object = flags(config, layout)

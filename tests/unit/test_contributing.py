@@ -1,96 +1,36 @@
 """The examples of CONTRIBUTING.md: each is run as it is printed, and does what the page says."""
 
-import json
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hf_models
 import pytest
 import torch
 from documents import ROOT, blocks
 from drafting_single import prompts_of, runner_of
-from hf_models import Model, Tensors, frame, layer_of, make, read
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.families import FAMILIES
-from megatron_mtp.checkpoint.proof.prompt import Prompt
-from megatron_mtp.checkpoint.proof.reference import all_logits
-from megatron_mtp.checkpoint.proof.reference_forms import FORMS
-from megatron_mtp.checkpoint.proof.verify import compare, megatron_logits
-from megatron_mtp.config import LOSS_NAMES, MTPConfig
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.flags import parser
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.verifiers import VERIFIERS
-from megatron_mtp.losses import LOSSES
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
-
-DEPTHS, QUIET = 2, Options(quiet=True, workers=1)
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    """What an example registers is known to its test alone."""
-    tables, names = (FAMILIES, FORMS, LOSSES), (LOSS_NAMES,)
-    rows, known = [dict(table) for table in tables], [list(each) for each in names]
-    yield
-    for table, before in zip(tables, rows, strict=True):
-        table.clear()
-        table.update(before)  # type: ignore[arg-type]
-    for each, before in zip(names, known, strict=True):
-        each[:] = before
 
 
 def section(heading: str) -> str:
     return (ROOT / "CONTRIBUTING.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
-def run_example(heading: str) -> None:
-    """Execute the code under a heading of the page."""
+def run_example(heading: str) -> dict[str, Any]:
+    """Execute the code under a heading of the page, and return its names."""
     ((_, code),) = blocks(section(heading), "python")
-    exec(compile(code, heading, "exec"), {"__name__": "example"})
-
-
-def heron_depths(trunk: Tensors, depths: int) -> Tensors:
-    out: Tensors = {}
-    for k in range(depths):
-        hf = f"model.drafters.{k}."
-        out |= {hf + name: tensor for name, tensor in layer_of(trunk, "model.layers.2.").items()}
-        names = {"embedding": "embed_norm", "hidden": "hidden_norm", "projection": "join", "final": "norm"}
-        out |= frame(**{part: f"{hf}{name}.weight" for part, name in names.items()})
-    return out
-
-
-@pytest.mark.usefixtures("megatron")
-def test_a_family_goes_there_and_back_and_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heron = Model("llama", {}, (DEPTHS,), heron_depths, keys={"model_type": "heron"})
-    monkeypatch.setitem(hf_models.MODELS, "heron", heron)
-    source = make(tmp_path / "source", "heron", DEPTHS)
-    with pytest.raises(ValueError, match="the model_type 'heron' is unknown here"):
-        hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
-    run_example("A model family")
-    hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
-    form = kept_form(tmp_path / "mcore")
-    assert form is not None
-    mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form)
-    before, after = read(source), read(tmp_path / "back")
-    assert before.keys() == after.keys()
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == DEPTHS
-    tokens_BS = torch.randint(hf_models.VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        theirs = all_logits(source, tokens_BS)
-    checks = compare(theirs, megatron_logits(tmp_path / "mcore", Prompt.of(tokens_BS)))
-    assert len(checks) == 2 + DEPTHS
-    assert [check for check in checks if not check.ok] == []
+    names = {"__name__": "example"}
+    exec(compile(code, heading, "exec"), names)
+    return names
 
 
 def as_rows(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -184,9 +124,7 @@ def focal(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
 
 def test_a_loss_has_the_gradient_of_its_definition() -> None:
-    with pytest.raises(ValueError, match="--mtp-loss is 'focal'"):
-        MTPConfig(mtp_loss="focal")
-    run_example("A loss")
+    focal_loss = run_example("A loss")["Focal"]()
     generator = torch.Generator().manual_seed(4)
     states_NH = torch.randn(12, 6, generator=generator, dtype=torch.double)
     weight_VH = torch.randn(20, 6, generator=generator, dtype=torch.double)
@@ -194,8 +132,7 @@ def test_a_loss_has_the_gradient_of_its_definition() -> None:
     labels_N, scale = torch.randint(20, (12,), generator=generator), torch.tensor(0.3, dtype=torch.double)
 
     def ours(states_NH: Tensor, weight_VH: Tensor) -> Tensor:
-        loss = LOSSES["focal"](MTPConfig(mtp_loss="focal"))
-        return linear_loss(loss, [states_NH], [Targets(labels_N, mask_N, scale)], weight_VH, Vocabulary(20))[0]
+        return linear_loss(focal_loss, [states_NH], [Targets(labels_N, mask_N, scale)], weight_VH, Vocabulary(20))[0]
 
     def plain(states_NH: Tensor, weight_VH: Tensor) -> Tensor:
         return scale * focal(states_NH @ weight_VH.t(), labels_N).dot(mask_N)
@@ -203,7 +140,3 @@ def test_a_loss_has_the_gradient_of_its_definition() -> None:
     leaves = [leaf.requires_grad_() for leaf in (states_NH, weight_VH)]
     made = [(value := side(*leaves), *torch.autograd.grad(value, leaves)) for side in (ours, plain)]
     torch.testing.assert_close(*made, rtol=1e-10, atol=1e-12)
-
-
-def test_every_name_has_its_row() -> None:
-    assert set(LOSS_NAMES) == set(LOSSES)

@@ -9,8 +9,9 @@ from hf_models import make, read
 
 from megatron_mtp.checkpoint.convert.depths import attach_depths, drop_depths
 from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf, with_depths
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -52,7 +53,9 @@ def test_no_part_of_a_dropped_depth_is_left(name: str, depths: int, keep: int, t
 )
 def test_the_depth_of_a_carried_tensor(model_type: str, name: str, depth: int | None) -> None:
     config = HFConfig.from_keys({"model_type": model_type, "num_hidden_layers": 45})
-    assert FAMILIES[model_type].depth_of(config, name) == depth
+    depths = FAMILIES[model_type].depths
+    assert depths is not None
+    assert depths.depth_of(config, name) == depth
 
 
 def test_every_key_that_counts_depths_is_written() -> None:

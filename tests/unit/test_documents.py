@@ -34,7 +34,8 @@ def shown(text: str) -> list[str]:
 def unknown_flags(code: str) -> list[str]:
     """Flags in a piece of code that the command in it does not take; of a flag alone, that no command does."""
     known = known_flags(code)
-    return [flag for flag in flags_in(code) if flag not in known]
+    unset = {f"--no-{flag.removeprefix('--')}" for flag in known & own("train")}  # switches of a file: run_file.py
+    return [flag for flag in flags_in(code) if flag not in known | unset]
 
 
 def known_flags(code: str) -> frozenset[str]:
@@ -45,7 +46,7 @@ def known_flags(code: str) -> frozenset[str]:
     words = [DOORS.get(word, word) for word in PROGRAM.sub("", code).replace("-m megatron_mtp ", "").split()]
     named = [word for word in words[:8] if word in commands()]
     if "pytest" in words[:2]:
-        return frozenset(["--durations"])
+        return frozenset(["--all", "--durations"])
     if words and words[0].startswith(("benchmarks/", "scripts/", "examples/")):
         return literals(words[0])
     if code.startswith("torchrun"):
@@ -72,7 +73,7 @@ def literals(script: str) -> frozenset[str]:
 
 def everything() -> frozenset[str]:
     engines = frozenset(flag for flags in ENGINES.values() for flag in flags.split())
-    return frozenset().union(*commands().values()) | launched() | engines
+    return frozenset(["--all"]).union(*commands().values()) | launched() | engines
 
 
 def unknown_verbs(code: str) -> list[str]:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.mcore.tokenizer import keep_tokenizer, run_tokenizer
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.drafting import command, generate, load

@@ -10,13 +10,14 @@ from drafting_single import model_of, prompts_of, run, run_every_step_in_python,
 from torch import Tensor
 
 from megatron_mtp.drafting import loop
+from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.kv_cache import KVCache
 from megatron_mtp.drafting.loop import Limits
 from megatron_mtp.drafting.method import Method
 from megatron_mtp.drafting.proposers import PROPOSERS, mtp
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.types import Draft, Round
+from megatron_mtp.drafting.types import Draft, Emitted, Round
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -60,6 +61,16 @@ def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[lis
 
 def test_no_method_is_left_out() -> None:
     assert {case.settings["method"] for case in CASES.values()} == set(PROPOSERS) - {"plain"}
+
+
+@every_method
+def test_a_method_drafts_chains_or_trees_as_it_says(name: str) -> None:
+    case, seen = CASES[name], list[Emitted]()
+    drafter = Runner(model_of("mha-tied-layernorm"))
+    generate(case.target(), prompts_of(2), 6, speculative=case.settings, drafter=drafter, emit=seen.append)
+    drafts = [emitted.draft for emitted in seen if emitted.draft is not None]
+    assert drafts
+    assert {draft.is_chain for draft in drafts} == {not PROPOSERS[case.settings["method"]].drafts_trees}
 
 
 def caches_of(proposer: Any) -> list[KVCache]:

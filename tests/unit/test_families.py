@@ -1,16 +1,22 @@
 """Every family: Hugging Face to Megatron and back is equal bit by bit, in tensors and in config keys."""
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from documents import ROOT
 from hf_models import CASES, make, read
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.families import FAMILIES, OWN
+from megatron_mtp.checkpoint.families.family import Family
+from megatron_mtp.checkpoint.families.table import families_table, trained_table
 
 QUIET = Options(quiet=True, workers=1)
 
@@ -37,3 +43,21 @@ def test_a_round_trip_gives_back_every_bit_and_key(tmp_path: Path, name: str, de
     same(read(source), read(back))
     assert json.loads((source / "config.json").read_text()) == json.loads((back / "config.json").read_text())
     assert (back / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("table", [families_table, trained_table])
+def test_the_tables_of_the_page_are_those_of_the_families(table: Callable[[Iterable[Family]], str]) -> None:
+    """`python -m megatron_mtp.checkpoint.families.table` prints what belongs there."""
+    assert f"\n{table(OWN)}\n" in (ROOT / "docs/conversion.md").read_text(encoding="utf-8")
+
+
+def test_every_model_type_belongs_to_one_family() -> None:
+    named = [model_type for family in OWN for model_type in family.model_types]
+    assert sorted(named) == sorted(set(named) & FAMILIES.keys())
+
+
+def test_a_family_says_either_how_megatron_runs_it_or_why_not() -> None:
+    with pytest.raises(ValueError, match="Heron needs either Megatron's flags or the reason"):
+        Family("Heron", "Heron-1B", ("heron",), lambda config, layout: [])
+    with pytest.raises(ValueError, match="Heron names no model_type"):
+        Family("Heron", "Heron-1B", (), lambda config, layout: [], untrainable="wings")

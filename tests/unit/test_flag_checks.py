@@ -1,6 +1,7 @@
 """The tables of checks name flags that Megatron has, and its refusals become sentences."""
 
 from argparse import ArgumentParser
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,7 @@ def run_args(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def in_a_run(name: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a function of Megatron's loop raise, where runs are refused."""
 
+    @wraps(getattr(training, name))  # the probes of patches/table.py look at its name and signature
     def raising(*_: Any) -> None:
         raise error
 
@@ -118,3 +120,15 @@ def test_a_tokenizer_that_nobody_can_look_up(name: str, said: str, monkeypatch: 
     with pytest.raises(ValueError, match=said):
         check_tokenizer_folder(SimpleNamespace(tokenizer_model=name, tokenizer_type="HuggingFaceTokenizer"))  # type: ignore[arg-type]
     check_tokenizer_folder(SimpleNamespace(tokenizer_model=name, tokenizer_type="NullTokenizer"))  # type: ignore[arg-type]
+
+
+def test_faults_are_injected_with_a_package_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(recompute_modules=None, moe_grouped_gemm=False, fault_injector_num_ranks=0)
+    monkeypatch.setattr(flag_checks, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="--fault-injector-num-ranks needs the package nvidia-resiliency-ext"):
+        flag_checks.check_machine(args)
+
+
+def test_a_rank_of_less_than_0_is_refused() -> None:
+    with pytest.raises(ValueError, match="--local-rank is -1; give 0 or more"):
+        flag_checks.check_ranges(SimpleNamespace(local_rank=-1))

@@ -15,17 +15,15 @@ from benchmarks import gpu_check, gpu_parts
 from benchmarks.gpu_parts import Found, NotRunError, Setting, Table
 from benchmarks.harness import Goal
 
+SCRIPT = str(REPOSITORY / "benchmarks" / "gpu_check.py")
+WITHOUT_DEVICE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
-def check(folder: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
+
+def test_every_part_runs_on_the_cpu(forked_python: Path) -> None:
     """In a fork, as are the processes that it starts by `sys.executable`."""
-    python, script = fork_server.program(folder / "python"), str(REPOSITORY / "benchmarks" / "gpu_check.py")
-    code = f"import runpy, sys; sys.executable = {str(python)!r}; sys.argv[0] = {script!r}; "
+    code = f"import runpy, sys; sys.executable = {str(forked_python)!r}; sys.argv[0] = {SCRIPT!r}; "
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    return fork_server.run([sys.executable, "-c", code, *flags], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-
-
-def test_every_part_runs_on_the_cpu(tmp_path: Path) -> None:
-    run = check(tmp_path, "--device", "cpu", "--quick")
+    run = fork_server.run([sys.executable, "-c", code, "--device", "cpu", "--quick"], env=WITHOUT_DEVICE)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     summary = json.loads(run.stdout.splitlines()[-1])
     assert summary.keys() == KEYS
@@ -39,8 +37,8 @@ def test_every_part_runs_on_the_cpu(tmp_path: Path) -> None:
     assert summary["results"]["unit_tests"]["tests"] > 10
 
 
-def test_without_a_device_it_is_skipped_in_one_sentence(tmp_path: Path) -> None:
-    run = check(tmp_path)
+def test_without_a_device_it_is_skipped_in_one_sentence() -> None:
+    run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=WITHOUT_DEVICE)
     assert run.returncode == 77
     assert run.stdout.count("\n") == 1
     assert "there is no CUDA device here" in run.stdout

@@ -85,8 +85,11 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "can_record", lambda _, proposer, count, __: count == 0 or proposer.recordable)
 
 
+RECORDABLE = [name for name, method in PROPOSERS.items() if method.recordable and name != "plain"]
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
-@pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "parallel_heads"])
+@pytest.mark.parametrize("method", RECORDABLE)
 def test_repeated_steps_emit_what_plain_decoding_does(method: str, count: int, request: pytest.FixtureRequest) -> None:
     target, prompts = runner_of("parallel" if method == "parallel_heads" else "gqa"), prompts_of(4)
     answers = generate(target, prompts, 40).token_ids

@@ -43,6 +43,20 @@ def test_rotary_settings_are_found_in_all_three_places() -> None:
     assert nested.rope == {"rope_type": "default", "rope_theta": 9.0}
 
 
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({"rope_theta": "1e6"}, "rope_theta"),
+        ({"rope_scaling": {"type": "yarn", "factor": "8"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "llama3", "low_freq_factor": True}}, "low_freq_factor"),
+        ({"rope_scaling": {"type": "yarn"}, "max_position_embeddings": "64"}, "original_max_position_embeddings"),
+    ],
+)
+def test_a_rotary_number_that_is_a_text_is_refused_by_name(keys: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"config.json: '{name}' is .*; it must be a number.$"):
+        _ = config(**keys).rope
+
+
 def test_older_rotary_settings_count_in_the_place_of_newer_ones() -> None:
     """As in transformers, which does not mix them."""
     both = config(rope_scaling={"type": "linear"}, rope_parameters={"rope_theta": 9.0, "factor": 2.0})

@@ -11,8 +11,9 @@ from megatron.core import dist_checkpointing
 
 from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
 from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore, keep_hf_files
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore, keep_hf_files
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.model import load_model, model_config
 from megatron_mtp.checkpoint.proof.verify import verify
@@ -20,6 +21,8 @@ from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.model.arguments import parse_flags, parsed
 from megatron_mtp.model.build import build
 from megatron_mtp.training.arguments import checkpoint_arguments
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 QUIET = Options(quiet=True, workers=1)
 TINY = (
@@ -88,6 +91,15 @@ def test_every_key_that_an_engine_reads_is_written(name: str, tmp_path: Path) ->
     keys = export(trained(tmp_path / "mcore", flags), tmp_path / "hf", family=family)
     assert {*ALL_KEYS.split(), *own.split()} <= keys.keys()
     assert [key for key, value in keys.items() if value is None] == []
+
+
+@pytest.mark.usefixtures("megatron")
+def test_an_epsilon_that_transformers_lacks_inside_latent_attention_is_refused(tmp_path: Path) -> None:
+    """With 1e-4 the logits of an export are off by a thousandth of the largest."""
+    with pytest.raises(ValueError, match="--norm-epsilon above 1e-05 inside latent attention"):
+        export(trained(tmp_path / "latent", f"{LATENT} --norm-epsilon 1e-4"), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    assert export(trained(tmp_path / "dense", "--norm-epsilon 1e-4"), tmp_path / "other")["rms_norm_eps"] == 1e-4
 
 
 @pytest.mark.usefixtures("megatron")

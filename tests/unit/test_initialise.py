@@ -12,8 +12,9 @@ from megatron_single import LATENT, MOE, our_model
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.depths import attach_depths
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.model.initialise import fill_absent_layers
 from megatron_mtp.model.random_weights import RandomWeights

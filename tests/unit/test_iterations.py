@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp.checkpoint.mcore.iterations import TRACKER, repair_tracker
+from megatron_mtp.checkpoint.mcore.iterations import TRACKER, repair_tracker, unnamed_iteration
 
 
 def folder_with(folder: Path, whole: list[int], half: list[int], tracker: str) -> Path:
@@ -20,6 +20,11 @@ def test_an_empty_tracker_names_the_newest_whole_iteration(tmp_path: Path) -> No
     assert repair_tracker(folder_with(tmp_path, whole=[3, 6], half=[9], tracker="")) == 6
     assert (tmp_path / TRACKER).read_text() == "6"
     assert repair_tracker(tmp_path) is None
+
+
+def test_the_iteration_of_an_empty_tracker_is_found_without_a_write(tmp_path: Path) -> None:
+    assert unnamed_iteration(folder_with(tmp_path, whole=[3, 6], half=[9], tracker="")) == 6
+    assert (tmp_path / TRACKER).read_text() == ""
 
 
 def test_a_tracker_that_says_something_is_left_alone(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ import fork_server
 import pytest
 from hf_models import make
 
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.convert.streaming import PLAN, RECORDS, PartialFolder
 
 WORKER = Path(__file__).parent / "killed_conversions.py"
-KILLS = 20
+KILLS = (6, pytest.param(20, marks=pytest.mark.matrix))
 COMMANDS = {
     "hf-to-mcore": ["hf"],
     "mcore-to-hf": ["mcore"],
@@ -26,9 +27,9 @@ COMMANDS = {
 """What each command is given."""
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All commands in one process, which takes longer to start than any of them."""
+@pytest.fixture(scope="module", params=KILLS)
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What became of all commands, each killed so often."""
     folder = tmp_path_factory.mktemp("conversions")
     for name, depths in (("mcore", 3), ("trunk", 0)):
         hf = make(folder / ("hf" if depths else "hf-trunk"), "deepseek_v3", depths)
@@ -36,15 +37,15 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     commands = [[command, str(folder / source), *flags] for command, (source, *flags) in COMMANDS.items()]
     seed = secrets.randbits(32)
     print(f"seed {seed}")
-    words = [sys.executable, str(WORKER), str(folder / "killed"), str(KILLS), str(seed)]
+    words = [sys.executable, str(WORKER), str(folder / "killed"), str(request.param), str(seed)]
     done = fork_server.run(words, input=json.dumps(commands), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return {"kills": request.param, **json.loads(done.stdout.splitlines()[-1])}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_killed_conversion_is_resumed_to_the_same_bytes(command: str, told: dict[str, Any]) -> None:
-    assert told[command]["killed"] == KILLS
+    assert told[command]["killed"] == told["kills"]
     assert told[command]["wrong"] == []
 
 

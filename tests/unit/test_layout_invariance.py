@@ -19,9 +19,10 @@ from megatron_single import transformer_config
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron_mtp.data.batch import add_depths, depth_batch, keep_slots
+from megatron_mtp.data.batch import add_depths, depth_batch, keep_positions
 from megatron_mtp.data.context_parallel import slots_of_ranks
 from megatron_mtp.model.sharing import Head
+from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.objective import NextTokensObjective
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -103,9 +104,9 @@ def ours(cut: Cut, rows: slice, hidden: list[Tensor], weight: Tensor) -> Parts:
     for slots_S in slots_of_ranks(torch.tensor([0, SLOTS]), cut.ranks):
         batch = {"tokens": None, "labels": labels_BS()[rows], "loss_mask": torch.tensor(cut.mask)[rows].float()}
         add_depths(batch, DEPTHS, is_end_BS.cumsum(1) - is_end_BS)
-        keep_slots(batch, slots_S)
+        keep_positions(batch, slots_S)
         trunk, *depths = (state[slots_S] for state in hidden)
-        output = objective(trunk, depths, head, head, depth_batch(batch))
+        output = objective(StageOutput(trunk, depths, head, head, depth_batch(batch)))
         parts.append((output.loss, output.main.tokens))
     return parts
 

@@ -5,10 +5,11 @@ import torch
 from linear_cases import SETTINGS, Case, worst
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses import LOSSES, linear_cross_entropy
+from megatron_mtp.losses import chunks, linear_cross_entropy
 from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.distillation import Divergence, TotalVariation
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
+from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
 TOLERANCE = 2e-6
@@ -17,7 +18,7 @@ TOLERANCE = 2e-6
 @pytest.fixture(autouse=True)
 def usual_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CHUNK_BYTES", "BLOCK_BYTES"):
-        monkeypatch.setattr(linear_cross_entropy, name, getattr(linear_cross_entropy, name))
+        monkeypatch.setattr(chunks, name, getattr(chunks, name))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -54,9 +55,9 @@ CASE = Case((7, 9), 8, 20, 4, 1.0, 3)
         ("tv", TotalVariation(temperature=1.01)),
     ],
 )
-def test_the_comparison_sees_a_wrong_loss(given: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_sees_a_wrong_loss(given: str, wrong: TokenLoss, monkeypatch: pytest.MonkeyPatch) -> None:
     config = MTPConfig(**SETTINGS[given])
-    monkeypatch.setitem(LOSSES, config.mtp_loss, lambda _: wrong)  # type: ignore[arg-type]
+    monkeypatch.setattr(type(wrong), "of", lambda _: wrong)
     assert worst(CASE.chunked(config), CASE.plain(config)) > 1e-4
 
 
@@ -114,7 +115,9 @@ def test_tokens_that_the_trunk_rules_out_have_a_finite_divergence(surplus: float
     exact_N = temperature**2 * (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(1)
     (exact_NV,) = torch.autograd.grad(exact_N.sum(), leaf_NV)
     labels_N = torch.zeros(5, dtype=torch.int64)
-    loss_N, gradient_NV = Divergence(temperature)(logits_NV.clone(), labels_N, teacher_NV.clone(), Vocabulary(50))
+    loss_N, gradient_NV = Divergence(temperature)(
+        Chunk(logits_NV.clone(), labels_N, teacher_NV.clone(), Vocabulary(50))
+    )
     assert worst([loss_N, gradient_NV], [exact_N.detach(), exact_NV]) <= 1e-6
 
 

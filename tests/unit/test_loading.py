@@ -75,6 +75,7 @@ def test_every_damage_is_one_sentence_with_status_2(told: Told) -> None:
         ("nothing there", "--skip-train", "checkpoint does not exist; give a folder"),
         ("whole", "--ckpt-step to nowhere", "--ckpt-step is 9, but "),
         ("whole", "distributed optimizer", "holds the state of a plain optimizer, and this run has a distributed one"),
+        ("whole", "other positions", "was trained with rotary_base 10000, and this run has 500000; give the flags"),
         ("whole", "longer schedule", "or --override-opt-param-scheduler to take that of the flags"),
         ("whole", "another model", "Global shape mismatch for loaded "),
         (
@@ -96,6 +97,7 @@ def test_the_sentence_names_the_fault(fault: str, verb: str, says: str, told: To
         ("whole", "as it is"),
         ("whole", "inspect --check"),
         ("whole", "--no-load-optim"),
+        ("whole", "a new run with other positions"),
         ("of a distributed optimizer", "--no-load-optim"),
         ("without checksums", "as it is"),
         ("saved again by another program", "as it is"),

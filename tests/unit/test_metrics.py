@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtp.training import cost, run_record
+from megatron_mtp.training import cost, metrics_file, run_record
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates
 from megatron_mtp.training.metrics import FILE, PLOT, Metrics, Step, table
@@ -218,7 +218,7 @@ def test_two_runs_in_one_process_do_not_see_each_other(args: Namespace, tmp_path
 def test_table_multiplies_the_conditional_rates() -> None:
     text = table(
         {"lm loss": 2.5, "mtp_1 loss": 3.0, "mtp_2 loss": 3.5},
-        AcceptanceRates(conditional=[0.8, 0.5], overlap=[0.7, 0.4]),
+        AcceptanceRates(conditional_acceptance=[0.8, 0.5], overlap=[0.7, 0.4]),
     )
     assert "| depth |       loss | acceptance | conditional acceptance | overlap |" in text
     assert "|     1 |     3.0000 |      80.0% |                  80.0% |   70.0% |" in text
@@ -245,7 +245,7 @@ def test_a_full_disk_does_not_end_a_run(
                 file.write(text[: space[0]])
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(metrics_module, "open", lambda *_, **__: Full(), raising=False)
+    monkeypatch.setattr(metrics_file, "open", lambda *_, **__: Full(), raising=False)
     train(metrics, args, 3, 6)
     monkeypatch.undo()
     monkeypatch.setattr(metrics_module, "get_args", lambda: args)

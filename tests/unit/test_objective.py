@@ -10,10 +10,11 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
-from megatron_mtp.losses import LOSSES
-from megatron_mtp.losses.schedule import kept_slots
+from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.schedule import kept_positions
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head
+from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -58,7 +59,8 @@ def outcome_of(
         whole=lambda state: state,
         drafts=None if drafted is None else DraftVocabulary(drafted, VOCABULARY),
     )
-    return NextTokensObjective([0.5, 0.25], group, **settings)(trunk_SBH, depth_hidden, head, head, batch())
+    stage = StageOutput(trunk_SBH, depth_hidden, head, head, batch())
+    return NextTokensObjective([0.5, 0.25], group, **settings)(stage)
 
 
 def plain_kd_sums(slots: list[int]) -> list[float]:
@@ -75,7 +77,7 @@ def plain_kd_sums(slots: list[int]) -> list[float]:
     return sums
 
 
-KD = {"depth_loss": LOSSES["kd"](MTPConfig(mtp_loss="kd")), "distils": True}
+KD = {"depth_loss": depth_loss(MTPConfig(mtp_loss="kd"))}
 
 
 def test_a_depth_is_compared_with_the_trunk_as_many_slots_later() -> None:
@@ -94,10 +96,10 @@ def test_the_trunk_is_a_teacher_and_learns_nothing_of_it() -> None:
 
 
 def test_kept_slots_stand_for_all() -> None:
-    keep = partial(kept_slots, 0.4, SEED)
+    keep = partial(kept_positions, 0.4, SEED)
     kept = keep(SLOTS)
     assert kept is not None
-    output = outcome(**KD, kept_slots=keep)
+    output = outcome(**KD, kept_positions=keep)
     share = kept.numel() / SLOTS
     expected = [total / share for total in plain_kd_sums(kept.tolist())]
     assert [sums.total.item() for sums in output.depths] == pytest.approx(expected, rel=1e-5)
@@ -137,9 +139,8 @@ def test_labels_outside_of_the_draft_vocabulary_count_nowhere_in_a_depths_mean()
 
 @pytest.mark.parametrize("loss", ["kd", "tv"])
 def test_soft_labels_of_all_slots_count_whatever_their_label_is(loss: str) -> None:
-    """And tv compares with the trunk's word on all tokens: what it gives to others is rejected."""
-    settings = {"depth_loss": LOSSES[loss](MTPConfig(mtp_loss=loss)), "distils": True, "whole_teacher": loss == "tv"}
-    output = outcome(drafted=DRAFTED, **settings)
+    """And tv compares with the trunk's distribution over all tokens: what it gives to others is rejected."""
+    output = outcome(drafted=DRAFTED, depth_loss=depth_loss(MTPConfig(mtp_loss=loss)))
     trunk_SBH, depth_hidden, weight_VH = states()
     target_SBV, rows_NH = trunk_SBH @ weight_VH.t(), weight_VH[DRAFTED]
     for depth, state_SBH in enumerate(depth_hidden, start=1):

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_mtp.command import line
 from megatron_mtp.report.charts import MOST_POINTS, Chart, Series, compact, figure, log_ticks, smoothed, thinned, ticks
-from megatron_mtp.report.drafts import reach, rejected
+from megatron_mtp.report.drafts import by_position, reach, rejected
 from megatron_mtp.report.page import STYLE, page
 from megatron_mtp.report.panels import charts
 from megatron_mtp.report.runs import MOST, read_runs
@@ -322,6 +322,19 @@ def test_lines_of_training_are_seen_on_light_and_dark_paper() -> None:
     sizes = [float(size) for size in re.findall(r"font(?:-size)?: (?:\d+ )?([.\d]+)px", STYLE)]
     assert len(sizes) > 5
     assert min(sizes) >= 11
+
+
+def test_acceptance_by_position_is_from_the_start_and_given_the_earlier_drafts() -> None:
+    """Three drafts of two tokens and one of one, of which 2, 1, 0 and 1 were accepted."""
+    two, one = {"drafted": [7, 9], "parents": [0, 1]}, {"drafted": [7], "parents": [0]}
+    steps = [two | {"accepted": 2}, two | {"accepted": 1}, two | {"accepted": 0}, one | {"accepted": 1}]
+    rows = re.findall(r"<tr>(.*?)</tr>", by_position([{"steps": steps}]))
+    cells = [re.findall(r">([^<]+)</t[hd]>", row) for row in rows]
+    assert cells == [
+        ["position", "drafted", "accepted", "acceptance", "conditional acceptance"],
+        ["1", "4", "3", "75.0%", "75.0%"],
+        ["2", "3", "1", "33.3%", "50.0%"],
+    ]
 
 
 def test_paths_of_a_tree() -> None:

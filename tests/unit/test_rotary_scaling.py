@@ -14,13 +14,17 @@ from test_random_models import drafted_logits, off
 from megatron_mtp.checkpoint.convert.depths import attach_depths
 from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
 from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.mcore.model import model_config
 from megatron_mtp.checkpoint.proof.prompt import Prompt
 from megatron_mtp.checkpoint.proof.verify import megatron_logits, verify
 from megatron_mtp.drafting.load import load_checkpoint
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.build import build
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 QUIET = Options(quiet=True, workers=1)
 LLAMA3 = {
@@ -95,7 +99,7 @@ SETTINGS = {
 def checkpoint(folder: Path, setting: str) -> Path:
     """A checkpoint as training leaves it; the weights are always the same."""
     args = parsed([*TINY.split(), *setting.split()], 100)
-    made = build(args)
+    made = build(model_config(args))
     randomise(made)
     return save(made, args, folder)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mtp.training.flags import parse_run
-from megatron_mtp.training.run_file import flags_of
+from megatron_mtp.training.run_file import flags_of, without_unset
 
 FILE = """
 model:
@@ -44,6 +44,14 @@ def test_a_file_says_what_one_would_type(parser: ArgumentParser, tmp_path: Path)
     assert parser.parse_args([*words, "--lr", "2e-3"]).lr == "2e-3"  # the command line comes after it
 
 
+def test_a_switch_of_the_file_is_unset_on_the_command_line(parser: ArgumentParser) -> None:
+    words = ["--num-layers", "4", "--swiglu", "--bf16", "--rope", "--lr", "1"]
+    left, typed = without_unset(words, ["--no-swiglu", "--seed", "2", "--no-rope", "--no-lr", "--no-fp8"], parser)
+    assert left == ["--num-layers", "4", "--bf16", "--rope", "--lr", "1"]
+    assert typed == ["--seed", "2", "--no-rope", "--no-lr", "--no-fp8"]  # flags of their own, or none at all
+    assert parser.parse_args([*left, *typed[:3]]).rope is False
+
+
 def test_an_empty_file_says_nothing(parser: ArgumentParser, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("# nothing yet\n")
     assert flags_of(tmp_path / "run.yaml", parser) == []
@@ -54,11 +62,11 @@ def test_an_empty_file_says_nothing(parser: ArgumentParser, tmp_path: Path) -> N
     [
         ("num-layer: 4", "line 1: there is no flag --num-layer; did you mean num-layers?"),
         ("x: {y: 1}", "line 1: there is no flag --y; --help-megatron lists all flags."),
-        ("a:\n  lr: 1\nb:\n  lr: 2", "line 4: 'lr' stands in line 2 already; remove one of the two."),
+        ("a:\n  lr: 1\nb:\n  lr: 2", "line 4: 'lr' is in line 2 already; remove one of the two."),
         ("lr_decay_style: [a, b]", "line 1: --lr-decay-style does not take a list; give one value."),
         ("data-path: [[a]]", "line 1: --data-path does not take a list"),
         ("swiglu: 3", "line 1: --swiglu is a switch, and was given '3'; give true or false."),
-        ("\nverbose: true", "line 2: 'verbose' cannot stand in a file; give --verbose on the command line."),
+        ("\nverbose: true", "line 2: 'verbose' cannot be in a file; give --verbose on the command line."),
         ("lr: [", "cannot be read as YAML"),
         ("- lr", "holds no keys with values; write lines such as 'num-layers: 4'."),
         ("[a]: 1", "line 1: a key is no name of a flag."),

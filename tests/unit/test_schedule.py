@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses.schedule import depth_weights, kept_slots, scaling_factor
+from megatron_mtp.losses.schedule import depth_weights, kept_positions, scaling_factor
 
 
 def factors(steps: list[int], **settings: object) -> list[float]:
@@ -33,8 +33,8 @@ def test_depths_share_lambda_by_their_weights() -> None:
 
 
 def test_slots_are_drawn_from_run_and_step_alone() -> None:
-    assert kept_slots(1.0, (1, 2), 10) is None
-    first, again, other = (kept_slots(0.25, seed, 10) for seed in ((1, 2), (1, 2), (1, 3)))
+    assert kept_positions(1.0, (1, 2), 10) is None
+    first, again, other = (kept_positions(0.25, seed, 10) for seed in ((1, 2), (1, 2), (1, 3)))
     assert first is not None
     assert again is not None
     assert other is not None

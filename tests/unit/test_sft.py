@@ -10,9 +10,9 @@ import pytest
 import torch
 from megatron.core.datasets.utils import Split
 
-from megatron_mtp.training import forward_step
+from megatron_mtp.training import batches
+from megatron_mtp.training.batches import get_batch
 from megatron_mtp.training.chat import ChatDataset, check_chat_files
-from megatron_mtp.training.forward_step import get_batch
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -69,8 +69,8 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         reset_attention_mask=False,
         eod_mask_loss=False,
     )
-    monkeypatch.setattr(forward_step, "get_args", lambda: args)
-    monkeypatch.setattr(forward_step, "is_first_or_last_pipeline_stage", lambda _: True)
+    monkeypatch.setattr(batches, "get_args", lambda: args)
+    monkeypatch.setattr(batches, "is_first_or_last_pipeline_stage", lambda _: True)
     return get_batch(iter([torch.utils.data.default_collate([rows[0]])]), None)
 
 

@@ -18,14 +18,14 @@ ROW = {
     "step seconds": 0.5,
     "peak memory bytes": 2**30,
 }
-RATES = AcceptanceRates(conditional=[0.8, 0.5], overlap=[0.7, 0.4])
+RATES = AcceptanceRates(conditional_acceptance=[0.8, 0.5], overlap=[0.7, 0.4])
 
 
 def test_a_line_has_step_losses_acceptance_speed_and_time_left() -> None:
     """440 steps of half a second are 3 minutes and 40 seconds; 4,096 tokens in it are 8,192 a second."""
     assert line_of(ROW, RATES, Pace(120, 560, 4096)) == (
-        "step 120/560 | lm loss 2.3457 | mtp_1 loss 2.9000 | acceptance 80.0% 40.0% | 8,192 tokens/s | 0:03:40 left "
-        "| lr 1.00e-03 | grad norm 0.841"
+        "step 120/560 | lm loss 2.3457 | mtp_1 loss 2.9000 | acceptance 80.0% 40.0% "
+        "| conditional acceptance 80.0% 50.0% | 8,192 tokens/s | 0:03:40 left | lr 1.00e-03 | grad norm 0.841"
     )
 
 

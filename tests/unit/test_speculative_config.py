@@ -2,10 +2,11 @@
 
 import pytest
 
-from megatron_mtp.drafting.config import SpeculativeConfig, config_from, parse_config
+from megatron_mtp.drafting.config import COMMON_KEYS, SpeculativeConfig, config_from, parse_config
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.proposers.ngram import NgramSettings
 from megatron_mtp.drafting.proposers.tree import TreeSettings
+from megatron_mtp.drafting.settings import keys
 from megatron_mtp.drafting.verifiers import VERIFIERS
 from megatron_mtp.drafting.verifiers.lossy import JointSettings
 
@@ -72,6 +73,13 @@ def test_bad_input_is_told_what_exists(text: str, said: str) -> None:
     with pytest.raises(ValueError, match="speculative") as error:
         parse_config(text)
     assert said in str(error.value)
+
+
+def test_no_two_keys_of_a_config_have_one_name() -> None:
+    for method in PROPOSERS.values():
+        for verifier in VERIFIERS.values():
+            names = [key.name for part in (method, verifier) for key in keys(part.settings_kind)]
+            assert len({*COMMON_KEYS, *names}) == len(COMMON_KEYS) + len(names)
 
 
 def test_rules_that_change_the_distribution_are_known() -> None:

@@ -25,6 +25,8 @@ from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.proof.reference import all_logits
 from megatron_mtp.checkpoint.proof.verify import Check, acceptance, compare, verify
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 WITH_DEPTHS = {**TRAINED, **SPLIT}
 ALL = {**PLAIN, **WITH_DEPTHS}
 AllJudged = dict[tuple[str, bool], Judged]
@@ -156,13 +158,15 @@ def test_a_dropped_rule_is_seen(name: str, judged: AllJudged, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_a_folder_that_lacks_a_carried_tensor_is_refused(name: str, judged: AllJudged, tmp_path: Path) -> None:
+def test_a_folder_that_lacks_a_carried_tensor_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make(tmp_path / "hf", name, WITH_DEPTHS[name])
     tensors = read(folder)
     trunk = next(key for key in tensors if ".layers.1." in key and not key.startswith(("mtp.", "model.mtp.")))
     write(folder, {key: tensor for key, tensor in tensors.items() if key != trunk})
-    with pytest.raises(ValueError, match="transformers' class"):
-        hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore")]) == 2
+    assert "transformers' class" in capsys.readouterr().err
     assert not (tmp_path / "mcore").exists()
     with pytest.raises(ValueError, match="transformers' class"):
         all_logits(folder, TOKENS_BS)
@@ -218,3 +222,17 @@ def test_what_was_not_compared_has_a_status_of_its_own(
     assert main(arguments) == status
     assert said in capsys.readouterr().out
     assert main([*arguments, "--allow-uncompared"]) == (0 if status == 3 else status)
+
+
+def test_depths_that_no_reference_describes_are_not_compared(
+    tmp_path: Path, judged: AllJudged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers then runs the trunk alone, which says nothing about the depths."""
+    folder = judged["glm4_moe", False].folder
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    trunk = {"trunk": judged["glm4_moe", False].logits["trunk"]}
+    monkeypatch.setattr("megatron_mtp.checkpoint.proof.verify.compare", lambda *_: [])
+    monkeypatch.setattr("megatron_mtp.checkpoint.proof.verify.reference_logits", lambda *_: trunk)
+    last = verify(folder, tmp_path / "mcore")[-1]
+    assert (last.name, last.made) == ("logits of the depths not compared", False)
+    assert last.witness == "nothing describes to transformers how GLM-4 MoE stores its depths (reference_forms.py)"

@@ -1,8 +1,7 @@
-"""Do a checkpoint and a `config.json` describe the same computation?
+"""Do a checkpoint's arguments and a `config.json` describe the same computation?
 
-Where Megatron can run the model, both become Megatron's configuration, whose settings are compared. Where it cannot,
-the `config.json` that the conversion has kept is compared with the folder's, both with the defaults of transformers'
-class where there is one.
+Both become Megatron's configuration, and its settings are compared. A model that Megatron cannot run has no such
+configuration: `verify` then compares the kept `config.json` with the folder's (proof/folder_config.py).
 """
 
 import contextlib
@@ -26,9 +25,9 @@ ASIDE = (
     "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias add_qkv_bias "
     "mtp_num_layers mtp_use_repeated_layer"
 ).split()
-"""Of training, or seen in the tensors: their number and shapes, and biases that an export writes as zeros."""
+"""Settings that are not compared: they belong to training, or the tensors show them."""
 LATENT_ASIDE = "kv_channels num_query_groups rotary_percent".split()
-"""What latent attention does not read."""
+"""Settings that latent attention does not use."""
 YARN = (
     "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
     "correction_range_round_to_int"
@@ -36,7 +35,11 @@ YARN = (
 
 
 def settings_of(args: Namespace) -> Settings:
-    """What Megatron's arguments say of the computation, alike where they say the same in other words."""
+    """The settings of a model's computation, from Megatron's arguments: equal for equal computations.
+
+    Raises:
+        ValueError: Megatron refuses the arguments.
+    """
     from megatron_mtp.checkpoint.mcore.model import model_config
 
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
@@ -52,7 +55,7 @@ def settings_of(args: Namespace) -> Settings:
 
 
 def _unread(found: Settings) -> list[str]:
-    """Settings that this model does not read."""
+    """Settings that this model does not use."""
     names = [] if found["num_moe_experts"] else [name for name in found if name.startswith("moe_")]
     if not found["multi_latent_attention"]:
         return names + ([] if found["rope_scaling"] else ["rope_scaling_factor"])
@@ -60,7 +63,7 @@ def _unread(found: Settings) -> list[str]:
 
 
 def _in_one_form(found: Settings) -> Settings:
-    """Settings that can be given in several ways."""
+    """Settings that can be written in several ways, in one of them."""
     frequency, groups = found["moe_layer_freq"], found["moe_router_num_groups"] or 1
     layers = range(found["num_layers"])
     return {
@@ -73,19 +76,22 @@ def _in_one_form(found: Settings) -> Settings:
 
 
 def _scales(found: Settings) -> bool:
-    """Whether latent attention scales its positions; YaRN does nothing with factor 1."""
+    """Whether latent attention scales its positions: YaRN has no effect with factor 1."""
     return bool(found["rope_type"] == "yarn" and found["rotary_scaling_factor"] != 1.0)
 
 
 def check_config(keys: Settings, layout: Layout, args: Namespace, source: str, remedy: str) -> None:
-    """Whether a `config.json` describes what the arguments of a checkpoint do.
+    """Compare a `config.json` with a checkpoint's arguments; a model that Megatron cannot run passes.
 
     Args:
+        keys: of the `config.json`.
+        layout: depths and forms of the folder.
+        args: Megatron's arguments, from the checkpoint.
         source: where the keys are from, for messages.
-        remedy: what to do if it does not.
+        remedy: what the user can do about a difference, for messages.
 
     Raises:
-        ValueError: it does not.
+        ValueError: they describe different computations.
     """
     config = HFConfig.from_keys(keys, source)
     flags = family_of(config).flags
@@ -101,6 +107,6 @@ def check_config(keys: Settings, layout: Layout, args: Namespace, source: str, r
 
 
 def differences(ours: Settings, theirs: Settings) -> list[str]:
-    """Settings that are not equal, as `name ours, but theirs`."""
+    """Settings that differ, each as `NAME OURS, but it is THEIRS`."""
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return [f"{name} {ours.get(name)!r:.60}, but it is {theirs.get(name)!r:.60}" for name in names]

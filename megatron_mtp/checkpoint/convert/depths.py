@@ -1,37 +1,31 @@
-"""Depths attached to a Megatron checkpoint, or dropped from it: the trunk is copied as it is, tensor by tensor.
+"""Attach depths to a Megatron checkpoint or drop them from it; the trunk is copied unchanged, tensor by tensor.
 
-`last-layer` starts each depth as one more step of the trunk: its layer is the trunk's last, its final norm the trunk's,
-its input norms are 1, and eh_proj = [0 | I] passes the hidden state on. `random` draws each as a new model has it.
+`last-layer` makes each depth a copy of the trunk's last layer and final norm, with input norms of 1 and
+eh_proj = [0 | I], which passes the hidden state on. `random` draws each depth as in a new model.
 """
 
 import json
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.importing import Converted, Options
-from megatron_mtp.checkpoint.convert.streaming import PartialFolder, run_parts
+from megatron_mtp.checkpoint.convert.options import Converted, Options
+from megatron_mtp.checkpoint.convert.streaming import PartialFolder
+from megatron_mtp.checkpoint.convert.writing import Group, write_checkpoint
 from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.hf.config import HFConfig, read_json
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN, RELEASE, TRACKER
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.model import check_trainable
-from megatron_mtp.checkpoint.mcore.tensors import (
-    Chunk,
-    DistReader,
-    chunks_are_in,
-    read_chunk,
-    write_catalogue,
-    write_chunk,
-)
+from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths, depth_of
+from megatron_mtp.checkpoint.mcore.tensors import Chunk, DistReader, write_chunk
 from megatron_mtp.checkpoint.mcore.tokenizer import KEPT_TOKENIZER
-from megatron_mtp.files import synced
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 from megatron_mtp.model.random_weights import RandomWeights
 
@@ -40,7 +34,7 @@ INITS = ("random", "last-layer")
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the new checkpoint, and what makes it when it is written."""
+    """A tensor of the new checkpoint, and the function that makes it when it is written."""
 
     key: str
     shape: tuple[int, ...]
@@ -48,8 +42,13 @@ class Source:
     make: Callable[[], Tensor]
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
+        """Size in memory, bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def write(self, stream: IO[bytes], file: str) -> list[Chunk]:
+        """Make the tensor and append it to an open file of this name."""
+        return [write_chunk(stream, file, self.key, self.shape, (0,) * len(self.shape), self.make())]
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,10 @@ class Change:
 
     Attributes:
         reader, source: the checkpoint that is copied, and its folder.
-        trunk, made: the new one's tensors: the trunk's, and those of its depths.
-        common: its common state.
-        plan: what decides about the output, beside the source.
-        before, depths: number of depths of the old and of the new one.
+        trunk, made: tensors of the new checkpoint: the trunk's, and the depths'.
+        common: what the new checkpoint stores beside tensors.
+        plan: everything except the source that determines the output.
+        before, depths: number of depths in the old and in the new checkpoint.
         dropped: names of carried tensors that are left out.
     """
 
@@ -83,7 +82,15 @@ class Change:
 
 
 def attach_depths(source: Path, target: Path, depths: int, init: str, seed: int, options: Options) -> Converted:
-    """Copy a checkpoint that has no depths, and give it some.
+    """Copy a checkpoint that has no depths, and add some.
+
+    Args:
+        source: the checkpoint.
+        target: the checkpoint to make.
+        depths: number of depths to add.
+        init: "last-layer" or "random".
+        seed: seed of "random".
+        options: number of workers, and whether to resume.
 
     Raises:
         ValueError: as `plan_attaching`, or the target is taken.
@@ -92,7 +99,7 @@ def attach_depths(source: Path, target: Path, depths: int, init: str, seed: int,
 
 
 def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Converted:
-    """Copy a checkpoint without its depths, or with the first `keep` of them.
+    """Copy a checkpoint with the first `keep` of its depths.
 
     Raises:
         ValueError: as `plan_dropping`, or the target is taken.
@@ -101,11 +108,11 @@ def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Conv
 
 
 def plan_attaching(source: Path, depths: int, init: str, seed: int) -> Change:
-    """A checkpoint that has no depths, with some.
+    """What `attach_depths` will write, from names and shapes alone.
 
     Raises:
-        ValueError: Megatron cannot run its model, it has depths already, or has no layer to take as a pattern, or one
-            whose weights `random` cannot draw.
+        ValueError: Megatron cannot run the model, the checkpoint has depths already, it has no layer to copy, or
+            `random` cannot draw the weights of its last layer.
     """
     reader = DistReader(source)
     check_trainable(reader.common()["args"], str(source))
@@ -119,13 +126,13 @@ def plan_attaching(source: Path, depths: int, init: str, seed: int) -> Change:
 
 
 def plan_dropping(source: Path, keep: int) -> Change:
-    """A checkpoint without its depths, or with the first `keep` of them.
+    """What `drop_depths` will write, from names and shapes alone.
 
     Raises:
-        ValueError: it has none, or none to drop.
+        ValueError: the checkpoint has no depths, or fewer than `keep` + 1.
     """
     reader = DistReader(source)
-    depths = 1 + max((int(key.split(".")[2]) for key in reader.keys if key.startswith("mtp.layers.")), default=-1)
+    depths = StoredDepths.of(reader.keys).layers
     if not depths:
         raise ValueError(f"{source} has no MTP depths; there is nothing to drop.")
     if not 0 <= keep < depths:
@@ -133,7 +140,7 @@ def plan_dropping(source: Path, keep: int) -> Change:
     kept = [
         _copied(reader, key)
         for key in reader.keys
-        if (key.startswith("mtp.layers.") and int(key.split(".")[2]) < keep) or (key == DRAFT_VOCABULARY and keep)
+        if ((depth := depth_of(key)) is not None and depth < keep) or (key == DRAFT_VOCABULARY and keep)
     ]
     args = _args(reader, mtp_num_layers=keep or None)
     dropped = _carried_parts(reader, source, keep)
@@ -141,7 +148,7 @@ def plan_dropping(source: Path, keep: int) -> Change:
 
 
 def _trunk(reader: DistReader, dropped: frozenset[str] = frozenset()) -> list[Source]:
-    """All tensors but those of depths and the carried ones that are dropped."""
+    """All tensors except the depths' and the dropped carried ones."""
     keys = (key for key in reader.keys if not key.startswith("mtp.") and key.removeprefix(CARRIED) not in dropped)
     return [_copied(reader, key) for key in keys]
 
@@ -154,43 +161,36 @@ def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str
     """Tensors of depths after the first `keep` that Megatron has no module for: names in the Hugging Face folder.
 
     Raises:
-        ValueError: there are carried tensors, but not the config that tells what they belong to.
+        ValueError: there are carried tensors, but no config that describes them.
     """
     carried = [key.removeprefix(CARRIED) for key in reader.keys if key.startswith(CARRIED)]
     if not carried:
         return frozenset()
     config = HFConfig.read(source / HF_FILES)
-    depth_of = family_of(config).depth_of
-    return frozenset(name for name in carried if (depth := depth_of(config, name)) is not None and depth >= keep)
+    stored = family_of(config).depths
+    if stored is None:
+        return frozenset()
+    return frozenset(name for name in carried if (depth := stored.depth_of(config, name)) is not None and depth >= keep)
 
 
 def _copy(change: Change, target: Path, options: Options) -> Converted:
     """Write the new checkpoint."""
     reader, source = change.reader, change.source
     folder = PartialFolder(target, {"source": reader.fingerprint(), **change.plan}, options.resume)
-    inside = folder.path / RELEASE
-    inside.mkdir(exist_ok=True)
-    files = [("trunk", change.trunk), *([("depths", change.made)] if change.made else [])]
-    work = [
-        (sum(entry.bytes for entry in entries), _writer(inside / f"__{name}_0.distcp", entries))
-        for name, entries in files
-    ]
-    is_there = partial(chunks_are_in, inside)
-    records = run_parts(folder, work, options.workers, sum(size for size, _ in work), options.quiet, is_there)
-    chunks = [read_chunk(record) for part in records for record in part]
-    write_catalogue(inside, chunks, change.common)
+    files = {"__trunk_0.distcp": change.trunk, **({"__depths_0.distcp": change.made} if change.made else {})}
+    groups = {name: [Group(entry.size, entry.write) for entry in entries] for name, entries in files.items()}
+    chunks = write_checkpoint(folder, groups, change.common, options)
     if (source / HF_FILES).is_dir():
         shutil.copytree(source / HF_FILES, folder.path / HF_FILES, dirs_exist_ok=True)
         _correct_origin(folder.path / HF_FILES / ORIGIN, change.depths, change.dropped)
     if (reader.folder.parent / KEPT_TOKENIZER).is_dir():
         shutil.copytree(reader.folder.parent / KEPT_TOKENIZER, folder.path / KEPT_TOKENIZER, dirs_exist_ok=True)
-    (folder.path / TRACKER).write_text(RELEASE)
     folder.finish()
     return Converted("Megatron", change.depths, len(chunks), sum(chunk.length for chunk in chunks))
 
 
 def _correct_origin(path: Path, depths: int, dropped: frozenset[str]) -> None:
-    """What the kept files say of the tensors that are there."""
+    """Correct the record of the tensors in the kept files."""
     if not path.is_file():
         return
     origin = read_json(path)
@@ -199,23 +199,8 @@ def _correct_origin(path: Path, depths: int, dropped: frozenset[str]) -> None:
     path.write_text(json.dumps({**origin, "layout": {**layout, "depths": depths, "carried": carried}}, indent=2) + "\n")
 
 
-def _writer(file: Path, entries: list[Source]) -> Callable[[Callable[[int], None]], list[dict[str, Any]]]:
-    def write(report: Callable[[int], None]) -> list[dict[str, Any]]:
-        chunks: list[Chunk] = []
-        with open(file, "wb") as stream:
-            for entry in entries:
-                tensor = entry.make()
-                shape = entry.shape
-                chunks.append(write_chunk(stream, file.name, entry.key, shape, (0,) * len(shape), tensor))
-                report(tensor.nbytes)
-            synced(stream)
-        return [asdict(chunk) for chunk in chunks]
-
-    return write
-
-
 def _depth(reader: DistReader, depth: int, last: int, init: str, seed: int) -> Iterator[Source]:
-    """The tensors of a depth, from 0.
+    """The tensors of the depth of this index, from 0.
 
     Raises:
         ValueError: `random` has no rule for a tensor of the trunk's last layer.
@@ -235,7 +220,7 @@ def _depth(reader: DistReader, depth: int, last: int, init: str, seed: int) -> I
 
 
 def _keys(reader: DistReader, depth: int, last: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Of every tensor of a depth: key, the tensor of the trunk that it is made like, and shape."""
+    """Key, key of the corresponding tensor of the trunk, and shape of every tensor of a depth."""
     mcore, layer, norm = f"mtp.layers.{depth}.", f"decoder.layers.{last}.", "decoder.final_layernorm."
     for key in reader.keys:
         if key.startswith(norm):
@@ -267,7 +252,7 @@ def _last_layer(reader: DistReader) -> int:
 
 
 def _args(reader: DistReader, **changes: Any) -> dict[str, Any]:
-    """The common state with other arguments, as that of a checkpoint with one tensor a layer."""
+    """What the new checkpoint stores beside tensors: changed arguments, and that each layer has its own tensors."""
     common = reader.common()
     args = Namespace(**{**vars(common["args"]), **changes})
     metadata = {"non_homogeneous_layers": True, "singleton_local_shards": False}

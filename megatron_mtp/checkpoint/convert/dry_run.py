@@ -1,6 +1,5 @@
-"""`convert ... --dry-run`: what a conversion would do, from names and shapes; it reads no tensor and writes nothing."""
+"""`convert ... --dry-run`: what a conversion would do, from names and shapes; no tensor is read, nothing is written."""
 
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +10,9 @@ import torch
 
 from megatron_mtp.checkpoint.convert.depths import Change
 from megatron_mtp.checkpoint.convert.exporting import Export, HFForm
-from megatron_mtp.checkpoint.convert.importing import Options, bytes_read
+from megatron_mtp.checkpoint.convert.importing import bytes_read
+from megatron_mtp.checkpoint.convert.names import unnumbered
+from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.convert.streaming import check_free
 from megatron_mtp.checkpoint.families import CARRIED
@@ -19,11 +20,13 @@ from megatron_mtp.checkpoint.families.rules import Rule, Shape
 from megatron_mtp.checkpoint.hf.shards import HFFolder
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-
 
 def plan_import(source: Path, target: Path, options: Options) -> dict[str, Any]:
-    """Of `hf-to-mcore`; raises ValueError where that would, before it writes."""
+    """What `hf-to-mcore` would do, by name.
+
+    Raises:
+        ValueError: as `hf_to_mcore`, before it writes.
+    """
     model = HFModel.read(source)
     written = sum(_written(rule, model.folder, options) for rule in model.rules)
     return {
@@ -38,7 +41,11 @@ def plan_import(source: Path, target: Path, options: Options) -> dict[str, Any]:
 
 
 def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> dict[str, Any]:
-    """Of `mcore-to-hf`; raises ValueError where that would, before it writes."""
+    """What `mcore-to-hf` would do, by name.
+
+    Raises:
+        ValueError: as `mcore_to_hf`, before it writes.
+    """
     export = Export.of(source, target, form)
     tensors = export.tensors(options)
     dropped = [DRAFT_VOCABULARY] if export.reader.holds(DRAFT_VOCABULARY) else []
@@ -55,21 +62,21 @@ def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> d
 
 
 def plan_change(change: Change, target: Path) -> dict[str, Any]:
-    """Of `attach-mtp` and `drop-mtp`."""
+    """What `attach-mtp` or `drop-mtp` would do, by name."""
     entries = [*change.trunk, *change.made]
     old = set(change.reader.keys)
     return {
         "depths before": change.before,
         "depths": change.depths,
         "tensors": len(entries),
-        **_disk(target, sum(entry.bytes for entry in entries)),
+        **_disk(target, sum(entry.size for entry in entries)),
         "new": _counted(entry.key for entry in change.made if entry.key not in old) or "nothing",
         "left out": _counted(change.left_out) or "nothing",
     }
 
 
 def _written(rule: Rule, folder: HFFolder, options: Options) -> int:
-    """Bytes of a rule's tensors in the checkpoint, under each of their keys; what has no shape there is as it was."""
+    """Bytes of a rule's tensors in the checkpoint, under all of their keys."""
     name = rule.hf[0].name
     whole = sum(_elements(folder.shape(tensor.name)) for tensor in rule.hf)
     shapes = [(piece.shape, 1 + len(piece.aliases)) for piece in rule.mcore]
@@ -82,7 +89,7 @@ def _elements(shape: Shape) -> int:
 
 
 def _disk(target: Path, size: int) -> dict[str, Any]:
-    """What the target needs, and what its disk has.
+    """Bytes that will be written, bytes that are free, and whether they fit.
 
     Raises:
         ValueError: the target is taken.
@@ -94,29 +101,24 @@ def _disk(target: Path, size: int) -> dict[str, Any]:
 
 
 def _carried(rules: list[Rule]) -> list[str] | str:
-    """Tensors that Megatron has no module for."""
+    """Names of the carried tensors."""
     names = [piece.key.removeprefix(CARRIED) for rule in rules for piece in rule.mcore if piece.key.startswith(CARRIED)]
     return names or "nothing"
 
 
 def _names(rules: list[Rule], to_mcore: bool) -> list[str]:
-    """The names of both sides, a line for all layers and experts that have the same."""
+    """Names of both sides, one line for all layers and experts of the same kind."""
     counts: Counter[tuple[str, str]] = Counter()
     for rule in rules:
-        hf, mcore = _unnumbered(tensor.name for tensor in rule.hf), _unnumbered(piece.key for piece in rule.mcore)
+        hf, mcore = unnumbered(tensor.name for tensor in rule.hf), unnumbered(piece.key for piece in rule.mcore)
         counts[(hf, mcore) if to_mcore else (mcore, hf)] += 1
     return [_times(f"{old or 'zeros'} -> {new}", count) for (old, new), count in counts.items()]
 
 
 def _counted(keys: Iterable[str]) -> list[str]:
-    """The keys, a line for all layers and experts that have the same."""
-    counts = Counter(_NUMBER.sub("*", key) for key in keys)
-    return [_times(key, count) for key, count in counts.items()]
+    """Keys, one line for all layers and experts of the same kind."""
+    return [_times(key, count) for key, count in Counter(unnumbered([key]) for key in keys).items()]
 
 
 def _times(line: str, count: int) -> str:
     return f"{line}  ({count} times)" if count > 1 else line
-
-
-def _unnumbered(names: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in names))

@@ -1,36 +1,37 @@
 """From a Megatron distributed checkpoint to a Hugging Face folder, a layer at a time."""
 
+import functools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_mtp.checkpoint.convert.importing import Converted, Options
+from megatron_mtp.checkpoint.convert.options import Converted, Options
 from megatron_mtp.checkpoint.convert.plan import check_mcore, parts_of, stored_key, stored_layout
-from megatron_mtp.checkpoint.convert.streaming import Budget, PartialFolder, run_parts
+from megatron_mtp.checkpoint.convert.streaming import Budget, PartialFolder, Report, run_parts
 from megatron_mtp.checkpoint.families import Family, Layout, family_of
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.hf.shards import NOT_KEPT, HFShards
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
+from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 
 
 @dataclass(frozen=True)
 class HFForm:
-    """The folder that an export is to make.
+    """The form of the folder that an export makes.
 
     Attributes:
-        keys: of its `config.json`.
-        features: forms of the family that it uses.
-        carried: tensors outside the text model.
-        files: folder of tokenizer and other files to copy; None for none.
-        texts: other files, by name.
+        keys: keys of its `config.json`.
+        features: names of the forms that it uses, out of the family's.
+        carried: names of the tensors that no rule covers.
+        files: folder of the tokenizer and other files to copy; None for none.
+        texts: further files, by name.
     """
 
     keys: dict[str, Any]
@@ -41,7 +42,7 @@ class HFForm:
 
 
 def kept_form(folder: Path) -> HFForm | None:
-    """The form that a conversion has kept beside its checkpoint; None where there is none."""
+    """The form that an import kept beside its checkpoint; None if there is none."""
     kept = folder / HF_FILES
     if not (kept / CONFIG).is_file():
         return None
@@ -50,15 +51,21 @@ def kept_form(folder: Path) -> HFForm | None:
         origin = read_json(kept / ORIGIN)
         layout, quantised = origin.get("layout", {}), origin.get("quantised", False)
     if quantised:
-        keys.pop("quantization_config", None)  # the tensors that are here are not
+        keys.pop("quantization_config", None)  # its tensors were read as bfloat16
     return HFForm(keys, tuple(layout.get("features", ())), tuple(layout.get("carried", ())), kept)
 
 
 def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> Converted:
     """Write the model of a distributed checkpoint as a folder that transformers, vLLM and SGLang load.
 
+    Args:
+        source: the checkpoint.
+        target: the folder to make.
+        options: how to convert.
+        form: the form of the folder.
+
     Raises:
-        ValueError: the checkpoint is damaged, or is not of the form's family, or the target is taken.
+        ValueError: the checkpoint is damaged or does not fit the form's family, or the target is taken.
         OSError: the target cannot be written.
     """
     export = Export.of(source, target, form)
@@ -67,17 +74,19 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
     tensors = export.tensors(options)
     shards = HFShards(partial.path, tensors, options.shard_bytes, partial.resumed)
     budget = Budget()
-    work = [(_bytes(part, reader), _part_writer(reader, part, shards, budget)) for part in parts_of(rules).values()]
-    total = export.bytes()
-    run_parts(partial, work, options.workers, total, options.quiet, shards.holds)
+    work = [
+        (_bytes(part, reader), functools.partial(_write_part, reader, part, shards, budget))
+        for part in parts_of(rules).values()
+    ]
+    run_parts(partial, work, options.workers, options.quiet, shards.holds)
     _write_files(partial.path, form, with_dtype(keys, tensors))
     partial.finish()
-    return Converted(export.family.title, export.depths, len(tensors), total)
+    return Converted(export.family.title, export.depths, len(tensors), export.bytes())
 
 
 @dataclass(frozen=True)
 class Export:
-    """A checkpoint whose tensors have been found to be those of a form, and the config that its folder will have."""
+    """A checkpoint whose tensors fit a form, and the config keys of the folder to make."""
 
     reader: DistReader
     family: Family
@@ -87,7 +96,11 @@ class Export:
 
     @classmethod
     def of(cls, source: Path, target: Path, form: HFForm) -> "Export":
-        """Raises ValueError where the checkpoint is damaged, or is not of the form's family."""
+        """Match a checkpoint with a form.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or does not fit the form's family.
+        """
         reader = DistReader(source)
         layout = stored_layout(reader, form.features, form.carried)
         keys = with_depths(form.keys, layout.depths)
@@ -100,26 +113,24 @@ class Export:
         return cls(reader, family, layout.depths, keys, rules)
 
     def tensors(self, options: Options) -> "list[Written]":
-        """Those of the folder."""
+        """The tensors that will be in the folder."""
         return [entry for rule in self.rules for entry in _written(rule, self.reader, options)]
 
     def bytes(self) -> int:
-        """Of the tensors as they are read."""
+        """Size of the checkpoint's tensors."""
         return _bytes(self.rules, self.reader)
 
 
 def with_depths(keys: dict[str, Any], depths: int) -> dict[str, Any]:
-    """The config's keys for so many depths, by every name that it counts them by; as they are where they say so."""
+    """The config's keys with this number of depths in every key that holds it; unchanged if they imply it already."""
     config = HFConfig.from_keys(keys)
-    family = family_of(config)
-    said = (
-        family.depth_default
-        if not any(config.has(key) for key in family.depth_keys)
-        else config.integer(*family.depth_keys, least=0)
-    )
-    if family.depth_pattern is None or said is None or said == depths:
+    stored = family_of(config).depths
+    if stored is None:
         return keys
-    counts = {key: depths for key in family.depth_keys if config.has(key)} or {family.depth_keys[0]: depths}
+    configured = stored.configured(config)
+    if (stored.default if configured is None else configured) in (None, depths):
+        return keys
+    counts = {key: depths for key in stored.keys if config.has(key)} or {stored.keys[0]: depths}
     whole = {**keys, **{key: count for key, count in counts.items() if key in keys}}
     if "text_config" not in keys:
         return whole | counts
@@ -131,28 +142,30 @@ Written = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def with_dtype(keys: dict[str, Any], tensors: list[Written]) -> dict[str, Any]:
-    """The config's keys, with the type that most numbers in the tensors have; where no key says it, none will."""
+    """The config's keys with the commonest type of the tensors' numbers in `dtype` and `torch_dtype`, if present."""
     counts: Counter[torch.dtype] = Counter()
     for _, shape, dtype in tensors:
         counts[dtype] += torch.Size(shape).numel() * dtype.is_floating_point
     name = str(counts.most_common(1)[0][0]).removeprefix("torch.")
-    said: dict[str, Any] = {key: name for key in ("dtype", "torch_dtype") if key in keys}
+    types: dict[str, Any] = {key: name for key in ("dtype", "torch_dtype") if key in keys}
     inner = {"text_config": with_dtype(keys["text_config"], tensors)} if "text_config" in keys else {}
-    return {**keys, **said, **inner}
+    return {**keys, **types, **inner}
 
 
 def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
-    if layout.depths and family.depth_pattern is None:
+    if not layout.depths:
+        return
+    if family.depths is None:
         raise ValueError(
             f"{reader.folder} has {layout.depths} MTP depth(s), for which {family.title} folders have no place; export "
             "it to a family with MTP (--family), or without the depths (drop-mtp)."
         )
-    if family.depth_limit is not None and layout.depths > family.depth_limit:
+    if family.depths.limit is not None and layout.depths > family.depths.limit:
         raise ValueError(
-            f"{reader.folder} has {layout.depths} MTP depths, but {family.title} holds at most {family.depth_limit}; "
+            f"{reader.folder} has {layout.depths} MTP depths, but {family.title} holds at most {family.depths.limit}; "
             "choose another family (--family)."
         )
-    if layout.depths and not reader.holds("mtp.layers.0.eh_proj.weight"):
+    if not StoredDepths.of(reader.keys).sequential:
         raise ValueError(
             f"{reader.folder} has parallel heads (--mtp-architecture parallel), which no Hugging Face family stores; "
             "export it without them (drop-mtp)."
@@ -160,7 +173,7 @@ def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
 
 
 def _written(rule: Rule, reader: DistReader, options: Options) -> list[Written]:
-    """The HF tensors that a rule makes."""
+    """The tensors that a rule makes in the folder."""
     if not rule.mcore:
         return [(tensor.name, tensor.shape or (), torch.float32) for tensor in rule.hf]
     key = stored_key(rule.mcore[0], reader)
@@ -171,22 +184,20 @@ def _written(rule: Rule, reader: DistReader, options: Options) -> list[Written]:
     return out
 
 
-def _part_writer(
-    reader: DistReader, rules: list[Rule], shards: HFShards, budget: Budget
-) -> Callable[[Callable[[int], None]], dict[str, int]]:
-    def write(report: Callable[[int], None]) -> dict[str, int]:
-        checksums = {}
-        for rule in rules:
-            size = _bytes([rule], reader)
-            with budget.taking(size):
-                pieces = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
-                for tensor, value in zip(rule.hf, rule.to_hf(pieces), strict=True):
-                    checksums[tensor.name] = shards.write(tensor.name, value)
-            report(size)
-        shards.sync(checksums)
-        return checksums
-
-    return write
+def _write_part(
+    reader: DistReader, rules: list[Rule], shards: HFShards, budget: Budget, report: Report
+) -> dict[str, int]:
+    """Write the tensors of these rules; returns the checksum of each by its name."""
+    checksums = {}
+    for rule in rules:
+        size = _bytes([rule], reader)
+        with budget.taking(size):
+            pieces = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
+            for tensor, value in zip(rule.hf, rule.to_hf(pieces), strict=True):
+                checksums[tensor.name] = shards.write(tensor.name, value)
+        report(size)
+    shards.sync(checksums)
+    return checksums
 
 
 def _bytes(rules: list[Rule], reader: DistReader) -> int:

@@ -1,21 +1,21 @@
-"""The Hugging Face form of a model that Megatron has trained: family and config from Megatron's arguments.
+"""The Hugging Face form of a checkpoint: like another folder, as it was imported, or made from Megatron's arguments.
 
-Models with depths become GLM-4 MoE or DeepSeek-V3 folders, since these are what transformers, vLLM and SGLang all load
-with MTP; a dense model fits into them (`split_mlp_rules`). Without depths they become Llama, Qwen2 or Qwen3 folders.
+A trained model takes the first form that fits it (`Family.trained`). With depths that is GLM-4 MoE or DeepSeek-V3,
+which transformers, vLLM and SGLang load with MTP; a dense model fits into them too (`split_mlp_rules`).
 """
 
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_mtp.checkpoint.convert.computation import check_config
 from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, with_depths
-from megatron_mtp.checkpoint.convert.hf_keys import CODE, KEYS, check_computable, common_keys
 from megatron_mtp.checkpoint.convert.hf_tokens import Tokens
 from megatron_mtp.checkpoint.convert.plan import HFModel, stored_layout, zero_features
-from megatron_mtp.checkpoint.families import family_of
+from megatron_mtp.checkpoint.families import FAMILIES, family_of, trained_forms
+from megatron_mtp.checkpoint.families.trained import check_computable, common_keys
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
+from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.checkpoint.mcore.tokenizer import has_tokenizer, run_tokenizer
 
@@ -27,17 +27,17 @@ def form_of(
     tokenizer: Path | None = None,
     trust_remote_code: bool = False,
 ) -> HFForm:
-    """The form for a checkpoint: like another folder, as a conversion has kept it, or by Megatron's arguments.
+    """The form of the folder that a checkpoint is exported to.
 
     Args:
         source: the checkpoint.
-        like: an HF folder or a converted checkpoint to take config and files from.
-        family: `model_type` to export to.
+        like: a Hugging Face folder or converted checkpoint from which to take config and files.
+        family: `model_type` to export to; None for the imported one, or the one that fits.
         tokenizer: folder of the tokenizer to copy.
-        trust_remote_code: whether to run the code of a tokenizer that has some.
+        trust_remote_code: whether to run the tokenizer folder's Python code.
 
     Raises:
-        ValueError: flags contradict each other or name no tokenizer, or no family has what the model has.
+        ValueError: the flags contradict each other, the folder has no tokenizer, or no family supports the model.
     """
     if like is not None and family is not None:
         raise ValueError("--like and --family were given, but a folder to be like has its family; drop one of the two.")
@@ -49,7 +49,7 @@ def form_of(
     if like is not None:
         form, remedy = kept_form(like) or hf_folder_form(like), "give a folder of the same model (--like)."
         check_said(form, reader, f"the {CONFIG} of {like}", remedy)
-    elif kept is not None and family is None and _holds(kept, stored_layout(reader).depths):
+    elif kept is not None and family is None and _holds(kept, StoredDepths.of(reader.keys).layers):
         form = kept
         check_said(form, reader, f"{source / HF_FILES / CONFIG}", f"make the config anew (--family {_named(kept)}).")
     else:
@@ -59,18 +59,27 @@ def form_of(
 
 
 def check_said(form: HFForm, reader: DistReader, source: str, remedy: str) -> None:
-    """Whether the folder's config will say what the checkpoint's arguments say; arguments as of `check_config`."""
+    """Compare the config of a form with the checkpoint's arguments.
+
+    Args:
+        form: the form of the export.
+        reader: the checkpoint.
+        source, remedy: as in `check_config`.
+
+    Raises:
+        ValueError: they describe different computations.
+    """
     layout = stored_layout(reader, form.features, form.carried)
     check_config(with_depths(form.keys, layout.depths), layout, reader.common()["args"], source, remedy)
 
 
 def _named(form: HFForm) -> str:
     model_type = HFConfig.from_keys(form.keys).model_type
-    return model_type if model_type in KEYS else "NAME"
+    return model_type if model_type in trained_forms() else "NAME"
 
 
 def hf_folder_form(folder: Path) -> HFForm:
-    """The form of an HF folder, whose tensors say what its config does not."""
+    """The form of a Hugging Face folder, from its config and the names of its tensors."""
     model = HFModel.read(folder)
     keys = read_json(folder / CONFIG)
     if model.folder.quantised:
@@ -79,42 +88,36 @@ def hf_folder_form(folder: Path) -> HFForm:
 
 
 def _holds(form: HFForm, depths: int) -> bool:
-    """Whether the family has a place for depths, where there are some."""
-    return not depths or family_of(HFConfig.from_keys(form.keys)).depth_pattern is not None
+    """Whether the form's family can hold so many depths: any family holds none."""
+    return not depths or family_of(HFConfig.from_keys(form.keys)).depths is not None
 
 
 def trained_form(
     reader: DistReader, family: str | None = None, tokenizer: Path | None = None, trust_remote_code: bool = False
 ) -> HFForm:
-    """The form for a checkpoint that no conversion has made.
+    """The form of a checkpoint that a training run saved, from Megatron's arguments.
 
     Args:
+        reader: the checkpoint.
         family: `model_type` of the folder; None for the one that fits.
-        tokenizer: folder to copy into it; None for the one of the training run.
-        trust_remote_code: whether to run the tokenizer's own code.
+        tokenizer: folder of the tokenizer to copy; None for the training run's.
+        trust_remote_code: whether to run the tokenizer folder's Python code.
 
     Raises:
-        ValueError: no family here has what the model has, or the one asked for has not.
+        ValueError: no family supports the model, or `family` does not.
     """
     args = reader.common()["args"]
     check_computable(args)
-    depths = stored_layout(reader).depths
-    chosen = _fitting(args, depths) if family is None else family
-    if chosen not in KEYS:
-        raise ValueError(f"--family is '{chosen}'; a trained model becomes one of {', '.join(KEYS)}.")
+    depths = StoredDepths.of(reader.keys).layers
+    forms = trained_forms()
+    chosen = family or next(name for name, form in forms.items() if form.fits(args, depths))
+    if chosen not in forms:
+        raise ValueError(f"--family is '{chosen}'; a trained model becomes one of {', '.join(forms)}.")
+    form, stored = forms[chosen], FAMILIES[chosen].depths
     tokens = Tokens.of(tokenizer or run_tokenizer(args, reader.folder.parent), args, trust_remote_code)
     dtype = str(reader.dtype("decoder.final_layernorm.weight")).removeprefix("torch.")
-    keys = {**common_keys(args, tokens.vocabulary(reader), dtype), **KEYS[chosen](args), **tokens.ids}
-    keys |= {"model_type": chosen} | ({"num_nextn_predict_layers": depths} if depths else {})
-    texts = {**CODE.get(chosen, {}), **tokens.generation_config()}
+    keys = {**common_keys(args, tokens.vocabulary(reader), dtype), **form.keys(args), **tokens.ids}
+    keys |= {"architectures": [form.architecture], "model_type": chosen}
+    keys |= {stored.keys[0]: depths} if stored is not None and depths else {}
+    texts = {**form.files, **tokens.generation_config()}
     return HFForm(keys, zero_features(reader), files=tokens.folder, texts=texts)
-
-
-def _fitting(args: Namespace, depths: int) -> str:
-    if args.multi_latent_attention:
-        return "deepseek_v3"
-    if args.num_experts or depths:
-        return "glm4_moe"
-    if args.qk_layernorm:
-        return "qwen3"
-    return "qwen2" if args.add_qkv_bias else "llama"

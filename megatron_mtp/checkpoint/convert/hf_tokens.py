@@ -1,4 +1,4 @@
-"""What the tokenizer of a trained model tells its export: the rows that stand for tokens, and the special ones' ids."""
+"""What an export takes from the tokenizer of a trained model: the size of the vocabulary, and special tokens."""
 
 import json
 from argparse import Namespace
@@ -14,12 +14,12 @@ GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class Tokens:
-    """The vocabulary as the tokenizer and Megatron's arguments know it.
+    """The vocabulary, from the tokenizer and Megatron's arguments.
 
     Attributes:
-        size: ids that can occur; None where nothing tells.
-        ids: `bos_token_id` and its like, where there are such tokens.
-        folder: of the tokenizer; None where it is not known.
+        size: number of ids that can occur; None if neither names it.
+        ids: `bos_token_id`, `eos_token_id` and `pad_token_id`, those that exist.
+        folder: folder of the tokenizer; None if unknown.
     """
 
     size: int | None
@@ -28,25 +28,30 @@ class Tokens:
 
     @classmethod
     def of(cls, folder: Path | None, args: Namespace, trust_remote_code: bool = False) -> "Tokens":
-        """By the tokenizer in a folder, and by what the run was told of its own.
+        """Read the tokenizer in a folder; without one, the training run's arguments.
+
+        Args:
+            folder: folder of the tokenizer.
+            args: Megatron's arguments, from the checkpoint.
+            trust_remote_code: whether to run the folder's Python code.
 
         Raises:
-            ValueError: the tokenizer cannot be loaded, or not without running its own code.
+            ValueError: the tokenizer cannot be loaded, or not without its code.
         """
-        said = getattr(args, "vocab_size", None)
+        given = getattr(args, "vocab_size", None)
         if folder is None or not has_tokenizer(folder):
             ends = getattr(args, "null_tokenizer_eod_id", None)
-            return cls(said, {} if ends is None else {"eos_token_id": ends}, folder)
+            return cls(given, {} if ends is None else {"eos_token_id": ends}, folder)
         tokenizer = read_tokenizer(folder, trust_remote_code)
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return cls(
-            max(entries(tokenizer), said or 0),
+            max(entries(tokenizer), given or 0),
             {name: value for name, value in ids.items() if value is not None},
             folder,
         )
 
     def vocabulary(self, reader: DistReader) -> int:
-        """Rows of embedding and head in the folder: without those that Megatron adds to make their number divisible.
+        """Number of rows of embedding and head in the folder, without the rows that Megatron adds as padding.
 
         Raises:
             ValueError: the tokenizer has more tokens than the checkpoint has rows.
@@ -60,7 +65,7 @@ class Tokens:
         return self.size or rows
 
     def generation_config(self) -> dict[str, str]:
-        """The file that tells engines where a text ends, by its name; none where the tokenizer's folder has one."""
+        """`generation_config.json` by its name, so that engines know where texts end; empty if the folder has one."""
         if not self.ids or (self.folder is not None and (self.folder / GENERATION).is_file()):
             return {}
         return {GENERATION: json.dumps(self.ids, indent=2) + "\n"}

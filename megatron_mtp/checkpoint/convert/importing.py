@@ -1,71 +1,35 @@
 """From a Hugging Face folder to a Megatron distributed checkpoint, a layer at a time."""
 
-import functools
 import json
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from megatron_mtp.checkpoint.convert.options import Converted, Options
 from megatron_mtp.checkpoint.convert.plan import HFModel, parts_of
-from megatron_mtp.checkpoint.convert.streaming import Budget, PartialFolder, run_parts
+from megatron_mtp.checkpoint.convert.streaming import PartialFolder
+from megatron_mtp.checkpoint.convert.writing import Group, write_checkpoint
 from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.shards import NOT_KEPT, HFFolder
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN, RELEASE, TRACKER
-from megatron_mtp.checkpoint.mcore.tensors import Chunk, chunks_are_in, read_chunk, write_catalogue, write_chunk
-from megatron_mtp.files import default_workers, synced
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to convert.
-
-    Attributes:
-        dtype: of all floating-point tensors, but those of `STAYS_WIDE`; None keeps each as it is.
-        shard_bytes: largest safetensors file.
-        workers: layers at a time.
-        resume: go on with what an interrupted conversion left.
-        quiet: no progress bar.
-    """
-
-    dtype: torch.dtype | None = None
-    shard_bytes: int = 5 * 10**9
-    workers: int = default_workers()
-    resume: bool = False
-    quiet: bool = False
-
-    def cast(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The type in which a tensor is written."""
-        if self.dtype is None or not dtype.is_floating_point or name.endswith(STAYS_WIDE):
-            return dtype
-        return self.dtype
-
-
-STAYS_WIDE = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
-"""Tensors that models keep in float32 beside bfloat16 weights."""
-
-
-@dataclass(frozen=True)
-class Converted:
-    """What a conversion did."""
-
-    family: str
-    depths: int
-    tensors: int
-    bytes: int
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
+from megatron_mtp.checkpoint.mcore.tensors import Chunk, write_chunk
 
 
 def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callable[[HFModel], Namespace]) -> Converted:
-    """Write the model of an HF folder as a distributed checkpoint that every parallel layout loads.
+    """Write the model of a Hugging Face folder as a distributed checkpoint that every parallel layout loads.
 
     Args:
-        arguments: Megatron's arguments for the model, as the checkpoint keeps them.
+        source: the folder.
+        target: the checkpoint to make.
+        options: how to convert.
+        arguments: makes Megatron's arguments for the model, which the checkpoint keeps.
 
     Raises:
         ValueError: the folder is damaged or contradicts itself, or the target is taken.
@@ -73,47 +37,23 @@ def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callabl
     """
     model = HFModel.read(source)
     args = arguments(model)
-    parts = parts_of(model.rules)
-    partial = PartialFolder(target, _fingerprint(model, options), options.resume)
-    inside = partial.path / RELEASE
-    inside.mkdir(exist_ok=True)
-    sizes = [bytes_read(rules, model.folder) for rules in parts.values()]
-    budget = Budget()
-    torch.serialization.set_crc32_options(
-        False
-    )  # torch never checks these sums, and making them takes half of the time
-    work = [
-        (size, _part_writer(model.folder, rules, inside / f"__{index}_0.distcp", options, budget))
-        for index, (size, rules) in enumerate(zip(sizes, parts.values(), strict=True))
-    ]
-    is_there = functools.partial(chunks_are_in, inside)
-    records = run_parts(partial, work, options.workers, sum(sizes), options.quiet, is_there)
-    chunks = [read_chunk(record) for part in records for record in part]
-    write_catalogue(inside, chunks, _common(model, args))
-    keep_hf_files(source, partial.path / HF_FILES, origin(model))
-    (partial.path / TRACKER).write_text(RELEASE)
-    partial.finish()
-    return Converted(model.family.title, model.layout.depths, len(model.folder.tensors), sum(sizes))
+    folder = PartialFolder(target, _fingerprint(model, options), options.resume)
+    files = {
+        f"__{index}_0.distcp": [_group(model.folder, rule, options) for rule in rules]
+        for index, rules in enumerate(parts_of(model.rules).values())
+    }
+    write_checkpoint(folder, files, _common(model, args), options)
+    keep_hf_files(source, folder.path / HF_FILES, origin(model))
+    folder.finish()
+    size = bytes_read(model.rules, model.folder)
+    return Converted(model.family.title, model.layout.depths, len(model.folder.tensors), size)
 
 
-def _part_writer(
-    folder: HFFolder, rules: list[Rule], file: Path, options: Options, budget: Budget
-) -> Callable[[Callable[[int], None]], list[dict[str, Any]]]:
-    def write(report: Callable[[int], None]) -> list[dict[str, Any]]:
-        chunks: list[Chunk] = []
-        with open(file, "wb") as stream:
-            for rule in rules:
-                size = bytes_read([rule], folder)
-                with budget.taking(size):
-                    chunks += _write_rule(folder, rule, stream, file.name, options)
-                report(size)
-            synced(stream)
-        return [asdict(chunk) for chunk in chunks]
-
-    return write
+def _group(folder: HFFolder, rule: Rule, options: Options) -> Group:
+    return Group(bytes_read([rule], folder), partial(_write_rule, folder, rule, options))
 
 
-def _write_rule(folder: HFFolder, rule: Rule, stream: IO[bytes], file: str, options: Options) -> list[Chunk]:
+def _write_rule(folder: HFFolder, rule: Rule, options: Options, stream: IO[bytes], file: str) -> list[Chunk]:
     chunks = []
     made = rule.to_mcore([folder.read(tensor.name) for tensor in rule.hf])
     for piece, tensor in zip(rule.mcore, made, strict=True):
@@ -125,7 +65,7 @@ def _write_rule(folder: HFFolder, rule: Rule, stream: IO[bytes], file: str, opti
 
 
 def bytes_read(rules: list[Rule], folder: HFFolder) -> int:
-    """Of the tensors as they are read."""
+    """Size of the rules' tensors in memory, FP8 as bfloat16."""
     sizes = ((folder.shape(tensor.name), folder.dtype(tensor.name)) for rule in rules for tensor in rule.hf)
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in sizes)
 
@@ -141,7 +81,7 @@ def _fingerprint(model: HFModel, options: Options) -> dict[str, Any]:
 
 
 def _common(model: HFModel, args: Namespace) -> dict[str, Any]:
-    """What Megatron keeps beside tensors, and what the conversion did."""
+    """What the checkpoint stores beside tensors: Megatron's arguments, and where the model came from."""
     by_layer = {"non_homogeneous_layers": True, "singleton_local_shards": False}
     return {
         "args": args,
@@ -153,9 +93,10 @@ def _common(model: HFModel, args: Namespace) -> dict[str, Any]:
 
 
 def origin(model: HFModel) -> dict[str, Any]:
-    """What a checkpoint tells of where it came from, and the conventions of its depths."""
-    half = "embedding" if model.family.embedding_first else "hidden"
-    side = "after" if model.family.input == "post" else "before"
+    """A record of the model's folder and of the conventions of its depths, which the checkpoint keeps."""
+    depths = model.family.depths
+    half = "embedding" if depths is None or depths.embedding_first else "hidden"
+    side = "before" if depths is not None and depths.before_norm else "after"
     return {
         "model_type": model.config.model_type,
         "family": model.family.title,
@@ -169,12 +110,12 @@ def origin(model: HFModel) -> dict[str, Any]:
 
 
 def layout_record(layout: Layout) -> dict[str, Any]:
-    """A layout as an entry of a record."""
+    """A layout in JSON."""
     return {"depths": layout.depths, "features": sorted(layout.features), "carried": list(layout.carried)}
 
 
 def keep_hf_files(source: Path, folder: Path, origin: dict[str, Any]) -> None:
-    """Copy every file of an HF folder but the weights, and note the origin."""
+    """Copy every file of a Hugging Face folder except the weights, and write the origin beside them."""
     folder.mkdir(exist_ok=True)
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(NOT_KEPT) and file.name != ORIGIN:

@@ -1,4 +1,4 @@
-"""Megatron's arguments for a converted model: what `--use-checkpoint-args` finds, and what builds the model."""
+"""Megatron's arguments for a converted model: `--use-checkpoint-args` restores them, and they build the model."""
 
 from argparse import Namespace
 
@@ -8,7 +8,7 @@ from megatron_mtp.model.arguments import parsed
 
 
 def flags_of(model: HFModel) -> tuple[list[str] | None, str | None]:
-    """Megatron's flags of a model, or None and the reason why Megatron cannot run it."""
+    """Megatron's flags for a model and None, or None and the reason why Megatron cannot run it."""
     if model.family.flags is None:
         return None, model.family.untrainable
     try:
@@ -18,15 +18,19 @@ def flags_of(model: HFModel) -> tuple[list[str] | None, str | None]:
 
 
 def depth_flags_of(model: HFModel) -> list[str] | None:
-    """Megatron's flags for the depths of a model whose trunk it cannot run; None where it cannot run them either."""
+    """Megatron's flags for the depths of a model whose trunk it cannot run; None if it cannot run the depths either."""
+    depths = model.family.depths
     try:
-        return None if model.family.depth_flags is None else model.family.depth_flags(model.config, model.layout)
+        return None if depths is None or depths.flags is None else depths.flags(model.config, model.layout)
     except UntrainableError:
         return None
 
 
 def megatron_arguments(model: HFModel) -> Namespace:
-    """The arguments that a checkpoint of this model keeps; without a model to build, the reason and few others."""
+    """The arguments that a checkpoint of this model stores.
+
+    If Megatron cannot run the model, these are `mtp_num_layers` and the reason, `megatron_mtp_untrainable`.
+    """
     flags, reason = flags_of(model)
     if flags is None:
         return Namespace(mtp_num_layers=model.layout.depths or None, megatron_mtp_untrainable=reason)

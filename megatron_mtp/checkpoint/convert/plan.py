@@ -1,7 +1,6 @@
-"""What a conversion will do, checked by names and shapes before a single tensor is read.
+"""Checks before a conversion, by names and shapes alone: every tensor has its rule, and every rule its tensors.
 
-A plan is the list of rules between two sides that are there: every tensor of the source must have its rule, every rule
-its tensors. Rules are grouped into parts, a layer each, which are converted, recorded and resumed as one.
+Rules are grouped into parts, one per layer, which are converted, recorded and resumed as one.
 """
 
 import re
@@ -17,15 +16,15 @@ from megatron_mtp.checkpoint.families.trunk import ZERO_QKV_BIAS, ZERO_ROUTER_BI
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.hf.kinds import check_kind
 from megatron_mtp.checkpoint.hf.shards import HFFolder, block_of
+from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
-_DEPTH = re.compile(r"^mtp\.layers\.(\d+)\.")
 
 
 def parts_of(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
-    """Rules by layer, in order; what is in no layer is a part of its own."""
+    """Rules by the prefix of their layer, in order; all rules outside layers are one part."""
     parts: dict[str, list[Rule]] = {}
     for rule in rules:
         match = _LAYER.match(rule.mcore[0].key) if rule.mcore else None
@@ -34,7 +33,7 @@ def parts_of(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
 
 
 def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
-    """Every tensor of the folder has one rule, and the shape that the config implies.
+    """Check that every tensor of a folder has one rule, and the shape that the config implies.
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape, or of a type that no weight has.
@@ -63,7 +62,9 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
 
 
 def check_mcore(rules: list[Rule], reader: DistReader) -> None:
-    """The same of a Megatron checkpoint, whose draft vocabulary stays behind: the depths of a folder draft all tokens.
+    """Check that every tensor of a checkpoint has one rule, and the shape that the config implies.
+
+    The draft vocabulary is no exception to report: it is left out, since the depths of a folder draft all tokens.
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape, or of a type that no weight has.
@@ -91,10 +92,10 @@ def check_mcore(rules: list[Rule], reader: DistReader) -> None:
 
 
 def stored_key(piece: Piece, reader: DistReader) -> str:
-    """The key under which a checkpoint holds a piece: its own, or an alias.
+    """The key under which a checkpoint holds a piece: the piece's own, or an alias.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: the checkpoint holds neither.
     """
     for key in (piece.key, *piece.aliases):
         if reader.holds(key):
@@ -103,20 +104,27 @@ def stored_key(piece: Piece, reader: DistReader) -> str:
 
 
 def stored_layout(reader: DistReader, features: Iterable[str] = (), carried: Iterable[str] = ()) -> Layout:
-    """The layout of a checkpoint's export: its depths, and the forms that the folder is to have."""
-    depths = {match.group(1) for key in reader.keys if (match := _DEPTH.match(key))}
-    return Layout(len(depths), frozenset(features), tuple(carried))
+    """The layout of a checkpoint's export: the depths that are stored, and the forms that the folder is to have."""
+    return Layout(StoredDepths.of(reader.keys).layers, frozenset(features), tuple(carried))
 
 
 def zero_features(reader: DistReader) -> tuple[str, ...]:
-    """Biases that the model does without, and that engines look for in some families: written as zeros."""
+    """Forms for biases that the model does not have, and that some engines expect: they are written as zeros."""
     names = {ZERO_QKV_BIAS: "self_attention.linear_qkv.bias", ZERO_ROUTER_BIAS: "mlp.router.expert_bias"}
     return tuple(feature for feature, name in names.items() if not any(key.endswith(f".{name}") for key in reader.keys))
 
 
 @dataclass(frozen=True)
 class HFModel:
-    """An HF folder whose tensors have been found to be those of its family."""
+    """A Hugging Face folder whose tensors fit its family.
+
+    Attributes:
+        config: its config, with the family's defaults.
+        family: the family of its `model_type`.
+        layout: what its tensors decide.
+        folder: its tensors.
+        rules: the rule of every tensor.
+    """
 
     config: HFConfig
     family: Family
@@ -126,7 +134,11 @@ class HFModel:
 
     @classmethod
     def read(cls, path: Path) -> "HFModel":
-        """Raises ValueError where the folder is of another kind, is damaged or contradicts itself."""
+        """Read and check a folder; no tensor is read.
+
+        Raises:
+            ValueError: the folder is of a kind that does not convert, is damaged, or contradicts itself.
+        """
         check_kind(path, FAMILIES)
         config = HFConfig.read(path)
         family = family_of(config)
@@ -138,7 +150,7 @@ class HFModel:
         return cls(config, family, layout, folder, rules)
 
     def beside(self, reader: DistReader) -> "HFModel":
-        """The same model with rules for this checkpoint, which may lack biases that the folder has as zeros."""
+        """The same model with rules for this checkpoint, which may lack biases that are zero in the folder."""
         layout = replace(self.layout, features=self.layout.features | set(zero_features(reader)))
         return replace(self, layout=layout, rules=self.family.all_rules(self.config, layout))
 

@@ -1,15 +1,15 @@
-"""Parts of a conversion, run by several workers into a folder beside the target, which is renamed when all is done.
+"""Parts of a conversion, run by several workers in a folder beside the target, which is renamed when all are done.
 
-A part that is done leaves a record with checksums. An interrupted conversion leaves `<target>.partial`, which
-`--resume` completes. A lock beside the target keeps a second process out.
+Each finished part leaves a record with checksums. An interrupted conversion leaves `<target>.partial`, which `--resume`
+completes. A lock beside the target keeps a second process out.
 """
 
+import functools
 import json
-import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,21 +17,20 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_mtp.data.locks import one_writer
-from megatron_mtp.files import synced
+from megatron_mtp.files import one_writer, sync, written_beside
 
 RECORDS = "progress"
 PLAN = "progress.json"
-"""Beside the records: a folder that has it is not done, and one file can be removed at once, which a folder cannot."""
+"""Marks a folder as unfinished. A single file, unlike a folder, can be removed in one step."""
 
 
 class PartialFolder:
-    """The folder beside the target, or beside the folder that the target is a link to.
+    """The folder beside the target, in which a conversion works; a link is followed first.
 
     Args:
-        target: must not exist, or be empty.
-        plan: what decides about the output; a resumed conversion must have the same.
-        resume: whether to go on with what an earlier run left.
+        target: the folder to make; it must not exist, or be empty.
+        plan: everything that determines the output; a resumed conversion must have the same.
+        resume: whether to continue an interrupted conversion.
 
     Raises:
         ValueError: the target holds something or is a mount point, or another process writes it, or there is a
@@ -53,7 +52,7 @@ class PartialFolder:
     def _begin(self, text: str, resume: bool) -> None:
         target = self.target
         if resume and not self.path.exists() and _planned(target) == text:
-            target.rename(self.path)  # killed when all was done but the removal of the records
+            target.rename(self.path)  # killed before the records were removed
         check_free(target)
         self.resumed = self.path.exists() and not self._blank()
         if self.resumed and not resume:
@@ -66,28 +65,26 @@ class PartialFolder:
         _write_whole(self.path / PLAN, text)
 
     def _blank(self) -> bool:
-        """Whether a killed run had not even written its plan, which comes before everything else."""
-        return {path.name for path in self.path.rglob("*")} <= {RECORDS, f"{PLAN}.new"}
+        """Whether a killed run had not yet written its plan, which it does first."""
+        return {path.name for path in self.path.rglob("*")} <= {RECORDS, f"{PLAN}.partial"}
 
     def record(self, part: int) -> Any:
-        """What a part that is done has left; None where it is not done."""
+        """The record of a part; None if the part is not finished."""
         try:
             return json.loads(self._record(part).read_bytes())
         except (FileNotFoundError, ValueError):
             return None
 
     def keep(self, part: int, record: Any) -> None:
+        """Write the record of a finished part."""
         _write_whole(self._record(part), json.dumps(record))
 
     def _record(self, part: int) -> Path:
         return self.path / RECORDS / f"{part}.json"
 
     def finish(self) -> None:
-        """From here on the target is there, whole, and on the disk."""
-        for file in self.path.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as stream:
-                    os.fsync(stream.fileno())
+        """Rename the folder to the target, once all files are on the disk, and remove the records."""
+        sync(self.path)
         if self.target.exists():
             self.target.rmdir()
         self.path.rename(self.target)
@@ -96,12 +93,16 @@ class PartialFolder:
         self.release()
 
     def release(self) -> None:
-        """Let another process write the target."""
+        """Release the lock of the target."""
         self._lock.close()
 
 
 def check_free(target: Path) -> None:
-    """Raises ValueError where a folder cannot be written there: something is, or it is a mount point."""
+    """Check that a folder can be made at this path.
+
+    Raises:
+        ValueError: something is there already, or it is a mount point.
+    """
     _check_mount(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is not empty; name a new folder, or remove it.")
@@ -118,25 +119,23 @@ def _planned(folder: Path) -> str | None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    beside = path.with_name(f"{path.name}.new")
-    with open(beside, "w") as stream:
-        stream.write(text)
-        synced(stream)
-    beside.replace(path)
+    with written_beside(path) as beside:
+        beside.write_text(text)
 
 
 IN_FLIGHT = 2**28
-"""Bytes of tensors that all workers together hold, unless one group of tensors alone is larger."""
+"""Largest number of bytes of tensors that all workers hold at a time, unless a single group is larger."""
 
 
 class Budget:
-    """Bounds memory whatever the number of workers: a group of tensors waits until the others leave room for it."""
+    """Bounds memory for any number of workers: each group of tensors waits until there is room for it."""
 
     def __init__(self, room: int = IN_FLIGHT) -> None:
         self._room, self._taken, self._change = room, 0, threading.Condition()
 
     @contextmanager
     def taking(self, amount: int) -> Iterator[None]:
+        """Hold so many bytes of the room, waiting until they are free."""
         with self._change:
             self._change.wait_for(lambda: self._taken == 0 or self._taken + amount <= self._room)
             self._taken += amount
@@ -148,22 +147,30 @@ class Budget:
                 self._change.notify_all()
 
 
+Report = Callable[[int], None]
+"""Called by a part for every group of tensors that it has written, with the number of bytes."""
+
+
 def run_parts(
     partial: PartialFolder,
-    parts: list[tuple[int, Callable[[Callable[[int], None]], Any]]],
+    parts: Sequence[tuple[int, Callable[[Report], Any]]],
     workers: int,
-    total: int,
     quiet: bool,
     is_there: Callable[[Any], bool],
 ) -> list[Any]:
-    """The records of all parts, in order, once each is done.
+    """Run all parts, several at a time, and return their records in order.
 
     Args:
-        parts: bytes of a part, and the function that does it; it is told how to report bytes, and returns its record.
-        total: bytes of all.
-        is_there: whether the files hold what a record of an interrupted run says; if not, the part is done again.
+        partial: the folder that they write to.
+        parts: the size of each part in bytes, and the function that writes it and returns its record in JSON.
+        workers: number of parts that run at a time.
+        quiet: whether to show no progress bar.
+        is_there: whether the files hold what a record of an interrupted run describes; otherwise the part runs again.
+
+    Raises:
+        Exception: the first that a part raised; the others are stopped.
     """
-    stop = threading.Event()
+    total, stop = sum(size for size, _ in parts), threading.Event()
     with tqdm(total=total, unit="B", unit_scale=True, disable=quiet, desc=partial.target.name) as bar:
 
         def report(count: int) -> None:
@@ -171,26 +178,35 @@ def run_parts(
                 raise InterruptedError
             bar.update(count)
 
-        def one(index: int) -> Any:
-            size, work = parts[index]
-            record = partial.record(index)
-            if record is not None and is_there(record):
-                report(size)
-            else:
-                if record is not None:
-                    print(f"> part {index} of {partial.path} is damaged; making it again", file=sys.stderr)
-                partial.keep(index, work(report))
-            return partial.record(index)  # read also where it was just made: a pickle shows whether strings are shared
-
         with ThreadPoolExecutor(workers) as pool:
-            futures = [pool.submit(one, index) for index in range(len(parts))]
+            run = functools.partial(_run_part, partial, is_there, report)
+            futures = [pool.submit(run, index, *part) for index, part in enumerate(parts)]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 stop.set()
                 pool.shutdown(cancel_futures=True)
-        errors = [future.exception() for future in futures if not future.cancelled() and future.exception()]
-        for error in sorted(errors, key=lambda error: isinstance(error, InterruptedError)):
-            assert error is not None
-            raise error
+    errors = [future.exception() for future in futures if not future.cancelled() and future.exception()]
+    for error in sorted(errors, key=lambda error: isinstance(error, InterruptedError)):
+        assert error is not None
+        raise error
     return [future.result() for future in futures]
+
+
+def _run_part(
+    partial: PartialFolder,
+    is_there: Callable[[Any], bool],
+    report: Report,
+    index: int,
+    size: int,
+    work: Callable[[Report], Any],
+) -> Any:
+    """The record of a part, which is run unless an interrupted run has done so."""
+    record = partial.record(index)
+    if record is not None and is_there(record):
+        report(size)
+        return record
+    if record is not None:
+        print(f"> part {index} of {partial.path} is damaged; making it again", file=sys.stderr)
+    partial.keep(index, work(report))
+    return partial.record(index)  # as read from the file: a pickle shows whether strings are shared

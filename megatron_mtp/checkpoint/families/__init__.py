@@ -1,12 +1,18 @@
-"""The model families that convert, by the `model_type` of their `config.json`: a new one is a file and a row.
+"""The model families that convert, by the `model_type` of their `config.json`.
+
+Each family is a file that states everything about it, and an entry in `OWN`; a package outside adds one with an entry
+point of the group `megatron_mtp.families`. Nothing here imports torch before a tensor is moved, so `--help` lists the
+families at once.
 
 rules.py         a rule between tensors of both sides, read in both directions
-family.py        Family and Layout
-blocks.py        rules of attention, MLPs, experts and depths, of which families are made
+family.py        Family, Depths and Layout: what a family states
+blocks.py        rules of attention, MLPs, experts and depths
 trunk.py         rules of a trunk
 numbered.py      depths stored as further numbered layers
 flags.py         a config.json as Megatron's flags
 depth_flags.py   flags of depths behind a trunk that Megatron cannot run
+trained.py       Megatron's arguments as a config.json: the form of a model that Megatron trained
+table.py         the families as tables, for docs/conversion.md
 llama.py         Llama, Qwen2, Qwen3
 qwen3_next.py    Qwen3-Next, Qwen3.5
 deepseek.py      DeepSeek-V3, Kimi-K2
@@ -34,39 +40,40 @@ from megatron_mtp.checkpoint.families.mimo_v2 import MIMO_V2
 from megatron_mtp.checkpoint.families.nemotron import NEMOTRON
 from megatron_mtp.checkpoint.families.qwen3_next import QWEN3_5, QWEN3_NEXT
 from megatron_mtp.checkpoint.families.step import STEP
+from megatron_mtp.checkpoint.families.trained import TrainedForm
 from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.registry import Registry
 
-FAMILIES: dict[str, Family] = {
-    "llama": LLAMA,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "mimo": MIMO,
-    "deepseek_v3": DEEPSEEK_V3,
-    "kimi_k2": DEEPSEEK_V3,
-    "kimi_k25": DEEPSEEK_V3,
-    "glm4_moe": GLM4_MOE,
-    "qwen3_next": QWEN3_NEXT,
-    "qwen3_5": QWEN3_5,
-    "qwen3_5_text": QWEN3_5,
-    "qwen3_5_moe": QWEN3_NEXT,
-    "qwen3_5_moe_text": QWEN3_NEXT,
-    "mimo_v2_flash": MIMO_V2,
-    "ernie4_5_moe": ERNIE,
-    "longcat_flash": LONGCAT,
-    "step3p5": STEP,
-    "step3p7": STEP,
-    "bailing_moe": BAILING,
-    "bailing_moe_v2": BAILING,
-    "exaone_moe": EXAONE_MOE,
-    "nemotron_h": NEMOTRON,
-}
+OWN: tuple[Family, ...] = (
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    MIMO,
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    BAILING,
+    QWEN3_NEXT,
+    QWEN3_5,
+    EXAONE_MOE,
+    ERNIE,
+    MIMO_V2,
+    LONGCAT,
+    STEP,
+    NEMOTRON,
+)
+"""The families of this package, in the order of tables; the first that fits is the form of a trained model."""
+
+FAMILIES: Registry[Family] = Registry(
+    "megatron_mtp.families", {model_type: family for family in OWN for model_type in family.model_types}
+)
+"""Families by `model_type`, with those that other packages register."""
 
 
 def family_of(config: HFConfig) -> Family:
     """The family of a config.
 
     Raises:
-        ValueError: there is none of this `model_type`.
+        ValueError: no family has its `model_type`.
     """
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -77,4 +84,14 @@ def family_of(config: HFConfig) -> Family:
     return family
 
 
-__all__ = ["CARRIED", "FAMILIES", "Family", "Layout", "family_of"]
+def all_families() -> list[Family]:
+    """Every family once: ours, then those of other packages."""
+    return list({id(family): family for family in FAMILIES.values()}.values())
+
+
+def trained_forms() -> dict[str, TrainedForm]:
+    """The forms that a trained model can take, by the `model_type` that an export writes."""
+    return {family.model_types[0]: family.trained for family in all_families() if family.trained is not None}
+
+
+__all__ = ["CARRIED", "FAMILIES", "OWN", "Family", "Layout", "all_families", "family_of", "trained_forms"]

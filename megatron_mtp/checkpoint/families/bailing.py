@@ -1,7 +1,7 @@
 """Ling and Ring (Bailing-MoE V2): fused queries, keys and values, DeepSeek's router; depths as layers N, N+1, ..."""
 
 from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_rules, moe_rules, norm_rules
-from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import moe_flags
 from megatron_mtp.checkpoint.families.numbered import numbered_layers
 from megatron_mtp.checkpoint.families.rules import Rule
@@ -43,8 +43,10 @@ def _flags(config: HFConfig, layout: Layout) -> list[str]:
 
 BAILING = Family(
     "Ling/Bailing-MoE V2",
+    "Ling, Ring",
+    ("bailing_moe", "bailing_moe_v2"),
     _rules,
-    depth_pattern=r"^model\.layers\.(\d+)\.eh_proj\.weight$",
+    depths=Depths(r"^model\.layers\.(\d+)\.eh_proj\.weight$"),
     features=STORED_HEAD,
     flags=_flags,
     defaults={

@@ -1,7 +1,7 @@
-"""The parts that families are made of: attention, MLPs, experts, norms and the frame of a depth, as lists of rules.
+"""Rules of the parts of a model: attention, MLPs, experts, norms, and the frame of a depth.
 
-Megatron's keys are those of its `sharded_state_dict`. Where Transformer Engine fuses a norm into the projection after
-it, the key has a different name from that of Megatron's own modules; the second name is then an alias.
+Megatron's keys are those of its `sharded_state_dict`. Transformer Engine fuses some norms into the projections after
+them and names them differently from Megatron's own modules; the second name is an alias.
 Letters in comments: H hidden, E experts, F width of an MLP.
 """
 
@@ -25,7 +25,7 @@ from megatron_mtp.checkpoint.families.rules import (
 
 @dataclass(frozen=True)
 class Place:
-    """Where one transformer layer stands on both sides: prefixes that end with a dot."""
+    """The prefixes of one transformer layer on both sides, each with a dot at its end."""
 
     hf: str
     mcore: str
@@ -36,14 +36,16 @@ class GQA:
     """Multi-head and grouped-query attention (arXiv:2305.13245).
 
     Attributes:
-        widths: of a query, key and value head.
-        bias: of the projections to queries, keys and values.
-        out_bias: of the output projection.
-        norms: whether queries and keys are normed by head.
-        gated: whether `q_proj` brings an output gate for every head.
-        names: HF's names of the projections, where they differ.
-        zero_bias: Megatron has no bias, and HF's are zero.
-        fused: HF stores query, key and value as one projection, all queries first.
+        hidden: size of the hidden state.
+        heads, groups: number of query heads, and of key-value heads.
+        widths: size of a query, key and value head.
+        bias: whether the projections to queries, keys and values have biases.
+        out_bias: whether the output projection has a bias.
+        norms: whether queries and keys are normalised per head.
+        gated: whether `q_proj` also computes an output gate for every head.
+        fused: whether HF stores query, key and value as one projection, all queries first.
+        zero_bias: whether HF has biases of zero where Megatron has none.
+        attention, query_key_value, output, query_norm, key_norm: HF's names of the modules.
     """
 
     hidden: int
@@ -65,7 +67,14 @@ class GQA:
 
 @dataclass(frozen=True)
 class MLA:
-    """Multi-head latent attention (arXiv:2405.04434); query_rank None projects queries at once."""
+    """Multi-head latent attention (arXiv:2405.04434).
+
+    Attributes:
+        hidden: size of the hidden state.
+        heads: number of heads.
+        query_rank, key_rank: sizes of the latents; without a query latent, `query_rank` is None.
+        content, position, value: sizes of a head's parts without and with rotary positions, and of its value.
+    """
 
     hidden: int
     heads: int
@@ -74,7 +83,6 @@ class MLA:
     content: int
     position: int
     value: int
-    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,10 +90,13 @@ class MoE:
     """Routed experts, with or without shared ones (arXiv:2401.06066).
 
     Attributes:
-        shared: width of the shared experts together, 0 without them.
-        bias: HF's name of the router's correction bias, None without one.
-        packed: HF stores all experts of a layer as two tensors.
-        zero_bias: Megatron has no correction bias, and HF's is zero.
+        hidden, experts, width: sizes of the hidden state and of an expert's MLP, and number of routed experts.
+        shared: width of all shared experts together; 0 without them.
+        shared_gate: whether the shared experts have a gate.
+        shared_name: HF's name of the shared experts.
+        bias: HF's name of the router's correction bias; None without one.
+        packed: whether HF stores all experts of a layer as two tensors.
+        zero_bias: whether HF has a correction bias of zero where Megatron has none.
     """
 
     hidden: int
@@ -103,7 +114,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def gqa_rules(place: Place, a: GQA) -> list[Rule]:
-    """Attention and the norm before it."""
+    """Rules of grouped-query attention, without the norm before it."""
     hf, mcore = f"{place.hf}{a.attention}.", f"{place.mcore}self_attention."
     rows = (a.heads * a.widths[0] * (2 if a.gated else 1), a.groups * a.widths[1], a.groups * a.widths[2])
     merge = MergeQKV(a.heads, a.groups, a.widths, a.gated)
@@ -133,7 +144,7 @@ def _qkv(hf: str, mcore: str, a: GQA, rows: tuple[int, int, int], merge: MergeQK
 
 
 def mla_rules(place: Place, a: MLA) -> list[Rule]:
-    """Latent attention: down and up projections with the norms between them. RoPE stays interleaved, as in Megatron."""
+    """Rules of latent attention: down and up projections and their norms; RoPE is interleaved on both sides."""
     hf, mcore = f"{place.hf}self_attn.", f"{place.mcore}self_attention."
     query = a.heads * (a.content + a.position)
     rules = [
@@ -157,7 +168,7 @@ def mla_rules(place: Place, a: MLA) -> list[Rule]:
 
 
 def norm_rules(place: Place, hidden: int, *, mla: bool, moe: bool) -> list[Rule]:
-    """The norms before attention and before the MLP."""
+    """Rules of the norms before attention and before the MLP."""
     key = "input_layernorm.weight" if mla else "self_attention.linear_qkv.layer_norm_weight"
     first = rename(f"{place.hf}input_layernorm.weight", f"{place.mcore}{key}", (hidden,))
     return [first, mlp_norm(place, hidden, mla=mla, moe=moe)]
@@ -166,7 +177,7 @@ def norm_rules(place: Place, hidden: int, *, mla: bool, moe: bool) -> list[Rule]
 def mlp_norm(
     place: Place, hidden: int, *, mla: bool = False, moe: bool = False, name: str = "post_attention_layernorm"
 ) -> Rule:
-    """The norm before the MLP, which HF mostly calls `post_attention_layernorm`."""
+    """Rule of the norm before the MLP; `name` is HF's."""
     fused = f"{place.mcore}mlp.linear_fc1.layer_norm_weight"
     alone = f"{place.mcore}pre_mlp_layernorm.weight"
     key, *aliases = [alone] if mla and moe else [alone, fused] if mla else [fused, alone] if moe else [fused]
@@ -174,7 +185,7 @@ def mlp_norm(
 
 
 def mlp_rules(hf: str, mcore: str, hidden: int, width: int, bias: bool = False) -> list[Rule]:
-    """A SwiGLU MLP: gate and up projection are Megatron's `linear_fc1`, in this order."""
+    """Rules of a SwiGLU MLP: gate and up projection, in this order, are Megatron's `linear_fc1`."""
     both = Concat((width, width))
     gate, up = (HFTensor(f"{hf}{name}.weight", (width, hidden)) for name in ("gate_proj", "up_proj"))
     rules = [
@@ -191,7 +202,7 @@ def mlp_rules(hf: str, mcore: str, hidden: int, width: int, bias: bool = False) 
 
 
 def moe_rules(place: Place, m: MoE) -> list[Rule]:
-    """Router, routed experts and shared experts."""
+    """Rules of router, routed experts and shared experts."""
     hf, mcore = f"{place.hf}mlp.", f"{place.mcore}mlp."
     rules = [rename(f"{hf}gate.weight", f"{mcore}router.weight", (m.experts, m.hidden))]
     if m.bias is not None and m.zero_bias:
@@ -215,7 +226,7 @@ def _packed(hf: str, mcore: str, m: MoE) -> list[Rule]:
 
 
 def expert_rules(hf: str, mcore: str, m: MoE) -> list[Rule]:
-    """One expert a rule, so that only one is in memory: slabs of [E, 2F, H] and [E, H, F]."""
+    """Rules of single experts, so that only one is in memory: slabs of [E, 2F, H] and [E, H, F]."""
     stacked = Then((Concat((m.width, m.width)), Axis()))
     rules = []
     for index in range(m.experts):
@@ -233,10 +244,11 @@ def _slab(key: str, index: int, whole: Shape) -> Piece:
 
 
 def split_mlp_rules(place: Place, hidden: int, width: int) -> list[Rule]:
-    """A dense MLP in a family whose last layers must have experts: a quarter in each of two, half in the shared one.
+    """Rules of a dense MLP in a family whose last layers must have experts.
 
-    Both experts are always chosen. The router is zero, so that both have weight 1/2, which the config's scaling factor
-    of 2 makes 1: the parts add up to the MLP.
+    A quarter of the MLP is in each of two routed experts, and half in the shared one. Both routed experts are always
+    chosen. The router is zero, so both have the weight 1/2, which the config's scaling factor of 2 makes 1: the parts
+    add up to the MLP.
     """
     hf, mcore = f"{place.hf}mlp.", f"{place.mcore}mlp."
     sizes = {"experts.0": width // 4, "experts.1": width // 4, "shared_experts": width // 2}
@@ -257,7 +269,13 @@ def split_mlp_rules(place: Place, hidden: int, width: int) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Frame:
-    """HF's names, whole, of what a depth has around its transformer layer; `final` None for no norm before the head."""
+    """HF's full names of the tensors around a depth's transformer layer.
+
+    Attributes:
+        embedding, hidden: norms of the embedding and of the hidden state.
+        projection: projection of both halves.
+        final: norm before the head; None without one.
+    """
 
     embedding: str
     hidden: str
@@ -266,17 +284,19 @@ class Frame:
 
     @classmethod
     def under(cls, prefix: str, embedding: str, hidden: str, projection: str, final: str | None) -> "Frame":
-        """The weights of these modules under a prefix."""
+        """The names of these modules' weights under a prefix."""
         last = None if final is None else f"{prefix}{final}.weight"
         return cls(f"{prefix}{embedding}.weight", f"{prefix}{hidden}.weight", f"{prefix}{projection}.weight", last)
 
 
 def depth_frame(depth: int, hidden: int, names: Frame, hidden_first: bool = False) -> list[Rule]:
-    """Two norms, the projection of both halves, and a final norm; Megatron's projection has the embedding half first.
+    """Rules of a depth's two norms, projection and final norm; Megatron's projection has the embedding half first.
 
     Args:
-        depth: from 0.
-        hidden_first: HF's projection has the hidden half first.
+        depth: index of the depth, from 0.
+        hidden: size of the hidden state.
+        names: HF's names.
+        hidden_first: whether HF's projection has the hidden half first.
     """
     mcore = f"mtp.layers.{depth}."
     merge = rename(names.projection, f"{mcore}eh_proj.weight", (hidden, 2 * hidden))
@@ -293,5 +313,5 @@ def depth_frame(depth: int, hidden: int, names: Frame, hidden_first: bool = Fals
 
 
 def depth_layer(depth: int) -> str:
-    """Megatron's prefix of the transformer layer inside a depth, from 0."""
+    """Megatron's prefix of the transformer layer in the depth of this index, from 0."""
     return f"mtp.layers.{depth}.transformer_layer."

@@ -1,10 +1,14 @@
 """DeepSeek-V3, R1 and Kimi-K2: latent attention, experts, and depths as layers N, N+1, ... of the model."""
 
+from argparse import Namespace
+from typing import Any
+
 from megatron_mtp.checkpoint.families.blocks import MLA, Place, mla_rules
-from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import mla_flags
 from megatron_mtp.checkpoint.families.numbered import frame_with_copies, layer_around, numbered_layers
 from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.families.trained import TrainedForm, expert_keys
 from megatron_mtp.checkpoint.families.trunk import COPIES, PACKED, STORED_HEAD
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
@@ -13,7 +17,7 @@ NESTED = {"nested": r"^language_model\.model\."}
 
 
 def latent_attention(config: HFConfig) -> MLA:
-    """Sizes of multi-head latent attention (arXiv:2405.04434)."""
+    """Sizes of multi-head latent attention (arXiv:2405.04434), from the config."""
     return MLA(
         hidden=config.integer("hidden_size"),
         heads=config.integer("num_attention_heads"),
@@ -40,13 +44,39 @@ def _flags(config: HFConfig, layout: Layout) -> list[str]:
     return mla_flags(config, latent_attention(config), layout.depths)
 
 
+def _trained_keys(args: Namespace) -> dict[str, Any]:
+    if not args.multi_latent_attention or not args.qk_layernorm:
+        raise ValueError("--family deepseek_v3 needs a model of --multi-latent-attention with --qk-layernorm.")
+    return {
+        "num_key_value_heads": args.num_attention_heads,
+        "q_lora_rank": args.q_lora_rank,
+        "kv_lora_rank": args.kv_lora_rank,
+        "qk_nope_head_dim": args.qk_head_dim,
+        "qk_rope_head_dim": args.qk_pos_emb_head_dim,
+        "qk_head_dim": args.qk_head_dim + args.qk_pos_emb_head_dim,
+        "head_dim": args.qk_pos_emb_head_dim,
+        "v_head_dim": args.v_head_dim,
+        "rope_interleave": True,
+        **expert_keys(args),
+    }
+
+
 DEEPSEEK_V3 = Family(
     "DeepSeek-V3",
+    "DeepSeek-V3, R1, Kimi-K2, Kimi-K2.5",
+    ("deepseek_v3", "kimi_k2", "kimi_k25"),
     _rules,
-    depth_pattern=r"\.layers\.(\d+)\.eh_proj\.weight$",
+    depths=Depths(r"\.layers\.(\d+)\.eh_proj\.weight$"),
     features={**STORED_HEAD, **COPIES, **PACKED, **NESTED},
     carried=(r"^(vision_tower|mm_projector)\.",),
     flags=_flags,
+    trained=TrainedForm(
+        models="latent attention",
+        engines=("transformers", "vLLM", "SGLang"),
+        architecture="DeepseekV3ForCausalLM",
+        keys=_trained_keys,
+        fits=lambda args, depths: bool(args.multi_latent_attention),
+    ),
     defaults={
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,

@@ -1,6 +1,6 @@
-"""Megatron's flags for the depths of families whose trunk it cannot run: a model of one layer like theirs.
+"""Megatron's flags for the depths of families whose trunk it cannot run: a model with one layer and these depths.
 
-`verify` builds it, gives the depths the trunk's hidden states, and the attention that Megatron has no module for.
+`verify` builds it and gives the depths the trunk's hidden states, and the output of modules that Megatron lacks.
 """
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA
@@ -20,41 +20,41 @@ from megatron_mtp.checkpoint.hf.config import HFConfig
 ALL_LAYERS = pairs({"moe-layer-freq": 1})
 NO_POSITIONS = pairs({"position-embedding-type": "none"})
 CENTRED = ["--apply-layernorm-1p"]
-"""Norms whose weight is 1 + w."""
+"""Norms that multiply by 1 + w."""
 
 
 def gqa_depths(config: HFConfig, layout: Layout, attention: GQA) -> list[str]:
-    """Dense depths with grouped-query attention, without positions."""
+    """Flags of dense depths with grouped-query attention, without positions."""
     if attention.out_bias:
         raise UntrainableError("biases of all projections, which Megatron has only together with all others")
     width = config.integer("intermediate_size")
-    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(config, attention), *NO_POSITIONS]
+    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(attention), *NO_POSITIONS]
 
 
 def rotary(config: HFConfig, interleaved: bool = False) -> list[str]:
-    """Rotary positions."""
+    """Flags of rotary positions."""
     flags = [*pairs({"position-embedding-type": "rope"}), *rope_flags(config)]
     return flags + ["--rotary-interleaved"] * interleaved
 
 
 def framed_depths(config: HFConfig, layout: Layout) -> list[str]:
-    """Depths of which Megatron has the frame, and the MLP if it is dense."""
+    """Flags of depths whose attention Megatron lacks: it computes the frame, and the MLP if it is dense."""
     width = config.integer("intermediate_size", "moe_intermediate_size")
-    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(config, gqa(config)), *NO_POSITIONS]
+    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(gqa(config)), *NO_POSITIONS]
 
 
 def latent_depths(config: HFConfig, layout: Layout, attention: MLA, width: int) -> list[str]:
-    """Dense depths with latent attention."""
+    """Flags of dense depths with latent attention."""
     return [*common_flags(config, layout.depths, 1, width), *latent_flags(config, attention)]
 
 
 def sigmoid_experts(config: HFConfig) -> list[str]:
-    """Experts in every depth, chosen as in DeepSeek-V3."""
+    """Flags of experts in every depth, with DeepSeek-V3's router."""
     return [*expert_flags(config), *ALL_LAYERS]
 
 
 def softmax_experts(config: HFConfig) -> list[str]:
-    """Experts in every depth, chosen by softmax, and a shared one behind a gate."""
+    """Flags of experts in every depth, with a softmax router and a gated shared expert."""
     sizes = {
         "num-experts": config.integer("num_experts"), "moe-router-topk": config.integer("num_experts_per_tok"),
         "moe-ffn-hidden-size": config.integer("moe_intermediate_size"), "moe-router-score-function": "softmax",

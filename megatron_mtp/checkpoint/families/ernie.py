@@ -2,7 +2,7 @@
 
 from megatron_mtp.checkpoint.families.blocks import GQA, Frame, Place, depth_frame, depth_layer
 from megatron_mtp.checkpoint.families.depth_flags import gqa_depths, rotary
-from megatron_mtp.checkpoint.families.family import Family, Layout, numbered_depth
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout, numbered_depth
 from megatron_mtp.checkpoint.families.llama import dense_layer
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa
@@ -31,12 +31,16 @@ def _depth_flags(config: HFConfig, layout: Layout) -> list[str]:
 
 ERNIE = Family(
     "ERNIE-4.5 MoE",
+    "ERNIE-4.5 with experts",
+    ("ernie4_5_moe",),
     _rules,
-    depth_pattern=r"^model\.mtp_linear_proj\.(\d+)\.weight$",
+    depths=Depths(
+        r"^model\.mtp_linear_proj\.(\d+)\.weight$",
+        depth_of=numbered_depth(r"model\.mtp_linear_proj\.(\d+)\."),
+        flags=_depth_flags,
+    ),
     features=STORED_HEAD,
     carried=(r"model\.layers\.", r"model\.mtp_linear_proj\.\d+\.bias$"),
-    depth_of=numbered_depth(r"model\.mtp_linear_proj\.(\d+)\."),
-    depth_flags=_depth_flags,
     untrainable="a router of softmax scores with a correction bias, and depths without a norm before the head",
     defaults={
         "num_key_value_heads": 4,

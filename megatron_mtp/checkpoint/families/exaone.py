@@ -1,4 +1,4 @@
-"""EXAONE-MoE and 4.5: sliding windows without and full attention with positions left out; depths named as Qwen's."""
+"""EXAONE-MoE: layers with sliding windows beside layers without positions; depths are named as Qwen's."""
 
 from megatron_mtp.checkpoint.families.blocks import (
     Frame,
@@ -11,7 +11,7 @@ from megatron_mtp.checkpoint.families.blocks import (
     norm_rules,
 )
 from megatron_mtp.checkpoint.families.depth_flags import gqa_depths, rotary, sigmoid_experts
-from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa, moe
@@ -34,7 +34,7 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _depth_flags(config: HFConfig, layout: Layout) -> list[str]:
-    """Positions are left out of full attention where other layers have windows."""
+    """Full attention has no positions if other layers have windows."""
     kinds = config.words("mtp_layer_types", layout.depths) or ["full_attention"]
     if "sliding_attention" in kinds:
         raise UntrainableError("depths with sliding windows")
@@ -45,13 +45,12 @@ def _depth_flags(config: HFConfig, layout: Layout) -> list[str]:
 
 EXAONE_MOE = Family(
     "EXAONE-MoE",
+    "EXAONE-MoE",
+    ("exaone_moe",),
     _rules,
-    depth_default=None,
-    depth_pattern=r"^mtp\.(fc)\.weight$",
-    depth_limit=1,
+    depths=Depths(r"^mtp\.(fc)\.weight$", default=None, limit=1, flags=_depth_flags),
     features={**STORED_HEAD, "depth of experts": r"^mtp\.layers\.0\.mlp\.experts\."},
     carried=(r"model\.layers\.",),
-    depth_flags=_depth_flags,
     untrainable="layers with sliding windows beside layers without positions",
     defaults={
         "num_key_value_heads": 32,

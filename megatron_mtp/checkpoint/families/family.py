@@ -1,4 +1,12 @@
-"""What a family is: rules from a config, the forms that its folders come in, and whether Megatron can train it."""
+"""What a family states about itself: names, rules, depths, defaults, and what Megatron and engines do with it.
+
+In:  a `config.json` and the names of a folder's tensors.
+Out: a `Layout` (what the tensors decide) and the rules between both sides.
+
+Everything that other rooms need to know about a family is a field here. The judge of conversions
+(`checkpoint/proof/reference_forms.py`) has its own description of each family on purpose: a fault in a rule must not be
+in both.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -6,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_mtp.checkpoint.families.rules import Rule, rename
+from megatron_mtp.checkpoint.families.trained import TrainedForm
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 CARRIED = "carried."
-"""Prefix of Megatron keys for tensors that Megatron has no module for, kept as they are: vision towers, say."""
+"""Prefix of Megatron keys for tensors that Megatron has no module for, such as vision towers."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +26,9 @@ class Layout:
     """What a config leaves open, and the tensors of a folder decide.
 
     Attributes:
-        depths: MTP depths that the folder holds.
-        features: forms of the family that it uses, of those that `Family.features` names.
-        carried: tensors that are kept as they are.
+        depths: number of MTP depths in the folder.
+        features: names of the forms that the folder uses, out of `Family.features`.
+        carried: names of the tensors that are stored unchanged, because no rule covers them.
     """
 
     depths: int
@@ -27,7 +36,44 @@ class Layout:
     carried: tuple[str, ...] = ()
 
     def has(self, feature: str) -> bool:
+        """Whether the folder uses this form."""
         return feature in self.features
+
+
+@dataclass(frozen=True)
+class Depths:
+    """How a family's folders store MTP depths.
+
+    Attributes:
+        pattern: matches one tensor name per depth; its group is the depth's index.
+        keys: config keys that hold the number of depths; an export writes the first.
+        default: number of depths where the config has none of the keys; None if the tensors alone decide.
+        limit: largest number of depths that a folder can hold; None for any.
+        depth_of: depth (from 0) of a carried tensor, from the config and its name; None for a tensor of the trunk.
+        embedding_first: whether the projection in the folder has the embedding half first, as Megatron's has.
+        before_norm: whether the trunk's hidden state enters the first depth before the final norm, not after it.
+        flags: Megatron's flags for a model of such depths, for families whose trunk Megatron cannot run.
+        scales: factors that the model applies to weights of a depth's layer, by the weights' names in Megatron.
+    """
+
+    pattern: str
+    keys: tuple[str, ...] = ("num_nextn_predict_layers",)
+    default: int | None = 0
+    limit: int | None = None
+    depth_of: Callable[[HFConfig, str], int | None] = lambda config, name: None
+    embedding_first: bool = True
+    before_norm: bool = False
+    flags: Callable[[HFConfig, Layout], list[str]] | None = None
+    scales: Callable[[HFConfig], dict[str, float]] = lambda config: {}
+
+    def configured(self, config: HFConfig) -> int | None:
+        """The number of depths in the config; None if no key holds one."""
+        return config.integer(*self.keys, least=0) if any(config.has(key) for key in self.keys) else None
+
+    def stored(self, names: Iterable[str]) -> int:
+        """The number of depths among these tensor names."""
+        pattern = re.compile(self.pattern)
+        return len({match.group(1) for name in names if (match := pattern.search(name))})
 
 
 @dataclass(frozen=True)
@@ -35,68 +81,71 @@ class Family:
     """One way in which published models name and arrange their tensors.
 
     Attributes:
-        title: for people.
-        rules: every tensor of a model, without those that are carried.
-        depth_keys: config keys that count the depths, the first of them the one to be written.
-        depth_default: depths where the config does not say; None where it does not have to, since names are counted.
-        depth_pattern: a name that every depth has once, its index as the group.
-        depth_limit: most depths that the family can hold; None for any.
+        title: the family's name in messages and tables.
+        published: published models of the family, for the table in docs/conversion.md.
+        model_types: values of `model_type` in `config.json`; the first is the one that an export writes.
+        rules: rules for every tensor of a model except the carried ones.
+        defaults: values of keys that a config may leave out, as in the family's transformers class.
         features: name of a form to the pattern of the tensors that show it.
-        carried: patterns of tensors to keep as they are where no rule names them: vision towers, and trunk layers
-            that Megatron cannot run.
-        depth_of: the depth (from 0) that a carried tensor belongs to; None for those of the trunk.
-        flags: Megatron's flags that build the model; None where Megatron cannot run it.
-        untrainable: why Megatron cannot run the trunk; None where it can.
-        depth_flags: Megatron's flags for a model with such depths, where it cannot run the trunk.
-        depth_scales: what multiplies weights of a depth's layer in the model, by their names in Megatron.
-        embedding_first: whether HF's projection has the embedding half first, as Megatron's does.
-        defaults: values of keys that a config leaves out, as the family's class in transformers has them.
-        input: 'post' where the trunk's hidden state after its final norm feeds the first depth, 'pre' before it.
+        carried: patterns of tensors to store unchanged if no rule names them: vision towers, and trunk layers that
+            Megatron cannot run.
+        depths: how the folders store MTP depths; None if they cannot.
+        flags: Megatron's flags that build the model; None if Megatron cannot run the trunk.
+        untrainable: why Megatron cannot run the trunk; None if it can.
+        trained: the form that a model trained by Megatron takes in this family; None if there is none.
+
+    Raises:
+        ValueError: both or neither of `flags` and `untrainable` are given, or there is no `model_type`.
     """
 
     title: str
+    published: str
+    model_types: tuple[str, ...]
     rules: Callable[[HFConfig, Layout], list[Rule]]
-    depth_keys: tuple[str, ...] = ("num_nextn_predict_layers",)
-    depth_default: int | None = 0
-    depth_pattern: str | None = None
-    depth_limit: int | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     features: Mapping[str, str] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
-    depth_of: Callable[[HFConfig, str], int | None] = lambda config, name: None
+    depths: Depths | None = None
     flags: Callable[[HFConfig, Layout], list[str]] | None = None
     untrainable: str | None = None
-    depth_flags: Callable[[HFConfig, Layout], list[str]] | None = None
-    depth_scales: Callable[[HFConfig], dict[str, float]] = lambda config: {}
-    embedding_first: bool = True
-    input: str = "post"
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    trained: TrainedForm | None = None
+
+    def __post_init__(self) -> None:
+        if (self.flags is None) == (self.untrainable is None):
+            raise ValueError(f"the family {self.title} needs either Megatron's flags or the reason why there are none.")
+        if not self.model_types:
+            raise ValueError(f"the family {self.title} names no model_type; give one or more.")
 
     def layout(self, config: HFConfig, names: Iterable[str]) -> Layout:
-        """The layout of a folder with these tensors.
+        """The layout of a folder with these tensor names.
 
         Raises:
-            ValueError: the config speaks of other depths than there are.
+            ValueError: the config names another number of depths than the folder holds, or more than the family can.
         """
         names = list(names)
-        found = self._depths_found(config, names)
-        said = self._depths_said(config)
-        if said is not None and said != found:
-            raise ValueError(
-                f"{config.source} says '{self.depth_keys[0]}' {said}, but the folder holds the tensors of {found} "
-                f"depth(s); put {found} there to convert what the folder holds."
-            )
-        if self.depth_limit is not None and found > self.depth_limit:
-            raise ValueError(
-                f"{config.source}: {self.title} holds at most {self.depth_limit} depth(s), not {found}; drop the "
-                "others."
-            )
         features = {name for name, pattern in self.features.items() if _any_matches(pattern, names)}
-        layout = Layout(found, frozenset(features))
+        layout = Layout(self._stored_depths(config, names), frozenset(features))
         return replace(layout, carried=tuple(sorted(self._carried(config, layout, names))))
 
     def all_rules(self, config: HFConfig, layout: Layout) -> list[Rule]:
-        """Those of the text model, and those of the tensors that are carried along."""
+        """Rules for all tensors: those of the text model, and the carried ones."""
         return self.rules(config, layout) + [rename(name, f"{CARRIED}{name}", None) for name in layout.carried]
+
+    def _stored_depths(self, config: HFConfig, names: list[str]) -> int:
+        if self.depths is None:
+            return 0
+        stored, configured = self.depths.stored(names), self.depths.configured(config)
+        if configured not in (None, stored):
+            raise ValueError(
+                f"{config.source} says '{self.depths.keys[0]}' {configured}, but the folder holds the tensors of "
+                f"{stored} depth(s); put {stored} there to convert what the folder holds."
+            )
+        if self.depths.limit is not None and stored > self.depths.limit:
+            raise ValueError(
+                f"{config.source}: {self.title} holds at most {self.depths.limit} depth(s), not {stored}; drop the "
+                "others."
+            )
+        return stored
 
     def _carried(self, config: HFConfig, layout: Layout, names: list[str]) -> list[str]:
         if not self.carried:
@@ -105,22 +154,9 @@ class Family:
         pattern = re.compile("|".join(self.carried))
         return [name for name in names if name not in ruled and pattern.match(name)]
 
-    def _depths_said(self, config: HFConfig) -> int | None:
-        if self.depth_pattern is None:
-            return 0
-        if not any(config.has(key) for key in self.depth_keys):
-            return None
-        return config.integer(*self.depth_keys, least=0)
-
-    def _depths_found(self, config: HFConfig, names: list[str]) -> int:
-        if self.depth_pattern is None:
-            return 0
-        pattern = re.compile(self.depth_pattern)
-        return len({match.group(1) for name in names if (match := pattern.search(name))})
-
 
 def numbered_depth(pattern: str) -> Callable[[HFConfig, str], int | None]:
-    """`Family.depth_of` where names that match have the depth's index as the group."""
+    """`Depths.depth_of` for names whose match has the depth's index as the group."""
     compiled = re.compile(pattern)
 
     def depth_of(config: HFConfig, name: str) -> int | None:

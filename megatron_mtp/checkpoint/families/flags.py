@@ -1,7 +1,7 @@
-"""Megatron's flags for the families that it can run: the model's arguments, as `--use-checkpoint-args` finds them.
+"""Megatron's flags for a model, from its config; `--use-checkpoint-args` restores them.
 
-Megatron has no flag for what it does not know how to compute; then these functions raise `UntrainableError`, and the
-model is converted tensor by tensor only.
+If Megatron cannot compute something in the config, these functions raise `UntrainableError`: the model converts, but
+does not train.
 """
 
 import math
@@ -9,16 +9,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA
+from megatron_mtp.checkpoint.families.trained import LARGEST_LATENT_EPSILON
 from megatron_mtp.checkpoint.families.trunk import is_dense, layers
 from megatron_mtp.checkpoint.hf.config import LARGEST, HFConfig
 
 
 class UntrainableError(ValueError):
-    """This very model, of a family that Megatron can run, uses something that it cannot."""
+    """Megatron can run the family, but not this model; the message names the reason."""
 
 
 def dense_flags(config: HFConfig, attention: GQA, depths: int) -> list[str]:
-    """A dense model with grouped-query attention."""
+    """Flags of a dense model with grouped-query attention.
+
+    Raises:
+        UntrainableError: Megatron cannot run the model; so in all functions of this file.
+    """
     if attention.out_bias or config.flag("mlp_bias"):
         raise UntrainableError(
             "biases of the output projection or the MLP, which Megatron has only together with all others"
@@ -30,23 +35,23 @@ def dense_flags(config: HFConfig, attention: GQA, depths: int) -> list[str]:
         raise UntrainableError("a 'partial_rotary_factor', which transformers ignores in this family and vLLM does not")
     return [
         *common_flags(config, depths, layers(config), config.integer("intermediate_size")),
-        *gqa_flags(config, attention),
+        *gqa_flags(attention),
         *rope_flags(config),
     ]
 
 
 def moe_flags(config: HFConfig, attention: GQA, depths: int) -> list[str]:
-    """A model of experts with grouped-query attention and DeepSeek's router."""
+    """Flags of a model with experts, grouped-query attention and DeepSeek's router."""
     return [
         *common_flags(config, depths, layers(config), config.integer("intermediate_size")),
-        *gqa_flags(config, attention),
+        *gqa_flags(attention),
         *rope_flags(config),
         *expert_flags(config),
     ]
 
 
 def mla_flags(config: HFConfig, attention: MLA, depths: int) -> list[str]:
-    """DeepSeek-V3's model."""
+    """Flags of a model with experts and latent attention, as DeepSeek-V3."""
     return [
         *common_flags(config, depths, layers(config), config.integer("intermediate_size")),
         *latent_flags(config, attention),
@@ -55,7 +60,14 @@ def mla_flags(config: HFConfig, attention: MLA, depths: int) -> list[str]:
 
 
 def common_flags(config: HFConfig, depths: int, count: int, width: int) -> list[str]:
-    """Sizes, norms and MLP of a model of so many layers."""
+    """Flags for sizes, norms and MLP.
+
+    Args:
+        config: the model's config.
+        depths: number of MTP depths.
+        count: number of layers.
+        width: size of the MLP.
+    """
     activation = config.keys.get("hidden_act", "silu")
     if activation != "silu":
         raise UntrainableError(f"the activation '{activation!s:.40}'")
@@ -77,7 +89,7 @@ EPSILON = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 
 
 def latent_flags(config: HFConfig, attention: MLA) -> list[str]:
-    """Multi-head latent attention."""
+    """Flags of multi-head latent attention."""
     if not config.flag("rope_interleave"):
         raise UntrainableError("RoPE in halves; Megatron's latent attention has it interleaved")
     if (epsilon := config.number(*EPSILON)) > LARGEST_LATENT_EPSILON:
@@ -93,22 +105,15 @@ def latent_flags(config: HFConfig, attention: MLA) -> list[str]:
     return ["--multi-latent-attention", *pairs(sizes), "--qk-layernorm", *_latent_rope_flags(config)]
 
 
-LARGEST_LATENT_EPSILON = 1e-5
-"""Megatron and vLLM have the config's epsilon in all norms, transformers 1e-6 inside latent attention.
-
-Between 1e-5 and 1e-6 logits differ by some 1e-5 of the largest.
-"""
-
-
-def gqa_flags(config: HFConfig, attention: GQA) -> list[str]:
-    """Grouped-query attention without its positions."""
+def gqa_flags(attention: GQA) -> list[str]:
+    """Flags of grouped-query attention, without positions."""
     flags = pairs({"num-query-groups": attention.groups, "kv-channels": attention.widths[0]})
     flags.append("--group-query-attention")
     return flags + ["--add-qkv-bias"] * attention.bias + ["--qk-layernorm"] * attention.norms
 
 
 def rope_flags(config: HFConfig) -> list[str]:
-    """Rotary positions, of a part of every head or all of it."""
+    """Flags of rotary positions in a part of every head or all of it."""
     rope = _rope(config)
     flags = pairs({"rotary-base": _base(rope), "rotary-percent": rotated_part(config)})
     if rope["rope_type"] == "default":
@@ -122,7 +127,7 @@ def rope_flags(config: HFConfig) -> list[str]:
 
 
 def _latent_rope_flags(config: HFConfig) -> list[str]:
-    """Rotary positions of latent attention; Megatron's own parser lacks flags of YaRN (`add_yarn_arguments`)."""
+    """Flags of rotary positions in latent attention; `add_yarn_arguments` adds those that Megatron's parser lacks."""
     rope = _rope(config)
     flags = pairs({"rotary-base": _base(rope)})
     if rotated_part(config) != 1:
@@ -146,11 +151,11 @@ def _latent_rope_flags(config: HFConfig) -> list[str]:
 
 
 def _mscales(rope: dict[str, Any], factor: float) -> tuple[float, float]:
-    """Megatron's `mscale` and `mscale_all_dim` that make a YaRN scaling what it is in transformers.
+    """Values of Megatron's `mscale` and `mscale_all_dim` with which YaRN computes the same as in transformers.
 
     With g(m) = 0.1 m ln(factor) + 1 and a = `mscale_all_dim`, both multiply the attention scores by g(a)^2. Megatron
-    multiplies cosine and sine by g(mscale) / g(a). transformers does so where neither is 0; else it multiplies them by
-    `attention_factor`, or by g(1).
+    multiplies cosine and sine by g(mscale) / g(a). transformers does the same if neither is 0; otherwise it multiplies
+    them by `attention_factor`, or by g(1).
     """
     mscale, whole = _number(rope, "mscale", 0.0), _number(rope, "mscale_all_dim", 0.0)
     fixed = None if rope.get("attention_factor") is None else _number(rope, "attention_factor")
@@ -175,7 +180,7 @@ def _rope(config: HFConfig) -> dict[str, Any]:
 
 
 def rotated_part(config: HFConfig) -> float:
-    """Part of a head that is rotated."""
+    """The rotated part of a head, from 0 to 1."""
     part = _positive(config.rope, "partial_rotary_factor", 1.0)
     if part > 1:
         raise UntrainableError(f"a 'partial_rotary_factor' of {part}")
@@ -197,7 +202,7 @@ def _number(rope: dict[str, Any], name: str, default: float | None = None) -> fl
 
 
 def _positive(rope: dict[str, Any], name: str, default: float | None = None) -> float:
-    """A number above 0; 0 is the default, as transformers reads it."""
+    """A number above 0; transformers reads 0 as the default."""
     value = _number(rope, name, default) or default or 0.0
     if value <= 0:
         raise UntrainableError(f"a rotary setting '{name}' of {value}")
@@ -205,7 +210,10 @@ def _positive(rope: dict[str, Any], name: str, default: float | None = None) -> 
 
 
 def expert_flags(config: HFConfig) -> list[str]:
-    """DeepSeek-V3's router: sigmoid scores, a correction bias for the choice, groups, weights normed and scaled."""
+    """Flags of experts with DeepSeek-V3's router; none if the experts are the parts of a dense MLP.
+
+    The router has sigmoid scores, a correction bias for the choice, groups of experts, and normalised, scaled weights.
+    """
     experts, chosen = config.integer("n_routed_experts", "num_experts"), config.integer("num_experts_per_tok")
     width, dense = config.integer("moe_intermediate_size"), config.integer("first_k_dense_replace", default=0, least=0)
     count = layers(config)
@@ -229,16 +237,16 @@ def expert_flags(config: HFConfig) -> list[str]:
 
 
 def _check_router(config: HFConfig) -> None:
-    """Serving engines read these keys, transformers does not: the family's router is the only one that all agree on."""
+    """Refuse another router: engines read these keys and transformers ignores them, so only the usual one is safe."""
     for name, usual in {"scoring_func": "sigmoid", "score_function": "sigmoid", "topk_method": "noaux_tc"}.items():
         if config.keys.get(name, usual) != usual:
             raise UntrainableError(f"a router with '{name}' {config.keys[name]!r:.40}")
 
 
 def _group_flags(config: HFConfig, experts: int, chosen: int) -> list[str]:
-    """Experts are chosen from some groups alone, those with the best experts.
+    """Flags of a choice among groups of experts.
 
-    transformers takes the sum of a group's two best scores, Megatron of its `chosen // some` best.
+    transformers scores a group by the sum of its two best experts, Megatron by its `chosen // some` best.
     """
     groups, some = config.integer("n_group", default=1), config.integer("topk_group", default=1)
     if some >= groups:
@@ -258,5 +266,5 @@ def _slides(config: HFConfig) -> bool:
 
 
 def pairs(values: Mapping[str, object]) -> list[str]:
-    """Flags and their values, one after another."""
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    """Flags and their values as command-line arguments."""
+    return [argument for name, value in values.items() for argument in (f"--{name}", str(value))]

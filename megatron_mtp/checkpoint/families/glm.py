@@ -1,10 +1,14 @@
 """GLM-4.5, 4.6 and 4.7: grouped-query attention and experts, with DeepSeek's names for the depths."""
 
+from argparse import Namespace
+from typing import Any
+
 from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules
-from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import moe_flags
 from megatron_mtp.checkpoint.families.numbered import frame_with_copies, layer_around, numbered_layers
 from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.families.trained import TrainedForm, expert_keys, rotary_keys
 from megatron_mtp.checkpoint.families.trunk import COPIES, PACKED, STORED_HEAD, gqa
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
@@ -25,12 +29,30 @@ def _flags(config: HFConfig, layout: Layout) -> list[str]:
     return moe_flags(config, _attention(config), layout.depths)
 
 
+def _trained_keys(args: Namespace) -> dict[str, Any]:
+    return {
+        "use_qk_norm": bool(args.qk_layernorm),
+        "partial_rotary_factor": args.rotary_percent,
+        **rotary_keys(args, partial_rotary_factor=args.rotary_percent),
+        **expert_keys(args),
+    }
+
+
 GLM4_MOE = Family(
     "GLM-4 MoE",
+    "GLM-4.5, 4.6 and 4.7",
+    ("glm4_moe",),
     _rules,
-    depth_pattern=r"\.layers\.(\d+)\.eh_proj\.weight$",
+    depths=Depths(r"\.layers\.(\d+)\.eh_proj\.weight$"),
     features={**STORED_HEAD, **COPIES, **PACKED},
     flags=_flags,
+    trained=TrainedForm(
+        models="experts, or depths",
+        engines=("transformers", "vLLM", "SGLang"),
+        architecture="Glm4MoeForCausalLM",
+        keys=_trained_keys,
+        fits=lambda args, depths: not args.multi_latent_attention and bool(args.num_experts or depths),
+    ),
     defaults={
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,

@@ -14,7 +14,7 @@ from megatron_mtp.checkpoint.families.blocks import (
 )
 from megatron_mtp.checkpoint.families.deepseek import latent_attention
 from megatron_mtp.checkpoint.families.depth_flags import latent_depths
-from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout
 from megatron_mtp.checkpoint.families.rules import Rule, rename
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -41,7 +41,7 @@ def _depth_flags(config: HFConfig, layout: Layout) -> list[str]:
 
 
 def _scales(config: HFConfig) -> dict[str, float]:
-    """The family multiplies queries and compressed keys and values, which Megatron does not: their norms can."""
+    """The family scales queries and compressed keys and values; Megatron does not, so their norms do."""
     attention, scales = latent_attention(config), {}
     if attention.query_rank is not None and config.flag("mla_scale_q_lora"):
         scales["self_attention.q_layernorm.weight"] = math.sqrt(attention.hidden / attention.query_rank)
@@ -52,14 +52,14 @@ def _scales(config: HFConfig) -> dict[str, float]:
 
 LONGCAT = Family(
     "LongCat-Flash",
+    "LongCat-Flash",
+    ("longcat_flash",),
     _rules,
-    depth_default=None,
-    depth_pattern=r"^model\.mtp\.layers\.(\d+)\.eh_proj\.weight$",
-    depth_limit=1,
+    depths=Depths(
+        r"^model\.mtp\.layers\.(\d+)\.eh_proj\.weight$", default=None, limit=1, flags=_depth_flags, scales=_scales
+    ),
     features=STORED_HEAD,
     carried=(r"model\.layers\.",),
-    depth_flags=_depth_flags,
-    depth_scales=_scales,
     untrainable="two attentions a layer around experts, some of which do nothing",
     defaults={
         "max_position_embeddings": 131072,

@@ -1,10 +1,14 @@
 """MiMo-7B: a Qwen2 trunk, and depths under `model.mtp_layers` whose projection has the hidden half first."""
 
+from argparse import Namespace
+from typing import Any
+
 from megatron_mtp.checkpoint.families.blocks import GQA, Frame, Place, depth_frame, depth_layer
-from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import dense_flags
 from megatron_mtp.checkpoint.families.llama import QWEN2, dense_layer
 from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.families.trained import TrainedForm
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, ZERO_QKV_BIAS, frame, gqa, layers, trunk_places
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
@@ -30,12 +34,35 @@ def _flags(config: HFConfig, layout: Layout) -> list[str]:
     return dense_flags(config, _attention(config, layout), layout.depths)
 
 
+def _trained_keys(args: Namespace) -> dict[str, Any]:
+    if args.num_experts or args.qk_layernorm or args.rotary_percent != 1.0:
+        raise ValueError("--family mimo needs a dense model without --qk-layernorm and --rotary-percent.")
+    return {"attention_bias": True, "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
+
+
+CONFIG_CLASS = """from transformers import Qwen2Config
+
+
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+"""
+"""transformers has no class of this `model_type`, so engines read the config through this one."""
+
 MIMO = Family(
     "MiMo-7B",
+    "MiMo-7B",
+    ("mimo",),
     _rules,
-    depth_pattern=r"^model\.mtp_layers\.(\d+)\.input_proj\.weight$",
+    depths=Depths(r"^model\.mtp_layers\.(\d+)\.input_proj\.weight$", embedding_first=False),
     features=STORED_HEAD,
     flags=_flags,
-    embedding_first=False,
+    trained=TrainedForm(
+        models="dense with depths, `--family mimo`",
+        engines=("vLLM", "SGLang"),
+        architecture="MiMoForCausalLM",
+        keys=_trained_keys,
+        fits=lambda args, depths: False,
+        files={"configuration_mimo.py": CONFIG_CLASS},
+    ),
     defaults={**QWEN2.defaults, "attention_bias": True},
 )

@@ -2,7 +2,7 @@
 
 from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer, mlp_norm, mlp_rules
 from megatron_mtp.checkpoint.families.depth_flags import framed_depths
-from megatron_mtp.checkpoint.families.family import Family, Layout, numbered_depth
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout, numbered_depth
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -21,13 +21,17 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
 
 MIMO_V2 = Family(
     "MiMo-V2",
+    "MiMo-V2",
+    ("mimo_v2_flash",),
     _rules,
-    depth_default=None,
-    depth_pattern=r"^model\.mtp\.layers\.(\d+)\.eh_proj\.weight$",
+    depths=Depths(
+        r"^model\.mtp\.layers\.(\d+)\.eh_proj\.weight$",
+        default=None,
+        depth_of=numbered_depth(r"model\.mtp\.layers\.(\d+)\."),
+        flags=framed_depths,
+    ),
     features=STORED_HEAD,
     carried=(r"model\.layers\.", r"model\.mtp\.layers\.\d+\.(input_layernorm|self_attn)\."),
-    depth_of=numbered_depth(r"model\.mtp\.layers\.(\d+)\."),
-    depth_flags=framed_depths,
     untrainable="sliding windows with sinks, and values of another width than keys",
     defaults={
         "num_key_value_heads": 4,

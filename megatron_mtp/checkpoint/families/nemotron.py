@@ -1,10 +1,10 @@
-"""Nemotron-3: Mamba, attention and experts as layers of their own; a depth is a row of such layers."""
+"""Nemotron-3: each layer is Mamba, attention or experts; a depth has several such layers."""
 
 from dataclasses import replace
 
 from megatron_mtp.checkpoint.families.blocks import Frame, depth_frame
 from megatron_mtp.checkpoint.families.depth_flags import framed_depths
-from megatron_mtp.checkpoint.families.family import Family, Layout, numbered_depth
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout, numbered_depth
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -21,10 +21,12 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _row(config: HFConfig) -> int:
-    """Layers of a depth: attention and experts, where the config does not say."""
+    """Number of layers of a depth; by default attention and experts."""
     pattern = config.keys.get("mtp_hybrid_override_pattern") or config.keys.get("mtp_layers_block_type") or "*E"
     if not isinstance(pattern, (str, list)):
-        raise ValueError(f"{config.source}: 'mtp_hybrid_override_pattern' is {pattern!r:.40}; it must be a word.")
+        raise ValueError(
+            f"{config.source}: 'mtp_hybrid_override_pattern' is {pattern!r:.40}; it must be a string or a list."
+        )
     return len(pattern)
 
 
@@ -35,12 +37,12 @@ def _depth_of(config: HFConfig, name: str) -> int | None:
 
 NEMOTRON = Family(
     "Nemotron-3",
+    "Nemotron-3",
+    ("nemotron_h",),
     _rules,
-    depth_pattern=r"^mtp\.layers\.(\d+)\.eh_proj\.weight$",
+    depths=Depths(r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", depth_of=_depth_of, flags=framed_depths),
     features=STORED_HEAD,
     carried=(r"backbone\.layers\.", r"mtp\.layers\.\d+\.(mixer|norm)\."),
-    depth_of=_depth_of,
-    depth_flags=framed_depths,
     untrainable="Mamba layers, which are another of Megatron's models than the GPT that is trained here",
     defaults={
         "num_key_value_heads": 8,

@@ -1,4 +1,4 @@
-"""Layers as DeepSeek numbers them: the first k dense, the others with experts, depths after them as N, N+1, ..."""
+"""Layers numbered as in DeepSeek-V3: the first k are dense, the others have experts, depths follow as N, N+1, ..."""
 
 from collections.abc import Callable
 
@@ -18,13 +18,13 @@ from megatron_mtp.checkpoint.families.trunk import frame, is_dense, layers, moe,
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 Layer = Callable[[HFConfig, Layout, Place, bool], list[Rule]]
-"""Rules of the layer at a place; the last argument says whether it has experts."""
+"""Rules of the layer at a place; the last argument is whether it has experts."""
 
 
 def frame_with_copies(
     config: HFConfig, layout: Layout, prefix: str = "model.", head: str = "lm_head.weight"
 ) -> list[Rule]:
-    """`frame`, with the embedding and the head that every depth may repeat."""
+    """The rules of `frame`, with the copies of embedding and head that every depth may have."""
     count = layers(config)
     return frame(
         config,
@@ -39,7 +39,15 @@ def frame_with_copies(
 def numbered_layers(
     config: HFConfig, layout: Layout, layer: Layer, prefix: str = "model.", final: str = "shared_head.norm"
 ) -> list[Rule]:
-    """Trunk and depths; `final` is what the family calls a depth's final norm."""
+    """Rules of the layers of trunk and depths.
+
+    Args:
+        config: the model's config.
+        layout: depths and forms of the folder.
+        layer: makes the rules of one layer.
+        prefix: HF's prefix.
+        final: HF's name of a depth's final norm.
+    """
     count, dense = layers(config), config.integer("first_k_dense_replace", default=0, least=0)
     rules: list[Rule] = []
     for index, place in enumerate(trunk_places(count, prefix)):
@@ -54,7 +62,16 @@ def numbered_layers(
 def layer_around(
     attention: list[Rule], config: HFConfig, layout: Layout, place: Place, has_experts: bool, mla: bool
 ) -> list[Rule]:
-    """Norms and MLP around a layer's attention; a depth's experts may stand for the MLP of a dense model."""
+    """Rules of a layer: its attention, norms, and MLP or experts.
+
+    Args:
+        attention: rules of the attention.
+        config: the model's config.
+        layout: forms of the folder.
+        place: prefixes of the layer.
+        has_experts: whether the layer has experts, which may be the parts of a dense MLP.
+        mla: whether the attention is latent attention.
+    """
     hidden = config.integer("hidden_size")
     one = has_experts and is_dense(config)
     rules = norm_rules(place, hidden, mla=mla, moe=has_experts and not one) + attention

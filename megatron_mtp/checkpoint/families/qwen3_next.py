@@ -1,6 +1,6 @@
 """Qwen3-Next, Qwen3.5 and Qwen3.6, dense and MoE: linear attention in the trunk, one depth of gated full attention.
 
-All norms but those inside linear attention are zero-centred (1 + w) on both sides, so that they pass as they are.
+All norms except those inside linear attention are zero-centred (1 + w) on both sides, so they are copied unchanged.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from megatron_mtp.checkpoint.families.blocks import (
     norm_rules,
 )
 from megatron_mtp.checkpoint.families.depth_flags import CENTRED, gqa_depths, rotary, softmax_experts
-from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa, moe
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -57,12 +57,17 @@ def _depth_flags(config: HFConfig, layout: Layout) -> list[str]:
 
 
 QWEN3_NEXT = Family(
-    "Qwen3-Next and Qwen3.5",
+    "Qwen3-Next",
+    "Qwen3-Next, Qwen3.5 and 3.6 with experts",
+    ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
     _rules,
-    depth_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
-    depth_default=None,
-    depth_pattern=r"^mtp\.(fc)\.weight$",
-    depth_limit=1,
+    depths=Depths(
+        r"^mtp\.(fc)\.weight$",
+        keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+        default=None,
+        limit=1,
+        flags=_depth_flags,
+    ),
     features={
         **STORED_HEAD,
         "nested": r"^model\.language_model\.",
@@ -70,7 +75,6 @@ QWEN3_NEXT = Family(
         "packed depth": r"^mtp\.layers\.0\.mlp\.experts\.gate_up_proj$",
     },
     carried=(r"model\.(language_model\.)?layers\.", r"model\.visual\."),
-    depth_flags=_depth_flags,
     untrainable="linear attention in the trunk, for which Megatron needs kernels that are not part of it",
     defaults={
         "num_key_value_heads": 2,
@@ -82,5 +86,10 @@ QWEN3_NEXT = Family(
         "norm_topk_prob": True,
     },
 )
-QWEN3_5 = replace(QWEN3_NEXT, defaults={**QWEN3_NEXT.defaults, "num_key_value_heads": 4})
-"""The dense ones; those with experts have the keys of Qwen3-Next."""
+QWEN3_5 = replace(
+    QWEN3_NEXT,
+    title="Qwen3.5",
+    published="Qwen3.5 and 3.6, dense",
+    model_types=("qwen3_5", "qwen3_5_text"),
+    defaults={**QWEN3_NEXT.defaults, "num_key_value_heads": 4},
+)

@@ -2,22 +2,25 @@
 
 A rule names some HF tensors, the pieces of Megatron tensors that hold the same numbers, and the map between them. The
 inverse of a map is derived from the map; export is import read backwards. Every map moves numbers and never computes
-with them, so that a round trip is equal bit by bit.
+with them, so that a round trip is equal bit by bit. torch is imported when a tensor is moved: listing the families
+does not need it.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor of the HF folder; shape None where the config does not tell it."""
+    """A tensor of the HF folder; its shape is None for a carried tensor."""
 
     name: str
     shape: Shape | None
@@ -28,13 +31,13 @@ class Piece:
     """A tensor of the Megatron checkpoint, or a slab of one.
 
     Attributes:
-        key: as Megatron's `sharded_state_dict` names it.
-        shape: of this slab; None as for the HF tensor.
-        whole: shape of the whole tensor.
-        offset: where the slab starts in it.
-        aliases: other keys for the same numbers, which Megatron's modules with and without Transformer Engine ask for;
-            all are written, any is read.
-        padded: the stored tensor may have more rows than these, as Megatron's vocabularies have.
+        key: its name in Megatron's `sharded_state_dict`.
+        shape: shape of this slab; None for a carried tensor.
+        whole: shape of the whole tensor; None if this is all of it.
+        offset: start of the slab in the whole tensor; None if this is all of it.
+        aliases: other keys for the same numbers, since Megatron's modules with and without Transformer Engine use
+            different ones; all are written, any one is read.
+        padded: whether the stored tensor may have more rows, as Megatron's vocabularies do.
     """
 
     key: str
@@ -46,7 +49,14 @@ class Piece:
 
 
 class Map(Protocol):
-    """How numbers move: `forward` from HF to Megatron, `backward` the inverse."""
+    """How numbers move: `forward` from HF to Megatron, `backward` the inverse.
+
+    Attributes:
+        what: what `forward` does, in a few words; empty for a new name alone.
+    """
+
+    @property
+    def what(self) -> str: ...
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
 
@@ -56,6 +66,8 @@ class Map(Protocol):
 @dataclass(frozen=True)
 class Same:
     """Each tensor under another name."""
+
+    what = ""
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
@@ -69,9 +81,12 @@ class Concat:
 
     sizes: tuple[int, ...]
     dim: int = 0
+    what = "one after another"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.cat(list(tensors), dim=self.dim)]
+        from torch import cat
+
+        return [cat(list(tensors), dim=self.dim)]
 
     def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         (one,) = tensors
@@ -83,18 +98,21 @@ class SwapHalves:
     """[a | b] to [b | a] along `dim`, for families that put the hidden half of `eh_proj` first; its own inverse."""
 
     dim: int = 1
+    what = "halves swapped"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         (one,) = tensors
         first, second = one.chunk(2, dim=self.dim)
-        return [torch.cat([second, first], dim=self.dim)]
+        return Concat((), self.dim).forward([second, first])
 
     backward = forward
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A new first axis, for one expert among the stacked."""
+    """A new first axis, for one of the experts in a stacked tensor."""
+
+    what = "stacked"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.unsqueeze(0) for tensor in tensors]
@@ -113,21 +131,23 @@ class MergeQKV:
     Attributes:
         heads: query heads.
         groups: key-value heads.
-        widths: rows of a query, a key and a value head.
-        gated: whether every query head brings as many rows of a gate.
+        widths: number of rows of a query, a key and a value head.
+        gated: whether every query head has as many rows of an output gate.
     """
 
     heads: int
     groups: int
     widths: tuple[int, int, int]
     gated: bool = False
+    what = "group by group"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         query, key, value = tensors
         rest = query.shape[1:]
         if self.gated:
             query = self._by_kind(query, (self.heads // self.groups, 2))
-        merged = torch.cat([rows.reshape(self.groups, -1, *rest) for rows in (query, key, value)], dim=1)
+        grouped = [rows.reshape(self.groups, -1, *rest) for rows in (query, key, value)]
+        (merged,) = Concat((), dim=1).forward(grouped)
         return [merged.reshape(-1, *rest)]
 
     def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -152,6 +172,7 @@ class Split:
     """One HF tensor into several, such as a fused query-key-value projection; the inverse of `Concat`."""
 
     sizes: tuple[int, ...]
+    what = "split"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return Concat(self.sizes).backward(tensors)
@@ -165,15 +186,19 @@ class Copies:
     """One tensor that HF stores several times; Megatron stores it once.
 
     Raises:
-        ValueError: on import, the copies differ, so that one cannot stand for all.
+        ValueError: on import, the copies differ.
     """
 
     names: tuple[str, ...]
 
+    @property
+    def what(self) -> str:
+        return "copies of one" if len(self.names) > 1 else ""
+
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         first, *others = tensors
         for name, other in zip(self.names[1:], others, strict=True):
-            if not torch.equal(first, other):
+            if not first.equal(other):
                 raise ValueError(
                     f"'{name}' is not the copy of '{self.names[0]}' that this family shares between trunk and depths; "
                     "give a checkpoint in which they are equal, since Megatron keeps one tensor for both."
@@ -187,13 +212,14 @@ class Copies:
 
 @dataclass(frozen=True)
 class Zeros:
-    """HF tensors of zeros that Megatron has no need of, such as the router of a single expert.
+    """HF tensors of zeros that Megatron does not have, such as the router of a single expert.
 
     Raises:
         ValueError: on import, they are not zero.
     """
 
     shapes: tuple[Shape, ...]
+    what = "zeros"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if any(tensor.any() for tensor in tensors):
@@ -201,7 +227,9 @@ class Zeros:
         return []
 
     def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.zeros(shape) for shape in self.shapes]
+        from torch import zeros
+
+        return [zeros(shape) for shape in self.shapes]
 
 
 @dataclass(frozen=True)
@@ -209,6 +237,10 @@ class Then:
     """One map after another."""
 
     steps: tuple[Map, ...]
+
+    @property
+    def what(self) -> str:
+        return ", ".join(step.what for step in self.steps if step.what)
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         out = list(tensors)
@@ -232,7 +264,7 @@ class Rule:
     map: Map = field(default_factory=Same)
 
     def to_mcore(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors in the order of `mcore` from tensors in the order of `hf`."""
+        """Megatron's tensors in the order of `mcore`, from HF tensors in the order of `hf`."""
         return self.map.forward(tensors)
 
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -241,10 +273,10 @@ class Rule:
 
 
 def rename(name: str, key: str, shape: Shape | None, *aliases: str) -> Rule:
-    """The same tensor under another name."""
+    """A rule for a tensor that only changes its name."""
     return Rule((HFTensor(name, shape),), (Piece(key, shape, aliases=aliases),))
 
 
 def zeros(name: str, shape: Shape) -> Rule:
-    """An HF tensor of zeros, float32, without a counterpart."""
+    """A rule for an HF tensor of float32 zeros that Megatron does not have."""
     return Rule((HFTensor(name, shape),), (), Zeros((shape,)))

@@ -2,7 +2,7 @@
 
 from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer, mlp_norm, mlp_rules
 from megatron_mtp.checkpoint.families.depth_flags import CENTRED, framed_depths
-from megatron_mtp.checkpoint.families.family import Family, Layout, numbered_depth
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout, numbered_depth
 from megatron_mtp.checkpoint.families.rules import Rule, rename
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, layers
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -24,21 +24,25 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _depth_of(config: HFConfig, name: str) -> int | None:
-    """Depths are numbered on from the trunk's layers."""
+    """Depths are numbered after the trunk's layers."""
     index = numbered_depth(r"model\.layers\.(\d+)\.")(config, name)
     return None if index is None or index < layers(config) else index - layers(config)
 
 
 STEP = Family(
     "Step-3.5",
+    "Step-3.5, Step-3.7",
+    ("step3p5", "step3p7"),
     _rules,
-    depth_pattern=r"^model\.layers\.(\d+)\.eh_proj\.weight$",
+    depths=Depths(
+        r"^model\.layers\.(\d+)\.eh_proj\.weight$",
+        depth_of=_depth_of,
+        before_norm=True,
+        flags=lambda config, layout: [*framed_depths(config, layout), *CENTRED],
+    ),
     features=STORED_HEAD,
     carried=(r"model\.layers\.", r"(vision_model|vit_large_projector|model\.vision)"),
-    depth_of=_depth_of,
-    depth_flags=lambda config, layout: [*framed_depths(config, layout), *CENTRED],
     untrainable="sliding windows with gates by head, and depths fed from before the final norm",
-    input="pre",
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,

@@ -1,4 +1,4 @@
-"""What all families share: sizes read from the config, embedding, final norm and head."""
+"""Rules that all families share: sizes from the config, embedding, final norm and head."""
 
 from collections.abc import Callable
 
@@ -9,22 +9,26 @@ from megatron_mtp.checkpoint.hf.config import HFConfig
 
 HEAD = "lm_head.weight"
 STORED_HEAD = {"head": r"(^|\.)lm_head\.weight$"}
-"""A tied head is mostly not stored, but some folders have it."""
+"""Most folders do not store a tied head, but some do."""
 COPIES = {
     "embedding copies": r"layers\.\d+\.embed_tokens\.weight$",
     "head copies": r"layers\.\d+\.shared_head\.head\.weight$",
 }
-"""DeepSeek's folders repeat embedding and head in every depth; folders of others leave them out."""
+"""DeepSeek's folders repeat embedding and head in every depth; other folders do not."""
 ZERO_QKV_BIAS, ZERO_ROUTER_BIAS = "zero biases of queries, keys and values", "zero biases of routers"
-"""Forms that an export of a model without these biases takes."""
+"""Forms of an export whose model has no such biases."""
 PACKED = {"packed experts": r"mlp\.experts\.gate_up_proj$"}
 
 MOST_LAYERS, MOST_EXPERTS, MOST_OF_BOTH = 10_000, 10_000, 200_000
-"""A config that asks for more is corrupted; the largest published models have some 10^2 layers of some 10^2 experts."""
+"""A config with more is corrupted: the largest published models have about 10^2 layers of about 10^2 experts."""
 
 
 def layers(config: HFConfig, *names: str) -> int:
-    """Layers of the trunk; with the experts of each they must be a number that exists."""
+    """Number of the trunk's layers, by `num_hidden_layers` or other keys.
+
+    Raises:
+        ValueError: there are more layers, or layers times experts, than in any model.
+    """
     count = config.integer(*(names or ("num_hidden_layers",)))
     numbers = [config.keys.get(key) for key in _EXPERTS]
     experts = max((number for number in numbers if isinstance(number, int)), default=1)
@@ -37,10 +41,14 @@ _EXPERTS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_exp
 
 
 def gqa(config: HFConfig, **changes: object) -> GQA:
-    """Attention by the usual keys; `changes` are fields of `GQA`.
+    """Attention from the usual config keys.
+
+    Args:
+        config: the model's config.
+        changes: fields of `GQA` that differ.
 
     Raises:
-        ValueError: the heads cannot be shared out among the key-value heads.
+        ValueError: the number of heads is no multiple of the number of key-value heads.
     """
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     groups = config.integer("num_key_value_heads", default=heads)
@@ -54,7 +62,16 @@ def gqa(config: HFConfig, **changes: object) -> GQA:
 
 
 def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
-    """Experts by DeepSeek's keys, which most families took over; `changes` are fields of `MoE`."""
+    """Experts from DeepSeek's config keys, which most families use.
+
+    Args:
+        config: the model's config.
+        layout: forms of the folder.
+        changes: fields of `MoE` that differ.
+
+    Raises:
+        ValueError: there are more experts than in any model.
+    """
     width, experts = config.integer("moe_intermediate_size"), config.integer("n_routed_experts", "num_experts")
     if experts > MOST_EXPERTS:
         raise ValueError(f"{config.source}: {experts} experts are more than any model has.")
@@ -71,7 +88,7 @@ def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
 
 
 def is_dense(config: HFConfig) -> bool:
-    """Whether the experts, all of which are always chosen, stand for a dense MLP (`split_mlp_rules`)."""
+    """Whether the experts are the parts of a dense MLP (`split_mlp_rules`): all of them are always chosen."""
     experts, chosen = config.integer("n_routed_experts", "num_experts"), config.integer("num_experts_per_tok")
     parts = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
     dense = config.integer("first_k_dense_replace", default=0, least=0)
@@ -90,16 +107,24 @@ def frame(
     embedding_copies: Callable[[int], str] | None = None,
     head_copies: Callable[[int], str] | None = None,
 ) -> list[Rule]:
-    """Embedding, final norm and head; with the copies that the depths (from 0) hold, where the layout has them."""
+    """Rules of embedding, final norm and head, with the depths' copies if the folder has them.
+
+    Args:
+        config: the model's config.
+        layout: depths and forms of the folder.
+        prefix: HF's prefix of embedding and norm.
+        embedding, norm, head: HF's names.
+        embedding_copies, head_copies: HF's name of a depth's copy, from the depth's index; None if there are none.
+    """
     hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
     copies = [embedding_copies(k) for k in range(layout.depths)] if embedding_copies else []
     head_names = [head_copies(k) for k in range(layout.depths)] if head_copies else []
-    words = [f"{prefix}{embedding}", *(copies if layout.has("embedding copies") else [])]
+    embeddings = [f"{prefix}{embedding}", *(copies if layout.has("embedding copies") else [])]
     heads = [head, *(head_names if layout.has("head copies") else [])]
     tied = config.flag("tie_word_embeddings")
     if tied:
-        words += heads if layout.has("head") else heads[1:]
-    rules = [_shared(words, "embedding.word_embeddings.weight", (vocabulary, hidden))]
+        embeddings += heads if layout.has("head") else heads[1:]
+    rules = [_shared(embeddings, "embedding.word_embeddings.weight", (vocabulary, hidden))]
     if not tied:
         rules.append(_shared(heads, "output_layer.weight", (vocabulary, hidden)))
     rules.append(Rule((HFTensor(f"{prefix}{norm}", (hidden,)),), (Piece("decoder.final_layernorm.weight", (hidden,)),)))
@@ -107,10 +132,10 @@ def frame(
 
 
 def _shared(names: list[str], key: str, shape: tuple[int, int]) -> Rule:
-    """One Megatron tensor, whose rows are padded, for all HF tensors that must be equal."""
+    """A rule for one Megatron tensor with padded rows, and all HF tensors that must equal it."""
     return Rule(tuple(HFTensor(name, shape) for name in names), (Piece(key, shape, padded=True),), Copies(tuple(names)))
 
 
 def trunk_places(count: int, prefix: str = "model.") -> list[Place]:
-    """HF and Megatron prefix of every trunk layer."""
+    """The prefixes of every trunk layer on both sides."""
     return [Place(f"{prefix}layers.{index}.", f"decoder.layers.{index}.") for index in range(count)]

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face, without any knowledge of Megatron.
+"""Hugging Face folders; nothing here depends on Megatron.
 
 config.py  config.json, read with checks
 kinds.py   folders that cannot be read (GPTQ, LoRA, GGUF, ...), and what to do instead

@@ -1,6 +1,6 @@
-"""A Hugging Face `config.json`, read with checks: a wrong value is one sentence, never a traceback.
+"""A Hugging Face `config.json`, read with checks: a wrong value is an error of one sentence, never a traceback.
 
-Only raw JSON is read, since a conversion must give back every key as it was, known here or not.
+Only raw JSON is read, because a conversion must give back every key unchanged, known here or not.
 """
 
 import json
@@ -11,9 +11,13 @@ from typing import Any
 
 CONFIG = "config.json"
 LARGEST = 2**31
-"""No size of a model is larger; a file that says so is corrupted."""
+"""No size of a model is larger; a file with a larger one is corrupted."""
 _BESIDE_ROPE = ("rope_theta", "partial_rotary_factor")
 _ORIGINAL = "original_max_position_embeddings"
+_ROPE_NUMBERS = (
+    *_BESIDE_ROPE, "factor", _ORIGINAL, "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "attention_factor",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,9 @@ class HFConfig:
     """The keys of a model's text part.
 
     Attributes:
-        keys: of the text model.
-        model_type: of the whole model, by which the family is known.
-        source: where it was read, for messages.
+        keys: keys of the text model.
+        model_type: type of the whole model, which names the family.
+        source: where the keys were read, for messages.
     """
 
     keys: dict[str, Any]
@@ -32,7 +36,7 @@ class HFConfig:
 
     @classmethod
     def from_keys(cls, whole: Any, source: str = CONFIG) -> "HFConfig":
-        """From the parsed JSON; the text model's keys may stand under `text_config`.
+        """Make a config from parsed JSON; the text model's keys may be under `text_config`.
 
         Raises:
             ValueError: it is no object, or has no `model_type`.
@@ -46,7 +50,7 @@ class HFConfig:
 
     @classmethod
     def read(cls, folder: Path) -> "HFConfig":
-        """The `config.json` of a folder.
+        """Read the `config.json` of a folder.
 
         Raises:
             ValueError: there is none, or it is not JSON.
@@ -54,11 +58,20 @@ class HFConfig:
         return cls.from_keys(read_json(folder / CONFIG), str(folder / CONFIG))
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "HFConfig":
-        """The same with these keys where they are not there; null counts as there."""
+        """The same config with these values for absent keys; a key that is null is not absent."""
         return replace(self, keys={**defaults, **self.keys})
 
     def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """The first of these keys that is there."""
+        """The value of the first of these keys that is present.
+
+        Args:
+            names: keys, in order of preference.
+            default: value if none is present; None if one must be.
+            least: smallest allowed value.
+
+        Raises:
+            ValueError: no key is present, or the value is no whole number in range.
+        """
         name, value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
             raise ValueError(
@@ -68,7 +81,11 @@ class HFConfig:
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """The first of these keys that is there, above 0."""
+        """The value of the first of these keys that is present, a number above 0.
+
+        Raises:
+            ValueError: no key is present, or the value is no such number.
+        """
         name, value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
             raise ValueError(
@@ -77,14 +94,22 @@ class HFConfig:
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """A truth value; false where it is null or not there."""
+        """A truth value; false if it is null or absent.
+
+        Raises:
+            ValueError: it is something else.
+        """
         value = self.keys.get(name)
         if not isinstance(value, bool | None):
             raise ValueError(f"{self.source}: '{name}' is {value!r:.40}; it must be true or false.")
         return bool(value)
 
     def words(self, name: str, length: int) -> list[str] | None:
-        """A list of words, one a layer; None where the key is not there."""
+        """The first `length` entries of a list with one word per layer; None if the key is absent.
+
+        Raises:
+            ValueError: it is no list of words, or too short.
+        """
         value = self.keys.get(name)
         if value is None:
             return None
@@ -93,14 +118,17 @@ class HFConfig:
         return value[:length]
 
     def has(self, name: str) -> bool:
-        """Whether the key is there and not null."""
+        """Whether the key is present and not null."""
         return self.keys.get(name) is not None
 
     @property
     def rope(self) -> dict[str, Any]:
-        """Rotary settings as transformers 5 reads them, with `rope_type`, and lengths where a scaling needs them.
+        """Rotary settings as transformers 5 reads them: with `rope_type`, and the original length if a scaling uses it.
 
-        Older files have `rope_scaling`, which counts in the place of `rope_parameters`, and some settings beside it.
+        `rope_scaling`, which older files have, takes precedence over `rope_parameters`; some settings are beside them.
+
+        Raises:
+            ValueError: a number is a text or a truth value.
         """
         nested = (self.keys.get(name) for name in ("rope_scaling", "rope_parameters"))
         chosen = next((value for value in nested if isinstance(value, dict) and value), {})
@@ -109,6 +137,9 @@ class HFConfig:
         if found["rope_type"] in ("llama3", "yarn", "longrope"):
             longest = self.keys.get(_ORIGINAL, found.get(_ORIGINAL, self.keys.get("max_position_embeddings")))
             found[_ORIGINAL] = longest
+        for name in _ROPE_NUMBERS:
+            if isinstance(found.get(name), str | bool):
+                raise ValueError(f"{self.source}: '{name}' is {found[name]!r:.40}; it must be a number.")
         return found
 
     def _first(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
@@ -121,7 +152,11 @@ class HFConfig:
 
 
 def read_json(path: Path) -> Any:
-    """Raises ValueError where the file is missing or is not JSON."""
+    """Read a JSON file.
+
+    Raises:
+        ValueError: the file is missing, or is not JSON.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""A model by its name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, as a folder here.
+"""Models by their names on the Hugging Face Hub, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, as folders.
 
-The download is huggingface_hub's: files go to its cache, are checked, and an interrupted download goes on.
+huggingface_hub downloads the files to its cache, checks them, and continues an interrupted download.
 """
 
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""Config, weights and tokenizer; no code, and no weights in other formats."""
+"""The files that are downloaded: config, weights and tokenizer; no code, and no weights in other formats."""
 
 REASONS = {
     "GatedRepoError": "its owner has to grant access; ask for it on the model's page, and give a token as HF_TOKEN",
@@ -17,20 +17,20 @@ REASONS = {
     "LocalEntryNotFoundError": "the Hub cannot be reached, and the model is not in the cache; give a folder",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and the model is not in the cache; unset it, or give a folder",
 }
-"""What huggingface_hub's errors mean to a user."""
+"""Errors of huggingface_hub, in words for a user."""
 
 
 def is_hub_name(name: str | Path) -> bool:
-    """Whether this is a name on the Hub, and no path of this machine."""
+    """Whether this is a name on the Hub rather than a path of this machine."""
     path = Path(name)
     return NAME.fullmatch(str(name)) is not None and not path.exists() and not path.parent.exists()
 
 
 def local_folder(name: str | Path) -> Path:
-    """The folder itself, or the one that a model of the Hub was downloaded to.
+    """The folder at this path, or the one to which the model of this name was downloaded.
 
     Raises:
-        ValueError: the download failed; the sentence says why.
+        ValueError: the download failed.
     """
     if not is_hub_name(name):
         return Path(name)
@@ -40,7 +40,7 @@ def local_folder(name: str | Path) -> Path:
     assert parts is not None
     try:
         return Path(snapshot_download(parts["repo"], revision=parts["revision"], allow_patterns=FILES))
-    except Exception as error:  # of huggingface_hub and of the HTTP library below it
+    except Exception as error:  # huggingface_hub and its HTTP library have many kinds
         known = (REASONS.get(kind.__name__) for kind in type(error).__mro__)
         said = next(filter(None, known), f"{' '.join(str(error).split())[:200]}; try again, or give a folder")
         raise ValueError(f"{name} could not be downloaded from the Hugging Face Hub: {said}.") from error

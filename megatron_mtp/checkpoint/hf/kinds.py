@@ -1,6 +1,6 @@
-"""Which folders of Hugging Face's world cannot be read here: each is named, with what to do instead.
+"""Folders that do not convert: quantised releases, adapters, GGUF files, multimodal wrappers, broken links.
 
-Quantised releases, adapters, GGUF files, multimodal wrappers, links to nowhere.
+Each is refused with a sentence that names its kind and what to do instead.
 """
 
 from collections.abc import Container
@@ -11,19 +11,20 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 
 ADAPTER = "adapter_config.json"
 READ_AS_BFLOAT16 = "fp8"
-"""The quantisation that is read: DeepSeek's, FP8 with a scale for every block."""
+"""The one quantisation that is read: DeepSeek's, FP8 with a scale per block."""
 SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""Where older quantised releases say so."""
+"""Files that mark older quantised releases."""
 
 
 def check_kind(folder: Path, known: Container[str]) -> None:
-    """Refuse a folder of a kind that cannot be read.
+    """Refuse a folder of a kind that does not convert.
 
     Args:
-        known: each `model_type` that converts.
+        folder: the folder, or what the user gave for one.
+        known: every `model_type` that converts.
 
     Raises:
-        ValueError: it is one.
+        ValueError: the folder is of such a kind, or no folder.
     """
     _check_is_folder(folder)
     _check_links(folder)
@@ -73,7 +74,7 @@ def _check_quantisation(folder: Path, keys: dict[str, Any]) -> None:
 
 
 def _method(keys: dict[str, Any]) -> str | None:
-    """What a config calls its quantisation; bitsandbytes' older files have no name for it."""
+    """The name of a config's quantisation, None without one; older files of bitsandbytes do not name it."""
     settings = keys.get("quantization_config") or keys.get("compression_config")
     if not isinstance(settings, dict):
         return None
@@ -95,7 +96,7 @@ def _check_wrapper(folder: Path, keys: dict[str, Any], known: Container[str]) ->
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Raises ValueError where the file is no JSON object."""
+    """Read a JSON file that must hold an object."""
     keys = read_json(path)
     if not isinstance(keys, dict):
         raise ValueError(f"{path} holds a {type(keys).__name__}, not an object of keys; fetch it again.")

@@ -1,7 +1,7 @@
-"""Hugging Face folders of safetensors: tensors found and checked by the headers alone, read and written one by one.
+"""Hugging Face folders of safetensors: tensors are found and checked by the headers, read and written one by one.
 
-Folders in pickle form are refused and never opened. FP8 tensors with block scales (`weight_scale_inv`) are read as what
-they stand for, and their scales are no tensors of their own.
+Folders in pickle form are refused and never opened. FP8 tensors with block scales (`weight_scale_inv`) are read as
+bfloat16, and their scales are not listed as tensors.
 """
 
 import json
@@ -26,9 +26,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SCALE = "_scale_inv"
 COPY = "consolidated"
-"""Beginning of files that repeat a model in another form, beside those of transformers (Mistral's)."""
+"""Prefix of files that repeat the model in another format (Mistral's); they are ignored."""
 NOT_KEPT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Endings of the files that are not copied with a model's config and tokenizer."""
+"""Endings of the files that hold weights; all others are copied with the config."""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -43,14 +43,14 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Names in safetensors headers."""
+"""Types by their names in safetensors headers."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies, and what it is."""
+    """A tensor in a file: shape and type as stored."""
 
     file: Path
     shape: tuple[int, ...]
@@ -58,11 +58,16 @@ class Stored:
 
     @property
     def bytes(self) -> int:
+        """Size in the file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class HFFolder:
     """The tensors of a folder.
+
+    Args:
+        folder: the folder.
+        block: rows and columns that share a scale, in FP8 tensors.
 
     Raises:
         ValueError: a file is missing, damaged or no safetensors file, or the files and the index disagree.
@@ -93,19 +98,20 @@ class HFFolder:
         return name.endswith(SCALE) and name.removesuffix(SCALE) in self.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
         return self.tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of the tensor that `read` returns."""
+        """Type of the tensor that `read` returns."""
         return torch.bfloat16 if f"{name}{SCALE}" in self._scales else self.tensors[name].dtype
 
     @property
     def quantised(self) -> bool:
-        """Whether there are tensors with scales."""
+        """Whether the folder has FP8 tensors with scales."""
         return bool(self._scales)
 
     def read(self, name: str) -> Tensor:
-        """One tensor; FP8 with block scales comes as bfloat16."""
+        """Read a tensor; FP8 with block scales is returned as bfloat16."""
         tensor = self._read(self.tensors[name], name)
         scale = self._scales.get(f"{name}{SCALE}")
         if scale is not None:
@@ -113,13 +119,14 @@ class HFFolder:
         return tensor
 
     def check_type(self, name: str, must_be_weight: bool) -> None:
-        """Whether a tensor can be a weight.
+        """Check that a weight has a floating-point type.
 
         Args:
-            must_be_weight: whether it is one; of the others, those named so are.
+            name: name of the tensor.
+            must_be_weight: whether the tensor is a weight; any tensor named `.weight` counts as one.
 
         Raises:
-            ValueError: it is of integers or truth values, or FP8 without scales.
+            ValueError: a weight has another type, or a tensor is FP8 without scales.
         """
         dtype, file = self.dtype(name), self.tensors[name].file
         if dtype in FP8:
@@ -139,7 +146,7 @@ class HFFolder:
 
 
 class _OpenFiles(threading.local):
-    """Each thread's own handles of the files that it read last: opening a file parses its whole header."""
+    """Each thread's handles of the files that it used last: opening a file parses its whole header."""
 
     def __init__(self) -> None:
         self.file = lru_cache(maxsize=32)(_open)
@@ -151,7 +158,7 @@ def _open(file: Path) -> Any:
 
 
 def block_of(keys: dict[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share a scale in FP8 releases, by the config's keys."""
+    """Rows and columns that share a scale in an FP8 release, from the config's keys; 128 and 128 by default."""
     quantisation = keys.get("quantization_config")
     block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
     if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
@@ -160,7 +167,7 @@ def block_of(keys: dict[str, Any]) -> tuple[int, int]:
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """Files of a folder, with the tensors that an index promises of each."""
+    """Files of a folder, each with the tensors that the index lists; None without an index."""
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith(COPY))
     named: dict[Path, list[str] | None] = dict.fromkeys(files)
     if (folder / INDEX).is_file():
@@ -201,7 +208,7 @@ def _indexed(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, which safetensors itself has found whole.
+    """The tensors of a safetensors file, from its header; the safetensors library checks that the file is whole.
 
     Raises:
         ValueError: it is truncated, damaged or something else.
@@ -223,7 +230,15 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """bfloat16 [rows, columns] of FP8 values and one scale for every block of rows and columns (arXiv:2412.19437, 3.3).
+    """Multiply FP8 values by the scales of their blocks (arXiv:2412.19437, section 3.3).
+
+    Args:
+        weight: values [..., rows, columns].
+        scale: one scale per block [..., rows / block[0], columns / block[1]], rounded up.
+        block: rows and columns of a block.
+
+    Returns:
+        bfloat16 [..., rows, columns].
 
     Raises:
         ValueError: the scales do not cover the weight.
@@ -239,13 +254,13 @@ def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 class HFShards:
-    """Safetensors files being written: all headers first, then tensors in any order, each at its place.
+    """Safetensors files that are being written: all headers first, then the tensors in any order.
 
     Args:
-        folder: to write to.
-        tensors: name, shape and dtype of all, in the order of the files.
-        largest: bytes of a file, unless one tensor alone is larger.
-        resumed: the files are there from an interrupted run.
+        folder: the folder to write to.
+        tensors: name, shape and type of every tensor, in the order of the files.
+        largest: largest size of a file in bytes, unless a single tensor is larger.
+        resumed: whether an interrupted run left the files.
     """
 
     def __init__(
@@ -287,7 +302,7 @@ class HFShards:
         return end
 
     def write(self, name: str, tensor: Tensor) -> int:
-        """Put a tensor at its place; returns the checksum of its bytes."""
+        """Write a tensor at its place, and return the CRC-32 of its bytes."""
         file, start, dtype = self._places[name]
         data = tensor.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
         descriptor = os.open(file, os.O_WRONLY)
@@ -300,13 +315,13 @@ class HFShards:
         return zlib.crc32(view)
 
     def sync(self, names: Iterable[str]) -> None:
-        """Return when these tensors are on the disk."""
+        """Wait until these tensors are on the disk."""
         for file in {self._places[name][0] for name in names}:
             with open(file, "rb") as stream:
                 os.fsync(stream.fileno())
 
     def holds(self, checksums: dict[str, int]) -> bool:
-        """Whether the files have tensors with these checksums at their places."""
+        """Whether the files hold these tensors, given the CRC-32 of each by name."""
         return isinstance(checksums, dict) and all(map(self._holds, checksums, checksums.values()))
 
     def _holds(self, name: str, checksum: int) -> bool:

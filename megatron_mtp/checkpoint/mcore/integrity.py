@@ -1,4 +1,4 @@
-"""Is the checkpoint in an iteration's folder whole? What is said where it is not, in one sentence each."""
+"""Is the checkpoint in an iteration's folder whole? If not, each fault is an error of one sentence."""
 
 import pickle
 import struct
@@ -20,15 +20,15 @@ READ_ERRORS = (
     ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError, OSError, RuntimeError, EOFError,
     MemoryError, pickle.UnpicklingError, struct.error, CheckpointingException, CheckpointException,
 )  # fmt: skip
-"""What torch and Megatron raise over files that are damaged, missing or of another model."""
+"""What torch and Megatron raise for files that are damaged, missing or of another model."""
 
 
 @contextmanager
 def read_errors(where: str) -> Iterator[None]:
-    """Turn what torch and Megatron raise while they read a checkpoint into a DamagedError of one sentence.
+    """Turn errors of torch and Megatron while they read a checkpoint into a `DamagedError` of one sentence.
 
     Args:
-        where: how it begins.
+        where: the beginning of the sentence.
     """
     try:
         yield
@@ -39,31 +39,31 @@ def read_errors(where: str) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of the error at the bottom of it, without its full stop."""
+    """The first line of the original error, without its full stop."""
     error = root_of(error)
-    said = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    if isinstance(error, pickle.UnpicklingError) and "weights" in said.lower():
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    if isinstance(error, pickle.UnpicklingError) and "weights" in text.lower():
         return f"it holds {foreign(error)}"
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0].removesuffix(".") if lines else ""
     return first[:400] if " " in first else f"{type(error).__name__} {first}".strip()
 
 
 def root_of(error: BaseException) -> BaseException:
-    """Of the errors of all ranks, which torch collects, the first; any other as it is."""
+    """The first rank's error if torch has collected the errors of all ranks, else the error itself."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
     return next((of_rank for of_rank, _ in failures), error)
 
 
 def check_files(folder: Path, places: Mapping[Any, Any]) -> None:
-    """Whether the files of a checkpoint are there, and as long as its catalogue says.
+    """Check that the files of a checkpoint exist, and are as long as its catalogue requires.
 
     Args:
-        folder: of an iteration.
-        places: torch's records of where its entries are.
+        folder: folder of an iteration.
+        places: torch's records of where the entries are.
 
     Raises:
-        ValueError: one is missing or too short.
+        ValueError: a file is missing or too short.
     """
     ends: dict[str, int] = {}
     for place in places.values():
@@ -80,10 +80,13 @@ def check_files(folder: Path, places: Mapping[Any, Any]) -> None:
 
 
 def check_entries(folder: Path) -> dict[str, Any]:
-    """Compare every entry of a checkpoint with its checksum; returns what was compared, by name.
+    """Compare every entry of a checkpoint with its checksum.
+
+    Returns:
+        Numbers of entries, of entries with a checksum, of bytes, and of seconds, by name.
 
     Raises:
-        ValueError: the first that differs, and how many do.
+        ValueError: entries differ; the message names the first and counts the others.
     """
     began = time.monotonic()
     places = {(place.relative_path, place.offset): place for place in read_catalogue(folder).storage_data.values()}

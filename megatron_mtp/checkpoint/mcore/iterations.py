@@ -1,30 +1,47 @@
-"""What a Megatron checkpoint folder holds: its newest whole iteration, and that one's MTP layers by its index alone."""
+"""The iterations in a folder that Megatron saves to: the one that its tracker names, and the newest whole one."""
 
 import json
 import os
 import re
 from pathlib import Path
 
+from megatron_mtp.files import written_beside
 from megatron_mtp.patches.unpickling import CATALOGUE
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT = "metadata.json"
-"""Names the format of an iteration, and is its last file to be written."""
+"""The last file of an iteration that is written; it names the format."""
 RELEASE = "release"
-"""Megatron's name for weights that no run has saved: loaded without optimizer, counting from iteration 0."""
+"""Megatron's name for weights that no training run saved; they are loaded without optimizer, as iteration 0."""
 HF_FILES = "hf"
-"""Folder of a converted checkpoint that keeps what Megatron has no use for: config, tokenizer, generation config."""
+"""Folder of a converted checkpoint with the Hugging Face files that Megatron does not use: config, tokenizer, ..."""
 ORIGIN = "origin.json"
 _ITERATION = re.compile(r"^iter_(\d{7})$")
 
 
 def repair_tracker(folder: Path) -> int | None:
-    """Name the newest whole iteration in a tracker that a killed run left empty; returns it, None if nothing was amiss.
+    """Write the newest whole iteration into a tracker that a killed run left empty.
 
-    Megatron writes the tracker in place, and ends (with status 0) over an empty one.
+    Returns:
+        The iteration; None if the tracker was not empty.
 
     Raises:
-        ValueError: the tracker is empty, and there is no whole iteration to name.
+        ValueError: as `unnamed_iteration`.
+    """
+    newest = unnamed_iteration(folder)
+    if newest is not None:
+        with written_beside(folder / TRACKER, shared=True) as beside:
+            beside.write_text(str(newest))
+    return newest
+
+
+def unnamed_iteration(folder: Path) -> int | None:
+    """The newest whole iteration where a killed run left the tracker empty; None where it is not empty.
+
+    Megatron writes the tracker in place, and exits (with status 0) if it is empty.
+
+    Raises:
+        ValueError: the tracker is empty, and no iteration is whole.
     """
     tracker = folder / TRACKER
     if not tracker.is_file() or tracker.read_bytes().strip():
@@ -35,35 +52,33 @@ def repair_tracker(folder: Path) -> int | None:
             f"--load is {folder}, whose {TRACKER} is empty and which has no whole iteration; give another checkpoint, "
             "or remove the folder to start anew."
         )
-    beside = tracker.with_name(f"{TRACKER}.{os.getpid()}.partial")
-    beside.write_text(str(max(whole)))
-    beside.replace(tracker)
     return max(whole)
 
 
 def named_iteration(folder: Path, step: int | None = None) -> Path:
-    """The folder of the iteration that a checkpoint's tracker names, or of another.
+    """The folder of an iteration: the one that the tracker names, or `step`.
 
     Args:
-        step: of --ckpt-step, which needs no tracker.
+        folder: the folder that Megatron saves to.
+        step: value of --ckpt-step, which needs no tracker; None for the tracker's.
 
     Raises:
-        ValueError: it is not there, or nothing that can be read names one.
+        ValueError: the folder or the iteration does not exist, or the tracker names none.
     """
     if not folder.is_dir():
         raise ValueError(f"{_what(folder)}; {_GIVE}.")
     tracker = folder / TRACKER
     if step is not None:
-        said, source = str(step), f"--ckpt-step is {step}"
+        named, source = str(step), f"--ckpt-step is {step}"
     elif tracker.is_file():
-        said = tracker.read_bytes().decode(errors="replace").strip()
-        source = f"{tracker} says {said[:40]!a}"
+        named = tracker.read_bytes().decode(errors="replace").strip()
+        source = f"{tracker} says {named[:40]!a}"
     else:
         raise ValueError(f"{folder} is no Megatron distributed checkpoint, for it has no file {TRACKER}; {_GIVE}.")
     there = ", ".join(map(str, _whole_iterations(folder))) or "there is none"
-    if said != RELEASE and not said.isdecimal():
+    if named != RELEASE and not named.isdecimal():
         raise ValueError(f"{source}, which is no iteration; write the number of one into it ({there}).")
-    inner = folder / (RELEASE if said == RELEASE else f"iter_{int(said):07d}")
+    inner = folder / (RELEASE if named == RELEASE else f"iter_{int(named):07d}")
     if not inner.is_dir():
         raise ValueError(f"{source}, but {_what(inner)}; name an iteration that is there ({there}).")
     return inner
@@ -73,7 +88,7 @@ _GIVE = "give a folder that a run with --save or megatron-mtp convert has made"
 
 
 def _what(path: Path) -> str:
-    """What stands where there should be a folder."""
+    """What is at a path where a folder is expected."""
     if path.is_symlink() and not path.exists():
         return f"{path} is a link to {os.readlink(path)}, which does not exist"
     return f"{path} is a file" if path.exists() else f"{path} does not exist"
@@ -85,7 +100,7 @@ def _whole_iterations(folder: Path) -> list[int]:
 
 
 def iteration_folder(folder: Path) -> Path:
-    """The folder of tensors inside a checkpoint folder, or the folder itself if it is one.
+    """The folder of an iteration's tensors: inside a folder that Megatron saves to, or the given folder itself.
 
     Raises:
         ValueError: there is no distributed checkpoint, or it is not whole.
@@ -97,7 +112,7 @@ def iteration_folder(folder: Path) -> Path:
             "--ckpt-format torch_dist."
         )
     try:
-        said = json.loads((inner / FORMAT).read_bytes())
+        written = json.loads((inner / FORMAT).read_bytes())
     except FileNotFoundError:
         raise ValueError(
             f"{inner / FORMAT} is missing, which is written last: the save was cut short, or is not of --ckpt-format "
@@ -105,6 +120,6 @@ def iteration_folder(folder: Path) -> Path:
         ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{inner / FORMAT} cannot be read ({error}); give another checkpoint.") from None
-    if not isinstance(said, dict) or said.get("sharded_backend") != "torch_dist":
+    if not isinstance(written, dict) or written.get("sharded_backend") != "torch_dist":
         raise ValueError(f"{inner / FORMAT} does not name the format torch_dist; give another checkpoint.")
     return inner

@@ -1,4 +1,4 @@
-"""A model as its checkpoint describes it, in one process: for proofs, not for training."""
+"""A model built from the arguments of its checkpoint, in one process: for proofs, not for training."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ from megatron_mtp.model.trunk import MTPGPTModel
 
 
 def load_model(folder: Path) -> MTPGPTModel:
-    """The model of a distributed checkpoint, in float32 and evaluation mode.
+    """Load the model of a distributed checkpoint, in float32 and evaluation mode.
 
     Raises:
         ValueError: the checkpoint is damaged, or Megatron cannot run its model.
@@ -32,8 +32,13 @@ def load_model(folder: Path) -> MTPGPTModel:
 
 
 def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> MTPGPTModel:
-    """A model from the arguments that a checkpoint keeps, in evaluation mode; Megatron's list of them is not shown."""
-    with contextlib.redirect_stdout(io.StringIO()):
+    """Build a model from the arguments of a checkpoint, with random weights and in evaluation mode.
+
+    Args:
+        stored: Megatron's arguments.
+        draft_vocabulary: ids [N] of the tokens that the depths draft; None for all.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
         join_world(alone=True)
         config = model_config(stored)
         config.draft_vocabulary = draft_vocabulary
@@ -41,12 +46,21 @@ def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> MTPGP
 
 
 def model_config(stored: Namespace) -> MTPGPTModelConfig:
-    """The configuration of a model from the arguments that a checkpoint keeps."""
+    """The configuration of a model, from the arguments of its checkpoint."""
     return config_of(completed(stored))
 
 
 def fill(model: MTPGPTModel, reader: DistReader, parts: tuple[str, ...] = ("",)) -> None:
-    """Load the parameters whose names begin so, by Megatron's own loader."""
+    """Load parameters with Megatron's own loader.
+
+    Args:
+        model: the model.
+        reader: the checkpoint.
+        parts: prefixes of the parameters to load; by default all.
+
+    Raises:
+        DamagedError: they cannot be loaded.
+    """
     metadata = dist_checkpointing.load_content_metadata(str(reader.folder)) or {}
     every = model.sharded_state_dict(metadata=metadata)
     entries: dict[str, Any] = {"model": {name: every[name] for name in every if name.startswith(parts)}}
@@ -57,23 +71,24 @@ def fill(model: MTPGPTModel, reader: DistReader, parts: tuple[str, ...] = ("",))
 
 
 def _drop_extra_states(entries: dict[str, Any]) -> None:
-    """Kernels' own state, which only they write."""
+    """Remove the state of kernels, which checkpoints of other kernels lack."""
     for name in [name for name in entries if name.endswith("_extra_state")]:
         del entries[name]
 
 
 def check_trainable(args: Namespace, name: str) -> None:
-    """Refuse the arguments of a conversion that Megatron has no model for.
+    """Refuse a converted checkpoint whose model Megatron cannot run.
 
     Args:
-        name: of the checkpoint, as messages call it.
+        args: the checkpoint's arguments.
+        name: name of the checkpoint in messages.
 
     Raises:
-        ValueError: it is one.
+        ValueError: Megatron cannot run its model.
     """
     reason = getattr(args, "megatron_mtp_untrainable", None)
     if reason:
-        why = f": it has {reason}" if isinstance(reason, str) else ""  # older conversions do not say why
+        why = f": it has {reason}" if isinstance(reason, str) else ""  # older conversions did not store the reason
         raise ValueError(
             f"{name} was converted from a model that Megatron cannot run{why}; mcore-to-hf converts it back."
         )

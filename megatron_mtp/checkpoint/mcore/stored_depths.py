@@ -1,6 +1,11 @@
-"""The MTP layers that a checkpoint holds: counted by their names, compared with what a run asks for."""
+"""The MTP layers that a checkpoint holds, counted by the names of its tensors: every count of the package is this one.
+
+A name such as `mtp.layers.1.eh_proj.weight` belongs to the layer of index 1. Only the sequential architecture has
+`eh_proj`, which merges the embedding into the hidden state; parallel heads do without.
+"""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,34 +24,45 @@ class StoredDepths:
     """The MTP layers of a checkpoint.
 
     Attributes:
-        layers: physical layers; one where a repeated layer serves all depths.
-        chained: whether they merge embeddings (the sequential architecture); None without layers.
+        layers: number of physical layers; one if a repeated layer serves all depths.
+        sequential: whether the architecture is the sequential one; None without layers.
     """
 
     layers: int
-    chained: bool | None
+    sequential: bool | None
+
+    @classmethod
+    def of(cls, keys: Iterable[str]) -> "StoredDepths":
+        """Count the layers among the names of a checkpoint's tensors."""
+        found = [match.groups() for key in keys if (match := _MTP_LAYER.match(key))]
+        layers = len({index for index, _ in found})
+        return cls(layers, any(name == "eh_proj" for _, name in found) if layers else None)
+
+
+def depth_of(key: str) -> int | None:
+    """Index (from 0) of the MTP layer that a tensor belongs to; None for any other tensor."""
+    match = _MTP_LAYER.match(key)
+    return None if match is None else int(match.group(1))
 
 
 def stored_depths(folder: Path) -> StoredDepths | None:
-    """The MTP layers of the checkpoint in an iteration's folder; None where it is not a distributed checkpoint."""
+    """The MTP layers of the checkpoint in an iteration's folder; None if it is no distributed checkpoint."""
     if not (folder / FORMAT).is_file():
         return None
-    found = [match.groups() for key in read_catalogue(folder).state_dict_metadata if (match := _MTP_LAYER.match(key))]
-    layers = len({index for index, _ in found})
-    return StoredDepths(layers, any(name == "eh_proj" for _, name in found) if layers else None)
+    return StoredDepths.of(read_catalogue(folder).state_dict_metadata)
 
 
-def absent_layers(folder: Path, layers: int, chained: bool, init: str | None) -> tuple[int, ...]:
-    """Indices of the MTP layers that the checkpoint lacks, and that `--mtp-init` must make.
+def absent_layers(folder: Path, layers: int, sequential: bool, init: str | None) -> tuple[int, ...]:
+    """Indices of the MTP layers that the checkpoint lacks, so that `--mtp-init` must make them.
 
     Args:
-        folder: of one iteration.
+        folder: of an iteration.
         layers: physical MTP layers of the model to be built.
-        chained: whether its architecture is the sequential one.
-        init: what `--mtp-init` says.
+        sequential: whether the model's architecture is the sequential one.
+        init: the value of `--mtp-init`; None if it was not given.
 
     Raises:
-        ValueError: the checkpoint has other depths than the model, and nothing says how to make the missing ones.
+        ValueError: the checkpoint has other depths than the model, and `init` is None where some are missing.
     """
     stored = stored_depths(folder)
     if stored is None:
@@ -56,8 +72,8 @@ def absent_layers(folder: Path, layers: int, chained: bool, init: str | None) ->
             f"--mtp-num-layers asks for {layers} MTP layer(s), but the checkpoint {folder} (--load) has "
             f"{stored.layers}; give --mtp-num-layers {stored.layers}, or --mtp-use-repeated-layer if it was trained so."
         )
-    if stored.layers and stored.chained != chained:
-        trained = "sequential" if stored.chained else "parallel"
+    if stored.layers and stored.sequential != sequential:
+        trained = "sequential" if stored.sequential else "parallel"
         raise ValueError(
             f"--mtp-architecture does not fit the checkpoint {folder} (--load), whose depths are {trained}; give "
             f"--mtp-architecture {trained}."
@@ -73,8 +89,10 @@ def absent_layers(folder: Path, layers: int, chained: bool, init: str | None) ->
 
 
 def stored_draft_vocabulary(folder: Path) -> Tensor | None:
-    """The tokens [N] that the depths of the checkpoint in an iteration's folder draft; None where they draft all, or
-    the checkpoint is no distributed one."""
+    """Ids [N] of the tokens that the depths of the checkpoint in an iteration's folder draft.
+
+    Returns None if they draft all tokens, or if it is no distributed checkpoint.
+    """
     if not (folder / FORMAT).is_file():
         return None
     reader = DistReader(folder)

@@ -39,17 +39,20 @@ from megatron_mtp.patches.unpickling import CATALOGUE, read_catalogue, seal
 Shape = tuple[int, ...]
 
 COMMON = "common_state/shard_0_1"
-"""Megatron's key for everything that is no tensor."""
+"""Megatron's key for everything beside tensors."""
 _KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj)\.weight")
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\..+")
 
 
 class DistReader:
-    """A distributed checkpoint for reading.
+    """A distributed checkpoint, open for reading.
+
+    Args:
+        folder: a folder that Megatron saves to, or of one iteration.
 
     Raises:
-        ValueError: it is damaged, or holds what no checkpoint of Megatron holds.
+        ValueError: the checkpoint is damaged, or is none of Megatron's.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +60,7 @@ class DistReader:
         catalogue = read_catalogue(self.folder)
         check_files(self.folder, catalogue.storage_data)
         self._where: dict[MetadataIndex, _StorageInfo] = catalogue.storage_data
-        self._checked: set[tuple[str, int]] = set()  # entries that have their checksums
+        self._checked: set[tuple[str, int]] = set()  # entries whose checksums were compared
         self._tensors = {
             key: value
             for key, value in catalogue.state_dict_metadata.items()
@@ -68,24 +71,27 @@ class DistReader:
 
     @property
     def keys(self) -> list[str]:
-        """Of the model's tensors, layer by layer; an optimizer's state is not among them."""
+        """Keys of the model's tensors, layer by layer, without the optimizer's state."""
         stacked = set(self._layers.values())
         alone = [key for key in self._tensors if not key.startswith("optimizer.") and key not in stacked]
         return [*alone, *self._layers]
 
     def holds(self, key: str) -> bool:
+        """Whether the checkpoint has a tensor of this key."""
         return key in self._tensors or key in self._layers
 
     def shape(self, key: str) -> Shape:
+        """Shape of a whole tensor."""
         if key in self._layers:
             return tuple(self._tensors[self._layers[key]].size)[1:]
         return tuple(self._tensors[key].size)
 
     def dtype(self, key: str) -> torch.dtype:
+        """Type of a tensor."""
         return self._tensors[self._layers.get(key, key)].properties.dtype
 
     def fingerprint(self) -> dict[str, Any]:
-        """What changes when the checkpoint does."""
+        """A record that differs when the checkpoint differs: names, sizes and times of its files."""
         files = [self.folder / name for name in sorted({place.relative_path for place in self._where.values()})]
         catalogue = zlib.crc32((self.folder / CATALOGUE).read_bytes())
         stats = [(file.name, file.stat()) for file in files]
@@ -96,7 +102,7 @@ class DistReader:
         }
 
     def read(self, key: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
-        """A tensor, or the slab of it at `offset`.
+        """Read a tensor, or the slab of `shape` at `offset`.
 
         Raises:
             ValueError: a file is missing or damaged, or the chunks do not cover the slab.
@@ -109,7 +115,7 @@ class DistReader:
         return self._slab(key, offset, shape)
 
     def _layers_of(self, key: str) -> list[str]:
-        """Where all layers are alike, Megatron stacks them in one tensor, layers first: the keys of each by itself."""
+        """The keys of the layers in a tensor that stacks them: Megatron does so if all layers have the same form."""
         match = _STACKED.fullmatch(key)
         if match is None:
             return []
@@ -117,7 +123,7 @@ class DistReader:
 
     def _slab(self, key: str, offset: Shape, shape: Shape) -> Tensor:
         whole = self._chunks.get((key, offset))
-        if whole is not None and tuple(whole.sizes) == shape:  # one expert of many: no search through their chunks
+        if whole is not None and tuple(whole.sizes) == shape:  # one expert of many: do not search all their chunks
             return self._chunk(key, whole)
         overlaps = []
         for chunk in self._tensors[key].chunks:
@@ -136,10 +142,10 @@ class DistReader:
         return out
 
     def common(self) -> dict[str, Any]:
-        """What is stored beside tensors, Megatron's arguments among it.
+        """What the checkpoint stores beside tensors, with Megatron's arguments under `args`.
 
         Raises:
-            ValueError: there are none, or what is stored is not what Megatron stores.
+            ValueError: there are no arguments, or the state is none of Megatron's.
         """
         state = self.state()
         if not isinstance(state.get("args"), Namespace):
@@ -147,10 +153,10 @@ class DistReader:
         return state
 
     def state(self) -> dict[str, Any]:
-        """What is stored beside tensors.
+        """What the checkpoint stores beside tensors.
 
         Raises:
-            ValueError: it is not what Megatron stores.
+            ValueError: the state is none of Megatron's.
         """
         register_safe_globals()
         legacy = self.folder / "common.pt"
@@ -177,7 +183,8 @@ class DistReader:
         file = self.folder / info.relative_path
         with read_errors(f"{file} does not hold '{key}' whole"), open(file, "rb") as stream:
             self._check(stream, info)
-            part = _create_file_view(stream, info.offset, info.length)  # read in place: memory for one copy
+            # A view: the file is not copied into memory first.
+            part = _create_file_view(stream, info.offset, info.length)
             return torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
 
     def _check(self, stream: IO[bytes], info: _StorageInfo) -> None:
@@ -187,7 +194,7 @@ class DistReader:
 
 
 def _overlap(start: Shape, sizes: Shape, offset: Shape, shape: Shape) -> tuple[Shape, Shape] | None:
-    """Start and sizes of what two boxes have in common; None for nothing."""
+    """Start and sizes of the intersection of two boxes; None if it is empty."""
     low = tuple(max(a, b) for a, b in zip(start, offset, strict=True))
     high = tuple(min(a + m, b + n) for a, m, b, n in zip(start, sizes, offset, shape, strict=True))
     if any(h <= lo for lo, h in zip(low, high, strict=True)):
@@ -197,7 +204,7 @@ def _overlap(start: Shape, sizes: Shape, offset: Shape, shape: Shape) -> tuple[S
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk that was written: JSON-able, so that an interrupted conversion can go on."""
+    """A chunk that was written; `asdict` makes JSON of it for the records of a conversion."""
 
     key: str
     whole: Shape
@@ -213,6 +220,14 @@ class Chunk:
 def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Shape, tensor: Tensor) -> Chunk:
     """Append a tensor to a `.distcp` file.
 
+    Args:
+        stream: the open file.
+        file: its name.
+        key: key of the tensor.
+        whole: shape of the whole tensor of which this is a slab.
+        offset: start of the slab in it.
+        tensor: the slab.
+
     Raises:
         OSError: the file cannot grow.
     """
@@ -222,7 +237,7 @@ def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Sh
         own = own.clone()  # torch.save would write the whole storage of a view
     try:
         torch.save(own, cast(IO[bytes], summed))
-    except RuntimeError as error:  # torch closes its archive all the same, and complains of that alone
+    except RuntimeError as error:  # torch hides the OSError behind a failure to close the archive
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -231,12 +246,12 @@ def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Sh
 
 
 def read_chunk(record: dict[str, Any]) -> Chunk:
-    """A chunk from its record, which `asdict` made."""
+    """A chunk from the JSON of `asdict`."""
     return Chunk(**{**record, **{name: tuple(record[name]) for name in ("whole", "offset", "shape")}})
 
 
 def chunks_are_in(folder: Path, records: list[dict[str, Any]]) -> bool:
-    """Whether files hold the chunks that an interrupted conversion has recorded, byte by byte."""
+    """Whether the files hold the recorded chunks of an interrupted conversion, by their checksums."""
     try:
         for chunk in map(read_chunk, records):
             with open(folder / chunk.file, "rb") as stream:
@@ -248,7 +263,7 @@ def chunks_are_in(folder: Path, records: list[dict[str, Any]]) -> bool:
 
 
 def _kernel_states(tensors: dict[str, Any]) -> list[str]:
-    """Keys of the state that Megatron looks for beside every linear layer and attention: only FP8 kernels have one."""
+    """Keys of kernel states: Megatron expects one for every linear layer and attention, though only FP8 uses it."""
     keys = []
     for key, entry in tensors.items():
         match = _KERNEL.fullmatch(key)
@@ -263,7 +278,13 @@ def _kernel_states(tensors: dict[str, Any]) -> list[str]:
 
 
 def write_catalogue(folder: Path, chunks: Iterable[Chunk], common: dict[str, Any]) -> None:
-    """Complete a folder of chunks: the common state, the catalogue, and last the file that names the format."""
+    """Complete a folder of chunks: the common state, the catalogue, and last the file that names the format.
+
+    Args:
+        folder: folder of the iteration.
+        chunks: all chunks in its files.
+        common: what Megatron stores beside tensors.
+    """
     tensors: dict[str, Any] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
     for chunk in chunks:
@@ -274,7 +295,8 @@ def write_catalogue(folder: Path, chunks: Iterable[Chunk], common: dict[str, Any
     file = "__common_0.distcp"
     with open(folder / file, "wb") as stream:
         places = {COMMON: _write_object(stream, file, [common])}
-        places |= dict.fromkeys(_kernel_states(tensors), _write_object(stream, file, [None]))  # once for all kernels
+        empty = _write_object(stream, file, [None])  # one entry for all kernels
+        places |= dict.fromkeys(_kernel_states(tensors), empty)
         synced(stream)
     for name, place in places.items():
         tensors[name], where[MetadataIndex(name)] = BytesStorageMetadata(), place

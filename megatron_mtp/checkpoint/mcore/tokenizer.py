@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: kept beside its iterations, and found again."""
+"""The tokenizer of a checkpoint: copied beside its iterations, and found again."""
 
 import filecmp
 import shutil
@@ -7,14 +7,11 @@ from pathlib import Path
 
 from megatron_mtp.checkpoint.hf.shards import NOT_KEPT
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
+from megatron_mtp.files import written_beside
 
 KEPT_TOKENIZER = "tokenizer"
-"""Folder of a trained checkpoint, beside its iterations, with the files of the run's tokenizer."""
-
-
+"""Folder beside a trained checkpoint's iterations, with the files of the run's tokenizer."""
 NOWHERE = "/nowhere"
-
-
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -24,10 +21,12 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def run_tokenizer(args: Namespace, checkpoint: Path) -> Path | None:
-    """The folder of a model's tokenizer: the checkpoint's own copy, what the run was given, or what a conversion kept.
+    """The folder of a model's tokenizer; None if there is none.
+
+    It is the checkpoint's copy, else the folder that the run was given, else the files that a conversion kept.
 
     Args:
-        args: Megatron's, as the checkpoint has them.
+        args: Megatron's arguments, from the checkpoint.
         checkpoint: the folder of all iterations.
     """
     given = Path(getattr(args, "tokenizer_model", None) or NOWHERE)
@@ -38,21 +37,23 @@ def run_tokenizer(args: Namespace, checkpoint: Path) -> Path | None:
 
 
 def keep_tokenizer(args: Namespace, checkpoint: Path) -> None:
-    """Copy a run's tokenizer into its checkpoint, beside the iterations, where it is not there as it is.
+    """Copy a run's tokenizer beside the iterations of its checkpoint, unless an equal copy is there.
 
-    Where the run was given a relative path, the arguments get the absolute one.
+    A relative path in the arguments is replaced by the absolute one.
+
+    Args:
+        args: Megatron's arguments of the run.
+        checkpoint: the folder of all iterations.
     """
     source = Path(getattr(args, "tokenizer_model", None) or NOWHERE)
     if not source.is_dir():
         return
     args.tokenizer_model = str(source.resolve())
-    target, partial = checkpoint / KEPT_TOKENIZER, checkpoint / f"{KEPT_TOKENIZER}.partial"
+    target = checkpoint / KEPT_TOKENIZER
     names = [file.name for file in sorted(source.iterdir()) if file.is_file() and not file.name.endswith(NOT_KEPT)]
     if source.resolve() == target.resolve() or filecmp.cmpfiles(source, target, names, shallow=False)[0] == names:
         return
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name in names:
-        shutil.copyfile(source / name, partial / name)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    with written_beside(target) as partial:
+        partial.mkdir(parents=True)
+        for name in names:
+            shutil.copyfile(source / name, partial / name)

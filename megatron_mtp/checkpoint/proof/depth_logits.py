@@ -1,9 +1,9 @@
-"""What Megatron's depths compute behind a trunk that Megatron cannot run: logits from a checkpoint and given states.
+"""Logits of Megatron's depths behind a trunk that Megatron cannot run, from a checkpoint and given hidden states.
 
-The depths are the block that is trained, with Megatron's layers inside, loaded from the checkpoint by Megatron's keys;
-the rules of the conversion have no part in it. What feeds the first depth comes from transformers' trunk. Where the
-checkpoint holds no attention, or no layer, by Megatron's keys, what transformers' adds stands in its place.
-Letters: S slots, B batch (1), H hidden, V vocabulary.
+The depths are the block that is trained, with Megatron's layers inside, loaded from the checkpoint by Megatron's keys
+without the rules of the conversion. The input of the first depth comes from transformers' trunk. If the checkpoint has
+no attention or no layer under Megatron's keys, the output that transformers computed replaces it.
+Letters: S positions, B batch (1), H hidden, V vocabulary.
 """
 
 from pathlib import Path
@@ -18,22 +18,28 @@ from megatron_mtp.checkpoint.mcore.model import fill, model_of
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.checkpoint.proof.prompt import Prompt, place
 from megatron_mtp.model.arguments import parsed
+from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
 from megatron_mtp.model.trunk import MTPGPTModel
 
 OWN_EMBEDDING, OWN_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-"""Keys of a depth that has them for itself."""
+"""Keys of a depth that has an embedding or a head of its own."""
 
 
 class Given(torch.nn.Module):
-    """In the place of an attention or a layer: what it adds, whatever it is asked."""
+    """A substitute for an attention or a layer, with a fixed output.
+
+    Args:
+        added_SBH: what the module adds to the residual stream.
+        residual: whether the module's output includes its input, as a layer's does.
+    """
 
     def __init__(self, added_SBH: Tensor, residual: bool) -> None:
         super().__init__()
         self.added_SBH, self.residual = added_SBH, residual
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """As Megatron's modules: the output, and no bias."""
+        """The output and no bias, as Megatron's modules return them."""
         return (
             hidden_states + self.added_SBH if self.residual else self.added_SBH.clone()
         ), None  # Megatron adds in place
@@ -42,12 +48,14 @@ class Given(torch.nn.Module):
 def depth_logits(
     folder: Path, source: HFModel, flags: list[str], prompt: Prompt, given: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Logits [S, V] of every depth, teacher-forced; float32.
+    """Logits [S, V] of every depth by name, teacher-forced, in float32.
 
     Args:
-        source: the model's family and config.
-        flags: Megatron's for such depths, from `depth_flags_of`.
-        given: `given state` [S, H] and, where Megatron lacks a module, `given 1` .., as reference.py has them.
+        folder: the checkpoint.
+        source: family and config of the model.
+        flags: Megatron's flags for such depths, from `depth_flags_of`.
+        prompt: the tokens.
+        given: `given state` [S, H], and `given 1` .. for modules that Megatron lacks, from reference.py.
 
     Raises:
         ValueError: the checkpoint is damaged.
@@ -59,14 +67,16 @@ def depth_logits(
     for number, layer in enumerate(model.mtp.layers, start=1):
         _replace_absent(layer, f"mtp.layers.{number - 1}.", reader, given.get(f"given {number}"))
     fill(model, reader, ("mtp.", "embedding.", "output_layer."))
-    _scale(model, source.family.depth_scales(source.config))
+    stored = source.family.depths
+    assert stored is not None  # `flags` are theirs
+    _scale(model, stored.scales(source.config))
     with torch.no_grad():
-        out = _run(model, reader, tokens_BS, given["given state"].unsqueeze(1), source.family.input == "pre")
+        out = _run(model, reader, tokens_BS, given["given state"].unsqueeze(1), stored.before_norm)
     return {name: logits_SV.cpu() for name, logits_SV in out.items()}
 
 
 def _replace_absent(layer: Any, prefix: str, reader: DistReader, added_SH: Tensor | None) -> None:
-    """Modules of a depth for which the checkpoint has no tensors."""
+    """Replace the modules of a depth for which the checkpoint has no tensors."""
     if not reader.holds(f"{prefix}final_layernorm.weight"):
         layer.final_layernorm = torch.nn.Identity()
     if added_SH is None:
@@ -105,13 +115,13 @@ def _run(
 
 
 def _own(reader: DistReader, number: int, key: str, shared: Tensor) -> Tensor:
-    """A depth's own tensor, or the one that it shares with the trunk."""
+    """A depth's own tensor, or the trunk's if it has none."""
     own = f"mtp.layers.{number - 1}.{key}"
     return reader.read(own).float().cuda() if reader.holds(own) else shared
 
 
 def _attention_inputs(model: MTPGPTModel, slots: int) -> AttentionInputs:
-    """Causal; latent attention makes its positions itself."""
-    mask = torch.ones(1, 1, slots, slots, device="cuda").tril().logical_not()
+    """A causal mask, and rotary angles, which latent attention computes itself."""
+    mask = square_mask(slots, "cuda")
     rotary = model.position_embedding_type == "rope" and not model.config.multi_latent_attention
     return AttentionInputs(mask, model.rotary_pos_emb(slots) if rotary else None)

@@ -1,4 +1,4 @@
-"""What a folder's `config.json` says of the computation, with the defaults of transformers' class."""
+"""The keys of a folder's `config.json` that describe the computation, with the defaults of transformers' class."""
 
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,18 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 
 
 def whole_config(folder: Path) -> Settings:
-    """Every key of a folder's `config.json` that may say what is computed, with the defaults of transformers' class."""
+    """Every key that may change the logits of text, nested keys as `outer.inner`.
+
+    Without a class in transformers for the `model_type`, these are the keys of the file alone.
+
+    Args:
+        folder: a folder with a `config.json`.
+    """
     from megatron_mtp.checkpoint.proof.reference_forms import config_of
 
     try:
         keys = config_of(folder)[1].to_dict()
-    except Exception:  # whatever transformers raises of a config that it does not know: then the file alone is compared
+    except Exception:  # transformers raises many kinds of errors for a config that it does not know
         keys = read_json(folder / CONFIG)
     return dict(_flat(keys))
 

@@ -1,9 +1,9 @@
 """The tokens on which two models are compared, and their positions: near ones, and some that are far apart.
 
-Attention with rotary positions depends on distances alone. At the distances of a short prompt, scaled positions differ
-from unscaled ones by less than rounding. So the last slots lie ever farther apart, up to the longest context that the
-model is made for: a few slots cover the whole range of distances.
-Letters: B batch (1), S slots.
+Attention with rotary positions depends only on distances. At the distances of a short prompt, scaled positions differ
+from unscaled ones by less than rounding. So the distances between the last tokens grow up to the model's longest
+context: a few tokens cover the whole range of distances.
+Letters: B batch (1), S positions of the sequence.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 FAR = 16
-"""Slots that lie apart."""
+"""Number of tokens that are far apart."""
 LEAST_REACH, MOST_REACH = 2**15, 2**18
-"""Bounds of the last position: beyond the bends of scalings in use; before float32 angles lose their digits."""
+"""Bounds of the last position: large enough for every scaling in use, small enough for float32 angles."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Prompt:
 
     Attributes:
         tokens_BS: ids [1, S].
-        positions_S: positions [S], growing.
-        near: slots that follow each other, from position 0; the others lie apart.
+        positions_S: rotary positions [S], increasing.
+        near: number of tokens at consecutive positions from 0; the others are far apart.
     """
 
     tokens_BS: Tensor
@@ -36,11 +36,11 @@ class Prompt:
 
     @classmethod
     def of(cls, tokens_BS: Tensor) -> "Prompt":
-        """Tokens that follow each other."""
+        """A prompt of tokens at consecutive positions."""
         return cls(tokens_BS, torch.arange(tokens_BS.size(1)), tokens_BS.size(1))
 
     def stretched(self, config: HFConfig, seed: int) -> "Prompt":
-        """The same tokens, then random ones ever farther apart."""
+        """The same tokens, then random ones at growing distances."""
         far_BS = random_tokens(config, FAR, seed + 1)
         steps_S = torch.linspace(0, 1, FAR + 1)[1:]
         positions_S = (self.near * (reach(config) / self.near) ** steps_S).long()
@@ -48,27 +48,27 @@ class Prompt:
         return Prompt(torch.cat([self.tokens_BS, far_BS], 1), torch.cat([self.positions_S, positions_S]), self.near)
 
 
-def random_tokens(config: HFConfig, slots: int, seed: int) -> Tensor:
-    """Ids [1, S] of the whole vocabulary."""
+def random_tokens(config: HFConfig, count: int, seed: int) -> Tensor:
+    """Random ids [1, S] of the whole vocabulary."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, config.integer("vocab_size"), (1, slots), generator=generator)
+    return torch.randint(0, config.integer("vocab_size"), (1, count), generator=generator)
 
 
 def reach(config: HFConfig) -> int:
-    """The last position: the longest context that the config says, within bounds."""
+    """The last position: the longest context in the config, within bounds."""
     return min(max(LEAST_REACH, config.integer("max_position_embeddings", default=1)), MOST_REACH)
 
 
 def place(model: torch.nn.Module, prompt: Prompt) -> None:
-    """Give Megatron's rotary modules the prompt's positions, in place of counting slots from 0."""
+    """Make Megatron's rotary modules use the prompt's positions, not 0, 1, 2, ..."""
     far = prompt.positions_S[prompt.near :].tolist()
     for module in model.modules():
-        if hasattr(module, "get_emb"):  # of rotary modules alone, with and without YaRN
+        if hasattr(module, "get_emb"):  # only rotary modules have it, with and without YaRN
             module.forward = _rows(module, prompt.near, far)
 
 
 def _rows(rotary: Any, near: int, far: list[int]) -> Any:
-    """In place of `forward(length, ...)`: the angles [length, 1, 1, R], with YaRN's factor where there is one."""
+    """A substitute for `forward(length, ...)`: angles [length, 1, 1, R], with YaRN's factor if the module has one."""
 
     def forward(length: int, *_: Any, **__: Any) -> Any:
         parts = [rotary.get_emb(near, 0), *(rotary.get_emb(1, position) for position in far)]

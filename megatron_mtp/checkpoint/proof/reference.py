@@ -1,18 +1,19 @@
-"""What a Hugging Face folder computes, by transformers' own classes: the judge of conversions, in a process of its own.
+"""What a Hugging Face folder computes, by transformers' own classes: the judge of conversions, in a separate process.
 
     python -m megatron_mtp.checkpoint.proof.reference FOLDER TOKENS OUTPUT [FOLDER TOKENS OUTPUT ...]
 
-Nothing here knows the rules of the conversion or Megatron. The trunk is transformers' model. A depth is a model of the
-same class with one layer, fed with the projection of both halves in the place of embeddings, its final norm the
-depth's; reference_forms.py has the names. transformers says which tensors it lacks, and such a folder is refused.
-TOKENS and OUTPUT are safetensors: `tokens` [1, S] and `positions` [S] in, and out, depth d seeing the token d slots
-later, teacher-forced,
+Nothing here uses the rules of the conversion, or Megatron. The trunk is transformers' model. A depth is a model of the
+same class with one layer, whose input is the projection of both halves and whose final norm is the depth's;
+reference_forms.py has the names. A folder that lacks a tensor of transformers' class is refused.
 
-    trunk, depth 1 ..   logits [S, V] of every slot, S - D slots of the depths
-    given state         [S, H], what feeds the first depth
-    given 1 ..          [S, H], what a depth's attention or layer adds, where transformers alone can compute it
+TOKENS and OUTPUT are safetensors files. TOKENS holds `tokens` [1, S] and `positions` [S]. OUTPUT holds, teacher-forced,
+where depth d is given the token d positions later:
 
-Letters: B batch, S slots, D depths, H hidden, V vocabulary.
+    trunk, depth 1 ..   logits [S, V] of the trunk, [S - D, V] of the depths
+    given state         [S - D, H], the input of the first depth
+    given 1 ..          [S - D, H], what a depth's attention or layer adds, if Megatron cannot compute it
+
+Letters: B batch, S positions, D depths, H hidden, V vocabulary.
 """
 
 import copy
@@ -33,11 +34,11 @@ from megatron_mtp.checkpoint.proof.reference_forms import DepthForm, Tensors, co
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
 NAMES_ALONE: dict[str, Any] = {"device_map": "meta"}
 SEEING = ("vision", "visual", "projector")
-"""Parts of models that read images: no logits of text need them."""
+"""Parts of models that read images, which the logits of text do not need."""
 
 
 def main(folder: Path, tokens: Path, output: Path) -> None:
-    """Compute and write all logits."""
+    """Compute all logits of a folder on the tokens in a file, and write them to another file."""
     given = load_file(tokens)
     with torch.no_grad():
         found = all_logits(folder, given["tokens"], given["positions"])
@@ -45,10 +46,15 @@ def main(folder: Path, tokens: Path, output: Path) -> None:
 
 
 def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensors:
-    """Logits of the trunk and of every depth, and what Megatron's side is given; float32.
+    """Logits of the trunk and of every depth, and the inputs for Megatron's depths, as above; float32.
 
     Args:
-        positions_S: of the tokens; None counts them from 0.
+        folder: a Hugging Face folder.
+        tokens_BS: ids [1, S].
+        positions_S: positions [S] of the tokens; None for 0, 1, 2, ...
+
+    Raises:
+        ValueError: the folder lacks tensors of transformers' class.
     """
     if positions_S is None:
         positions_S = torch.arange(tokens_BS.size(1))
@@ -75,16 +81,20 @@ def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = Non
 
 
 def quieten() -> None:
-    """What transformers has to report is raised here, in one sentence."""
+    """Silence transformers: missing tensors are raised here as an error of one sentence."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
 def check_whole(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Whether these tensors of a folder are all that transformers' classes have; none is read.
+    """Check by names and shapes that a folder has all tensors of transformers' classes.
+
+    Args:
+        folder: a folder with a `config.json`.
+        shapes: shapes of its tensors, by name.
 
     Raises:
-        ValueError: some are missing.
+        ValueError: tensors are missing.
     """
     quieten()
     form, config = config_of(folder)
@@ -95,22 +105,55 @@ def check_whole(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         _depths(form, model.get_decoder(), tensors, NAMES_ALONE, str(folder))
 
 
+def check_carried(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Check that a folder has all tensors of transformers' class, if there is such a class.
+
+    The rules of a conversion do not require the carried tensors, so this finds a missing one.
+
+    Args:
+        folder: a folder with a `config.json`.
+        shapes: shapes of its tensors, by name.
+
+    Raises:
+        ValueError: the folder lacks a tensor of the class, or has one of another shape.
+    """
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception:  # transformers raises many kinds of errors for a config that it does not know
+        return
+    check_whole(folder, shapes)
+
+
 @dataclass
 class Ran:
-    """States of a model before and after its final norm, and what its attention or layers added, where asked for."""
+    """What a model computed.
+
+    Attributes:
+        before_BSH, after_BSH: hidden states before and after the final norm.
+        added_BSH: what the attention or the layers added to the residual stream; None if not asked for.
+    """
 
     before_BSH: Tensor
     after_BSH: Tensor
     added_BSH: Tensor | None = None
 
     def state(self, form: DepthForm | None) -> Tensor:
-        """What the next depth gets."""
+        """The input of the next depth."""
         return self.before_BSH if form is not None and form.before_norm else self.after_BSH
 
 
 @dataclass(frozen=True)
 class Depth:
-    """A depth of a form, with its tensors, the model that is its layers, and a norm as the trunk's are."""
+    """A depth of a folder.
+
+    Attributes:
+        form: how the family stores its depths.
+        tensors: tensors of the depth, by the names of `DepthForm`.
+        model: a model of the trunk's class with the depth's layers.
+        norm: a norm of the trunk, to make the depth's input norms from.
+    """
 
     form: DepthForm
     tensors: Tensors
@@ -118,7 +161,13 @@ class Depth:
     norm: torch.nn.Module
 
     def run(self, embedded_BSH: Tensor, state_BSH: Tensor, positions_S: Tensor) -> Ran:
-        """From the embedding of the token that this depth adds, and the state of the depth before."""
+        """Run the depth on the embeddings of its tokens and the hidden states of the depth before.
+
+        Args:
+            embedded_BSH: embeddings of the tokens that this depth adds.
+            state_BSH: hidden states of the trunk or the depth before.
+            positions_S: positions of the sequence.
+        """
         halves = [self._norm("enorm")(embedded_BSH), self._norm("hnorm")(state_BSH)]
         both_BS2H = torch.cat(halves[::-1] if self.form.hidden_first else halves, dim=-1)
         return _run(self.model, linear(both_BS2H, self.tensors["eh_proj"]), positions_S, self.form.given)
@@ -130,13 +179,13 @@ class Depth:
 
 
 def _run(decoder: Any, hidden_BSH: Tensor, positions_S: Tensor, given: str | None = None) -> Ran:
-    """A model without embedding and head, from the input of its first layer."""
+    """Run a model from the input of its first layer, without embedding and head."""
     seen: list[Tensor] = []
     attended: list[Tensor] = []
     hooks = [_final_norm(decoder).register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))]
     if given == "attention":
         hooks.append(decoder.layers[0].self_attn.register_forward_hook(lambda _, args, out: attended.append(out[0])))
-    # Without a mask, transformers takes a gap between positions for the start of another sequence.
+    # Without a mask, transformers treats a gap between positions as the start of another sequence.
     mask_BS, positions_BS = torch.ones_like(positions_S).unsqueeze(0), positions_S.unsqueeze(0)
     decoder(inputs_embeds=hidden_BSH, position_ids=positions_BS, attention_mask=mask_BS, use_cache=False)
     for hook in hooks:
@@ -153,7 +202,7 @@ def _final_norm(decoder: Any) -> torch.nn.Module:
 
 
 def _depths(form: DepthForm, trunk: Any, tensors: Tensors, options: dict[str, Any], folder: str) -> list[Depth]:
-    """All depths that the tensors hold."""
+    """All depths among the tensors."""
     depths: list[Depth] = []
     while own := depth_tensors(tensors, form, trunk.config, len(depths)):
         layers = _layers(form, trunk, own, len(depths), options, folder)
@@ -162,7 +211,7 @@ def _depths(form: DepthForm, trunk: Any, tensors: Tensors, options: dict[str, An
 
 
 def _layers(form: DepthForm, trunk: Any, own: Tensors, depth: int, options: dict[str, Any], folder: str) -> Any:
-    """A depth's layers as a model of the trunk's class; a depth without a final norm passes its state on."""
+    """A depth's layers as a model of the trunk's class; without a final norm its output is the hidden state."""
     config = copy.deepcopy(trunk.config)
     config.num_hidden_layers = 1
     for name, value in form.layers(config, depth, own).items():
@@ -186,7 +235,15 @@ def _class_of(config: Any) -> Any:
 def _load(
     kind: Any, config: Any, tensors: Tensors, options: dict[str, Any], what: str, rest_is_zero: bool = False
 ) -> Any:
-    """A model of these tensors; the others are zero, where they may be absent.
+    """A model of these tensors.
+
+    Args:
+        kind: its class.
+        config: its config.
+        tensors: its tensors, by name.
+        options: further arguments of `from_pretrained`.
+        what: name of the model in messages.
+        rest_is_zero: whether absent tensors are zero.
 
     Raises:
         ValueError: the model has more tensors, or of other shapes.
@@ -211,21 +268,3 @@ if __name__ == "__main__":
     paths = [Path(argument) for argument in sys.argv[1:]]
     for start in range(0, len(paths), 3):
         main(*paths[start : start + 3])
-
-
-def check_carried(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Check the tensors of a folder that no rule of the conversion names by transformers' class, where it has one.
-
-    Args:
-        shapes: of the folder's tensors, by name.
-
-    Raises:
-        ValueError: the class has a tensor that the folder lacks, or of another shape.
-    """
-    from transformers import AutoConfig
-
-    try:
-        AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception:  # transformers refuses the config in one of many ways: then nothing is known here
-        return
-    check_whole(folder, shapes)

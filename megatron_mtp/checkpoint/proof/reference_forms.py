@@ -1,11 +1,14 @@
 """How the families store their depths, as engines load them: names, order of the halves, layers. For reference.py.
 
-In names, {k} is the depth from 0 and {n} its number counted on from the trunk's layers. Where a depth is a row of
-layers, {flat} counts the layers of all depths, {first} and {last} are those of this one.
+This repeats facts of `checkpoint/families` on purpose and shares nothing with them: a mistake in a rule must not be in
+its own proof as well.
+
+In names, {k} is the depth from 0, and {n} the index after the trunk's layers. If a depth has several layers, {flat}
+counts the layers of all depths, and {first} and {last} are the first and last layer of the depth.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from transformers import AutoConfig
 
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.shards import HFFolder, block_of
+from megatron_mtp.registry import Registry
 
 Tensors = dict[str, Tensor]
 Changes = dict[str, Any]
@@ -25,18 +29,20 @@ class DepthForm:
 
     Attributes:
         layer: prefix of the tensors of a depth's layer.
-        frame: names of the parts around it: `enorm`, `hnorm`, `eh_proj`, `norm` where one follows the layer, and
-            `embedding` and `head` where a depth has (or repeats) them.
-        hidden_first: which half of the projection comes first.
-        before_norm: what a depth gets is the state before the final norm of the trunk or of the depth before.
-        renames: beginnings of a layer's tensors to those of a trunk layer.
-        layers: changes to the config that make the depth's layers, from the config, the depth and the layers' tensors.
-        rest_is_zero: a trunk layer has more than the depth, and adds nothing where that is zero.
-        given: what only transformers can compute: `attention` or `layer`.
-        trunk_type: of the class in transformers that is the trunk, where it has none of the family's name.
-        keys: the family's config keys to that class's.
-        absent: keys that a config may leave out, where the family has another value for them than that class.
-        named: all tensors to that class's names.
+        frame: names of the parts around it: `enorm`, `hnorm`, `eh_proj`, `norm` if one follows the layer, and
+            `embedding` and `head` if a depth has or repeats them.
+        hidden_first: whether the projection has the hidden half first.
+        before_norm: whether the input of a depth is the state before the final norm of the trunk or the depth before.
+        renames: prefixes of a layer's tensors to the prefixes in a trunk layer.
+        layers: config changes that make the depth's layers, from the config, the depth and the layers' tensors.
+        rest_is_zero: whether a trunk layer has further tensors, which have no effect if they are zero.
+        given: what only transformers can compute: "attention" or "layer"; None if Megatron computes all.
+        trunk_type: `model_type` of the trunk's class in transformers; None for the family's own.
+        keys: the family's config keys to the keys of that class.
+        absent: values of keys that a config may leave out, if they differ from the defaults of that class.
+        named: renames all tensors to the names of that class.
+        around: wraps the config, if transformers has only a larger model around the trunk.
+        row: number of layers of a depth, from the config.
     """
 
     layer: str
@@ -51,16 +57,18 @@ class DepthForm:
     keys: dict[str, str] = field(default_factory=dict)
     absent: dict[str, Any] = field(default_factory=dict)
     named: Callable[[Any, Tensors], Tensors] = lambda config, tensors: tensors
+    around: Callable[[Any], Any] = lambda config: config
+    row: Callable[[Any], int] = lambda config: 1
 
 
 def config_of(folder: Path) -> tuple[DepthForm | None, Any]:
-    """The form of the family, and the config of the class in transformers that is its trunk."""
+    """The form of a folder's family (None if unknown), and the config of the trunk's class in transformers."""
     keys = read_json(folder / CONFIG)
     form = FORMS.get(keys["model_type"])
     if form is None or form.trunk_type is None:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        config.__dict__.pop("quantization_config", None)  # tensors are read as what they stand for
-        return form, _with_eyes(config) if config.model_type == "step3p5" else config
+        config.__dict__.pop("quantization_config", None)  # tensors are read as bfloat16
+        return form, config if form is None else form.around(config)
     own = {form.keys.get(name, name): value for name, value in keys.items() if name not in _NOT_THE_TRUNKS}
     return form, AutoConfig.for_model(form.trunk_type, **form.absent | own)
 
@@ -69,14 +77,14 @@ _NOT_THE_TRUNKS = ("model_type", "architectures", "auto_map", "quantization_conf
 
 
 def _with_eyes(text: Any) -> Any:
-    """transformers has Step's model only around a vision tower, which here is as small as can be and never runs."""
+    """Wrap Step's config: transformers has the model only with a vision tower, which is tiny here and never runs."""
     eye = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 14, "patch_size": 14}
     return AutoConfig.for_model("step3p7", text_config=text, vision_config=eye)
 
 
 def depth_tensors(tensors: Tensors, form: DepthForm, config: Any, depth: int) -> Tensors:
-    """Those of a depth from 0: the parts of the frame, and `layers.0.` .. as in the trunk. None if absent."""
-    row = len(_nemotron_row(config)) if "{flat}" in form.layer else 1
+    """Tensors of the depth of this index: the parts of the frame, and `layers.0.` .. as in the trunk; empty if none."""
+    row = form.row(config)
     places = {
         "k": depth,
         "n": config.num_hidden_layers + depth,
@@ -101,7 +109,7 @@ def _renamed(name: str, renames: dict[str, str]) -> str:
 
 
 def read_tensors(folder: Path) -> Tensors:
-    """All of a folder; those of the model in float32."""
+    """All tensors of a folder, floating-point ones in float32."""
     source = HFFolder(folder, block_of(read_json(folder / CONFIG)))
     tensors = {name: source.read(name) for name in source.tensors}
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
@@ -116,7 +124,7 @@ def _has_experts(tensors: Tensors) -> bool:
 
 
 def _experts(config: Any, depth: int, tensors: Tensors) -> Changes:
-    """Depths have experts, however many layers of the trunk have none."""
+    """Depths have experts, even if the first layers of the trunk have none."""
     return {"first_k_dense_replace": 0}
 
 
@@ -125,7 +133,7 @@ def _full_attention(config: Any, depth: int, tensors: Tensors) -> Changes:
 
 
 def _exaone(config: Any, depth: int, tensors: Tensors) -> Changes:
-    """Full attention; it has positions only where the whole trunk has no windows."""
+    """Full attention, with positions only if no layer of the trunk has a window."""
     kinds = getattr(config, "mtp_layer_types", None) or ["full_attention"]
     mlp = "sparse" if _has_experts(tensors) else "dense"
     return {"layer_types": [kinds[depth]], "mlp_layer_types": [mlp]}
@@ -156,17 +164,12 @@ def _step(config: Any, depth: int, tensors: Tensors) -> Changes:
     }
 
 
-def _nemotron_row(config: Any) -> list[str]:
-    row: list[str] = config.mtp_layers_block_type
-    return row
-
-
 def _nemotron(config: Any, depth: int, tensors: Tensors) -> Changes:
-    return {"layer_types": _nemotron_row(config)}
+    return {"layer_types": config.mtp_layers_block_type}
 
 
 def _as_glm(config: Any, tensors: Tensors) -> Tensors:
-    """Bailing-MoE V2 computes what GLM-4 MoE does: its fused projection holds all queries first."""
+    """Bailing-MoE V2 computes the same as GLM-4 MoE; its fused projection has all queries first."""
     width = config.head_dim
     rows = [config.num_attention_heads * width, *[config.num_key_value_heads * width] * 2]
     out: Tensors = {}
@@ -222,7 +225,7 @@ _NEMOTRON = {**_under("mtp.layers.{first}.", **_HALVES), "norm": "mtp.layers.{la
 _QWEN_FORM = DepthForm("mtp.layers.{k}.", _QWEN, layers=_full_attention)
 _STEP_FORM = DepthForm(_NUMBERED, _under(_NUMBERED, **_STEP), before_norm=True, layers=_step, given="attention")
 
-FORMS: dict[str, DepthForm] = {
+_OWN = {
     "deepseek_v3": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts),
     "kimi_k2": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts, trunk_type="deepseek_v3"),
     "glm4_moe": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts),
@@ -254,7 +257,15 @@ FORMS: dict[str, DepthForm] = {
     "longcat_flash": DepthForm(
         "model.mtp.layers.{k}.", _LONGCAT, renames=_LONGCAT_LAYER, layers=_longcat, rest_is_zero=True
     ),
-    **dict.fromkeys(("step3p5", "step3p7"), _STEP_FORM),
-    "nemotron_h": DepthForm("mtp.layers.{flat}.", _NEMOTRON, layers=_nemotron, given="layer"),
+    "step3p5": replace(_STEP_FORM, around=_with_eyes),
+    "step3p7": _STEP_FORM,
+    "nemotron_h": DepthForm(
+        "mtp.layers.{flat}.",
+        _NEMOTRON,
+        layers=_nemotron,
+        given="layer",
+        row=lambda config: len(config.mtp_layers_block_type),
+    ),
 }
-"""Families whose depths can be judged, by `model_type`."""
+FORMS: Registry[DepthForm] = Registry("megatron_mtp.reference_forms", _OWN)
+"""Descriptions by `model_type`; other packages register theirs."""

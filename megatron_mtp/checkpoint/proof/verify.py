@@ -1,10 +1,10 @@
-"""Is a Megatron checkpoint the same model as a Hugging Face folder? Checked, and said by which witness.
+"""Is a Megatron checkpoint the same model as a Hugging Face folder? Each check names who computed the other side.
 
-First every tensor is accounted for and carried both ways, bit by bit, and the settings of both sides are compared. That
-alone would not see a fault in the rules themselves, which both ways share: so then Megatron runs its checkpoint,
-transformers runs the folder (reference.py, in a process of its own), and the logits of the trunk and of every depth are
-compared. A trunk that Megatron cannot run is run by transformers from what the checkpoint gives back, and feeds
-Megatron's depths (depth_logits.py). Where no logits can be compared, that is a check which was not made.
+First every tensor is converted both ways and compared bit by bit, and the settings of both sides are compared. That
+would not find a fault in the rules, which both ways share. So Megatron runs the checkpoint, transformers runs the
+folder (reference.py, in a separate process), and the logits of the trunk and of every depth are compared. If Megatron
+cannot run the trunk, transformers runs it, from the folder and from the exported checkpoint, and Megatron runs the
+depths on its states (depth_logits.py). If logits cannot be compared, the result lists a check that was not made.
 """
 
 import os
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.importing import Options
 from megatron_mtp.checkpoint.convert.megatron_flags import depth_flags_of, flags_of
+from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.convert.plan import HFModel, check_mcore, stored_key
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
@@ -34,23 +34,23 @@ from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.model.arguments import parsed
 
 TOLERANCE = 3e-5
-"""Largest difference of float32 logits, as a part of the largest logit, that the order of additions explains.
+"""Largest allowed difference of float32 logits, relative to the largest logit: the order of additions differs.
 
-Measured: at most 5e-6 over the families of the tests, 3e-6 with SmolLM2-135M, and 1.3e-5 for latent attention with an
-epsilon of 1e-5, in place of which transformers has 1e-6 in some norms.
+Measured: at most 5e-6 for the families of the tests, 3e-6 for SmolLM2-135M, and 1.3e-5 for latent attention with an
+epsilon of 1e-5, because transformers has 1e-6 in some of its norms.
 """
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """One comparison.
 
     Attributes:
-        name: what.
-        figure: what was found: tensors, a difference, a rate.
-        ok: whether it is as it must be; False where that is not known.
-        witness: who computed the other side, or why nobody did.
-        made: whether the check could be made.
+        name: what was compared.
+        figure: the result: a number of tensors, a difference or a rate.
+        ok: whether the check passed; False if it was not made.
+        witness: who computed the other side, or why the check was not made.
+        made: whether the check was made.
     """
 
     name: str
@@ -68,12 +68,18 @@ def verify(
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> list[Check]:
-    """All checks that apply.
+    """Compare a folder with a checkpoint.
 
     Args:
-        text: the prompt, of which the folder's tokenizer makes tokens; None for random tokens.
-        slots: random tokens, or the most tokens of the text divided by 32; more follow far from them.
-        trust_remote_code: whether to run the tokenizer's own code.
+        hf: the Hugging Face folder.
+        mcore: the checkpoint.
+        text: a file whose tokens are the prompt; None for random tokens.
+        slots: number of random tokens, or of tokens of the text divided by 32; more follow at larger distances.
+        seed: seed of the random tokens.
+        trust_remote_code: whether to run the tokenizer folder's Python code.
+
+    Returns:
+        All checks that apply.
 
     Raises:
         ValueError: one of the two is damaged, or they are not of the same family.
@@ -97,11 +103,14 @@ def verify(
     else:
         theirs, ours = reference_logits(hf, prompt), megatron_logits(mcore, prompt)
         checks += compare(theirs, ours)
+    if model.layout.depths and "depth 1" not in theirs:
+        reason = f"nothing describes to transformers how {model.family.title} stores its depths (reference_forms.py)"
+        checks.append(Check("logits of the depths not compared", 0, False, reason, made=False))
     return checks + ([] if text is None else [_same_perplexity(theirs, ours, near_BS)])
 
 
 def _why_not_compared(model: HFModel, reader: DistReader) -> str | None:
-    """Why no logits can be compared; None where they can."""
+    """Why no logits can be compared; None if they can."""
     flags, reason = flags_of(model)
     if flags is not None and not _runs(reader):
         return "the checkpoint was converted from a model that Megatron cannot run"
@@ -111,12 +120,12 @@ def _why_not_compared(model: HFModel, reader: DistReader) -> str | None:
 
 
 def _runs(reader: DistReader) -> bool:
-    """Whether Megatron can run what the checkpoint's arguments describe."""
+    """Whether Megatron can run the model of the checkpoint's arguments."""
     return not getattr(reader.common()["args"], "megatron_mtp_untrainable", False)
 
 
 def _same_settings(model: HFModel, reader: DistReader) -> list[Check]:
-    """Whether the folder's config says what the checkpoint says of itself; none where it says nothing."""
+    """Compare the folder's config with the checkpoint's arguments or kept config; no check if it has neither."""
     flags, reason = flags_of(model)
     kept = reader.folder.parent / HF_FILES
     if flags is not None and _runs(reader):
@@ -134,10 +143,12 @@ def _same_settings(model: HFModel, reader: DistReader) -> list[Check]:
 
 
 def compare(theirs: dict[str, Tensor], ours: dict[str, Tensor], trunk: str = "Megatron") -> list[Check]:
-    """Logits [S, V] of trunk and depths, and what a verifier would accept of the depths' drafts.
+    """Compare logits [S, V] of trunk and depths, and the rate of accepted drafts.
 
     Args:
-        trunk: who computed ours.
+        theirs: logits by transformers, by name.
+        ours: logits by Megatron, by name.
+        trunk: who computed our logits of the trunk.
     """
     names = ["trunk", *sorted(name for name in theirs if name.startswith("depth "))]
     ours = {name: ours[name][: len(theirs[name]), : theirs[name].size(1)] for name in names}  # without padding
@@ -158,11 +169,11 @@ def compare(theirs: dict[str, Tensor], ours: dict[str, Tensor], trunk: str = "Me
 
 
 def acceptance(logits: dict[str, Tensor], depth: int = 1) -> float:
-    """Part of slots where a depth's draft is what the trunk says so many slots later."""
+    """Acceptance: the part of positions where a depth's most likely token is the trunk's at its own position."""
     drafts_S = logits[f"depth {depth}"].argmax(-1)
-    says_S = logits["trunk"][depth : depth + drafts_S.size(0)].argmax(-1)
-    slots = min(drafts_S.size(0), says_S.size(0))
-    return (drafts_S[:slots] == says_S[:slots]).float().mean().item()
+    targets_S = logits["trunk"][depth : depth + drafts_S.size(0)].argmax(-1)
+    count = min(drafts_S.size(0), targets_S.size(0))
+    return (drafts_S[:count] == targets_S[:count]).float().mean().item()
 
 
 def _round_trip(model: HFModel, reader: DistReader) -> Check:
@@ -193,7 +204,7 @@ def _text_tokens(folder: Path, text: Path, slots: int, trust_remote_code: bool) 
 
 
 def _same_perplexity(theirs: dict[str, Tensor], ours: dict[str, Tensor], tokens_BS: Tensor) -> Check:
-    """Of the text alone, which the slots behind it do not change."""
+    """Compare the perplexity of the text, without the random tokens after it."""
     slots, vocabulary = tokens_BS.size(1), theirs["trunk"].size(1)
     their, our = (perplexity(logits["trunk"][:slots, :vocabulary], tokens_BS[0]) for logits in (theirs, ours))
     name = f"perplexity of {tokens_BS.size(1)} tokens"
@@ -201,12 +212,12 @@ def _same_perplexity(theirs: dict[str, Tensor], ours: dict[str, Tensor], tokens_
 
 
 def perplexity(logits_SV: Tensor, tokens_S: Tensor) -> float:
-    """exp of the mean cross-entropy of every token but the first."""
+    """exp of the mean cross-entropy of all tokens [S] except the first, from logits [S, V]."""
     return torch.nn.functional.cross_entropy(logits_SV[:-1].double(), tokens_S[1:]).exp().item()
 
 
 def reference_logits(folder: Path, prompt: Prompt) -> dict[str, Tensor]:
-    """By transformers, in a process without Megatron.
+    """Logits of a folder by transformers, in a process without Megatron; names as in reference.py.
 
     Raises:
         ValueError: transformers cannot run the folder.
@@ -215,7 +226,7 @@ def reference_logits(folder: Path, prompt: Prompt) -> dict[str, Tensor]:
 
 
 def all_reference_logits(folders: list[Path], prompt: Prompt) -> list[dict[str, Tensor]]:
-    """The same of several folders in one process, which takes longer to start than to compute."""
+    """`reference_logits` of several folders in one process, since starting it takes longer than computing."""
     with tempfile.TemporaryDirectory() as scratch:
         tokens = Path(scratch) / "tokens.safetensors"
         outputs = [Path(scratch) / f"{index}.safetensors" for index in range(len(folders))]
@@ -234,7 +245,9 @@ def all_reference_logits(folders: list[Path], prompt: Prompt) -> list[dict[str, 
 def split_logits(
     model: HFModel, flags: list[str], hf: Path, reader: DistReader, prompt: Prompt
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Theirs, and ours of a model whose trunk Megatron cannot run: that by transformers, the depths by Megatron.
+    """Logits of a model whose trunk Megatron cannot run: transformers' of the folder, and ours.
+
+    Ours are transformers' logits of the trunk in the exported checkpoint, and Megatron's logits of the depths.
 
     Raises:
         ValueError: transformers cannot run the folder, or what the checkpoint gives back.
@@ -252,23 +265,25 @@ def split_logits(
 
 
 def megatron_logits(folder: Path, prompt: Prompt) -> dict[str, Tensor]:
-    """By Megatron's modules and our depths, from the checkpoint; as `reference.all_logits`."""
+    """Logits of a checkpoint by Megatron's modules and our depths; names as in reference.py."""
     from megatron_mtp.checkpoint.mcore.model import load_model
     from megatron_mtp.data.batch import add_depths, depth_batch
+    from megatron_mtp.model.causal import square_mask
 
     model = load_model(folder)
     place(model, prompt)
     depths = model.config.mtp_num_layers or 0
     tokens_BS, slots = prompt.tokens_BS.cuda(), prompt.tokens_BS.size(1)
     positions_BS = prompt.positions_S.cuda().unsqueeze(0)
-    mask = torch.ones(1, 1, slots, slots, device="cuda").tril().logical_not()
+    mask = square_mask(slots, "cuda")
     ones_BS = torch.ones_like(tokens_BS).float()
     batch: dict[str, Any] = {"tokens": tokens_BS, "labels": tokens_BS.roll(-1, 1), "loss_mask": ones_BS}
     add_depths(batch, max(depths, 1), None)
 
-    def logits(hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Any, *_: Any) -> dict[str, Tensor]:
-        states = {"trunk": hidden_SBH} | {f"depth {d}": state for d, state in enumerate(depth_hidden, start=1)}
-        return {name: head.project(state_SBH)[:, 0].clone().cpu() for name, state_SBH in states.items()}
+    def logits(stage: Any) -> dict[str, Tensor]:
+        states = {"trunk": stage.hidden_SBH}
+        states |= {f"depth {depth}": state_SBH for depth, state_SBH in enumerate(stage.depth_hidden, start=1)}
+        return {name: stage.head.project(state_SBH)[:, 0].clone().cpu() for name, state_SBH in states.items()}
 
     with torch.no_grad():
         out: dict[str, Tensor] = model(

@@ -31,7 +31,6 @@ class Proposer:
         depths: the kind of depths that it drafts with; None if it needs none.
         drafts_trees: whether a row may have several candidates.
         recordable: whether a draft reads nothing back, and its shapes depend on the batch and K alone (`graphs.py`).
-        most: the largest K that it can be asked for; None without a limit.
         limit, remedy: where `most` comes from, and what to do about it, for the message to one who asks for more.
     """
 
@@ -40,12 +39,16 @@ class Proposer:
     depths: ClassVar[Kind | None] = None
     drafts_trees: ClassVar[bool] = False
     recordable: ClassVar[bool] = False
-    most: int | None = None
     limit: ClassVar[str] = ""
     remedy: ClassVar[str] = ""
 
     def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
         self.runner, self.config, self.settings = runner, config, config.settings
+
+    @property
+    def most(self) -> int | None:
+        """The largest K that it can be asked for; None without a limit."""
+        return None
 
     @property
     def draws_siblings(self) -> bool:

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.settings import Settings, setting
 from megatron_mtp.drafting.types import Draft, Round
 
 if TYPE_CHECKING:
-    from megatron_mtp.drafting.runner import Runner
     from megatron_mtp.drafting.sequences import Sequences
 
 
@@ -61,17 +59,20 @@ class Lookahead(Proposer):
     limit = "the n-grams less their first token"
     remedy = "give a larger ngram_size"
 
-    def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
-        super().__init__(runner, config)
-        self.most = self.settings.ngram_size - 1
-        self._in_window = self.settings.window * self.most
+    @property
+    def most(self) -> int:
+        return self.settings.ngram_size - 1
+
+    @property
+    def _in_window(self) -> int:
+        return self.settings.window * self.most
 
     def nodes(self, count: int) -> int:
-        return self._in_window + self.settings.guesses * (self.settings.ngram_size - 1)
+        return self._in_window + self.settings.guesses * self.most
 
     def start(self, sequences: "Sequences") -> None:
         """The first window repeats the prompt's last tokens."""
-        levels, columns = self.settings.ngram_size - 1, self.settings.window
+        levels, columns = self.most, self.settings.window
         self._windows = []
         for text in sequences.texts:
             tail = (text * (levels + columns))[-(levels + columns) :]

@@ -1,8 +1,8 @@
-"""Drafting with the modules as trained (`mtp`), and with two other ways to feed them.
+"""Drafting with the modules as trained (`mtp`), and with other ways to feed them.
 
 With t_m the newest token, depth d drafts t_{m+d} at row m - 1, from the embedding of t_{m-1+d} (which the depth before
-drafted) and h_{d-1} of that row. Row i of depth d is final once t_{i+d} is known, so that its last d - 1 rows were made
-from drafts and are run again in the next round:
+drafted) and h_{d-1} of that row. Row i of depth d is final once t_{i+d} is known. So its last d - 1 rows were made
+from drafts, and are run again in the next round:
 
     D = 2, known t_0 .. t_5 (m = 5)     depth 1, rows .. 4: embeds t_1 .. t_5              drafts x_1 = t_6
                                         depth 2, rows .. 3: embeds t_2 .. t_5, final
@@ -17,17 +17,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.drafting.proposers.base import Kind, Proposer, pick
 from megatron_mtp.drafting.types import Draft, Round
 
 if TYPE_CHECKING:
-    from megatron_mtp.drafting.runner import Runner
     from megatron_mtp.drafting.sequences import Sequences
 
 CHUNK = 512
-"""Rows that a module catches up on at once."""
+"""The most rows that a module runs at once when it catches up."""
 
 
 class Vanilla(Proposer):
@@ -39,9 +37,9 @@ class Vanilla(Proposer):
     remedy = "choose mtp_eagle, which reuses a module"
     recordable = True
 
-    def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
-        super().__init__(runner, config)
-        self.most = runner.depths
+    @property
+    def most(self) -> int:
+        return self.runner.depths
 
     def start(self, sequences: "Sequences") -> None:
         batch = len(sequences.texts)
@@ -84,9 +82,9 @@ class ParallelHeads(Vanilla):
 class TrunkStates(Vanilla):
     """What TensorRT-LLM's vanilla MTP worker does (its `MTPWorker`), which is not what was trained.
 
-    Module d gets the trunk's states at the rows of the tokens d - 1 further on; only the rows of drafts have another
-    state, that of the module before. And a round runs the last K accepted tokens alone: where K drafts and the bonus
-    token were accepted, the first of these K + 1 rows is never run, and stays in the caches as it was made, of zeros.
+    Module d gets the trunk's states of d - 1 rows further on; only rows of drafts get the state of the module before.
+    A round runs the last K accepted tokens alone. Where K drafts were accepted and the bonus token followed, the first
+    of these K + 1 rows never runs, and its keys and values stay zero.
 
         K = 2, t_0 .. t_5 known, t_3 .. t_5 of the last round (m = 5); h_0 the trunk's states, g_1 module 1's
         module 1    rows 3, 4: (h_0[3], t_4) (h_0[4], t_5)      row 2, which would be (h_0[2], t_3), was left out

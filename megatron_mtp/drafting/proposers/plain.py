@@ -16,7 +16,10 @@ class Plain(Proposer):
     limit = "since it is plain decoding"
     remedy = "choose another method"
     recordable = True
-    most = 0
+
+    @property
+    def most(self) -> int:
+        return 0
 
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         return Draft(sequences.tokens_BT[:, :0])

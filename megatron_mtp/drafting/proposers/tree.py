@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_mtp.drafting.config import MOST_DRAFTED, SpeculativeConfig
+from megatron_mtp.drafting.config import MOST_DRAFTED
 from megatron_mtp.drafting.proposers.mtp import Eagle
 from megatron_mtp.drafting.sampling import DRAFT, draw
 from megatron_mtp.drafting.settings import Settings, setting
@@ -25,7 +25,6 @@ from megatron_mtp.drafting.types import Draft, Round
 from megatron_mtp.drafting.verifiers import VERIFIERS
 
 if TYPE_CHECKING:
-    from megatron_mtp.drafting.runner import Runner
     from megatron_mtp.drafting.sequences import Sequences
 
 DEFAULT_TREE = (4, 2)
@@ -108,25 +107,18 @@ class Grower(Eagle):
             drawn: candidates are samples of q rather than its most likely tokens.
         """
         states_SBH = self.catch_up(sequences)
-        levels = [self._candidates(states_SBH, round, widths[0], None, None, 0, drawn)]
-        batch, started = len(sequences.texts), 0
-        ancestors_BFA = torch.zeros(batch, 1, self._rows(widths, most), dtype=torch.bool, device=states_SBH.device)
-        own_AA = torch.eye(ancestors_BFA.size(2), device=states_SBH.device).bool()
+        levels = [self._candidates(states_SBH, round, widths[0], [], None, drawn)]
+        shape, started = (len(sequences.texts), 1, self._rows(widths, most)), 0
+        ancestors_BFA = torch.zeros(shape, dtype=torch.bool, device=states_SBH.device)
         for depth, width in enumerate(widths[1:]):
             taken_BF = self._continued(levels[-1], most)
-            level = levels[-1]
-            above_BF = level.rows_BN.gather(1, taken_BF)
-            rows = taken_BF.size(1)
-            states_SBH = states_SBH.gather(0, above_BF.T.unsqueeze(2).expand(-1, -1, states_SBH.size(2)))
-            ancestors_BFA = ancestors_BFA.gather(1, above_BF.unsqueeze(2).expand(-1, -1, ancestors_BFA.size(2)))
-            ancestors_BFA = ancestors_BFA | own_AA[started : started + rows]
+            above_BF = levels[-1].rows_BN.gather(1, taken_BF)
+            ancestors_BFA = _with_themselves(_rows_of(ancestors_BFA, above_BF), started)
             where = sequences.tree(torch.full_like(taken_BF, depth), ancestors_BFA, started)
-            tokens_BF = level.tokens_BN.gather(1, taken_BF)
-            states_SBH = self.runner.depth(1, states_SBH, tokens_BF, where, self.cache)
-            scores_BF = level.scores_BN.gather(1, taken_BF)
-            drafted = sum(one.tokens_BN.size(1) for one in levels)
-            levels.append(self._candidates(states_SBH, round, width, scores_BF, taken_BF, drafted, drawn))
-            started += rows
+            given_SBH = states_SBH.gather(0, above_BF.T.unsqueeze(2).expand(-1, -1, states_SBH.size(2)))
+            states_SBH = self.runner.depth(1, given_SBH, levels[-1].tokens_BN.gather(1, taken_BF), where, self.cache)
+            levels.append(self._candidates(states_SBH, round, width, levels, taken_BF, drawn))
+            started += taken_BF.size(1)
         return levels
 
     def _rows(self, widths: list[int], most: int | None) -> int:
@@ -149,28 +141,38 @@ class Grower(Eagle):
         states_SBH: Tensor,
         round: Round,
         width: int,
-        scores_BF: Tensor | None,
+        above: list[Level],
         taken_BF: Tensor | None,
-        drafted: int,
         drawn: bool,
     ) -> Level:
+        """The candidates of rows that continue `taken_BF` of the last level above."""
         logits_BFV = self.runner.draft_logits(states_SBH)
         # At temperature 0 the order of a beam comes from the model's own distribution.
         probs_BFV = logits_BFV.softmax(-1) if round.sampling.greedy else round.sampling.probabilities(logits_BFV)
-        batch, rows, _ = probs_BFV.shape
-        if drawn:
-            uniform_BN = round.noise.uniform(DRAFT, drafted + rows * width)[:, drafted:]
-            probs_BFCV = probs_BFV.unsqueeze(2).expand(-1, -1, width, -1)
-            tokens_BFC = draw(probs_BFCV, uniform_BN.view(batch, rows, width))
-        else:
-            tokens_BFC = probs_BFV.topk(width, dim=2).indices
-        gained_BFC = probs_BFV.gather(2, tokens_BFC).double().log()
-        if scores_BF is not None:
-            gained_BFC = gained_BFC + scores_BF.unsqueeze(2)
+        before = sum(level.tokens_BN.size(1) for level in above)
+        tokens_BFC = _sampled(probs_BFV, round, width, before) if drawn else probs_BFV.topk(width, dim=2).indices
+        scores_BFC = probs_BFV.gather(2, tokens_BFC).double().log()
+        if taken_BF is not None:
+            scores_BFC = scores_BFC + above[-1].scores_BN.gather(1, taken_BF).unsqueeze(2)
         repeats_BFC = (tokens_BFC.unsqueeze(3) == tokens_BFC.unsqueeze(2)).tril(-1).any(dim=3)
-        scores_BN = gained_BFC.masked_fill(repeats_BFC, -torch.inf).flatten(1)
+        scores_BN = scores_BFC.masked_fill(repeats_BFC, -torch.inf).flatten(1)
+        batch, rows, _ = tokens_BFC.shape
         row_FC = torch.arange(rows, device=tokens_BFC.device).unsqueeze(1).expand(-1, width)
         return Level(tokens_BFC.flatten(1), scores_BN, row_FC.flatten().expand(batch, -1), probs_BFV, taken_BF)
+
+
+def _sampled(probs_BFV: Tensor, round: Round, width: int, before: int) -> Tensor:
+    """`width` independent samples of every row [B, F, C]; earlier levels have used `before` random numbers."""
+    batch, rows, _ = probs_BFV.shape
+    uniform_BN = round.noise.uniform(DRAFT, before + rows * width)[:, before:]
+    return draw(probs_BFV.unsqueeze(2).expand(-1, -1, width, -1), uniform_BN.view(batch, rows, width))
+
+
+def _with_themselves(ancestors_BFA: Tensor, started: int) -> Tensor:
+    """Every row is an ancestor of its own; the first of these has the number `started`."""
+    _, rows, all_rows = ancestors_BFA.shape
+    own_FA = torch.eye(all_rows, device=ancestors_BFA.device).bool()[started : started + rows]
+    return ancestors_BFA | own_FA
 
 
 class Tree(Grower):
@@ -187,10 +189,9 @@ class Tree(Grower):
     limit = "one with each level of 'tree'"
     remedy = "give a deeper tree, or tree_nodes"
 
-    def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
-        super().__init__(runner, config)
-        if self.settings.tree_nodes is None:
-            self.most = len(self.settings.tree or DEFAULT_TREE)
+    @property
+    def most(self) -> int | None:
+        return len(self.settings.tree or DEFAULT_TREE) if self.settings.tree_nodes is None else None
 
     @property
     def draws_siblings(self) -> bool:
@@ -218,7 +219,7 @@ class Tree(Grower):
             return _likeliest(tokens_BN, parents_BN, scores_BN, self.settings.tree_nodes)
         if not drawn:
             return Draft(tokens_BN, None, parents_BN)
-        probs = [_of_rows(level.probs_BFV, level.rows_BN) for level in levels]
+        probs = [_rows_of(level.probs_BFV, level.rows_BN) for level in levels]
         return Draft(tokens_BN, torch.cat(probs, dim=1), parents_BN)
 
 
@@ -244,7 +245,7 @@ class Beam(Grower):
         for level in reversed(levels):
             row_B1 = level.rows_BN.gather(1, best_B1)
             tokens.append(level.tokens_BN.gather(1, best_B1))
-            probs.append(_of_rows(level.probs_BFV, row_B1))
+            probs.append(_rows_of(level.probs_BFV, row_B1))
             best_B1 = row_B1 if level.taken_BF is None else level.taken_BF.gather(1, row_B1)
         probs_BNV = torch.cat(probs[::-1], dim=1) if _takes_path_probs(round) else None
         return Draft(torch.cat(tokens[::-1], dim=1), probs_BNV)
@@ -254,8 +255,8 @@ def _takes_path_probs(round: Round) -> bool:
     return round.config.verifier is not None and VERIFIERS[round.config.verifier].takes_path_probs
 
 
-def _of_rows(probs_BFV: Tensor, rows_BN: Tensor) -> Tensor:
-    return probs_BFV.gather(1, rows_BN.unsqueeze(2).expand(-1, -1, probs_BFV.size(2)))
+def _rows_of(values_BFV: Tensor, rows_BN: Tensor) -> Tensor:
+    return values_BFV.gather(1, rows_BN.unsqueeze(2).expand(-1, -1, values_BFV.size(2)))
 
 
 def _flattened(levels: list[Level]) -> tuple[Tensor, Tensor, Tensor]:

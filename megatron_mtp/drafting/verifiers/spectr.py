@@ -69,7 +69,7 @@ def _of_rows(draft: Draft, p_BRV: Tensor) -> tuple[Tensor, Tensor]:
     q_BNV = draft.distributions(p_BRV)
     parents_BN, valid_BN = draft.parents(), draft.valid()
     count_BR = torch.zeros_like(p_BRV[:, :, 0]).scatter_add_(1, parents_BN, valid_BN.to(p_BRV))
-    # Siblings share one q, so writing each of them leaves the same.
+    # Siblings share one q, so it does not matter which of them is written.
     source_BNV = torch.where(valid_BN.unsqueeze(-1), q_BNV, 0.0)
     index_BNV = parents_BN.unsqueeze(-1).expand_as(source_BNV)
     return torch.zeros_like(p_BRV).scatter_reduce_(1, index_BNV, source_BNV, "amax"), count_BR

@@ -1,7 +1,7 @@
 """One pass over the nodes of a draft: how most rules find the accepted path.
 
-Nodes stand after their parents and siblings in their order, so one pass tries the candidates of the row that the path
-has reached, moves on with an accepted one, and finds that one's candidates further right.
+A node stands after its parent. So one pass tries the candidates of the row that the path has reached, moves on to the
+accepted one, and finds the candidates of that one further right.
 
 Letters in names: B batch, N drafted nodes, R = N + 1 rows.
 """
@@ -19,7 +19,7 @@ def walk(draft: Draft, accepts: Callable[[int, Tensor, Tensor], Tensor]) -> tupl
 
     Args:
         accepts: called for every node in turn with its number, the row that each sequence has reached and whether the
-            node is a candidate there; returns where it is accepted (what it says of others counts for nothing).
+            node is a candidate there; returns where it is accepted, and is ignored where it is no candidate.
     """
     parents_BN, valid_BN = draft.parents(), draft.valid()
     here_B = torch.zeros_like(parents_BN[:, 0]) if draft.nodes else parents_BN.new_zeros(parents_BN.size(0))
@@ -33,10 +33,10 @@ def walk(draft: Draft, accepts: Callable[[int, Tensor, Tensor], Tensor]) -> tupl
 
 
 def row_of(values_BRV: Tensor, row_B: Tensor) -> Tensor:
-    """[B, V]: of every sequence its own row."""
+    """[B, V]: one row of every text."""
     return values_BRV.gather(1, row_B.view(-1, 1, 1).expand(-1, 1, values_BRV.size(-1))).squeeze(1)
 
 
 def chosen(values_BV: Tensor, token_B: Tensor) -> Tensor:
-    """[B]: of every sequence its token's value."""
+    """[B]: the value of one token of every text."""
     return values_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)

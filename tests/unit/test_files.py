@@ -1,4 +1,4 @@
-"""data/locks.py: a second process is kept out and told who is in; a killed holder leaves no lock."""
+"""files.py: outputs are whole or not there; a second writer is refused, and a killed one leaves no lock."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 
 from megatron_mtp.checkpoint.convert.streaming import PartialFolder
 from megatron_mtp.data.command import main as preprocess
-from megatron_mtp.data.locks import one_writer
+from megatron_mtp.files import one_writer, written_beside
 
 
 @contextmanager
@@ -63,3 +63,50 @@ def test_two_runs_on_one_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not list(tmp_path.glob("data-tokenizer")), "nothing is made beside the one that writes"
     assert preprocess([*words, "--workers", "1"]) == 0
     assert not (tmp_path / "data.lock").exists()
+
+
+def test_an_output_is_there_when_the_block_ends_and_its_older_one_until_then(tmp_path: Path) -> None:
+    file, folder = tmp_path / "out.json", tmp_path / "out"
+    for text in ("first", "second"):
+        with written_beside(file) as beside_file, written_beside(folder) as beside_folder:
+            beside_file.write_text(text)
+            beside_folder.mkdir()
+            (beside_folder / text).write_text(text)
+            assert (file.read_text() if file.exists() else "first") == "first"
+            assert not (folder / "second").exists()
+    assert file.read_text() == "second"
+    assert [path.name for path in folder.iterdir()] == ["second"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.json"]
+
+
+def test_a_block_that_fails_leaves_the_older_output_alone(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.write_text("older")
+
+    def fail() -> None:
+        with written_beside(target) as beside:
+            beside.write_text("new")
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        fail()
+    assert target.read_text() == "older"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_a_killed_run_has_left_is_no_part_of_the_output(tmp_path: Path) -> None:
+    left = tmp_path / "out.partial"
+    left.mkdir()
+    (left / "of the killed run").write_text("")
+    with written_beside(tmp_path / "out") as beside:
+        assert beside == left
+        beside.mkdir()
+    assert list((tmp_path / "out").iterdir()) == []
+    assert not left.exists()
+
+
+def test_processes_that_share_a_target_have_a_file_each(tmp_path: Path) -> None:
+    with written_beside(tmp_path / "out", shared=True) as beside:
+        assert beside.name == f"out.{os.getpid()}.partial"
+        beside.write_text("whole")
+    assert (tmp_path / "out").read_text() == "whole"

@@ -1,15 +1,48 @@
-"""From Megatron's arguments to the keys of a `config.json`: KEYS are the families that a trained model can become.
+"""From Megatron's arguments to the keys of a `config.json`: the form that a trained model takes in a family.
 
-Every key that transformers, vLLM or SGLang reads is written, though one of them could do with its default.
+Every key that transformers, vLLM or SGLang reads is written, even where its default would do.
 """
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+LARGEST_LATENT_EPSILON = 1e-5
+"""Megatron and vLLM have the config's epsilon in all norms, transformers 1e-6 inside latent attention.
+
+Between 1e-5 and 1e-6 logits differ by some 1e-5 of the largest.
+"""
+
+
+@dataclass(frozen=True)
+class TrainedForm:
+    """The form that a model trained by Megatron takes in a family.
+
+    Attributes:
+        models: which models take it, for the table in docs/conversion.md.
+        engines: engines that load such a folder with its depths.
+        architecture: the class name by which engines recognise the model.
+        keys: config keys of this family beside `common_keys`, from Megatron's arguments; raises ValueError if the
+            model does not fit the family.
+        fits: whether a model with these arguments and so many depths takes this form without `--family`.
+        files: further files of the folder, by name: code for a `model_type` that transformers does not have.
+    """
+
+    models: str
+    engines: tuple[str, ...]
+    architecture: str
+    keys: Callable[[Namespace], dict[str, Any]]
+    fits: Callable[[Namespace, int], bool]
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_computable(args: Namespace) -> None:
-    """Raises ValueError where the model computes something that no family here does."""
+    """Refuse arguments with which a model computes something that no family here does.
+
+    Raises:
+        ValueError: the first such argument.
+    """
     wrong = [text for is_wrong, text in _FOREIGN if is_wrong(args)]
     if wrong:
         raise ValueError(
@@ -17,14 +50,14 @@ def check_computable(args: Namespace) -> None:
         )
 
 
-def _is_said(name: str) -> Callable[[Namespace], bool]:
-    """Whether an argument has a value; checkpoints of an older Megatron do not know all of them."""
+def _is_set(name: str) -> Callable[[Namespace], bool]:
+    """Whether an argument has a value; checkpoints of an older Megatron lack some of them."""
 
-    def is_said(args: Namespace) -> bool:
+    def is_set(args: Namespace) -> bool:
         value = getattr(args, name, None)
         return any(value) if isinstance(value, list) else bool(value)
 
-    return is_said
+    return is_set
 
 
 _ALWAYS_FOREIGN = (
@@ -33,7 +66,7 @@ _ALWAYS_FOREIGN = (
     "moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size "
     "heterogeneous_layers_config_path spec"
 ).split()
-"""Arguments with which a model computes something else, whatever their value."""
+"""Arguments that no family supports, with any value."""
 
 _FOREIGN: list[tuple[Callable[[Namespace], bool], str]] = [
     (lambda args: args.normalization != "RMSNorm", "another norm than --normalization RMSNorm"),
@@ -47,21 +80,29 @@ _FOREIGN: list[tuple[Callable[[Namespace], bool], str]] = [
      "--moe-router-score-function softmax"),
     (lambda args: bool(args.num_experts) and bool(args.moe_shared_expert_gate), "--moe-shared-expert-gate"),
     (lambda args: bool(args.num_experts) and _dense_first(args) is None, "dense layers after MoE"),
-    (lambda args: bool(args.num_experts) and _scores_groups_otherwise(args),
+    (lambda args: bool(args.num_experts) and _scores_groups_differently(args),
      "--moe-router-group-topk other than half of --moe-router-topk"),
     (lambda args: args.multi_latent_attention and args.rotary_percent != 1.0, "--rotary-percent in latent attention"),
+    (lambda args: args.multi_latent_attention and args.layernorm_epsilon > LARGEST_LATENT_EPSILON,
+     f"--norm-epsilon above {LARGEST_LATENT_EPSILON} inside latent attention, where transformers has 1e-6"),
     (lambda args: _is_yarn(args) and not (args.mscale and args.mscale_all_dim)
      and (args.mscale, args.mscale_all_dim) != (1.0, 0.0), "one of --mscale and --mscale-all-dim without the other"),
     (lambda args: getattr(args, "rotary_seq_len_interpolation_factor", None) not in (None, 1),
      "--rotary-seq-len-interpolation-factor"),
     (lambda args: getattr(args, "softmax_type", "vanilla") != "vanilla", "another --softmax-type than vanilla"),
-    *((_is_said(name), f"--{name.replace('_', '-')}") for name in _ALWAYS_FOREIGN),
+    *((_is_set(name), f"--{name.replace('_', '-')}") for name in _ALWAYS_FOREIGN),
 ]  # fmt: skip
-"""Whether a model computes something else, and how to say it."""
+"""What no family here supports: a test of the arguments, and what the error calls it."""
 
 
 def common_keys(args: Namespace, vocabulary: int, dtype: str) -> dict[str, Any]:
-    """Keys of every family."""
+    """Config keys that every family has.
+
+    Args:
+        args: Megatron's.
+        vocabulary: rows of the embedding in the folder.
+        dtype: name of the tensors' type, "bfloat16".
+    """
     return {
         "vocab_size": vocabulary,
         "hidden_size": args.hidden_size,
@@ -73,7 +114,7 @@ def common_keys(args: Namespace, vocabulary: int, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": args.max_position_embeddings,
         "rms_norm_eps": args.layernorm_epsilon,
         "hidden_act": "silu",
-        **_rope(args),
+        **rotary_keys(args),
         "rope_theta": float(args.rotary_base),
         "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
         "attention_bias": bool(args.add_qkv_bias),
@@ -85,13 +126,13 @@ def common_keys(args: Namespace, vocabulary: int, dtype: str) -> dict[str, Any]:
     }
 
 
-def _rope(args: Namespace, **others: float) -> dict[str, Any]:
-    """Rotary settings, with the numbers that Megatron has no flags for; a scaling also as engines used to read it."""
+def rotary_keys(args: Namespace, **others: float) -> dict[str, Any]:
+    """`rope_parameters` with `others`, and `rope_scaling` if positions are scaled, which older engines read."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rotary_base), **others}
     if _is_yarn(args):
         mscales = {"mscale": args.mscale, "mscale_all_dim": args.mscale_all_dim}
         usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
-        others = {name: getattr(args, name, value) for name, value in usual.items()}  # older runs lack the arguments
+        others = {name: getattr(args, name, value) for name, value in usual.items()}  # older checkpoints lack them
         rope |= {"rope_type": "yarn", "factor": args.rotary_scaling_factor, **mscales, **others}
     elif args.use_rope_scaling and not args.multi_latent_attention:
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -100,60 +141,50 @@ def _rope(args: Namespace, **others: float) -> dict[str, Any]:
 
 
 def _is_yarn(args: Namespace) -> bool:
-    """Whether latent attention scales its positions; YaRN, Megatron's default there, does nothing with factor 1."""
+    """Whether latent attention scales its positions: YaRN is Megatron's default, and has no effect with factor 1."""
     return args.multi_latent_attention and args.rope_type != "rope" and args.rotary_scaling_factor != 1.0
 
 
-def _dense(architecture: str) -> Callable[[Namespace], dict[str, Any]]:
-    def keys(args: Namespace) -> dict[str, Any]:
-        if args.num_experts or args.rotary_percent != 1.0:
-            raise ValueError("--family names a dense family without partial rotation, but the model is not so.")
-        return {"architectures": [architecture]}
-
-    return keys
+def is_dense_trunk(args: Namespace, depths: int) -> bool:
+    """Whether a model has neither depths nor experts nor latent attention."""
+    return not (depths or args.num_experts or args.multi_latent_attention)
 
 
-def _glm(args: Namespace) -> dict[str, Any]:
-    return {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "use_qk_norm": bool(args.qk_layernorm),
-        "partial_rotary_factor": args.rotary_percent,
-        **_rope(args, partial_rotary_factor=args.rotary_percent),
-        **_experts(args),
-    }
+def dense_keys(args: Namespace) -> dict[str, Any]:
+    """No keys beside the common ones.
+
+    Raises:
+        ValueError: the model has experts, or rotates a part of each head.
+    """
+    if args.num_experts or args.rotary_percent != 1.0:
+        raise ValueError("--family names a dense family without partial rotation, but the model is not so.")
+    return {}
 
 
-def _deepseek(args: Namespace) -> dict[str, Any]:
-    if not args.multi_latent_attention or not args.qk_layernorm:
-        raise ValueError("--family deepseek_v3 needs a model of --multi-latent-attention with --qk-layernorm.")
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "num_key_value_heads": args.num_attention_heads,
-        "q_lora_rank": args.q_lora_rank,
-        "kv_lora_rank": args.kv_lora_rank,
-        "qk_nope_head_dim": args.qk_head_dim,
-        "qk_rope_head_dim": args.qk_pos_emb_head_dim,
-        "qk_head_dim": args.qk_head_dim + args.qk_pos_emb_head_dim,
-        "head_dim": args.qk_pos_emb_head_dim,
-        "v_head_dim": args.v_head_dim,
-        "rope_interleave": True,
-        **_experts(args),
-    }
+def expert_keys(args: Namespace) -> dict[str, Any]:
+    """Router keys that transformers and vLLM read; a dense MLP becomes two routed experts and a shared one.
 
-
-def _experts(args: Namespace) -> dict[str, Any]:
-    """Router keys that transformers and vLLM read; a dense model has experts that stand for one MLP."""
+    Raises:
+        ValueError: the sizes cannot be expressed.
+    """
     router = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-    if not args.num_experts:
-        if args.ffn_hidden_size % 4:
-            raise ValueError(
-                f"--ffn-hidden-size {args.ffn_hidden_size} cannot be shared out among two routed and a shared expert, "
-                "as this family's depths need; choose --family mimo."
-            )
-        both = {"n_routed_experts": 2, "n_shared_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-        # The trunk's last layer is in that form too: vLLM refuses a GLM-4 MoE whose trunk has no experts at all.
-        sizes = {"moe_intermediate_size": args.ffn_hidden_size // 4, "first_k_dense_replace": args.num_layers - 1}
-        return {**router, **both, **sizes, "norm_topk_prob": True, "routed_scaling_factor": 2.0}
+    return {**router, **(_routed(args) if args.num_experts else _split_mlp(args))}
+
+
+def _split_mlp(args: Namespace) -> dict[str, Any]:
+    """A dense MLP as experts: see `split_mlp_rules`."""
+    if args.ffn_hidden_size % 4:
+        raise ValueError(
+            f"--ffn-hidden-size {args.ffn_hidden_size} cannot be shared out among two routed and a shared expert, "
+            "as this family's depths need; choose --family mimo."
+        )
+    both = {"n_routed_experts": 2, "n_shared_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    # The trunk's last layer is in that form too: vLLM refuses a GLM-4 MoE whose trunk has no experts at all.
+    sizes = {"moe_intermediate_size": args.ffn_hidden_size // 4, "first_k_dense_replace": args.num_layers - 1}
+    return {**both, **sizes, "norm_topk_prob": True, "routed_scaling_factor": 2.0}
+
+
+def _routed(args: Namespace) -> dict[str, Any]:
     shared = args.moe_shared_expert_intermediate_size or 0
     if shared % args.moe_ffn_hidden_size:
         raise ValueError(
@@ -161,7 +192,6 @@ def _experts(args: Namespace) -> dict[str, Any]:
             f"{args.moe_ffn_hidden_size}, which no family here has; it cannot be exported."
         )
     return {
-        **router,
         "n_routed_experts": args.num_experts,
         "n_shared_experts": shared // args.moe_ffn_hidden_size,
         "num_experts_per_tok": args.moe_router_topk,
@@ -174,38 +204,8 @@ def _experts(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _mimo(args: Namespace) -> dict[str, Any]:
-    if args.num_experts or args.qk_layernorm or args.rotary_percent != 1.0:
-        raise ValueError("--family mimo needs a dense model without --qk-layernorm and --rotary-percent.")
-    config_class = {"AutoConfig": "configuration_mimo.MiMoConfig"}
-    return {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "auto_map": config_class}
-
-
-KEYS: dict[str, Callable[[Namespace], dict[str, Any]]] = {
-    "glm4_moe": _glm,
-    "deepseek_v3": _deepseek,
-    "mimo": _mimo,
-    "llama": _dense("LlamaForCausalLM"),
-    "qwen2": _dense("Qwen2ForCausalLM"),
-    "qwen3": _dense("Qwen3ForCausalLM"),
-}
-"""Families that a trained model can become, and the keys that each has of its own."""
-
-CODE = {
-    "mimo": {
-        "configuration_mimo.py": """from transformers import Qwen2Config
-
-
-class MiMoConfig(Qwen2Config):
-    model_type = "mimo"
-"""
-    }
-}
-"""Files of a folder whose `model_type` transformers does not have: engines read the config through such a class."""
-
-
 def _dense_first(args: Namespace) -> int | None:
-    """Dense layers before the first of experts; None where dense ones follow."""
+    """Number of dense layers before the first with experts; None if a dense one follows it."""
     frequency = args.moe_layer_freq
     if isinstance(frequency, int):
         return 0 if frequency == 1 else None
@@ -213,8 +213,8 @@ def _dense_first(args: Namespace) -> int | None:
     return dense if all(frequency[dense:]) else None
 
 
-def _scores_groups_otherwise(args: Namespace) -> bool:
-    """Megatron scores a group by its `topk // group_topk` best experts, the families by 2."""
+def _scores_groups_differently(args: Namespace) -> bool:
+    """Whether Megatron scores a group by another number of its best experts than 2, as the families do."""
     groups, some = args.moe_router_num_groups, args.moe_router_group_topk
     return bool(groups and some and some < groups and args.moe_router_topk // some != 2)
 

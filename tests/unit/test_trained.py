@@ -1,11 +1,12 @@
-"""checkpoint/convert/hf_keys.py: which trained models can become which family, and what is said of the others."""
+"""checkpoint/families/trained.py: which trained models fit into which family, and why the others do not."""
 
 from argparse import Namespace
 from typing import Any
 
 import pytest
 
-from megatron_mtp.checkpoint.convert.hf_keys import KEYS, check_computable
+from megatron_mtp.checkpoint.families import trained_forms
+from megatron_mtp.checkpoint.families.trained import check_computable
 
 DENSE: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -120,12 +121,29 @@ UNFIT: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("family", "changes", "said"), UNFIT)
 def test_a_family_that_does_not_fit_says_what_it_needs(family: str, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        KEYS[family](trained(**changes))
+        trained_forms()[family].keys(trained(**changes))
 
 
 def test_experts_as_the_config_counts_them() -> None:
-    keys = KEYS["glm4_moe"](trained(**EXPERTS))
+    keys = trained_forms()["glm4_moe"].keys(trained(**EXPERTS))
     assert (keys["n_routed_experts"], keys["n_shared_experts"], keys["first_k_dense_replace"]) == (4, 2, 1)
     assert keys["norm_topk_prob"] is True
-    dense = KEYS["glm4_moe"](trained())
+    dense = trained_forms()["glm4_moe"].keys(trained())
     assert (dense["n_routed_experts"], dense["moe_intermediate_size"], dense["first_k_dense_replace"]) == (2, 16, 2)
+
+
+CHOSEN: list[tuple[str, dict[str, Any], int]] = [
+    ("llama", {}, 0),
+    ("qwen2", {"add_qkv_bias": True}, 0),
+    ("qwen3", {"add_qkv_bias": True, "qk_layernorm": True}, 0),
+    ("glm4_moe", {}, 2),
+    ("glm4_moe", EXPERTS, 0),
+    ("deepseek_v3", {"multi_latent_attention": True}, 0),
+    ("deepseek_v3", {**EXPERTS, "multi_latent_attention": True}, 2),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "depths"), CHOSEN)
+def test_one_family_fits_a_model(family: str, changes: dict[str, Any], depths: int) -> None:
+    args = trained(**{"add_qkv_bias": False, **changes})
+    assert [name for name, form in trained_forms().items() if form.fits(args, depths)] == [family]

@@ -1,0 +1,45 @@
+"""How often the first depth is right about the prompt, before anything is drafted.
+
+The trunk has run the prompt, so depth 1 can be run over its last W rows as in training, and the trunk's own
+distribution judges what it would have drafted there:
+
+    n = 6 tokens t_0 .. t_5, W = 3      depth 1, rows 2, 3, 4: (h_0[2], t_3) (h_0[3], t_4) (h_0[4], t_5)
+                                        judged by the trunk's rows 3, 4, 5
+
+These rows are a text of their own in a cache of their own, so that the cost is one forward of W rows however long the
+prompt is. The depth does not see what came before them, which makes it err a little more often than it will.
+
+Letters in names: S rows, B batch, W rows that are judged, H hidden, V vocabulary.
+"""
+
+import torch
+
+from megatron_mtp.drafting.kv_cache import KVCache, chain_rows
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.sequences import Sequences
+
+FEWEST, MOST = 8, 32
+"""Rows of each prompt that are judged; of a shorter prompt none are."""
+
+
+def rehearse(runner: Runner, sequences: Sequences, sampling: Sampling) -> tuple[float, int] | None:
+    """The chance that a first draft is accepted, sum of min(p, q), and the rows of a text it is the mean of.
+
+    Args:
+        sequences: prompts that the trunk has run, each with its first new token.
+
+    Returns:
+        None where a prompt is too short.
+    """
+    width = min(MOST, min(sequences.prompt_lengths) - 1)
+    if width < FEWEST:
+        return None
+    first_B = sequences.newest_B - 1 - width
+    rows = chain_rows(torch.zeros_like(first_B), width, width, width)
+    cache = KVCache(1, first_B.size(0), width)
+    states_SBH = sequences.states_at(first_B, width)
+    drafted_SBH = runner.depth(1, states_SBH, sequences.tokens_at(first_B + 1, width), rows, cache)
+    q_BWV = sampling.probabilities(runner.draft_logits(drafted_SBH))
+    p_BWV = sampling.probabilities(runner.logits(sequences.states_at(first_B + 1, width)))
+    return float(torch.minimum(p_BWV, q_BWV).sum(dim=-1).mean()), width

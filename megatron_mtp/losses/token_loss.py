@@ -1,0 +1,66 @@
+"""What a loss of the depths is: a class that says what it needs, and computes a chunk's losses with their gradients.
+
+Letters in names: N positions, V this rank's slice of the vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a loss is computed from: some positions at once.
+
+    Attributes:
+        logits_NV: the depth's, this rank's slice, in float32 at least.
+        labels_N: tokens; of a draft vocabulary their numbers in it, or -1 outside of it.
+        teacher_NV: the trunk's logits of the same tokens, if `needs_teacher`; of all tokens, if `needs_whole_teacher`.
+        vocabulary: what the columns are, and how they are reduced over ranks.
+    """
+
+    logits_NV: Tensor
+    labels_N: Tensor
+    teacher_NV: Tensor | None
+    vocabulary: Vocabulary
+
+
+class TokenLoss(ABC):
+    """A loss of single tokens, with its gradient by the logits; masks, weights and sums are made elsewhere.
+
+    Attributes:
+        line: what the depths learn, for --list-losses and docs/attaching.md.
+        needs_teacher: it compares with the trunk's own distribution of the token.
+        needs_whole_teacher: it does so over all tokens, also where the depths draft from some of them.
+    """
+
+    line: ClassVar[str]
+
+    @property
+    def needs_teacher(self) -> bool:
+        return False
+
+    @property
+    def needs_whole_teacher(self) -> bool:
+        return False
+
+    @classmethod
+    @abstractmethod
+    def of(cls, settings: MTPConfig) -> Self:
+        """The loss with the settings that it reads.
+
+        Raises:
+            ValueError: one of them has a value that is not allowed.
+        """
+
+    @abstractmethod
+    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Losses in nats, loss_N, the same on every rank, and this rank's gradient_NV by the logits.
+
+        It may overwrite both logits; the gradient may be made in the memory of the depth's.
+        """

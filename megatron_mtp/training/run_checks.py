@@ -1,0 +1,119 @@
+"""Checks of flags for a run with depths: what Megatron allows and this package does not, or not with these depths.
+
+Every check raises ValueError with one sentence that names the flag, the value and the remedy.
+"""
+
+import math
+import os
+from argparse import Namespace
+from pathlib import Path
+
+from megatron.training.checkpointing import checkpoint_exists
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.data.checks import split_weights
+from megatron_mtp.training.flag_checks import check_relations
+
+
+def check_flags(args: Namespace, settings: MTPConfig) -> None:
+    """Raises ValueError at the first flag that this run cannot have."""
+    if args.split is not None:
+        split_weights(args.split)
+    if args.eval_interval is None:
+        raise ValueError(
+            "--eval-interval is missing; give the number of steps between evaluations (more than --train-iters for "
+            "none before the end)."
+        )
+    if args.save is not None and args.save_interval is None:
+        raise ValueError(f"--save is {args.save}, but --save-interval is missing; give the steps between checkpoints.")
+    if (pattern := args.hybrid_layer_pattern or args.hybrid_override_pattern) is not None:
+        raise ValueError(
+            f"--hybrid-layer-pattern is {pattern}, but this script builds transformers alone; drop the flag, or use "
+            "Megatron's pretrain_hybrid.py."
+        )
+    if args.logits_load_dir is not None:
+        raise ValueError(
+            "--logits-load-dir was given, but training on a teacher's stored logits is left to Megatron's own script; "
+            "drop the flag, or use that script."
+        )
+    _check_folder("--mtp-metrics-dir", settings.mtp_metrics_dir)
+    _check_folder("--save", args.save)
+    _check_sequences(args)
+    if args.mtp_num_layers is not None:
+        _check_depths(args, settings)
+    elif settings.mtp_train_only:
+        raise ValueError("--mtp-train-only was given without --mtp-num-layers; say how many depths to train.")
+    elif settings.mtp_draft_vocab_size is not None or settings.mtp_draft_vocab_file is not None:
+        raise ValueError("a draft vocabulary was given without --mtp-num-layers; say how many depths draft from it.")
+    check_relations(args)
+
+
+def _check_folder(flag: str, named: str | None) -> None:
+    """It is made when there is something to write, which must not be when it turns out that it cannot."""
+    if named is None or "://" in named:
+        return
+    there = next(path for path in (Path(named), *Path(named).absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        kind = "a link to nowhere" if there.is_symlink() else "a file"
+        raise ValueError(f"{flag} is {named}, but {there} is {kind}; name a folder.")
+
+
+def _check_sequences(args: Namespace) -> None:
+    """Packed rows, and how sequences are cut for context parallelism."""
+    packed = args.sft or args.dataloader_inter_document_masking
+    if args.hybrid_context_parallel:
+        raise ValueError(
+            "--hybrid-context-parallel was given, which this script does not cut batches for; give "
+            "--context-parallel-size alone, or use Megatron's own script."
+        )
+    if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
+        raise ValueError(
+            f"--dataloader-inter-document-masking was given with --context-parallel-size {args.context_parallel_size}, "
+            "which cannot cut documents of any length; give --reset-attention-mask in its place."
+        )
+    if packed and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
+        raise ValueError(
+            f"--micro-batch-size is {args.micro_batch_size}, but a pipeline takes one packed row at a time; give 1."
+        )
+
+
+def _check_depths(args: Namespace, settings: MTPConfig) -> None:
+    depths, factor = args.mtp_num_layers, args.mtp_loss_scaling_factor
+    if depths < 1:
+        raise ValueError(
+            f"--mtp-num-layers is {depths}; give 1 or more, or leave the flag out to train without depths."
+        )
+    if factor is not None and not 0 <= factor < math.inf:
+        raise ValueError(f"--mtp-loss-scaling-factor is {factor}; give 0 or more (0.1 is Megatron's default).")
+    settings.loss_weights(depths)
+    has_checkpoint = any(map(checkpoint_exists, (args.load, args.pretrained_checkpoint)))
+    if settings.mtp_init is not None and not has_checkpoint:
+        raise ValueError(
+            f"--mtp-init is {settings.mtp_init}, but there is no checkpoint to add depths to (--load {args.load}); "
+            "give --load or --pretrained-checkpoint with one, or drop --mtp-init."
+        )
+    if settings.mtp_train_only and not has_checkpoint:
+        raise ValueError(
+            f"--mtp-train-only was given with --load {args.load}, where there is no checkpoint of a trunk; give one "
+            "that exists, or --pretrained-checkpoint."
+        )
+    if args.position_embedding_type not in ("rope", "none"):
+        raise ValueError(
+            f"--position-embedding-type is {args.position_embedding_type}, which MTP cannot use, since a depth sees "
+            "later tokens at earlier positions; give rope or none."
+        )
+    if settings.mtp_architecture == "parallel" and args.mtp_use_repeated_layer:
+        raise ValueError(
+            "--mtp-use-repeated-layer was given with --mtp-architecture parallel, where one repeated layer would make "
+            "all depths the same; drop one of the two."
+        )
+    if "quantile_balancing" in (args.moe_router_load_balancing_type or ()):
+        raise ValueError(
+            "--moe-router-load-balancing-type is quantile_balancing, which cannot leave out the positions that a depth "
+            "shifts in; give another type, such as aux_loss or none."
+        )
+    if args.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            "--overlap-moe-expert-parallel-comm was given with --mtp-num-layers, whose depths its schedule does not "
+            "know; drop the flag."
+        )

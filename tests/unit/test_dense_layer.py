@@ -1,0 +1,114 @@
+"""The short dense layer does not run where the model has a switch that it does not know, planted or Megatron's own."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from drafting_single import model_of, prompts_of, trained_forward
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_mtp.drafting import command, dense_layer
+from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.model.trunk import MTPGPTModel
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "attention output gate": {"attention_output_gate": True},
+    "norm of queries and keys": {"qk_l2_norm": True},
+    "clamp of activations": {"activation_func_clamp_value": 0.01},
+    "offset of gated units": {"glu_linear_offset": 1.0},
+}
+"""Switches that Megatron has and that the short layer does not know."""
+
+
+def assert_drafts_as_trained(runner: Runner, twin: MTPGPTModel) -> None:
+    """Drafting emits the argmax of the training forward, along whole texts."""
+    prompts = prompts_of(3)
+    for prompt, new in zip(prompts, generate(runner, prompts, 12, speculative=MTP).token_ids, strict=True):
+        best = trained_forward(twin, prompt + new)[0].argmax(-1)
+        assert new == best[len(prompt) - 1 : -1].tolist()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == dense_layer.__name__]
+
+
+def test_the_settings_of_a_usual_model_are_known() -> None:
+    runner = Runner(model_of("gqa"))
+    assert runner.all_short
+    assert dense_layer.unknown_settings(runner.model.config) == []
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_of_megatrons_leaves_the_layer_to_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    dense_layer._warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        runner = Runner(model_of("gqa", **SWITCHES[name]))
+    assert not runner.all_short
+    assert next(iter(SWITCHES[name])) in warnings_of(caplog)[0]
+    assert len(warnings_of(caplog)) == 1
+    assert_drafts_as_trained(runner, model_of("gqa", **SWITCHES[name]))
+
+
+def test_the_command_shows_the_warning_though_it_silences_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("megatron", "megatron_mtp"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger(), "level", logging.ERROR)
+    logging.getLogger()._cache.clear()  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit):
+        command.main(["generate", "--load", "/nowhere", "--prompt-ids", "1"])
+    assert logging.getLogger(dense_layer.__name__).isEnabledFor(logging.WARNING)
+    assert not logging.getLogger("megatron.core").isEnabledFor(logging.WARNING)
+
+
+@pytest.mark.parametrize("name", ["softmax_offset", "fp32_residual_connection", "no_rope_freq", "fp8", "qk_norm_kind"])
+def test_a_setting_that_is_not_listed_leaves_the_layer_to_megatron(name: str) -> None:
+    model = model_of("gqa")
+    setattr(model.config, name, True)
+    runner = Runner(model)
+    assert dense_layer.unknown_settings(model.config) == [name]
+    assert not runner.all_short
+
+
+def half_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A switch that a later Megatron might have: every layer's contribution is scaled."""
+    forward = TransformerLayer.forward
+
+    def scaled(self: Any, hidden_states: torch.Tensor, *given: Any, **named: Any) -> Any:
+        out, context = forward(self, hidden_states, *given, **named)
+        scale = getattr(self.config, "residual_scale", 1.0)
+        return hidden_states + scale * (out - hidden_states), context
+
+    monkeypatch.setattr(TransformerLayer, "forward", scaled)
+
+
+def with_planted_switch() -> MTPGPTModel:
+    model = model_of("gqa")
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.residual_scale = 0.5
+    return model
+
+
+def test_a_planted_switch_leaves_the_layer_to_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    half_the_layer(monkeypatch)
+    runner = Runner(with_planted_switch())
+    assert not runner.all_short
+    assert dense_layer.unknown_settings(runner.model.config) == ["residual_scale"]
+    assert_drafts_as_trained(runner, with_planted_switch())
+
+
+@pytest.mark.parametrize("name", ["offset of gated units", "attention output gate", "planted"])
+def test_without_the_list_it_would_draft_wrongly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: every setting is taken for known."""
+    monkeypatch.setattr(dense_layer, "unknown_settings", lambda _: [])
+    if name == "planted":
+        half_the_layer(monkeypatch)
+    model, twin = (with_planted_switch() if name == "planted" else model_of("gqa", **SWITCHES[name]) for _ in range(2))
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_drafts_as_trained(Runner(model), twin)

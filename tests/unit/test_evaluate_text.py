@@ -1,0 +1,29 @@
+"""`evaluate --text`: the flags with which the text becomes a corpus."""
+
+from pathlib import Path
+
+import pytest
+from test_hf_form import trained
+
+from megatron_mtp.command import evaluate
+from megatron_mtp.data import command
+from megatron_mtp.data.tokenizer import train_bpe
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("trust", [[], ["--trust-remote-code"]])
+def test_the_corpus_is_made_with_the_tokenizers_code_where_that_is_trusted(
+    trust: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = train_bpe(["some words to make a vocabulary of"] * 3, 260, tmp_path / "bpe")
+    source = trained(tmp_path / "mcore", tokenizer=tokenizer)
+    given: list[str] = []
+
+    def preprocess(flags: list[str], _: str) -> int:
+        given.extend(flags)
+        return 2
+
+    monkeypatch.setattr(command, "main", preprocess)
+    with pytest.raises(SystemExit):
+        evaluate.main(["--load", str(source), "--text", str(tmp_path), *trust], "megatron-mtp evaluate")
+    assert [word for word in given if word.startswith("--trust")] == trust

@@ -4,13 +4,13 @@ Some keys go with every method; the others are those of the method and of the ve
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.settings import Key, Settings, keys
 from megatron_mtp.drafting.verifiers import VERIFIERS
+from megatron_mtp.registry import Registry
 
 MOST_DRAFTED = 15
 """K + 1 rows of a chain at most 16: what fused decode kernels take."""
@@ -112,14 +112,15 @@ def _settings_of(name: str | None, kind: type[Settings], given: Settings) -> Set
 
 
 def _check_names(method: object, verifier: object) -> None:
-    _one_of("method", method, PROPOSERS.names())
+    _one_of("method", method, PROPOSERS)
     if verifier is not None:
-        _one_of("verifier", verifier, VERIFIERS.names())
+        _one_of("verifier", verifier, VERIFIERS)
 
 
-def _one_of(key: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"speculative config: {key} is {value!r}; choose one of {', '.join(allowed)}.")
+def _one_of(key: str, value: object, table: Registry[Any]) -> None:
+    """All names are listed for a message alone: that asks every installed package."""
+    if not isinstance(value, str) or value not in table:
+        raise ValueError(f"speculative config: {key} is {value!r}; choose one of {', '.join(table.names())}.")
 
 
 def _check_keys(given: dict[str, Any], drafting: type[Settings], verifying: type[Settings]) -> None:

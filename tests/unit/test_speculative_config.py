@@ -1,8 +1,11 @@
 """The settings of drafting: what is taken, and what bad input is told."""
 
+from dataclasses import replace
+
 import pytest
 
-from megatron_mtp.drafting.config import COMMON_KEYS, SpeculativeConfig, config_from, parse_config
+from megatron_mtp import registry
+from megatron_mtp.drafting.config import COMMON_KEYS, NO_SETTINGS, SpeculativeConfig, config_from, parse_config
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.proposers.ngram import NgramSettings
 from megatron_mtp.drafting.proposers.tree import TreeSettings
@@ -90,3 +93,10 @@ def test_rules_that_change_the_distribution_are_known() -> None:
         "joint",
         "bild",
     ]
+
+
+def test_a_config_of_our_names_asks_no_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for entry points takes as long as many steps of a small model, and a config is made for every text."""
+    monkeypatch.setattr(registry, "entry_points", lambda **_: pytest.fail("looked for entry points"))
+    config = config_from({"method": "ngram", "verifier": "joint", "threshold": 0.2})
+    assert replace(config, verifier="greedy", verifier_settings=NO_SETTINGS).lossless

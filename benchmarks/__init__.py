@@ -1,1 +1,1 @@
-"""Measurements of megatron-mtp against what it stands beside; each prints one JSON object as its last line."""
+"""Measurements of megatron-mtp against other ways to do the same; each prints one JSON object as its last line."""

@@ -1,19 +1,18 @@
-"""A model of any size with random weights whose depths agree with its trunk as often as one wants.
+"""A model of any size with random weights, whose depths agree with its trunk as often as wanted.
 
-Speed does not depend on what weights say, but drafting's depends on acceptance. Here every transformer layer computes
-in full and adds nothing (its output projections are 0), so that the trunk maps each token to the next one of a single
-cycle through the vocabulary, and a depth, whose eh_proj passes the embedding on, does the same for its own token. Noise
-on the embedding part of eh_proj makes a depth err; how often is measured, not assumed.
+The speed of a forward pass does not depend on the weights, but the speed of drafting depends on acceptance. Here every
+transformer layer computes in full and adds nothing: its output projections are 0. So the trunk maps each token to the
+next one of a single cycle through the vocabulary. A depth's eh_proj passes the embedding on, so the depth does the same
+for its own token. Noise on the embedding part of eh_proj makes a depth err; benchmarks measure how often.
 """
 
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.model.build import MTPGPTModelBuilder, MTPGPTModelConfig
+from megatron_mtp.model.build import MTPGPTModelConfig, build
 from megatron_mtp.model.trunk import MTPGPTModel
 
 
@@ -44,8 +43,7 @@ def agreeing_model(
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
-    model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    assert isinstance(model, MTPGPTModel)
+    model = build(config)
     _set_weights(model, noise)
     return model.cuda().eval()
 

@@ -16,12 +16,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
-from benchmarks.train_step import ON_CPU, Side, Sizes, build_side, make_batches, set_up_megatron  # noqa: I001  (first)
-
 import torch
 from megatron.training import get_args
 
-from benchmarks.harness import Goal, compare, count, hardware, interleave, report, table
+from benchmarks.harness import (
+    Goal,
+    add_common_flags,
+    compare,
+    count,
+    hardware,
+    interleave,
+    limit_threads,
+    report,
+    table,
+)
+from benchmarks.sides import ON_CPU, Side, Sizes, build_side, make_batches, place, set_up_megatron
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.build import MTPGPTModelConfig
 from megatron_mtp.training.forward_step import ForwardStep
@@ -41,9 +50,8 @@ REPEATS = {"cpu": 9, "cuda": 50, "quick": 2}
 def main() -> None:
     """Measure and report."""
     wanted = parse(sys.argv[1:])
-    where = "quick" if wanted.quick else "cpu" if ON_CPU else "cuda"
-    if wanted.threads or wanted.quick:
-        torch.set_num_threads(wanted.threads or 1)
+    where = place(wanted.quick)
+    limit_threads(wanted)
     sizes, command = DEFAULTS[where], sys.argv
     set_up_megatron(sizes, max(wanted.depths))
     sys.argv = command
@@ -74,9 +82,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         epilog="example: python benchmarks/depth_cost.py --depths 1 2 --repeats 20",
     )
     parser.add_argument("--depths", type=count, nargs="+", default=[1, 2, 4], metavar="D", help="default: 1 2 4")
-    parser.add_argument("--repeats", type=count, metavar="N", help="timed rounds, one step of each model")
-    parser.add_argument("--threads", type=count, metavar="N", help="threads of the CPU; default: all cores")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    add_common_flags(parser, REPEATS)
     return parser.parse_args(argv)
 
 

@@ -17,18 +17,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from benchmarks.accepted import Trained, acceptance, accepted_table
+from benchmarks.harness import Goal, count, hardware, report
+from benchmarks.speeds import FULL, QUICK, speeds
+from megatron_mtp.drafting import load_runner
+from megatron_mtp.model.build import join_world
 from megatron_mtp.platform import prepare
 
 ON_CPU = prepare()
-
-import torch  # noqa: E402
-from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
-
-from benchmarks.accepted import Trained, acceptance, accepted_table  # noqa: E402
-from benchmarks.harness import Goal, count, hardware, report  # noqa: E402
-from benchmarks.speeds import FULL, QUICK, speeds  # noqa: E402
-from megatron_mtp.drafting import load_runner  # noqa: E402
-from megatron_mtp.model.build import join_world  # noqa: E402
 
 
 def main() -> None:

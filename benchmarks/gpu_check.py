@@ -1,4 +1,4 @@
-"""What only a CUDA device can show, in less than eight minutes: a part runs, fails, or says why it does not run.
+"""What only a CUDA device can show, in less than eight minutes: every part runs, fails, or reports why it does not run.
 
     scripts/gpu_check.sh                                  on a CUDA device; writes docs/gpu.md
     python benchmarks/gpu_check.py --parts drafting       one part, of those that `gpu_parts.PARTS` lists

@@ -27,27 +27,26 @@ from typing import Any
 from unittest import mock
 from xml.etree import ElementTree
 
+import torch
+
+from benchmarks.agreeing import agreeing_model
+from benchmarks.harness import Goal, allocated_peak, interleave
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.drafting import generate, loop
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.energy import Meter
+from megatron_mtp.drafting.graphs import can_record
+from megatron_mtp.drafting.proposers.base import Proposer
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
+from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.model.arguments import TE, flags_without
+from megatron_mtp.model.build import join_world
 from megatron_mtp.platform import prepare
+from megatron_mtp.platform.kernels import why_not
 
 ON_CPU = prepare()
-
-import torch  # noqa: E402
-
-from benchmarks.agreeing import agreeing_model  # noqa: E402
-from benchmarks.harness import Goal, allocated_peak, interleave  # noqa: E402
-from megatron_mtp.config import MTPConfig  # noqa: E402
-from megatron_mtp.drafting import generate, loop  # noqa: E402
-from megatron_mtp.drafting.config import SpeculativeConfig  # noqa: E402
-from megatron_mtp.drafting.energy import Meter  # noqa: E402
-from megatron_mtp.drafting.graphs import can_record  # noqa: E402
-from megatron_mtp.drafting.proposers.base import Proposer  # noqa: E402
-from megatron_mtp.drafting.runner import Runner  # noqa: E402
-from megatron_mtp.losses import depth_loss  # noqa: E402
-from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss  # noqa: E402
-from megatron_mtp.losses.vocabulary import Vocabulary  # noqa: E402
-from megatron_mtp.model.arguments import TE, flags_without  # noqa: E402
-from megatron_mtp.model.build import join_world  # noqa: E402
-from megatron_mtp.platform.kernels import why_not  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = torch.device("cpu" if ON_CPU else "cuda")

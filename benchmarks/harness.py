@@ -1,12 +1,11 @@
 """What every benchmark shares: the machine, interleaved timing, peaks of memory, goals, and the report.
 
-Comes in: the sides to compare, as functions that do one step each. Goes out: seconds of every round, a peak, and a
-report whose last line is one JSON object
+Input: the sides to compare, as functions that do one step each. Output: seconds of every round, a peak, and a report
+whose last line is one JSON object
 
     {"benchmark": ..., "command": ..., "hardware": ..., "versions": ..., "results": ..., "goals": [...]}
 
-Nothing here knows of Megatron, and nothing is imported that would stop `megatron_mtp.platform.prepare()` from coming
-first.
+Nothing here imports Megatron.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ import shlex
 import statistics
 import sys
 import time
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -83,10 +82,28 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that a step held above what was held before it; `why` says what None stands for."""
+    """The most memory that a step held above what was held before it; `why` explains a None."""
 
     mib: float | None
     why: str | None = None
+
+
+def add_common_flags(parser: ArgumentParser, repeats: Mapping[str, int]) -> None:
+    """--repeats, --threads and --quick; `repeats` are the defaults by place."""
+    values = ", ".join(f"{number} ({place})" for place, number in repeats.items())
+    parser.add_argument(
+        "--repeats", type=count, metavar="N", help=f"timed rounds, one step of each side; default: {values}"
+    )
+    parser.add_argument(
+        "--threads", type=count, metavar="N", help="threads of the CPU; default: all cores (with --quick 1)"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+
+
+def limit_threads(wanted: Namespace) -> None:
+    """As --threads says; one with --quick, since threads that wait for each other starve on a busy machine."""
+    if wanted.threads or wanted.quick:
+        torch.set_num_threads(wanted.threads or 1)
 
 
 def count(text: str) -> int:

@@ -17,14 +17,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
-from megatron_mtp.platform import prepare  # noqa: E402
+from benchmarks.harness import Goal, count, hardware, report, table
+from megatron_mtp.platform import prepare
 
 ON_CPU = prepare()
 
-from benchmarks.harness import Goal, count, hardware, report, table  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 LOSSES = ("ce", "kd", "tv")
 GOAL = 3.0
@@ -109,7 +109,7 @@ def command(loss: str, folder: Path, wanted: argparse.Namespace) -> list[str]:
 
 
 def last_row(metrics: Path) -> dict[str, Any]:
-    """The last evaluation that a run has written; that of iteration 0 stands for none."""
+    """The last evaluation that a run has written; iteration 0 if it has written none."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return next((row for row in reversed(rows) if row["split"] != "training"), {"iteration": 0})
 

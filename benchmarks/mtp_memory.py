@@ -5,7 +5,7 @@
     python benchmarks/mtp_memory.py --quick                    does it run? (the figures mean nothing)
 
 The marginal memory of a depth is the peak of a training step with one depth less that of one without, both allocated by
-torch. Models, batches and steps are those of train_step.py, and the first step has to agree as it does there.
+torch. Models, batches and steps are those of sides.py, and the first step has to agree, as for train_step.py.
 """
 
 import argparse
@@ -18,7 +18,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
-from benchmarks.train_step import (  # noqa: I001  (it prepares the platform, which comes before torch)
+import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.training import get_args
+
+from benchmarks.harness import (
+    Goal,
+    add_common_flags,
+    allocated_peak,
+    compare,
+    hardware,
+    interleave,
+    limit_threads,
+    report,
+    table,
+)
+from benchmarks.sides import (
     ON_CPU,
     OURS,
     SAME,
@@ -26,14 +41,9 @@ from benchmarks.train_step import (  # noqa: I001  (it prepares the platform, wh
     Sizes,
     build_sides,
     check_same,
+    place,
     set_up_megatron,
 )
-
-import torch
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from megatron.training import get_args
-
-from benchmarks.harness import Goal, allocated_peak, compare, count, hardware, interleave, report, table
 
 SIDES = (OURS, THEIRS)
 MARGINAL, STEP = 0.25, 1.0
@@ -51,9 +61,8 @@ REPEATS = {"cpu": 5, "cuda": 20, "quick": 1}
 def main() -> None:
     """Measure every vocabulary, and report."""
     wanted = parse(sys.argv[1:])
-    where = "quick" if wanted.quick else "cpu" if ON_CPU else "cuda"
-    if wanted.threads or wanted.quick:
-        torch.set_num_threads(wanted.threads or 1)
+    where = place(wanted.quick)
+    limit_threads(wanted)
     vocabularies, command = wanted.vocab_sizes or VOCABULARIES[where], sys.argv
     sizes = replace(DEFAULTS[where], vocab_size=max(vocabularies))
     set_up_megatron(sizes, depths=1)
@@ -82,9 +91,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         epilog="example: python benchmarks/mtp_memory.py --vocab-sizes 131072 --repeats 10",
     )
     parser.add_argument("--vocab-sizes", type=int, nargs="+", metavar="V", help="default: 65536 131072")
-    parser.add_argument("--repeats", type=count, metavar="N", help="timed rounds, one step of each side; default: 5")
-    parser.add_argument("--threads", type=count, metavar="N", help="threads of the CPU; default: all cores")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    add_common_flags(parser, REPEATS)
     wanted = parser.parse_args(argv)
     if any(vocabulary % 128 for vocabulary in wanted.vocab_sizes or []):
         parser.error(f"--vocab-sizes is {wanted.vocab_sizes}; give multiples of 128, to which Megatron pads.")

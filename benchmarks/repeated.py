@@ -16,22 +16,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
-from megatron_mtp.platform import prepare  # noqa: E402
+import torch
+import transformers
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from benchmarks.accepted import VANILLA, Trained, accepted_table, identical
+from benchmarks.accepted import figures as figures_of
+from benchmarks.harness import Goal, count, hardware, report
+from megatron_mtp.drafting import load_runner
+from megatron_mtp.model.build import join_world
+from megatron_mtp.platform import prepare
 
 ON_CPU = prepare()
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
-
-from benchmarks.accepted import VANILLA, Trained, accepted_table, identical  # noqa: E402
-from benchmarks.accepted import figures as figures_of  # noqa: E402
-from benchmarks.harness import Goal, count, hardware, report  # noqa: E402
-from megatron_mtp.drafting import load_runner  # noqa: E402
-from megatron_mtp.model.build import join_world  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 MODEL = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "

@@ -16,18 +16,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import roll_tensor
+from torch import Tensor
+
+from benchmarks.harness import Goal, compare, count, hardware, interleave, report, table
+from megatron_mtp.data.batch import add_depths
+from megatron_mtp.data.shift import documents_from_offsets
 from megatron_mtp.platform import prepare
 
 ON_CPU = prepare()
-
-import torch  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.transformer.multi_token_prediction import roll_tensor  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from benchmarks.harness import Goal, compare, count, hardware, interleave, report, table  # noqa: E402
-from megatron_mtp.data.batch import add_depths  # noqa: E402
-from megatron_mtp.data.shift import documents_from_offsets  # noqa: E402
 
 GOAL = 20.0
 """Megatron's rolling takes at least so many times as long."""

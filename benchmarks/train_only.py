@@ -19,11 +19,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
-from benchmarks.train_step import ON_CPU, Side, Sizes, build_side, make_batches, set_up_megatron  # noqa: I001  (first)
-
 import torch
 
-from benchmarks.harness import Goal, allocated_peak, compare, count, hardware, interleave, report, table
+from benchmarks.harness import (
+    Goal,
+    add_common_flags,
+    allocated_peak,
+    compare,
+    hardware,
+    interleave,
+    limit_threads,
+    report,
+    table,
+)
+from benchmarks.sides import ON_CPU, Side, Sizes, build_side, make_batches, place, set_up_megatron
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import LOSSES
 from megatron_mtp.model.build import MTPGPTModelConfig
@@ -47,9 +56,8 @@ REPEATS = {"cpu": 5, "cuda": 20, "quick": 1}
 def main() -> None:
     """Measure and report."""
     wanted = parse(sys.argv[1:])
-    where = "quick" if wanted.quick else "cpu" if ON_CPU else "cuda"
-    if wanted.threads or wanted.quick:
-        torch.set_num_threads(wanted.threads or 1)
+    where = place(wanted.quick)
+    limit_threads(wanted)
     sizes, command = DEFAULTS[where], sys.argv
     set_up_megatron(sizes, DEPTHS, *SMOLLM2)
     sys.argv = command
@@ -85,9 +93,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     losses = [name for name in LOSSES if name != "mix"]
     parser.add_argument("--loss", choices=losses, default="kd", help="of the depths on the frozen trunk; default: kd")
-    parser.add_argument("--repeats", type=count, metavar="N", help="timed rounds, one step of each side")
-    parser.add_argument("--threads", type=count, metavar="N", help="threads of the CPU; default: all cores")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    add_common_flags(parser, REPEATS)
     return parser.parse_args(argv)
 
 

@@ -11,15 +11,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+
+from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.config import MTPConfig
 from megatron_mtp.platform import prepare
+from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 
 prepare()
-
-import torch  # noqa: E402
-
-from megatron_mtp.checkpoint.mcore.model import load_model  # noqa: E402
-from megatron_mtp.config import MTPConfig  # noqa: E402
-from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states  # noqa: E402
 
 ROWS, SLOTS, PROMPT = 4, 32, 12
 

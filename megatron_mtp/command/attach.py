@@ -73,7 +73,8 @@ def parser(program: str) -> Parser:
     add = made.add_argument
     add("model", metavar="MODEL", help="folder of a Hugging Face model with its tokenizer, or a name on the Hub")
     add("corpus", metavar="CORPUS", help="text to train on: a file, a folder or a quoted glob; 2 %% of it is held out")
-    add("run", type=Path, nargs="?", default=Path("runs/attached"), metavar="RUN", help="default: runs/attached")
+    run = "folder for all output; default: runs/attached"
+    add("run", type=Path, nargs="?", default=Path("runs/attached"), metavar="RUN", help=run)
     add("--depths", type=int, default=2, metavar="D", help="number of depths to attach; default: 2")
     add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")

@@ -3,35 +3,32 @@
     from megatron_mtp.integrations.megatron_lm import gpt_config_from_args, parse_and_validate_args, pretrain
 
 below the script's own imports, whose functions of these names they take the place of; and no `forward_step` in its
-call of `pretrain()`. docs/megatron_lm.md shows both lines in place. Importing this file makes Megatron runnable on this
-machine (`megatron_mtp.platform`).
+call of `pretrain()`. docs/megatron_lm.md shows both lines in place. The first of these functions that is called makes
+Megatron runnable on this machine (`megatron_mtp.platform`).
 """
 
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import get_args
+from megatron.training.config import PretrainConfigContainer
+
+from megatron_mtp.errors import sentences
+from megatron_mtp.model.build import MTPGPTModelConfig, build
 from megatron_mtp.platform import prepare
-
-ON_CPU = prepare()
-
-import sys  # noqa: E402
-from argparse import Namespace  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-import torch  # noqa: E402
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from megatron.training import get_args  # noqa: E402
-from megatron.training.config import PretrainConfigContainer  # noqa: E402
-
-from megatron_mtp.errors import sentences  # noqa: E402
-from megatron_mtp.model.build import MTPGPTModelConfig, build  # noqa: E402
-from megatron_mtp.training.arguments import (  # noqa: E402
+from megatron_mtp.training.arguments import (
     ArgumentsProvider,
     checked_model_config,
     parse_run_args,
 )
-from megatron_mtp.training.datasets import datasets_provider  # noqa: E402
-from megatron_mtp.training.run import fit_to_machine, get_embedding_ranks, train  # noqa: E402
+from megatron_mtp.training.datasets import datasets_provider
+from megatron_mtp.training.run import fit_to_machine, get_embedding_ranks, train
 
 __all__ = [
     "datasets_provider",
@@ -50,7 +47,7 @@ def parse_and_validate_args(
 
     A flag with a value that is not allowed ends the program with one sentence and exit status 2.
     """
-    fit_to_machine(sys.argv, ON_CPU)
+    fit_to_machine(sys.argv, prepare())
     with sentences(Path(sys.argv[0]).name):
         return parse_run_args(extra_args_provider, args_defaults)
 
@@ -64,6 +61,7 @@ def gpt_config_from_args(
 
     Ends the program with one sentence where a checkpoint lacks depths, unless --mtp-init says how to make them.
     """
+    prepare()
     if not issubclass(model_config_cls, MTPGPTModelConfig):
         raise TypeError(f"model_config_cls is {model_config_cls.__name__}; give a subclass of MTPGPTModelConfig.")
     with sentences(Path(sys.argv[0]).name):

@@ -2,7 +2,7 @@
 
 table.py              THE TABLE: target, reason, upstream issue, versions, probe, replacement; `install()` walks it
 patch.py              what a row is, and how it is applied: the original is kept, a mended fault is left alone
-probes.py             the probes: each calls the original with tiny inputs or reads its code, and says what it found
+probes.py             the probes: each calls the original with tiny inputs or reads its code
 compiled_helpers.py   datasets without a compiler
 experts.py            token counts of the MoE router
 optimizer_slices.py   the distributed optimizer's slices behind padding

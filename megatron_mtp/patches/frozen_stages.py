@@ -1,6 +1,6 @@
 """Checkpoints where a pipeline stage has nothing to train, as the trunk's stages have under `--mtp-train-only`.
 
-Megatron gives such a stage an optimizer of empty groups. torch's Adam cannot say the step of empty groups. And rank 0
+Megatron gives such a stage an optimizer of empty groups. torch's Adam has no step for empty groups. And rank 0
 alone writes what is not sharded: what it writes of empty groups, the other stages cannot read. Megatron already has
 stubs: optimizers that are left out of checkpoints. Here the optimizer of such a stage is a stub, and where rank 0 has
 none to write, it writes that of the first rank that has one.

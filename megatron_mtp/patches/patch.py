@@ -23,7 +23,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 Replace = Callable[[Any], Any]
-"""From the function that stands there to the one that takes its place."""
+"""From the current function to the one that takes its place."""
 
 
 class State(Enum):
@@ -44,7 +44,7 @@ class Patch:
         reason: what goes wrong without it.
         upstream: the issue or pull request, or "none known".
         versions: of `package`, those that are known to have the fault, as a version specifier.
-        probe: from the original to whether the fault is there; None or an exception if that cannot be told.
+        probe: from the original to whether the fault is there; None or an exception if the probe cannot tell.
         replacement: None where each training run makes its own (`while_replaced`).
         package: the distribution that the target belongs to.
     """

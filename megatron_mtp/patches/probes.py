@@ -70,7 +70,7 @@ def sum_overwrites_count(get_counts: Function) -> bool | None:
 
 
 def counts_padding(state_of: Function) -> bool | None:
-    """Bucket 0 has one number and one of padding; bucket 1 has three, of which the parameter is the first two.
+    """Bucket 0 has one number and one of padding; bucket 1 has three, and the parameter is the first two.
 
     Gathered: [0, 1, 2, 3]; the parameter is [1, 2], or with the fault [2, 3].
     """
@@ -106,7 +106,7 @@ def needs_first_step(optimizer_class: Any) -> bool | None:
 
 
 def makes_no_stubs(get_optimizer: Function) -> bool:
-    """Whether stages without anything to train get an optimizer that is no stub: nothing that it calls makes one."""
+    """Whether stages without anything to train get no stub: the functions that make optimizers mention none."""
     scope = inspect.unwrap(get_optimizer).__globals__
     parts = ("_get_megatron_optimizer_based_on_param_groups", "_get_param_groups_and_buffers", "_get_param_groups")
     functions = [get_optimizer, *(scope[part] for part in parts if part in scope)]
@@ -151,7 +151,7 @@ def unpickles_objects(load_bytes: Function) -> bool:
 
 
 def writes_no_checksum(write_item: Function) -> bool:
-    """Whether the record of an entry's place says nothing of its bytes."""
+    """Whether the record of an entry's place has no checksum."""
     from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms
     from torch.distributed.checkpoint.planner import WriteItemType
 
@@ -164,7 +164,7 @@ def writes_no_checksum(write_item: Function) -> bool:
 
 
 def reads_damaged_bytes(slice_file: Function) -> bool:
-    """Whether an entry is opened that has another checksum than its place says."""
+    """Whether an entry is opened although its checksum is not the one in its place."""
     place = SimpleNamespace(relative_path="file", offset=0, length=5, crc32=0, transform_descriptors=None)
     try:
         slice_file(SimpleNamespace(), io.BytesIO(b"bytes"), place)
@@ -194,7 +194,7 @@ def keeps_mark(save: Function) -> bool | None:
 
 
 def seals_nothing(save: Function) -> bool:
-    """Whether nothing checks the catalogue, unless a save is asked for it."""
+    """Whether a save makes no checksum of the catalogue by default."""
     settings = inspect.signature(save).parameters
     return "verify_integrity" not in settings or settings["verify_integrity"].default is False
 

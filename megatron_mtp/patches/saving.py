@@ -1,7 +1,7 @@
 """What kills do to Megatron's saves: a helper process that stays, and an iteration that still looks whole.
 
 Every rank starts a helper process at its first save, to hold a queue. Megatron's helper lives on when its rank is
-killed: half a gigabyte each, until somebody finds it. Here it ends with its rank. A process that has not used CUDA
+killed, with half a gigabyte of memory. Here it ends with its rank. A process that has not used CUDA
 forks it, since spawning imports everything a second time, which takes longer than the save.
 
 A run that was killed between its save and the tracker's update is started again, and saves that iteration over
@@ -28,7 +28,7 @@ MARK = "metadata.json"
 """Megatron writes it last: an iteration that has it is whole."""
 
 PR_SET_PDEATHSIG = 1
-"""Linux: the signal that a process gets when the one that started it is gone (prctl(2))."""
+"""Linux: the signal that a process gets when its parent has ended (prctl(2))."""
 
 BEFORE_SAVES: list[Callable[[Path], None]] = []
 """What the first rank calls before every save, with the folder of all iterations."""
@@ -98,10 +98,10 @@ def queue_that_ends(get_queue: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Called in the new process; elsewhere than on Linux it does nothing."""
+    """Called in the new process. It needs Linux; on other systems it does nothing."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None:
         return
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before the call
+    if os.getppid() != parent:  # the parent had ended before the call
         os.kill(os.getpid(), signal.SIGKILL)

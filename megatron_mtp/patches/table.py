@@ -171,12 +171,12 @@ _REFUSES = "What it raises over a user's flags or files has no class of its own,
 LOOP = (
     _of_loop(
         "train_step",
-        "The loop does not say when a step begins.",
+        "The loop has no callback for the beginning of a step.",
         probes.unobserved(),
     ),
     _of_loop(
         "training_log",
-        "The loop does not say what a step has given.",
+        "The loop has no callback for the figures of a step.",
         probes.unobserved(
             "loss_dict",
             "total_loss_dict",
@@ -190,12 +190,12 @@ LOOP = (
     ),
     _of_loop(
         "evaluate_and_print_results",
-        "The loop does not say on which data it evaluates.",
+        "The loop has no callback for evaluations and their data.",
         probes.unobserved("prefix"),
     ),
     _of_loop(
         "save_checkpoint_and_time",
-        "The loop does not say when a checkpoint is saved.",
+        "The loop has no callback for saved checkpoints.",
         probes.unobserved("iteration"),
     ),
     _of_loop("initialize_megatron", _REFUSES, probes.called_by_name()),

@@ -1,10 +1,11 @@
-"""The device: everything that knows whether there is a GPU, and which libraries of kernels can be used.
+"""The device: everything that depends on whether there is a GPU, and on which libraries of kernels can be used.
 
     cpu.py        what Megatron needs to run without CUDA: a table of substitutions, each with its reason
     stand_ins.py  what is substituted: streams, events, random state, device strings
     kernels.py    whether Transformer Engine and Apex's extension can be used on this machine
 
-`prepare()` is called once, before anything of Megatron is imported.
+`prepare()` is called once, before a model is built or a flag of Megatron is parsed; Megatron may be imported before.
+A Transformer Engine that is installed and broken is the exception: Megatron imports it, and ends with its error.
 """
 
 import warnings

@@ -1,13 +1,20 @@
 """What Megatron needs to run without CUDA, over gloo: a named list of substitutions, each with its reason.
 
 Megatron assumes a CUDA device in its device strings, its streams and events, its random number state and the names of
-tensor types. `install()` answers each of these for the CPU, in this process alone; nothing is substituted when a CUDA
-device is present. The rows below are the whole of it.
+tensor types. `install()` substitutes the CPU for each of these, in this process alone; nothing is substituted when a
+CUDA device is present. The rows below are all substitutions.
+
+Megatron may have been imported before. Its modules then have copies of some of the functions: under names of their own
+(`jit_fuser` is `torch.compile`), as default arguments and in tuples. The copies are replaced as well.
 """
 
 import logging
 import os
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from inspect import isfunction
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,21 +47,54 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Substitute every row, once: torch's before Megatron is imported, since its modules copy `torch.compile`."""
+    """Substitute every row, once."""
     if installed():
         return
     import torch._dynamo  # it catalogues torch's functions when imported, and must find the original ones
     from torch.utils._device import _device_constructors
 
     _device_constructors()  # a catalogue as well, of what `with torch.device("meta")` applies to
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it for TP and CP
-    for rows in (_cuda_rows, _tensor_rows, _megatron_rows):
-        for row in rows():
-            setattr(row.owner, row.name, row.replacement)
-            SUBSTITUTIONS.append(row)
-    torch.compiler.set_stance("force_eager")  # what was compiled by modules that were imported before
-    # Dropout's generator and the CPU's are two on a GPU and one here, of which Megatron would warn at every use.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it for TP and CP
+    torch_rows = [*_cuda_rows(), *_tensor_rows()]
+    _replace_copies(torch_rows)
+    _substitute(torch_rows)
+    _substitute(_megatron_rows())  # this imports Megatron, unless it was imported before
+    torch.compiler.set_stance("force_eager")  # for functions that torch.compile was called on before
+    # A GPU has a generator of its own for dropout, and a CPU does not; Megatron would warn of that at every use.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+
+
+def _substitute(rows: Sequence[Substitution]) -> None:
+    for row in rows:
+        setattr(row.owner, row.name, row.replacement)
+        SUBSTITUTIONS.append(row)
+
+
+def _replace_copies(rows: Sequence[Substitution]) -> None:
+    """Of what the rows are about to replace, in the modules of Megatron that are there already."""
+    by_id = {id(getattr(row.owner, row.name)): row.replacement for row in rows if hasattr(row.owner, row.name)}
+
+    def replaced(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(by_id.get(id(value), value) for value in values)
+
+    for module in [module for name, module in sys.modules.items() if name.split(".")[0] == "megatron"]:
+        for name, value in list(vars(module).items()):
+            if id(value) in by_id:
+                setattr(module, name, by_id[id(value)])
+            elif type(value) is tuple and any(id(one) in by_id for one in value):
+                setattr(module, name, replaced(value))
+        for function in _functions(module):
+            if any(id(value) in by_id for value in function.__defaults__ or ()):
+                function.__defaults__ = replaced(function.__defaults__ or ())
+
+
+def _functions(module: Any) -> Iterator[FunctionType]:
+    """The functions of a module and of its classes."""
+    for value in list(vars(module).values()):
+        if isfunction(value):
+            yield value
+        elif isinstance(value, type) and value.__module__ == module.__name__:
+            yield from filter(isfunction, list(vars(value).values()))
 
 
 def _cuda_rows() -> list[Substitution]:
@@ -123,7 +163,7 @@ def _tensor_rows() -> list[Substitution]:
         ),
         *_rows(
             torch.utils.data.DataLoader,
-            "it draws a seed when it starts, which on a GPU is not dropout's generator: a resumed run would differ",
+            "it draws a seed from the CPU's generator, which is dropout's generator here: a resumed run would differ",
             __init__=stand_ins.with_own_generator(torch.utils.data.DataLoader.__init__),
         ),
         *_rows(
@@ -148,7 +188,7 @@ def _megatron_rows() -> list[Substitution]:
         ),
         *_rows(
             training,
-            "it would sum up packed lengths on a device called 'cuda:', followed by the current device's name",
+            "it sums up packed lengths on the device 'cuda:' + the current device, and 'cuda:cpu' does not exist",
             _seqlen_stats_in_iteration=torch.zeros(2, dtype=torch.float64),
         ),
     ]

@@ -1,13 +1,15 @@
-"""Libraries of fused kernels: whether they can be used here, which their being installed does not say."""
+"""Libraries of fused kernels: whether they can be used here. An installed library may still fail to import."""
 
 import importlib
 import sys
 from functools import cache
+from types import ModuleType
+from typing import cast
 
 
 @cache
 def why_not(module: str) -> str | None:
-    """Why a module cannot be imported; None if it can. A build for another torch or driver fails in ways of its own."""
+    """Why a module cannot be imported; None if it can. A build for another torch or driver may raise anything."""
     try:
         importlib.import_module(module)
     except Exception as error:
@@ -18,9 +20,10 @@ def why_not(module: str) -> str | None:
 
 
 def hide_broken_transformer_engine() -> None:
-    """Let its import fail in the one way (ImportError) that Megatron takes for absence, whatever the true one is."""
+    """Make its import raise ImportError, which Megatron takes for absence; any other error would end the process."""
     if why_not("transformer_engine.pytorch") is not None:
-        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # the import system's word for it
+        modules: dict[str, ModuleType | None] = cast("dict[str, ModuleType | None]", sys.modules)
+        modules["transformer_engine"] = None  # the import system raises ImportError for None
 
 
 def transformer_engine_works() -> bool:
@@ -31,5 +34,5 @@ def transformer_engine_works() -> bool:
 
 
 def fuses_weight_gradients() -> bool:
-    """Whether Apex's extension is there that adds a weight's gradient to its buffer within the matrix product."""
+    """Whether Apex's extension is installed, which adds a weight's gradient to its buffer in the matrix product."""
     return why_not("fused_weight_gradient_mlp_cuda") is None

@@ -1,4 +1,4 @@
-"""The CPU's answers to what is asked of CUDA: streams, events, memory, random state, device strings, type names."""
+"""What takes the place of CUDA on a CPU: streams, events, memory, random state, device strings, type names."""
 
 import functools
 import os
@@ -101,7 +101,7 @@ def zero(*_: Any, **__: Any) -> int:
 
 
 def memory_stats(*_: Any, **__: Any) -> dict[str, int]:
-    """Megatron reads single entries of the CUDA allocator's report."""
+    """The CUDA allocator's report, with 0 for every entry that Megatron reads."""
     return _ZeroStats()
 
 
@@ -132,7 +132,7 @@ def without_cuda_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_own_generator(init: Callable[..., None]) -> Callable[..., None]:
-    """`DataLoader.__init__`, with a generator of the loader's own where none is given."""
+    """`DataLoader.__init__`; without a `generator`, the loader gets one of its own."""
 
     @functools.wraps(init)
     def own(loader: Any, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> None:
@@ -157,7 +157,7 @@ def with_numbers_for_splits(all_to_all_single: Callable[..., Any]) -> Callable[.
 
 
 def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`Tensor.to` takes its device by position too."""
+    """`Tensor.to`; a CUDA device, by position or by name, means the CPU."""
     if args and _names_cuda(args[0]):
         args = (CPU, *args[1:])
     if "device" in kwargs and _names_cuda(kwargs["device"]):
@@ -172,7 +172,7 @@ def _names_cuda(device: object) -> bool:
 
 
 def type_name(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
-    """Without an argument, the name of the type: that of the CUDA tensor of the same kind."""
+    """`Tensor.type`; without an argument, the name of the CUDA tensor of the same kind."""
     if dtype is None:
         return _ORIGINAL_TYPE(tensor).replace("torch.", "torch.cuda.", 1)
     return _ORIGINAL_TYPE(tensor, dtype, **kwargs)

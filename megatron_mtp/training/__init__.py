@@ -6,6 +6,7 @@ run_file.py          flags from a YAML file (--config)
 dry_run.py           the plan of a job of any size (--dry-run)
 memory.py            the memory that a rank needs
 arguments.py         Megatron's parser with our flags, and all checks before a model is built
+machine.py           whether a rank may train on the CPU; what CUDA reads when it starts
 flag_checks.py       ranges of Megatron's flags, and relations between them
 run_checks.py        what a run with depths cannot have: layouts, packed rows, a refused position embedding
 data_flags.py        whether the corpus and the vocabulary that flags name are there and fit

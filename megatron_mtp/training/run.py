@@ -26,6 +26,7 @@ from megatron_mtp.training.flag_checks import check_machine
 from megatron_mtp.training.flags import all_parser
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.hooks import observed
+from megatron_mtp.training.machine import check_device, set_connections
 from megatron_mtp.training.metrics import Metrics, Reporter
 from megatron_mtp.training.refusals import megatrons_refusals, refusals_of_a_run
 from megatron_mtp.training.run_file import flags_of, without_unset
@@ -92,8 +93,14 @@ def _short_log(args: Namespace, argv: list[str], shows_tables: bool) -> ShortLog
 
 
 def fit_to_machine(argv: list[str], on_cpu: bool) -> None:
-    """Add to `argv` the flags that this machine needs, and print them; plain `python` starts a job of one rank."""
+    """Add to `argv` the flags that this machine needs, and print them; plain `python` starts a job of one rank.
+
+    A rank that finds no GPU in a job with GPUs ends with one sentence and exit status 2.
+    """
     join_single_process()
+    with sentences(Path(argv[0]).name):
+        check_device(on_cpu)
+        set_connections(argv, on_cpu)
     note = set_machine_flags(argv, on_cpu)
     if note and os.environ["RANK"] == "0":
         say(f"> {note}")

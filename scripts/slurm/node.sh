@@ -11,6 +11,7 @@ set -uo pipefail
 whom=$1
 shift
 export PET_NODE_RANK=$SLURM_NODEID # torchrun's --node-rank
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # Megatron's tensor and context parallelism need it
 
 children_of() { # neither pgrep nor /proc/PID/task/TID/children is everywhere
     local stat line fields

@@ -7,6 +7,7 @@ bash runs a block as it is printed; the programs on its PATH run this file in fo
 
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,8 @@ SHORTER = {"train": ("--exit-interval", "2")}
 
 
 def main(*command: str) -> None:
-    """Run or parse the command."""
+    """Run or parse the command; the package's own processes, which `sys.executable` starts, are forks too."""
+    sys.executable = str(shutil.which("python"))
     written = " ".join(command)
     beginning = next((beginning for beginning in PARSED if written.startswith(beginning)), None)
     if beginning is None:

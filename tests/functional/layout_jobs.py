@@ -15,34 +15,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from layout_batches import MICROBATCHES, ROWS, SEQUENCE, VOCABULARY, microbatches
+from layouts import LAYOUTS, MODELS, SINGLE, Layout, sources
+from megatron.core import mpu
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training import get_args, get_timers
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.initialize import initialize_megatron
+from megatron.training.training import evaluate, setup_model_and_optimizer, train_step
 
 from megatron_mtp.platform import prepare
+from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags
+from megatron_mtp.training.forward_step import ForwardStep
+from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.run import get_embedding_ranks, join_single_process
 
 ON_CPU = prepare()
-
-from layout_batches import MICROBATCHES, ROWS, SEQUENCE, VOCABULARY, microbatches  # noqa: E402
-from layouts import LAYOUTS, MODELS, SINGLE, Layout, sources  # noqa: E402
-from megatron.core import mpu  # noqa: E402
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories  # noqa: E402
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
-from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa: E402
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.rerun_state_machine import RerunDataIterator  # noqa: E402
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: E402
-from megatron.core.utils import get_model_config, unwrap_model  # noqa: E402
-from megatron.training import get_args, get_timers  # noqa: E402
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint  # noqa: E402
-from megatron.training.initialize import initialize_megatron  # noqa: E402
-from megatron.training.training import evaluate, setup_model_and_optimizer, train_step  # noqa: E402
-
-from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags  # noqa: E402
-from megatron_mtp.training.forward_step import ForwardStep  # noqa: E402
-from megatron_mtp.training.metrics import Metrics  # noqa: E402
-from megatron_mtp.training.run import get_embedding_ranks, join_single_process  # noqa: E402
 
 COMMON = f"""
     --num-layers 4 --hidden-size 32 --num-attention-heads 4

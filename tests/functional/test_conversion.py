@@ -11,17 +11,17 @@ from layouts import SINGLE
 from records import Records
 from torch import Tensor
 
+from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
+from megatron_mtp.checkpoint.convert.importing import Options
+from megatron_mtp.checkpoint.proof.prompt import Prompt
+from megatron_mtp.checkpoint.proof.verify import megatron_logits, verify
 from megatron_mtp.platform import prepare
 
 prepare()
 
-from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf  # noqa: E402
-from megatron_mtp.checkpoint.convert.hf_form import form_of  # noqa: E402
-from megatron_mtp.checkpoint.convert.importing import Options  # noqa: E402
-from megatron_mtp.checkpoint.proof.prompt import Prompt  # noqa: E402
-from megatron_mtp.checkpoint.proof.verify import megatron_logits, verify  # noqa: E402
-
 pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 CLIENT = Path(__file__).parent / "mtp_client.py"
 RESAVED = {"untied-d3": ("tp2", "pp2", "pp2-vpp2"), "tied-d3": ("tp2", "pp2"), "moe-d2": ("ep2",)}

@@ -9,13 +9,14 @@ import pytest
 
 from megatron_mtp.platform import prepare
 
-prepare()
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
-from hf_models import make  # noqa: E402
+from hf_models import make
 
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore  # noqa: E402
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments  # noqa: E402
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+
+prepare()
 
 RUN = (
     "--use-checkpoint-args --micro-batch-size 2 --global-batch-size 4 --seq-length 32 --train-iters 1 --lr 1e-4 "

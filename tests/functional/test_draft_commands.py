@@ -5,17 +5,15 @@ from pathlib import Path
 import launch
 import pytest
 import torch
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+from megatron_mtp.checkpoint.command import main as convert
+from megatron_mtp.checkpoint.inspecting import inspect
+from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.load import load_runner
 from megatron_mtp.platform import prepare
 
 prepare()
-
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # noqa: E402
-
-from megatron_mtp.checkpoint.command import main as convert  # noqa: E402
-from megatron_mtp.checkpoint.inspecting import inspect  # noqa: E402
-from megatron_mtp.drafting.api import generate  # noqa: E402
-from megatron_mtp.drafting.load import load_runner  # noqa: E402
 
 STEPS, HALF, DRAFTED = 4, 2, 40
 CONTEXT, TENSOR = "--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"

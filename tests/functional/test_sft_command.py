@@ -15,14 +15,15 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_mtp.platform import prepare
 
-prepare()
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
-from hf_models import make  # noqa: E402
+from hf_models import make
 
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore  # noqa: E402
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments  # noqa: E402
-from megatron_mtp.checkpoint.mcore.tensors import DistReader  # noqa: E402
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
+
+prepare()
 
 SPECIAL = ["<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>", "<unk>", "<eos>"]
 WORDS = ["System", "User", "Assistant", *(chr(letter) for letter in range(ord("a"), ord("z") + 1))]

@@ -8,15 +8,14 @@ from pathlib import Path
 import launch
 import pytest
 
+from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
+from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.proof.verify import verify
 from megatron_mtp.platform import prepare
 
 prepare()
-
-from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf  # noqa: E402
-from megatron_mtp.checkpoint.convert.hf_form import form_of  # noqa: E402
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore  # noqa: E402
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments  # noqa: E402
-from megatron_mtp.checkpoint.proof.verify import verify  # noqa: E402
 
 MODEL = launch.ROOT / "runs" / "smollm2" / "hf"
 TEXT = launch.ROOT / "LICENSE"

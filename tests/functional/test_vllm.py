@@ -18,16 +18,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
+from megatron_mtp.checkpoint.convert.importing import Options
+from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.platform import prepare
 
 prepare()
-
-from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf  # noqa: E402
-from megatron_mtp.checkpoint.convert.hf_form import form_of  # noqa: E402
-from megatron_mtp.checkpoint.convert.importing import Options  # noqa: E402
-from megatron_mtp.checkpoint.mcore.model import load_model  # noqa: E402
-from megatron_mtp.model.mtp import AttentionInputs  # noqa: E402
-from megatron_mtp.model.trunk import MTPGPTModel  # noqa: E402
 
 PYTHON = launch.ROOT / ".venv-vllm" / "bin" / "python"
 CLIENT = Path(__file__).parent / "vllm_client.py"

@@ -1,11 +1,11 @@
-"""Makes Megatron runnable on this machine before any test module imports it."""
+"""Makes Megatron runnable on this machine before any test is collected."""
+
+import pytest
+from megatron_single import join_world_of_one
 
 from megatron_mtp.platform import prepare
 
 prepare()
-
-import pytest  # noqa: E402
-from megatron_single import join_world_of_one  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_single import MOE, VOCABULARY, our_model, randomise, transformer_config
 from torch import Tensor
@@ -22,7 +21,7 @@ from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import Draft, Round
-from megatron_mtp.model.build import MTPGPTModelBuilder, MTPGPTModelConfig
+from megatron_mtp.model.build import MTPGPTModelConfig, build
 from megatron_mtp.model.trunk import MTPGPTModel, StageOutput
 
 POSITIONS = 160
@@ -75,8 +74,7 @@ def _latent_model(kind: str, depths: int, changes: dict[str, Any]) -> MTPGPTMode
         seq_length=POSITIONS,
         position_embedding_type="rope",
     )
-    model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    assert isinstance(model, MTPGPTModel)
+    model = build(config)
     randomise(model)
     return model.cuda()
 

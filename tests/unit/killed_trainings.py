@@ -17,17 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 from killing import Killer, files
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.platform import prepare
+from megatron_mtp.report.page import page
+from megatron_mtp.report.runs import METRICS, read_runs
+from megatron_mtp.training.run import main as train
 
 prepare()
-
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
-
-from megatron_mtp.checkpoint.mcore.iterations import TRACKER  # noqa: E402
-from megatron_mtp.report.page import page  # noqa: E402
-from megatron_mtp.report.runs import METRICS, read_runs  # noqa: E402
-from megatron_mtp.training.run import main as train  # noqa: E402
 
 STEPS = 8
 SAVED = "saved"

@@ -17,15 +17,13 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from megatron_mtp.command import line
+from megatron_mtp.platform import prepare
+
 warnings.filterwarnings("ignore")
-
-from megatron_mtp.platform import prepare  # noqa: E402
-
 prepare()
-
-import torch  # noqa: E402
-
-from megatron_mtp.command import line  # noqa: E402
 
 MODEL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "

@@ -1,22 +1,23 @@
 """One process, a world of one: tiny models of ours and of Megatron with the same weights, and batches for them.
 
-Import it only after `megatron_mtp.platform.prepare()` (conftest.py does that).
+`megatron_mtp.platform.prepare()` has to be called before a model is made (conftest.py does that).
 """
 
+import os
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
-from megatron_mtp.model.build import MTPGPTModelBuilder, MTPGPTModelConfig
+from megatron_mtp.model.build import MTPGPTModelConfig, build, join_world
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 
@@ -46,12 +47,10 @@ LATENT: dict[str, Any] = {
 
 
 def join_world_of_one() -> None:
-    if torch.distributed.is_initialized():
-        return
-    backend = "gloo" if torch.cuda.current_device() == torch.device("cpu") else "nccl"
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1234)
+    """The process group of this process, also where an earlier test has left the environment of a job."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("RANK", None)
+        join_world()
 
 
 def transformer_config(depths: int | None, **changes: Any) -> TransformerConfig:
@@ -92,8 +91,7 @@ def our_model(
         true_vocab_size=tokens,
         **_gpt_fields(tied, position),
     )
-    model = MTPGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    assert isinstance(model, MTPGPTModel)
+    model = build(config)
     randomise(model)
     return model.cuda()
 

@@ -9,12 +9,12 @@ import fork_server
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import harness
+from benchmarks.harness import Goal, Peak, compare, interleave, rounds
+
 REPOSITORY = Path(__file__).parents[2]
-sys.path.insert(0, str(REPOSITORY))
-
-from benchmarks import harness  # noqa: E402
-from benchmarks.harness import Goal, Peak, compare, interleave, rounds  # noqa: E402
-
 KEYS = {"benchmark", "command", "hardware", "versions", "results", "goals"}
 
 

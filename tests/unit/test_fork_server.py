@@ -1,6 +1,7 @@
 """tests/fork_server.py: a command in a fork does and ends as in a new process, and is not left over."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,7 +32,15 @@ def both(folder: Path, *words: str) -> list[tuple[int, str, list[str]]]:
     command, environment = [sys.executable, *words], {**os.environ, "HERE": "there"}
     done = [
         fork_server.run(command, input="given\n", env=environment, cwd=folder),
-        subprocess.run(command, input="given\n", env=environment, cwd=folder, capture_output=True, text=True),
+        subprocess.run(
+            command,
+            input="given\n",
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in a shell's background ignore it
+        ),
     ]
     return [(each.returncode, each.stdout, each.stderr.splitlines()[-1:]) for each in done]
 
@@ -69,5 +78,7 @@ def test_a_command_that_nobody_waits_for_ends_with_what_it_started(end: str, tmp
     if end == "kill":
         process.kill()
     del process
+    deadline = time.monotonic() + fork_server.TIMEOUT
     while not all(map(gone, pids)):
+        assert time.monotonic() < deadline, f"of {pids} one goes on"
         time.sleep(0.01)

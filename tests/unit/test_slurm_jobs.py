@@ -237,6 +237,17 @@ def test_a_program_that_cannot_save_ends(node: Node, tmp_path: Path) -> None:
     assert (tmp_path / "stopped").exists()
 
 
+@pytest.mark.parametrize(("given", "seen"), [(None, "1"), ("8", "8")])
+def test_cuda_gets_one_connection_unless_the_user_says_otherwise(
+    given: str | None, seen: str, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    assert node.start("ranks", "bash", "-c", "echo $CUDA_DEVICE_MAX_CONNECTIONS >seen").wait() == 0
+    assert (tmp_path / "seen").read_text().strip() == seen
+
+
 def test_a_failure_is_passed_on(node: Node, tmp_path: Path) -> None:
     assert node.start("itself", "bash", "-c", "exit 3").wait() == 3
     assert not (tmp_path / "stopped").exists()

@@ -8,14 +8,13 @@ import sys
 import warnings
 from pathlib import Path
 
+import pdoc
+
+import megatron_mtp
+from megatron_mtp import drafting
 from megatron_mtp.platform import prepare
 
-prepare()  # the modules import Megatron
-
-import pdoc  # noqa: E402
-
-import megatron_mtp  # noqa: E402
-from megatron_mtp import drafting  # noqa: E402
+prepare()
 
 DEFAULT = Path("runs/api")
 

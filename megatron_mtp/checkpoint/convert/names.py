@@ -13,7 +13,7 @@ from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, Shape
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 ShapeOf = Callable[[Rule], Shape]
-"""The shape of a carried tensor, which its rule does not know."""
+"""Returns the shape of a carried tensor, from its rule, which has none."""
 
 
 def name_rows(rules: Iterable[Rule], shape_of: ShapeOf) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
         if stored is None:
             raise ValueError(
                 f"{folder.folder} lacks '{tensor.name}', which {config.source} ({config.model_type}) calls for; fetch "
-                "the folder again, or put right what the config says."
+                "the folder again, or correct the config."
             )
         if tensor.shape is not None and stored.shape != tensor.shape:
             raise ValueError(
@@ -57,7 +57,7 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise ValueError(
             f"'{name}'{more} in {stored.file} is no tensor of a '{config.model_type}' model as {config.source} "
-            "describes it; nothing is dropped silently, so remove it, or put right what the config says."
+            "describes it; nothing is dropped silently, so remove it, or correct the config."
         )
 
 

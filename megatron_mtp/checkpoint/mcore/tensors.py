@@ -173,13 +173,13 @@ class DistReader:
     def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         tensor = self._load(MetadataIndex(key, chunk.offsets), key)
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != tuple(chunk.sizes):
-            raise ValueError(f"{self.folder}: a chunk of '{key}' has not the shape that the catalogue says.")
+            raise ValueError(f"{self.folder}: a chunk of '{key}' has another shape than in the catalogue.")
         return tensor
 
     def _load(self, index: MetadataIndex, key: str) -> Any:
         info = self._where.get(index)
         if info is None:
-            raise ValueError(f"{self.folder / CATALOGUE} does not say where '{key}' is; the checkpoint is damaged.")
+            raise ValueError(f"{self.folder / CATALOGUE} has no place for '{key}'; the checkpoint is damaged.")
         file = self.folder / info.relative_path
         with read_errors(f"{file} does not hold '{key}' whole"), open(file, "rb") as stream:
             self._check(stream, info)
@@ -224,7 +224,7 @@ def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Sh
         stream: the open file.
         file: its name.
         key: key of the tensor.
-        whole: shape of the whole tensor of which this is a slab.
+        whole: shape of the whole tensor.
         offset: start of the slab in it.
         tensor: the slab.
 

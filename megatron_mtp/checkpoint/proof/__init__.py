@@ -2,6 +2,7 @@
 
 verify.py           the proof: tensors bit by bit, settings, logits of trunk and depths
 prompt.py           the tokens and positions on which two models are compared
+precision.py        float32 products without TF32
 folder_config.py    the keys of a config.json that describe the computation, with transformers' defaults
 reference.py        what a folder computes, by transformers, in a separate process
 reference_forms.py  how each family stores its depths, as engines load them

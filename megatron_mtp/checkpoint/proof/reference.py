@@ -29,6 +29,7 @@ from torch.nn.functional import linear
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging
 
+from megatron_mtp.checkpoint.proof.precision import exact_float32
 from megatron_mtp.checkpoint.proof.reference_forms import DepthForm, Tensors, config_of, depth_tensors, read_tensors
 
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
@@ -37,6 +38,7 @@ SEEING = ("vision", "visual", "projector")
 """Parts of models that read images, which the logits of text do not need."""
 
 
+@exact_float32()
 def main(folder: Path, tokens: Path, output: Path) -> None:
     """Compute all logits of a folder on the tokens in a file, and write them to another file."""
     given = load_file(tokens)

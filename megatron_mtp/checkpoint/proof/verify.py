@@ -29,6 +29,7 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.checkpoint.proof.folder_config import whole_config
+from megatron_mtp.checkpoint.proof.precision import exact_float32
 from megatron_mtp.checkpoint.proof.prompt import Prompt, place, random_tokens
 from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.model.arguments import parsed
@@ -60,6 +61,7 @@ class Check:
     made: bool = True
 
 
+@exact_float32()
 def verify(
     hf: Path,
     mcore: Path,

@@ -1,0 +1,269 @@
+"""Models in training, ours and Megatron's, that take the same steps: what benchmarks of training share.
+
+`set_up_megatron` once, then `build_side` for every model; `Side.step()` is Megatron's own training step. Both sides use
+Megatron's DDP, optimizer and schedule. They differ in the model (`GPTModelBuilder` against `MTPGPTModelBuilder`) and
+the forward step (that of Megatron's `pretrain_gpt.py` against `ForwardStep`).
+"""
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+    get_model_config,
+)
+from megatron.training import get_args, get_timers
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.initialize import initialize_megatron, set_jit_fusion_options
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+from megatron.training.training import (
+    get_megatron_ddp_config,
+    get_megatron_optimizer_config,
+    get_optimizer_param_scheduler,
+    train_step,
+)
+from torch import Tensor
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.model.build import MTPGPTModelConfig
+from megatron_mtp.model.portable import with_portable_modules
+from megatron_mtp.platform import prepare
+from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
+from megatron_mtp.training.batches import holds_mtp_depths
+from megatron_mtp.training.forward_step import ForwardStep
+from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.run import join_single_process
+
+ON_CPU = prepare()
+
+OURS, THEIRS, THEIRS_AGAIN = "megatron-mtp", "Megatron", "Megatron again"
+BATCHES = 4
+SAME = {"fp32": 1e-3, "bf16": 3e-2}
+"""Relative difference of loss and gradient norm that rounding explains."""
+
+
+def place(quick: bool) -> str:
+    """Whose defaults a benchmark takes: "quick", "cpu" or "cuda"."""
+    return "quick" if quick else "cpu" if ON_CPU else "cuda"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Model and batch of both sides."""
+
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    seq_length: int
+    micro_batch_size: int
+    vocab_size: int
+    dtype: str
+
+
+MEGATRON_FLAGS = (
+    "--lr 1e-4 --train-iters 1000000 --eval-interval 1000000 --position-embedding-type rope --normalization RMSNorm "
+    "--swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --mock-data "
+    "--tokenizer-type NullTokenizer --num-workers 0"
+)
+
+
+@dataclass
+class Side:
+    """One of the two: a model in training, and the step that trains it."""
+
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+    forward_step: Callable[..., Any]
+    batches: RerunDataIterator
+    iteration: int = 0
+
+    def step(self) -> tuple[float, float]:
+        """Megatron's own training step; the trunk's loss and the norm of the gradient."""
+        get_args().curr_iteration = self.iteration
+        losses, *_, gradient_norm, _, _ = train_step(
+            self.forward_step,
+            self.batches,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            get_model_config(self.model[0]),
+            get_forward_backward_func(),
+            self.iteration,
+        )
+        self.iteration += 1
+        return losses["lm loss"].item(), float(gradient_norm)
+
+
+def set_up_megatron(sizes: Sizes, depths: int, *more: str) -> None:
+    """Megatron's global arguments and process groups, as a run of `pretrain_gpt.py` with `more` flags has them."""
+    join_single_process()
+    flags = {name: value for name, value in asdict(sizes).items() if name not in ("vocab_size", "dtype")}
+    flags |= {
+        "vocab_size": sizes.vocab_size - 1,  # NullTokenizer adds its end of document
+        "max_position_embeddings": sizes.seq_length,
+        "global_batch_size": sizes.micro_batch_size,
+        "mtp_num_layers": depths,
+    }
+    sys.argv = [sys.argv[0], *MEGATRON_FLAGS.split(), *more]
+    for name, value in flags.items():
+        sys.argv += ["--" + name.replace("_", "-"), str(value)]
+    if sizes.dtype == "bf16":
+        sys.argv.append("--bf16")
+    set_machine_flags(sys.argv, ON_CPU)
+    parse_checked_args()
+    initialize_megatron()
+    set_jit_fusion_options(tp_size=get_args().tensor_model_parallel_size)
+
+
+def build_sides(self_check: bool) -> dict[str, Side]:
+    """Both sides with the same weights, each with its own optimizer and its own walk through the batches."""
+    dataset = make_batches(BATCHES)
+    theirs = build_side(GPTModelConfig, megatron_forward_step, dataset)
+    ours = build_side(MTPGPTModelConfig, ForwardStep(MTPConfig(), Metrics(None)), dataset, like=theirs)
+    sides = {OURS: ours, THEIRS: theirs}
+    if self_check:
+        sides[THEIRS_AGAIN] = build_side(GPTModelConfig, megatron_forward_step, dataset, like=theirs)
+    return sides
+
+
+def build_side(
+    model_config: type[GPTModelConfig],
+    forward_step: Callable[..., Any],
+    dataset: list[dict[str, Tensor]],
+    like: Side | None = None,
+    settings: MTPConfig | None = None,
+) -> Side:
+    """Model, DDP, optimizer and learning rate, as `pretrain()` sets them up; `like` gives the weights."""
+    args = get_args()
+    config = gpt_config_from_args(args, model_config_cls=model_config)
+    if settings is not None:
+        config.mtp = settings
+    if model_config is GPTModelConfig and config.transformer.transformer_impl == "local":
+        config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
+    model = config.get_builder_cls()(config).build_distributed_models(
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(), ddp_config=get_megatron_ddp_config(args)
+    )
+    if like is not None:
+        copy_weights(like.model[0], model[0])
+    optimizer_config, overrides = get_megatron_optimizer_config(args)
+    optimizer_config.timers = get_timers()
+    optimizer = get_megatron_optimizer(optimizer_config, model, config_overrides=overrides)
+    schedule = get_model_config(model[0])
+    schedule.grad_scale_func = optimizer.scale_loss
+    schedule.finalize_model_grads_func = finalize_model_grads
+    for chunk in model:
+        chunk.train()
+    batches = RerunDataIterator(itertools.cycle(dataset))
+    return Side(model, optimizer, get_optimizer_param_scheduler(optimizer), forward_step, batches)
+
+
+@torch.no_grad()
+def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Megatron's `mtp_model_layer` is our `tf_layer`; every other name is the same."""
+    weights = {_our_name(name): weight for name, weight in source.named_parameters()}
+    for name, weight in target.named_parameters():
+        weight.copy_(weights.pop(_our_name(name)))
+    if weights:
+        raise RuntimeError(f"the two models differ; only Megatron's has {sorted(weights)}.")
+
+
+def _our_name(name: str) -> str:
+    return name.replace(".mtp_model_layer.", ".tf_layer.")
+
+
+def check_same(first: dict[str, tuple[float, float]], tolerance: float) -> dict[str, dict[str, float]]:
+    """Loss and gradient norm of the first step, by side; raises RuntimeError where the sides computed other things."""
+    for mine, reference, what in zip(first[OURS], first[THEIRS], ("loss", "gradient norm"), strict=True):
+        if not math.isclose(mine, reference, rel_tol=tolerance):
+            raise RuntimeError(
+                f"the first step's {what} is {mine} here and {reference} in Megatron; the sides cannot be compared."
+            )
+    return {name: {"lm_loss": loss, "gradient_norm": norm} for name, (loss, norm) in first.items()}
+
+
+def make_batches(count: int) -> list[dict[str, Tensor]]:
+    """Random tokens in the form in which Megatron's loader hands them on, pinned for a CUDA device."""
+    args = get_args()
+    shape = (args.micro_batch_size, args.seq_length)
+    generator = torch.Generator().manual_seed(args.seed)
+    position_ids = torch.arange(args.seq_length).expand(shape).contiguous()
+    later = torch.ones(args.seq_length, args.seq_length).triu(diagonal=1).bool()
+    batches = []
+    for _ in range(count):
+        text = torch.randint(args.vocab_size, (shape[0], shape[1] + 1), generator=generator)
+        batch = {
+            "tokens": text[:, :-1].contiguous(),
+            "labels": text[:, 1:].contiguous(),
+            "loss_mask": torch.ones(shape),
+            "position_ids": position_ids,
+            "attention_mask": later.expand(shape[0], 1, *later.shape).contiguous(),
+        }
+        batches.append({name: value.pin_memory() for name, value in batch.items()})
+    return batches
+
+
+def megatron_forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[Tensor, Any]:
+    """What Megatron's `pretrain_gpt.py` hands to `pretrain()`."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = megatron_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(megatron_loss, batch["loss_mask"])
+
+
+def megatron_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, Any]:
+    """Megatron's `get_batch` for a run without packing, as `ForwardStep` has it, less the depths."""
+    args = get_args()
+    batch: dict[str, Any] = {name: value.cuda(non_blocking=True) for name, value in next(data_iterator).items()}
+    batch |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"))
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=holds_mtp_depths(vp_stage),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+
+
+def megatron_loss(loss_mask_BS: Tensor, losses_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Megatron's loss function: the masked sum, its checks, the tokens and what to log."""
+    mask = loss_mask_BS.view(-1).float()
+    loss = torch.sum(losses_BS.view(-1).float() * mask)
+    tokens = mask.sum().clone().detach().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        check = partial(get_rerun_state_machine().validate_result, result=loss, tolerance=0.0, fatal=True)
+        check(rejection_func=torch.isnan, message="found NaN in local forward loss calculation")
+        check(rejection_func=torch.isinf, message="found Inf in local forward loss calculation")
+    return loss, tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), tokens.view(1)])}

@@ -65,6 +65,8 @@ def test_rows_that_are_imported_when_looked_up(outside: Path) -> None:
     lazy: Registry[str] = Registry("megatron_mtp.tested", Imported(rows))
     assert lazy.names() == ["focal", "bad"]
     assert len(lazy) == 2
+    assert "bad" in Imported(rows)
+    assert "none" not in Imported(rows)
     assert "outside_parts" not in sys.modules
     assert lazy["focal"] == "outside focal"
     with pytest.raises(ModuleNotFoundError):

@@ -38,8 +38,8 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 EXAMPLES = """examples:
   scripts/bundle.sh bundle                                  what scripts/setup.sh installs, for a machine like this
   scripts/bundle.sh bundle --parts 2G                       the same, and in bundle.parts as files of 2 GiB
-  scripts/bundle.sh bundle --have target.txt                without what the target has: there,
-                                                            `python3 -m pip list --format freeze > target.txt`
+  scripts/bundle.sh bundle --have target.freeze                without what the target has: there,
+                                                            `python3 -m pip list --format freeze > target.freeze`
   scripts/bundle.sh bundle --extras te --add wheels/transformer_engine_torch-2.11.0-cp312-cp312-linux_x86_64.whl
 """
 

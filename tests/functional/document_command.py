@@ -19,6 +19,8 @@ from documents import DOORS, ROOT, parse
 PROGRAMS = ("python", "megatron-mtp", "torchrun", "bash", "sbatch", "vllm")
 PARSED = {
     "bash scripts/setup.sh": "installs",
+    "bash scripts/bundle.sh": "downloads",
+    "bash scripts/join_bundle.sh": "needs the parts of a bundle",
     "bash scripts/quickstart.sh": "trains for minutes",
     "bash scripts/attach_mtp.sh": "trains for minutes",
     "megatron-mtp attach": "trains for minutes",

@@ -25,6 +25,8 @@ ENGINES = {
     "docker": "--build-arg --tag --rm --init --user --volume --gpus --entrypoint",
     "llama-server": "--model --spec-type --spec-draft-n-max",
     "scancel": "--signal",
+    "pip wheel": "--no-deps --no-build-isolation",
+    "python3 -m pip list": "--format",
     "vllm serve": "--speculative-config --trust-remote-code",
     "python -m sglang.launch_server": "--model-path --speculative-algorithm --speculative-num-steps "
     "--speculative-eagle-topk --speculative-num-draft-tokens --speculative-draft-model-path --trust-remote-code",

@@ -10,6 +10,7 @@ from megatron_mtp.checkpoint.families.trained import check_computable
 
 DENSE: dict[str, Any] = {
     "normalization": "RMSNorm",
+    "layernorm_epsilon": 1e-5,
     "layernorm_zero_centered_gamma": False,
     "swiglu": True,
     "add_bias_linear": False,
@@ -60,6 +61,11 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "--moe-shared-expert-gate": {**EXPERTS, "moe_shared_expert_gate": True},
     "dense layers after MoE": {**EXPERTS, "moe_layer_freq": [1, 0, 1]},
     "--moe-router-group-topk other than half": {**EXPERTS, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    "--norm-epsilon above 1e-05 inside latent attention": {
+        "multi_latent_attention": True,
+        "rope_type": "rope",
+        "layernorm_epsilon": 1e-4,
+    },
     "--rotary-percent in latent attention": {
         "multi_latent_attention": True,
         "rope_type": "rope",

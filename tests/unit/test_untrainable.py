@@ -68,7 +68,6 @@ REFUSED: list[tuple[str, Keys, str]] = [
     ("deepseek_v3", {"rope_scaling": {**YARN, "truncate": False}}, "'truncate' false"),
     ("deepseek_v3", {"rope_scaling": {**YARN, "factor": None}}, "a rotary setting 'factor' of None"),
     ("deepseek_v3", {"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 1.3}}, "'attention_factor' 1.3"),
-    ("deepseek_v3", {"rope_scaling": {**YARN, "mscale": "1"}}, "a rotary setting 'mscale' of '1'"),
     ("deepseek_v3", {"rope_scaling": {**YARN, "beta_slow": -1}}, "a rotary setting 'beta_slow' of -1"),
     ("deepseek_v3", {"rope_scaling": {**YARN, "factor": 10**400}}, "a rotary setting 'factor' of 1000"),
     ("llama", {"rope_parameters": {**LLAMA3, "factor": 0}}, "a rotary setting 'factor' of 0"),

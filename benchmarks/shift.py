@@ -3,8 +3,8 @@
     python benchmarks/shift.py               512 documents, D = 4
     python benchmarks/shift.py --quick       does it run? (the figures mean nothing)
 
-Both sides shift the tokens, labels and loss mask of one packed row; ours finds the documents of the slots as well, as
-`training/forward_step.py` does for every batch. The results have to be equal, or the benchmark ends with an error.
+Both sides shift the tokens, labels and loss mask of one packed row; ours also finds the document of every position, as
+`training/batches.py` does for every batch. The results have to be equal, or the benchmark ends with an error.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def measure(documents: int, depths: int, repeats: int) -> dict[str, Any]:
     wall = {name: [one.wall for one in steps] for name, steps in spent.items()}
     comparison = compare(wall[THEIRS], wall[OURS])
     return {
-        "slots": batch["tokens"].size(1),
+        "positions": batch["tokens"].size(1),
         "seconds": {name: statistics.median(steps) for name, steps in wall.items()},
         "times_faster": round(comparison.ratio, 2),
         "by_round": asdict(comparison),
@@ -94,14 +94,14 @@ def packed_batch(documents: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def our_shifts(batch: dict[str, Tensor], cu_seqlens: Tensor, depths: int) -> dict[str, Tensor]:
-    """[1, slots, D] each."""
+    """[1, positions, D] each."""
     shifted: dict[str, Any] = dict(batch)
     add_depths(shifted, depths, documents_from_offsets(cu_seqlens.unsqueeze(0), None, batch["tokens"].size(1)))
     return {name: shifted[f"depth_{name}"] for name in NAMES}
 
 
 def megatron_shifts(batch: dict[str, Tensor], cu_seqlens: Tensor, depths: int) -> dict[str, Tensor]:
-    """[1, slots, D] each, rolled depth after depth."""
+    """[1, positions, D] each, rolled depth after depth."""
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
     shifted: dict[str, Tensor] = {}
     for name in NAMES:

@@ -20,7 +20,7 @@ from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 
 prepare()
 
-ROWS, SLOTS, PROMPT = 4, 32, 12
+ROWS, LENGTH, PROMPT = 4, 32, 12
 
 
 def main(checkpoint: Path, steps: int) -> None:
@@ -29,9 +29,9 @@ def main(checkpoint: Path, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.mtp.parameters(), lr=1e-3)
     settings = MTPConfig(mtp_loss="kd", mtp_train_only=True)
     for step in range(steps):
-        stream_BS = torch.randint(model.vocab_size, (ROWS, SLOTS + 1), generator=torch.Generator().manual_seed(0))
+        stream_BS = torch.randint(model.vocab_size, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
         tokens_BS, labels_BS = stream_BS[:, :-1], stream_BS[:, 1:]
-        mask_BS = (torch.arange(SLOTS) >= PROMPT).expand_as(tokens_BS)
+        mask_BS = (torch.arange(LENGTH) >= PROMPT).expand_as(tokens_BS)
         with torch.no_grad():
             hidden_SBH = trunk_states(model, tokens_BS)
         made = mtp_loss(hidden_SBH, model, tokens_BS, labels_BS, mask_BS, settings)

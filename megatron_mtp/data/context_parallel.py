@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def slots_of_ranks(offsets: Tensor, ranks: int) -> Tensor:
+def positions_of_ranks(offsets: Tensor, ranks: int) -> Tensor:
     """The positions of every rank, [R, T / R], in the order in which the rank holds them.
 
     Args:
@@ -24,11 +24,11 @@ def slots_of_ranks(offsets: Tensor, ranks: int) -> Tensor:
     lengths = offsets.diff()
     if (lengths % (2 * ranks)).any():
         raise ValueError(
-            f"a packed batch has documents of {sorted(set(lengths.tolist()))} slots, but --context-parallel-size "
-            f"{ranks} cuts each into {2 * ranks} equal chunks; pad every document to a multiple of {2 * ranks} slots."
+            f"a packed batch has documents of {sorted(set(lengths.tolist()))} positions, but --context-parallel-size "
+            f"{ranks} cuts each into {2 * ranks} equal chunks; pad every document to a multiple of {2 * ranks}."
         )
-    slot = torch.arange(int(offsets[-1]), device=offsets.device)
-    document = torch.searchsorted(offsets[1:].contiguous(), slot, right=True)
-    chunk = (slot - offsets[document]) // (lengths[document] // (2 * ranks))
+    position = torch.arange(int(offsets[-1]), device=offsets.device)
+    document = torch.searchsorted(offsets[1:].contiguous(), position, right=True)
+    chunk = (position - offsets[document]) // (lengths[document] // (2 * ranks))
     rank = torch.minimum(chunk, 2 * ranks - 1 - chunk)
     return rank.argsort(stable=True).view(ranks, -1)

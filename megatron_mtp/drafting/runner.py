@@ -60,7 +60,7 @@ class Runner:
         self.positions: int = model.max_sequence_length
         self.vocab_size: int = vocab_size or model.true_vocab_size or model.vocab_size
         self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0
-        self.sequential: bool = model.mtp.chained if self.depths else False
+        self.sequential: bool = model.mtp.sequential if self.depths else False
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
         self._scope = Scope()
         self._turned_rows: Rows | None = None
@@ -161,7 +161,7 @@ class Runner:
 
     def _make_draft_head(self) -> tuple[Callable[[Tensor], Tensor], int]:
         """A depth's states to logits, and how many tokens it may draft; a whole head is cut to their rows."""
-        model, draft_vocabulary = self.model, self.model.drafts
+        model, draft_vocabulary = self.model, self.model.draft_vocabulary
         if draft_vocabulary is None:
             return self._head, self.vocab_size
         left_out_V = draft_vocabulary.index_V == NOT_DRAFTED

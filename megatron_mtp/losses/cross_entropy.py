@@ -51,7 +51,7 @@ class CrossEntropy(TokenLoss):
             vocabulary.tokens_of(softmax_NV).sub_(self.label_smoothing / vocabulary.size)
         hit_N1 = (1 - self.label_smoothing) * is_own_N1.to(softmax_NV.dtype)
         gradient_NV = softmax_NV.scatter_add_(1, local_N1, -hit_N1)
-        if vocabulary.drafts is None:
+        if vocabulary.draft_vocabulary is None:
             return loss_N, gradient_NV
         is_drafted_N = labels_N != NOT_DRAFTED
         return loss_N * is_drafted_N, gradient_NV.mul_(is_drafted_N.unsqueeze(1))

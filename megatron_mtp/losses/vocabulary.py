@@ -26,14 +26,14 @@ class Vocabulary:
         slice_size: entries that this rank holds: the same number on every rank, except in a draft vocabulary.
         group: the ranks that hold the slices; None if one rank holds all.
         logit_scale: the factor of all logits.
-        drafts: the draft vocabulary; None if the entries are all tokens.
+        draft_vocabulary: the entries, where these are not all tokens.
         tokens: size of the whole vocabulary; rows after it only pad the slices. None if every row is a token.
     """
 
     slice_size: int
     group: ProcessGroup | None = None
     logit_scale: float = 1.0
-    drafts: DraftVocabulary | None = None
+    draft_vocabulary: DraftVocabulary | None = None
     tokens: int | None = None
 
     @property
@@ -43,14 +43,14 @@ class Vocabulary:
     @property
     def size(self) -> int:
         """Entries of all slices, without padding."""
-        if self.drafts is not None:
-            return self.drafts.size
+        if self.draft_vocabulary is not None:
+            return self.draft_vocabulary.size
         return self.slice_size * self.ranks if self.tokens is None else self.tokens
 
     @property
     def widest(self) -> int:
         """The most entries that any rank may hold: the same number on every rank, so that all cut the same chunks."""
-        return self.slice_size if self.drafts is None else self.drafts.size
+        return self.slice_size if self.draft_vocabulary is None else self.draft_vocabulary.size
 
     def tokens_of(self, values_NX: Tensor) -> Tensor:
         """A view without the columns of padding; X is V, or W where there is a column for all tokens."""
@@ -61,7 +61,7 @@ class Vocabulary:
         return mask_padding_(logits_NX, self._tokens_in(logits_NX.size(-1)))
 
     def _tokens_in(self, columns: int) -> int:
-        if self.drafts is not None and columns == self.slice_size:
+        if self.draft_vocabulary is not None and columns == self.slice_size:
             return columns  # padding is never drafted
         return tokens_of_slice(self.tokens, columns, self._rank)
 
@@ -83,7 +83,7 @@ class Vocabulary:
 
     def own(self, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
         """Columns of the tokens in this rank's slice, [N, 1] (0 if another rank has it), and whether it has them."""
-        first = self._rank * self.slice_size if self.drafts is None else self.drafts.first
+        first = self._rank * self.slice_size if self.draft_vocabulary is None else self.draft_vocabulary.first
         local_N1 = (tokens_N - first).unsqueeze(1)
         is_own_N1 = (local_N1 >= 0) & (local_N1 < self.slice_size)
         return local_N1.masked_fill(~is_own_N1, 0), is_own_N1
@@ -110,9 +110,9 @@ class Vocabulary:
 
     def drafted(self, values_NW: Tensor) -> Tensor:
         """The columns of the drafted tokens, [N, V], if every token has a column; else the values as they are."""
-        if self.drafts is None or values_NW.size(1) == self.slice_size:
+        if self.draft_vocabulary is None or values_NW.size(1) == self.slice_size:
             return values_NW
-        return values_NW.index_select(1, self.drafts.rows_K)
+        return values_NW.index_select(1, self.draft_vocabulary.rows_K)
 
     def _reduced(self, values: Tensor, op: ReduceOp.RedOpType) -> Tensor:
         if self.ranks > 1:
@@ -122,6 +122,6 @@ class Vocabulary:
 
 def vocabulary_of(head: "Head", drafts: bool = False) -> Vocabulary:
     """The vocabulary that the head's rows stand for; with `drafts`, that of the rows that the depths draft with."""
-    if not drafts or head.drafts is None:
-        return Vocabulary(len(head.weight), head.tp_group, head.logit_scale, tokens=head.vocab_size)
-    return Vocabulary(head.drafts.rows_K.numel(), head.tp_group, head.logit_scale, head.drafts, head.vocab_size)
+    drafted = head.draft_vocabulary if drafts else None
+    rows = len(head.weight) if drafted is None else drafted.rows_K.numel()
+    return Vocabulary(rows, head.tp_group, head.logit_scale, drafted, head.vocab_size)

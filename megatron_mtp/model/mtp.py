@@ -1,6 +1,6 @@
 """The MTP block: the trunk's hidden state in, one per depth out (DeepSeek-V3, arXiv:2412.19437, eq. 21-23).
 
-Depth d = 1 .. D at slot i, h_0 the trunk's hidden state after its final norm:
+Depth d = 1 .. D at position i, h_0 the trunk's hidden state after its final norm:
 
     x   = eh_proj([enorm(embedding(t_{i+d})); hnorm(h_{d-1})])     embedding half first
     h_d = final_layernorm(tf_layer(x))                             what depth d+1 and the output head receive
@@ -135,8 +135,8 @@ class MultiTokenPredictionLayer(MegatronModule):
 
         Args:
             hidden_SBH: of the depth before, after its final norm; sequence-parallel slices where that is on.
-            embedded_SBH: embedding of the token d slots later; None for a parallel head.
-            padding_mask_BS: True where the slot was shifted in from outside; MoE routers leave it out.
+            embedded_SBH: embedding of the token d positions later; None for a parallel head.
+            padding_mask_BS: True where the position was shifted in from outside; MoE routers leave it out.
         """
         run = self._checkpointed if self._recomputes() else self._run
         return run(hidden_SBH, embedded_SBH, attention, padding_mask_BS)
@@ -246,7 +246,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         self.register_buffer("draft_vocabulary", draft_vocabulary)
         self.depths = config.mtp_num_layers
         self.tp_group = pg_collection.tp
-        self.chained = submodules.eh_proj is not None
+        self.sequential = submodules.eh_proj is not None
         physical = 1 if config.mtp_use_repeated_layer else self.depths
         self.layers = torch.nn.ModuleList(
             MultiTokenPredictionLayer(config, submodules, number, pg_collection, vp_stage)
@@ -269,21 +269,21 @@ class MultiTokenPredictionBlock(MegatronModule):
 
         Args:
             hidden_SBH: the trunk's, after its final norm.
-            tokens_DBS: at depth d and slot i the token t_{i+d}, 0 where it lies outside the document.
-            position_ids_BS: of the slots; positions are not shifted.
+            tokens_DBS: at depth d and position i the token t_{i+d}, 0 where it lies outside the document.
+            position_ids_BS: position ids; they are not shifted.
             embedding: the shared embedding, called with `input_ids` and `position_ids`.
-            padding_mask_DBS: True where the slot was shifted in from outside.
+            padding_mask_DBS: True where the position was shifted in from outside.
         """
         if self.config.mtp_detach_heads:
             hidden_SBH = hidden_SBH.detach()
         if padding_mask_DBS is not None and self.config.sequence_parallel:
-            padding_mask_DBS = self._own_slots(padding_mask_DBS)
+            padding_mask_DBS = self._own_positions(padding_mask_DBS)
         states: list[Tensor] = []
         state_SBH = hidden_SBH
         for depth in range(self.depths):
             layer = self.layers[depth % len(self.layers)]
             mask_BS = None if padding_mask_DBS is None else padding_mask_DBS[depth]
-            if self.chained:
+            if self.sequential:
                 embedded_SBH = embedding(input_ids=tokens_DBS[depth], position_ids=position_ids_BS)
                 if self.config.mtp_detach_heads:
                     embedded_SBH = embedded_SBH.detach()
@@ -293,8 +293,8 @@ class MultiTokenPredictionBlock(MegatronModule):
             states.append(state_SBH)
         return states
 
-    def _own_slots(self, mask_DBS: Tensor) -> Tensor:
-        """This sequence-parallel rank's slots."""
+    def _own_positions(self, mask_DBS: Tensor) -> Tensor:
+        """This sequence-parallel rank's positions."""
         return mask_DBS.chunk(self.tp_group.size(), dim=2)[self.tp_group.rank()]
 
     def sharded_state_dict(

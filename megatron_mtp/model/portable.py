@@ -24,7 +24,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import layer_norm, pad, rms_norm, scaled_dot_product_attention
 
-from megatron_mtp.data.context_parallel import slots_of_ranks
+from megatron_mtp.data.context_parallel import positions_of_ranks
 from megatron_mtp.model.causal import causal_mask
 from megatron_mtp.model.latent import PortableLatentAttention
 
@@ -98,7 +98,7 @@ class PortableAttention(torch.nn.Module):
         Args:
             query: [S, B, N, C] or, packed, [T, N, C].
             key, value: the same with G heads; a value may have fewer channels.
-            attention_mask: bool, broadcast over [B, N, S, whole sequence], True where a slot must not look; without
+            attention_mask: bool, broadcast over [B, N, S, whole sequence], True where attention is not allowed; without
                 one the mask follows from the layer's mask type. Not for packed rows.
             attn_mask_type: not read, as Megatron's own local attention does not read it.
             packed_seq_params: where the documents of a packed row start; padding belongs to the document before it.
@@ -119,23 +119,23 @@ class PortableAttention(torch.nn.Module):
         self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, bounds: list[int], mask: Tensor | None
     ) -> Tensor:
         """Every document by itself, [S, B, N * C]; `bounds` are where they start and end in the whole sequence."""
-        ranks, slots_S = self.cp_group.size(), None
+        ranks, positions_S = self.cp_group.size(), None
         if ranks > 1:
-            slots_RS = slots_of_ranks(torch.tensor(bounds), ranks).to(query_SBNC.device)
-            slots_S, order = slots_RS[self.cp_group.rank()], slots_RS.flatten().argsort()
+            positions_RS = positions_of_ranks(torch.tensor(bounds), ranks).to(query_SBNC.device)
+            positions_S, order = positions_RS[self.cp_group.rank()], positions_RS.flatten().argsort()
             key_SBGC = gather_from_sequence_parallel_region(key_SBGC, group=self.cp_group)[order]
             value_SBGC = gather_from_sequence_parallel_region(value_SBGC, group=self.cp_group)[order]
         attended = []
         for start, end in pairwise(bounds):
             own, whole = slice(start // ranks, end // ranks), slice(start, end)
-            position_S = None if slots_S is None else slots_S[own] - start
+            position_S = None if positions_S is None else positions_S[own] - start
             attended.append(self._attend(query_SBNC[own], key_SBGC[whole], value_SBGC[whole], position_S, mask))
         return torch.cat(attended)
 
     def _attend(
         self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, position_S: Tensor | None, mask: Tensor | None
     ) -> Tensor:
-        """One document, [S, B, N * C]; without `position_S` the queries are its last slots."""
+        """One document, [S, B, N * C]; without `position_S` the queries are its last positions."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBNC, key_SBGC, value_SBGC))
         queries, keys, channels = query.size(2), key.size(2), value.size(-1)
         plain = mask is None and position_S is None and self.window is None and queries == keys

@@ -51,9 +51,9 @@ class Head:
         cross_entropy: labels [B, S] and logits [S, B, V / TP] to losses [B, S].
         tp_group: ranks that hold the other slices.
         weight: [V / TP, H], detached where the caller must not train it.
-        whole: hidden states as the tensor-parallel region takes them: all slots, with gradients summed over its ranks.
+        whole: hidden states as the tensor-parallel region takes them: all positions, with gradients summed over ranks.
         logit_scale: by which all logits are multiplied.
-        drafts: the tokens that the depths may draft; None for all.
+        draft_vocabulary: the tokens that the depths may draft; None for all.
         vocab_size: tokens of all slices; the rows after them only pad the slices. None if every row is a token.
     """
 
@@ -63,10 +63,11 @@ class Head:
     weight: Tensor
     whole: Callable[[Tensor], Tensor]
     logit_scale: float = 1.0
-    drafts: DraftVocabulary | None = None
+    draft_vocabulary: DraftVocabulary | None = None
     vocab_size: int | None = None
 
     @property
     def draft_weight(self) -> Tensor:
         """The rows that the depths draft with, [V / TP, H] or fewer."""
-        return self.weight if self.drafts is None else self.weight.index_select(0, self.drafts.rows_K)
+        drafted = self.draft_vocabulary
+        return self.weight if drafted is None else self.weight.index_select(0, drafted.rows_K)

@@ -93,11 +93,11 @@ class MTPGPTModel(GPTModel):
             self._set_quantisation()
         if self.pre_process or self.post_process or self.mtp_process:
             self.setup_embeddings_and_output_layer()
-        self.drafts = None
+        self.draft_vocabulary = None
         if draft_vocabulary is not None and self.post_process:
             ranks = self.pg_collection.tp.size()
             slice_size = self.vocab_size // ranks
-            self.drafts = DraftVocabulary(draft_vocabulary, slice_size, ranks, self.pg_collection.tp.rank())
+            self.draft_vocabulary = DraftVocabulary(draft_vocabulary, slice_size, ranks, self.pg_collection.tp.rank())
         if train_only_mtp:
             freeze_trunk(self)
 
@@ -229,7 +229,7 @@ class MTPGPTModel(GPTModel):
             weight=weight,
             whole=whole,
             logit_scale=self._scale_logits(torch.ones(())).item(),
-            drafts=self.drafts,
+            draft_vocabulary=self.draft_vocabulary,
             vocab_size=self.true_vocab_size,
         )
 

@@ -118,8 +118,8 @@ def _judge(trunk_LBH: Tensor, where_DC: Tensor, depths: list[Tensor], head: Head
     agree, overlap = [], []
     for state_CBH, where_C in zip(depths, where_DC, strict=True):
         draft_CBV = vocabulary.mask_padding_(_logits(state_CBH, head))
-        if head.drafts is not None:
-            draft_CBV.masked_fill_(~head.drafts.drafted_W, -torch.inf)
+        if head.draft_vocabulary is not None:
+            draft_CBV.masked_fill_(~head.draft_vocabulary.drafted_W, -torch.inf)
         agree.append(vocabulary.argmax(draft_CBV) == targets_LB[where_C])
         q_CBV, _ = vocabulary.softmax_(draft_CBV)
         overlap.append(vocabulary.sum(torch.minimum(p_LBV[where_C], q_CBV, out=q_CBV)).squeeze(-1))

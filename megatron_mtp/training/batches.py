@@ -14,7 +14,7 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
 from megatron_mtp.data.batch import add_depths, join_rows, keep_positions, mask_ignored_labels
-from megatron_mtp.data.context_parallel import slots_of_ranks
+from megatron_mtp.data.context_parallel import positions_of_ranks
 from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
 
 
@@ -133,7 +133,7 @@ def _keep_own_positions(batch: dict[str, Any]) -> None:
         return
     sequence_BS = batch["labels"] if batch["tokens"] is None else batch["tokens"]
     offsets = torch.tensor([0, sequence_BS.size(1)]) if batch["cu_seqlens"] is None else _offsets(batch)
-    keep_positions(batch, slots_of_ranks(offsets, group.size())[group.rank()].to(sequence_BS.device))
+    keep_positions(batch, positions_of_ranks(offsets, group.size())[group.rank()].to(sequence_BS.device))
 
 
 def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:

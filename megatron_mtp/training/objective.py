@@ -124,9 +124,9 @@ class NextTokensObjective:
 
     def _drafted(self, head: Head, batch: DepthBatch) -> DepthBatch:
         """Labels as numbers in the draft vocabulary; where there is no teacher, those outside of it count nowhere."""
-        if head.drafts is None:
+        if head.draft_vocabulary is None:
             return batch
-        labels_DBS = head.drafts.index_V[batch.labels_DBS]
+        labels_DBS = head.draft_vocabulary.index_V[batch.labels_DBS]
         if self.depth_loss.needs_teacher:
             return replace(batch, labels_DBS=labels_DBS)
         mask_DBS = batch.loss_mask_DBS * (labels_DBS != NOT_DRAFTED)

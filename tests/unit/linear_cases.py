@@ -118,7 +118,7 @@ class Case:
         if drafted_K is not None:
             drafts = DraftVocabulary(drafted_K, len(slice_VH), ranks, rank)
             rows = slice_VH[drafts.rows_K]
-            vocabulary = replace(vocabulary, slice_size=len(rows), drafts=drafts)
+            vocabulary = replace(vocabulary, slice_size=len(rows), draft_vocabulary=drafts)
             targets = [replace(one, labels_N=drafts.index_V[one.labels_N]) for one in targets]
             teacher = slice_VH if token_loss.needs_whole_teacher else None
         value, _ = linear_loss(token_loss, states, targets, rows, vocabulary, teacher)

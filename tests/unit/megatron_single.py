@@ -21,7 +21,7 @@ from megatron_mtp.model.build import MTPGPTModelConfig, build, join_world
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 
-VOCABULARY, SLOTS, ROWS = 96, 16, 3
+VOCABULARY, LENGTH, ROWS = 96, 16, 3
 LAMBDA = 0.3
 
 MOE: dict[str, Any] = {
@@ -104,7 +104,7 @@ def megatron_model(depths: int | None, tied: bool = False, position: str = "rope
 def _gpt_fields(tied: bool, position: str) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY,
-        "seq_length": SLOTS,
+        "seq_length": LENGTH,
         "position_embedding_type": position,
         "share_embeddings_and_output_weights": tied,
     }
@@ -139,16 +139,16 @@ def make_batch(
 ) -> dict[str, Any]:
     """Whole sequences and their depths; the default mask has holes (about a fifth of the slots, a first and a last)."""
     generator = torch.Generator().manual_seed(seed)
-    stream_BS = torch.randint(1, tokens, (ROWS, SLOTS + 1), generator=generator).cuda()
+    stream_BS = torch.randint(1, tokens, (ROWS, LENGTH + 1), generator=generator).cuda()
     if loss_mask_BS is None:
-        loss_mask_BS = (torch.rand(ROWS, SLOTS, generator=generator) > 0.2).float()
+        loss_mask_BS = (torch.rand(ROWS, LENGTH, generator=generator) > 0.2).float()
         loss_mask_BS[0, 0] = loss_mask_BS[1, -1] = 0
     batch: dict[str, Any] = {
         "tokens": stream_BS[:, :-1].contiguous(),
         "labels": stream_BS[:, 1:].contiguous(),
         "loss_mask": loss_mask_BS.cuda(),
-        "position_ids": torch.arange(SLOTS).expand(ROWS, SLOTS).contiguous().cuda(),
-        "attention_mask": torch.ones(1, 1, SLOTS, SLOTS).tril().logical_not().cuda(),
+        "position_ids": torch.arange(LENGTH).expand(ROWS, LENGTH).contiguous().cuda(),
+        "attention_mask": torch.ones(1, 1, LENGTH, LENGTH).tril().logical_not().cuda(),
     }
     add_depths(batch, depths, None)
     return batch

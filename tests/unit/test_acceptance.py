@@ -108,7 +108,7 @@ def test_a_perfect_drafter_is_always_accepted(head: Head) -> None:
 
 
 @pytest.mark.parametrize("garbage", [0, 1, 2])
-def test_slots_beyond_the_document_do_not_count(head: Head, garbage: int) -> None:
+def test_positions_beyond_the_document_do_not_count(head: Head, garbage: int) -> None:
     """Two documents of two slots: only their first slots have a second label, none has a third."""
     batch = {"tokens": None, "labels": torch.ones(1, 4, dtype=torch.long).cuda(), "loss_mask": torch.ones(1, 4).cuda()}
     add_depths(batch, 2, torch.tensor([[0, 0, 1, 1]]).cuda())
@@ -127,7 +127,7 @@ def test_the_mask_decides_and_not_the_label(head: Head) -> None:
     assert lists(counts) == [[2, 1], [2, 0], [2, 0]]  # at slot 1 depth 2 is right, but depth 1 was not judged there
 
 
-def test_counts_are_the_same_as_a_loop_over_slots(head: Head) -> None:
+def test_counts_are_the_same_as_a_loop_over_positions(head: Head) -> None:
     rows, slots, depths = 3, 30, 3
     generator = torch.Generator().manual_seed(4)
 
@@ -166,7 +166,7 @@ def test_counts_do_not_depend_on_chunks(at_once: int, megatron: None, monkeypatc
     )
     states = [trunk.roll(-depth, dims=0) + 0.5 * noise[depth - 1] for depth in (1, 2)]
     drafts = DraftVocabulary(torch.tensor([0, 2, 3, 4, 6]).cuda(), vocabulary)
-    head = replace(head_of(weight_VH), logit_scale=2.0, drafts=drafts)
+    head = replace(head_of(weight_VH), logit_scale=2.0, draft_vocabulary=drafts)
     batch = document(rows, slots, 2, (torch.rand(rows, slots, generator=generator) > 0.2).float())
     whole = count_acceptance(trunk, states, head, batch)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", at_once * rows * vocabulary * 4)

@@ -37,7 +37,7 @@ def test_no_depth_crosses_a_document() -> None:
     assert depths.inside_DBS.int().tolist() == [[[1, 1, 0, 1, 1, 0]], [[1, 0, 0, 1, 0, 0]]]
 
 
-def test_a_cut_for_context_parallelism_leaves_the_same_slots_of_everything() -> None:
+def test_a_cut_for_context_parallelism_leaves_the_same_positions_of_everything() -> None:
     batch: dict[str, Any] = {name: value.repeat(3, 1) for name, value in SIX.items()}
     batch |= {"attention_mask": torch.ones(3, 1, 6, 6).tril() == 0, "cu_seqlens": None, "max_seqlen": torch.tensor([6])}
     add_depths(batch, 2, None)

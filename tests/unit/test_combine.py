@@ -67,7 +67,7 @@ def test_an_empty_mask_gives_gradient_zero_and_not_nan(main_tokens: int, per_tok
     assert depth_losses_BS.grad.tolist() == [[0, 0, 0]]
 
 
-def test_a_masked_slot_does_not_count_whatever_its_loss() -> None:
+def test_a_masked_position_does_not_count_whatever_its_loss() -> None:
     mask_BS = torch.tensor([[1, 0, 1, 0]])
     sums = whole_sum(torch.tensor([[1.0, 3e38, 2.0, -7.0]]), mask_BS)
     assert (sums.total.item(), sums.tokens.item()) == (3, 2)

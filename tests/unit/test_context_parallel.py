@@ -3,26 +3,26 @@
 import pytest
 import torch
 
-from megatron_mtp.data.context_parallel import slots_of_ranks
+from megatron_mtp.data.context_parallel import positions_of_ranks
 
 
 def test_the_example_of_the_module() -> None:
-    slots_RS = slots_of_ranks(torch.tensor([0, 4, 8]), 2)
-    assert slots_RS.tolist() == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    positions_RS = positions_of_ranks(torch.tensor([0, 4, 8]), 2)
+    assert positions_RS.tolist() == [[0, 3, 4, 7], [1, 2, 5, 6]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_rank_holds_two_mirrored_chunks_of_every_document(ranks: int) -> None:
     lengths = [2 * ranks * chunk for chunk in (1, 3, 2)]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    for rank, slots_S in enumerate(slots_of_ranks(offsets, ranks)):
+    for rank, positions_S in enumerate(positions_of_ranks(offsets, ranks)):
         expected = []
         for start, length in zip(offsets.tolist(), lengths, strict=False):
             chunks = torch.arange(start, start + length).chunk(2 * ranks)
             expected += [*chunks[rank].tolist(), *chunks[2 * ranks - 1 - rank].tolist()]
-        assert slots_S.tolist() == expected
+        assert positions_S.tolist() == expected
 
 
 def test_a_document_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match=r"documents of \[4, 6\] slots, .* multiple of 4"):
-        slots_of_ranks(torch.tensor([0, 4, 10]), 2)
+        positions_of_ranks(torch.tensor([0, 4, 10]), 2)

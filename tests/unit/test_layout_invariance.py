@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron_mtp.data.batch import add_depths, depth_batch, keep_positions
-from megatron_mtp.data.context_parallel import slots_of_ranks
+from megatron_mtp.data.context_parallel import positions_of_ranks
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.objective import NextTokensObjective
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-ROWS, SLOTS, DEPTHS, HIDDEN, VOCABULARY, LAMBDA = 4, 8, 2, 3, 5, 0.3
+ROWS, LENGTH, DEPTHS, HIDDEN, VOCABULARY, LAMBDA = 4, 8, 2, 3, 5, 0.3
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Cut:
 
 
 def grids() -> strategies.SearchStrategy[list[list[bool]]]:
-    row = strategies.lists(strategies.booleans(), min_size=SLOTS, max_size=SLOTS)
+    row = strategies.lists(strategies.booleans(), min_size=LENGTH, max_size=LENGTH)
     return strategies.lists(row, min_size=ROWS, max_size=ROWS)
 
 
@@ -71,12 +71,12 @@ Parts = list[tuple[Tensor, Tensor]]
 def leaves() -> list[Tensor]:
     """Hidden states of trunk and depths, [S, B, H] each, and the head's weight."""
     generator = torch.Generator().manual_seed(8)
-    shapes = [(SLOTS, ROWS, HIDDEN)] * (1 + DEPTHS) + [(VOCABULARY, HIDDEN)]
+    shapes = [(LENGTH, ROWS, HIDDEN)] * (1 + DEPTHS) + [(VOCABULARY, HIDDEN)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
 def labels_BS() -> Tensor:
-    return torch.randint(0, VOCABULARY, (ROWS, SLOTS), generator=torch.Generator().manual_seed(9))
+    return torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(9))
 
 
 def token_losses(labels: Tensor, logits_SBV: Tensor) -> Tensor:
@@ -101,11 +101,11 @@ def ours(cut: Cut, rows: slice, hidden: list[Tensor], weight: Tensor) -> Parts:
     objective = NextTokensObjective([LAMBDA / DEPTHS] * DEPTHS, one, per_token=True)
     is_end_BS = torch.tensor(cut.is_end)[rows].long()
     parts = []
-    for slots_S in slots_of_ranks(torch.tensor([0, SLOTS]), cut.ranks):
+    for positions_S in positions_of_ranks(torch.tensor([0, LENGTH]), cut.ranks):
         batch = {"tokens": None, "labels": labels_BS()[rows], "loss_mask": torch.tensor(cut.mask)[rows].float()}
         add_depths(batch, DEPTHS, is_end_BS.cumsum(1) - is_end_BS)
-        keep_positions(batch, slots_S)
-        trunk, *depths = (state[slots_S] for state in hidden)
+        keep_positions(batch, positions_S)
+        trunk, *depths = (state[positions_S] for state in hidden)
         output = objective(StageOutput(trunk, depths, head, head, depth_batch(batch)))
         parts.append((output.loss, output.main.tokens))
     return parts

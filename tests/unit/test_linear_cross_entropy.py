@@ -121,7 +121,7 @@ def test_tokens_that_the_trunk_rules_out_have_a_finite_divergence(surplus: float
     assert worst([loss_N, gradient_NV], [exact_N.detach(), exact_NV]) <= 1e-6
 
 
-def test_a_slot_of_weight_zero_counts_nowhere_whatever_its_loss() -> None:
+def test_a_position_of_weight_zero_counts_nowhere_whatever_its_loss() -> None:
     states_NH = torch.tensor([[1.0, 0.0], [1e30, 0.0]]).requires_grad_()
     weight_VH = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
     targets = Targets(torch.tensor([0, 1]), torch.tensor([1.0, 0.0]), torch.tensor(1.0))

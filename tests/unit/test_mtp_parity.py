@@ -15,9 +15,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron_single import (
     LAMBDA,
+    LENGTH,
     MOE,
     ROWS,
-    SLOTS,
     copy_weights,
     forward_ours,
     gradients,
@@ -141,7 +141,7 @@ def test_same_as_megatron_with_router_losses(
 def test_same_as_megatron_per_token_where_no_depth_loses_a_token() -> None:
     """Megatron divides a depth's sum by the depth's own count, the paper by T: equal if the counts are."""
     depths = 2
-    mask_BS = torch.ones(ROWS, SLOTS)
+    mask_BS = torch.ones(ROWS, LENGTH)
     mask_BS[:, :depths] = 0  # what the shifts drop
     batch = make_batch(depths, mask_BS)
     ours, theirs = pair(depths, calculate_per_token_loss=True)
@@ -154,9 +154,9 @@ def test_same_as_megatron_per_token_where_no_depth_loses_a_token() -> None:
 
 def test_an_empty_mask_gives_gradients_of_zero() -> None:
     """All slots masked; then all but a first one: the trunk has a label there, no depth has it."""
-    only_first_BS = torch.zeros(ROWS, SLOTS)
+    only_first_BS = torch.zeros(ROWS, LENGTH)
     only_first_BS[0, 0] = 1
-    for mask_BS, trunk_learns in ((torch.zeros(ROWS, SLOTS), False), (only_first_BS, True)):
+    for mask_BS, trunk_learns in ((torch.zeros(ROWS, LENGTH), False), (only_first_BS, True)):
         model = our_model(2)
         whole = make_batch(2, mask_BS)
         losses = backward_ours(model, depth_batch(whole), whole)
@@ -331,14 +331,14 @@ def test_without_an_objective_padding_takes_no_part_either() -> None:
 # --- routers leave out the slots that were shifted in ----------------------------------------------------------------
 
 
-def test_routers_of_a_depth_are_told_which_slots_were_shifted_in() -> None:
+def test_routers_of_a_depth_are_told_which_positions_were_shifted_in() -> None:
     model = our_model(2, **MOE)
     masks_BS: list[Tensor] = []
     for layer in model.mtp.layers:
         layer.tf_layer.mlp.router.register_forward_pre_hook(lambda _, args: masks_BS.append(args[1].T))
     forward_ours(model, make_batch(2))
     for depth, mask_BS in enumerate(masks_BS, start=1):
-        assert mask_BS.tolist() == [[False] * (SLOTS - depth) + [True] * depth] * ROWS
+        assert mask_BS.tolist() == [[False] * (LENGTH - depth) + [True] * depth] * ROWS
 
 
 def test_a_router_loss_does_not_see_what_was_shifted_in() -> None:
@@ -356,11 +356,11 @@ def test_a_router_loss_does_not_see_what_was_shifted_in() -> None:
     output = forward_ours(model, make_batch(1), factor=0.0)
     (output.loss - output.main.total).backward()  # 0; the balancing loss comes by itself
     seen_S = inputs_SBH[0].grad.abs().sum(dim=(1, 2)) > 0
-    assert seen_S.tolist() == [True] * (SLOTS - 1) + [False]
+    assert seen_S.tolist() == [True] * (LENGTH - 1) + [False]
 
 
-def test_expert_bias_counts_no_slot_that_was_shifted_in() -> None:
+def test_expert_bias_counts_no_position_that_was_shifted_in() -> None:
     model = our_model(2, **{**MOE, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"})
     forward_ours(model, make_batch(2))
     counts = [layer.tf_layer.mlp.router.local_tokens_per_expert.sum() for layer in model.mtp.layers]
-    assert counts == [ROWS * (SLOTS - 1) * 2, ROWS * (SLOTS - 2) * 2]
+    assert counts == [ROWS * (LENGTH - 1) * 2, ROWS * (LENGTH - 2) * 2]

@@ -19,22 +19,22 @@ from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-SLOTS, ROWS, HIDDEN, VOCABULARY, DEPTHS = 9, 2, 8, 16, 2
+LENGTH, ROWS, HIDDEN, VOCABULARY, DEPTHS = 9, 2, 8, 16, 2
 SEED = (1234, 7)
 
 
 def states() -> tuple[Tensor, list[Tensor], Tensor]:
     """Of trunk and depths [S, B, H], and the head's weight."""
     generator = torch.Generator().manual_seed(5)
-    hidden = [torch.randn(SLOTS, ROWS, HIDDEN, generator=generator).cuda() for _ in range(1 + DEPTHS)]
+    hidden = [torch.randn(LENGTH, ROWS, HIDDEN, generator=generator).cuda() for _ in range(1 + DEPTHS)]
     trunk_SBH, *depth_hidden = (state_SBH.requires_grad_() for state_SBH in hidden)
     return trunk_SBH, depth_hidden, torch.randn(VOCABULARY, HIDDEN, generator=generator).cuda()
 
 
 def batch() -> DepthBatch:
     generator = torch.Generator().manual_seed(6)
-    labels_BS = torch.randint(VOCABULARY, (ROWS, SLOTS), generator=generator).cuda()
-    mask_BS = (torch.rand(ROWS, SLOTS, generator=generator) > 0.3).cuda()
+    labels_BS = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator).cuda()
+    mask_BS = (torch.rand(ROWS, LENGTH, generator=generator) > 0.3).cuda()
     whole = {"tokens": None, "labels": labels_BS, "loss_mask": mask_BS}
     add_depths(whole, DEPTHS, None)
     return depth_batch(whole)
@@ -57,7 +57,7 @@ def outcome_of(
         tp_group=group,
         weight=weight_VH,
         whole=lambda state: state,
-        drafts=None if drafted is None else DraftVocabulary(drafted, VOCABULARY),
+        draft_vocabulary=None if drafted is None else DraftVocabulary(drafted, VOCABULARY),
     )
     stage = StageOutput(trunk_SBH, depth_hidden, head, head, batch())
     return NextTokensObjective([0.5, 0.25], group, **settings)(stage)
@@ -71,7 +71,7 @@ def plain_kd_sums(slots: list[int]) -> list[float]:
     for depth, state_SBH in enumerate(depth_hidden, start=1):
         draft_SBV = torch.log_softmax(state_SBH @ weight_VH.t(), -1)
         mask_BS = batch().loss_mask_DBS[depth - 1]
-        inside = [slot for slot in slots if slot + depth < SLOTS]
+        inside = [slot for slot in slots if slot + depth < LENGTH]
         log_p, log_q = trunk_SBV[[slot + depth for slot in inside]], draft_SBV[inside]
         sums.append(((log_p.exp() * (log_p - log_q)).sum(-1) * mask_BS[:, inside].t()).sum().item())
     return sums
@@ -80,9 +80,9 @@ def plain_kd_sums(slots: list[int]) -> list[float]:
 KD = {"depth_loss": depth_loss(MTPConfig(mtp_loss="kd"))}
 
 
-def test_a_depth_is_compared_with_the_trunk_as_many_slots_later() -> None:
+def test_a_depth_is_compared_with_the_trunk_as_many_positions_later() -> None:
     output = outcome(**KD, per_token=True)
-    assert [sums.total.item() for sums in output.depths] == pytest.approx(plain_kd_sums(list(range(SLOTS))), rel=1e-5)
+    assert [sums.total.item() for sums in output.depths] == pytest.approx(plain_kd_sums(list(range(LENGTH))), rel=1e-5)
     weighted = 0.5 * output.depths[0].total + 0.25 * output.depths[1].total
     assert output.loss.item() == pytest.approx((output.main.total + weighted).item())
 
@@ -95,12 +95,12 @@ def test_the_trunk_is_a_teacher_and_learns_nothing_of_it() -> None:
     assert all(state.grad is not None for state in depth_hidden)
 
 
-def test_kept_slots_stand_for_all() -> None:
+def test_kept_positions_stand_for_all() -> None:
     keep = partial(kept_positions, 0.4, SEED)
-    kept = keep(SLOTS)
+    kept = keep(LENGTH)
     assert kept is not None
     output = outcome(**KD, kept_positions=keep)
-    share = kept.numel() / SLOTS
+    share = kept.numel() / LENGTH
     expected = [total / share for total in plain_kd_sums(kept.tolist())]
     assert [sums.total.item() for sums in output.depths] == pytest.approx(expected, rel=1e-5)
 
@@ -138,7 +138,7 @@ def test_labels_outside_of_the_draft_vocabulary_count_nowhere_in_a_depths_mean()
 
 
 @pytest.mark.parametrize("loss", ["kd", "tv"])
-def test_soft_labels_of_all_slots_count_whatever_their_label_is(loss: str) -> None:
+def test_soft_labels_of_all_positions_count_whatever_their_label_is(loss: str) -> None:
     """And tv compares with the trunk's distribution over all tokens: what it gives to others is rejected."""
     output = outcome(drafted=DRAFTED, depth_loss=depth_loss(MTPConfig(mtp_loss=loss)))
     trunk_SBH, depth_hidden, weight_VH = states()

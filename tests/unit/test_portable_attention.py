@@ -17,7 +17,7 @@ from megatron_mtp.model.portable import PortableAttention
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-SLOTS, ROWS, HEADS, GROUPS, CHANNELS = 12, 2, 4, 2, 8
+LENGTH, ROWS, HEADS, GROUPS, CHANNELS = 12, 2, 4, 2, 8
 
 
 def attention(causal: bool = True, **changes: Any) -> PortableAttention:
@@ -65,32 +65,32 @@ def causal(queries: int, keys: int) -> Tensor:
 
 @pytest.mark.parametrize("value_channels", [CHANNELS, 5], ids=["equal", "fewer value channels"])
 def test_causal(value_channels: int) -> None:
-    inputs = tensors(SLOTS, ROWS, value_channels=value_channels)
-    assert_same(attention()(*inputs, None), plain(*inputs, causal(SLOTS, SLOTS)), inputs)
+    inputs = tensors(LENGTH, ROWS, value_channels=value_channels)
+    assert_same(attention()(*inputs, None), plain(*inputs, causal(LENGTH, LENGTH)), inputs)
 
 
 def test_queries_at_the_end_of_more_keys() -> None:
-    inputs = tensors(3, ROWS, keys=SLOTS)
-    assert_same(attention()(*inputs, None), plain(*inputs, causal(3, SLOTS)), inputs)
+    inputs = tensors(3, ROWS, keys=LENGTH)
+    assert_same(attention()(*inputs, None), plain(*inputs, causal(3, LENGTH)), inputs)
 
 
 def test_a_layer_that_is_not_causal() -> None:
-    inputs = tensors(SLOTS, ROWS)
-    everything = torch.ones_like(causal(SLOTS, SLOTS))
+    inputs = tensors(LENGTH, ROWS)
+    everything = torch.ones_like(causal(LENGTH, LENGTH))
     assert_same(attention(causal=False)(*inputs, None), plain(*inputs, everything), inputs)
 
 
 def test_a_mask_of_its_own_for_every_row() -> None:
-    inputs = tensors(SLOTS, ROWS)
-    visible = causal(SLOTS, SLOTS).clone()
+    inputs = tensors(LENGTH, ROWS)
+    visible = causal(LENGTH, LENGTH).clone()
     visible[0, 5:, :5] = visible[1, 9:, :9] = False  # two documents each, as --reset-attention-mask makes them
     assert_same(attention()(*inputs, ~visible.unsqueeze(1)), plain(*inputs, visible), inputs)
 
 
 @pytest.mark.parametrize("window", [(3, 0), (-1, 0), (2, 1)])
 def test_a_sliding_window(window: tuple[int, int]) -> None:
-    inputs = tensors(SLOTS, ROWS)
-    slot = torch.arange(SLOTS, device="cuda")
+    inputs = tensors(LENGTH, ROWS)
+    slot = torch.arange(LENGTH, device="cuda")
     ahead = slot[None, :] - slot[:, None]
     visible = (ahead <= 0) & ((ahead >= -window[0]) | (window[0] < 0))
     assert_same(attention(window_size=window)(*inputs, None), plain(*inputs, visible.expand(ROWS, -1, -1)), inputs)
@@ -106,21 +106,21 @@ def test_packed_documents_do_not_see_each_other(lengths: list[int], padded: list
         None if sizes is None else torch.tensor([0, *sizes]).cumsum(0).int().cuda() for sizes in (lengths, padded)
     )
     packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, cu_seqlens_padded, cu_seqlens_padded)
-    inputs = tensors(SLOTS)
+    inputs = tensors(LENGTH)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(padded or lengths)).cuda()
-    visible = causal(SLOTS, SLOTS)[:1] & (document[:, None] == document[None, :])
+    visible = causal(LENGTH, LENGTH)[:1] & (document[:, None] == document[None, :])
     expected = plain(*(tensor.unsqueeze(1) for tensor in inputs), visible).squeeze(1)
     assert_same(attention()(*inputs, None, packed_seq_params=packed), expected, inputs)
 
 
 def test_float32_is_that_of_megatrons_own() -> None:
-    inputs = [tensor.detach().float().requires_grad_() for tensor in tensors(SLOTS, ROWS)]
+    inputs = [tensor.detach().float().requires_grad_() for tensor in tensors(LENGTH, ROWS)]
     theirs = DotProductAttention(transformer_config(1), 1, AttnMaskType.causal, "self")
     torch.testing.assert_close(attention()(*inputs, None), theirs(*inputs, None), rtol=1e-5, atol=1e-6)
 
 
 def test_dropout_is_in_training_alone_and_from_the_generator_of_heads() -> None:
-    core, inputs = attention(attention_dropout=0.5), tensors(SLOTS, ROWS)
+    core, inputs = attention(attention_dropout=0.5), tensors(LENGTH, ROWS)
     outside = torch.cuda.get_rng_state()
     dropped = core(*inputs, None)
     assert torch.equal(torch.cuda.get_rng_state(), outside)
@@ -130,4 +130,4 @@ def test_dropout_is_in_training_alone_and_from_the_generator_of_heads() -> None:
 
 def test_a_bias_is_refused() -> None:
     with pytest.raises(ValueError, match="leave attention_bias out"):
-        attention()(*tensors(SLOTS, ROWS), None, attention_bias=torch.zeros(1))
+        attention()(*tensors(LENGTH, ROWS), None, attention_bias=torch.zeros(1))

@@ -46,7 +46,7 @@ YARN = {
     "original_max_position_embeddings": 32,
 }
 """Kimi-K2's but for the positions."""
-SLOTS = 100
+LENGTH = 100
 """Of 128: so far from the start, logits without the scaling are seen to differ."""
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "glm4_moe": ("llama", 0, LLAMA3),
@@ -77,7 +77,7 @@ def test_a_scaled_model_is_exported_as_it_was_trained(family: str, tmp_path: Pat
     mcore_to_hf(trained, tmp_path / "back", QUIET, form_of(trained, family=family))
     keys = json.loads((tmp_path / "back" / "config.json").read_text())
     assert keys["rope_parameters"].items() >= rope.items()
-    assert [check for check in verify(tmp_path / "back", trained, slots=SLOTS) if not check.ok] == []
+    assert [check for check in verify(tmp_path / "back", trained, length=LENGTH) if not check.ok] == []
 
 
 TINY = (

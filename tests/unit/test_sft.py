@@ -16,7 +16,7 @@ from megatron_mtp.training.chat import ChatDataset, check_chat_files
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-SLOTS, PAD = 12, 99
+LENGTH, PAD = 12, 99
 CHATS = [
     {"role": "system", "content": "1"},
     {"role": "user", "content": "2 3"},
@@ -47,7 +47,7 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     (tmp_path / "chats.jsonl").write_text("\n" + json.dumps({"messages": CHATS}) + "\n")
     config = Namespace(
         tokenizer=Words(),
-        sequence_length=SLOTS,
+        sequence_length=LENGTH,
         context_parallel_size=1,
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -62,7 +62,7 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         create_attention_mask_in_dataloader=False,
         micro_batch_size=1,
         eval_micro_batch_size=1,
-        seq_length=SLOTS,
+        seq_length=LENGTH,
         pipeline_model_parallel_size=1,
         pipeline_model_parallel_layout=None,
         mtp_num_layers=2,

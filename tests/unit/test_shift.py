@@ -23,7 +23,7 @@ def test_padded_pack_starts_documents_at_the_padded_offsets() -> None:
     assert shift_left(tokens, 1, document).tolist() == [[[2, 3, 0, 0, 5, 6, 0, 0]]]
 
 
-def test_two_documents_of_three_slots_at_two_depths() -> None:
+def test_two_documents_of_three_positions_at_two_depths() -> None:
     a, b, c, d, e, f = range(1, 7)
     document = documents_from_offsets(torch.tensor([[0, 3, 6]]), None, 6)
     assert document.tolist() == [[0, 0, 0, 1, 1, 1]]
@@ -57,7 +57,7 @@ def test_a_document_of_one_token_has_nothing_to_shift() -> None:
     assert shift_left(torch.tensor([[1, 2, 3, 4]]), 2, document).tolist() == [[[0, 0, 4, 0]], [[0, 0, 0, 0]]]
 
 
-def test_slots_after_the_last_document_are_padding() -> None:
+def test_positions_after_the_last_document_are_padding() -> None:
     document = documents_from_offsets(torch.tensor([[0, 2, 3]]), torch.tensor([[0, 2, 4]]), 6)
     assert document.tolist() == [[0, 0, 1, NO_DOCUMENT, NO_DOCUMENT, NO_DOCUMENT]]
     assert shift_left(torch.tensor([[1, 2, 3, PAD, PAD, PAD]]), 1, document).tolist() == [[[2, 0, 0, 0, 0, 0]]]
@@ -79,7 +79,7 @@ def test_padding_does_not_flow_into_padding() -> None:
 
 
 @pytest.mark.parametrize("document", [None, torch.tensor([[0, 0, 0]])])
-def test_more_depths_than_slots(document: torch.Tensor | None) -> None:
+def test_more_depths_than_positions(document: torch.Tensor | None) -> None:
     shifted = shift_left(torch.tensor([[1, 2, 3]]), 5, document)
     assert shifted.tolist() == [[[2, 3, 0]], [[3, 0, 0]], [[0, 0, 0]], [[0, 0, 0]], [[0, 0, 0]]]
     assert inside_document(torch.tensor([[1, 2, 3]]), 5, document).sum(dim=2).tolist() == [[2], [1], [0], [0], [0]]

@@ -15,9 +15,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron_single import (
+    LENGTH,
     MOE,
     ROWS,
-    SLOTS,
     forward_ours,
     gradients,
     loss_of,
@@ -141,7 +141,7 @@ def test_quantised_depths_are_recomputed_by_tes_checkpoint(
 
     monkeypatch.setattr(transformer_engine, "te_checkpoint", te_checkpoint)
     monkeypatch.setattr(mtp, "get_fp8_context", get_fp8_context)
-    hidden_SBH = torch.randn(SLOTS, ROWS, model.config.hidden_size).cuda()
+    hidden_SBH = torch.randn(LENGTH, ROWS, model.config.hidden_size).cuda()
     attention = mtp.AttentionInputs(make_batch(1)["attention_mask"])
     model.mtp.layers[0](hidden_SBH, None, attention).sum().backward()
     assert found == [(int(is_on), False, model.pg_collection.tp)]

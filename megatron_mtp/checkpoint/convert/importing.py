@@ -105,7 +105,7 @@ def origin(model: HFModel) -> dict[str, Any]:
         "eh_proj": "embedding half first",
         "eh_proj in the Hugging Face folder": f"{half} half first",
         "input of the first depth": f"trunk's hidden state {side} its final norm",
-        "positions": "slot i keeps position i at every depth",
+        "positions": "not shifted: position i keeps its rotary position at every depth",
     }
 
 

@@ -101,13 +101,13 @@ def _run(
     words_VH = model.embedding.word_embeddings.weight
     tied = model.share_embeddings_and_output_weights
     head_VH = words_VH if tied else model.output_layer.weight
-    slots, attention = state_SBH.size(0), _attention_inputs(model, state_SBH.size(0))
+    length, attention = state_SBH.size(0), _attention_inputs(model, state_SBH.size(0))
     out = {}
     for number, layer in enumerate(model.mtp.layers, start=1):
         assert isinstance(layer, MultiTokenPredictionLayer)
         own_words_VH = _own(reader, number, OWN_EMBEDDING, words_VH)
         norm, layer.final_layernorm = layer.final_layernorm, torch.nn.Identity()
-        state_SBH = layer(state_SBH, own_words_VH[tokens_BS[:, number : number + slots]].transpose(0, 1), attention)
+        state_SBH = layer(state_SBH, own_words_VH[tokens_BS[:, number : number + length]].transpose(0, 1), attention)
         normed_SBH = norm(state_SBH)
         out[f"depth {number}"] = linear(normed_SBH, _own(reader, number, OWN_HEAD, head_VH))[:, 0]
         state_SBH = state_SBH if before_norm else normed_SBH
@@ -120,8 +120,8 @@ def _own(reader: DistReader, number: int, key: str, shared: Tensor) -> Tensor:
     return reader.read(own).float().cuda() if reader.holds(own) else shared
 
 
-def _attention_inputs(model: MTPGPTModel, slots: int) -> AttentionInputs:
+def _attention_inputs(model: MTPGPTModel, length: int) -> AttentionInputs:
     """A causal mask, and rotary angles, which latent attention computes itself."""
-    mask = square_mask(slots, "cuda")
+    mask = square_mask(length, "cuda")
     rotary = model.position_embedding_type == "rope" and not model.config.multi_latent_attention
-    return AttentionInputs(mask, model.rotary_pos_emb(slots) if rotary else None)
+    return AttentionInputs(mask, model.rotary_pos_emb(length) if rotary else None)

@@ -69,12 +69,12 @@ def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = Non
     trunk = _run(model.get_decoder(), words_VH[tokens_BS], positions_S)
     out = {"trunk": linear(trunk.after_BSH, head_VH)[0]}
     depths = [] if form is None else _depths(form, model.get_decoder(), tensors, PLAIN, str(folder))
-    slots = tokens_BS.size(1) - len(depths)
-    state_BSH = trunk.state(form)[:, :slots]
+    length = tokens_BS.size(1) - len(depths)
+    state_BSH = trunk.state(form)[:, :length]
     out["given state"] = state_BSH[0]
     for number, depth in enumerate(depths, start=1):
         own_VH = depth.tensors.get("embedding", words_VH)
-        ran = depth.run(own_VH[tokens_BS[:, number : number + slots]], state_BSH, positions_S[:slots])
+        ran = depth.run(own_VH[tokens_BS[:, number : number + length]], state_BSH, positions_S[:length])
         state_BSH = ran.state(form)
         out[f"depth {number}"] = linear(ran.after_BSH, depth.tensors.get("head", head_VH))[0]
         if ran.added_BSH is not None:

@@ -66,7 +66,7 @@ def verify(
     hf: Path,
     mcore: Path,
     text: Path | None = None,
-    slots: int = 16,
+    length: int = 16,
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> list[Check]:
@@ -76,7 +76,7 @@ def verify(
         hf: the Hugging Face folder.
         mcore: the checkpoint.
         text: a file whose tokens are the prompt; None for random tokens.
-        slots: number of random tokens, or of tokens of the text divided by 32; more follow at larger distances.
+        length: number of random tokens, or of tokens of the text divided by 32; more follow at larger distances.
         seed: seed of the random tokens.
         trust_remote_code: whether to run the tokenizer folder's Python code.
 
@@ -94,9 +94,9 @@ def verify(
     if reason is not None:
         return [*checks, Check("logits not compared", 0, False, reason, made=False)]
     near_BS = (
-        random_tokens(model.config, slots, seed)
+        random_tokens(model.config, length, seed)
         if text is None
-        else _text_tokens(hf, text, 32 * slots, trust_remote_code)
+        else _text_tokens(hf, text, 32 * length, trust_remote_code)
     )
     prompt = Prompt.of(near_BS).stretched(model.config, seed)
     if flags_of(model)[0] is None:
@@ -163,9 +163,9 @@ def compare(theirs: dict[str, Tensor], ours: dict[str, Tensor], trunk: str = "Me
         ok = difference <= TOLERANCE * scale
         checks.append(Check(f"{name} logits, largest difference", difference, ok, witness))
     if len(names) > 1:
-        slots = theirs["depth 1"].size(0)
+        length = theirs["depth 1"].size(0)
         their_rate, our_rate = acceptance(theirs), acceptance(ours)
-        same = abs(their_rate - our_rate) < 1.5 / slots  # one near-tie may fall the other way
+        same = abs(their_rate - our_rate) < 1.5 / length  # one near-tie may fall the other way
         checks.append(Check("accepted drafts of the first depth on a prompt", our_rate, same, "transformers"))
     return checks
 
@@ -198,8 +198,8 @@ def _same_both_ways(rule: Rule, model: HFModel, reader: DistReader) -> bool:
     return there and all(torch.equal(a, b) for a, b in zip(rule.to_hf(ours), theirs, strict=True))
 
 
-def _text_tokens(folder: Path, text: Path, slots: int, trust_remote_code: bool) -> Tensor:
-    tokens = read_tokenizer(folder, trust_remote_code)(text.read_text(encoding="utf-8"))["input_ids"][:slots]
+def _text_tokens(folder: Path, text: Path, length: int, trust_remote_code: bool) -> Tensor:
+    tokens = read_tokenizer(folder, trust_remote_code)(text.read_text(encoding="utf-8"))["input_ids"][:length]
     if len(tokens) < 2:
         raise ValueError(f"--text: {text} makes {len(tokens)} token(s); give a longer text.")
     return torch.tensor([tokens])
@@ -207,8 +207,8 @@ def _text_tokens(folder: Path, text: Path, slots: int, trust_remote_code: bool) 
 
 def _same_perplexity(theirs: dict[str, Tensor], ours: dict[str, Tensor], tokens_BS: Tensor) -> Check:
     """Compare the perplexity of the text, without the random tokens after it."""
-    slots, vocabulary = tokens_BS.size(1), theirs["trunk"].size(1)
-    their, our = (perplexity(logits["trunk"][:slots, :vocabulary], tokens_BS[0]) for logits in (theirs, ours))
+    length, vocabulary = tokens_BS.size(1), theirs["trunk"].size(1)
+    their, our = (perplexity(logits["trunk"][:length, :vocabulary], tokens_BS[0]) for logits in (theirs, ours))
     name = f"perplexity of {tokens_BS.size(1)} tokens"
     return Check(name, our, abs(our - their) <= TOLERANCE * their, f"transformers, {their:.6f}")
 
@@ -275,9 +275,9 @@ def megatron_logits(folder: Path, prompt: Prompt) -> dict[str, Tensor]:
     model = load_model(folder)
     place(model, prompt)
     depths = model.config.mtp_num_layers or 0
-    tokens_BS, slots = prompt.tokens_BS.cuda(), prompt.tokens_BS.size(1)
+    tokens_BS, length = prompt.tokens_BS.cuda(), prompt.tokens_BS.size(1)
     positions_BS = prompt.positions_S.cuda().unsqueeze(0)
-    mask = square_mask(slots, "cuda")
+    mask = square_mask(length, "cuda")
     ones_BS = torch.ones_like(tokens_BS).float()
     batch: dict[str, Any] = {"tokens": tokens_BS, "labels": tokens_BS.roll(-1, 1), "loss_mask": ones_BS}
     add_depths(batch, max(depths, 1), None)

@@ -47,14 +47,14 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Substitute every row, once."""
+    """Substitute every row, once; the environment may be another one at every call, as in a fork."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it for TP and CP
     if installed():
         return
     import torch._dynamo  # it catalogues torch's functions when imported, and must find the original ones
     from torch.utils._device import _device_constructors
 
     _device_constructors()  # a catalogue as well, of what `with torch.device("meta")` applies to
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it for TP and CP
     torch_rows = [*_cuda_rows(), *_tensor_rows()]
     _replace_copies(torch_rows)
     _substitute(torch_rows)

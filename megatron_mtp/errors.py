@@ -14,7 +14,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, override
 
 REFUSED, INTERRUPTED, UNREAD = 2, 130, 141
 
@@ -37,6 +37,7 @@ class InputError(ValueError):
 class Parser(ArgumentParser):
     """Argparse's parser, which refuses in one sentence, without the usage of all flags before it."""
 
+    @override
     def error(self, message: str) -> NoReturn:
         fail(self.prog, f"{message} (--help lists the flags)")
 

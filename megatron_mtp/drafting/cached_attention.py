@@ -28,6 +28,7 @@ class Scope:
         self._masks: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def enter(self, cache: KVCache, rows: Rows) -> None:
+        """Attend over this cache, from these rows, until the next call."""
         if rows is not self._rows:
             self._masks = {}
         self._cache, self._rows = cache, rows
@@ -40,11 +41,13 @@ class Scope:
 
     @property
     def cache(self) -> KVCache:
+        """The cache of the rows that are run."""
         assert self._cache is not None, "a forward outside of Runner"
         return self._cache
 
     @property
     def rows(self) -> Rows:
+        """The rows that are run."""
         assert self._rows is not None, "a forward outside of Runner"
         return self._rows
 

@@ -38,6 +38,7 @@ class Rows:
 
     @property
     def window(self) -> int:
+        """Places of the cache that the rows may attend to."""
         return self.mask_B1RW.size(-1)
 
 
@@ -104,6 +105,7 @@ class KVCache:
 
     @property
     def scratch(self) -> int:
+        """The place to which rows that do not count are written."""
         return self.capacity
 
     def append(self, layer: int, key_BGRC: Tensor, value_BGRC: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:

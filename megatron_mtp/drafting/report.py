@@ -24,6 +24,7 @@ class Cost:
 
     @property
     def tokens_per_second(self) -> float:
+        """New tokens of all texts a second."""
         return self.stats.emitted / self.seconds if self.seconds else 0.0
 
 

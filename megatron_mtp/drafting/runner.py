@@ -76,18 +76,22 @@ class Runner:
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return self.model.embedding.word_embeddings.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The type of the weights."""
         return self.model.embedding.word_embeddings.weight.dtype
 
     @property
     def hidden_size(self) -> int:
+        """H, the hidden size."""
         return self.model.config.hidden_size
 
     @property
     def trunk_layers(self) -> int:
+        """Layers of the trunk."""
         return len(self._layers)
 
     def trunk(self, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:

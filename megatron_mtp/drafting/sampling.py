@@ -56,6 +56,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most probable token is taken, without randomness."""
         return self.temperature == 0
 
     def probabilities(self, logits: Tensor) -> Tensor:

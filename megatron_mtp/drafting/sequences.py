@@ -60,9 +60,11 @@ class Sequences:
 
     @property
     def noise(self) -> Noise:
+        """Random numbers by seed and position, for the next token of every text."""
         return Noise(self.seed_B, self.length_B)
 
     def lengths(self) -> list[int]:
+        """Tokens of every text, the prompt included."""
         return [len(text) for text in self.texts]
 
     def growth_since(self, lengths: list[int]) -> int:
@@ -104,6 +106,7 @@ class Sequences:
         self.tokens_BT.scatter_(1, place_BN, tokens_BN)
 
     def put_states(self, hidden_SBH: Tensor, rows: Rows) -> None:
+        """Keep the trunk's hidden states [S, B, H] of the rows, from which depths draft."""
         write_rows(self._states_B1TH, hidden_SBH.transpose(0, 1).unsqueeze(1), rows.slots_BR)
 
     def rows_of(self, draft: Draft) -> Rows:

@@ -39,10 +39,12 @@ class Draft:
 
     @property
     def nodes(self) -> int:
+        """N, drafted tokens of a text."""
         return self.tokens_BN.size(1)
 
     @property
     def is_chain(self) -> bool:
+        """Whether every token continues the one before."""
         return self.parents_BN is None
 
     def parents(self) -> Tensor:
@@ -90,6 +92,7 @@ class Verdict:
 
     @property
     def accepted_B(self) -> Tensor:
+        """[B], accepted drafts of every text."""
         return self.kept_BR.sum(dim=1) - 1
 
 

@@ -10,7 +10,7 @@ gradient 0. Letters in names: N positions, V this rank's slice of the vocabulary
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, override
 
 import torch
 from torch import Tensor
@@ -29,9 +29,11 @@ class CrossEntropy(TokenLoss):
     z_loss: float = 0.0
 
     @classmethod
+    @override
     def of(cls, settings: MTPConfig) -> Self:
         return cls(settings.mtp_label_smoothing, settings.mtp_z_loss)
 
+    @override
     def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         logits_NV, labels_N, vocabulary = chunk.logits_NV, chunk.labels_N, chunk.vocabulary
         local_N1, is_own_N1 = vocabulary.own(labels_N)

@@ -14,7 +14,7 @@ Letters in names: N positions, V this rank's slice of the vocabulary.
 
 import math
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, override
 
 import torch
 from torch import Tensor
@@ -36,9 +36,11 @@ class Divergence(TokenLoss):
     temperature: float = 1.0
 
     @classmethod
+    @override
     def of(cls, settings: MTPConfig) -> Self:
         return cls(settings.mtp_temperature)
 
+    @override
     def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         logits_NV, vocabulary = chunk.logits_NV, chunk.vocabulary
         assert chunk.teacher_NV is not None
@@ -65,9 +67,11 @@ class TotalVariation(TokenLoss):
     temperature: float = 1.0
 
     @classmethod
+    @override
     def of(cls, settings: MTPConfig) -> Self:
         return cls(settings.mtp_temperature)
 
+    @override
     def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         logits_NV, teacher_NV, vocabulary = chunk.logits_NV, chunk.teacher_NV, chunk.vocabulary
         assert teacher_NV is not None

@@ -4,7 +4,7 @@ Letters in names: N positions, V this rank's slice of the vocabulary.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, override
 
 import torch
 from torch import Tensor
@@ -25,18 +25,22 @@ class Mix(TokenLoss):
     parts: tuple[tuple[float, TokenLoss], ...]
 
     @property
+    @override
     def needs_teacher(self) -> bool:
         return any(part.needs_teacher for _, part in self.parts)
 
     @property
+    @override
     def needs_whole_teacher(self) -> bool:
         return any(part.needs_whole_teacher for _, part in self.parts)
 
     @classmethod
+    @override
     def of(cls, settings: MTPConfig) -> Self:
         weights = mix_weights(settings.mtp_loss_mix)
         return cls(tuple((weight, LOSSES[name].of(settings)) for name, weight in weights.items() if weight))
 
+    @override
     def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         loss_N, gradient_NV = torch.zeros_like(chunk.logits_NV[:, 0]), torch.zeros_like(chunk.logits_NV)
         for weight, part in self.parts:

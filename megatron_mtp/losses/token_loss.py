@@ -43,10 +43,12 @@ class TokenLoss(ABC):
 
     @property
     def needs_teacher(self) -> bool:
+        """Whether it compares with the trunk's own distribution of the token."""
         return False
 
     @property
     def needs_whole_teacher(self) -> bool:
+        """Whether it does so over all tokens, also where the depths draft from some of them."""
         return False
 
     @classmethod

@@ -38,6 +38,7 @@ class Vocabulary:
 
     @property
     def ranks(self) -> int:
+        """R, ranks that hold slices."""
         return 1 if self.group is None else self.group.size()
 
     @property

@@ -35,6 +35,7 @@ class Summed:
         self._stream, self.crc32 = stream, 0
 
     def write(self, data: Any) -> int:
+        """Write the data and add it to the checksum; returns the bytes written."""
         self.crc32 = zlib.crc32(data, self.crc32)
         return self._stream.write(data)
 

@@ -8,7 +8,7 @@ import importlib.util
 import json
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
@@ -40,6 +40,7 @@ class ChatDataset(SFTDataset):
     """Megatron's, over a `ChatFile`."""
 
     @staticmethod
+    @override
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> ChatFile:
         return ChatFile(dataset_path)
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, override
 
 from megatron_mtp.errors import INTERRUPTED, REFUSED, UNREAD
 
@@ -53,6 +53,7 @@ class Listing(io.TextIOBase):
         if waiting:
             self._to_file(waiting)
 
+    @override
     def write(self, text: str) -> int:
         self._last.extend(line for line in text.splitlines() if line.strip())
         if self._waiting is not None:
@@ -61,11 +62,13 @@ class Listing(io.TextIOBase):
             self._to_file(text)
         return len(text)
 
+    @override
     def flush(self) -> None:
         if self._file is not None:
             with suppress(OSError):  # a full disk: `write` has reported it
                 self._file.flush()
 
+    @override
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
@@ -73,6 +76,7 @@ class Listing(io.TextIOBase):
                 file.close()
         super().close()
 
+    @override
     def fileno(self) -> int:
         return 1
 

@@ -15,9 +15,11 @@ class StepClock:
         self._seconds: list[float] = []
 
     def start(self) -> None:
+        """A step begins."""
         self._began = time.perf_counter()
 
     def stop(self) -> None:
+        """The step has ended."""
         if self._began is not None:
             self._seconds.append(time.perf_counter() - self._began)
         self._began = None

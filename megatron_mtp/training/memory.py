@@ -40,6 +40,7 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """Bytes of all parts."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, override
 
 import torch
 from megatron.core import mpu
@@ -38,6 +38,7 @@ class Window:
     acceptance_4D: Tensor | None = None
 
     def add(self, report: dict[str, Tensor], acceptance: AcceptanceCounts | None) -> None:
+        """Add what a step reported: sums and counts by name, and counts of acceptance if they were measured."""
         for name, sum_and_tokens in report.items():
             self.losses[name] = self.losses.get(name, 0) + sum_and_tokens
         if acceptance is not None:
@@ -67,6 +68,7 @@ class Step:
     is_skipped: bool = False
 
     def figures(self) -> dict[str, float]:
+        """The figures by name, as rows of metrics.jsonl have them."""
         named = {"learning rate": self.learning_rate, "grad norm": self.grad_norm}
         return {name: float(value) for name, value in named.items() if value is not None}
 
@@ -84,16 +86,19 @@ class Reporter(Protocol):
         """An evaluation is done; `text` is its table, and `when` is 'at step 140' or 'after the run'."""
 
 
-class PrintedTables:
+class PrintedTables(Reporter):
     """The reporter with Megatron's own log: prints what that lacks."""
 
+    @override
     def interval(self, row: dict[str, Any], rates: AcceptanceRates | None) -> None:
         if rates is not None:
             print(table(row, rates), flush=True)
 
+    @override
     def evaluated_batch(self) -> None:
         pass
 
+    @override
     def evaluation(self, row: dict[str, Any], text: str, when: str) -> None:
         if "expected accepted length" in row:
             print(text, flush=True)

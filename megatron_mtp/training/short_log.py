@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any
+from typing import Any, override
 
 from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.training import get_args
@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from megatron_mtp.training.acceptance import AcceptanceRates
 from megatron_mtp.training.console import say
+from megatron_mtp.training.metrics import Reporter
 
 INTERVALS = (100, 50, 20, 10, 5, 2, 1)
 LINES = 20
@@ -38,24 +39,27 @@ class Pace:
     tokens: int
 
 
-class ShortLog:
+class ShortLog(Reporter):
     """The reporter of training and of `evaluate` on a terminal; `shows_tables` is off where the caller prints them."""
 
     def __init__(self, shows_tables: bool = True) -> None:
         self._shows_tables = shows_tables
         self._bar: tqdm[Any] | None = None
 
+    @override
     def interval(self, row: dict[str, Any], rates: AcceptanceRates | None) -> None:
         args = get_args()
         pace = Pace(row["iteration"], args.train_iters, get_current_running_global_batch_size() * args.seq_length)
         width = shutil.get_terminal_size().columns if sys.__stdout__ is not None and sys.__stdout__.isatty() else None
         say(line_of(row, rates, pace, width))
 
+    @override
     def evaluated_batch(self) -> None:
         if self._bar is None:
             self._bar = tqdm(desc="evaluating", total=_microbatches(), unit="batch", leave=False, disable=None)
         self._bar.update()
 
+    @override
     def evaluation(self, row: dict[str, Any], text: str, when: str) -> None:
         if self._bar is not None:
             self._bar.close()

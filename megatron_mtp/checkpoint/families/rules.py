@@ -56,11 +56,14 @@ class Map(Protocol):
     """
 
     @property
-    def what(self) -> str: ...
+    def what(self) -> str:
+        """What `forward` does, in a few words; empty for a new name alone."""
 
-    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of Megatron, from those of Hugging Face."""
 
-    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of Hugging Face, from those of Megatron."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ the one before, which is missing where all drafts were accepted.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, override
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class DraftModel(Proposer):
         super().__init__(runner, config)
         self.drafter = _fitting(drafter, runner)
 
+    @override
     def start(self, sequences: "Sequences") -> None:
         batch = len(sequences.texts)
         self.cache = KVCache(self.drafter.trunk_layers, batch, sequences.capacity)

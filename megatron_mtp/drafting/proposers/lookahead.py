@@ -10,7 +10,7 @@ goes to a pool under its first token. The pool's n-grams after t_m are the draft
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, override
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ class Lookahead(Proposer):
     remedy = "give a larger ngram_size"
 
     @property
+    @override
     def most(self) -> int:
         return self.settings.ngram_size - 1
 
@@ -67,6 +68,7 @@ class Lookahead(Proposer):
     def _in_window(self) -> int:
         return self.settings.window * self.most
 
+    @override
     def nodes(self, count: int) -> int:
         return self._in_window + self.settings.guesses * self.most
 
@@ -78,6 +80,7 @@ class Lookahead(Proposer):
             tail = (text * (levels + columns))[-(levels + columns) :]
             self._windows.append(Window([tail[level : level + columns] for level in range(levels)]))
 
+    @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         tokens, parents, valid = [], [], []
         for text, window in zip(sequences.texts, self._windows, strict=True):

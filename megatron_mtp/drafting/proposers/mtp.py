@@ -12,7 +12,7 @@ Letters in names: S rows of a forward, B batch, H hidden, K drafted tokens, V vo
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, override
 
 import torch
 from torch import Tensor
@@ -38,15 +38,18 @@ class Vanilla(Proposer):
     recordable = True
 
     @property
+    @override
     def most(self) -> int:
         return self.runner.depths
 
+    @override
     def start(self, sequences: "Sequences") -> None:
         batch = len(sequences.texts)
         self.caches = [KVCache(1, batch, sequences.capacity) for _ in range(self.runner.depths)]
         self._seen = [[0] * batch for _ in range(self.runner.depths)]
 
     @torch.inference_mode()
+    @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         picked = []
         for first_B, width, is_last in self._windows(sequences, count):
@@ -95,6 +98,7 @@ class TrunkStates(Vanilla):
     recordable = False
 
     @torch.inference_mode()
+    @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         picked: list[tuple[Tensor, Tensor | None]] = []
         for first_B, width, is_last in self._windows(sequences, count):
@@ -127,11 +131,13 @@ class Eagle(Proposer):
     depths = "sequential"
     recordable = True
 
+    @override
     def start(self, sequences: "Sequences") -> None:
         self.cache = KVCache(1, len(sequences.texts), sequences.capacity)
         self._seen = [0] * len(sequences.texts)
 
     @torch.inference_mode()
+    @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         state_SBH = self.catch_up(sequences)
         picked = [pick(self.runner.draft_logits(state_SBH)[:, 0], round, 0)]

@@ -4,7 +4,7 @@ The draft is deterministic, and empty where no suffix was seen before.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, override
 
 import torch
 
@@ -38,6 +38,7 @@ class Ngram(Proposer):
     settings_kind = NgramSettings
     settings: NgramSettings
 
+    @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         shortest, longest = self.settings.ngram_min, self.settings.ngram_max
         found = [

@@ -1,6 +1,6 @@
 """Plain decoding: nothing is drafted, and every forward of the trunk gives one token."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, override
 
 from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.types import Draft, Round
@@ -18,8 +18,10 @@ class Plain(Proposer):
     recordable = True
 
     @property
+    @override
     def most(self) -> int:
         return 0
 
+    @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         return Draft(sequences.tokens_BT[:, :0])

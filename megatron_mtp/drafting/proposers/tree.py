@@ -12,7 +12,7 @@ Letters in names: B batch, F rows of a level, C candidates of a row, N drafted n
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, override
 
 import torch
 from torch import Tensor
@@ -190,13 +190,16 @@ class Tree(Grower):
     remedy = "give a deeper tree, or tree_nodes"
 
     @property
+    @override
     def most(self) -> int | None:
         return len(self.settings.tree or DEFAULT_TREE) if self.settings.tree_nodes is None else None
 
     @property
+    @override
     def draws_siblings(self) -> bool:
         return self.settings.tree_nodes is None and self.config.use_draft_probs
 
+    @override
     def nodes(self, count: int) -> int:
         widths = self._widths(count)
         return max(self._rows(widths, self._beam), self.settings.tree_nodes or self._rows([*widths, 1], None))
@@ -211,6 +214,7 @@ class Tree(Grower):
         return [min(width, self.runner.drafted) for width in self.settings.tree or DEFAULT_TREE][:count]
 
     @torch.inference_mode()
+    @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         drawn = self.draws_siblings and not round.sampling.greedy
         levels = self.grow(sequences, round, self._widths(count), self._beam, drawn)
@@ -233,10 +237,12 @@ class Beam(Grower):
     line = "the likeliest of W chains, grown with the first module"
     settings_kind = BeamSettings
 
+    @override
     def nodes(self, count: int) -> int:
         return max(count, self._rows([self.beam] * count, self.beam))
 
     @torch.inference_mode()
+    @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         width = self.beam
         levels = self.grow(sequences, round, [width] * count, width, drawn=not round.sampling.greedy)

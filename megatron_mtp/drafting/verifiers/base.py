@@ -38,4 +38,5 @@ class Verifier:
     settings_kind: type[Settings] = Settings
 
     def __call__(self, logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
+        """The verdict on a draft, from the target's logits [B, R, V] of its rows."""
         return self.rule(logits_BRV, draft, round)

@@ -3,6 +3,8 @@
 from html import escape
 from typing import Any
 
+from megatron_mtp.report.panels import scrolled
+
 Step = dict[str, Any]
 
 KEY = (
@@ -50,7 +52,8 @@ def by_position(texts: list[dict[str, Any]]) -> str:
         )
     names = ("position", "drafted", "accepted", "acceptance", "conditional acceptance")
     heads = "".join(f'<th scope="col">{name}</th>' for name in names)
-    return f"<table><caption>Drafts by position</caption><tr>{heads}</tr>{''.join(rows)}</table>" if rows else ""
+    table = f"<table><caption>Drafts by position</caption><tr>{heads}</tr>{''.join(rows)}</table>"
+    return scrolled("drafts by position", table) if rows else ""
 
 
 def reach(step: Step) -> int:

@@ -24,5 +24,5 @@ def test_a_rank_holds_two_mirrored_chunks_of_every_document(ranks: int) -> None:
 
 
 def test_a_document_that_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"documents of \[4, 6\] slots, .* multiple of 4"):
+    with pytest.raises(ValueError, match=r"documents of \[4, 6\] positions, .* multiple of 4"):
         positions_of_ranks(torch.tensor([0, 4, 10]), 2)

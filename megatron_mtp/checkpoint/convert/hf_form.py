@@ -110,7 +110,8 @@ def trained_form(
     check_computable(args)
     depths = StoredDepths.of(reader.keys).layers
     forms = trained_forms()
-    chosen = family or next(name for name, form in forms.items() if form.fits(args, depths))
+    fitting = (name for name, form in forms.items() if form.fits(args, depths))
+    chosen = next(fitting) if family is None else family
     if chosen not in forms:
         raise ValueError(f"--family is '{chosen}'; a trained model becomes one of {', '.join(forms)}.")
     form, stored = forms[chosen], FAMILIES[chosen].depths

@@ -191,3 +191,11 @@ def test_startup_runs_and_ends_with_its_report() -> None:
     assert [(goal["what"], goal["goal"], goal["op"]) for goal in summary["goals"]] == [
         ("report --help: seconds", 2.0, "<=")
     ]
+
+
+def test_first_batch_compares_automatic_k_with_plain_decoding() -> None:
+    summary = summary_of("first_batch.py")
+    assert summary["results"]["tiny, depths that err"]["drafts"] == 0
+    assert summary["results"]["tiny, depths that agree"]["drafts"] > 0
+    (goal,) = summary["goals"]
+    assert (goal["goal"], goal["op"]) == (0.98, ">=")

@@ -1,4 +1,4 @@
-"""Whether this process may train on the device that it found, and what CUDA has to be told before it starts.
+"""Whether this process may train on the device that it found, and the environment that CUDA needs before it starts.
 
 In:  the environment, which launchers fill, and the command line. Nothing is asked of other ranks.
 Out: nothing, or a ValueError with one sentence.

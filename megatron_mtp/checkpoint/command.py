@@ -108,7 +108,6 @@ def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
     from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
     from megatron_mtp.checkpoint.convert.plan import HFModel
-    from megatron_mtp.checkpoint.mcore.tensors import DistReader
     from megatron_mtp.checkpoint.proof.reference import check_carried
 
     source = local_folder(args.source)
@@ -117,13 +116,17 @@ def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
 
         return plan_import(source, args.target, options(args))
 
+    reason: str | None = None
+
     def arguments(model: HFModel) -> argparse.Namespace:
+        nonlocal reason
         if model.family.untrainable is not None:
             check_carried(source, {name: stored.shape for name, stored in model.folder.tensors.items()})
-        return megatron_arguments(model)
+        made = megatron_arguments(model)
+        reason = getattr(made, "megatron_mtp_untrainable", None)
+        return made
 
     done = asdict(hf_to_mcore(source, args.target, options(args), arguments))
-    reason = getattr(DistReader(args.target).common()["args"], "megatron_mtp_untrainable", None)
     return done | ({} if reason is None else {"trainable here": False, "why not": reason})
 
 

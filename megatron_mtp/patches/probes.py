@@ -17,6 +17,8 @@ from typing import Any, cast
 
 import torch
 
+from megatron_mtp.patches.saving import FORMAT
+
 Function = Callable[..., Any]
 Probe = Callable[[Any], bool | None]
 
@@ -186,7 +188,7 @@ def keeps_mark(save: Function) -> bool | None:
         save, save_preprocess=begin, torch=SimpleNamespace(distributed=alone), logger=logging.Logger("probe", 100)
     )
     with TemporaryDirectory(prefix="megatron-mtp-") as folder:
-        mark = Path(folder) / "metadata.json"
+        mark = Path(folder) / FORMAT
         mark.touch()
         with suppress(InterruptedError):
             begun({}, folder)

@@ -24,8 +24,8 @@ import torch
 
 from megatron_mtp.patches.checksums import CHECKSUMS
 
-MARK = "metadata.json"
-"""Megatron writes it last: an iteration that has it is whole."""
+FORMAT = "metadata.json"
+"""It names the format. Megatron writes it last: an iteration that has it is whole."""
 
 PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process gets when its parent has ended (prctl(2))."""
@@ -43,7 +43,7 @@ def unmarked_meanwhile(save: Save) -> Save:
     @functools.wraps(save)
     def saved(state: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
         if torch.distributed.get_rank() == 0:
-            (Path(checkpoint_dir) / MARK).unlink(missing_ok=True)
+            (Path(checkpoint_dir) / FORMAT).unlink(missing_ok=True)
         torch.distributed.barrier()
         return save(state, checkpoint_dir, *rest, **settings)
 

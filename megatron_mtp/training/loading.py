@@ -13,8 +13,9 @@ import torch
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
 from megatron_mtp.checkpoint.mcore.integrity import read_errors
-from megatron_mtp.checkpoint.mcore.iterations import FORMAT, RELEASE, named_iteration, repair_tracker
+from megatron_mtp.checkpoint.mcore.iterations import RELEASE, named_iteration, repair_tracker
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.patches.saving import FORMAT
 from megatron_mtp.patches.unpickling import read_catalogue
 from megatron_mtp.training.console import say
 

@@ -252,9 +252,8 @@ def _last_layer(reader: DistReader) -> int:
 
 
 def _args(reader: DistReader, **changes: Any) -> dict[str, Any]:
-    """What the new checkpoint stores beside tensors: changed arguments, and that each layer has its own tensors."""
+    """What the new checkpoint stores beside tensors, with changed arguments."""
     common = reader.common()
     args = Namespace(**{**vars(common["args"]), **changes})
-    metadata = {"non_homogeneous_layers": True, "singleton_local_shards": False}
     kept: dict[str, Any] = {name: common[name] for name in ("checkpoint_version", "megatron_mtp") if name in common}
-    return kept | {"args": args, "iteration": 0, "content_metadata": metadata}
+    return kept | {"args": args}

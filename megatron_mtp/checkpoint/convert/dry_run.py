@@ -11,7 +11,7 @@ import torch
 from megatron_mtp.checkpoint.convert.depths import Change
 from megatron_mtp.checkpoint.convert.exporting import Export, HFForm
 from megatron_mtp.checkpoint.convert.importing import bytes_read
-from megatron_mtp.checkpoint.convert.names import unnumbered
+from megatron_mtp.checkpoint.convert.names import times, unnumbered
 from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.convert.streaming import check_free
@@ -112,13 +112,9 @@ def _names(rules: list[Rule], to_mcore: bool) -> list[str]:
     for rule in rules:
         hf, mcore = unnumbered(tensor.name for tensor in rule.hf), unnumbered(piece.key for piece in rule.mcore)
         counts[(hf, mcore) if to_mcore else (mcore, hf)] += 1
-    return [_times(f"{old or 'zeros'} -> {new}", count) for (old, new), count in counts.items()]
+    return [times(f"{old or 'zeros'} -> {new}", count) for (old, new), count in counts.items()]
 
 
 def _counted(keys: Iterable[str]) -> list[str]:
     """Keys, one line for all layers and experts of the same kind."""
-    return [_times(key, count) for key, count in Counter(unnumbered([key]) for key in keys).items()]
-
-
-def _times(line: str, count: int) -> str:
-    return f"{line}  ({count} times)" if count > 1 else line
+    return [times(key, count) for key, count in Counter(unnumbered([key]) for key in keys).items()]

@@ -82,14 +82,7 @@ def _fingerprint(model: HFModel, options: Options) -> dict[str, Any]:
 
 def _common(model: HFModel, args: Namespace) -> dict[str, Any]:
     """What the checkpoint stores beside tensors: Megatron's arguments, and where the model came from."""
-    by_layer = {"non_homogeneous_layers": True, "singleton_local_shards": False}
-    return {
-        "args": args,
-        "checkpoint_version": 3.0,
-        "iteration": 0,
-        "content_metadata": by_layer,
-        "megatron_mtp": origin(model),
-    }
+    return {"args": args, "checkpoint_version": 3.0, "megatron_mtp": origin(model)}
 
 
 def origin(model: HFModel) -> dict[str, Any]:

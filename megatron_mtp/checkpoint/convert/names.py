@@ -36,7 +36,12 @@ def name_rows(rules: Iterable[Rule], shape_of: ShapeOf) -> list[dict[str, Any]]:
 def name_lines(rules: Iterable[Rule], shape_of: ShapeOf) -> list[str]:
     """`HF name [shape], ... -> Megatron key [shape]  (map)  (N times)`, a line per kind of rule."""
     counts = Counter(_line(rule, shape_of) for rule in rules)
-    return [line + (f"  ({count} times)" if count > 1 else "") for line, count in counts.items()]
+    return [times(line, count) for line, count in counts.items()]
+
+
+def times(line: str, count: int) -> str:
+    """The line, with the number of its repetitions if there are some."""
+    return f"{line}  ({count} times)" if count > 1 else line
 
 
 def unnumbered(names: Iterable[str]) -> str:

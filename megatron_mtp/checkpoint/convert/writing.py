@@ -18,6 +18,12 @@ from megatron_mtp.checkpoint.mcore.iterations import RELEASE, TRACKER
 from megatron_mtp.checkpoint.mcore.tensors import Chunk, chunks_are_in, read_chunk, write_catalogue
 from megatron_mtp.files import synced
 
+UNTRAINED = {
+    "iteration": 0,
+    "content_metadata": {"non_homogeneous_layers": True, "singleton_local_shards": False},
+}
+"""What every such checkpoint stores beside tensors: no step was taken, and each layer has tensors of its own."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -40,7 +46,7 @@ def write_checkpoint(
     Args:
         folder: the folder beside the target.
         files: name of each `.distcp` file to its groups.
-        common: what Megatron stores beside tensors.
+        common: what Megatron stores beside tensors, except `UNTRAINED`.
         options: number of workers, and whether to show progress.
 
     Returns:
@@ -59,7 +65,7 @@ def write_checkpoint(
     ]
     records = run_parts(folder, work, options.workers, options.quiet, partial(chunks_are_in, inside))
     chunks = [read_chunk(record) for part in records for record in part]
-    write_catalogue(inside, chunks, common)
+    write_catalogue(inside, chunks, common | UNTRAINED)
     (folder.path / TRACKER).write_text(RELEASE)
     return chunks
 

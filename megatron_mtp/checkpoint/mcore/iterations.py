@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 from megatron_mtp.files import written_beside
+from megatron_mtp.patches.saving import FORMAT
 from megatron_mtp.patches.unpickling import CATALOGUE
 
 TRACKER = "latest_checkpointed_iteration.txt"
-FORMAT = "metadata.json"
-"""The last file of an iteration that is written; it names the format."""
 RELEASE = "release"
 """Megatron's name for weights that no training run saved; they are loaded without optimizer, as iteration 0."""
 HF_FILES = "hf"

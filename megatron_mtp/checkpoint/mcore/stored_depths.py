@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_mtp.checkpoint.mcore.iterations import FORMAT
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.patches.saving import FORMAT
 from megatron_mtp.patches.unpickling import read_catalogue
 
 _MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(\w+)")

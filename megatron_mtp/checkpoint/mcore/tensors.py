@@ -31,9 +31,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_mtp.checkpoint.mcore.integrity import check_files, read_errors
-from megatron_mtp.checkpoint.mcore.iterations import FORMAT, iteration_folder
+from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.files import synced
 from megatron_mtp.patches.checksums import Summed, are_wanted, check_entry, crc32_of
+from megatron_mtp.patches.saving import FORMAT
 from megatron_mtp.patches.unpickling import CATALOGUE, read_catalogue, seal
 
 Shape = tuple[int, ...]

@@ -11,12 +11,13 @@ import platform
 import shutil
 import warnings
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -24,11 +25,18 @@ from packaging.specifiers import SpecifierSet
 from megatron_mtp.errors import Parser
 from megatron_mtp.platform import prepare
 
+if TYPE_CHECKING:
+    from megatron_mtp.patches.patch import Patch
+
 DISTRIBUTION = "megatron-mtp"
 
+KNOWN, UNKNOWN = "known version", "unknown version"
+"""States of a patch by the installed version alone."""
+
 EXAMPLES = """examples:
-  megatron-mtp doctor           # for people
-  megatron-mtp doctor --json    # one object: {"can_train": ..., "checks": [...], "patches": [...]}
+  megatron-mtp doctor            # for people
+  megatron-mtp doctor --json     # one object: {"can_train": ..., "checks": [...], "patches": [...]}
+  megatron-mtp doctor --probe    # whether each patch's fault is in the installed version: imports Megatron
 
 exit status: 0 if training can run here (on the CPU counts), 1 if not.
 """
@@ -36,7 +44,7 @@ exit status: 0 if training can run here (on the CPU counts), 1 if not.
 
 @dataclass(frozen=True)
 class Row:
-    """A function that is replaced; the fields are those of `patches.patch.Patch`, and what became of it here."""
+    """A function that is replaced; the fields are those of `patches.patch.Patch`, and what is known of it here."""
 
     target: str
     reason: str
@@ -67,7 +75,7 @@ def main(arguments: list[str], program: str) -> int:
     """Print the checks; exit status 0 if training can run on this machine, 1 if not."""
     args = parser(program).parse_args(arguments)
     checks = [check for part in CHECKS for check in part()]
-    patches = patch_rows()
+    patches = patch_rows(args.probe)
     checks += check_patches(patches)
     can_train = all(check.ok for check in checks if check.needed)
     if args.json:
@@ -87,6 +95,7 @@ def parser(program: str) -> Parser:
         formatter_class=RawDescriptionHelpFormatter,
     )
     made.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    made.add_argument("--probe", action="store_true", help="ask the installed packages whether they need each patch")
     return made
 
 
@@ -193,21 +202,39 @@ def _compiler() -> Check:
     return Check("g++", path, path is not None, False, says)
 
 
-def patch_rows() -> list[Row]:
-    """The table of `patches/table.py` with what became of each row; empty where torch or Megatron is missing."""
+def patch_rows(probe: bool) -> list[Row]:
+    """The table of `patches/table.py` with the state of each row; empty where torch or Megatron is missing.
+
+    Args:
+        probe: ask the installed functions, which imports Megatron; else their versions alone.
+    """
     if _torch() is None or _installed("megatron-core") is None:
         return []
+    from megatron_mtp.patches.table import LOOP, PATCHES
+
+    with _prepared() if probe else nullcontext():
+        return [
+            Row(one.target, one.reason, one.upstream, f"{one.package} {one.versions}", _state(one, probe))
+            for one in (*PATCHES, *LOOP)
+        ]
+
+
+@contextmanager
+def _prepared() -> Iterator[None]:
+    """On a platform where Megatron can be imported; what that prints is not shown."""
     with redirect_stdout(StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with suppress(RuntimeError):  # a function is missing, which its row shows
             prepare()
-        from megatron_mtp.patches.patch import state_of
-        from megatron_mtp.patches.table import LOOP, PATCHES
+        yield
 
-        return [
-            Row(one.target, one.reason, one.upstream, f"{one.package} {one.versions}", state_of(one).value)
-            for one in (*PATCHES, *LOOP)
-        ]
+
+def _state(patch: "Patch", probe: bool) -> str:
+    from megatron_mtp.patches.patch import is_known, state_of
+
+    if probe:
+        return state_of(patch).value
+    return KNOWN if is_known(patch) else f"{UNKNOWN} (--probe asks whether it has the fault)"
 
 
 def check_patches(rows: list[Row]) -> list[Check]:
@@ -216,7 +243,7 @@ def check_patches(rows: list[Row]) -> list[Check]:
         return []
     states = [row.state.partition(" (")[0] for row in rows]
     counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    ok = set(states) <= {"applied", "not needed"}
+    ok = set(states) <= {KNOWN, "applied", "not needed"}
     return [Check("patches", counted, ok, "missing" in states, "functions of Megatron and torch that are replaced")]
 
 

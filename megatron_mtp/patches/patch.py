@@ -95,9 +95,14 @@ def state_of(patch: Patch) -> State:
         is_faulty = patch.probe(original)
     except Exception:  # the function is another one than the probe knows
         is_faulty = None
-    if is_faulty is None and installed(patch.package) not in SpecifierSet(patch.versions, prereleases=True):
+    if is_faulty is None and not is_known(patch):
         return State.UNKNOWN
     return State.NOT_NEEDED if is_faulty is False else State.APPLIED
+
+
+def is_known(patch: Patch) -> bool:
+    """Whether the installed version is one of those that are known to have the fault; nothing is imported."""
+    return installed(patch.package) in SpecifierSet(patch.versions, prereleases=True)
 
 
 def installed(package: str) -> str:

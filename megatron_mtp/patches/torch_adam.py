@@ -5,14 +5,18 @@ number for every group. Each method below is Megatron's, corrected where it assu
 optimizers resume correctly.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+else:
+    DistributedOptimizer = object  # the table of patches is read without importing Megatron
 
 
-class ResumableDistributedOptimizer(DistributedOptimizer):
-    """Megatron's class, for torch's Adam."""
+class _Resumable(DistributedOptimizer):
+    """Before Megatron's class in the order of methods, for torch's Adam."""
 
     def state_dict(self) -> Any:
         """With the state that the first step would make; a load asks for it before that step."""
@@ -40,6 +44,6 @@ class ResumableDistributedOptimizer(DistributedOptimizer):
                 state["step"] = (state["step"] if step is None else step).clone()
 
 
-def resumable(_: type) -> type:
+def resumable(distributed_optimizer: type) -> type:
     """In the place of the class in `megatron.core.optimizer`, which makes the optimizers."""
-    return ResumableDistributedOptimizer
+    return type("ResumableDistributedOptimizer", (_Resumable, distributed_optimizer), {})

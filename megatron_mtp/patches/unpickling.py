@@ -3,6 +3,8 @@
 The catalogue of a checkpoint (`.metadata`) is a pickle, and so is every entry that is not a tensor. Here a catalogue
 may name only the classes that catalogues consist of. Entries are read with `weights_only`, and Megatron registers the
 classes that it stores there. torch already reads tensors in that way, and Megatron its older files.
+
+torch's classes are imported where they are used: they take half a second, and `doctor` imports this file for the table.
 """
 
 import io
@@ -10,13 +12,14 @@ import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
 from megatron_mtp.patches.checksums import CHECKSUMS, DamagedError, catalogue_differs, seal_catalogue
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 CATALOGUE = ".metadata"
 _CLASSES = {
@@ -38,7 +41,7 @@ _CLASSES = {
 }  # fmt: skip
 
 
-def read_catalogue(folder: Path) -> Metadata:
+def read_catalogue(folder: Path) -> "Metadata":
     """The catalogue in an iteration's folder.
 
     Raises:
@@ -65,12 +68,14 @@ def seal(folder: Path) -> None:
     seal_catalogue(folder, content, _save_id(load_catalogue(io.BytesIO(content))))
 
 
-def _save_id(metadata: Metadata) -> str | None:
+def _save_id(metadata: "Metadata") -> str | None:
     return getattr(metadata.storage_meta, "save_id", None)
 
 
-def load_catalogue(stream: IO[bytes]) -> Metadata:
+def load_catalogue(stream: IO[bytes]) -> "Metadata":
     """The catalogue in an open file; raises pickle.UnpicklingError and whatever damaged bytes cause."""
+    from torch.distributed.checkpoint.metadata import Metadata
+
     metadata = _CatalogueReader(stream).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
@@ -83,6 +88,8 @@ def load_catalogue(stream: IO[bytes]) -> Metadata:
 
 
 def _is_entry(entry: Any) -> bool:
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
     if isinstance(entry, BytesStorageMetadata):
         return True
     return isinstance(entry, TensorStorageMetadata) and all(
@@ -92,6 +99,8 @@ def _is_entry(entry: Any) -> bool:
 
 def _is_place(place: Any) -> bool:
     """Whether it is a place in a file of this folder."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
     numbers = isinstance(place, _StorageInfo) and isinstance(place.offset, int) and isinstance(place.length, int)
     return numbers and Path(place.relative_path).name == place.relative_path and place.offset >= 0 <= place.length
 
@@ -109,7 +118,7 @@ def foreign(error: pickle.UnpicklingError) -> str:
     return f"{named.group(1) if named else 'something'}, which no checkpoint of Megatron's holds"
 
 
-def safe_read_metadata(_: Any) -> Callable[..., Metadata]:
+def safe_read_metadata(_: Any) -> "Callable[..., Metadata]":
     """In the place of `FileSystemReader.read_metadata`."""
     return _read_metadata
 
@@ -119,7 +128,9 @@ def safe_load_bytes(_: Any) -> Callable[..., None]:
     return _load_bytes
 
 
-def _read_metadata(reader: Any, *_: Any, **settings: Any) -> Metadata:
+def _read_metadata(reader: Any, *_: Any, **settings: Any) -> "Metadata":
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
     with reader.fs.create_stream(reader._get_metadata_path(settings.get("rank")), "rb") as stream:
         metadata = load_catalogue(stream)
     if metadata.storage_meta is None:

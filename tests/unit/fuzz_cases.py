@@ -687,6 +687,7 @@ trian
 GOOD = """
 doctor
 doctor --json
+doctor --probe
 doctor --help
 completion bash
 completion zsh

@@ -147,9 +147,9 @@ CASES = [(model, name) for name, layout in LAYOUTS.items() if name != SINGLE for
 
 FIRST: dict[str, str] = {
     "tp2": "tied-d3 latent-keys-d1 padded-vocabulary-d2",
-    "tp2-sp": "untied-d1 untied-d3 moe-d3 latent-d2 parallel-d2 distilled-d3 frozen-moe-d3",
+    "tp2-sp": "untied-d1 moe-d3 latent-d2 parallel-d2 distilled-d3 frozen-moe-d3",
     "cp2": "tied-d3 documents-d3 padded-d1 padded-latent-d2 per-token-moe-d2",
-    "pp2": "tied-d1 tied-d3 repeated-d3 ragged-d3 frozen-d3",
+    "pp2": "tied-d1 repeated-d3 ragged-d3 frozen-d3",
     "pp2-vpp2": "untied-d3",
     "dp2": "tied-d3 packed-d3 per-token-d3",
     "ep2": "moe-d1 moe-alltoall-d1",
@@ -161,7 +161,7 @@ FIRST: dict[str, str] = {
     "pp2-ep2": "moe-alltoall-d3",
     "pp4": "documents-d3",
     "pp4-vpp2": "tied-d3",
-    "pp4-mtp-stage": "packed-d1 tied-d3",
+    "pp4-mtp-stage": "packed-d1",
     "pp4-vpp2-mtp-stage": "untied-d3",
 }
 """The cases of the first tier: every layout and every model, and the features that a layout has to treat as its own."""

@@ -1,8 +1,9 @@
 """Checkpoints with a fault each, given to every verb that loads one, each in a fork of this process.
 
-    python loading_cases.py FOLDER
+    python loading_cases.py FOLDER [--all]
 
-Prints JSON: {fault: {verb: {"status": of exit, "error": stderr, "ran": whether planted code was run}}}.
+Code is planted for every verb with `--all`, else for each reader of the planted file. Prints JSON:
+{fault: {verb: {"status": of exit, "error": stderr, "ran": whether planted code was run}}}.
 """
 
 import json
@@ -66,6 +67,9 @@ REST: dict[str, Words] = {
 EVERY = {**TRAIN, **READ, **REST}
 OF_MEGATRON = {**TRAIN, "evaluate": READ["evaluate"]}
 """Verbs that load by Megatron's own function."""
+
+READERS = ("train", "evaluate", "generate", "inspect", "mcore-to-hf", "own_loop")
+"""Of verbs that load by the same function, one; a catalogue and its arguments are read in more places."""
 
 
 class Planted:
@@ -148,6 +152,7 @@ PLANTED: dict[str, tuple[Fault, dict[str, Words]]] = {
     "pickle: older format": (lambda folder: plant_object(older(folder), MARK), EVERY),
     "bare pickle: older format": (lambda folder: plant_bytes(older(folder), MARK), TRAIN),
 }
+READ_WIDELY = ("pickle: .metadata", "pickle: arguments in .distcp")
 TENSORS_READ = {name: words for name, words in EVERY.items() if name not in ("inspect", "own_loop")}
 SOME = {name: EVERY[name] for name in ("train", "generate")}
 DAMAGED: dict[str, tuple[Fault, dict[str, Words]]] = {
@@ -291,7 +296,19 @@ def forked(words: list[str], limit: int = 120) -> dict[str, object]:
     return {"status": status, "error": said[-4000:], "ran": ran}
 
 
-def main(scratch: Path) -> dict[str, dict[str, dict[str, object]]]:
+def tried(every: bool) -> dict[str, tuple[Fault, dict[str, Words]]]:
+    """Faults with the verbs that they are given to."""
+    planted = {
+        fault: (
+            damage,
+            {verb: words for verb, words in verbs.items() if every or fault in READ_WIDELY or verb in READERS},
+        )
+        for fault, (damage, verbs) in PLANTED.items()
+    }
+    return planted | ({} if every else {**DAMAGED, **OWN})
+
+
+def main(scratch: Path, every: bool) -> dict[str, dict[str, dict[str, object]]]:
     made = scratch / "made"
     saved = ["train", *MODEL, "--train-iters", "2", "--save", str(made), "--save-interval", "2"]
     sharded = [*saved, "--use-distributed-optimizer", "--save", str(scratch / "sharded")]
@@ -304,7 +321,7 @@ def main(scratch: Path) -> dict[str, dict[str, dict[str, object]]]:
         assert all(hasattr(place, "crc32") for place in places), f"{folder} lacks checksums"
         assert (folder / STEP / "checksums.json").exists()
     told: dict[str, dict[str, dict[str, object]]] = {}
-    for fault, (damage, verbs) in {**PLANTED, **DAMAGED, **OWN}.items():
+    for fault, (damage, verbs) in tried(every).items():
         for verb, words in verbs.items():
             place = scratch / "case" / "checkpoint"
             shutil.rmtree(place.parent, ignore_errors=True)
@@ -315,4 +332,4 @@ def main(scratch: Path) -> dict[str, dict[str, dict[str, object]]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))
+    print(json.dumps(main(Path(sys.argv[1]), "--all" in sys.argv)))

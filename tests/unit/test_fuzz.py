@@ -1,6 +1,7 @@
 """No command line, config or damaged file ends a verb with a traceback, a signal, or a wrong zero.
 
-    .venv/bin/python -m pytest -n 0 tests/unit/test_fuzz.py             a sample, and what once failed: a minute or two
+    .venv/bin/python -m pytest -n 0 tests/unit/test_fuzz.py             a sample: a minute
+    .venv/bin/python -m pytest --all -n 0 tests/unit/test_fuzz.py       and every case that once failed: two or three
     FUZZ=all .venv/bin/python -m pytest -n 0 tests/unit/test_fuzz.py    every case: half an hour on one core
 
 FUZZ_SEED=N draws another sample.
@@ -12,20 +13,30 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 from fuzz_cases import ASSETS, every_case
 from fuzzing import Case, Cases, Ended, faults
 
-SAMPLE = 40
+SAMPLES = {True: 90, False: 30}
+"""Cases of the first tier, of those that once failed and of the others."""
 
 
-def chosen() -> list[Case]:
+def chosen() -> list[Case | ParameterSet]:
     """What this run is to try."""
     cases = every_case()
     if os.environ.get("FUZZ") == "all":
-        return cases
-    others = [case for case in cases if not case.failed]
-    sample = random.Random(os.environ.get("FUZZ_SEED", "0")).sample(others, SAMPLE)
-    return [case for case in cases if case.failed or case in sample]
+        return list(cases)
+    chance = random.Random(os.environ.get("FUZZ_SEED", "0"))
+    sample = [
+        case
+        for failed, count in SAMPLES.items()
+        for case in chance.sample([case for case in cases if case.failed == failed], count)
+    ]
+    return [
+        case if case in sample else pytest.param(case, marks=pytest.mark.matrix)
+        for case in cases
+        if case.failed or case in sample
+    ]
 
 
 @pytest.fixture(scope="module")

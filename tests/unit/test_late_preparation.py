@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 from megatron_mtp.platform import cpu
@@ -14,22 +17,20 @@ from megatron_mtp.platform import cpu
 pytestmark = pytest.mark.skipif(not cpu.installed(), reason="there is a CUDA device here: nothing is substituted")
 
 
-def ran(order: str, folder: Path) -> dict[str, Any]:
-    """In a process of its own, since it is about what is imported when."""
-    worker = Path(__file__).parent / "late_preparation.py"
-    done = subprocess.run(
-        [sys.executable, str(worker), order, str(folder)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+WORKER = Path(__file__).parent / "late_preparation.py"
+
+
+def ran(order: str, folder: Path, run: Callable[..., Any]) -> dict[str, Any]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = run([sys.executable, str(WORKER), order, str(folder)], env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def test_the_order_of_imports_changes_nothing(tmp_path: Path) -> None:
-    early, late = ran("early", tmp_path / "early"), ran("late", tmp_path / "late")
-    assert early["before"] == []
+    """The server of forks has prepared before it imported Megatron; the other order is a process of its own."""
+    early = ran("early", tmp_path / "early", fork_server.run)
+    late = ran("late", tmp_path / "late", partial(subprocess.run, capture_output=True, text=True))
     assert {"megatron.core.jit.jit_fuser", "megatron.core.transformer.module._FLOAT_TYPES"} <= set(late["before"])
     assert late["after"] == []
     for figures in early["learned"].values():

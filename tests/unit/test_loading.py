@@ -18,7 +18,11 @@ Told = dict[str, dict[str, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    words = [sys.executable, str(WORKER), str(tmp_path_factory.mktemp("cases"))]
+    return found(tmp_path_factory.mktemp("cases"))
+
+
+def found(folder: Path, *flags: str) -> Told:
+    words = [sys.executable, str(WORKER), str(folder), *flags]
     done = fork_server.run(words, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -32,9 +36,18 @@ def refused(case: dict[str, Any]) -> bool:
 
 
 def test_planted_code_is_never_run(told: Told) -> None:
-    planted = {f"{fault}, {verb}": case for fault, verbs in told.items() for verb, case in verbs.items()}
-    assert len([name for name in planted if "pickle" in name]) > 90
-    assert [name for name, case in planted.items() if case["ran"]] == []
+    assert_none_ran(told, planted=50)
+
+
+@pytest.mark.matrix
+def test_planted_code_is_never_run_by_any_verb(tmp_path: Path) -> None:
+    assert_none_ran(found(tmp_path, "--all"), planted=90)
+
+
+def assert_none_ran(told: Told, planted: int) -> None:
+    cases = {f"{fault}, {verb}": case for fault, verbs in told.items() for verb, case in verbs.items()}
+    assert len([name for name in cases if "pickle" in name]) > planted
+    assert [name for name, case in cases.items() if case["ran"]] == []
 
 
 def test_every_damage_is_one_sentence_with_status_2(told: Told) -> None:

@@ -89,7 +89,7 @@ def outside(path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("add", [in_the_package, outside])
+@pytest.mark.parametrize("add", [pytest.param(in_the_package, marks=pytest.mark.matrix), outside])
 def test_a_new_family_goes_there_and_back_and_computes_the_same(
     add: Callable[[Path], None], source: Path, tmp_path: Path
 ) -> None:

@@ -175,7 +175,14 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path: Path, token
 
 
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("flags", ["--rotary-base 1000000", "--norm-epsilon 1e-3", "--rotary-percent 0.5"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--rotary-base 1000000",
+        pytest.param("--norm-epsilon 1e-3", marks=pytest.mark.matrix),
+        pytest.param("--rotary-percent 0.5", marks=pytest.mark.matrix),
+    ],
+)
 def test_a_kept_config_does_not_override_the_checkpoints_arguments(flags: str, tmp_path: Path) -> None:
     """As where a converted model was trained with other flags, over itself."""
     source = trained(tmp_path / "mcore", flags)

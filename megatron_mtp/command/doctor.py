@@ -188,7 +188,10 @@ def _apex() -> Check:
     spec = importlib.util.find_spec("apex")
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     is_nvidias = any((Path(place) / "optimizers").is_dir() for place in places)
-    costs = "torch's Adam takes the place of the fused one, and gradients are not accumulated in the matrix products"
+    costs = (
+        "without Transformer Engine as well, torch's Adam takes the place of the fused one, and gradients are not "
+        "accumulated in the matrix products; with it, those of the output layer alone are not"
+    )
     if is_nvidias:
         return Check("Apex", _installed("apex") or "built here", True, False, "fused optimizers")
     if spec is not None:

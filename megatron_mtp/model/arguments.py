@@ -19,7 +19,7 @@ class MachineSetting:
 
     Attributes:
         name, value: the argument, and its value on such a machine.
-        needs: what the default needs. Weight gradients are fused by Apex, also where TE builds the layers.
+        needs: what the default needs. Weight gradients of Megatron's own layers are fused by Apex.
         flag: how a command line says it; None for what only a model outside of training needs.
     """
 

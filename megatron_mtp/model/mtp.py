@@ -248,10 +248,11 @@ class MultiTokenPredictionBlock(MegatronModule):
         self.tp_group = pg_collection.tp
         self.sequential = submodules.eh_proj is not None
         physical = 1 if config.mtp_use_repeated_layer else self.depths
-        self.layers = torch.nn.ModuleList(
-            MultiTokenPredictionLayer(config, submodules, number, pg_collection, vp_stage)
-            for number in range(1, physical + 1)
-        )
+        with get_fp8_context(config, is_init=True):  # weights in FP8 with --fp8-param-gather, as the trunk's are
+            self.layers = torch.nn.ModuleList(
+                MultiTokenPredictionLayer(config, submodules, number, pg_collection, vp_stage)
+                for number in range(1, physical + 1)
+            )
         if config.mtp_detach_heads:
             for parameter in self.parameters():
                 parameter.grad_norm_group = "mtp"  # Megatron's optimizer clips such gradients by themselves

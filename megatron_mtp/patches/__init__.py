@@ -5,6 +5,7 @@ patch.py              what a row is, and how it is applied: the original is kept
 probes.py             the probes: each calls the original with tiny inputs or reads its code
 compiled_helpers.py   datasets without a compiler
 experts.py            token counts of the MoE router
+head_gradients.py     fused weight gradients with TE and without Apex
 optimizer_slices.py   the distributed optimizer's slices behind padding
 torch_adam.py         a distributed optimizer that resumes without Apex and TE
 frozen_stages.py      checkpoints of pipeline stages that have nothing to train

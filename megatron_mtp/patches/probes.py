@@ -68,6 +68,14 @@ def sum_overwrites_count(get_counts: Function) -> bool | None:
     return {(1, 2): False, (2, 2): True}.get((int(own), int(total)))
 
 
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def refuses_without_apex(init: Function) -> bool:
+    """Whether a layer asks for Apex's extension when it is made."""
+    return "_grad_accum_fusion_available" in names_in(init)
+
+
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from megatron_mtp.patches import (
     compiled_helpers,
     experts,
     frozen_stages,
+    head_gradients,
     optimizer_slices,
     probes,
     saving,
@@ -49,6 +50,14 @@ PATCHES = (
         CORE,
         probes.sum_overwrites_count,
         experts.with_mean_count,
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__",
+        "Without Apex the output layer refuses fused weight gradients, for which Transformer Engine needs no Apex.",
+        NONE,
+        CORE,
+        probes.refuses_without_apex,
+        head_gradients.fused_where_possible,
     ),
     Patch(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",

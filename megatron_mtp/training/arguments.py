@@ -47,7 +47,7 @@ def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
         lack, running = CUDA, "running on the CPU over gloo"
     elif not transformer_engine_works():
         lack, running = TE, "running with Megatron's own modules"
-    elif not fuses_weight_gradients():
+    elif _has_own_layers(argv) and not fuses_weight_gradients():
         lack, running = APEX, "running"
     else:
         return None
@@ -56,6 +56,11 @@ def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
         return None
     argv += words
     return f"no {lack}: {running} with {' '.join(words)}"
+
+
+def _has_own_layers(argv: list[str]) -> bool:
+    """Whether Megatron's own layers were asked for; Transformer Engine's fuse weight gradients without Apex."""
+    return "--transformer-impl local" in " ".join(argv).replace("=", " ")
 
 
 def parse_checked_args() -> tuple[Namespace, MTPGPTModelConfig]:

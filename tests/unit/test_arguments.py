@@ -216,8 +216,10 @@ def test_machine_flags_come_last_and_are_said() -> None:
     ("has_te", "has_apex", "given", "added"),
     [
         (True, True, [], []),
-        (True, False, [], flags_without(APEX)),
-        (True, False, flags_without(APEX), []),
+        (True, False, [], []),
+        (True, False, ["--transformer-impl", "local"], flags_without(APEX)),
+        (True, False, ["--transformer-impl=local"], flags_without(APEX)),
+        (True, False, ["--transformer-impl", "local", *flags_without(APEX)], []),
         (False, True, [], flags_without(TE)),
         (False, False, [], flags_without(TE)),
     ],
@@ -225,7 +227,7 @@ def test_machine_flags_come_last_and_are_said() -> None:
 def test_a_gpu_gets_the_flags_for_the_kernels_that_are_missing(
     has_te: bool, has_apex: bool, given: list[str], added: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformer Engine without Apex: Megatron fuses weight gradients by default, and the head refuses to be built."""
+    """Transformer Engine fuses weight gradients without Apex; Megatron's own layers do not."""
     monkeypatch.setattr(arguments, "transformer_engine_works", lambda: has_te)
     monkeypatch.setattr(arguments, "fuses_weight_gradients", lambda: has_apex)
     argv = ["pretrain_gpt.py", *given]

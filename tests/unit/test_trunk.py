@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions import transformer_engine
+from megatron.core.models import backends
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, layers
@@ -181,6 +183,64 @@ def test_fused_accumulation_keeps_what_the_depths_add_to_the_head(
         for fusion in (False, True)
     )
     assert max(relative_difference(fused[name], gradient) for name, gradient in plain.items()) <= 1e-5
+
+
+def linear_layers(model: MTPGPTModel) -> dict[bool, set[str]]:
+    """Names of layers, by whether they fuse their weight gradients."""
+    named = {name: each.gradient_accumulation_fusion for name, each in model.named_modules() if _is_linear(each)}
+    return {fused: {name for name, own in named.items() if own == fused} for fused in (False, True)}
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return hasattr(module, "gradient_accumulation_fusion")
+
+
+class FusingLinear(ColumnParallelLinear):
+    """Stands in for TE's layers, which read the setting and need no Apex."""
+
+    def __init__(self, *sizes: Any, config: Any, **settings: Any) -> None:
+        super().__init__(*sizes, config=replace(config, gradient_accumulation_fusion=False), **settings)
+        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+
+
+def test_without_apex_the_head_alone_fuses_no_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole model was trained without them, though TE's layers make theirs."""
+    assert not layers._grad_accum_fusion_available
+    monkeypatch.setattr(backends.LocalSpecProvider, "column_parallel_linear", lambda _: FusingLinear)
+    model = our_model(1, gradient_accumulation_fusion=True)
+    found = linear_layers(model)
+    assert found[False] == {"output_layer"}
+    assert {"decoder.layers.0.mlp.linear_fc1", "mtp.layers.0.eh_proj", "mtp.layers.0.tf_layer.mlp.linear_fc1"} <= (
+        found[True]
+    )
+    assert model.output_layer.config is model.config, "so that what Megatron changes later reaches the head"
+
+
+@pytest.mark.parametrize("repeated", [False, True], ids=["own-layers", "repeated-layer"])
+def test_depths_are_built_with_weights_in_fp8_where_the_trunk_is(
+    repeated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --fp8-param-gather their weights stayed in bfloat16: TE's `fp8_model_init` did not surround them."""
+    inside: list[bool] = []
+    built: list[tuple[str, bool]] = []
+
+    @contextmanager
+    def get_fp8_context(config: Any, layer: int = -1, is_init: bool = False) -> Iterator[None]:
+        inside.append(is_init)
+        yield
+        inside.pop()
+
+    make_layer = layers.ColumnParallelLinear.__init__
+
+    def make(layer: Any, *sizes: Any, **settings: Any) -> None:
+        built.append((settings.get("tp_comm_buffer_name") or "", inside == [True]))
+        make_layer(layer, *sizes, **settings)
+
+    monkeypatch.setattr(mtp, "get_fp8_context", get_fp8_context)
+    monkeypatch.setattr(layers.ColumnParallelLinear, "__init__", make)
+    our_model(2, mtp_use_repeated_layer=repeated)
+    of_depths = [name for name, is_inside in built if is_inside]
+    assert of_depths == ["mtp_eh_proj", "qkv", "fc1"] * (1 if repeated else 2)
 
 
 @pytest.mark.parametrize("depths", [None, 2])

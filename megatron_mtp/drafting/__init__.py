@@ -14,7 +14,7 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     cached_attention.py  attention over the cache, in the place of a trained model's
     dense_layer.py       a dense layer with little between its products
     products.py          products of few rows, by whichever kernel is faster on this CPU
-    graphs.py            a step as a CUDA graph
+    graphs.py            steps as CUDA graphs, kept for later prompts
     sequences.py         the texts of a batch while they grow
     method.py            proposer, verifier and K, checked against each other and the model
     loop.py              run -> propose -> verify -> keep -> emit; a text ends at EOS, also inside a draft

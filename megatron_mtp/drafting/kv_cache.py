@@ -18,6 +18,9 @@ from torch import Tensor
 
 from megatron_mtp.model.causal import causal_mask
 
+LEAST_WINDOW = 128
+"""Slots that a forward looks at are at least so many; see `rounded`."""
+
 FORBIDDEN = torch.finfo(torch.float32).min / 2
 """Added to the score of a slot that a row must not look at; finite, so that a padding row has no NaN."""
 
@@ -40,6 +43,15 @@ class Rows:
     def window(self) -> int:
         """Places of the cache that the rows may attend to."""
         return self.mask_B1RW.size(-1)
+
+
+def rounded(slots: int) -> int:
+    """The next of 128, 256, 384, ... 1024, 1280, ...: steps of 128 slots, or of a quarter of a power of two.
+
+    The shapes of attention then change once in 128 tokens or more, and at most a fifth of a long window is in vain.
+    """
+    step = max(LEAST_WINDOW, 1 << max(0, (slots - 1).bit_length() - 3))
+    return -(-slots // step) * step
 
 
 def chain_rows(first_B: Tensor, rows: int, window: int, scratch: int, live_BR: Tensor | None = None) -> Rows:
@@ -125,6 +137,12 @@ class KVCache:
             if cache is not None:
                 index_BGPC = source_BP[:, None, :, None].expand(-1, cache.size(1), -1, cache.size(3))
                 write_rows(cache, cache.gather(2, index_BGPC), target_BP)
+
+    def clear(self) -> None:
+        """Forget all rows and keep the memory, which then holds no number of an earlier text."""
+        for cache in (*self.keys, *self.values):
+            if cache is not None:
+                cache.zero_()
 
     def _new(self, like_BGRC: Tensor) -> Tensor:
         batch, heads, _, channels = like_BGRC.shape

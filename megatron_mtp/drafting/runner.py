@@ -42,6 +42,7 @@ class Runner:
         sequential: whether each depth continues the one before; False for parallel heads, and without depths.
         positions: how many the model was trained for.
         auto_counts: what has been measured for automatic K, by config and size of the batch.
+        kept: memory of earlier batches, by their size (`graphs.py`).
         all_short: whether every layer runs as `dense_layer` runs it.
 
     Raises:
@@ -62,6 +63,7 @@ class Runner:
         self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0
         self.sequential: bool = model.mtp.sequential if self.depths else False
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
+        self.kept: dict[int, Any] = {}
         self._scope = Scope()
         self._turned_rows: Rows | None = None
         self._turned: tuple[Tensor | None, Angles | None] = None, None

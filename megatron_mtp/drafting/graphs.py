@@ -63,7 +63,7 @@ Record = Callable[[Callable[[], Draft], Any], Recorded]
 def can_record(runner: Runner, proposer: Proposer, count: int, verifier: str) -> bool:
     """Whether the device has graphs, and a step of K = `count` reads nothing back to the host."""
     recordable = VERIFIERS[verifier].recordable and (count == 0 or proposer.recordable)
-    return recordable and runner.all_short and runner.device.type == "cuda"
+    return recordable and runner.recordable and runner.device.type == "cuda"
 
 
 def record_on_cuda(step: Callable[[], Draft], pool: Any) -> Recorded:

@@ -60,7 +60,7 @@ LATENT_KINDS: dict[str, dict[str, Any]] = {"mla": {}, "mla-moe": MOE}
 def model_of(kind: str, depths: int = 3, dtype: torch.dtype = torch.float64, **changes: Any) -> MTPGPTModel:
     """A model of KINDS, or of LATENT_KINDS, with `changes` to its transformer's configuration."""
     latent = kind in LATENT_KINDS
-    model = _latent_model(kind, depths, changes) if latent else our_model(depths, **KINDS[kind], **changes)
+    model = _latent_model(kind, depths, changes) if latent else our_model(depths, **{**KINDS[kind], **changes})
     model.max_sequence_length = POSITIONS
     return model.to(dtype).eval()
 
@@ -69,7 +69,7 @@ def _latent_model(kind: str, depths: int, changes: dict[str, Any]) -> MTPGPTMode
     plain = transformer_config(depths)
     given = {field.name: getattr(plain, field.name) for field in fields(plain) if field.name in PLAIN_FIELDS}
     config = MTPGPTModelConfig(
-        transformer=MLATransformerConfig(**given, **LATENT, **LATENT_KINDS[kind], **changes),
+        transformer=MLATransformerConfig(**given, **LATENT, **{**LATENT_KINDS[kind], **changes}),
         vocab_size=VOCABULARY,
         seq_length=POSITIONS,
         position_embedding_type="rope",

@@ -308,8 +308,8 @@ def test_the_tape_sees_a_length_that_is_not_written_in_place(in_place: bool, mon
 
 
 def test_only_steps_made_for_it_are_recorded() -> None:
-    on_cuda: Any = SimpleNamespace(device=torch.device("cuda"), all_short=True)
-    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), all_short=True)
+    on_cuda: Any = SimpleNamespace(device=torch.device("cuda"), recordable=True)
+    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), recordable=True)
     target = runner_of()
     vanilla, eagle, tree = (
         PROPOSERS[name](target, SpeculativeConfig(name)) for name in ("mtp", "mtp_eagle", "mtp_tree")
@@ -320,5 +320,5 @@ def test_only_steps_made_for_it_are_recorded() -> None:
     assert not can_record(on_cuda, tree, 2, "greedy")
     assert not can_record(on_cuda, vanilla, 2, "block")
     assert not can_record(on_cpu, vanilla, 2, "greedy")
-    on_cuda.all_short = False
+    on_cuda.recordable = False
     assert not can_record(on_cuda, vanilla, 2, "greedy")

@@ -24,7 +24,7 @@ from megatron_mtp.drafting.kv_cache import rounded
 from megatron_mtp.drafting.method import Method
 from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.sequences import Sequences, wants_few_shapes
 from megatron_mtp.drafting.types import Draft
 from megatron_mtp.drafting.verifiers import VERIFIERS
 
@@ -84,12 +84,14 @@ def kept_sequences(
         capacity: slots that a text needs.
     """
     if not can_record(runner, method.proposer, method.count, str(method.config.verifier)):
-        yield Sequences(runner, prompts, seeds, rounded(capacity))
+        yield Sequences(runner, prompts, seeds, rounded(capacity, wants_few_shapes(runner.device)))
         return
     kept: Sequences | None = runner.kept.pop(len(prompts), None)  # an error in between leaves nothing half written
     if kept is None or kept.capacity < capacity:
         del kept
-        kept = Sequences(runner, prompts, seeds, rounded(max(capacity, min(LEAST_CAPACITY, runner.positions))))
+        kept = Sequences(
+            runner, prompts, seeds, rounded(max(capacity, min(LEAST_CAPACITY, runner.positions)), few=True)
+        )
     else:
         kept.begin(prompts, seeds)
     yield kept

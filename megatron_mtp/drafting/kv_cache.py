@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_mtp.model.causal import causal_mask
 
-LEAST_WINDOW = 128
-"""Slots that a forward looks at are at least so many; see `rounded`."""
+WINDOW_STEP, FEW_WINDOWS_STEP = 32, 128
+"""Slots that a forward looks at are a multiple of this; see `rounded`."""
 
 FORBIDDEN = torch.finfo(torch.float32).min / 2
 """Added to the score of a slot that a row must not look at; finite, so that a padding row has no NaN."""
@@ -45,12 +45,13 @@ class Rows:
         return self.mask_B1RW.size(-1)
 
 
-def rounded(slots: int) -> int:
-    """The next of 128, 256, 384, ... 1024, 1280, ...: steps of 128 slots, or of a quarter of a power of two.
+def rounded(slots: int, few: bool) -> int:
+    """The next multiple of 32; where few shapes are wanted, the next of 128, 256, 384, ... 1024, 1280, ...
 
-    The shapes of attention then change once in 128 tokens or more, and at most a fifth of a long window is in vain.
+    Their steps are 128 slots, or a quarter of a power of two. So the shapes of attention change once in 128 tokens or
+    more, and at most a fifth of a long window is in vain.
     """
-    step = max(LEAST_WINDOW, 1 << max(0, (slots - 1).bit_length() - 3))
+    step = max(FEW_WINDOWS_STEP, 1 << max(0, (slots - 1).bit_length() - 3)) if few else WINDOW_STEP
     return -(-slots // step) * step
 
 

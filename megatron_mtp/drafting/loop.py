@@ -50,7 +50,7 @@ class Limits:
 @torch.inference_mode()
 def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits, emit: Emit | None = None) -> None:
     """Grow every text to its end; `sequences.texts` and `method.stats` hold the outcome."""
-    sequences.growth = method.count + 1
+    sequences.growth = method.count + 1 if sequences.few_shapes else 1
     prefill(runner, sequences, method.sampling)
     _hand_out(sequences, method, limits, emit, draft=None)
     method.proposer.start(sequences)

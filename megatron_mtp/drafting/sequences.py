@@ -20,6 +20,11 @@ from megatron_mtp.drafting.sampling import Noise
 from megatron_mtp.drafting.types import Draft, Verdict
 
 
+def wants_few_shapes(device: torch.device) -> bool:
+    """On a GPU, whose kernels and graphs are made for a shape; on a CPU more rows and slots take more time."""
+    return device.type == "cuda"
+
+
 class Sequences:
     """A batch of texts.
 
@@ -33,14 +38,16 @@ class Sequences:
         texts: tokens of each on the host.
         prompt_lengths: how many of these are the prompt's.
         live: on the host, whether each goes on.
-        growth: the most tokens that a step may add. Rows that a drafter has missed are run so many at least, so that
-            shapes do not follow what was accepted.
+        few_shapes: whether shapes should be few rather than small; see `wants_few_shapes`.
+        growth: rows that a drafter has missed are run so many at least. Where few shapes are wanted, these are the most
+            tokens that a step may add, so that shapes do not follow what was accepted.
         fixed: whether a step must hold for texts of which any may have ended, and not for those that go on now.
         recorded: steps that were recorded on these tensors; see `graphs.py`.
     """
 
     def __init__(self, runner: Runner, prompts: list[list[int]], seeds: list[int], capacity: int) -> None:
         device, batch = runner.device, len(prompts)
+        self.few_shapes = wants_few_shapes(device)
         self.capacity = capacity
         self.cache = KVCache(runner.trunk_layers, batch, capacity)
         self.recorded: dict[Hashable, Any] = {}
@@ -99,7 +106,7 @@ class Sequences:
     def window(self, beyond: int) -> int:
         """How many slots a forward looks at whose last row is `beyond` rows after the newest token; `rounded`."""
         longest = max((len(text) for text, live in zip(self.texts, self.live, strict=True) if live), default=1)
-        return min(rounded(longest + max(beyond, self.growth)), self.capacity)
+        return min(rounded(longest + max(beyond, self.growth), self.few_shapes), self.capacity)
 
     def chain(self, first_B: Tensor, rows: int, beyond: int) -> Rows:
         """Rows from slot `first_B` on; those of texts that have ended leave no trace."""

@@ -11,7 +11,7 @@ from megatron_single import MOE, VOCABULARY, our_model, randomise, transformer_c
 from torch import Tensor
 
 from megatron_mtp.data.batch import add_depths, depth_batch
-from megatron_mtp.drafting import loop
+from megatron_mtp.drafting import loop, sequences
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.loop import Limits, decode
@@ -139,6 +139,11 @@ def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Te
 def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what a step calls can be watched: the replay of a CUDA graph calls nothing."""
     monkeypatch.setattr(loop, "can_record", lambda *_: False)
+
+
+def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(sequences, "wants_few_shapes", lambda _: True)
 
 
 class Agreeing(Proposer):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from drafting_single import model_of, prompts_of, runner_of
+from drafting_single import model_of, prompts_of, runner_of, want_few_shapes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -94,6 +94,7 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "replays", 0)
     monkeypatch.setattr(Counted, "recorded", [])
     monkeypatch.setattr(loop, "GraphedStep", Counted)
+    want_few_shapes(monkeypatch)
     for module in (loop, graphs):
         allowed = lambda _, proposer, count, __: count == 0 or proposer.recordable  # noqa: E731
         monkeypatch.setattr(module, "can_record", allowed)
@@ -164,9 +165,23 @@ def test_a_second_request_records_nothing(
     assert len(Counted.recorded) == 2
 
 
+def test_another_method_and_other_sampling_have_graphs_of_their_own(request: pytest.FixtureRequest) -> None:
+    target, prompts = runner_of(), prompts_of(2)
+    asked = [
+        (settings_of(method, count), sampling)
+        for method, count in (("mtp", 3), ("mtp", 2), ("mtp_eagle", 3))
+        for sampling in (Sampling(), Sampling(2.0), Sampling(2.0, top_k=3))
+    ]
+    wanted = [generate(target, prompts, 15, sampling, settings).token_ids for settings, sampling in asked]
+    request.getfixturevalue("on_tape")
+    for _ in range(2):
+        assert [generate(target, prompts, 15, sampling, settings).token_ids for settings, sampling in asked] == wanted
+        assert len(Counted.recorded) == len(asked)
+
+
 @pytest.fixture
 def narrow_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "LEAST_WINDOW", 16)
+    monkeypatch.setattr(kv_cache, "FEW_WINDOWS_STEP", 16)
 
 
 @pytest.mark.usefixtures("narrow_windows")

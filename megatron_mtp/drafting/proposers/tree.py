@@ -2,8 +2,8 @@
 
 Level 1 are candidates for the token after t_m, from the row m - 1 of the module. A node to be continued becomes a row
 of its own: its token, and the state of the row that drafted it. All rows of a level run in one forward, in slots after
-the committed ones, and see the committed rows and their own ancestors. A level with fewer rows than the largest one is
-padded, so that all have the same shapes:
+the committed ones, and see the committed rows and their own ancestors. Where few shapes are wanted, a level with fewer
+rows than the largest one is padded:
 
     slot      ..  m-1   m    m+1   m+2          two nodes of level 1 at slots m and m + 1, and at m + 2 a child of the
     sees           -    -     -    m            first, which does not see the second
@@ -110,11 +110,11 @@ class Grower(Eagle):
         states_SBH = self.catch_up(sequences)
         levels = [self._candidates(states_SBH, round, widths[0], [], None, drawn)]
         shape, started = (len(sequences.texts), 1, self._rows_run(widths, most)), 0
-        rows = max(_level_rows(widths[:-1], most), default=0)
+        least = max(_level_rows(widths[:-1], most), default=0) if sequences.few_shapes else 0
         ancestors_BFA = torch.zeros(shape, dtype=torch.bool, device=states_SBH.device)
         for depth, width in enumerate(widths[1:]):
             taken_BF = self._continued(levels[-1], most)
-            run_BF = _padded(taken_BF, rows)
+            run_BF = _padded(taken_BF, least)
             above_BF = levels[-1].rows_BN.gather(1, run_BF)
             ancestors_BFA = _with_themselves(_rows_of(ancestors_BFA, above_BF), started)
             where = sequences.tree(torch.full_like(run_BF, depth), ancestors_BFA, started)
@@ -122,7 +122,7 @@ class Grower(Eagle):
             states_SBH = self.runner.depth(1, given_SBH, levels[-1].tokens_BN.gather(1, run_BF), where, self.cache)
             states_SBH = states_SBH[: taken_BF.size(1)]
             levels.append(self._candidates(states_SBH, round, width, levels, taken_BF, drawn))
-            started += rows
+            started += run_BF.size(1)
         return levels
 
     def _rows_run(self, widths: list[int], most: int | None) -> int:
@@ -177,9 +177,9 @@ def _level_rows(widths: list[int], most: int | None) -> list[int]:
     return rows[1:]
 
 
-def _padded(taken_BF: Tensor, rows: int) -> Tensor:
-    """As many rows on every level, so that their shapes are the same; what the last one's copies give is not used."""
-    return torch.cat([taken_BF, taken_BF[:, -1:].expand(-1, rows - taken_BF.size(1))], dim=1)
+def _padded(taken_BF: Tensor, least: int) -> Tensor:
+    """So many columns at least; what the copies of the last one give is not used."""
+    return torch.cat([taken_BF, taken_BF[:, -1:].expand(-1, max(0, least - taken_BF.size(1)))], dim=1)
 
 
 def _with_themselves(ancestors_BFA: Tensor, started: int) -> Tensor:

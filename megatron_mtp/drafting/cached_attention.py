@@ -54,8 +54,14 @@ class Scope:
         return self._rows
 
 
-def attend(scope: Scope, layer: int, query_BNRC: Tensor, key_BGRC: Tensor, value_BGRC: Tensor, scale: float) -> Tensor:
-    """The attention output, [B, N, R, C of the values]; adds the rows' keys and values to the cache."""
+def attend(
+    scope: Scope, layer: int, query_BNRC: Tensor, key_BGRC: Tensor, value_BGRC: Tensor | None, scale: float
+) -> Tensor:
+    """The attention output, [B, N, R, C of the values]; adds the rows' keys and values to the cache.
+
+    Args:
+        value_BGRC: None where the keys are the values as well.
+    """
     key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, scope.rows)
     batch, heads, rows, channels = query_BNRC.shape
     groups, value_channels = key_BGWC.size(1), value_BGWC.size(3)

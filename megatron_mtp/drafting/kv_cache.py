@@ -121,16 +121,14 @@ class KVCache:
         """The place to which rows that do not count are written."""
         return self.capacity
 
-    def append(self, layer: int, key_BGRC: Tensor, value_BGRC: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Write the rows' keys and values; returns those of all slots in the window, [B, G, W, C]."""
-        if self.keys[layer] is None:
-            self.keys[layer], self.values[layer] = self._new(key_BGRC), self._new(value_BGRC)
-        held = []
-        for cache, new_BGRC in ((self.keys[layer], key_BGRC), (self.values[layer], value_BGRC)):
-            assert cache is not None
-            write_rows(cache, new_BGRC, rows.slots_BR)
-            held.append(cache[:, :, : rows.window])
-        return held[0], held[1]
+    def append(self, layer: int, key_BGRC: Tensor, value_BGRC: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Write the rows' keys and values; returns those of all slots in the window, [B, G, W, C].
+
+        Args:
+            value_BGRC: None where the keys are the values as well.
+        """
+        key_BGWC = self._written(self.keys, layer, key_BGRC, rows)
+        return key_BGWC, key_BGWC if value_BGRC is None else self._written(self.values, layer, value_BGRC, rows)
 
     def keep(self, source_BP: Tensor, target_BP: Tensor) -> None:
         """Move the rows at slots `source_BP` to slots `target_BP`, in every layer that has run."""
@@ -145,9 +143,13 @@ class KVCache:
             if cache is not None:
                 cache.zero_()
 
-    def _new(self, like_BGRC: Tensor) -> Tensor:
-        batch, heads, _, channels = like_BGRC.shape
-        return like_BGRC.new_zeros(batch, heads, self.capacity + 1, channels)
+    def _written(self, caches: list[Tensor | None], layer: int, new_BGRC: Tensor, rows: Rows) -> Tensor:
+        cache = caches[layer]
+        if cache is None:
+            batch, heads, _, channels = new_BGRC.shape
+            cache = caches[layer] = new_BGRC.new_zeros(batch, heads, self.capacity + 1, channels)
+        write_rows(cache, new_BGRC, rows.slots_BR)
+        return cache[:, :, : rows.window]
 
 
 def write_rows(cache_BGLC: Tensor, new_BGRC: Tensor, slots_BR: Tensor) -> None:

@@ -18,6 +18,7 @@ from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.dense_layer import Angles, lean, short_norm, turns
 from megatron_mtp.drafting.experts import place_few_rows, reads_nothing_back
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
+from megatron_mtp.drafting.latent_attention import cache_latents
 from megatron_mtp.drafting.products import product
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.mtp import AttentionInputs
@@ -143,6 +144,7 @@ class Runner:
         if self.depths:
             for layer in model.mtp.layers:
                 attach([layer.tf_layer], self._scope, config, self.positions + BEYOND)
+        cache_latents(self._transformer_layers())
         latent = isinstance(model.decoder.layers[0].self_attention, MultiLatentAttention)
         has_angles = model.position_embedding_type == "rope" and not latent
         self._angles_L11C: Tensor | None = None

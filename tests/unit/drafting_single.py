@@ -69,7 +69,7 @@ def _latent_model(kind: str, depths: int, changes: dict[str, Any]) -> MTPGPTMode
     plain = transformer_config(depths)
     given = {field.name: getattr(plain, field.name) for field in fields(plain) if field.name in PLAIN_FIELDS}
     config = MTPGPTModelConfig(
-        transformer=MLATransformerConfig(**given, **LATENT, **{**LATENT_KINDS[kind], **changes}),
+        transformer=MLATransformerConfig(**given, **{**LATENT, **LATENT_KINDS[kind], **changes}),
         vocab_size=VOCABULARY,
         seq_length=POSITIONS,
         position_embedding_type="rope",

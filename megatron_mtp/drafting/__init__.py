@@ -12,9 +12,11 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     runner.py            a loaded model row by row: trunk, depths, head
     kv_cache.py          keys and values of rows, and the roll-back of rejected ones
     cached_attention.py  attention over the cache, in the place of a trained model's
+    latent_attention.py  multi-latent attention over cached latents
+    experts.py           layers of experts for few rows, without reading back where they go
     dense_layer.py       a dense layer with little between its products
     products.py          products of few rows, by whichever kernel is faster on this CPU
-    graphs.py            a step as a CUDA graph
+    graphs.py            steps as CUDA graphs, kept for later prompts
     sequences.py         the texts of a batch while they grow
     method.py            proposer, verifier and K, checked against each other and the model
     loop.py              run -> propose -> verify -> keep -> emit; a text ends at EOS, also inside a draft

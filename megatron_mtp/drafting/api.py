@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_mtp.drafting.config import SpeculativeConfig, config_from
+from megatron_mtp.drafting.graphs import kept_sequences
 from megatron_mtp.drafting.loop import Emit, Limits, decode
 from megatron_mtp.drafting.method import make_method
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import AcceptanceStats
 
 
@@ -67,12 +67,11 @@ def generate(
         method = replace(method, auto=runner.auto_counts.setdefault((method.config, len(prompts)), method.auto))
     limits = replace(limits or Limits(max_new_tokens, stop_ids=frozenset(stop_ids)), positions=runner.positions)
     longest = max(len(prompt) + limits.budget(len(prompt)) for prompt in prompts)
-    capacity = longest + method.proposer.nodes(method.count) + 1
     seeds = list(range(len(prompts))) if seeds is None else seeds
     if len(seeds) != len(prompts):
         raise ValueError(f"there are {len(seeds)} seeds for {len(prompts)} prompts; give one for each.")
-    sequences = Sequences(runner, prompts, seeds, capacity)
-    decode(runner, sequences, method, limits, emit)
+    with kept_sequences(runner, method, prompts, seeds, longest + method.proposer.nodes(method.count) + 1) as sequences:
+        decode(runner, sequences, method, limits, emit)
     texts = [text[len(prompt) :] for text, prompt in zip(sequences.texts, prompts, strict=True)]
     return Generated(texts, method.stats)
 

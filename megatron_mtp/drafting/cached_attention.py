@@ -6,7 +6,8 @@ cache and the rows of the current forward. The modules around them, and their we
 Letters in names: S rows of a forward (Megatron's sequence), B batch, N query heads, G key heads, C channels, W slots.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from megatron.core.transformer.attention import Attention
@@ -14,6 +15,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
@@ -52,8 +54,14 @@ class Scope:
         return self._rows
 
 
-def attend(scope: Scope, layer: int, query_BNRC: Tensor, key_BGRC: Tensor, value_BGRC: Tensor, scale: float) -> Tensor:
-    """The attention output, [B, N, R, C of the values]; adds the rows' keys and values to the cache."""
+def attend(
+    scope: Scope, layer: int, query_BNRC: Tensor, key_BGRC: Tensor, value_BGRC: Tensor | None, scale: float
+) -> Tensor:
+    """The attention output, [B, N, R, C of the values]; adds the rows' keys and values to the cache.
+
+    Args:
+        value_BGRC: None where the keys are the values as well.
+    """
     key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, scope.rows)
     batch, heads, rows, channels = query_BNRC.shape
     groups, value_channels = key_BGWC.size(1), value_BGWC.size(3)
@@ -62,8 +70,23 @@ def attend(scope: Scope, layer: int, query_BNRC: Tensor, key_BGRC: Tensor, value
         query_BNRC = query_BNRC.reshape(batch, groups, heads // groups * rows, channels)
     if value_channels != channels:  # unequal channels would keep torch from its fast kernels
         value_BGWC = pad(value_BGWC, (0, channels - value_channels))
-    attended = scaled_dot_product_attention(query_BNRC, key_BGWC, value_BGWC, attn_mask=mask_B1RW, scale=scale)
+    with _own_kernels(query_BNRC):
+        attended = scaled_dot_product_attention(query_BNRC, key_BGWC, value_BGWC, attn_mask=mask_B1RW, scale=scale)
     return attended.reshape(batch, heads, rows, channels)[..., :value_channels]
+
+
+@contextmanager
+def _own_kernels(query_BNRC: Tensor) -> Iterator[None]:
+    """Keep cuDNN out of attention: torch prefers it on some GPUs, and it makes a plan for every new shape."""
+    if not query_BNRC.is_cuda:
+        yield
+        return
+    before = cudnn_sdp_enabled()
+    enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        enable_cudnn_sdp(before)
 
 
 class CachedAttention(torch.nn.Module):

@@ -1,65 +1,147 @@
-"""One step as a CUDA graph: propose, verify and keep are recorded once and replayed, without Python in between.
+"""Steps as CUDA graphs: propose, verify and keep are recorded once and replayed, without Python in between.
 
 A recorded step reads and writes the same memory each time. So everything that changes from step to step must be in
-tensors that are written in place: tokens, lengths, states and caches are. Its shapes depend on the batch and K alone
-(`Sequences.fixed_growth`), and it reads nothing back. Plain decoding is the step without drafts.
+tensors that are written in place: tokens, lengths, states and caches are. Its shapes depend on the batch, K and the
+window alone, and it reads nothing back. Plain decoding is the step without drafts.
 
-    step 1    runs the prompts' rows through the drafter, as many as there are
-    step 2    has the shapes of all later steps; it runs once, which allocates caches and workspaces
-    step 3    is recorded, which runs nothing, and replayed; so are all later steps
+A graph belongs to the `Sequences` whose memory it reads. The runner keeps these for later prompts (`kept_sequences`),
+which replay what earlier ones recorded. A step is recorded anew for another method, sampling, K or window:
+
+    a prompt's first step     runs the prompt's rows through the drafter, as many as there are; never recorded
+    first step of its kind    runs in Python, which allocates caches and workspaces
+    second                    is recorded, which runs nothing, and replayed
+    further ones              are replayed
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from megatron_mtp.drafting.kv_cache import rounded
+from megatron_mtp.drafting.method import Method
 from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.sequences import Sequences, wants_few_shapes
 from megatron_mtp.drafting.types import Draft
 from megatron_mtp.drafting.verifiers import VERIFIERS
 
-Step = Callable[[], Draft]
-Record = Callable[[Step], tuple[Callable[[], None], Draft]]
-"""Records a step without running it: its replay, and the draft whose tensors every replay fills."""
+LEAST_CAPACITY = 1024
+"""Slots of a text whose memory is kept, at least, so that a longer request seldom needs other memory."""
+
+MOST_BATCHES = 4
+"""Sizes of batches whose memory a runner keeps; the one that was not used for longest goes first, with its graphs."""
+
+MOST_GRAPHS = 32
+"""Graphs that are kept of a batch; likewise."""
+
+Step = Callable[[int], Draft]
+"""A step with K drafts, all that the device does."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded step.
+
+    Attributes:
+        replay: takes the step.
+        draft: its tensors are filled by every replay.
+        pool: the memory of what a replay computes; steps of the same sequences share it, since none outlives a step.
+    """
+
+    replay: Callable[[], None]
+    draft: Draft
+    pool: Any = None
+
+
+Record = Callable[[Callable[[], Draft], Any], Recorded]
+"""Records a step without running it, in the pool of an earlier one or a new one (None)."""
 
 
 def can_record(runner: Runner, proposer: Proposer, count: int, verifier: str) -> bool:
-    """Whether the device has graphs, and a step of K = `count` reads nothing back (layers of experts do)."""
+    """Whether the device has graphs, and a step of K = `count` reads nothing back to the host."""
     recordable = VERIFIERS[verifier].recordable and (count == 0 or proposer.recordable)
-    return recordable and runner.all_short and runner.device.type == "cuda"
+    return recordable and runner.recordable and runner.device.type == "cuda"
 
 
-def record_on_cuda(step: Step) -> tuple[Callable[[], None], Draft]:
-    """`Record` with torch's CUDA graphs, whose memory is the graph's own."""
+def record_on_cuda(step: Callable[[], Draft], pool: Any) -> Recorded:
+    """`Record` with torch's CUDA graphs."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         draft = step()
-    return graph.replay, draft
+    return Recorded(graph.replay, draft, graph.pool())
+
+
+@contextmanager
+def kept_sequences(
+    runner: Runner, method: Method, prompts: list[list[int]], seeds: list[int], capacity: int
+) -> Iterator[Sequences]:
+    """Sequences for these prompts, in memory that earlier ones of the runner had where steps are recorded.
+
+    Args:
+        capacity: slots that a text needs.
+    """
+    if not can_record(runner, method.proposer, method.count, str(method.config.verifier)):
+        yield Sequences(runner, prompts, seeds, rounded(capacity, wants_few_shapes(runner.device)))
+        return
+    kept: Sequences | None = runner.kept.pop(len(prompts), None)  # an error in between leaves nothing half written
+    if kept is None or kept.capacity < capacity:
+        del kept
+        kept = Sequences(
+            runner, prompts, seeds, rounded(max(capacity, min(LEAST_CAPACITY, runner.positions)), few=True)
+        )
+    else:
+        kept.begin(prompts, seeds)
+    yield kept
+    runner.kept[len(prompts)] = kept
+    for batch in list(runner.kept)[:-MOST_BATCHES]:
+        del runner.kept[batch]
 
 
 class GraphedStep:
-    """Steps of one batch and one K.
+    """The steps of a batch, recorded and replayed.
 
     Args:
-        step: one step, from draft to kept rows.
-        growth: tokens that a step adds at most, K + 1.
+        step: a step in Python.
+        kind: what decides about the numbers that Python knows in a step, beside K and the sequences.
+
+    Attributes:
+        is_steady: whether the last step took as long as further ones of its kind will.
     """
 
-    def __init__(self, step: Step, sequences: Sequences, growth: int, record: Record = record_on_cuda) -> None:
-        self._step, self._sequences, self._growth, self._record = step, sequences, growth, record
-        self._done = 0
-        self._replay: Callable[[], None] | None = None
+    def __init__(
+        self, step: Step, sequences: Sequences, proposer: Proposer, kind: Hashable, record: Record = record_on_cuda
+    ) -> None:
+        self._step, self._sequences, self._proposer, self._kind = step, sequences, proposer, kind
+        self._record = record
+        self.is_steady = True
 
-    def __call__(self) -> Draft:
-        """Take a step; of the draft only the number of nodes is to be used."""
-        self._done += 1
-        if self._done == 1:
-            return self._step()
-        self._sequences.fixed_growth = self._growth
-        if self._done == 2:
-            return self._step()
-        if self._replay is None:
-            self._replay, self._draft = self._record(self._step)
-        self._replay()
-        return self._draft
+    def __call__(self, count: int) -> Draft:
+        """Take a step with K = `count`; of the draft only the number of nodes is to be used."""
+        sequences = self._sequences
+        sequences.fixed = self._proposer.missed(sequences, count) <= sequences.growth
+        if not sequences.fixed:
+            self.is_steady = True
+            return self._step(count)
+        key = self._kind, count, sequences.growth, sequences.window(0)
+        self.is_steady = sequences.recorded.get(key) is not None
+        if key not in sequences.recorded:
+            sequences.recorded[key] = None
+            return self._step(count)
+        return self._replayed(key, count)
+
+    def _replayed(self, key: Hashable, count: int) -> Draft:
+        steps = self._sequences.recorded
+        recorded = steps.pop(key) or self._record(lambda: self._step(count), _pool(steps.values()))
+        steps[key] = recorded  # now the last, and the first are those that were not used for longest
+        for unused in list(steps)[:-MOST_GRAPHS]:
+            del steps[unused]
+        recorded.replay()
+        self._proposer.mark_seen(self._sequences, count)
+        return recorded.draft
+
+
+def _pool(steps: Iterable[Recorded | None]) -> Any:
+    return next((step.pool for step in steps if step is not None), None)

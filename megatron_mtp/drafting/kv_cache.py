@@ -18,6 +18,9 @@ from torch import Tensor
 
 from megatron_mtp.model.causal import causal_mask
 
+WINDOW_STEP, FEW_WINDOWS_STEP = 32, 128
+"""Slots that a forward looks at are a multiple of this; see `rounded`."""
+
 FORBIDDEN = torch.finfo(torch.float32).min / 2
 """Added to the score of a slot that a row must not look at; finite, so that a padding row has no NaN."""
 
@@ -40,6 +43,16 @@ class Rows:
     def window(self) -> int:
         """Places of the cache that the rows may attend to."""
         return self.mask_B1RW.size(-1)
+
+
+def rounded(slots: int, few: bool) -> int:
+    """The next multiple of 32; where few shapes are wanted, the next of 128, 256, 384, ... 1024, 1280, ...
+
+    Their steps are 128 slots, or a quarter of a power of two. So the shapes of attention change once in 128 tokens or
+    more, and at most a fifth of a long window is in vain.
+    """
+    step = max(FEW_WINDOWS_STEP, 1 << max(0, (slots - 1).bit_length() - 3)) if few else WINDOW_STEP
+    return -(-slots // step) * step
 
 
 def chain_rows(first_B: Tensor, rows: int, window: int, scratch: int, live_BR: Tensor | None = None) -> Rows:
@@ -108,16 +121,14 @@ class KVCache:
         """The place to which rows that do not count are written."""
         return self.capacity
 
-    def append(self, layer: int, key_BGRC: Tensor, value_BGRC: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Write the rows' keys and values; returns those of all slots in the window, [B, G, W, C]."""
-        if self.keys[layer] is None:
-            self.keys[layer], self.values[layer] = self._new(key_BGRC), self._new(value_BGRC)
-        held = []
-        for cache, new_BGRC in ((self.keys[layer], key_BGRC), (self.values[layer], value_BGRC)):
-            assert cache is not None
-            write_rows(cache, new_BGRC, rows.slots_BR)
-            held.append(cache[:, :, : rows.window])
-        return held[0], held[1]
+    def append(self, layer: int, key_BGRC: Tensor, value_BGRC: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Write the rows' keys and values; returns those of all slots in the window, [B, G, W, C].
+
+        Args:
+            value_BGRC: None where the keys are the values as well.
+        """
+        key_BGWC = self._written(self.keys, layer, key_BGRC, rows)
+        return key_BGWC, key_BGWC if value_BGRC is None else self._written(self.values, layer, value_BGRC, rows)
 
     def keep(self, source_BP: Tensor, target_BP: Tensor) -> None:
         """Move the rows at slots `source_BP` to slots `target_BP`, in every layer that has run."""
@@ -126,9 +137,19 @@ class KVCache:
                 index_BGPC = source_BP[:, None, :, None].expand(-1, cache.size(1), -1, cache.size(3))
                 write_rows(cache, cache.gather(2, index_BGPC), target_BP)
 
-    def _new(self, like_BGRC: Tensor) -> Tensor:
-        batch, heads, _, channels = like_BGRC.shape
-        return like_BGRC.new_zeros(batch, heads, self.capacity + 1, channels)
+    def clear(self) -> None:
+        """Forget all rows and keep the memory, which then holds no number of an earlier text."""
+        for cache in (*self.keys, *self.values):
+            if cache is not None:
+                cache.zero_()
+
+    def _written(self, caches: list[Tensor | None], layer: int, new_BGRC: Tensor, rows: Rows) -> Tensor:
+        cache = caches[layer]
+        if cache is None:
+            batch, heads, _, channels = new_BGRC.shape
+            cache = caches[layer] = new_BGRC.new_zeros(batch, heads, self.capacity + 1, channels)
+        write_rows(cache, new_BGRC, rows.slots_BR)
+        return cache[:, :, : rows.window]
 
 
 def write_rows(cache_BGLC: Tensor, new_BGRC: Tensor, slots_BR: Tensor) -> None:

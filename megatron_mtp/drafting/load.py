@@ -128,11 +128,10 @@ def _iteration(folder: Path, flag: str) -> Path:
 
 
 def _adapted(args: Namespace) -> Namespace:
-    """Without TE's modules where `dense_layer` has a short layer, which a CUDA graph needs."""
+    """Without TE's modules on one rank: Megatron's own can be part of a CUDA graph, or have short layers."""
     ranks = torch.distributed.get_world_size()
     changes = HERE | dict.fromkeys(OVER_ALL_RANKS, ranks)
-    is_dense = not (args.num_experts or args.multi_latent_attention)
-    if args.transformer_impl == "local" or (is_dense and ranks == 1) or not transformer_engine_works():
+    if args.transformer_impl == "local" or ranks == 1 or not transformer_engine_works():
         changes |= arguments_without(TE)
     return Namespace(**{**vars(args), **changes})
 

@@ -50,6 +50,7 @@ class Limits:
 @torch.inference_mode()
 def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits, emit: Emit | None = None) -> None:
     """Grow every text to its end; `sequences.texts` and `method.stats` hold the outcome."""
+    sequences.growth = method.count + 1 if sequences.few_shapes else 1
     prefill(runner, sequences, method.sampling)
     _hand_out(sequences, method, limits, emit, draft=None)
     method.proposer.start(sequences)
@@ -60,12 +61,12 @@ def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits,
     while any(sequences.live):
         count = method.count if method.auto is None else method.auto.choose()
         began, drafted_before = time.perf_counter(), stats.drafter_seconds
-        draft = step(runner, sequences, method, count) if graphed is None else graphed()
+        draft = step(runner, sequences, method, count) if graphed is None else graphed(count)
         _hand_out(sequences, method, limits, emit, draft)
         drafter = stats.drafter_seconds - drafted_before
         target = time.perf_counter() - began - drafter
         stats.target_seconds += target
-        if method.auto is not None:
+        if method.auto is not None and (graphed is None or graphed.is_steady):
             method.auto.learn(count, drafter, target, stats)
 
 
@@ -84,9 +85,10 @@ def _rehearse(runner: Runner, sequences: Sequences, method: Method, auto: AutoK)
 
 def _graphed(runner: Runner, sequences: Sequences, method: Method) -> GraphedStep | None:
     """Steps as a CUDA graph, where that is possible; the time of a replay counts as the target's."""
-    if method.auto is not None or not can_record(runner, method.proposer, method.count, str(method.config.verifier)):
+    if not can_record(runner, method.proposer, method.count, str(method.config.verifier)):
         return None
-    return GraphedStep(lambda: step(runner, sequences, method, method.count), sequences, method.count + 1)
+    kind = method.config, method.sampling
+    return GraphedStep(lambda count: step(runner, sequences, method, count), sequences, method.proposer, kind)
 
 
 def step(runner: Runner, sequences: Sequences, method: Method, count: int) -> Draft:

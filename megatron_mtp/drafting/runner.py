@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import embedding
 
@@ -15,7 +16,9 @@ from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.cached_attention import Scope, attach
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.dense_layer import Angles, lean, short_norm, turns
+from megatron_mtp.drafting.experts import place_few_rows, reads_nothing_back
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
+from megatron_mtp.drafting.latent_attention import cache_latents
 from megatron_mtp.drafting.products import product
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.mtp import AttentionInputs
@@ -42,7 +45,9 @@ class Runner:
         sequential: whether each depth continues the one before; False for parallel heads, and without depths.
         positions: how many the model was trained for.
         auto_counts: what has been measured for automatic K, by config and size of the batch.
+        kept: memory of earlier batches, by their size (`graphs.py`).
         all_short: whether every layer runs as `dense_layer` runs it.
+        recordable: whether a forward of few rows reads nothing back to the host.
 
     Raises:
         ValueError: a kind of model that drafting does not support.
@@ -62,13 +67,16 @@ class Runner:
         self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0
         self.sequential: bool = model.mtp.sequential if self.depths else False
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
+        self.kept: dict[int, Any] = {}
         self._scope = Scope()
         self._turned_rows: Rows | None = None
         self._turned: tuple[Tensor | None, Angles | None] = None, None
         self._place_attention()
+        self._place_experts()
         self._layers = [(lean(layer), layer) for layer in model.decoder.layers]
         self._mtp = [_Depth(layer) for layer in model.mtp.layers] if self.depths else []
         self.all_short = all(one is not None for one, _ in self._layers) and all(one.short for one in self._mtp)
+        self.recordable = self.all_short or all(map(reads_nothing_back, self._transformer_layers()))
         norm = model.decoder.final_layernorm
         self._final_norm = None if norm is None else short_norm(norm)
         self._embed, self._head = self._make_embedding(), self._make_head()
@@ -136,12 +144,24 @@ class Runner:
         if self.depths:
             for layer in model.mtp.layers:
                 attach([layer.tf_layer], self._scope, config, self.positions + BEYOND)
+        cache_latents(self._transformer_layers())
         latent = isinstance(model.decoder.layers[0].self_attention, MultiLatentAttention)
         has_angles = model.position_embedding_type == "rope" and not latent
         self._angles_L11C: Tensor | None = None
         if has_angles:
             self._angles_L11C = model.rotary_pos_emb(self.positions + BEYOND)
             self._turns_L211C = turns(self._angles_L11C, self.dtype)
+
+    def _transformer_layers(self) -> list[TransformerLayer]:
+        """Those of the trunk and of the depths."""
+        depths = self.model.mtp.layers if self.depths else []
+        return [*self.model.decoder.layers, *(layer.tf_layer for layer in depths)]
+
+    def _place_experts(self) -> None:
+        """On a GPU alone: the host of a CPU's model need not wait for what it reads."""
+        if self.device.type == "cuda":
+            for layer in self._transformer_layers():
+                place_few_rows(layer)
 
     def _make_embedding(self) -> Callable[[Tensor], Tensor]:
         """Tokens [B, R] to [S, B, H]; Megatron's module does it where it does more than look up."""

@@ -7,15 +7,22 @@ lists on the host with the same facts are updated between steps.
 Letters in names: B batch, R rows of a forward, P rows of a path, T slots, H hidden.
 """
 
+from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.drafting.kv_cache import KVCache, Rows, ancestors_of, chain_rows, tree_rows, write_rows
+from megatron_mtp.drafting.kv_cache import KVCache, Rows, ancestors_of, chain_rows, rounded, tree_rows, write_rows
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Noise
 from megatron_mtp.drafting.types import Draft, Verdict
+
+
+def wants_few_shapes(device: torch.device) -> bool:
+    """On a GPU, whose kernels and graphs are made for a shape; on a CPU more rows and slots take more time."""
+    return device.type == "cuda"
 
 
 class Sequences:
@@ -31,27 +38,51 @@ class Sequences:
         texts: tokens of each on the host.
         prompt_lengths: how many of these are the prompt's.
         live: on the host, whether each goes on.
-        fixed_growth: the most tokens that a step may add. With it, every forward looks at all slots, so that shapes do
-            not change from step to step. None where shapes may follow the lengths that the host knows.
+        few_shapes: whether shapes should be few rather than small; see `wants_few_shapes`.
+        growth: rows that a drafter has missed are run so many at least. Where few shapes are wanted, these are the most
+            tokens that a step may add, so that shapes do not follow what was accepted.
+        fixed: whether a step must hold for texts of which any may have ended, and not for those that go on now.
+        recorded: steps that were recorded on these tensors; see `graphs.py`.
     """
 
     def __init__(self, runner: Runner, prompts: list[list[int]], seeds: list[int], capacity: int) -> None:
         device, batch = runner.device, len(prompts)
-        self.texts = [list(prompt) for prompt in prompts]
-        self.prompt_lengths = [len(prompt) for prompt in prompts]
-        self.live = [True] * batch
-        self.fixed_growth: int | None = None
+        self.few_shapes = wants_few_shapes(device)
         self.capacity = capacity
         self.cache = KVCache(runner.trunk_layers, batch, capacity)
-        self.tokens_BT = torch.zeros(batch, capacity + 1, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            self.tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
-        self.tokens_BT = self.tokens_BT.to(device)
-        self.length_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self.recorded: dict[Hashable, Any] = {}
+        self._depth_caches: list[KVCache] = []
+        self.tokens_BT = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
+        self.length_B = torch.zeros(batch, dtype=torch.long, device=device)
         self.live_B = torch.ones(batch, dtype=torch.bool, device=device)
-        self.seed_B = torch.tensor(seeds, device=device)
+        self.seed_B = torch.zeros(batch, dtype=torch.long, device=device)
         states = torch.zeros(batch, 1, capacity + 1, runner.hidden_size, dtype=runner.dtype, device=device)
         self._states_B1TH = states
+        self.begin(prompts, seeds)
+
+    @torch.inference_mode()
+    def begin(self, prompts: list[list[int]], seeds: list[int]) -> None:
+        """Other prompts, as many as before, in the same memory."""
+        self.texts = [list(prompt) for prompt in prompts]
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
+        self.live = [True] * len(prompts)
+        self.growth, self.fixed = 1, False
+        tokens_BT = torch.zeros(self.tokens_BT.shape, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
+        self.tokens_BT.copy_(tokens_BT)
+        self.length_B.copy_(torch.tensor(self.prompt_lengths))
+        self.live_B.fill_(True)
+        self.seed_B.copy_(torch.tensor(seeds))
+        self._states_B1TH.zero_()
+        for cache in (self.cache, *self._depth_caches):
+            cache.clear()
+
+    def depth_caches(self, depths: int) -> list[KVCache]:
+        """Caches for a drafter's depths, in the same memory for every batch of prompts."""
+        while len(self._depth_caches) < depths:
+            self._depth_caches.append(KVCache(1, len(self.texts), self.capacity))
+        return self._depth_caches[:depths]
 
     @property
     def newest_B(self) -> Tensor:
@@ -68,18 +99,14 @@ class Sequences:
         return [len(text) for text in self.texts]
 
     def growth_since(self, lengths: list[int]) -> int:
-        """The most tokens that a live text has gained."""
-        if self.fixed_growth is not None:
-            return self.fixed_growth
+        """The most tokens that a live text has gained, or `growth` if that is more."""
         gained = [len(text) - then for text, then, live in zip(self.texts, lengths, self.live, strict=True) if live]
-        return max(gained, default=0)
+        return max([self.growth, *gained])
 
     def window(self, beyond: int) -> int:
-        """How many slots a forward must look at, if its last row is `beyond` rows after the newest token."""
-        if self.fixed_growth is not None:
-            return self.capacity
+        """How many slots a forward looks at whose last row is `beyond` rows after the newest token; `rounded`."""
         longest = max((len(text) for text, live in zip(self.texts, self.live, strict=True) if live), default=1)
-        return min(longest + beyond, self.capacity)
+        return min(rounded(longest + max(beyond, self.growth), self.few_shapes), self.capacity)
 
     def chain(self, first_B: Tensor, rows: int, beyond: int) -> Rows:
         """Rows from slot `first_B` on; those of texts that have ended leave no trace."""
@@ -157,8 +184,8 @@ class Sequences:
 
     @property
     def _all_live(self) -> bool:
-        """Whether the host knows that no text has ended; a step of fixed shapes must hold for any."""
-        return self.fixed_growth is None and all(self.live)
+        """Whether the host knows that no text has ended; a fixed step must hold for any."""
+        return not self.fixed and all(self.live)
 
     def _grow(self, gained_B: Tensor) -> None:
         self.length_B += gained_B if self._all_live else gained_B * self.live_B

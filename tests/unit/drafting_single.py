@@ -11,7 +11,7 @@ from megatron_single import MOE, VOCABULARY, our_model, randomise, transformer_c
 from torch import Tensor
 
 from megatron_mtp.data.batch import add_depths, depth_batch
-from megatron_mtp.drafting import loop
+from megatron_mtp.drafting import loop, sequences
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.loop import Limits, decode
@@ -60,7 +60,7 @@ LATENT_KINDS: dict[str, dict[str, Any]] = {"mla": {}, "mla-moe": MOE}
 def model_of(kind: str, depths: int = 3, dtype: torch.dtype = torch.float64, **changes: Any) -> MTPGPTModel:
     """A model of KINDS, or of LATENT_KINDS, with `changes` to its transformer's configuration."""
     latent = kind in LATENT_KINDS
-    model = _latent_model(kind, depths, changes) if latent else our_model(depths, **KINDS[kind], **changes)
+    model = _latent_model(kind, depths, changes) if latent else our_model(depths, **{**KINDS[kind], **changes})
     model.max_sequence_length = POSITIONS
     return model.to(dtype).eval()
 
@@ -69,7 +69,7 @@ def _latent_model(kind: str, depths: int, changes: dict[str, Any]) -> MTPGPTMode
     plain = transformer_config(depths)
     given = {field.name: getattr(plain, field.name) for field in fields(plain) if field.name in PLAIN_FIELDS}
     config = MTPGPTModelConfig(
-        transformer=MLATransformerConfig(**given, **LATENT, **LATENT_KINDS[kind], **changes),
+        transformer=MLATransformerConfig(**given, **{**LATENT, **LATENT_KINDS[kind], **changes}),
         vocab_size=VOCABULARY,
         seq_length=POSITIONS,
         position_embedding_type="rope",
@@ -139,6 +139,11 @@ def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Te
 def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what a step calls can be watched: the replay of a CUDA graph calls nothing."""
     monkeypatch.setattr(loop, "can_record", lambda *_: False)
+
+
+def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(sequences, "wants_few_shapes", lambda _: True)
 
 
 class Agreeing(Proposer):

@@ -1,12 +1,15 @@
-"""Attention over a cache: the scale of the core attention whose place it takes. test_drafting.py tests the values."""
+"""Attention over a cache: its scale, and the kernels that it may use. test_drafting.py tests the values."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from drafting_single import model_of
+from torch import Tensor
 
-from megatron_mtp.drafting.cached_attention import CachedAttention
+from megatron_mtp.drafting import cached_attention
+from megatron_mtp.drafting.cached_attention import CachedAttention, attend
 from megatron_mtp.drafting.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -27,3 +30,27 @@ def test_the_scale_is_known_without_the_core_attention(kind: str, changes: dict[
     assert all(isinstance(core, CachedAttention) for core in cached)
     assert [core.scale for core in cached] == scales
     assert (scales[0] == 0.75) == bool(changes)
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_cudnn_stays_out_of_attention_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is allowed again afterwards."""
+    seen = []
+
+    def attention(query: Tensor, *_: Any, **__: Any) -> Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return query
+
+    monkeypatch.setattr(cached_attention, "scaled_dot_product_attention", attention)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    scope: Any = SimpleNamespace(rows=None, mask=lambda *_: None)
+    scope.cache = SimpleNamespace(append=lambda _, key, value, __: (key, value))
+    for rows in (torch.zeros(1, 2, 3, 4).as_subclass(OnGPU), torch.zeros(1, 2, 3, 4)):
+        attend(scope, 0, rows, rows, rows, 1.0)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert seen == [False, True]

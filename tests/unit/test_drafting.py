@@ -291,7 +291,7 @@ def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, temperatur
         sequences = Sequences(target, prompts, [1, 2, 3], 60)
         prefill(target, sequences, Sampling(temperature))
         chosen = make_method(target, config, Sampling(temperature))
-        sequences.fixed_growth = 4
+        sequences.growth, sequences.fixed = 4, True
         chosen.proposer.start(sequences)
         for _ in range(2):
             step(target, sequences, chosen, chosen.count)
@@ -312,7 +312,7 @@ def test_every_tensor_is_on_the_models_device(method: str, temperature: float, m
     prefill(target, sequences, sampling)
     chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 2}), sampling)
     chosen.proposer.start(sequences)
-    sequences.fixed_growth = 3
+    sequences.growth, sequences.fixed = 3, True
     step(target, sequences, chosen, chosen.count)
     monkeypatch.setattr(Sequences, "newest_B", torch.tensor([1, 2, 3]))  # planted
     with pytest.raises(RuntimeError, match="device"):
@@ -329,7 +329,7 @@ def test_static_shapes_change_no_token(method: str) -> None:
     prefill(target, sequences, Sampling())
     chosen.proposer.start(sequences)
     for number in range(8):
-        sequences.fixed_growth = max(sequences.lengths()) if number == 0 else 4
+        sequences.growth, sequences.fixed = 4, number > 0
         for row, gained in enumerate(sequences.read_back()):
             sequences.settle(row, gained, ended=False)
         step(target, sequences, chosen, chosen.count)

@@ -30,11 +30,13 @@ def chosen(**changes: Any) -> str:
     return load._adapted(Namespace(**{**trained, **changes})).transformer_impl
 
 
-def test_short_layers_come_before_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dense model that TE has trained drafts with layers that can be recorded as a CUDA graph."""
+def test_layers_that_can_be_recorded_come_before_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that TE has trained drafts with layers that can be recorded as a CUDA graph; several ranks have none."""
     monkeypatch.setattr(load, "transformer_engine_works", lambda: True)
-    assert chosen() == chosen(**EXPERTS, transformer_impl="local") == "local"
-    assert chosen(**EXPERTS) == chosen(**LATENT) == "transformer_engine"
+    assert chosen() == chosen(**EXPERTS) == chosen(**LATENT) == "local"
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert chosen() == chosen(**EXPERTS) == "transformer_engine"
+    assert chosen(transformer_impl="local") == "local"
 
 
 def test_without_transformer_engine_its_checkpoints_draft_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,23 +4,27 @@ As a CUDA graph does, it repeats what was recorded on the memory that was record
 they were, and a tensor that a step makes anew instead of writing it in place is not seen by the next one.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from drafting_single import model_of, prompts_of, runner_of
+from drafting_single import model_of, prompts_of, runner_of, want_few_shapes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_mtp.drafting import loop
+from megatron_mtp.drafting import graphs, kv_cache, loop
 from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.graphs import GraphedStep, Step, can_record
+from megatron_mtp.drafting.graphs import GraphedStep, Recorded, Step, can_record
 from megatron_mtp.drafting.method import make_method
 from megatron_mtp.drafting.proposers import PROPOSERS
+from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
@@ -57,32 +61,43 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-def record_on_tape(step: Step) -> tuple[Callable[[], None], Draft]:
+def record_on_tape(step: Callable[[], Draft], _: None) -> Recorded:
     tape = Tape()
     with tape:
         draft = step()
     tape.undo()
-    return tape.replay, draft
+    return Recorded(tape.replay, draft)
 
 
 class Counted(GraphedStep):
-    """On tape; `replays` counts over all batches."""
+    """On tape; counts the replays of all batches, and notes what was recorded: K and the window."""
 
     replays = 0
+    recorded: ClassVar[list[tuple[int, int]]] = []
 
-    def __init__(self, step: Step, sequences: Sequences, growth: int) -> None:
-        super().__init__(step, sequences, growth, record_on_tape)
+    def __init__(self, step: Step, sequences: Sequences, proposer: Proposer, kind: Hashable) -> None:
+        def record(one_step: Callable[[], Draft], pool: Any) -> Recorded:
+            made = record_on_tape(one_step, pool)
+            Counted.recorded.append((made.draft.nodes, sequences.window(0)))
 
-    def __call__(self) -> Draft:
-        Counted.replays += self._replay is not None
-        return super().__call__()
+            def replay() -> None:
+                Counted.replays += 1
+                made.replay()
+
+            return replace(made, replay=replay)
+
+        super().__init__(step, sequences, proposer, kind, record)
 
 
 @pytest.fixture
 def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "replays", 0)
+    monkeypatch.setattr(Counted, "recorded", [])
     monkeypatch.setattr(loop, "GraphedStep", Counted)
-    monkeypatch.setattr(loop, "can_record", lambda _, proposer, count, __: count == 0 or proposer.recordable)
+    want_few_shapes(monkeypatch)
+    for module in (loop, graphs):
+        allowed = lambda _, proposer, count, __: count == 0 or proposer.recordable  # noqa: E731
+        monkeypatch.setattr(module, "can_record", allowed)
 
 
 RECORDABLE = [name for name, method in PROPOSERS.items() if method.recordable and name != "plain"]
@@ -112,6 +127,176 @@ def test_repeated_steps_sample_the_same_texts(method: str, request: pytest.Fixtu
     assert Counted.replays > 10
 
 
+def settings_of(method: str, count: int | str = 3) -> dict[str, Any]:
+    return {"method": method, "num_speculative_tokens": count}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(2.0)])
+@pytest.mark.parametrize(("method", "count"), [("mtp", 3), ("mtp_eagle", 3), ("mtp_eagle", 0)])
+def test_a_second_request_records_nothing(
+    method: str, count: int, sampling: Sampling, request: pytest.FixtureRequest
+) -> None:
+    """Longer and shorter prompts and answers, other seeds; a batch of another size has graphs of its own."""
+    requests = [(prompts_of(2), 30, [0, 1]), (prompts_of(2, longest=60, seed=7), 50, [5, 6]), ([[1], [2]], 9, [7, 8])]
+    another = prompts_of(3), 20, [1, 2, 3]
+    target, settings = (
+        Runner(model_of("gqa"), vocab_size=3 if sampling.temperature else None),
+        settings_of(method, count),
+    )
+    asked = [
+        ([[token % 3 for token in prompt] for prompt in prompts], *rest) for prompts, *rest in [*requests, another]
+    ]
+
+    def answer(prompts: list[list[int]], new_tokens: int, seeds: list[int]) -> list[list[int]]:
+        return generate(target, prompts, new_tokens, sampling, settings, seeds).token_ids
+
+    wanted = [answer(*one) for one in asked]
+    request.getfixturevalue("on_tape")
+    assert answer(*asked[0]) == wanted[0]
+    assert Counted.recorded == [(count, 128)]
+    for one, answers in zip(asked[1:3], wanted[1:3], strict=True):
+        before = Counted.replays
+        assert answer(*one) == answers
+        assert Counted.replays > before
+    assert Counted.recorded == [(count, 128)]
+    assert answer(*asked[3]) == wanted[3]
+    assert Counted.recorded == [(count, 128)] * 2
+    assert answer(*asked[0]) == wanted[0]
+    assert len(Counted.recorded) == 2
+
+
+def test_another_method_and_other_sampling_have_graphs_of_their_own(request: pytest.FixtureRequest) -> None:
+    target, prompts = runner_of(), prompts_of(2)
+    asked = [
+        (settings_of(method, count), sampling)
+        for method, count in (("mtp", 3), ("mtp", 2), ("mtp_eagle", 3))
+        for sampling in (Sampling(), Sampling(2.0), Sampling(2.0, top_k=3))
+    ]
+    wanted = [generate(target, prompts, 15, sampling, settings).token_ids for settings, sampling in asked]
+    request.getfixturevalue("on_tape")
+    for _ in range(2):
+        assert [generate(target, prompts, 15, sampling, settings).token_ids for settings, sampling in asked] == wanted
+        assert len(Counted.recorded) == len(asked)
+
+
+@pytest.fixture
+def narrow_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "FEW_WINDOWS_STEP", 16)
+
+
+@pytest.mark.usefixtures("narrow_windows")
+@pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "plain"])
+def test_a_text_that_outgrows_its_window_has_a_graph_for_the_next(method: str, request: pytest.FixtureRequest) -> None:
+    target, prompts = runner_of(), prompts_of(2)
+    count = 0 if method == "plain" else 2
+    answers = generate(target, prompts, 90).token_ids
+    request.getfixturevalue("on_tape")
+    for _ in range(2):
+        assert generate(target, prompts, 90, speculative=settings_of(method, count)).token_ids == answers
+        windows = [window for _, window in Counted.recorded]
+        assert windows == sorted(set(windows))
+        assert set(windows) >= {32, 48, 64, 80, 96}
+
+
+@pytest.mark.usefixtures("narrow_windows")
+def test_memory_has_a_bound(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Of graphs and batches, those that were not used for longest are dropped and made anew when needed."""
+    target, settings = runner_of(), settings_of("mtp", 2)
+    answers = {batch: generate(target, prompts_of(batch), 60).token_ids for batch in (1, 2, 3)}
+    request.getfixturevalue("on_tape")
+    monkeypatch.setattr(graphs, "MOST_BATCHES", 2)
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    for batch in (1, 2, 3, 2, 1):
+        assert generate(target, prompts_of(batch), 60, speculative=settings).token_ids == answers[batch]
+        assert all(len([one for one in kept.recorded.values() if one]) <= 2 for kept in target.kept.values())
+    assert list(target.kept) == [2, 1]
+
+
+def test_a_request_that_does_not_fit_gets_larger_memory(request: pytest.FixtureRequest) -> None:
+    target, prompts = runner_of(), prompts_of(2)
+    target.positions = 40
+    short = generate(target, prompts, 20).token_ids
+    target.positions = 400
+    answers = generate(target, prompts, 140).token_ids
+    request.getfixturevalue("on_tape")
+    target.positions = 40
+    assert generate(target, prompts, 20, speculative=settings_of("mtp")).token_ids == short
+    assert target.kept[2].capacity == 128
+    target.positions = 400
+    assert generate(target, prompts, 140, speculative=settings_of("mtp")).token_ids == answers
+    assert target.kept[2].capacity == 512
+
+
+@torch.inference_mode()
+def test_an_earlier_text_leaves_nothing_in_the_memory(request: pytest.FixtureRequest) -> None:
+    """Not even NaN, which no mask would keep out of a sum."""
+    target, prompts = runner_of(), prompts_of(2)
+    answers = generate(target, prompts, 20).token_ids
+    request.getfixturevalue("on_tape")
+    generate(target, prompts, 20, speculative=settings_of("mtp"))
+    sequences = target.kept[2]
+    for cache in (sequences.cache, *sequences.depth_caches(3)):
+        for held in (*cache.keys, *cache.values):
+            held.fill_(torch.nan)
+    sequences._states_B1TH.fill_(torch.nan)
+    assert generate(target, prompts, 20, speculative=settings_of("mtp")).token_ids == answers
+
+
+def test_a_step_that_fails_leaves_no_memory_behind(request: pytest.FixtureRequest) -> None:
+    target, prompts = runner_of(), prompts_of(2)
+    request.getfixturevalue("on_tape")
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        generate(target, prompts, 20, speculative=settings_of("mtp"), emit=fail)
+    assert not target.kept
+
+
+def test_a_request_within_another_has_memory_of_its_own(request: pytest.FixtureRequest) -> None:
+    target, prompts = runner_of(), prompts_of(2)
+    answers, others = generate(target, prompts, 20).token_ids, generate(target, prompts_of(2, seed=8), 20).token_ids
+    request.getfixturevalue("on_tape")
+    found = []
+
+    def ask(_: Any) -> None:
+        if len(found) < 3:
+            found.append([])
+            found[-1] = generate(target, prompts_of(2, seed=8), 20, speculative=settings_of("mtp")).token_ids
+
+    assert generate(target, prompts, 20, speculative=settings_of("mtp"), emit=ask).token_ids == answers
+    assert found == [others] * 3
+
+
+@pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
+def test_automatic_k_has_a_graph_for_every_k(method: str, request: pytest.FixtureRequest) -> None:
+    """K is made to change from step to step, with rests after which the drafter has many rows to run."""
+    target, prompts = runner_of(), prompts_of(3)
+    answers = generate(target, prompts, 90).token_ids
+    request.getfixturevalue("on_tape")
+    patch = request.getfixturevalue("monkeypatch")
+    order = itertools.cycle([3, 1, 0, 2, 0, 0, 0, 0, 0, 0, 2, 1, 3])
+    patch.setattr(AutoK, "choose", lambda _: next(order))
+    for _ in range(2):
+        assert generate(target, prompts, 90, speculative=settings_of(method, "auto")).token_ids == answers
+        assert sorted(Counted.recorded) == [(0, 128), (1, 128), (2, 128), (3, 128)]
+    assert Counted.replays > 100
+
+
+def test_automatic_k_learns_from_steady_steps_alone(request: pytest.FixtureRequest) -> None:
+    """Recording takes much longer than the step that it records."""
+    target, prompts = runner_of(), prompts_of(3)
+    request.getfixturevalue("on_tape")
+    patch = request.getfixturevalue("monkeypatch")
+    learned: list[int] = []
+    patch.setattr(AutoK, "choose", lambda _: 2)
+    patch.setattr(AutoK, "learn", lambda *_: learned.append(Counted.replays))
+    generate(target, prompts, 30, speculative=settings_of("mtp", "auto"))
+    assert learned[0] == 0  # the first, in which the drafter runs the prompts
+    assert learned[1] == 2  # without the one that was not recorded yet, and the one that was
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 @torch.inference_mode()
 def test_the_tape_sees_a_length_that_is_not_written_in_place(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,19 +310,21 @@ def test_the_tape_sees_a_length_that_is_not_written_in_place(in_place: bool, mon
     target, prompts = runner_of(), prompts_of(2)
     sequences = Sequences(target, prompts, [0, 1], 60)
     chosen = make_method(target, SpeculativeConfig("mtp", 2), Sampling())
+    sequences.growth = 3
     loop.prefill(target, sequences, Sampling())
     chosen.proposer.start(sequences)
-    taken = GraphedStep(lambda: loop.step(target, sequences, chosen, chosen.count), sequences, 3, record_on_tape)
+    step = lambda count: loop.step(target, sequences, chosen, count)  # noqa: E731
+    taken = GraphedStep(step, sequences, chosen.proposer, None, record_on_tape)
     lengths = []
     for _ in range(6):
-        taken()
+        taken(2)
         lengths.append(sequences.length_B.tolist())
     assert (lengths[3] < lengths[4] < lengths[5]) == in_place
 
 
 def test_only_steps_made_for_it_are_recorded() -> None:
-    on_cuda: Any = SimpleNamespace(device=torch.device("cuda"), all_short=True)
-    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), all_short=True)
+    on_cuda: Any = SimpleNamespace(device=torch.device("cuda"), recordable=True)
+    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), recordable=True)
     target = runner_of()
     vanilla, eagle, tree = (
         PROPOSERS[name](target, SpeculativeConfig(name)) for name in ("mtp", "mtp_eagle", "mtp_tree")
@@ -148,5 +335,5 @@ def test_only_steps_made_for_it_are_recorded() -> None:
     assert not can_record(on_cuda, tree, 2, "greedy")
     assert not can_record(on_cuda, vanilla, 2, "block")
     assert not can_record(on_cpu, vanilla, 2, "greedy")
-    on_cuda.all_short = False
+    on_cuda.recordable = False
     assert not can_record(on_cuda, vanilla, 2, "greedy")

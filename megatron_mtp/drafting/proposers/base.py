@@ -62,6 +62,13 @@ class Proposer:
     def start(self, sequences: "Sequences") -> None:
         """A new batch, whose prompts the trunk has run."""
 
+    def missed(self, sequences: "Sequences", count: int) -> int:
+        """Tokens of a text whose rows the drafter has to run before it drafts `count`; 0 if it runs none."""
+        return 0
+
+    def mark_seen(self, sequences: "Sequences", count: int) -> None:
+        """The drafter has run the rows of all tokens so far, in a draft of `count`."""
+
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         """A draft of depth `count`, at least 1."""
         raise NotImplementedError

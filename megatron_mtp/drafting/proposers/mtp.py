@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, override
 import torch
 from torch import Tensor
 
-from megatron_mtp.drafting.kv_cache import KVCache, Rows
+from megatron_mtp.drafting.kv_cache import Rows
 from megatron_mtp.drafting.proposers.base import Kind, Proposer, pick
 from megatron_mtp.drafting.types import Draft, Round
 
@@ -44,9 +44,16 @@ class Vanilla(Proposer):
 
     @override
     def start(self, sequences: "Sequences") -> None:
-        batch = len(sequences.texts)
-        self.caches = [KVCache(1, batch, sequences.capacity) for _ in range(self.runner.depths)]
-        self._seen = [[0] * batch for _ in range(self.runner.depths)]
+        self.caches = sequences.depth_caches(self.runner.depths)
+        self._seen = [[0] * len(sequences.texts)] * self.runner.depths
+
+    @override
+    def missed(self, sequences: "Sequences", count: int) -> int:
+        return max((sequences.growth_since(seen) for seen in self._seen[:count]), default=0)
+
+    @override
+    def mark_seen(self, sequences: "Sequences", count: int) -> None:
+        self._seen[:count] = [sequences.lengths()] * count
 
     @torch.inference_mode()
     @override
@@ -68,8 +75,7 @@ class Vanilla(Proposer):
     def _windows(self, sequences: "Sequences", count: int) -> Iterator[tuple[Tensor, int, bool]]:
         """First row, number of rows and whether they are the last, of what depths 1 .. `count` have to run."""
         yield from windows(sequences, self._width(sequences, count))
-        for depth in range(count):
-            self._seen[depth] = sequences.lengths()
+        self.mark_seen(sequences, count)
 
     def _width(self, sequences: "Sequences", count: int) -> int:
         return max(sequences.growth_since(self._seen[depth]) + depth for depth in range(count))
@@ -133,8 +139,17 @@ class Eagle(Proposer):
 
     @override
     def start(self, sequences: "Sequences") -> None:
-        self.cache = KVCache(1, len(sequences.texts), sequences.capacity)
+        (self.cache,) = sequences.depth_caches(1)
         self._seen = [0] * len(sequences.texts)
+
+    @override
+    def missed(self, sequences: "Sequences", count: int) -> int:
+        return sequences.growth_since(self._seen) if count else 0
+
+    @override
+    def mark_seen(self, sequences: "Sequences", count: int) -> None:
+        if count:
+            self._seen = sequences.lengths()
 
     @torch.inference_mode()
     @override

@@ -2,7 +2,8 @@
 
 Level 1 are candidates for the token after t_m, from the row m - 1 of the module. A node to be continued becomes a row
 of its own: its token, and the state of the row that drafted it. All rows of a level run in one forward, in slots after
-the committed ones, and see the committed rows and their own ancestors:
+the committed ones, and see the committed rows and their own ancestors. Where few shapes are wanted, a level with fewer
+rows than the largest one is padded:
 
     slot      ..  m-1   m    m+1   m+2          two nodes of level 1 at slots m and m + 1, and at m + 2 a child of the
     sees           -    -     -    m            first, which does not see the second
@@ -108,26 +109,26 @@ class Grower(Eagle):
         """
         states_SBH = self.catch_up(sequences)
         levels = [self._candidates(states_SBH, round, widths[0], [], None, drawn)]
-        shape, started = (len(sequences.texts), 1, self._rows(widths, most)), 0
+        shape, started = (len(sequences.texts), 1, self._rows_run(widths, most)), 0
+        least = max(_level_rows(widths[:-1], most), default=0) if sequences.few_shapes else 0
         ancestors_BFA = torch.zeros(shape, dtype=torch.bool, device=states_SBH.device)
         for depth, width in enumerate(widths[1:]):
             taken_BF = self._continued(levels[-1], most)
-            above_BF = levels[-1].rows_BN.gather(1, taken_BF)
+            run_BF = _padded(taken_BF, least)
+            above_BF = levels[-1].rows_BN.gather(1, run_BF)
             ancestors_BFA = _with_themselves(_rows_of(ancestors_BFA, above_BF), started)
-            where = sequences.tree(torch.full_like(taken_BF, depth), ancestors_BFA, started)
+            where = sequences.tree(torch.full_like(run_BF, depth), ancestors_BFA, started)
             given_SBH = states_SBH.gather(0, above_BF.T.unsqueeze(2).expand(-1, -1, states_SBH.size(2)))
-            states_SBH = self.runner.depth(1, given_SBH, levels[-1].tokens_BN.gather(1, taken_BF), where, self.cache)
+            states_SBH = self.runner.depth(1, given_SBH, levels[-1].tokens_BN.gather(1, run_BF), where, self.cache)
+            states_SBH = states_SBH[: taken_BF.size(1)]
             levels.append(self._candidates(states_SBH, round, width, levels, taken_BF, drawn))
-            started += taken_BF.size(1)
+            started += run_BF.size(1)
         return levels
 
-    def _rows(self, widths: list[int], most: int | None) -> int:
+    def _rows_run(self, widths: list[int], most: int | None) -> int:
         """Rows that run beyond the committed ones; at least 1, so that a mask has a column."""
-        total, level = 0, 1
-        for width in widths[:-1]:
-            level = level * width if most is None else min(level * width, most)
-            total += level
-        return max(total, 1)
+        levels = _level_rows(widths[:-1], most)
+        return max([1, *levels]) * max(len(levels), 1)
 
     def _continued(self, level: Level, most: int | None) -> Tensor:
         """Candidates [B, F] of a level that become rows."""
@@ -168,6 +169,19 @@ def _sampled(probs_BFV: Tensor, round: Round, width: int, before: int) -> Tensor
     return draw(probs_BFV.unsqueeze(2).expand(-1, -1, width, -1), uniform_BN.view(batch, rows, width))
 
 
+def _level_rows(widths: list[int], most: int | None) -> list[int]:
+    """Candidates of every level that are continued."""
+    rows = [1]
+    for width in widths:
+        rows.append(rows[-1] * width if most is None else min(rows[-1] * width, most))
+    return rows[1:]
+
+
+def _padded(taken_BF: Tensor, least: int) -> Tensor:
+    """So many columns at least; what the copies of the last one give is not used."""
+    return torch.cat([taken_BF, taken_BF[:, -1:].expand(-1, max(0, least - taken_BF.size(1)))], dim=1)
+
+
 def _with_themselves(ancestors_BFA: Tensor, started: int) -> Tensor:
     """Every row is an ancestor of its own; the first of these has the number `started`."""
     _, rows, all_rows = ancestors_BFA.shape
@@ -202,7 +216,7 @@ class Tree(Grower):
     @override
     def nodes(self, count: int) -> int:
         widths = self._widths(count)
-        return max(self._rows(widths, self._beam), self.settings.tree_nodes or self._rows([*widths, 1], None))
+        return max(self._rows_run(widths, self._beam), self.settings.tree_nodes or sum(_level_rows(widths, None)))
 
     @property
     def _beam(self) -> int | None:
@@ -239,7 +253,7 @@ class Beam(Grower):
 
     @override
     def nodes(self, count: int) -> int:
-        return max(count, self._rows([self.beam] * count, self.beam))
+        return max(count, self._rows_run([self.beam] * count, self.beam))
 
     @torch.inference_mode()
     @override

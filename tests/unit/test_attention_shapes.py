@@ -1,0 +1,77 @@
+"""What attention is given over 100 tokens of every method, in float32: few shapes, and no slot with NaN.
+
+A GPU's attention may make a plan, and a CUDA graph has to be recorded, for every shape of queries and keys.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from drafting_single import model_of, prompts_of, run, runner_of, want_few_shapes
+from torch import Tensor
+
+from megatron_mtp.drafting import cached_attention
+from megatron_mtp.drafting.proposers import PROPOSERS
+from megatron_mtp.drafting.runner import Runner
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+MOST_SHAPES = 8
+NEW_TOKENS = 100
+
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {"method": "plain"},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+    "mtp_eagle": {"method": "mtp_eagle", "num_speculative_tokens": 5},
+    "mtp_trunk_states": {"method": "mtp_trunk_states"},
+    "mtp_tree": {"method": "mtp_tree", "tree": [3, 2, 1]},
+    "mtp_tree-dynamic": {"method": "mtp_tree", "tree_nodes": 12, "num_speculative_tokens": 4},
+    "mtp_beam": {"method": "mtp_beam", "num_speculative_tokens": 3},
+    "parallel_heads": {"method": "parallel_heads"},
+    "draft_model": {"method": "draft_model", "model": "-", "num_speculative_tokens": 3},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+    "lookahead": {"method": "lookahead"},
+}
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+class Watched:
+    """The attention of torch, whose shapes of queries and keys are noted."""
+
+    def __init__(self) -> None:
+        self.shapes: set[tuple[torch.Size, torch.Size]] = set()
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
+        self.shapes.add((query.shape, key.shape))
+        assert key.isfinite().all()
+        assert value.isfinite().all()
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **more)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    found = Watched()
+    want_few_shapes(monkeypatch)
+    monkeypatch.setattr(cached_attention, "scaled_dot_product_attention", found)
+    return found
+
+
+def test_no_method_is_left_out() -> None:
+    assert {settings["method"] for settings in METHODS.values()} == set(PROPOSERS)
+
+
+@every_method
+@pytest.mark.parametrize("longest", [8, 50])
+def test_a_hundred_tokens_have_few_shapes(name: str, longest: int, watched: Watched) -> None:
+    """From short prompts, and from some that outgrow their window; prompts, drafts and verification together.
+
+    The drafts are right and wrong by chance, so that the drafter has to catch up with one token to K + 1.
+    """
+    target = runner_of("parallel" if name == "parallel_heads" else "gqa", dtype=torch.float32)
+    drafter = Runner(model_of("mha-tied-layernorm", dtype=torch.float32))
+    prompts = prompts_of(8, longest)[-2:]
+    answers = run(target, prompts, NEW_TOKENS, None)[0].texts
+    watched.shapes.clear()
+    made, _ = run(target, prompts, NEW_TOKENS, METHODS[name], answers, drafter=drafter)
+    assert made.texts == answers
+    assert 1 < len(watched.shapes) <= MOST_SHAPES, sorted(watched.shapes)

@@ -1,0 +1,144 @@
+"""Layers of experts for few rows against Megatron's own, and which layers read nothing back to the host."""
+
+from typing import Any
+
+import pytest
+import torch
+from drafting_single import KINDS, model_of, prompts_of
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from megatron_mtp.drafting import experts
+from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.config import config_from
+from megatron_mtp.drafting.experts import FewRows, place_few_rows
+from megatron_mtp.drafting.loop import step
+from megatron_mtp.drafting.method import make_method
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.model.trunk import MTPGPTModel
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "sigmoid with a bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "groups": {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 2.5},
+    "shared": {"moe_shared_expert_intermediate_size": 48},
+    "alltoall": {"moe_token_dispatcher_type": "alltoall"},
+    "ungated": {"gated_linear_unit": False},
+}
+
+
+@pytest.mark.parametrize("copies", [0, 100])
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@torch.inference_mode()
+def test_few_rows_are_what_megatrons_layer_makes_of_them(
+    router: str, dtype: torch.dtype, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By gathering the experts' weights, and by running all experts; also in the parts that the weights become."""
+    monkeypatch.setattr(experts, "COPIES", copies)
+    layer = model_of("moe", depths=1, dtype=dtype, **ROUTERS[router]).decoder.layers[1]
+    hidden_SBH = torch.randn(5, 3, layer.config.hidden_size, generator=torch.Generator().manual_seed(3)).to(dtype)
+    wanted, _ = layer.mlp(hidden_SBH)
+    place_few_rows(layer)
+    assert isinstance(layer.mlp, FewRows)
+    made, bias = layer.mlp(hidden_SBH)
+    assert bias is None
+    allowed = {torch.float64: 1e-12, torch.bfloat16: 0.02}[dtype] * wanted.abs().max().item()
+    torch.testing.assert_close(made, wanted, rtol=0, atol=allowed)
+    torch.testing.assert_close(layer.mlp.own(hidden_SBH)[0], wanted, rtol=0, atol=allowed)
+    monkeypatch.setattr(experts, "MOST_ROWS", 14)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert torch.equal(layer.mlp(hidden_SBH)[0], layer.mlp.own(hidden_SBH)[0])
+
+
+@torch.inference_mode()
+def test_an_expert_that_overflows_for_others_rows_changes_nothing() -> None:
+    layer = model_of("moe", depths=1).decoder.layers[1]
+    hidden_SBH = torch.randn(1, 1, layer.config.hidden_size, dtype=torch.float64)
+    _, chosen_TE = layer.mlp.router(hidden_SBH)
+    wanted, _ = layer.mlp(hidden_SBH)
+    unchosen = int((~chosen_TE[0]).nonzero()[0])
+    layer.mlp.experts.local_experts[unchosen].linear_fc1.weight.fill_(torch.inf)
+    place_few_rows(layer)
+    torch.testing.assert_close(layer.mlp(hidden_SBH)[0], wanted)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"moe_input_jitter_eps": 0.1}, {"moe_router_load_balancing_type": "sinkhorn"}, {"add_bias_linear": True}],
+)
+def test_other_experts_are_left_to_megatron(changes: dict[str, Any]) -> None:
+    layer = model_of("moe", depths=1, **changes).decoder.layers[0]
+    own = layer.mlp
+    place_few_rows(layer)
+    assert layer.mlp is own
+    assert not experts.reads_nothing_back(layer)
+
+
+@pytest.fixture
+def few_rows_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the runner puts `FewRows` in place."""
+
+    def place_experts(self: Runner) -> None:
+        for layer in self._transformer_layers():
+            place_few_rows(layer)
+
+    monkeypatch.setattr(Runner, "_place_experts", place_experts)
+
+
+def without_numbers(model: MTPGPTModel, fakes: FakeTensorMode) -> MTPGPTModel:
+    """With weights that know their shapes alone, so that reading one back is refused."""
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            module._parameters[name] = torch.nn.Parameter(fakes.from_tensor(weight).detach(), False)
+        for name, held in module.named_buffers(recurse=False):
+            module._buffers[name] = fakes.from_tensor(held)
+        if isinstance(getattr(module, "inv_freq", None), torch.Tensor):  # made on the device, and no buffer
+            module.inv_freq = fakes.from_tensor(module.inv_freq)
+    return model
+
+
+def two_steps(kind: str) -> None:
+    """Of a batch: drafted, verified and kept."""
+    prompts, method = prompts_of(3), "parallel_heads" if kind == "parallel" else "mtp"
+    model = model_of(kind, dtype=torch.bfloat16)
+    with FakeTensorMode() as fakes:
+        target = Runner(without_numbers(model, fakes))
+        sequences = Sequences(target, prompts, [1, 2, 3], 60)
+        chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 3}), Sampling())
+        sequences.growth, sequences.fixed = chosen.count + 1, True
+        chosen.proposer.start(sequences)
+        for _ in range(2):
+            step(target, sequences, chosen, chosen.count)
+
+
+@pytest.mark.usefixtures("few_rows_everywhere")
+@pytest.mark.parametrize("kind", [*KINDS, "mla", "mla-moe"])
+@torch.inference_mode()
+def test_a_step_of_every_kind_of_model_reads_nothing_back(kind: str) -> None:
+    assert Runner(model_of(kind)).recordable
+    two_steps(kind)
+
+
+@pytest.mark.parametrize("kind", ["moe", "mla-moe"])
+@torch.inference_mode()
+def test_megatrons_experts_read_back(kind: str) -> None:
+    assert not Runner(model_of(kind)).recordable
+    with pytest.raises(DataDependentOutputException):
+        two_steps(kind)
+
+
+@pytest.mark.parametrize("copies", [0, 100])
+@pytest.mark.parametrize("kind", ["moe", "mla-moe"])
+def test_texts_are_the_same_with_few_rows(
+    kind: str, copies: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(experts, "COPIES", copies)
+    prompts, settings = prompts_of(3), {"method": "mtp", "num_speculative_tokens": 3}
+    answers = generate(Runner(model_of(kind)), prompts, 40).token_ids
+    request.getfixturevalue("few_rows_everywhere")
+    assert generate(Runner(model_of(kind)), prompts, 40, speculative=settings).token_ids == answers

@@ -1,15 +1,21 @@
 """What a depth costs in memory where vocabularies are large, against Megatron's own MTP, and what the step takes.
 
-    python benchmarks/mtp_memory.py                            4,096 tokens x 65,536 and 131,072 entries
+    python benchmarks/mtp_memory.py                            5 numbers of tokens x 65,536 and 131,072 entries
     python benchmarks/mtp_memory.py --vocab-sizes 65536        one vocabulary
+    python benchmarks/mtp_memory.py --tokens 128 1024          two numbers of tokens
     python benchmarks/mtp_memory.py --quick                    does it run? (the figures mean nothing)
 
+Logits [N, V] are larger than the head's weight [V, H] where the tokens N are more than H, and smaller where they are
+fewer: so tokens are given as multiples of H where --tokens does not say how many.
+
 The marginal memory of a depth is the peak of a training step with one depth less that of one without, both allocated by
-torch. Models, batches and steps are those of sides.py, and the first step has to agree, as for train_step.py.
+torch. Models, batches and steps are those of sides.py, and the first step has to agree, as for train_step.py. In a
+step, activations and the embedding's gradient hide some of what the loss needs: loss_alone.py measures it alone.
 """
 
 import argparse
 import gc
+import itertools
 import statistics
 import sys
 from dataclasses import asdict, replace
@@ -22,11 +28,13 @@ import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import get_args
 
+from benchmarks import loss_alone
 from benchmarks.harness import (
     Goal,
     add_common_flags,
     allocated_peak,
     compare,
+    count,
     hardware,
     interleave,
     limit_threads,
@@ -46,8 +54,12 @@ from benchmarks.sides import (
 )
 
 SIDES = (OURS, THEIRS)
-MARGINAL, STEP = 0.25, 1.0
-"""A depth of ours needs at most so much of the memory of one of Megatron's, and a step at most so much of its time."""
+MARGINAL, MARGINAL_OF_MANY, STEP = 1.0, 0.25, 1.0
+"""A depth of ours needs at most so much of the memory of one of Megatron's, with `MANY` H tokens and more at most so
+much, and a step at most so much of its time. The same holds for the loss alone."""
+MANY = 4
+TOKENS = (0.5, 1, 2, 4, 16)
+"""Tokens of a step over H."""
 
 DEFAULTS = {
     "cpu": Sizes(256, 2, 4, 1024, 4, 0, "fp32"),
@@ -63,24 +75,22 @@ def main() -> None:
     wanted = parse(sys.argv[1:])
     where = place(wanted.quick)
     limit_threads(wanted)
-    vocabularies, command = wanted.vocab_sizes or VOCABULARIES[where], sys.argv
-    sizes = replace(DEFAULTS[where], vocab_size=max(vocabularies))
+    sizes, vocabularies, command = DEFAULTS[where], wanted.vocab_sizes or VOCABULARIES[where], sys.argv
+    counts = wanted.tokens or [int(ratio * sizes.hidden_size) for ratio in TOKENS]
+    longest = max(counts) // sizes.micro_batch_size
+    sizes = replace(sizes, vocab_size=max(vocabularies), seq_length=longest)
     set_up_megatron(sizes, depths=1)
     sys.argv = command
     results: dict[str, Any] = {}
-    for vocabulary in vocabularies:
-        results[str(vocabulary)] = measure(vocabulary, sizes.dtype, wanted.repeats or REPEATS[where])
-        print(f"> {vocabulary} entries: {results[str(vocabulary)]}", flush=True)
+    goals: list[Goal] = []
+    for vocabulary, tokens in itertools.product(vocabularies, counts):
+        what = f"{tokens} x {vocabulary}"
+        result = measure(vocabulary, tokens, sizes.dtype, wanted.repeats or REPEATS[where])
+        result |= measure_alone(vocabulary, tokens, sizes.hidden_size)
+        results[what] = result
+        print(f"> {what}: {result}", flush=True)
+        goals += _goals(what, result, many=tokens >= MANY * sizes.hidden_size)
     torch.distributed.destroy_process_group()
-    tokens = sizes.seq_length * sizes.micro_batch_size
-    goals = [
-        goal
-        for entries, result in results.items()
-        for goal in (
-            Goal(f"marginal memory of a depth, {tokens} x {entries}", result["marginal ratio"], MARGINAL),
-            Goal(f"step with a depth, {tokens} x {entries}", result["step ratio"], STEP),
-        )
-    ]
     report("mtp_memory", hardware(ON_CPU), {"sizes": asdict(sizes), **results}, goals, [_table(results)])
 
 
@@ -91,16 +101,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
         epilog="example: python benchmarks/mtp_memory.py --vocab-sizes 131072 --repeats 10",
     )
     parser.add_argument("--vocab-sizes", type=int, nargs="+", metavar="V", help="default: 65536 131072")
+    ratios = " ".join(map(str, TOKENS))
+    parser.add_argument("--tokens", type=count, nargs="+", metavar="N", help=f"of a step; default: {ratios} times H")
     add_common_flags(parser, REPEATS)
     wanted = parser.parse_args(argv)
     if any(vocabulary % 128 for vocabulary in wanted.vocab_sizes or []):
         parser.error(f"--vocab-sizes is {wanted.vocab_sizes}; give multiples of 128, to which Megatron pads.")
+    sequences = DEFAULTS[place(wanted.quick)].micro_batch_size
+    if any(tokens % sequences for tokens in wanted.tokens or []):
+        parser.error(f"--tokens is {wanted.tokens}; give multiples of {sequences}, the sequences of a step.")
     return wanted
 
 
-def measure(vocabulary: int, dtype: str, repeats: int) -> dict[str, Any]:
+def measure(vocabulary: int, tokens: int, dtype: str, repeats: int) -> dict[str, Any]:
     """Peaks without and with a depth, and the time of a step with one, of both sides."""
     args = get_args()
+    args.seq_length = tokens // args.micro_batch_size
     args.padded_vocab_size, args.vocab_size = vocabulary, vocabulary - 1
     peaks: dict[str, list[float]] = {side: [] for side in SIDES}
     for depths in (None, 1):
@@ -126,17 +142,39 @@ def measure(vocabulary: int, dtype: str, repeats: int) -> dict[str, Any]:
     }
 
 
+def measure_alone(vocabulary: int, tokens: int, hidden: int) -> dict[str, Any]:
+    """Peaks of the head and the loss of one depth, of both sides."""
+    found = {dtype: loss_alone.peaks(tokens, vocabulary, hidden, dtype) for dtype in loss_alone.DTYPES}
+    return {
+        "MiB of the loss alone": {dtype: dict(zip(SIDES, peaks, strict=True)) for dtype, peaks in found.items()},
+        "ratios alone": {dtype: round(ours / theirs, 4) for dtype, (ours, theirs) in found.items()},
+    }
+
+
+def _goals(what: str, result: dict[str, Any], many: bool) -> list[Goal]:
+    """`many`: whether the tokens are `MANY` H or more."""
+    goal = MARGINAL_OF_MANY if many else MARGINAL
+    return [
+        *(Goal(f"memory of the loss, {dtype}, {what}", ratio, goal) for dtype, ratio in result["ratios alone"].items()),
+        Goal(f"marginal memory of a depth, {what}", result["marginal ratio"], goal),
+        Goal(f"step with a depth, {what}", result["step ratio"], STEP),
+    ]
+
+
 def _table(results: dict[str, Any]) -> str:
-    header = ("entries", "MiB a depth, ours", "Megatron's", "ratio", "s a step, ours", "Megatron's", "ratio")
+    alone = [f"loss alone, {dtype}" for dtype in loss_alone.DTYPES]
+    depth, step = ("MiB a depth, ours", "Megatron's", "ratio"), ("s a step, ours", "Megatron's", "ratio")
+    header = ("tokens x entries", *alone, *depth, *step)
     rows = [
         (
-            entries,
+            what,
+            *result["ratios alone"].values(),
             *(result["marginal MiB"][side] for side in SIDES),
             result["marginal ratio"],
             *(result["seconds"][side] for side in SIDES),
             result["step ratio"],
         )
-        for entries, result in results.items()
+        for what, result in results.items()
     ]
     return table(header, rows)
 

@@ -17,9 +17,17 @@ BLOCK_BYTES = 2**20
 collectives."""
 
 
-def chunks(positions: int, entries: int, is_cuda: bool) -> Iterator[slice]:
-    """Slices of all positions, each with at most a chunk of float32 logits; `entries` are the logits of a position."""
-    return _slices(positions, (CHUNK_BYTES_CUDA if is_cuda else CHUNK_BYTES) // (4 * entries))
+def chunks(positions: int, entries: int, is_cuda: bool, most: int | None = None) -> Iterator[slice]:
+    """Slices of all positions, each with at most a chunk of float32 logits.
+
+    Args:
+        positions: all of them.
+        entries: the logits of a position.
+        is_cuda: whether they are on a GPU.
+        most: positions of a slice, whatever their logits need.
+    """
+    at_once = (CHUNK_BYTES_CUDA if is_cuda else CHUNK_BYTES) // (4 * entries)
+    return _slices(positions, at_once if most is None else min(at_once, most))
 
 
 def blocks(positions: int, entries: int, as_one: bool) -> Iterator[slice]:

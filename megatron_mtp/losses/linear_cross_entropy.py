@@ -7,9 +7,10 @@ The weights of all positions are known in the forward pass, and the sum reaches 
 upstream gradient. So the gradients are computed in the forward pass, while a chunk's logits are in memory, and the
 backward pass scales them. A chunk costs three matrix products, as a head with all logits does. The memory is
 
-    one chunk of logits + hidden gradients [N, H] + one weight gradient [V / TP, H] in float32
+    one chunk of logits + hidden gradients [D N, H] + the smaller one of [V, H] in float32 and [D N, V]
 
-for any number of depths. A frozen head needs no weight gradient and one product less.
+The last is kept for the weight gradient (weight_gradient.py); a frozen head needs neither, and one product less. A head
+with all logits holds both at once.
 
 Letters in names: N positions, H hidden, V this rank's slice of the vocabulary, D depths.
 """
@@ -24,6 +25,15 @@ from torch import Tensor
 from megatron_mtp.losses.chunks import blocks, chunks
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.losses.weight_gradient import (
+    Factors,
+    Sum,
+    add_product,
+    deliver,
+    keeps_factors,
+    positions_beside_sum,
+    scaled,
+)
 
 FLOAT16_GRADIENT = 2.0**8
 """The size to which the largest gradient of a float16 logit is scaled in the forward pass, before Megatron's loss scale
@@ -55,6 +65,7 @@ def linear_loss(
     weight_VH: Tensor,
     vocabulary: Vocabulary,
     teacher_weight_VH: Tensor | None = None,
+    main_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """sum_d scale_d sum_d, to be trained on, and the depths' own masked sums [D], to be logged.
 
@@ -66,13 +77,15 @@ def linear_loss(
         weight_VH: this rank's slice of the head.
         vocabulary: what its rows stand for.
         teacher_weight_VH: the head for the teacher's logits; `weight_VH` if None.
+        main_grad: the weight's gradient may be added to Megatron's `main_grad`, and autograd gets none. Some other
+            loss of the same backward pass has to give the weight one: with `--overlap-grad-reduce` DDP asks for it.
     """
     rows = [states_NH.to(weight_VH.dtype) for states_NH in hidden]
     if not torch.is_grad_enabled():  # autograd functions ignore no_grad, so detach here
         weight_VH, rows = weight_VH.detach(), [states_NH.detach() for states_NH in rows]
     if teacher_weight_VH is not None:
         teacher_weight_VH = teacher_weight_VH.detach()
-    arguments = token_loss, targets, vocabulary, teacher_weight_VH, weight_VH, *rows
+    arguments = token_loss, targets, vocabulary, teacher_weight_VH, main_grad, weight_VH, *rows
     total, sums_D = _LinearLoss.apply(*arguments)  # type: ignore[no-untyped-call]
     return total, sums_D
 
@@ -87,49 +100,90 @@ class _LinearLoss(torch.autograd.Function):
         targets: Sequence[Targets],
         vocabulary: Vocabulary,
         teacher_weight_VH: Tensor | None,
+        main_grad: bool,
         weight_VH: Tensor,
         *hidden: Tensor,
     ) -> tuple[Tensor, Tensor]:
         taught_by_VH = weight_VH if teacher_weight_VH is None else teacher_weight_VH
-        trains_weight, *trains_hidden = ctx.needs_input_grad[4:]
+        trains_weight, *trains_hidden = ctx.needs_input_grad[5:]
         exact = torch.promote_types(weight_VH.dtype, torch.float32)
-        lift = _lift(targets, vocabulary, weight_VH.dtype)
-        weight_grad_VH = torch.zeros_like(weight_VH, dtype=exact) if trains_weight else None
+        positions = sum(map(len, hidden))
+        factors = trains_weight and keeps_factors(positions, weight_VH)
+        sum_VH = torch.zeros_like(weight_VH, dtype=exact) if trains_weight and not factors else None
+        most = None if sum_VH is None else positions_beside_sum(positions, weight_VH)
+        head = _Head(token_loss, vocabulary, weight_VH, taught_by_VH, sum_VH, most)
         hidden_grads = [
             torch.empty_like(states_NH) if trains else None
             for states_NH, trains in zip(hidden, trains_hidden, strict=True)
         ]
-        entries = vocabulary.widest if teacher_weight_VH is None else max(vocabulary.widest, len(teacher_weight_VH))
-        sums = []
-        for states_NH, target, hidden_grad_NH in zip(hidden, targets, hidden_grads, strict=True):
-            total = torch.zeros((), dtype=exact, device=weight_VH.device)
-            lifted = replace(target, scale=target.scale * lift)
-            for chunk in chunks(len(states_NH), entries, weight_VH.is_cuda):
-                teacher_NH = None if target.teacher_NH is None else target.teacher_NH[chunk]
-                teacher_NV = None if teacher_NH is None else _product(teacher_NH, taught_by_VH)
-                logits_NV = _product(states_NH[chunk], weight_VH)
-                total += _sum_(token_loss, logits_NV, teacher_NV, lifted, chunk, vocabulary)
-                gradient_NV = logits_NV
-                if hidden_grad_NH is not None:
-                    torch.mm(gradient_NV, weight_VH, out=hidden_grad_NH[chunk])
-                if weight_grad_VH is not None:
-                    _add_product(weight_grad_VH, gradient_NV.t(), states_NH[chunk])
-            sums.append(total)
-        ctx.weight_dtype, ctx.lift = weight_VH.dtype, lift
-        ctx.save_for_backward(weight_grad_VH, *hidden_grads)
+        gradients = [states_NH.new_empty(len(states_NH), len(weight_VH)) if factors else None for states_NH in hidden]
+        lift = _lift(targets, vocabulary, weight_VH.dtype)
+        sums = [
+            head.run(states_NH, replace(target, scale=target.scale * lift), hidden_grad_NH, gradient_NV)
+            for states_NH, target, hidden_grad_NH, gradient_NV in zip(
+                hidden, targets, hidden_grads, gradients, strict=True
+            )
+        ]
+        ctx.main_grad, ctx.lift, ctx.depths, ctx.factors = main_grad, lift, len(hidden), factors
+        kept = (*gradients, *hidden) if factors else (sum_VH,)
+        ctx.save_for_backward(weight_VH, *hidden_grads, *kept)
         sums_D = torch.stack(sums)
         ctx.mark_non_differentiable(sums_D)
         return sums_D.dot(torch.stack([target.scale for target in targets]).to(exact)), sums_D
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        weight_grad_VH, *hidden_grads = ctx.saved_tensors
-        dtype, upstream = ctx.weight_dtype, upstream / ctx.lift
-        scaled = (
-            None if gradient is None else (gradient.to(upstream.dtype) * upstream).to(dtype)  # bfloat16 would round it
-            for gradient in (weight_grad_VH, *hidden_grads)
-        )
-        return None, None, None, None, *scaled
+        weight_VH, *saved = ctx.saved_tensors
+        upstream = upstream / ctx.lift
+        hidden_grads, kept = saved[: ctx.depths], saved[ctx.depths :]
+        weight_grad_VH = None
+        if kept[0] is not None:
+            gradient = Factors(kept[: ctx.depths], kept[ctx.depths :]) if ctx.factors else Sum(kept[0])
+            weight_grad_VH = deliver(gradient, weight_VH, upstream, ctx, ctx.main_grad)
+        scaled_grads = (None if each is None else scaled(each, upstream, each.dtype) for each in hidden_grads)
+        return None, None, None, None, None, weight_grad_VH, *scaled_grads
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What the chunks of all depths have in common; their weight gradients are added to `sum_VH`, if there is one."""
+
+    token_loss: TokenLoss
+    vocabulary: Vocabulary
+    weight_VH: Tensor
+    taught_by_VH: Tensor
+    sum_VH: Tensor | None
+    most: int | None
+
+    def run(
+        self, states_NH: Tensor, target: Targets, hidden_grad_NH: Tensor | None, gradient_NV: Tensor | None
+    ) -> Tensor:
+        """The masked sum of a depth's losses; gradients of `scale` times the sum are written to those that are given.
+
+        Args:
+            gradient_NV: by the logits.
+        """
+        weight_VH, is_cuda = self.weight_VH, self.weight_VH.is_cuda
+        total = torch.zeros((), dtype=torch.promote_types(weight_VH.dtype, torch.float32), device=weight_VH.device)
+        entries = max(self.vocabulary.widest, len(self.taught_by_VH) * (self.taught_by_VH is not weight_VH))
+        for chunk in chunks(len(states_NH), entries, is_cuda, self.most):
+            logits_NV = None if gradient_NV is None else gradient_NV[chunk]
+            total += self._add_chunk(states_NH[chunk], target, chunk, hidden_grad_NH, logits_NV)
+        return total
+
+    def _add_chunk(
+        self, states_NH: Tensor, target: Targets, chunk: slice, hidden_grad_NH: Tensor | None, logits_NV: Tensor | None
+    ) -> Tensor:
+        """A function of its own: its logits are released before those of the next chunk are made."""
+        teacher_NH = None if target.teacher_NH is None else target.teacher_NH[chunk]
+        teacher_NV = None if teacher_NH is None else _product(teacher_NH, self.taught_by_VH)
+        gradient_NV = _product(states_NH, self.weight_VH, logits_NV)
+        total = _sum_(self.token_loss, gradient_NV, teacher_NV, target, chunk, self.vocabulary)
+        if hidden_grad_NH is not None:
+            torch.mm(gradient_NV, self.weight_VH, out=hidden_grad_NH[chunk])
+        if self.sum_VH is not None:
+            add_product(self.sum_VH, gradient_NV.t(), states_NH)
+        return total
 
 
 def _lift(targets: Sequence[Targets], vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor | float:
@@ -163,8 +217,8 @@ def _sum_(
     return torch.cat(losses).masked_fill(mask_N == 0, 0).dot(mask_N)
 
 
-def _product(states_NH: Tensor, weight_VH: Tensor) -> Tensor:
-    return states_NH.to(weight_VH.dtype) @ weight_VH.t()
+def _product(states_NH: Tensor, weight_VH: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.matmul(states_NH.to(weight_VH.dtype), weight_VH.t(), out=out)
 
 
 def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:
@@ -173,16 +227,3 @@ def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:
     if vocabulary.logit_scale != 1:
         logits_NV.mul_(vocabulary.logit_scale)
     return vocabulary.mask_padding_(logits_NV)
-
-
-def _add_product(total_VH: Tensor, left_VN: Tensor, right_NH: Tensor) -> None:
-    """total += left @ right, in float32 whatever type the weights have."""
-    exact = total_VH.dtype
-    if left_VN.dtype == exact:
-        total_VH.addmm_(left_VN, right_NH)
-    elif left_VN.dtype != torch.float16:
-        total_VH += left_VN @ right_NH
-    elif left_VN.is_cuda:  # a product in float16 would overflow at frequent tokens, and lose the rare ones
-        total_VH += torch.mm(left_VN, right_NH, out_dtype=exact)
-    else:
-        total_VH.addmm_(left_VN.to(exact), right_NH.to(exact))

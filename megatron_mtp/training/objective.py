@@ -72,7 +72,8 @@ class NextTokensObjective:
         if not depth_hidden:
             return ObjectiveOutput(main.total, main, [], None)
         later = self.later_positions(batch.positions_S, len(depth_hidden))
-        auxiliary, depths = self.of_depths(hidden_SBH.detach(), depth_hidden, stage.depth_head, batch, later)
+        trunk_SBH, head = hidden_SBH.detach(), stage.depth_head
+        auxiliary, depths = self.of_depths(trunk_SBH, depth_hidden, head, batch, later, beside_main=self.trains_trunk)
         acceptance = None
         if self.measures_acceptance:
             assert later is not None
@@ -102,8 +103,12 @@ class NextTokensObjective:
         head: Head,
         batch: DepthBatch,
         later: LaterPositions | None,
+        beside_main: bool = False,
     ) -> tuple[Tensor, list[LossSum]]:
-        """The depths' part of the loss, and every depth's own sum for the logs; `trunk_SBH` is their teacher."""
+        """The depths' part of the loss, and every depth's own sum for the logs; `trunk_SBH` is their teacher.
+
+        With `beside_main` the trunk's loss trains the head in the same backward pass, and through autograd.
+        """
         batch = self._drafted(head, batch)
         kept_S, share = self._kept(batch.positions_S)
         teachers = self._teachers(trunk_SBH, len(depth_hidden), head, kept_S, later)
@@ -117,7 +122,9 @@ class NextTokensObjective:
             targets.append(Targets(_rows(labels_BS), _rows(mask_BS), scales[depth], teachers[depth]))
         teacher_weight = head.weight if self.depth_loss.needs_whole_teacher else None
         rows, vocabulary = head.draft_weight, vocabulary_of(head, drafts=True)
-        total, sums_D = linear_loss(self.depth_loss, states, targets, rows, vocabulary, teacher_weight)
+        total, sums_D = linear_loss(
+            self.depth_loss, states, targets, rows, vocabulary, teacher_weight, main_grad=beside_main
+        )
         tokens = [target.mask_N.sum() for target in targets]
         sums = [LossSum(*each) for each in zip(sums_D, tokens, batch.whole_tokens[1:], strict=True)]
         return total, sums

@@ -136,11 +136,24 @@ def test_train_step_runs_and_ends_with_its_report() -> None:
 
 
 def test_mtp_memory_runs_and_ends_with_its_report() -> None:
-    summary = summary_of("mtp_memory.py")
+    summary = summary_of("mtp_memory.py", "--tokens", "16", "128")
     assert summary["benchmark"] == "mtp_memory"
-    result = summary["results"]["1024"]
-    assert [goal["value"] for goal in summary["goals"]] == [result["marginal ratio"], result["step ratio"]]
-    assert [(goal["goal"], goal["op"]) for goal in summary["goals"]] == [(0.25, "<="), (1.0, "<=")]
+    few, many = (summary["results"][f"{tokens} x 1024"] for tokens in (16, 128))
+    figures = [
+        figure
+        for each in (few, many)
+        for figure in (*each["ratios alone"].values(), each["marginal ratio"], each["step ratio"])
+    ]
+    assert [goal["value"] for goal in summary["goals"]] == figures
+    assert [goal["goal"] for goal in summary["goals"]] == [1.0, 1.0, 1.0, 1.0, 0.25, 0.25, 0.25, 1.0]
+    assert {goal["op"] for goal in summary["goals"]} == {"<="}
+    assert few["ratios alone"].keys() == {"fp32", "bf16"}
+
+
+def test_mtp_memory_refuses_tokens_that_its_sequences_cannot_share() -> None:
+    run = fork_server.run([sys.executable, str(REPOSITORY / "benchmarks/mtp_memory.py"), "--quick", "--tokens", "17"])
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].endswith("--tokens is [17]; give multiples of 2, the sequences of a step.")
 
 
 def test_depth_cost_runs_and_ends_with_its_report() -> None:

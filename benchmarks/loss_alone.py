@@ -1,0 +1,73 @@
+"""The head and the loss alone, in chunks and as Megatron's without fusion: peaks of a forward and a backward pass.
+
+Both sides train the weight of one of Megatron's output layers, in Megatron's DDP, from the same hidden states [N, H] a
+depth. A peak is what the passes allocate above the weight, its `main_grad` and the states.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from benchmarks.harness import allocated_peak
+from megatron_mtp.losses.cross_entropy import CrossEntropy
+from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
+from megatron_mtp.losses.vocabulary import Vocabulary
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def peaks(tokens: int, entries: int, hidden: int, dtype: str, depths: int = 1) -> tuple[float, float]:
+    """MiB of ours and of Megatron's; process groups have to be there."""
+    head = _head(hidden, entries, DTYPES[dtype])
+    weight_VH = head.weight
+    states = [torch.randn(tokens, 1, hidden, dtype=weight_VH.dtype, device=weight_VH.device) for _ in range(depths)]
+    leaves = [each.requires_grad_() for each in states]
+    labels_N = torch.randint(entries, (tokens,), device=weight_VH.device)
+    sides: tuple[Callable[..., Tensor], ...] = (_ours, _theirs)
+    found = []
+    for side in sides:
+        peak = allocated_peak(lambda side=side: _step(side, head, leaves, labels_N), not weight_VH.is_cuda)
+        found.append(peak.mib or 0.0)
+    return found[0], found[1]
+
+
+def _head(hidden: int, entries: int, dtype: torch.dtype) -> Any:
+    config = TransformerConfig(num_layers=1, hidden_size=hidden, num_attention_heads=1, params_dtype=dtype)
+    head = ColumnParallelLinear(
+        hidden,
+        entries,
+        config=config,
+        init_method=torch.nn.init.normal_,
+        bias=False,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), head)
+    return head
+
+
+def _step(loss: Callable[..., Tensor], head: Any, leaves: list[Tensor], labels_N: Tensor) -> None:
+    loss(head, leaves, labels_N).backward()
+    for leaf in leaves:
+        leaf.grad = None
+
+
+def _ours(head: Any, leaves: list[Tensor], labels_N: Tensor) -> Tensor:
+    target = Targets(labels_N, torch.ones_like(labels_N), torch.ones((), device=labels_N.device))
+    states = [leaf.flatten(0, 1) for leaf in leaves]
+    vocabulary = Vocabulary(len(head.weight))
+    total, _ = linear_loss(CrossEntropy(), states, [target] * len(states), head.weight, vocabulary, main_grad=True)
+    return total
+
+
+def _theirs(head: Any, leaves: list[Tensor], labels_N: Tensor) -> Tensor:
+    total = torch.zeros((), device=labels_N.device)
+    for leaf in leaves:
+        losses_NB = vocab_parallel_cross_entropy(head(leaf)[0], labels_N.unsqueeze(1), tp_group=head.tp_group)
+        total = total + losses_NB.sum()
+    return total

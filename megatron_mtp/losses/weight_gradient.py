@@ -1,0 +1,163 @@
+"""The gradient of the head's weight: what is kept of it between the two passes, and where the backward pass adds it.
+
+The upstream gradient is one factor of all of it, and only the backward pass knows it. Until then the smaller one of two
+is kept:
+
+    Sum       the gradient itself, [V, H] in float32, to which every chunk adds
+    Factors   the gradients by all logits, [N, V] a depth in the weight's type; the backward pass makes their products
+              with the states
+
+Either way a chunk costs the same products, and nothing else of [V, H] is made but the gradient that autograd asks for.
+Where Megatron's DDP keeps a `main_grad`, its sum of gradients, that is not made either: the gradient is added to
+`main_grad` in place, a block of rows at a time.
+
+Letters in names: N positions, H hidden, V this rank's slice of the vocabulary, X rows of anything.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES, BLOCK_BYTES_CUDA = 8 * 2**20, 128 * 2**20
+"""Float32 rows of a gradient that are made at once."""
+
+BLOCKS = 16
+"""A gradient is cut into at least so many blocks, so that small ones too need next to no memory beside them."""
+
+CHUNKS_BESIDE_SUM, CHUNKS_BESIDE_SUM_CUDA = 6, 4
+"""A chunk's float32 logits are at most such a part of the sum. Fewer tokens a chunk would save less memory than the
+passes over the sum, one a chunk, cost time."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The gradient, in float32 at least."""
+
+    total_VH: Tensor
+
+    def rows(self, where: slice) -> Tensor:
+        """Some rows of the gradient."""
+        return self.total_VH[where]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the gradient is the product of, depth by depth."""
+
+    gradients_NV: Sequence[Tensor]
+    states_NH: Sequence[Tensor]
+
+    def rows(self, where: slice) -> Tensor:
+        """Some rows of the gradient, in float32 at least."""
+        states_NH = self.states_NH[0]
+        exact = torch.promote_types(states_NH.dtype, torch.float32)
+        return self.add_rows(where, states_NH.new_zeros(where.stop - where.start, states_NH.size(1), dtype=exact))
+
+    def add_rows(self, where: slice, part_XH: Tensor) -> Tensor:
+        """Add some rows of the gradient to a part in float32 at least."""
+        for gradient_NV, states_NH in zip(self.gradients_NV, self.states_NH, strict=True):
+            add_product(part_XH, gradient_NV[:, where].t(), states_NH)
+        return part_XH
+
+
+def keeps_factors(positions: int, weight_VH: Tensor) -> bool:
+    """Whether the factors of so many positions, of all depths, are smaller than the sum."""
+    exact = torch.promote_types(weight_VH.dtype, torch.float32)
+    return positions * weight_VH.element_size() <= weight_VH.size(1) * exact.itemsize
+
+
+def positions_beside_sum(positions: int, weight_VH: Tensor) -> int:
+    """The most positions of a chunk, given those of all depths."""
+    part = CHUNKS_BESIDE_SUM_CUDA if weight_VH.is_cuda else CHUNKS_BESIDE_SUM
+    return max(weight_VH.size(1), positions // 4) // part
+
+
+def add_product(total_XH: Tensor, left_XN: Tensor, right_NH: Tensor) -> None:
+    """total += left @ right, in float32 whatever type the factors have."""
+    exact = total_XH.dtype
+    if left_XN.dtype == exact:
+        total_XH.addmm_(left_XN, right_NH)
+    elif left_XN.is_cuda:
+        torch.addmm(total_XH, left_XN, right_NH, out_dtype=exact, out=total_XH)
+    else:
+        for rows in _blocks(total_XH):
+            _add_rows(total_XH[rows], left_XN[rows], right_NH)
+
+
+def _add_rows(total_XH: Tensor, left_XN: Tensor, right_NH: Tensor) -> None:
+    if left_XN.dtype != torch.float16:
+        total_XH += left_XN @ right_NH
+    else:  # a product in float16 would overflow at frequent tokens, and lose the rare ones
+        total_XH.addmm_(left_XN.to(total_XH.dtype), right_NH.to(total_XH.dtype))
+
+
+def deliver(kept: Sum | Factors, weight_VH: Tensor, upstream: Tensor, node: Any, main_grad: bool) -> Tensor | None:
+    """The gradient times `upstream`, for autograd; None where it was added to `main_grad`.
+
+    Args:
+        kept: of the gradient.
+        weight_VH: the input of `node`.
+        upstream: scalar, in float32 at least.
+        node: the node of autograd's graph whose backward pass this is.
+        main_grad: whether it may be added there.
+    """
+    if main_grad and _is_added_by_ddp(weight_VH, node):
+        for rows in _blocks(weight_VH):
+            weight_VH.main_grad[rows].addcmul_(kept.rows(rows), upstream)
+        return None
+    if isinstance(kept, Sum):
+        return scaled(kept.total_VH, upstream, weight_VH.dtype)
+    if weight_VH.dtype == upstream.dtype:
+        return kept.add_rows(slice(None), torch.zeros_like(weight_VH)).mul_(upstream)
+    gradient_VH = torch.empty_like(weight_VH)
+    for rows in _blocks(weight_VH):
+        gradient_VH[rows] = kept.rows(rows) * upstream
+    return gradient_VH
+
+
+def scaled(gradient_XH: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient times `upstream`, rounded once; in its own memory where nothing can ask for it again."""
+    is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
+    if is_last and gradient_XH.dtype == upstream.dtype == dtype:
+        return gradient_XH.mul_(upstream)
+    scaled_XH = gradient_XH if is_last and gradient_XH.dtype == dtype else torch.empty_like(gradient_XH, dtype=dtype)
+    for rows in _blocks(gradient_XH):
+        scaled_XH[rows] = gradient_XH[rows].to(upstream.dtype) * upstream  # bfloat16 would round it
+    return scaled_XH
+
+
+def _blocks(like_XH: Tensor) -> Iterator[slice]:
+    rows, hidden = like_XH.shape
+    fitting = (BLOCK_BYTES_CUDA if like_XH.is_cuda else BLOCK_BYTES) // (4 * hidden)
+    at_once = max(1, min(fitting, rows // BLOCKS))
+    return (slice(start, min(start + at_once, rows)) for start in range(0, rows, at_once))
+
+
+def _is_added_by_ddp(weight_VH: Tensor, node: Any) -> bool:
+    """Whether all that becomes of the gradient is that DDP's hook adds it to `main_grad`.
+
+    Not where something else sees it (hooks of the tensor, `torch.autograd.grad`), and not where Megatron adds in
+    another way: its FSDP, its sharded weights, and modules that make their weight gradients later.
+    """
+    main_grad = getattr(weight_VH, "main_grad", None)
+    if main_grad is None or not hasattr(weight_VH, "grad_added_to_main_grad"):
+        return False
+    exact = torch.promote_types(weight_VH.dtype, torch.float32)
+    others = ("__fsdp_param__", "is_gtp_weight_remat", "skip_backward_post_hook")
+    if main_grad.dtype != exact or any(getattr(weight_VH, name, False) for name in others):
+        return False
+    if weight_VH._backward_hooks or getattr(weight_VH, "_post_accumulate_grad_hooks", None):
+        return False
+    return _accumulates(weight_VH, node)
+
+
+def _accumulates(leaf: Tensor, node: Any) -> bool:
+    """Whether this backward pass accumulates the gradient of a leaf, as `backward()` does and `grad()` does not."""
+    (accumulator,) = (function for function, _ in node.next_functions if getattr(function, "variable", None) is leaf)
+    try:
+        return torch._C._will_engine_execute_node(accumulator)
+    except RuntimeError:  # autograd.grad() of the leaf itself
+        return False

@@ -3,9 +3,8 @@
 import copy
 from collections.abc import Callable
 from functools import wraps
+from inspect import unwrap
 from typing import Any
-
-from megatron.core.tensor_parallel import layers
 
 Init = Callable[..., None]
 
@@ -15,11 +14,12 @@ def fused_where_possible(init: Init) -> Init:
 
     Transformer Engine's layers read the same setting and fuse by themselves.
     """
+    scope = unwrap(init).__globals__
 
     @wraps(init)
     def make(layer: Any, *sizes: Any, config: Any, **settings: Any) -> None:
         own = config
-        if config.gradient_accumulation_fusion and not layers._grad_accum_fusion_available:
+        if config.gradient_accumulation_fusion and not scope["_grad_accum_fusion_available"]:
             own = copy.copy(config)
             own.gradient_accumulation_fusion = False
         init(layer, *sizes, config=own, **settings)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_mtp.losses import triton_chunk
 from megatron_mtp.losses.chunks import blocks, chunks
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
@@ -205,6 +206,9 @@ def _sum_(
     """The masked sum of a chunk's losses; the product is overwritten with the gradient of `scale` times the sum."""
     labels_N, mask_N = target.labels_N[chunk], target.mask_N[chunk]
     mask_N = mask_N.to(torch.promote_types(product_NV.dtype, torch.float32))
+    if triton_chunk.has_kernel(token_loss, product_NV, vocabulary):
+        given = triton_chunk.Products(product_NV, labels_N, mask_N, target.scale, teacher_NV, vocabulary)
+        return _counted(triton_chunk.losses_(token_loss, given), mask_N)
     scale_N1 = (mask_N * (target.scale * vocabulary.logit_scale)).unsqueeze(1)
     losses = []
     positions, entries = product_NV.shape
@@ -214,7 +218,11 @@ def _sum_(
         loss_N, gradient_NV = token_loss(Chunk(logits_NV, labels_N[rows], soft_NV, vocabulary))
         losses.append(loss_N)
         product_NV[rows] = gradient_NV.mul_(scale_N1[rows])
-    return torch.cat(losses).masked_fill(mask_N == 0, 0).dot(mask_N)
+    return _counted(torch.cat(losses), mask_N)
+
+
+def _counted(losses_N: Tensor, mask_N: Tensor) -> Tensor:
+    return losses_N.masked_fill(mask_N == 0, 0).dot(mask_N)
 
 
 def _product(states_NH: Tensor, weight_VH: Tensor, out: Tensor | None = None) -> Tensor:

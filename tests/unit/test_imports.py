@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "platform": {"patches"},
     "data": LOW,
     "model": LOW | {"data"},
-    "losses": {"config", "registry", "data", "model"},
+    "losses": {"config", "registry", "platform", "data", "model"},
     "checkpoint/hf": LOW | {"data"},
     "checkpoint/mcore": LOW | {"data", "model", "checkpoint/hf"},
     "checkpoint/families": LOW | {"registry", "checkpoint/hf"},

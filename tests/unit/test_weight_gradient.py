@@ -155,6 +155,33 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(case: Case) -> None
         assert torch.allclose(2 * one, third)
 
 
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says otherwise."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_adds_products_to_the_sum_in_the_product_itself(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has such a product on CUDA alone."""
+    total_XH, left_XN, right_NH = torch.ones(4, 2), torch.randn(4, 3).to(dtype), torch.randn(3, 2).to(dtype)
+    calls: list[Tensor] = []
+
+    def addmm(total: Tensor, left: Tensor, right: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> None:
+        assert total is out
+        assert left.dtype == right.dtype == dtype
+        assert out_dtype == torch.float32
+        calls.append(out)
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    weight_gradient.add_product(total_XH, left_XN.as_subclass(OnGpu), right_NH.as_subclass(OnGpu))
+    assert calls == [total_XH]
+    weight_gradient.add_product(total_XH, left_XN, right_NH)
+    assert (total_XH - 1 - left_XN.float() @ right_NH.float()).abs().max() <= 2e-2
+
+
 @pytest.mark.parametrize("depths", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("ratio", [0.25, 1, 2, 4])

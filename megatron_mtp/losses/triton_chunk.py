@@ -1,0 +1,148 @@
+"""A chunk's losses and gradients in one Triton kernel each, where the products are on a GPU and one rank holds them.
+
+The products keep their type: there is no float32 copy of the logits, and no pass over them but the kernel's two or
+three. Losses without a kernel, other devices and a vocabulary that is cut over ranks take the TokenLoss itself, which
+says what a kernel has to compute.
+
+Letters in names: N positions, V entries of the vocabulary, W all tokens.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.losses.cross_entropy import CrossEntropy
+from megatron_mtp.losses.distillation import LARGEST_GAP, Divergence, TotalVariation
+from megatron_mtp.losses.token_loss import TokenLoss
+from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.platform.kernels import why_not
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK, WARPS = 4096, 8
+"""Logits of a row that a program has in registers at once, and the warps that share them."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """What a kernel reads; it overwrites the products with gradients.
+
+    Attributes:
+        products_NV: states times the head: logits before `vocabulary.logit_scale`.
+        labels_N: tokens, or their numbers in a draft vocabulary.
+        mask_N: float32 weights of the positions.
+        scale: scalar, by which all gradients are multiplied.
+        teacher_NW: the trunk's products, over V or W.
+        vocabulary: what the columns stand for.
+    """
+
+    products_NV: Tensor
+    labels_N: Tensor
+    mask_N: Tensor
+    scale: Tensor
+    teacher_NW: Tensor | None
+    vocabulary: Vocabulary
+
+    def launch(self) -> dict[str, int]:
+        """Constants of every kernel; a vocabulary's sizes are among them, since they are the same for all chunks."""
+        entries = self.products_NV.size(1)
+        tokens = self.vocabulary.tokens_of(self.products_NV).size(1)
+        block = min(BLOCK, 1 << (entries - 1).bit_length())
+        return {"ENTRIES": entries, "TOKENS": tokens, "BLOCK": block, "num_warps": WARPS}
+
+    def teacher(self) -> tuple[Tensor, int, Tensor, bool]:
+        """The trunk's products, their stride, the columns of the entries, and whether those are needed."""
+        assert self.teacher_NW is not None
+        drafts = self.vocabulary.draft_vocabulary
+        if drafts is None or self.teacher_NW.size(1) == self.products_NV.size(1):
+            return self.teacher_NW, self.teacher_NW.stride(0), self.labels_N, False
+        return self.teacher_NW, self.teacher_NW.stride(0), drafts.rows_K, True
+
+
+def has_kernel(token_loss: TokenLoss, products_NV: Tensor, vocabulary: Vocabulary) -> bool:
+    """Whether there is a kernel for the loss here; a loss that extends one has none."""
+    is_fitting = products_NV.is_cuda and products_NV.dtype in DTYPES and vocabulary.ranks == 1
+    return is_fitting and type(token_loss) in KERNELS and why_not("triton") is None
+
+
+def losses_(token_loss: TokenLoss, given: Products) -> Tensor:
+    """Losses in nats [N], float32; the products are overwritten with the gradient of `scale` times their masked sum."""
+    scale = (given.scale * given.vocabulary.logit_scale).to(given.mask_N.dtype)  # the factor that products have
+    given = replace(given, labels_N=given.labels_N.contiguous(), mask_N=given.mask_N.contiguous(), scale=scale)
+    losses_N = torch.empty_like(given.mask_N)
+    KERNELS[type(token_loss)](token_loss, given, losses_N)
+    return losses_N
+
+
+def _cross_entropy(loss: CrossEntropy, given: Products, losses_N: Tensor) -> None:
+    from megatron_mtp.losses import triton_kernels
+
+    products_NV, vocabulary = given.products_NV, given.vocabulary
+    triton_kernels.cross_entropy[(len(products_NV),)](
+        products_NV,
+        products_NV.stride(0),
+        given.labels_N,
+        given.mask_N,
+        given.scale,
+        losses_N,
+        vocabulary.logit_scale,
+        vocabulary.size,
+        SMOOTHING=loss.label_smoothing,
+        Z_LOSS=loss.z_loss,
+        DRAFTED=vocabulary.draft_vocabulary is not None,
+        **given.launch(),
+    )
+
+
+def _divergence(loss: Divergence, given: Products, losses_N: Tensor) -> None:
+    from megatron_mtp.losses import triton_kernels
+
+    products_NV = given.products_NV
+    *teacher, is_gathered = given.teacher()
+    triton_kernels.divergence[(len(products_NV),)](
+        products_NV,
+        products_NV.stride(0),
+        *teacher,
+        given.mask_N,
+        given.scale,
+        losses_N,
+        given.vocabulary.logit_scale / loss.temperature,
+        loss.temperature,
+        LARGEST_GAP=LARGEST_GAP,
+        FLOOR=math.exp(-LARGEST_GAP),
+        GATHERED=is_gathered,
+        **given.launch(),
+    )
+
+
+def _total_variation(loss: TotalVariation, given: Products, losses_N: Tensor) -> None:
+    from megatron_mtp.losses import triton_kernels
+
+    products_NV = given.products_NV
+    teacher_NW, stride, columns_N, is_gathered = given.teacher()
+    triton_kernels.total_variation[(len(products_NV),)](
+        products_NV,
+        products_NV.stride(0),
+        teacher_NW,
+        stride,
+        columns_N,
+        given.mask_N,
+        given.scale,
+        losses_N,
+        given.vocabulary.logit_scale / loss.temperature,
+        loss.temperature,
+        TEACHER_TOKENS=given.vocabulary.tokens_of(teacher_NW).size(1),
+        GATHERED=is_gathered,
+        **given.launch(),
+    )
+
+
+KERNELS: dict[type[TokenLoss], Callable[[Any, Products, Tensor], None]] = {
+    CrossEntropy: _cross_entropy,
+    Divergence: _divergence,
+    TotalVariation: _total_variation,
+}
+"""Each writes losses, and the gradient over the products."""

@@ -1,0 +1,187 @@
+"""Kernels for a GPU: a row of products becomes the gradient by them in one place, in two or three passes over the row.
+
+One program takes one position. A first pass finds the largest logit and the normaliser, another one writes gradients in
+the products' memory and type. All in between is float32, in registers. triton_chunk.py calls them.
+
+Logits are `factor` times the products, at temperatures included. Columns from `TOKENS` on are padding, with probability
+0; their gradient is 0. With `GATHERED` the trunk's column of entry v is `columns[v]`. A position of mask 0 has gradient
+0. Letters as in distillation.py: q the depth's distribution, p the trunk's.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def cross_entropy(
+    products,
+    stride,
+    labels,
+    masks,
+    scale,
+    losses,
+    factor,
+    size,
+    ENTRIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    DRAFTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Formulas as in cross_entropy.py; with `DRAFTED` a label of -1 has loss 0 and gradient 0."""
+    row = tl.program_id(0).to(tl.int64)
+    products += row * stride
+    label = tl.load(labels + row)
+    largest, total = _statistics(products, products, factor, TOKENS, False, BLOCK)
+    surplus = 0.0
+    if SMOOTHING != 0:
+        surplus = _sum_below(products, largest, factor, TOKENS, BLOCK)
+    is_own = (label >= 0) & (label < ENTRIES)
+    below = tl.load(products + label, mask=is_own, other=0.0).to(tl.float32) * factor - largest
+    normaliser = tl.log(total) + largest
+    loss = tl.log(total) - (1 - SMOOTHING) * below - SMOOTHING * (surplus / size) + Z_LOSS * normaliser * normaliser
+    weight = tl.load(masks + row) * tl.load(scale)
+    if DRAFTED:
+        loss = tl.where(label < 0, 0.0, loss)
+        weight = tl.where(label < 0, 0.0, weight)
+    tl.store(losses + row, loss)
+    for start in range(0, ENTRIES, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        q = tl.exp(_logits(products, products, places, factor, TOKENS, False) - largest) / total
+        hit = tl.where(places == label, 1 - SMOOTHING, 0.0)
+        gradient = (1 + 2 * Z_LOSS * normaliser) * q - hit - SMOOTHING / size
+        _store(products, places, gradient, weight, ENTRIES, TOKENS)
+
+
+@triton.jit
+def divergence(
+    products,
+    stride,
+    teachers,
+    teacher_stride,
+    columns,
+    masks,
+    scale,
+    losses,
+    factor,
+    temperature,
+    ENTRIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LARGEST_GAP: tl.constexpr,
+    FLOOR: tl.constexpr,
+    GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """t^2 KL(p || q), without the sum of terms that cancel; gradient t (q - p)."""
+    row = tl.program_id(0).to(tl.int64)
+    products += row * stride
+    teachers += row * teacher_stride
+    q_largest, q_total = _statistics(products, columns, factor, TOKENS, False, BLOCK)
+    p_largest, p_total = _statistics(teachers, columns, factor, TOKENS, GATHERED, BLOCK)
+    offset = tl.log(p_total) - tl.log(q_total)
+    weight = tl.load(masks + row) * tl.load(scale)
+    loss = 0.0
+    for start in range(0, ENTRIES, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        is_token = places < TOKENS
+        q_below = _logits(products, columns, places, factor, TOKENS, False) - q_largest
+        p_below = _logits(teachers, columns, places, factor, TOKENS, GATHERED) - p_largest
+        q, p = tl.exp(q_below) / q_total, tl.exp(p_below) / p_total
+        gap = tl.where(is_token, q_below, 0.0) - tl.where(is_token, p_below, 0.0) + offset
+        gap = tl.where(gap > LARGEST_GAP, LARGEST_GAP, gap)
+        terms = _exponential_beyond_linear(gap) * tl.maximum(p, q * FLOOR)
+        loss += tl.sum(tl.where(is_token, terms, 0.0))
+        _store(products, places, temperature * (q - p), weight, ENTRIES, TOKENS)
+    tl.store(losses + row, temperature * temperature * loss)
+
+
+@triton.jit
+def total_variation(
+    products,
+    stride,
+    teachers,
+    teacher_stride,
+    columns,
+    masks,
+    scale,
+    losses,
+    factor,
+    temperature,
+    ENTRIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TEACHER_TOKENS: tl.constexpr,
+    GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """1 - sum min(p, q), where p is over all of the trunk's tokens; gradient (q sum short - short) / t."""
+    row = tl.program_id(0).to(tl.int64)
+    products += row * stride
+    teachers += row * teacher_stride
+    q_largest, q_total = _statistics(products, columns, factor, TOKENS, False, BLOCK)
+    p_largest, p_total = _statistics(teachers, columns, factor, TEACHER_TOKENS, False, BLOCK)
+    overlap, all_short = 0.0, 0.0
+    for start in range(0, ENTRIES, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        q = tl.exp(_logits(products, columns, places, factor, TOKENS, False) - q_largest) / q_total
+        p = tl.exp(_logits(teachers, columns, places, factor, TOKENS, GATHERED) - p_largest) / p_total
+        overlap += tl.sum(tl.minimum(q, p))
+        all_short += tl.sum(tl.where(q < p, q, 0.0))
+    tl.store(losses + row, 1 - overlap)
+    weight = tl.load(masks + row) * tl.load(scale)
+    for start in range(0, ENTRIES, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        q = tl.exp(_logits(products, columns, places, factor, TOKENS, False) - q_largest) / q_total
+        p = tl.exp(_logits(teachers, columns, places, factor, TOKENS, GATHERED) - p_largest) / p_total
+        gradient = (q * all_short - tl.where(q < p, q, 0.0)) / temperature
+        _store(products, places, gradient, weight, ENTRIES, TOKENS)
+
+
+@triton.jit
+def _logits(products, columns, places, factor, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
+    """In float32, -inf beyond the tokens."""
+    is_token = places < TOKENS
+    if GATHERED:
+        places = tl.load(columns + places, mask=is_token, other=0)
+    values = tl.load(products + places, mask=is_token, other=0.0).to(tl.float32)
+    return tl.where(is_token, values * factor, float("-inf"))
+
+
+@triton.jit
+def _statistics(products, columns, factor, TOKENS: tl.constexpr, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit, and the sum of all exponentials of what they have above it."""
+    largest, total = float("-inf"), 0.0
+    for start in range(0, TOKENS, BLOCK):
+        logits = _logits(products, columns, start + tl.arange(0, BLOCK), factor, TOKENS, GATHERED)
+        new = tl.maximum(largest, tl.max(logits))
+        total = total * tl.exp(largest - new) + tl.sum(tl.exp(logits - new))
+        largest = new
+    return largest, total
+
+
+@triton.jit
+def _sum_below(products, largest, factor, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of all logits less the largest."""
+    total = 0.0
+    for start in range(0, TOKENS, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        below = _logits(products, products, places, factor, TOKENS, False) - largest
+        total += tl.sum(tl.where(places < TOKENS, below, 0.0))
+    return total
+
+
+@triton.jit
+def _exponential_beyond_linear(x):
+    """exp(x) - 1 - x, by its series near 0, where the terms cancel."""
+    series = 1.0 + x / 11.0
+    for divisor in tl.static_range(10, 2, -1):
+        series = 1.0 + x / divisor * series
+    return tl.where(tl.abs(x) < 1, x * x / 2 * series, tl.exp(x) - 1 - x)
+
+
+@triton.jit
+def _store(products, places, gradient, weight, ENTRIES: tl.constexpr, TOKENS: tl.constexpr):
+    """The gradient times the position's weight; 0 where that is 0, whatever the gradient."""
+    gradient = tl.where(places < TOKENS, gradient, 0.0)
+    gradient = tl.where(weight == 0, 0.0, gradient * weight)
+    tl.store(products + places, gradient.to(products.dtype.element_ty), mask=places < ENTRIES)

@@ -1,0 +1,119 @@
+"""losses/triton_chunk.py: where its kernels are used, and, in Triton's interpreter, what they compute."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mtp.losses import LOSSES, triton_chunk
+from megatron_mtp.losses.cross_entropy import CrossEntropy
+from megatron_mtp.losses.distillation import Divergence, TotalVariation
+from megatron_mtp.losses.mix import Mix
+from megatron_mtp.losses.token_loss import TokenLoss
+from megatron_mtp.losses.vocabulary import Vocabulary
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from megatron_mtp.losses import triton_kernels  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    cases = Path(__file__).parent / "triton_cases.py"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, cases], capture_output=True, text=True, check=False, env=environment)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_values_and_gradients_are_those_of_the_definition(interpreted: dict[str, Any]) -> None:
+    """All tokens and draft vocabularies, masks, padding, temperatures, a factor of the logits, odd sizes."""
+    assert interpreted["used"] == ["CrossEntropy", "Divergence", "TotalVariation"]
+    for name, (value, gradients) in interpreted["losses"].items():
+        assert value <= 1e-6, name
+        assert gradients <= 1e-5, name
+
+
+def test_products_in_half_precision_get_a_gradient_that_is_rounded_once(interpreted: dict[str, Any]) -> None:
+    """Triton's interpreter cuts bfloat16 off, where a GPU rounds to the nearest."""
+    for dtype, bits in (("torch.bfloat16", 7), ("torch.float16", 10)):
+        value, gradients = interpreted["rounded"][dtype]
+        assert value <= 1e-6
+        assert gradients <= 2.0**-bits
+
+
+def test_masked_positions_have_no_gradient_whatever_their_logits(interpreted: dict[str, Any]) -> None:
+    assert interpreted["masked"] == [0, 0]
+
+
+def test_the_comparison_sees_a_wrong_kernel(interpreted: dict[str, Any]) -> None:
+    assert len(interpreted["faults"]) > 10
+    for fault, difference in interpreted["faults"].items():
+        assert difference > 1e-4, fault
+
+
+SIZES = {"ENTRIES": 131_072, "TOKENS": 131_000, "BLOCK": triton_chunk.BLOCK}
+POINTERS = dict.fromkeys(("products", "teachers"), "*bf16") | dict.fromkeys(("labels", "columns"), "*i64")
+NUMBERS = {"factor": "fp32", "temperature": "fp32", "size": "i32", "stride": "i32", "teacher_stride": "i32"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        ("cross_entropy", {"SMOOTHING": 0.1, "Z_LOSS": 1e-3, "DRAFTED": True}),
+        ("divergence", {"LARGEST_GAP": 40.0, "FLOOR": 4e-18, "GATHERED": True}),
+        ("total_variation", {"TEACHER_TOKENS": 151_000, "GATHERED": True}),
+    ],
+)
+def test_kernels_compile_for_a_gpu(
+    kernel: str, constants: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's compiler needs none; its interpreter takes much that the compiler refuses."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function = getattr(triton_kernels, kernel)
+    types = dict.fromkeys(("masks", "scale", "losses"), "*fp32") | POINTERS | NUMBERS
+    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
+    source = ASTSource(function, signature, SIZES | constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": triton_chunk.WARPS})
+    assert ".target sm_90" in compiled.asm["ptx"]
+    assert compiled.asm["cubin"]
+
+
+class Extended(CrossEntropy):
+    """A loss of another package."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "others", "expected"),
+    [
+        (CrossEntropy(), {}, True),
+        (Divergence(), {"dtype": torch.float16}, True),
+        (TotalVariation(), {"dtype": torch.float32}, True),
+        (Mix(((1.0, CrossEntropy()),)), {}, False),
+        (Extended(), {}, False),
+        (CrossEntropy(), {"is_cuda": False}, False),
+        (CrossEntropy(), {"dtype": torch.float64}, False),
+        (CrossEntropy(), {"ranks": 2}, False),
+        (CrossEntropy(), {"why_not": "it is not installed"}, False),
+    ],
+)
+def test_a_kernel_is_used_where_there_is_one(
+    loss: TokenLoss, others: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"is_cuda": True, "dtype": torch.bfloat16, "ranks": 1, "why_not": None} | others
+    monkeypatch.setattr(triton_chunk, "why_not", lambda _: given["why_not"])
+    products: Any = SimpleNamespace(is_cuda=given["is_cuda"], dtype=given["dtype"])
+    group: Any = SimpleNamespace(size=lambda: given["ranks"])
+    assert triton_chunk.has_kernel(loss, products, Vocabulary(8, group)) is expected
+
+
+def test_every_kernel_is_of_a_loss_in_the_table() -> None:
+    assert set(triton_chunk.KERNELS) <= {loss for _, loss in LOSSES.items()}

@@ -1,0 +1,129 @@
+"""The Triton kernels in Triton's interpreter, against the losses' definitions: prints worst differences as JSON.
+
+    TRITON_INTERPRET=1 python triton_cases.py
+
+Triton reads the variable when it is imported, so this is a process of its own.
+"""
+
+import importlib.util
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from linear_cases import SETTINGS, Case, worst
+
+from megatron_mtp import losses
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses import depth_loss, triton_chunk, triton_kernels
+from megatron_mtp.losses.token_loss import Chunk
+from megatron_mtp.losses.vocabulary import Vocabulary
+
+NAMES = [name for name in SETTINGS if not name.startswith("mix")]
+CASES = [
+    Case((2, 3), 7, 43, 2, 0.5, 0).padded(6),
+    Case((3,), 9, 67, 3, 1.0, 1),
+    Case((2,), 5, 20, 2, 2.0, 3).padded(40),
+]
+
+
+def main() -> None:
+    """Every loss, with all tokens and with a draft vocabulary, and every fault."""
+    triton_chunk.BLOCK = 32  # several blocks a row
+    used: set[str] = set()
+    triton_chunk.has_kernel = lambda loss, *_: used.add(type(loss).__name__) is None
+    found = {
+        "losses": {name: differences(MTPConfig(**SETTINGS[name])) for name in NAMES},
+        "rounded": {str(dtype): rounded(dtype) for dtype in (torch.bfloat16, torch.float16)},
+        "masked": masked(),
+        "faults": {fault: faulty(*given) for fault, given in FAULTS.items()},
+        "used": sorted(used),
+    }
+    print(json.dumps(found))
+
+
+def differences(settings: MTPConfig, cases: list[Case] = CASES) -> tuple[float, float]:
+    """Of the value and of the gradients."""
+    pairs = []
+    for case in cases:
+        for drafted_K in (None, case.drafted()):
+            pairs.append((case.chunked(settings, drafted_K=drafted_K), case.plain(settings, drafted_K)))
+    return (
+        max(worst(ours[:1], plain[:1]) for ours, plain in pairs),
+        max(worst(ours[1:], plain[1:]) for ours, plain in pairs),
+    )
+
+
+def products(dtype: torch.dtype, **changes: Any) -> triton_chunk.Products:
+    generator = torch.Generator().manual_seed(0)
+    values_NV = 3 * torch.randn(5, 50, generator=generator)
+    given = triton_chunk.Products(
+        values_NV.to(dtype),
+        torch.tensor([0, 49, 7, -100, 3]),
+        torch.tensor([1.0, 0.5, 1.0, 0.0, 2.0]),
+        torch.tensor(0.25),
+        None,
+        Vocabulary(50),
+    )
+    return replace(given, **changes)
+
+
+def rounded(dtype: torch.dtype) -> tuple[float, float]:
+    """Of products in half precision: the losses and the gradients, by their own size, less those in float32."""
+    loss, given = depth_loss(MTPConfig()), products(dtype)
+    exact_N, exact_NV = loss(Chunk(given.products_NV.float(), given.labels_N, None, given.vocabulary))
+    exact_NV *= (given.mask_N * given.scale).unsqueeze(1)
+    losses_N = triton_chunk.losses_(loss, given)
+    difference_NV = (given.products_NV.float() - exact_NV).abs()
+    return worst([losses_N], [exact_N]), (difference_NV / exact_NV.abs().clamp(min=1e-3)).max().item()
+
+
+def masked() -> tuple[float, float]:
+    """A masked position has gradient 0, whatever its products; so do all where the scale is 0."""
+    given = products(torch.float32)
+    given.products_NV[3, 5] = float("nan")
+    triton_chunk.losses_(depth_loss(MTPConfig()), given)
+    unscaled = products(torch.float32, scale=torch.tensor(0.0))
+    losses_N = triton_chunk.losses_(depth_loss(MTPConfig()), unscaled)
+    assert losses_N[[0, 1, 2, 4]].all()
+    return given.products_NV[3].abs().max().item(), unscaled.products_NV.abs().max().item()
+
+
+FAULTS = {
+    "sum": ("ce", "total * tl.exp(largest - new)", "total"),
+    "padding": ("ce", "tl.where(places < TOKENS, gradient, 0.0)", "gradient + 0.001"),
+    "label": ("ce", "tl.where(places == label, 1 - SMOOTHING, 0.0)", "0.0"),
+    "label that is not drafted": ("ce", "weight = tl.where(label < 0, 0.0, weight)", "weight = weight"),
+    "smoothing": ("ce smoothed", " - SMOOTHING / size\n", "\n"),
+    "loss of smoothing": ("ce smoothed", " - SMOOTHING * (surplus / size)", ""),
+    "z-loss": ("ce with z-loss", "(1 + 2 * Z_LOSS * normaliser) * q", "q"),
+    "temperature": ("kd tempered", "temperature * (q - p)", "q - p"),
+    "series": ("kd", "1.0 + x / divisor * series", "1.0 + x / divisor"),
+    "drafted columns": ("tv", "tl.load(columns + places,", "tl.load(columns + places * 0,"),
+    "overlap": ("tv", "q * all_short", "q * overlap"),
+}
+"""Faults to plant in the kernels: the loss that they spoil, and what of the source becomes what."""
+
+
+def faulty(name: str, old: str, new: str) -> float:
+    """The worst difference with a kernel in which `old` is `new`."""
+    source = Path(triton_kernels.__file__).read_text()
+    assert old in source, old
+    with tempfile.TemporaryDirectory() as folder:
+        planted = Path(folder) / "planted.py"
+        planted.write_text(source.replace(old, new))
+        spec = importlib.util.spec_from_file_location("planted", planted)
+        assert spec is not None
+        assert spec.loader is not None
+        losses.triton_kernels = importlib.util.module_from_spec(spec)  # type: ignore[assignment]
+        spec.loader.exec_module(losses.triton_kernels)
+        try:
+            return max(differences(MTPConfig(**SETTINGS[name]), CASES[:1]))
+        finally:
+            losses.triton_kernels = triton_kernels
+
+
+if __name__ == "__main__":
+    main()

@@ -40,6 +40,9 @@ HERE: dict[str, Any] = {
     "apply_rope_fusion": False,
     "masked_softmax_fusion": False,
     "moe_expert_capacity_factor": None,
+    "moe_pad_expert_input_to_capacity": False,
+    "moe_input_jitter_eps": None,
+    "moe_shared_expert_overlap": False,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
     "fp8": None,
@@ -49,8 +52,9 @@ HERE: dict[str, Any] = {
     "tp_comm_overlap": False,
     "yaml_cfg": None,
 }
-"""How a model that drafts differs from the one that trained: tensor parallelism alone, no dropout, no fusions that need
-whole sequences, and no tokens dropped by experts, which would depend on the other texts."""
+"""How a model that drafts differs from the one that trained: tensor parallelism alone, no dropout, no noise before a
+router (Megatron adds it outside of training too), no fusions that need whole sequences, and no tokens dropped by
+experts, which would depend on the other texts."""
 
 OVER_ALL_RANKS = (
     "tensor_model_parallel_size",

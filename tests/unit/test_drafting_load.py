@@ -10,6 +10,7 @@ from typing import Any
 import hf_models
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tokenizers import Tokenizer, models
 
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
@@ -37,6 +38,25 @@ def test_layers_that_can_be_recorded_come_before_transformer_engines(monkeypatch
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     assert chosen() == chosen(**EXPERTS) == "transformer_engine"
     assert chosen(transformer_impl="local") == "local"
+
+
+def test_experts_draft_without_what_training_adds() -> None:
+    """No noise before the router, which would change texts; and a configuration that Megatron takes."""
+    trained = {
+        "transformer_impl": "local",
+        "moe_input_jitter_eps": 0.1,
+        "moe_expert_capacity_factor": 1.0,
+        "moe_pad_expert_input_to_capacity": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_shared_expert_overlap": True,
+    }
+    adapted = vars(load._adapted(Namespace(**trained)))
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_moe_experts": 4}
+    known = {name: value for name, value in adapted.items() if name in TransformerConfig.__dataclass_fields__}
+    config = TransformerConfig(**sizes, **{**known, "add_bias_linear": False, "pipeline_dtype": torch.float32})
+    assert config.moe_input_jitter_eps is None
+    assert config.moe_token_dispatcher_type == "allgather"
 
 
 def test_without_transformer_engine_its_checkpoints_draft_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ they were, and a tensor that a step makes anew instead of writing it in place is
 """
 
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -320,6 +321,35 @@ def test_the_tape_sees_a_length_that_is_not_written_in_place(in_place: bool, mon
         taken(2)
         lengths.append(sequences.length_B.tolist())
     assert (lengths[3] < lengths[4] < lengths[5]) == in_place
+
+
+def test_the_graphs_of_a_batch_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch is asked for, by stand-ins of its classes; the first graph has a pool of its own."""
+    pools: list[Any] = []
+
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+        def pool(self) -> tuple[int, int]:
+            return 0, 7
+
+    @contextmanager
+    def recording(_: Graph, pool: Any) -> Iterator[None]:
+        pools.append(pool)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    sequences = Sequences(runner_of(), [[1, 2]], [0], 60)
+    sequences.growth = 4
+    proposer = SimpleNamespace(missed=lambda *_: 0, mark_seen=lambda *_: None)
+    draft = Draft(sequences.tokens_BT[:, :0])
+    taken = GraphedStep(lambda _: draft, sequences, cast("Proposer", proposer), "kind")
+    for count in (0, 1, 2):
+        for _ in range(3):
+            assert taken(count) is draft
+    assert pools == [None, (0, 7), (0, 7)]
 
 
 def test_only_steps_made_for_it_are_recorded() -> None:

@@ -406,6 +406,6 @@ PARTS: dict[str, Callable[[Setting], Found]] = {
     "losses": losses,
     "parity": parity,
     "train_step": benchmark("train_step.py", "--depths", "1", "2", "--repeats", "15"),
-    "mtp_memory": benchmark("mtp_memory.py", "--vocab-sizes", "131072", "--repeats", "3"),
+    "mtp_memory": benchmark("mtp_memory.py", "--vocab-sizes", "131072", "--tokens", "1024", "8192", "--repeats", "3"),
     "unit_tests": unit_tests,
 }

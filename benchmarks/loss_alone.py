@@ -5,6 +5,7 @@ depth. A peak is what the passes allocate above the weight, its `main_grad` and 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def peaks(tokens: int, entries: int, hidden: int, dtype: str, depths: int = 1) -
     sides: tuple[Callable[..., Tensor], ...] = (_ours, _theirs)
     found = []
     for side in sides:
-        peak = allocated_peak(lambda side=side: _step(side, head, leaves, labels_N), not weight_VH.is_cuda)
+        peak = allocated_peak(partial(_step, side, head, leaves, labels_N), not weight_VH.is_cuda)
         found.append(peak.mib or 0.0)
     return found[0], found[1]
 

@@ -211,6 +211,9 @@ def test_memory_has_a_bound(monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
         assert generate(target, prompts_of(batch), 60, speculative=settings).token_ids == answers[batch]
         assert all(len([one for one in kept.recorded.values() if one]) <= 2 for kept in target.kept.values())
     assert list(target.kept) == [2, 1]
+    monkeypatch.setattr(graphs, "MOST_SLOTS", 3 * target.kept[1].capacity - 1)
+    assert generate(target, prompts_of(1), 60, speculative=settings).token_ids == answers[1]
+    assert list(target.kept) == [1]
 
 
 def test_a_request_that_does_not_fit_gets_larger_memory(request: pytest.FixtureRequest) -> None:

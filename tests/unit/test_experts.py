@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import KINDS, model_of, prompts_of
+from drafting_single import KINDS, model_of, place_few_rows_everywhere, prompts_of
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
@@ -81,13 +81,7 @@ def test_other_experts_are_left_to_megatron(changes: dict[str, Any]) -> None:
 
 @pytest.fixture
 def few_rows_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the runner puts `FewRows` in place."""
-
-    def place_experts(self: Runner) -> None:
-        for layer in self._transformer_layers():
-            place_few_rows(layer)
-
-    monkeypatch.setattr(Runner, "_place_experts", place_experts)
+    place_few_rows_everywhere(monkeypatch)
 
 
 def without_numbers(model: MTPGPTModel, fakes: FakeTensorMode) -> MTPGPTModel:

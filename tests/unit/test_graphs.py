@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 import torch
-from drafting_single import model_of, prompts_of, runner_of, want_few_shapes
+from drafting_single import model_of, place_few_rows_everywhere, prompts_of, runner_of, want_few_shapes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -113,6 +113,22 @@ def test_repeated_steps_emit_what_plain_decoding_does(method: str, count: int, r
     settings = {"method": method, "num_speculative_tokens": count}
     assert generate(target, prompts, 40, speculative=settings).token_ids == answers
     assert Counted.replays > 20
+
+
+@pytest.mark.parametrize("kind", ["bias-ungated-qknorm", "moe", "mla", "mla-moe"])
+def test_repeated_steps_of_other_layers_than_the_short_ones(
+    kind: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Megatron's own, with few rows through experts and with cached latents; a second request too."""
+    place_few_rows_everywhere(monkeypatch)
+    target, requests = runner_of(kind), [prompts_of(3), prompts_of(3, longest=30, seed=2)]
+    answers = [generate(target, prompts, 30).token_ids for prompts in requests]
+    request.getfixturevalue("on_tape")
+    assert target.recordable
+    for prompts, answer in zip(requests, answers, strict=True):
+        assert generate(target, prompts, 30, speculative=settings_of("mtp")).token_ids == answer
+    assert Counted.recorded == [(3, 128)]
+    assert Counted.replays > 30
 
 
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])

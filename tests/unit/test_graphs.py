@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 import torch
-from drafting_single import model_of, place_few_rows_everywhere, prompts_of, runner_of, want_few_shapes
+from drafting_single import model_of, place_static_experts_everywhere, prompts_of, runner_of, want_few_shapes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -120,7 +120,7 @@ def test_repeated_steps_of_other_layers_than_the_short_ones(
     kind: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Megatron's own, with few rows through experts and with cached latents; a second request too."""
-    place_few_rows_everywhere(monkeypatch)
+    place_static_experts_everywhere(monkeypatch)
     target, requests = runner_of(kind), [prompts_of(3), prompts_of(3, longest=30, seed=2)]
     answers = [generate(target, prompts, 30).token_ids for prompts in requests]
     request.getfixturevalue("on_tape")

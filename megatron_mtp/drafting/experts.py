@@ -49,7 +49,7 @@ BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
 """Kinds of load balancing whose routers choose the likeliest experts, and read nothing back."""
 
 
-class FewRows(torch.nn.Module):
+class StaticExperts(torch.nn.Module):
     """In the place of a `MoELayer`, whose experts' weights become parts of one tensor."""
 
     def __init__(self, own: MoELayer) -> None:
@@ -97,10 +97,10 @@ class FewRows(torch.nn.Module):
         return config.activation_func(gate) * up
 
 
-def place_few_rows(layer: TransformerLayer) -> None:
-    """Put `FewRows` in the place of a layer's experts, where they are of a kind that it knows."""
+def place_static_experts(layer: TransformerLayer) -> None:
+    """Put `StaticExperts` in the place of a layer's experts, where they are of a kind that it knows."""
     if isinstance(layer.mlp, MoELayer) and _is_known(layer.mlp):
-        layer.mlp = FewRows(layer.mlp)
+        layer.mlp = StaticExperts(layer.mlp)
 
 
 def reads_nothing_back(layer: TransformerLayer) -> bool:
@@ -108,7 +108,7 @@ def reads_nothing_back(layer: TransformerLayer) -> bool:
     return bool(
         type(layer) is TransformerLayer
         and type(layer.self_attention) in (SelfAttention, MLASelfAttention, PortableLatentAttention)
-        and type(layer.mlp) in (MLP, FewRows)
+        and type(layer.mlp) in (MLP, StaticExperts)
         and layer.config.tensor_model_parallel_size == 1
         and not any(type(module).__module__ == transformer_engine.__name__ for module in layer.modules())
     )

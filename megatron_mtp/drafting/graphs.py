@@ -34,6 +34,9 @@ LEAST_CAPACITY = 1024
 MOST_BATCHES = 4
 """Sizes of batches whose memory a runner keeps; the one that was not used for longest goes first, with its graphs."""
 
+MOST_SLOTS = 2**16
+"""Slots of all kept texts together, if there is more than one batch; 8.6 GB for Llama 3 8B in bfloat16."""
+
 MOST_GRAPHS = 32
 """Graphs that are kept of a batch; likewise."""
 
@@ -86,18 +89,26 @@ def kept_sequences(
     if not can_record(runner, method.proposer, method.count, str(method.config.verifier)):
         yield Sequences(runner, prompts, seeds, rounded(capacity, wants_few_shapes(runner.device)))
         return
-    kept: Sequences | None = runner.kept.pop(len(prompts), None)  # an error in between leaves nothing half written
+    batch = len(prompts)
+    kept: Sequences | None = runner.kept.pop(batch, None)  # an error in between leaves nothing half written
     if kept is None or kept.capacity < capacity:
         del kept
-        kept = Sequences(
-            runner, prompts, seeds, rounded(max(capacity, min(LEAST_CAPACITY, runner.positions)), few=True)
-        )
+        capacity = rounded(max(capacity, min(LEAST_CAPACITY, runner.positions)), few=True)
+        _make_room(runner.kept, batch * capacity)
+        kept = Sequences(runner, prompts, seeds, capacity)
     else:
         kept.begin(prompts, seeds)
     yield kept
-    runner.kept[len(prompts)] = kept
-    for batch in list(runner.kept)[:-MOST_BATCHES]:
-        del runner.kept[batch]
+    _make_room(runner.kept, batch * kept.capacity)
+    runner.kept[batch] = kept
+
+
+def _make_room(kept: dict[int, Sequences], slots: int) -> None:
+    """For one more: drop those that were not used for longest."""
+    while kept and (
+        len(kept) >= MOST_BATCHES or slots + sum(batch * one.capacity for batch, one in kept.items()) > MOST_SLOTS
+    ):
+        del kept[next(iter(kept))]
 
 
 class GraphedStep:

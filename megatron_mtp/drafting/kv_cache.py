@@ -146,10 +146,13 @@ class KVCache:
     def _written(self, caches: list[Tensor | None], layer: int, new_BGRC: Tensor, rows: Rows) -> Tensor:
         cache = caches[layer]
         if cache is None:
-            batch, heads, _, channels = new_BGRC.shape
-            cache = caches[layer] = new_BGRC.new_zeros(batch, heads, self.capacity + 1, channels)
+            cache = caches[layer] = self._new(new_BGRC)
         write_rows(cache, new_BGRC, rows.slots_BR)
         return cache[:, :, : rows.window]
+
+    def _new(self, like_BGRC: Tensor) -> Tensor:
+        batch, heads, _, channels = like_BGRC.shape
+        return like_BGRC.new_zeros(batch, heads, self.capacity + 1, channels)
 
 
 def write_rows(cache_BGLC: Tensor, new_BGRC: Tensor, slots_BR: Tensor) -> None:

@@ -16,7 +16,7 @@ from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.cached_attention import Scope, attach
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.dense_layer import Angles, lean, short_norm, turns
-from megatron_mtp.drafting.experts import place_few_rows, reads_nothing_back
+from megatron_mtp.drafting.experts import place_static_experts, reads_nothing_back
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.drafting.latent_attention import cache_latents
 from megatron_mtp.drafting.products import product
@@ -161,7 +161,7 @@ class Runner:
         """On a GPU alone: the host of a CPU's model need not wait for what it reads."""
         if self.device.type == "cuda":
             for layer in self._transformer_layers():
-                place_few_rows(layer)
+                place_static_experts(layer)
 
     def _make_embedding(self) -> Callable[[Tensor], Tensor]:
         """Tokens [B, R] to [S, B, H]; Megatron's module does it where it does more than look up."""

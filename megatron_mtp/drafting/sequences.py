@@ -74,7 +74,6 @@ class Sequences:
         self.length_B.copy_(torch.tensor(self.prompt_lengths))
         self.live_B.fill_(True)
         self.seed_B.copy_(torch.tensor(seeds))
-        self._states_B1TH.zero_()
         for cache in (self.cache, *self._depth_caches):
             cache.clear()
 

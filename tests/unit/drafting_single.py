@@ -14,6 +14,7 @@ from megatron_mtp.data.batch import add_depths, depth_batch
 from megatron_mtp.drafting import loop, sequences
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
+from megatron_mtp.drafting.experts import place_static_experts
 from megatron_mtp.drafting.loop import Limits, decode
 from megatron_mtp.drafting.method import Method, make_method
 from megatron_mtp.drafting.proposers.base import Proposer
@@ -144,6 +145,16 @@ def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     monkeypatch.setattr(sequences, "wants_few_shapes", lambda _: True)
+
+
+def place_static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a runner puts `StaticExperts` in the place of experts."""
+
+    def place_experts(self: Runner) -> None:
+        for layer in self._transformer_layers():
+            place_static_experts(layer)
+
+    monkeypatch.setattr(Runner, "_place_experts", place_experts)
 
 
 class Agreeing(Proposer):

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import KINDS, model_of, prompts_of
+from drafting_single import KINDS, model_of, place_static_experts_everywhere, prompts_of
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megatron_mtp.drafting import experts
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
-from megatron_mtp.drafting.experts import FewRows, place_few_rows
+from megatron_mtp.drafting.experts import StaticExperts, place_static_experts
 from megatron_mtp.drafting.loop import step
 from megatron_mtp.drafting.method import make_method
 from megatron_mtp.drafting.runner import Runner
@@ -43,8 +43,8 @@ def test_few_rows_are_what_megatrons_layer_makes_of_them(
     layer = model_of("moe", depths=1, dtype=dtype, **ROUTERS[router]).decoder.layers[1]
     hidden_SBH = torch.randn(5, 3, layer.config.hidden_size, generator=torch.Generator().manual_seed(3)).to(dtype)
     wanted, _ = layer.mlp(hidden_SBH)
-    place_few_rows(layer)
-    assert isinstance(layer.mlp, FewRows)
+    place_static_experts(layer)
+    assert isinstance(layer.mlp, StaticExperts)
     made, bias = layer.mlp(hidden_SBH)
     assert bias is None
     allowed = {torch.float64: 1e-12, torch.bfloat16: 0.02}[dtype] * wanted.abs().max().item()
@@ -63,7 +63,7 @@ def test_an_expert_that_overflows_for_others_rows_changes_nothing() -> None:
     wanted, _ = layer.mlp(hidden_SBH)
     unchosen = int((~chosen_TE[0]).nonzero()[0])
     layer.mlp.experts.local_experts[unchosen].linear_fc1.weight.fill_(torch.inf)
-    place_few_rows(layer)
+    place_static_experts(layer)
     torch.testing.assert_close(layer.mlp(hidden_SBH)[0], wanted)
 
 
@@ -74,20 +74,14 @@ def test_an_expert_that_overflows_for_others_rows_changes_nothing() -> None:
 def test_other_experts_are_left_to_megatron(changes: dict[str, Any]) -> None:
     layer = model_of("moe", depths=1, **changes).decoder.layers[0]
     own = layer.mlp
-    place_few_rows(layer)
+    place_static_experts(layer)
     assert layer.mlp is own
     assert not experts.reads_nothing_back(layer)
 
 
 @pytest.fixture
-def few_rows_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the runner puts `FewRows` in place."""
-
-    def place_experts(self: Runner) -> None:
-        for layer in self._transformer_layers():
-            place_few_rows(layer)
-
-    monkeypatch.setattr(Runner, "_place_experts", place_experts)
+def static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    place_static_experts_everywhere(monkeypatch)
 
 
 def without_numbers(model: MTPGPTModel, fakes: FakeTensorMode) -> MTPGPTModel:
@@ -116,7 +110,7 @@ def two_steps(kind: str) -> None:
             step(target, sequences, chosen, chosen.count)
 
 
-@pytest.mark.usefixtures("few_rows_everywhere")
+@pytest.mark.usefixtures("static_experts_everywhere")
 @pytest.mark.parametrize("kind", [*KINDS, "mla", "mla-moe"])
 @torch.inference_mode()
 def test_a_step_of_every_kind_of_model_reads_nothing_back(kind: str) -> None:
@@ -140,5 +134,5 @@ def test_texts_are_the_same_with_few_rows(
     monkeypatch.setattr(experts, "COPIES", copies)
     prompts, settings = prompts_of(3), {"method": "mtp", "num_speculative_tokens": 3}
     answers = generate(Runner(model_of(kind)), prompts, 40).token_ids
-    request.getfixturevalue("few_rows_everywhere")
+    request.getfixturevalue("static_experts_everywhere")
     assert generate(Runner(model_of(kind)), prompts, 40, speculative=settings).token_ids == answers

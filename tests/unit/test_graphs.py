@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 import torch
-from drafting_single import model_of, prompts_of, runner_of, want_few_shapes
+from drafting_single import model_of, place_static_experts_everywhere, prompts_of, runner_of, want_few_shapes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,7 +29,7 @@ from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.types import Draft
+from megatron_mtp.drafting.types import Draft, Emitted
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -115,6 +115,22 @@ def test_repeated_steps_emit_what_plain_decoding_does(method: str, count: int, r
     assert Counted.replays > 20
 
 
+@pytest.mark.parametrize("kind", ["bias-ungated-qknorm", "moe", "mla", "mla-moe"])
+def test_repeated_steps_of_other_layers_than_the_short_ones(
+    kind: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Megatron's own, with few rows through experts and with cached latents; a second request too."""
+    place_static_experts_everywhere(monkeypatch)
+    target, requests = runner_of(kind), [prompts_of(3), prompts_of(3, longest=30, seed=2)]
+    answers = [generate(target, prompts, 30).token_ids for prompts in requests]
+    request.getfixturevalue("on_tape")
+    assert target.recordable
+    for prompts, answer in zip(requests, answers, strict=True):
+        assert generate(target, prompts, 30, speculative=settings_of("mtp")).token_ids == answer
+    assert Counted.recorded == [(3, 128)]
+    assert Counted.replays > 30
+
+
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
 def test_repeated_steps_sample_the_same_texts(method: str, request: pytest.FixtureRequest) -> None:
     """The random numbers of a step are made within it, from lengths in place; of three tokens many are accepted."""
@@ -135,7 +151,7 @@ def settings_of(method: str, count: int | str = 3) -> dict[str, Any]:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(2.0)])
 @pytest.mark.parametrize(("method", "count"), [("mtp", 3), ("mtp_eagle", 3), ("mtp_eagle", 0)])
 def test_a_second_request_records_nothing(
-    method: str, count: int, sampling: Sampling, request: pytest.FixtureRequest
+    method: str, count: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Longer and shorter prompts and answers, other seeds; a batch of another size has graphs of its own."""
     requests = [(prompts_of(2), 30, [0, 1]), (prompts_of(2, longest=60, seed=7), 50, [5, 6]), ([[1], [2]], 9, [7, 8])]
@@ -153,12 +169,17 @@ def test_a_second_request_records_nothing(
 
     wanted = [answer(*one) for one in asked]
     request.getfixturevalue("on_tape")
+    in_python: list[int] = []
+    take = loop.step
+    monkeypatch.setattr(loop, "step", lambda *given: in_python.append(given[-1]) or take(*given))
     assert answer(*asked[0]) == wanted[0]
     assert Counted.recorded == [(count, 128)]
-    for one, answers in zip(asked[1:3], wanted[1:3], strict=True):
+    for one, answers, steps in zip(asked[1:3], wanted[1:3], ([count] if count else [], []), strict=True):
         before = Counted.replays
+        in_python.clear()
         assert answer(*one) == answers
         assert Counted.replays > before
+        assert in_python == steps  # the drafter's rows of the prompts, if they are more than a step has
     assert Counted.recorded == [(count, 128)]
     assert answer(*asked[3]) == wanted[3]
     assert Counted.recorded == [(count, 128)] * 2
@@ -211,6 +232,9 @@ def test_memory_has_a_bound(monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
         assert generate(target, prompts_of(batch), 60, speculative=settings).token_ids == answers[batch]
         assert all(len([one for one in kept.recorded.values() if one]) <= 2 for kept in target.kept.values())
     assert list(target.kept) == [2, 1]
+    monkeypatch.setattr(graphs, "MOST_SLOTS", 3 * target.kept[1].capacity - 1)
+    assert generate(target, prompts_of(1), 60, speculative=settings).token_ids == answers[1]
+    assert list(target.kept) == [1]
 
 
 def test_a_request_that_does_not_fit_gets_larger_memory(request: pytest.FixtureRequest) -> None:
@@ -250,6 +274,8 @@ def test_a_step_that_fails_leaves_no_memory_behind(request: pytest.FixtureReques
     def fail(_: Any) -> None:
         raise RuntimeError("planted")
 
+    generate(target, prompts, 20, speculative=settings_of("mtp"))
+    assert list(target.kept) == [2]
     with pytest.raises(RuntimeError, match="planted"):
         generate(target, prompts, 20, speculative=settings_of("mtp"), emit=fail)
     assert not target.kept
@@ -259,7 +285,8 @@ def test_a_request_within_another_has_memory_of_its_own(request: pytest.FixtureR
     target, prompts = runner_of(), prompts_of(2)
     answers, others = generate(target, prompts, 20).token_ids, generate(target, prompts_of(2, seed=8), 20).token_ids
     request.getfixturevalue("on_tape")
-    found = []
+    generate(target, prompts, 20, speculative=settings_of("mtp"))
+    found: list[list[list[int]]] = []
 
     def ask(_: Any) -> None:
         if len(found) < 3:
@@ -270,17 +297,37 @@ def test_a_request_within_another_has_memory_of_its_own(request: pytest.FixtureR
     assert found == [others] * 3
 
 
+def drafted(target: Runner, settings: dict[str, Any]) -> tuple[list[list[int]], dict[tuple[int, int], list[int]]]:
+    """New tokens of three prompts, and the drafts of every text, by how many tokens it had."""
+    drafts, lengths = {}, [0, 0, 0]
+
+    def note(emitted: Emitted) -> None:
+        if emitted.draft is not None:
+            drafts[emitted.text, lengths[emitted.text]] = emitted.draft.tokens_BN[emitted.text].tolist()
+        lengths[emitted.text] += len(emitted.tokens)
+
+    return generate(target, prompts_of(3), 90, speculative=settings, emit=note).token_ids, drafts
+
+
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
-def test_automatic_k_has_a_graph_for_every_k(method: str, request: pytest.FixtureRequest) -> None:
-    """K is made to change from step to step, with rests after which the drafter has many rows to run."""
-    target, prompts = runner_of(), prompts_of(3)
-    answers = generate(target, prompts, 90).token_ids
+def test_automatic_k_has_a_graph_for_every_k(
+    method: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """K is made to change from step to step, with rests after which the drafter has many rows to run.
+
+    What is drafted does not depend on the K of earlier steps, so the drafts are those of K = 3 cut short.
+    """
+    target = runner_of()
+    answers, wanted = drafted(target, settings_of(method, 3))
     request.getfixturevalue("on_tape")
-    patch = request.getfixturevalue("monkeypatch")
-    order = itertools.cycle([3, 1, 0, 2, 0, 0, 0, 0, 0, 0, 2, 1, 3])
-    patch.setattr(AutoK, "choose", lambda _: next(order))
     for _ in range(2):
-        assert generate(target, prompts, 90, speculative=settings_of(method, "auto")).token_ids == answers
+        order = itertools.cycle([3, 1, 0, 2, 0, 0, 0, 0, 0, 0, 2, 1, 3])
+        monkeypatch.setattr(AutoK, "choose", lambda _, order=order: next(order))
+        texts, drafts = drafted(target, settings_of(method, "auto"))
+        assert texts == answers
+        shared = drafts.keys() & wanted.keys()
+        assert len(shared) > 200
+        assert all(drafts[place] == wanted[place][: len(drafts[place])] for place in shared)
         assert sorted(Counted.recorded) == [(0, 128), (1, 128), (2, 128), (3, 128)]
     assert Counted.replays > 100
 

@@ -13,4 +13,7 @@ padding.py           rows that pad the vocabulary have no probability
 causal.py            the causal mask, for queries at any positions
 portable.py          norm and attention for machines without TE: SP, CP, packed sequences, MLA
 latent.py            MLA's gradients under tensor parallelism, without TE
+recurrence.py        what Mamba-2 and Gated DeltaNet share: documents, convolution, decays, context parallelism
+mamba.py             Mamba-2 without mamba_ssm
+delta.py             Gated DeltaNet without fla
 """

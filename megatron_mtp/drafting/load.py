@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tracker
-from megatron_mtp.checkpoint.mcore.model import check_trainable, fill
+from megatron_mtp.checkpoint.mcore.model import check_gpt, check_trainable, fill
 from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, run_tokenizer
@@ -109,6 +109,7 @@ def load_checkpoint(
         raise ValueError(
             f"{flag} is {folder}, which does not hold the arguments of its training; give one that Megatron saved."
         )
+    check_gpt(args, f"{flag} {folder}")
     if not hasattr(args, "params_dtype"):  # a conversion stores what the model computes, and no arguments of a run
         args, dtype = _of_a_conversion(args, iteration, flag), dtype or reader.dtype(EMBEDDING)
     config = config_of(_adapted(args))

@@ -20,7 +20,7 @@ from megatron.training import get_args
 from megatron.training.config import PretrainConfigContainer
 
 from megatron_mtp.errors import sentences
-from megatron_mtp.model.build import MTPGPTModelConfig, build
+from megatron_mtp.model.build import MTPGPTModelConfig, MTPHybridModelConfig, MTPModelConfig, build
 from megatron_mtp.platform import prepare
 from megatron_mtp.training.arguments import (
     ArgumentsProvider,
@@ -34,6 +34,7 @@ __all__ = [
     "datasets_provider",
     "get_embedding_ranks",
     "gpt_config_from_args",
+    "hybrid_config_from_args",
     "model_provider",
     "parse_and_validate_args",
     "pretrain",
@@ -61,11 +62,39 @@ def gpt_config_from_args(
 
     Ends the program with one sentence where a checkpoint lacks depths, unless --mtp-init says how to make them.
     """
+    made: MTPGPTModelConfig = _config_from_args(args, config, model_config_cls, MTPGPTModelConfig)
+    return made
+
+
+def hybrid_config_from_args(
+    args: Namespace,
+    config: TransformerConfig | None = None,
+    model_config_cls: type[MTPHybridModelConfig] = MTPHybridModelConfig,
+) -> MTPHybridModelConfig:
+    """The same for Megatron's hybrid script, whose flags have a --hybrid-layer-pattern."""
+    made: MTPHybridModelConfig = _config_from_args(args, config, model_config_cls, MTPHybridModelConfig)
+    return made
+
+
+def _config_from_args(args: Namespace, config: TransformerConfig | None, kind: type, wanted: type) -> Any:
     prepare()
-    if not issubclass(model_config_cls, MTPGPTModelConfig):
-        raise TypeError(f"model_config_cls is {model_config_cls.__name__}; give a subclass of MTPGPTModelConfig.")
+    if not issubclass(kind, wanted):
+        raise TypeError(f"model_config_cls is {kind.__name__}; give a subclass of {wanted.__name__}.")
+    is_hybrid = args.hybrid_layer_pattern is not None
     with sentences(Path(sys.argv[0]).name):
-        return checked_model_config(args, config=config, model_config_cls=model_config_cls)
+        if is_hybrid != issubclass(wanted, MTPHybridModelConfig):
+            name = "hybrid_config_from_args" if is_hybrid else "gpt_config_from_args"
+            raise ValueError(
+                f"--hybrid-layer-pattern is {args.hybrid_layer_pattern}, and the script makes the configuration of "
+                f"another class of model; call {name} there."
+            )
+        return checked_model_config(args, config=config, model_config_cls=kind)
+
+
+def _own_config(args: Namespace, config: TransformerConfig | None = None) -> MTPModelConfig:
+    if args.hybrid_layer_pattern is None:
+        return gpt_config_from_args(args, config)
+    return hybrid_config_from_args(args, config)
 
 
 def pretrain(
@@ -94,11 +123,13 @@ def pretrain(
             "would not train the depths; take them out of the call."
         )
     if cfg_container.model is None:
-        cfg_container.model = gpt_config_from_args(get_args())
-    if not isinstance(cfg_container.model, MTPGPTModelConfig):
+        cfg_container.model = _own_config(get_args())
+    if not isinstance(cfg_container.model, MTPGPTModelConfig | MTPHybridModelConfig):
+        kind = type(cfg_container.model).__name__
+        name = "hybrid_config_from_args" if "Hybrid" in kind else "gpt_config_from_args"
         raise TypeError(
-            f"the model's configuration is a {type(cfg_container.model).__name__}; make it by the "
-            "gpt_config_from_args of megatron_mtp.integrations.megatron_lm, imported after Megatron's."
+            f"the model's configuration is a {kind}; make it by the {name} of megatron_mtp.integrations.megatron_lm, "
+            "imported after Megatron's."
         )
     train(cfg_container, train_valid_test_dataset_provider, **pretrain_arguments)
 
@@ -111,5 +142,5 @@ def model_provider(
     pg_collection: ProcessGroupCollection | None = None,
 ) -> torch.nn.Module:
     """A pipeline stage of the model that the global arguments describe, as Megatron's `get_model()` asks for it."""
-    model_config = gpt_config_from_args(get_args(), config)
+    model_config = _own_config(get_args(), config)
     return build(model_config, pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)

@@ -2,7 +2,8 @@
 
 arguments.py         Megatron's arguments of a model; MACHINE_SETTINGS says what changes without TE, Apex or CUDA
 build.py             arguments to configuration to model, and the process group: the only place that builds one
-trunk.py             Megatron's GPT with the block on its last pipeline stage
+trunk.py             a trunk of Megatron's with the block on its last pipeline stage: a GPT
+hybrid.py            the same for a hybrid, a trunk of layers that a pattern names; depths that are stacks by a pattern
 mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel
 sharing.py           the shared embedding and output head, also between pipeline stages
 initialise.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init)
@@ -13,4 +14,7 @@ padding.py           rows that pad the vocabulary have no probability
 causal.py            the causal mask, for queries at any positions
 portable.py          norm and attention for machines without TE: SP, CP, packed sequences, MLA
 latent.py            MLA's gradients under tensor parallelism, without TE
+recurrence.py        what Mamba-2 and Gated DeltaNet share: documents, convolution, decays, context parallelism
+mamba.py             Mamba-2 without mamba_ssm
+delta.py             Gated DeltaNet without fla
 """

@@ -93,6 +93,7 @@ MODEL_ARGUMENTS = (
     "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_pre_softmax "
     "moe_router_load_balancing_type moe_aux_loss_coeff moe_shared_expert_intermediate_size moe_shared_expert_gate "
     "moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size "
+    "hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_heads mamba_num_groups "
     "mtp_num_layers mtp_use_repeated_layer mtp_architecture vocab_size padded_vocab_size make_vocab_size_divisible_by "
     "attention_dropout hidden_dropout"
 ).split()

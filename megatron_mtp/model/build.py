@@ -2,7 +2,8 @@
 
 join_world()                              the process group, of a job or of this process alone
 config_of(arguments) -> configuration     of a run, or of a checkpoint (`arguments.completed`)
-build(configuration) -> model             a pipeline stage: `MTPGPTModel`, as Megatron's `pretrain()` builds it too
+build(configuration) -> model             a pipeline stage: `MTPGPTModel` or, of arguments with a hybrid layer pattern,
+                                          `MTPHybridModel`, as Megatron's `pretrain()` builds it too
 """
 
 import os
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -25,14 +26,16 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.models import gpt as megatron_gpt
+from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
+from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.portable import with_portable_modules
-from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 from megatron_mtp.platform import cpu
 
 
@@ -54,20 +57,24 @@ def join_world(alone: bool = False) -> None:
         model_parallel_cuda_manual_seed(0)
 
 
-def config_of(args: Namespace, **gpt_config: Any) -> "MTPGPTModelConfig":
+def config_of(args: Namespace, **given: Any) -> "MTPModelConfig":
     """The configuration of what a model computes, from all of Megatron's arguments: nothing of its training.
 
     Args:
-        gpt_config: further arguments of Megatron's `gpt_config_from_args`.
+        given: further arguments of Megatron's `gpt_config_from_args`, or of its `hybrid_config_from_args`.
     """
-    config: MTPGPTModelConfig = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **gpt_config})
-    config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
+    config: MTPModelConfig
+    if args.hybrid_layer_pattern is None:
+        config = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **given})
+        config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
+    else:
+        config = hybrid_config_from_args(args, **{"model_config_cls": MTPHybridModelConfig, **given})
     config.true_vocab_size = args.vocab_size
     config.mtp = MTPConfig(mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential")
     return config
 
 
-def build(config: "MTPGPTModelConfig", groups: ProcessGroupCollection | None = None, **stage: Any) -> MTPGPTModel:
+def build(config: "MTPModelConfig", groups: ProcessGroupCollection | None = None, **stage: Any) -> MTPTrunk:
     """The model of this process: the whole of it, or a pipeline stage.
 
     Args:
@@ -75,16 +82,15 @@ def build(config: "MTPGPTModelConfig", groups: ProcessGroupCollection | None = N
         stage: further arguments of `MTPGPTModelBuilder.build_model`.
     """
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
-    model = MTPGPTModelBuilder(config).build_model(groups, **stage)
-    assert isinstance(model, MTPGPTModel)
-    return model
+    if isinstance(config, MTPHybridModelConfig):
+        return MTPHybridModelBuilder(config).build_model(groups, **stage)
+    return MTPGPTModelBuilder(config).build_model(groups, **stage)
 
 
 @dataclass(kw_only=True)
-class MTPGPTModelConfig(megatron_gpt.GPTModelConfig):
-    """Megatron's model configuration with ours beside it."""
+class DepthFields:
+    """What our configurations have beside Megatron's."""
 
-    builder: ClassVar[str] = "megatron_mtp.model.build.MTPGPTModelBuilder"
     mtp: MTPConfig = field(default_factory=MTPConfig)
     mtp_init_seed: int = 0
     absent_mtp_layers: tuple[int, ...] = ()
@@ -92,6 +98,23 @@ class MTPGPTModelConfig(megatron_gpt.GPTModelConfig):
     absent_draft_vocabulary: bool = False
     true_vocab_size: int | None = None
     """Tokens; `vocab_size` also counts the rows that Megatron appends to them. None if every row is a token."""
+
+
+@dataclass(kw_only=True)
+class MTPGPTModelConfig(DepthFields, megatron_gpt.GPTModelConfig):
+    """Megatron's configuration of a GPT with ours beside it."""
+
+    builder: ClassVar[str] = "megatron_mtp.model.build.MTPGPTModelBuilder"
+
+
+@dataclass(kw_only=True)
+class MTPHybridModelConfig(DepthFields, megatron_hybrid.HybridModelConfig):
+    """Megatron's configuration of a hybrid model with ours beside it."""
+
+    builder: ClassVar[str] = "megatron_mtp.model.build.MTPHybridModelBuilder"
+
+
+type MTPModelConfig = MTPGPTModelConfig | MTPHybridModelConfig
 
 
 class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
@@ -103,37 +126,75 @@ class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
         pre_process: bool | None = None,
         post_process: bool | None = None,
         vp_stage: int | None = None,
-    ) -> GPTModel:
+    ) -> MTPGPTModel:
         """One pipeline stage; the arguments are those of Megatron's builder."""
         config = self._model_config
         layer_spec = _layer_spec(config, vp_stage)
-        if pre_process is None:
-            pre_process = megatron_gpt.is_vp_first_stage(
-                vp_stage=vp_stage, vp_size=config.virtual_pipeline_model_parallel_size
-            ) and megatron_gpt.is_pp_first_stage(pg_collection.pp)
-        if post_process is None:
-            post_process = megatron_gpt.is_vp_last_stage(
-                vp_stage=vp_stage, vp_size=config.virtual_pipeline_model_parallel_size
-            ) and megatron_gpt.is_pp_last_stage(pg_collection.pp)
         return MTPGPTModel(
             mtp_submodules=_mtp_submodules(config, layer_spec, vp_stage),
-            mtp_init=config.mtp.mtp_init or "random",
-            mtp_init_seed=config.mtp_init_seed,
-            absent_mtp_layers=config.absent_mtp_layers,
-            train_only_mtp=config.mtp.mtp_train_only,
-            draft_vocabulary=config.draft_vocabulary,
-            absent_draft_vocabulary=config.absent_draft_vocabulary,
-            true_vocab_size=config.true_vocab_size,
-            config=config.transformer,
             transformer_layer_spec=_block_spec(config, layer_spec, vp_stage),
-            vocab_size=_padded_vocab_size(config),
-            max_sequence_length=config.seq_length,
-            pre_process=pre_process,
-            post_process=post_process,
-            pg_collection=pg_collection,
-            vp_stage=vp_stage,
-            **{name: getattr(config, name) for name in _PASSED_ON},
+            rope_scaling=config.rope_scaling,
+            rope_scaling_factor=config.rope_scaling_factor,
+            **_stage_arguments(config, pg_collection, pre_process, post_process, vp_stage),
         )
+
+
+class MTPHybridModelBuilder(megatron_hybrid.HybridModelBuilder):
+    """Megatron's builder, for `MTPHybridModel` in place of `HybridModel`."""
+
+    def build_model(
+        self,
+        pg_collection: ProcessGroupCollection,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
+    ) -> MTPHybridModel:
+        """One pipeline stage; the arguments are those of Megatron's builder."""
+        config = self._model_config
+        trunk = config.hybrid_stack_spec or stack_spec(config.transformer)
+        pattern = parse_hybrid_pattern(config.hybrid_layer_pattern)
+        submodules = None
+        if pattern.mtp_pattern is not None:
+            submodules = depth_submodules(trunk, pattern.mtp_pattern, config.transformer, config.mtp.mtp_architecture)
+        return MTPHybridModel(
+            mtp_submodules=submodules,
+            hybrid_stack_spec=trunk,
+            hybrid_layer_pattern=pattern.main_pattern,
+            **_stage_arguments(config, pg_collection, pre_process, post_process, vp_stage),
+        )
+
+
+def _stage_arguments(
+    config: MTPModelConfig,
+    groups: ProcessGroupCollection,
+    pre_process: bool | None,
+    post_process: bool | None,
+    vp_stage: int | None,
+) -> dict[str, Any]:
+    """What trunks of all classes are built from."""
+    virtual: dict[str, Any] = {"vp_stage": vp_stage, "vp_size": config.virtual_pipeline_model_parallel_size}
+    if pre_process is None:
+        pre_process = megatron_gpt.is_vp_first_stage(**virtual) and megatron_gpt.is_pp_first_stage(groups.pp)
+    if post_process is None:
+        post_process = megatron_gpt.is_vp_last_stage(**virtual) and megatron_gpt.is_pp_last_stage(groups.pp)
+    return {
+        "mtp_init": config.mtp.mtp_init or "random",
+        "mtp_init_seed": config.mtp_init_seed,
+        "absent_mtp_layers": config.absent_mtp_layers,
+        "train_only_mtp": config.mtp.mtp_train_only,
+        "draft_vocabulary": config.draft_vocabulary,
+        "absent_draft_vocabulary": config.absent_draft_vocabulary,
+        "true_vocab_size": config.true_vocab_size,
+        "config": config.transformer,
+        "vocab_size": _padded_vocab_size(config),
+        "max_sequence_length": config.seq_length,
+        "pre_process": pre_process,
+        "post_process": post_process,
+        "pg_collection": groups,
+        "vp_stage": vp_stage,
+        "scatter_embedding_sequence_parallel": getattr(config, "scatter_embedding_sequence_parallel", True),
+        **{name: getattr(config, name) for name in _PASSED_ON},
+    }
 
 
 _PASSED_ON = (
@@ -143,10 +204,7 @@ _PASSED_ON = (
     "position_embedding_type",
     "rotary_percent",
     "rotary_base",
-    "rope_scaling",
-    "rope_scaling_factor",
     "seq_len_interpolation_factor",
-    "scatter_embedding_sequence_parallel",
 )
 
 
@@ -172,7 +230,7 @@ def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
     return with_portable_modules(layer_spec, config.transformer)
 
 
-def _padded_vocab_size(config: MTPGPTModelConfig) -> int:
+def _padded_vocab_size(config: MTPModelConfig) -> int:
     assert config.vocab_size is not None
     if not config.should_pad_vocab:
         return config.vocab_size

@@ -1,7 +1,8 @@
 """Depths that a loaded checkpoint does not have: drawn as in a new model, or made from the trunk's last layer.
 
-`last-layer` starts each missing depth as one more step of the trunk: its transformer layer is the trunk's last, its
-final norm the trunk's, its input norms are 1, and eh_proj = [0 | I] passes the hidden state on and drops the embedding.
+`last-layer` starts each missing depth as one more step of the trunk: its transformer layer is the trunk's last, or its
+stack the trunk's last layers; its final norm is the trunk's, its input norms are 1, and eh_proj = [0 | I] passes the
+hidden state on and drops the embedding.
 """
 
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.models.hybrid.hybrid_block import HybridStack
 from torch import Tensor
 
 from megatron_mtp.model.mtp import MultiTokenPredictionBlock
@@ -68,22 +70,32 @@ def _drawn(prefix: str, layer: Any, weights: RandomWeights) -> dict[str, Tensor]
 def _from_trunk(name: str, value: Any, loaded: dict[str, Any], block: MultiTokenPredictionBlock) -> Any:
     """The value of one entry of a depth; `name` is relative to the depth, `value` as initialised."""
     if name.startswith("tf_layer."):
-        return _copied(f"{_last_trunk_layer(loaded)}{name.removeprefix('tf_layer.')}", value, loaded)
+        return _copied(_in_trunk(name.removeprefix("tf_layer."), loaded, block), value, loaded)
     if name.startswith("final_layernorm."):
-        return _copied(f"decoder.{name}", value, loaded)
+        of_hybrid = f"decoder.final_norm.{name.removeprefix('final_layernorm.')}"
+        return _copied(of_hybrid if of_hybrid in loaded else f"decoder.{name}", value, loaded)
     if name == "eh_proj.weight":
         return _pass_hidden_state(value, block)
     return value  # enorm and hnorm: 1, as initialised
 
 
-def _last_trunk_layer(loaded: dict[str, Any]) -> str:
+def _in_trunk(name: str, loaded: dict[str, Any], block: MultiTokenPredictionBlock) -> str:
+    """The trunk's entry for one of a depth's layer, or of its stack: its last layers are the trunk's."""
+    last = _last_trunk_layer(loaded)
+    if not isinstance(stack := block.layers[0].tf_layer, HybridStack):
+        return f"decoder.layers.{last}.{name}"
+    _, index, rest = name.split(".", 2)
+    return f"decoder.layers.{last + 1 - len(stack.layers) + int(index)}.{rest}"
+
+
+def _last_trunk_layer(loaded: dict[str, Any]) -> int:
     numbers = [int(name.split(".")[2]) for name in loaded if name.startswith("decoder.layers.")]
     if not numbers:
         raise ValueError(
             "--mtp-init last-layer was given, but the pipeline stage of the MTP depths holds no trunk layer to copy; "
             "give --mtp-init random, or a layout with a trunk layer on that stage."
         )
-    return f"decoder.layers.{max(numbers)}."
+    return max(numbers)
 
 
 def _copied(source: str, value: Any, loaded: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ knows neither the trunk's class nor the loss. Letters in names: D depths, S sequ
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,24 +38,30 @@ SHARDED_TF_LAYER = "transformer_layer"
 
 @dataclass(frozen=True)
 class MultiTokenPredictionLayerSubmodules:
-    """What a depth is built from; the embedding-side modules are None for a parallel head."""
+    """What a depth is built from; the embedding-side modules are None for a parallel head.
+
+    `tf_layer` is one transformer layer, or a stack of layers with the interface of one; `sharded_name` is its name in
+    checkpoints, which are those of Megatron's own MTP.
+    """
 
     tf_layer: ModuleSpec
     final_layernorm: Callable[..., torch.nn.Module]
     enorm: Callable[..., torch.nn.Module] | None = None
     hnorm: Callable[..., torch.nn.Module] | None = None
     eh_proj: type | None = None
+    sharded_name: str = SHARDED_TF_LAYER
 
 
-def mtp_layer_submodules(tf_layer: ModuleSpec, architecture: str, use_te: bool) -> MultiTokenPredictionLayerSubmodules:
-    """The spec of one depth around an inner transformer layer (dense or MoE), for TE or for portable modules."""
+def mtp_layer_submodules(
+    tf_layer: ModuleSpec, architecture: str, use_te: bool, sharded_name: str = SHARDED_TF_LAYER
+) -> MultiTokenPredictionLayerSubmodules:
+    """The spec of one depth around an inner layer or stack of layers, for TE or for portable modules."""
     backend: BackendSpecProvider = _te_backend() if use_te else LocalSpecProvider()
     norm = backend.layer_norm()
+    made = MultiTokenPredictionLayerSubmodules(tf_layer, final_layernorm=norm, sharded_name=sharded_name)
     if architecture == "parallel":
-        return MultiTokenPredictionLayerSubmodules(tf_layer, final_layernorm=norm)
-    return MultiTokenPredictionLayerSubmodules(
-        tf_layer, final_layernorm=norm, enorm=norm, hnorm=norm, eh_proj=backend.column_parallel_linear()
-    )
+        return made
+    return replace(made, enorm=norm, hnorm=norm, eh_proj=backend.column_parallel_linear())
 
 
 def _te_backend() -> BackendSpecProvider:
@@ -89,6 +95,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         super().__init__(config=config)
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
+        self.sharded_name = submodules.sharded_name
         norm: dict[str, Any] = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         if submodules.eh_proj is not None:
             assert submodules.enorm is not None
@@ -146,7 +153,7 @@ class MultiTokenPredictionLayer(MegatronModule):
     ) -> ShardedStateDict:
         """Entries under the keys that Megatron's own MTP writes, so that checkpoints pass in both directions."""
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        apply_prefix_mapping(entries, {f"{prefix}tf_layer.": f"{prefix}{SHARDED_TF_LAYER}."})
+        apply_prefix_mapping(entries, {f"{prefix}tf_layer.": f"{prefix}{self.sharded_name}."})
         return entries
 
     def _recomputes(self) -> bool:

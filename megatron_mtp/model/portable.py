@@ -179,17 +179,18 @@ def with_portable_modules(spec: Any, config: TransformerConfig) -> Any:
     swaps: dict[Any, Any] = {WrappedTorchNorm: PortableNorm, MLASelfAttention: PortableLatentAttention}
     if config.softmax_type == "vanilla":  # attention sinks are left to Megatron's own module
         swaps[DotProductAttention] = PortableAttention
-    return _swapped(spec, swaps)
+    return with_modules(spec, swaps)
 
 
-def _swapped(spec: Any, swaps: dict[Any, Any]) -> Any:
+def with_modules(spec: Any, swaps: dict[Any, Any]) -> Any:
+    """The spec with other classes of modules, wherever it names one of the keys of `swaps`."""
     if isinstance(spec, list):
-        return [_swapped(one, swaps) for one in spec]
+        return [with_modules(one, swaps) for one in spec]
     if isinstance(spec, ModuleSpec):
         return dataclasses.replace(
-            spec, module=_swapped(spec.module, swaps), submodules=_swapped(spec.submodules, swaps)
+            spec, module=with_modules(spec.module, swaps), submodules=with_modules(spec.submodules, swaps)
         )
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        swapped = {field.name: _swapped(getattr(spec, field.name), swaps) for field in dataclasses.fields(spec)}
+        swapped = {field.name: with_modules(getattr(spec, field.name), swaps) for field in dataclasses.fields(spec)}
         return dataclasses.replace(spec, **swapped)
     return swaps.get(spec, spec) if isinstance(spec, type) else spec

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DRAWN = ("linear_", "eh_proj", "router", "gate_weight")
+DRAWN = ("linear_", "eh_proj", "router", "gate_weight", "in_proj", "out_proj")
 """First letters of the names of matrices, or of the modules that hold them."""
 
-TO_RESIDUAL = ("linear_proj", "linear_fc2")
+TO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
 NORM_WEIGHT, BIASES = "layer_norm_weight", ("bias", "layer_norm_bias", "expert_bias")
 
 Part = tuple[int | slice, ...]
@@ -57,7 +57,7 @@ class RandomWeights:
             shape: of the whole tensor.
             part: its place in the whole tensor; None for all of it.
         """
-        *_, module, name = key.split(".")
+        *_, module, name = _undivided(key).split(".")
         part = part or (slice(None),) * len(shape)
         if name in BIASES:
             return torch.zeros(tuple(shape))[part]
@@ -78,3 +78,9 @@ class RandomWeights:
         digest = blake2b(f"{self.seed}/{key}/{row}".encode(), digest_size=8).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
         return torch.randn(columns, generator=generator, device="cpu")
+
+
+def _undivided(key: str) -> str:
+    """Checkpoints keep the rows of `in_proj.weight` apart by what they make, as `in_proj.weight.dt`."""
+    weight, found, _ = key.rpartition("in_proj.weight.")
+    return f"{weight}in_proj.weight" if found else key

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 
 
-def attach_embedding(model: GPTModel) -> None:
+def attach_embedding(model: LanguageModule) -> None:
     """Give a stage without an input embedding its copy; a tied head then uses the copy alone."""
     if model.pre_process:
         return

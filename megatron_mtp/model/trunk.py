@@ -1,8 +1,8 @@
-"""The Megatron GPT trunk with an MTP block on its last pipeline stage.
+"""A trunk of Megatron's with an MTP block on its last pipeline stage; the trunk is a GPT here, a hybrid in hybrid.py.
 
-The trunk is Megatron's `GPTModel`, built without Megatron's own MTP. On the stage that holds MTP it gets our block and
-the shared embedding. Given an `Objective`, the last stage returns what the objective makes of the trunk's and the
-depths' hidden states; without one it is a plain GPT.
+The trunk is one of Megatron's model classes, built without Megatron's own MTP. On the stage that holds MTP it gets our
+block and the shared embedding. Given an `Objective`, the last stage returns what the objective makes of the trunk's and
+the depths' hidden states; without one it is the plain model.
 """
 
 import inspect
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import distributed_data_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
@@ -55,8 +56,11 @@ Objective = Callable[[StageOutput], Any]
 """What the last stage does with the hidden states; its result is the model's output."""
 
 
-class MTPGPTModel(GPTModel):
-    """A GPT stage that holds an MTP block where `mtp_submodules` is given and the stage is the one for it."""
+class MTPTrunk(LanguageModule):
+    """What an MTP block adds to a pipeline stage, whatever Megatron class the trunk is; to be put before that class.
+
+    The stage holds a block where `mtp_submodules` is given and the stage is the one for it.
+    """
 
     def __init__(
         self,
@@ -69,12 +73,12 @@ class MTPGPTModel(GPTModel):
         draft_vocabulary: Tensor | None = None,
         absent_draft_vocabulary: bool = False,
         true_vocab_size: int | None = None,
-        **gpt_arguments: Any,
+        **trunk_arguments: Any,
     ) -> None:
         self.true_vocab_size = true_vocab_size
         self._trunk_is_built, self._trunk_is_frozen = False, train_only_mtp
         self._stage_input: Tensor | None = None
-        super().__init__(mtp_block_spec=None, **gpt_arguments)
+        super().__init__(**trunk_arguments)
         self._trunk_is_built = True
         self._mtp_init, self._mtp_init_seed, self._absent = mtp_init, mtp_init_seed, absent_mtp_layers
         self._lacks_draft_vocabulary = absent_draft_vocabulary
@@ -101,7 +105,7 @@ class MTPGPTModel(GPTModel):
         if train_only_mtp:
             freeze_trunk(self)
 
-    def train(self, mode: bool = True) -> "MTPGPTModel":
+    def train(self, mode: bool = True) -> "MTPTrunk":
         """A frozen trunk stays in evaluation: no dropout, no statistics of routers."""
         super().train(mode)
         if self._trunk_is_frozen:
@@ -162,7 +166,7 @@ class MTPGPTModel(GPTModel):
         output_processor_context: DepthBatch | None = None,
         **trunk_outputs: Any,
     ) -> Any:
-        """Called by `GPTModel.forward` after the decoder, with everything that forward knows."""
+        """Called after the decoder, with everything that the trunk's forward knows."""
         if self._stage_input is not None:
             hidden_states = answer_with_zeros(hidden_states, self._stage_input)
         depth_hidden: list[Tensor] = []
@@ -232,6 +236,10 @@ class MTPGPTModel(GPTModel):
             draft_vocabulary=self.draft_vocabulary,
             vocab_size=self.true_vocab_size,
         )
+
+
+class MTPGPTModel(MTPTrunk, GPTModel):
+    """Megatron's GPT, whose forward calls `_postprocess` after the decoder."""
 
 
 def _await_gathered(module: torch.nn.Module) -> None:

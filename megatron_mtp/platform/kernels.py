@@ -36,3 +36,19 @@ def transformer_engine_works() -> bool:
 def fuses_weight_gradients() -> bool:
     """Whether Apex's extension is installed, which adds a weight's gradient to its buffer in the matrix product."""
     return why_not("fused_weight_gradient_mlp_cuda") is None
+
+
+def mamba_works() -> bool:
+    """Whether Megatron's Mamba-2 layers can be used; they need a CUDA device."""
+    return _all_usable("mamba_ssm", "causal_conv1d", "einops")
+
+
+def delta_rule_works() -> bool:
+    """Whether Megatron's Gated DeltaNet layers can be used; they need a CUDA device."""
+    return _all_usable("fla")
+
+
+def _all_usable(*modules: str) -> bool:
+    from megatron_mtp.platform import cpu
+
+    return not cpu.installed() and all(why_not(module) is None for module in modules)

@@ -8,6 +8,7 @@ memory.py            the memory that a rank needs
 arguments.py         Megatron's parser with our flags, and all checks before a model is built
 machine.py           whether a rank may train on the CPU; what CUDA reads when it starts
 flag_checks.py       ranges of Megatron's flags, and relations between them
+hybrid_checks.py     --hybrid-layer-pattern, and what does not go with it
 run_checks.py        what a run with depths cannot have: layouts, packed rows, a refused position embedding
 data_flags.py        whether the corpus and the vocabulary that flags name are there and fit
 refusals.py          Megatron's refusals as one sentence each

@@ -18,7 +18,7 @@ from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.model.arguments import APEX, CUDA, MODEL_ARGUMENTS, TE, flags_without
-from megatron_mtp.model.build import MTPGPTModelConfig, config_of
+from megatron_mtp.model.build import MTPModelConfig, config_of
 from megatron_mtp.patches.unpickling import CATALOGUE
 from megatron_mtp.platform.kernels import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.training.console import say
@@ -26,7 +26,8 @@ from megatron_mtp.training.data_flags import check_data, true_vocab_size
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
 from megatron_mtp.training.flag_checks import check_ranges, check_tokenizer_folder
 from megatron_mtp.training.flags import add_mtp_arguments
-from megatron_mtp.training.loading import check_load, check_optimizer, check_positions
+from megatron_mtp.training.hybrid_checks import in_stages, set_depths
+from megatron_mtp.training.loading import check_layers, check_load, check_optimizer, check_positions
 from megatron_mtp.training.refusals import megatrons_refusals
 from megatron_mtp.training.run_checks import check_flags
 
@@ -63,7 +64,7 @@ def _has_own_layers(argv: list[str]) -> bool:
     return "--transformer-impl local" in " ".join(argv).replace("=", " ")
 
 
-def parse_checked_args() -> tuple[Namespace, MTPGPTModelConfig]:
+def parse_checked_args() -> tuple[Namespace, MTPModelConfig]:
     """Parse, check and validate `sys.argv`; Megatron's global arguments and tokenizer are set when this returns."""
     args = parse_run_args()
     if args.rank == 0:
@@ -87,6 +88,7 @@ def parse_run_args(
         given = parse_args(add_arguments)
     check_ranges(given)
     check_tokenizer_folder(given)
+    set_depths(given)
     if not given.use_checkpoint_args:
         check_flags(given, mtp_config_from_args(given))
     check_load(given)
@@ -104,14 +106,15 @@ def parse_run_args(
     return args
 
 
-def checked_model_config(args: Namespace, **gpt_config: Any) -> MTPGPTModelConfig:
-    """The model that validated arguments describe, `gpt_config` being further arguments of `gpt_config_from_args`.
+def checked_model_config(args: Namespace, **given: Any) -> MTPModelConfig:
+    """The model that validated arguments describe, `given` being further arguments of `config_of`.
 
     Raises:
         ValueError: the checkpoint to load lacks depths, and no flag says how to make them; or it has other ones.
     """
     with megatrons_refusals():
-        model_config = config_of(args, **gpt_config)
+        model_config = config_of(args, **given)
+    check_layers(args)
     model_config.mtp = mtp_config_from_args(args)
     args.vocab_size = true_vocab_size(args)  # checkpoints keep the arguments
     model_config.true_vocab_size = args.vocab_size
@@ -136,8 +139,10 @@ def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
         return {}
     found = DistReader(folder).common()["args"]
     check_trainable(found, f"--load {args.load}")
-    stored = vars(found)
-    return {name: stored[name] for name in MODEL_ARGUMENTS if stored.get(name) is not None}
+    stored = {name: value for name, value in vars(found).items() if name in MODEL_ARGUMENTS and value is not None}
+    if (pattern := stored.get("hybrid_layer_pattern")) is not None:
+        stored["hybrid_layer_pattern"] = in_stages(pattern, args.pipeline_model_parallel_size)
+    return stored
 
 
 def check_checkpoint(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:

@@ -106,6 +106,51 @@ def _check_older(iteration: Path) -> None:
         torch.load(files[0], map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(files[0]))
 
 
+def check_layers(args: Namespace) -> None:
+    """Whether the checkpoint's trunk has the layers of this run, where one of them is a hybrid.
+
+    Raises:
+        ValueError: it does not.
+    """
+    load_arg, stored = _stored_arguments(args)
+    if stored is None:
+        return
+    own, theirs = (getattr(each, "hybrid_layer_pattern", None) for each in (args, stored))
+    said = f"{FLAGS[load_arg]} {getattr(args, load_arg)} holds"
+    if theirs is not None and own is None:
+        raise ValueError(f"{said} a hybrid model; give its --hybrid-layer-pattern '{theirs}'.")
+    if theirs is None and own is not None and "/" in own:
+        raise ValueError(
+            f"{said} a GPT of {stored.num_layers} layers, and --hybrid-layer-pattern {own} has depths, which Megatron "
+            "does not read from one; give the flags of its training."
+        )
+    if theirs is None and own is not None and (layers := sum(map(own.count, "*+"))) != stored.num_layers:
+        raise ValueError(
+            f"{said} a GPT of {stored.num_layers} layers, and --hybrid-layer-pattern {own} has {layers} of attention; "
+            "give as many."
+        )
+    if theirs is not None and own is not None and _kinds(own) != _kinds(theirs):
+        raise ValueError(
+            f"{said} a hybrid model of layers {theirs}, and --hybrid-layer-pattern is {own}; give the same layers for "
+            "the trunk and for a depth."
+        )
+
+
+def _kinds(pattern: str) -> tuple[str, str | None]:
+    """The layers of the trunk, and those of a depth; None where a checkpoint or a run has no depths."""
+    parts = pattern.replace("|", "").split("/")
+    return parts[0], parts[1] if len(parts) > 1 else None
+
+
+def _stored_arguments(args: Namespace) -> tuple[str, Namespace | None]:
+    """What names the checkpoint to load, and the arguments that are stored in it; None where there is none."""
+    load_arg = "load" if checkpoint_exists(args.load) else "pretrained_checkpoint"
+    if not checkpoint_exists(getattr(args, load_arg)):
+        return load_arg, None
+    folder = Path(get_load_checkpoint_path_by_args(args, load_arg))
+    return load_arg, DistReader(folder).state().get("args") if (folder / FORMAT).exists() else None
+
+
 def check_positions(args: Namespace) -> None:
     """Whether the rotary settings are those that the checkpoint was trained with; its tensors do not show them.
 

@@ -13,6 +13,7 @@ from megatron.training.checkpointing import checkpoint_exists
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.checks import split_weights
 from megatron_mtp.training.flag_checks import check_relations
+from megatron_mtp.training.hybrid_checks import check_hybrid
 
 
 def check_flags(args: Namespace, settings: MTPConfig) -> None:
@@ -26,11 +27,7 @@ def check_flags(args: Namespace, settings: MTPConfig) -> None:
         )
     if args.save is not None and args.save_interval is None:
         raise ValueError(f"--save is {args.save}, but --save-interval is missing; give the steps between checkpoints.")
-    if (pattern := args.hybrid_layer_pattern or args.hybrid_override_pattern) is not None:
-        raise ValueError(
-            f"--hybrid-layer-pattern is {pattern}, but this script builds transformers alone; drop the flag, or use "
-            "Megatron's pretrain_hybrid.py."
-        )
+    check_hybrid(args, settings)
     if args.logits_load_dir is not None:
         raise ValueError(
             "--logits-load-dir was given, but training on a teacher's stored logits is left to Megatron's own script; "

@@ -57,6 +57,11 @@ _LLAMA2 = f"""
 _LATENT = """
     --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64
     --v-head-dim 128 --qk-layernorm --mscale 1.0 --mscale-all-dim 1.0"""
+_HYBRID = f"""
+    --use-mcore-models --normalization RMSNorm --disable-bias-linear --position-embedding-type none
+    --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 --group-query-attention
+    --kv-channels 128 --norm-epsilon 1e-5 --mamba-head-dim 64 --mamba-state-dim 128 --mamba-num-groups 8
+    --micro-batch-size 1 {_BY_SAMPLES} {_OVERLAPPED}"""
 _SIGMOID_ROUTER = """
     --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3
     --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-dtype fp32
@@ -368,6 +373,39 @@ LINES: dict[str, Line] = {
         --norm-epsilon 1e-05 --rotary-base 640000 --seq-length 32768 --max-position-embeddings 32768
         --micro-batch-size 1 --global-batch-size 640 --tensor-model-parallel-size 4 --context-parallel-size 2
         --sequence-parallel {_OVERLAPPED}""",
+    ),
+    "nemotron-h-8b": Line(
+        16,
+        131072,
+        f"""{_HYBRID} --hybrid-layer-pattern M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-/*-
+        --squared-relu --hidden-size 4096 --ffn-hidden-size 21504 --num-attention-heads 32 --num-query-groups 8
+        --mamba-num-heads 128 --seq-length 8192 --max-position-embeddings 8192 --global-batch-size 768
+        --tensor-model-parallel-size 2 --sequence-parallel""",
+    ),
+    "nemotron3-nano-30b-a3b": Line(
+        64,
+        131072,
+        f"""{_HYBRID} {_SIGMOID_ROUTER}
+        --hybrid-layer-pattern MEMEM*EMEMEM*EMEMEM*|EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME/*E/*E
+        --squared-relu --hidden-size 2688 --ffn-hidden-size 1856 --num-attention-heads 32 --num-query-groups 2
+        --mamba-num-heads 64 --num-experts 128 --moe-router-topk 6 --moe-ffn-hidden-size 1856
+        --moe-shared-expert-intermediate-size 3712 --moe-router-topk-scaling-factor 2.5 --seq-length 8192
+        --max-position-embeddings 262144 --global-batch-size 3072 --pipeline-model-parallel-size 2
+        --expert-model-parallel-size 8""",
+        depths=2,
+    ),
+    "qwen3-next-80b-a3b-hybrid": Line(
+        64,
+        151936,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} {_SOFTMAX_ROUTER} --hybrid-layer-pattern {12 * "GEGEGE*E"}/*E
+        --hidden-size 2048 --ffn-hidden-size 5120 --num-attention-heads 16 --group-query-attention
+        --num-query-groups 2 --kv-channels 256 --seq-length 4096 --max-position-embeddings 262144 --norm-epsilon 1e-6
+        --apply-layernorm-1p --qk-layernorm --attention-output-gate --rotary-percent 0.25 --rotary-base 10000000
+        --no-rope-fusion --linear-conv-kernel-dim 4 --linear-key-head-dim 128 --linear-value-head-dim 128
+        --linear-num-key-heads 16 --linear-num-value-heads 32 --num-experts 512 --moe-ffn-hidden-size 512
+        --moe-shared-expert-intermediate-size 512 --moe-shared-expert-gate --moe-router-topk 10
+        --make-vocab-size-divisible-by 1187 --micro-batch-size 1 --global-batch-size 512
+        --expert-model-parallel-size 32 --expert-tensor-parallel-size 1 --enable-experimental {_OVERLAPPED}""",
     ),
     "qwen3-next-80b-a3b": Line(
         64,

@@ -60,7 +60,6 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             f"{ROPE} {MOCK} {DEPTHS} --mtp-architecture parallel --mtp-use-repeated-layer",
             "--mtp-use-repeated-layer was given with --mtp-architecture parallel",
         ),
-        (f"{ROPE} {MOCK} {DEPTHS} --hybrid-layer-pattern M*M*", "--hybrid-layer-pattern is M*M*, but this script"),
         (f"{ROPE} {MOCK} --hybrid-context-parallel", "--hybrid-context-parallel was given"),
         (
             f"{ROPE} {MOCK} --dataloader-inter-document-masking --context-parallel-size 2",

@@ -50,8 +50,9 @@ HARMLESS = {
     ),
     "what is written down": "barrier_with_L1_time config_logger_dir log_max_attention_logit moe_per_layer_logging",
     "inference": "inference_* nccl_all_reduce_for_prefill",
-    "other classes of model": "mamba_* use_mamba_mem_eff_path is_hybrid_model mtp_hybrid_override_pattern "
-    "hybrid_layer_pattern mtp_standalone test_mode",
+    "other classes of model": "mtp_hybrid_override_pattern mtp_standalone test_mode",
+    "follows from hybrid_layer_pattern": "is_hybrid_model",
+    "kernels and inference of Mamba layers": "use_mamba_mem_eff_path mamba_inference_* mamba_training_ssm_states_dtype",
     "known otherwise: mup_base_hidden_size": "mup_width_mult",
     "another way to say a model": "yaml_cfg",
 }

@@ -12,9 +12,15 @@ from megatron.training.global_vars import unset_global_variables
 
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 
-GPUS = {"moe_16b": 32, "qwen3_8b": 16, "smollm2_135m": 8, "tiny": 2}
-VOCABULARY = {"moe_16b": 163840, "qwen3_8b": 151936, "smollm2_135m": 49152, "tiny": 127}
-PARAMETERS = {"moe_16b": 15_960_110_208, "qwen3_8b": 8_190_735_360, "smollm2_135m": 134_515_008, "tiny": 98_496}
+GPUS = {"moe_16b": 32, "nemotron_h_8b": 16, "qwen3_8b": 16, "smollm2_135m": 8, "tiny": 2}
+VOCABULARY = {"moe_16b": 163840, "nemotron_h_8b": 131072, "qwen3_8b": 151936, "smollm2_135m": 49152, "tiny": 127}
+PARAMETERS = {
+    "moe_16b": 15_960_110_208,
+    "nemotron_h_8b": 8_100_852_736,
+    "qwen3_8b": 8_190_735_360,
+    "smollm2_135m": 134_515_008,
+    "tiny": 98_496,
+}
 """Of the trunks. Qwen3-8B and SmolLM2-135M have as many tensor elements in their safetensors files."""
 
 
@@ -43,6 +49,11 @@ def parsed(recipe: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Na
 def parameters(args: Namespace, vocabulary: int) -> int:
     """Of the trunk, counted from its sizes."""
     hidden, layers = args.hidden_size, args.num_layers
+    tables = 2 if args.untie_embeddings_and_output_weights else 1
+    if args.hybrid_layer_pattern is not None:
+        trunk = args.hybrid_layer_pattern.split("/")[0]
+        widths = {"M": mamba(args), "-": 2 * hidden * args.ffn_hidden_size, "*": attention(args)}
+        return sum(widths[layer] + hidden for layer in trunk) + hidden + tables * vocabulary * hidden
     dense = 3 * hidden * args.ffn_hidden_size
     if args.num_experts is None:
         widths = layers * dense
@@ -50,8 +61,14 @@ def parameters(args: Namespace, vocabulary: int) -> int:
         all_experts = args.num_experts * args.moe_ffn_hidden_size + args.moe_shared_expert_intermediate_size
         experts = 3 * hidden * all_experts + args.num_experts * (hidden + 1)
         widths = sum(experts if has_experts else dense for has_experts in args.moe_layer_freq)
-    tables = 2 if args.untie_embeddings_and_output_weights else 1
     return layers * (attention(args) + 2 * hidden) + widths + hidden + tables * vocabulary * hidden
+
+
+def mamba(args: Namespace) -> int:
+    """Parameters of one layer's Mamba-2: projections, convolution of four positions, dt, A, D, and a norm."""
+    heads = args.mamba_num_heads
+    inner, shared = heads * args.mamba_head_dim, 2 * args.mamba_num_groups * args.mamba_state_dim
+    return args.hidden_size * (3 * inner + shared + heads) + 5 * (inner + shared) + 3 * heads + inner
 
 
 def attention(args: Namespace) -> int:

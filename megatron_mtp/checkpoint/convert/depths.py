@@ -22,7 +22,7 @@ from megatron_mtp.checkpoint.convert.writing import Group, write_checkpoint
 from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.hf.config import HFConfig, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
-from megatron_mtp.checkpoint.mcore.model import check_trainable
+from megatron_mtp.checkpoint.mcore.model import check_gpt, check_trainable
 from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths, depth_of
 from megatron_mtp.checkpoint.mcore.tensors import Chunk, DistReader, write_chunk
 from megatron_mtp.checkpoint.mcore.tokenizer import KEPT_TOKENIZER
@@ -116,6 +116,7 @@ def plan_attaching(source: Path, depths: int, init: str, seed: int) -> Change:
     """
     reader = DistReader(source)
     check_trainable(reader.common()["args"], str(source))
+    check_gpt(reader.common()["args"], str(source))
     if any(key.startswith("mtp.") for key in reader.keys):
         raise ValueError(f"{source} has MTP depths already; drop-mtp makes a checkpoint without them.")
     last = _last_layer(reader)
@@ -142,9 +143,15 @@ def plan_dropping(source: Path, keep: int) -> Change:
         for key in reader.keys
         if ((depth := depth_of(key)) is not None and depth < keep) or (key == DRAFT_VOCABULARY and keep)
     ]
-    args = _args(reader, mtp_num_layers=keep or None)
+    args = _args(reader, mtp_num_layers=keep or None, **_pattern(reader, keep))
     dropped = _carried_parts(reader, source, keep)
     return Change(reader, source, _trunk(reader, dropped), kept, args, {"depths": keep}, depths, keep, dropped)
+
+
+def _pattern(reader: DistReader, keep: int) -> dict[str, str]:
+    """The changed argument of a hybrid model: its pattern names the layers of every depth behind a slash."""
+    pattern = getattr(reader.common()["args"], "hybrid_layer_pattern", None)
+    return {} if pattern is None else {"hybrid_layer_pattern": "/".join(pattern.split("/")[: 1 + keep])}
 
 
 def _trunk(reader: DistReader, dropped: frozenset[str] = frozenset()) -> list[Source]:

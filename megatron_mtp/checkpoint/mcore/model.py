@@ -26,6 +26,7 @@ def load_model(folder: Path) -> MTPGPTModel:
     reader = DistReader(folder)
     args = reader.common()["args"]
     check_trainable(args, str(folder))
+    check_gpt(args, str(folder))
     model = model_of(args, stored_draft_vocabulary(reader.folder))
     fill(model, reader)
     return model
@@ -74,6 +75,20 @@ def _drop_extra_states(entries: dict[str, Any]) -> None:
     """Remove the state of kernels, which checkpoints of other kernels lack."""
     for name in [name for name in entries if name.endswith("_extra_state")]:
         del entries[name]
+
+
+def check_gpt(args: Namespace, name: str) -> None:
+    """Refuse a hybrid model where only a GPT will do; arguments as of `check_trainable`.
+
+    Raises:
+        ValueError: it is a hybrid.
+    """
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        raise ValueError(
+            f"{name} is a hybrid model of layers {pattern}, which is trained and evaluated here, but not drafted with, "
+            "converted or given depths on disk; name a checkpoint of a GPT."
+        )
 
 
 def check_trainable(args: Namespace, name: str) -> None:

@@ -1,0 +1,213 @@
+"""A trunk of layers that a pattern names, on Megatron's `HybridModel`, and depths that are stacks by a pattern too.
+
+    M*-/*-/*-    a trunk of Mamba-2, attention and MLP; two depths of attention and MLP each
+
+`*` attention, `+` latent attention, `D` sparse attention, `-` MLP, `E` MoE, `M` Mamba-2, `G` Gated DeltaNet; `|` ends a
+pipeline stage of the trunk. Without TE the layers are portable ones, under the names that TE's have in checkpoints;
+without the libraries of their kernels, or without a GPU, `M` and `G` are those of mamba.py and delta.py.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.models.hybrid import hybrid_layer_specs
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+from torch import Tensor
+
+from megatron_mtp.model.delta import PortableGatedDeltaNet
+from megatron_mtp.model.mamba import PortableMamba
+from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
+from megatron_mtp.model.portable import PortableNorm, with_modules, with_portable_modules
+from megatron_mtp.model.trunk import MTPTrunk, Objective
+from megatron_mtp.platform import kernels
+
+SHARDED_STACK = "mtp_model_layer"
+"""The name of a depth's stack in checkpoints, which Megatron's own MTP uses too."""
+
+
+class MTPHybridModel(MTPTrunk, HybridModel):
+    """Megatron's hybrid model, whose forward ends with its own head and loss: it is called without them."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._decoder_inputs: dict[str, Any] = {}
+        self.decoder.register_forward_pre_hook(self._keep_inputs, with_kwargs=True)
+
+    def _keep_inputs(self, _: Any, __: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        """The depths need the rotary embedding, which Megatron's forward makes for the decoder alone."""
+        self._decoder_inputs = {name: inputs[name] for name in ("attention_mask", "rotary_pos_emb")}
+
+    @contextmanager
+    def _ending_behind_decoder(self) -> Iterator[None]:
+        """While this lasts, Megatron's forward returns hidden states, as on a stage without head and depths."""
+        head, depths = self.post_process, self.mtp_process
+        self.post_process = self.mtp_process = False
+        try:
+            yield
+        finally:
+            self.post_process, self.mtp_process = head, depths
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        output_processor: Objective | None = None,
+        output_processor_context: Any = None,
+        packed_seq_params: Any = None,
+        runtime_gather_output: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        """What `MTPGPTModel` returns; `others` are further arguments of Megatron's forward."""
+        others["packed_seq_params"] = packed_seq_params
+        with self._ending_behind_decoder():
+            hidden_SBH = super().forward(input_ids, position_ids, attention_mask, decoder_input, **others)
+        inputs, self._decoder_inputs = self._decoder_inputs, {}
+        return self._postprocess(
+            hidden_SBH,
+            output_processor=output_processor,
+            output_processor_context=output_processor_context,
+            position_ids=position_ids,
+            labels=labels,
+            packed_seq_params=packed_seq_params,
+            rotary_pos_cos=None,
+            rotary_pos_sin=None,
+            runtime_gather_output=runtime_gather_output,
+            **inputs,
+        )
+
+
+class PortableStack(HybridStack):
+    """Megatron's stack of layers, whose final norm needs TE, with a portable one."""
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, post_layer_norm: bool = True, post_process: bool = True, **kw: Any
+    ) -> None:
+        super().__init__(config, *args, post_layer_norm=False, post_process=post_process, **kw)
+        self.post_layer_norm = post_layer_norm
+        if post_process and post_layer_norm:
+            self.final_norm = PortableNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+class DepthStack(HybridStack):
+    """A stack with the interface of a transformer layer, and no norm after its layers: the depth has one."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, vp_stage: int | None = None, **kw: Any) -> None:
+        super().__init__(config, post_layer_norm=False, **kw)
+        self.layer_number = layer_number
+        self.config = copy.copy(config)
+        self.config.recompute_granularity = None  # the depth recomputes all of its own forward
+        for module in self.modules():
+            if isinstance(module, TopKRouter):  # Megatron does not say that it routes a depth, which may be repeated
+                module.is_mtp_layer, module.layer_number = True, layer_number
+
+    def forward(  # type: ignore[override]
+        self, *, rotary_pos_cos: Tensor | None, rotary_pos_sin: Tensor | None, **inputs: Any
+    ) -> tuple[Tensor, None]:
+        """The hidden state [S, B, H], and no context; only inference gives the tables of cosines and sines."""
+        return super().forward(**inputs), None
+
+
+def stack_spec(config: TransformerConfig) -> ModuleSpec:
+    """The trunk's layers of every kind."""
+    use_te = config.transformer_impl == "transformer_engine"
+    submodules = hybrid_layer_specs.hybrid_stack_spec.submodules if use_te else _local_submodules(config)
+    swaps: dict[Any, Any] = {}
+    if not kernels.mamba_works():
+        swaps[MambaMixer] = PortableMamba
+    if not kernels.delta_rule_works():
+        swaps[GatedDeltaNet] = PortableGatedDeltaNet
+    submodules = with_modules(submodules, swaps)
+    if use_te:
+        return ModuleSpec(HybridStack, submodules=submodules)
+    return ModuleSpec(PortableStack, submodules=with_portable_modules(submodules, config))
+
+
+def depth_submodules(
+    trunk: ModuleSpec, pattern: str, config: TransformerConfig, architecture: str
+) -> MultiTokenPredictionLayerSubmodules:
+    """The spec of one depth: a stack by the pattern, of the trunk's kinds of layers."""
+    use_te = config.transformer_impl == "transformer_engine"
+    stack = ModuleSpec(DepthStack, params={"layer_type_list": list(pattern)}, submodules=trunk.submodules)
+    submodules = mtp_layer_submodules(stack, architecture, use_te, SHARDED_STACK)
+    return submodules if use_te else with_portable_modules(submodules, config)
+
+
+def _local_submodules(config: TransformerConfig) -> HybridStackSubmodules:
+    """Megatron's own layers without TE; norms have the keys of TE's in checkpoints, which are parts of projections."""
+    backend = LocalSpecProvider()
+    column, row = backend.column_parallel_linear(), backend.row_parallel_linear()
+    parts = _gpt_parts(config, experts=False)
+    norm, bias_dropout = parts.input_layernorm, get_bias_dropout_add
+    mamba = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row))
+    delta = GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row)
+    return HybridStackSubmodules(
+        mamba_layer=ModuleSpec(
+            MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm, mamba, bias_dropout, sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"}
+            ),
+        ),
+        gdn_layer=_mixing_layer(norm, ModuleSpec(GatedDeltaNet, submodules=delta), "in_proj"),
+        attention_layer=_mixing_layer(norm, parts.self_attention, "linear_qkv"),
+        mla_layer=_mixing_layer(norm, _gpt_parts(config, latent=True).self_attention),
+        mlp_layer=ModuleSpec(
+            MLPLayer, submodules=_channel_layer(parts, {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"})
+        ),
+        moe_layer=ModuleSpec(MoETransformerLayer, submodules=_channel_layer(_gpt_parts(config), {})),
+    )
+
+
+def _gpt_parts(config: TransformerConfig, experts: bool = True, latent: bool = False) -> TransformerLayerSubmodules:
+    """The parts of a transformer layer, as a GPT of this configuration has them."""
+    return get_gpt_layer_local_submodules(
+        num_experts=config.num_moe_experts if experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=latent,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm and not latent,
+    )
+
+
+def _mixing_layer(norm: Any, mixer: ModuleSpec, projection: str | None = None) -> ModuleSpec:
+    """A layer that mixes positions; `projection` is the one into which TE fuses the norm."""
+    keys = {} if projection is None else {"input_layernorm.": f"self_attention.{projection}.layer_norm_"}
+    parts = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=mixer,
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=keys,
+    )
+    return ModuleSpec(TransformerLayer, submodules=parts)
+
+
+def _channel_layer(parts: TransformerLayerSubmodules, keys: dict[str, str]) -> TransformerLayerSubmodules:
+    """The second half of a transformer layer: MLP or MoE."""
+    return TransformerLayerSubmodules(
+        pre_mlp_layernorm=parts.pre_mlp_layernorm,
+        mlp=parts.mlp,
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=keys,
+    )

@@ -1,0 +1,94 @@
+"""One process: tiny hybrid models of ours and of Megatron, and a GPT's names in a hybrid of attention and MLP."""
+
+import re
+from typing import Any
+
+import torch
+from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
+from megatron_single import LENGTH, VOCABULARY, randomise, transformer_config
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.model.build import MTPHybridModelConfig, build
+from megatron_mtp.model.hybrid import MTPHybridModel, stack_spec
+from megatron_mtp.model.portable import PortableNorm
+
+RECURRENT: dict[str, Any] = {
+    "mamba_state_dim": 6,
+    "mamba_head_dim": 4,
+    "mamba_num_heads": 8,
+    "mamba_num_groups": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+
+def our_hybrid(
+    pattern: str, tied: bool = False, position: str = "rope", architecture: str = "sequential", **changes: Any
+) -> MTPHybridModel:
+    """`changes` are fields of TransformerConfig, but `drafted`, the tokens of a draft vocabulary, and `settings`."""
+    drafted, settings = changes.pop("drafted", None), changes.pop("settings", {})
+    config = MTPHybridModelConfig(
+        transformer=_transformer(pattern, changes),
+        mtp=MTPConfig(mtp_architecture=architecture, **settings),
+        draft_vocabulary=None if drafted is None else torch.tensor(drafted),
+        **_fields(pattern, tied, position),
+    )
+    model = build(config)
+    assert isinstance(model, MTPHybridModel)
+    randomise(model)
+    return model.cuda()
+
+
+def megatrons_hybrid(pattern: str, tied: bool = False, position: str = "rope", **changes: Any) -> HybridModel:
+    """Megatron's own model class and MTP, of the same layers."""
+    transformer = _transformer(pattern, changes)
+    spec = stack_spec(transformer)
+    norms = {"enorm": PortableNorm, "hnorm": PortableNorm, "layer_norm": PortableNorm}
+    depth = MultiTokenPredictionLayerSubmodules(eh_proj=ColumnParallelLinear, mtp_model_layer=None, **norms)
+    spec.submodules.mtp_block_spec = ModuleSpec(
+        MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules([ModuleSpec(MultiTokenPredictionLayer, submodules=depth)]),
+    )
+    config = HybridModelConfig(transformer=transformer, hybrid_stack_spec=spec, **_fields(pattern, tied, position))
+    return HybridModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups()).cuda()
+
+
+def _transformer(pattern: str, changes: dict[str, Any]) -> TransformerConfig:
+    parsed = parse_hybrid_pattern(pattern)
+    layers = len(parsed.main_pattern.replace("|", ""))
+    fields = {"num_layers": layers, "is_hybrid_model": True, **RECURRENT, **changes}
+    return transformer_config(parsed.mtp_num_depths or None, **fields)
+
+
+def _fields(pattern: str, tied: bool, position: str) -> dict[str, Any]:
+    return {
+        "hybrid_layer_pattern": pattern,
+        "vocab_size": VOCABULARY,
+        "seq_length": LENGTH,
+        "position_embedding_type": position,
+        "share_embeddings_and_output_weights": tied,
+    }
+
+
+def hybrid_name(name: str) -> str:
+    """Of a GPT's parameter, in a hybrid that has an attention layer and an MLP (or MoE) for each of its layers."""
+    half = int(bool(re.search(r"\.(pre_mlp_layernorm|mlp)\.", name)))
+    name = re.sub(r"^decoder\.layers\.(\d+)", lambda found: f"decoder.layers.{2 * int(found[1]) + half}", name)
+    return name.replace(".tf_layer.", f".tf_layer.layers.{half}.").replace(
+        "decoder.final_layernorm", "decoder.final_norm"
+    )

@@ -1,0 +1,180 @@
+"""model/hybrid.py: a hybrid with a GPT's weights is that GPT, and ours is Megatron's own hybrid with its own MTP."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hybrid_single import hybrid_name, megatrons_hybrid, our_hybrid
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
+from megatron_single import (
+    LATENT,
+    MOE,
+    copy_weights,
+    forward_ours,
+    gradients,
+    loss_of,
+    make_batch,
+    mean_losses,
+    megatron_name,
+    our_model,
+    relative_difference,
+)
+from torch import Tensor
+
+from megatron_mtp.model.hybrid import MTPHybridModel
+from megatron_mtp.model.trunk import MTPTrunk
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+def backward(model: MTPTrunk, whole: dict[str, Any]) -> Tensor:
+    """Backward through the loss of one microbatch; returns the mean losses, the trunk's first."""
+    destroy_moe_metrics_tracker()  # it has a place for every layer of the model before
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0).cuda())
+    output = forward_ours(model, whole)
+    loss_of(output).backward()
+    return mean_losses(output)
+
+
+# --- against a GPT ---------------------------------------------------------------------------------------------------
+
+GPT_KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dense": ("*", "-", {}),
+    "moe": ("*", "E", {**MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}),
+    "latent": ("+", "-", LATENT),
+    "latent-moe": ("+", "E", {**LATENT, **MOE}),
+}
+
+
+def gpt_and_hybrid(kind: str, depths: int, **changes: Any) -> tuple[MTPTrunk, MTPHybridModel]:
+    attention, mlp, fields = GPT_KINDS[kind]
+    gpt = our_model(depths, **fields, **changes)
+    layer = attention + mlp
+    hybrid = our_hybrid("/".join([2 * layer, *[layer] * depths]), **fields, **changes)
+    weights = {hybrid_name(name): weight for name, weight in gpt.named_parameters()}
+    own = dict(hybrid.named_parameters())
+    assert weights.keys() == own.keys()
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(weights[name])
+    return gpt, hybrid
+
+
+@pytest.mark.parametrize("kind", GPT_KINDS)
+@pytest.mark.parametrize("depths", [1, 2])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tied": True}, {"mtp_use_repeated_layer": True}, {"architecture": "parallel"}],
+    ids=["untied", "tied", "repeated", "parallel"],
+)
+def test_a_hybrid_with_the_weights_of_a_gpt_is_that_gpt(
+    kind: str, depths: int, changes: dict[str, Any], record_property: Callable[..., None]
+) -> None:
+    gpt, hybrid = gpt_and_hybrid(kind, depths, **changes)
+    whole = make_batch(depths)
+    expected, losses = backward(gpt, whole), backward(hybrid, whole)
+    of_gpt, of_hybrid = gradients(gpt), gradients(hybrid)
+    worst = max(relative_difference(of_hybrid[hybrid_name(name)], grad) for name, grad in of_gpt.items())
+    record_property("gradient", worst)
+    assert torch.equal(losses, expected)
+    assert worst <= 1e-6
+    for name, grad in of_gpt.items():
+        assert ".experts." in name or grad.any(), f"the gradient of {name} is zero: the comparison says nothing"
+
+
+def test_without_an_objective_a_hybrid_has_logits_and_a_loss() -> None:
+    gpt, hybrid = gpt_and_hybrid("dense", 1)
+    whole = make_batch(0)
+    arguments = whole["tokens"], whole["position_ids"], whole["attention_mask"]
+    assert torch.equal(hybrid(*arguments), gpt(*arguments))
+    assert torch.equal(hybrid(*arguments, labels=whole["labels"]), gpt(*arguments, labels=whole["labels"]))
+
+
+# --- against Megatron ------------------------------------------------------------------------------------------------
+
+DOUBLE = {"params_dtype": torch.float64}
+"""Sums of decays lose up to 1e-5 of a gradient in float32."""
+
+PATTERNS = ("M-*-/*-", "M-M-/M-/M-", "G-*E/GE", "GM*-/*-/*-", "M+-/M+")
+
+
+def backward_megatron(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+    """The same through Megatron's own way to train its MTP."""
+    for scaler in (MTPLossAutoScaler, MoEAuxLossAutoScaler):
+        scaler.set_loss_scale(torch.tensor(1.0).cuda())
+    MTPLossLoggingHelper.tracker.clear()
+    losses_BS = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    total, tokens = (losses_BS * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
+    (total / tokens).backward()
+    return torch.stack([(total / tokens).detach(), *MTPLossLoggingHelper.tracker["loss_values"]])
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_same_losses_and_gradients_as_megatrons_own_hybrid(
+    pattern: str, tied: bool, record_property: Callable[..., None]
+) -> None:
+    changes = DOUBLE | (MOE if "E" in pattern else {}) | (LATENT if "+" in pattern else {})
+    ours, theirs = our_hybrid(pattern, tied, **changes).double(), megatrons_hybrid(pattern, tied, **changes).double()
+    copy_weights(ours, theirs)
+    whole = make_batch(pattern.count("/"))
+    losses, expected = backward(ours, whole), backward_megatron(theirs, whole)
+    of_theirs = gradients(theirs)
+    worst = max(relative_difference(grad, of_theirs[megatron_name(name)]) for name, grad in gradients(ours).items())
+    record_property("gradient", worst)
+    assert max(map(relative_difference, losses, expected)) <= 1e-6
+    assert worst <= 1e-6
+
+
+@pytest.mark.parametrize("pattern", PATTERNS[:3])
+def test_checkpoints_have_the_keys_of_megatrons_own_hybrid(pattern: str) -> None:
+    changes = MOE if "E" in pattern else {}
+    ours, theirs = our_hybrid(pattern, **changes), megatrons_hybrid(pattern, **changes)
+    keys = ({entry.key for entry in model.sharded_state_dict().values()} for model in (ours, theirs))
+    assert next(keys) == next(keys)
+
+
+# --- recomputation and frozen trunks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["*-*-/*-", "M-G-/MG-"])
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_recomputing_activations_changes_no_gradient(pattern: str, method: str) -> None:
+    whole = make_batch(1)
+    recomputed = DOUBLE | {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 1}
+    plain, saving = our_hybrid(pattern, **DOUBLE).double(), our_hybrid(pattern, **recomputed).double()
+    assert torch.equal(backward(plain, whole), backward(saving, whole))
+    of_plain = gradients(plain)
+    assert max(relative_difference(grad, of_plain[name]) for name, grad in gradients(saving).items()) <= 1e-6
+
+
+def test_a_depth_recomputes_its_stack_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = our_hybrid("*-/*-", recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    mlp, calls = model.mtp.layers[0].tf_layer.layers[1].mlp, []
+    mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    backward(model, make_batch(1))
+    assert len(calls) == 2, "once forward, once to recompute"
+
+
+@pytest.mark.parametrize("pattern", ["*-*-/*-", "M-G-/MG-"])
+def test_a_frozen_trunk_gets_no_gradient(pattern: str) -> None:
+    model = our_hybrid(pattern, settings={"mtp_train_only": True})
+    backward(model, make_batch(1))
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, _ in model.named_parameters() if name.startswith("mtp.")}
+
+
+def test_a_draft_vocabulary_works_as_on_a_gpt() -> None:
+    drafted = [*range(0, 96, 3)]
+    gpt, hybrid = gpt_and_hybrid("dense", 2, drafted=drafted)
+    whole = make_batch(2)
+    assert torch.equal(backward(hybrid, whole), backward(gpt, whole))

@@ -1,0 +1,167 @@
+"""training/hybrid_checks.py: patterns that cannot be trained with; what verbs say of a hybrid's checkpoint."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from test_arguments import DEPTHS, MOCK, ROPE, _no_globals_left, refusal  # noqa: F401
+from test_hf_form import save
+
+from megatron_mtp.checkpoint.mcore.model import model_config
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.command import line
+from megatron_mtp.model.arguments import parsed
+from megatron_mtp.model.build import build
+from megatron_mtp.training.hybrid_checks import in_stages
+
+PATTERN = "--hybrid-layer-pattern"
+HEADS = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
+MAMBA = "--mamba-head-dim 8 --mamba-state-dim 8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (f"{PATTERN} *-*-/*-/*E", f"{PATTERN} is *-*-/*-/*E, whose depths *- and *E differ; give all depths the same"),
+        (f"{PATTERN} *-*-/*- {DEPTHS}", f"--mtp-num-layers is 2, but {PATTERN} *-*-/*- has 1 depths"),
+        (f"{PATTERN} *-*- {DEPTHS}", f"--mtp-num-layers is 2, but {PATTERN} *-*- has 0 depths"),
+        (
+            f"{PATTERN} *-X-/*-",
+            "whose part '*-X-' is no sequence of layers; give '<trunk>/<depth>/...' of * (attention)",
+        ),
+        (f"{PATTERN} *-*-/*|-", "whose part '*|-' is no sequence of layers"),
+        (f"{PATTERN} *-*-//*-", "whose part '' is no sequence of layers"),
+        (f"{PATTERN} +-*-/*-", "but one model has either * or latent attention (+ and D); give one kind"),
+        (f"{PATTERN} *-|*-/*-", "whose trunk has 2 stages, but there is one pipeline stage; drop the |"),
+        ("--hybrid-override-pattern *-", f"--hybrid-override-pattern is deprecated; give {PATTERN}"),
+        ("--mtp-hybrid-override-pattern *-", f"--mtp-hybrid-override-pattern is deprecated; give {PATTERN}"),
+        (f"{PATTERN} *E/*E", f"{PATTERN} has E, but --num-experts is missing; give it, or - for an MLP"),
+        (f"{PATTERN} *G/*- {HEADS}", f"{PATTERN} has G, whose layers take SiLU for their convolution and gate"),
+        (f"{PATTERN} *-/*- --use-rope-scaling", f"--use-rope-scaling was given with {PATTERN}"),
+        (f"{PATTERN} M-/*- {MAMBA} --reset-attention-mask", "layers M of --hybrid-layer-pattern take states across"),
+        (f"{PATTERN} M-/*- {MAMBA} --mamba-num-groups 3", "--mamba-num-groups is 3; give a multiple of"),
+        (f"{PATTERN} M-/*- --mamba-head-dim 7", "--mamba-head-dim is 7, which does not divide twice --hidden-size 32"),
+        (
+            f"{PATTERN} G-/*- --swiglu --linear-num-value-heads 5",
+            "--linear-num-value-heads is 5, which is no multiple of",
+        ),
+    ],
+)
+def test_a_pattern_that_cannot_be_trained_with_is_one_sentence(
+    flags: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refusal(f"{ROPE} {MOCK} {flags}", monkeypatch, capsys)
+
+
+TWO_RANKS = "--tensor-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (f"{PATTERN} G-/*- --swiglu {HEADS.replace('2', '3', 1)} {TWO_RANKS}", "--linear-num-key-heads is 3, which 2"),
+        (f"{PATTERN} G-/*- --swiglu {HEADS.replace('heads 4', 'heads 3')} {TWO_RANKS}", "heads is 3, which 2 ranks"),
+        (f"{PATTERN} M-/*- {MAMBA} --mamba-num-heads 3 {TWO_RANKS}", "--mamba-num-heads is 3, which 2 ranks"),
+        (f"{PATTERN} M-/*- {MAMBA} --mamba-num-groups 1 {TWO_RANKS}", "--mamba-num-groups is 1; give a multiple of"),
+        (f"{PATTERN} *-*/*- --pipeline-model-parallel-size 2", "whose 3 layers --pipeline-model-parallel-size 2 does"),
+        (f"{PATTERN} *|-|*/*- --pipeline-model-parallel-size 2", "whose trunk has 3 stages, but"),
+    ],
+)
+def test_what_ranks_cannot_share_is_one_sentence(
+    flags: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert says in refusal(f"{ROPE} {MOCK} {flags}", monkeypatch, capsys)
+
+
+def test_the_stages_of_a_stored_pattern_are_kept_where_they_fit() -> None:
+    assert in_stages("M-|*-/*-", 2) == "M-|*-/*-"
+    assert in_stages("M-|*-/*-", 1) == "M-*-/*-"
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --swiglu "
+    "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear"
+)
+
+
+def stored(folder: Path, flags: str, pattern: str | None = None) -> Path:
+    """A checkpoint of new weights, as if a run had left it."""
+    args = parsed([*TINY.split(), *flags.split()], 99)
+    args.hybrid_layer_pattern = pattern
+    model = build(model_config(args))
+    args.num_layers, args.vocab_size = model.config.num_layers, 99
+    return save(model, args, folder)
+
+
+@pytest.fixture(scope="module")
+def hybrid(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stored(tmp_path_factory.mktemp("hybrid") / "run", MAMBA, "M-*-/*-/*-")
+
+
+@pytest.fixture(scope="module")
+def gpt(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stored(tmp_path_factory.mktemp("gpt") / "run", "--mtp-num-layers 1")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("M-*M/*-/*-", "holds a hybrid model of layers M-*-/*-/*-, and --hybrid-layer-pattern is M-*M/*-/*-; give the"),
+        ("M-*-/*E/*E --num-experts 2", "give the same layers for the trunk and for a depth"),
+        (None, "holds a hybrid model; give its --hybrid-layer-pattern 'M-*-/*-/*-'"),
+    ],
+)
+def test_a_hybrid_is_loaded_into_the_same_layers_alone(
+    pattern: str | None, says: str, hybrid: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = DEPTHS if pattern is None else f"{PATTERN} {pattern}"
+    assert says in refusal(f"{ROPE} {MOCK} {MAMBA} {flags} --load {hybrid}", monkeypatch, capsys)
+
+
+def test_a_gpt_is_not_loaded_into_a_pattern_with_depths(
+    gpt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor into a pattern with another number of layers."""
+    said = refusal(f"{ROPE} {MOCK} {PATTERN} *-*-*-/*- --load {gpt}", monkeypatch, capsys)
+    assert f"--load {gpt} holds a GPT of 2 layers, and {PATTERN} *-*-*-/*- has depths" in said
+
+
+def test_a_gpt_is_not_loaded_into_a_pattern_of_another_number_of_layers(
+    gpt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron can load one without depths, and says what is wrong after the model is built."""
+    said = refusal(f"{ROPE} {MOCK} {PATTERN} *-*-*- --load {gpt}", monkeypatch, capsys)
+    assert f"--load {gpt} holds a GPT of 2 layers, and {PATTERN} *-*-*- has 3 of attention; give as many" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "generate --load {ck} --prompt-ids 1,2 --max-new-tokens 2",
+        "convert mcore-to-hf {ck} {new}",
+        "convert attach-mtp {dropped} {new} --mtp-num-layers 1",
+    ],
+)
+def test_what_a_hybrid_does_not_have_yet_is_one_sentence(
+    words: str, hybrid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dropped = tmp_path / "dropped"
+    if "{dropped}" in words:
+        assert line.main(["convert", "drop-mtp", str(hybrid), str(dropped)]) == 0
+    given = words.format(ck=hybrid, dropped=dropped, new=tmp_path / "new").split()
+    with contextlib.suppress(SystemExit):
+        assert line.main(given) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "hybrid model of layers M-*-" in said or "trained with --hybrid-layer-pattern" in said
+    assert not (tmp_path / "new").exists()
+
+
+def test_dropped_depths_leave_the_pattern_too(hybrid: Path, tmp_path: Path) -> None:
+    assert line.main(["convert", "drop-mtp", str(hybrid), str(tmp_path / "one"), "--keep", "1"]) == 0
+    args = DistReader(tmp_path / "one").common()["args"]
+    assert (args.hybrid_layer_pattern, args.mtp_num_layers) == ("M-*-/*-", 1)
+    assert line.main(["convert", "inspect", str(tmp_path / "one")]) == 0

@@ -14,6 +14,8 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     cached_attention.py  attention over the cache, in the place of a trained model's
     dense_layer.py       a dense layer with little between its products
     products.py          products of few rows, by whichever kernel is faster on this CPU
+    few_rows.py          few rows through all layers in one call of compiled code (native/few_rows.cpp)
+    compiled.py          builds that code once for this CPU
     graphs.py            a step as a CUDA graph
     sequences.py         the texts of a batch while they grow
     method.py            proposer, verifier and K, checked against each other and the model

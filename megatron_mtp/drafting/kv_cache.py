@@ -119,6 +119,16 @@ class KVCache:
             held.append(cache[:, :, : rows.window])
         return held[0], held[1]
 
+    def take(self, layer: int, heads: int, channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values in all slots, [B, G, capacity + 1, C] each, for code that writes them itself."""
+        if self.keys[layer] is None:
+            first_BGRC = like.new_empty(self.batch, heads, 0, channels)
+            self.keys[layer], self.values[layer] = self._new(first_BGRC), self._new(first_BGRC)
+        keys, values = self.keys[layer], self.values[layer]
+        assert keys is not None
+        assert values is not None
+        return keys, values
+
     def keep(self, source_BP: Tensor, target_BP: Tensor) -> None:
         """Move the rows at slots `source_BP` to slots `target_BP`, in every layer that has run."""
         for cache in (*self.keys, *self.values):

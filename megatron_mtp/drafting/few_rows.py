@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.drafting.compiled import library
-from megatron_mtp.drafting.kv_cache import KVCache, Rows
+from megatron_mtp.drafting.kv_cache import Chain, KVCache, Rows
 from megatron_mtp.model.portable import PortableNorm
 
 MOST_ROWS = 32
@@ -55,9 +55,9 @@ class _Stack(ctypes.Structure):
 class _Rows(ctypes.Structure):
     _fields_ = (
         *((name, _N) for name in ("rows", "batch", "window", "slots")),
-        *((name, _P) for name in ("tokens", "positions", "places")),
+        ("tokens", _P),
         ("token_stride", _N),
-        *((name, _P) for name in ("mask", "given", "states", "keys", "values")),
+        *((name, _P) for name in ("first", "positions", "places", "mask", "given", "states", "keys", "values")),
     )
 
 
@@ -148,13 +148,11 @@ class FewRows:
         # whatever is copied here must stay until the call is over
         tokens_BR = tokens_BR if tokens_BR.stride(1) == 1 else tokens_BR.contiguous()
         given_SBH = None if given_SBH is None else given_SBH.contiguous()
-        positions_BR, slots_BR = rows.positions_BR.contiguous(), rows.slots_BR.contiguous()
-        mask_B1RW = rows.mask_B1RW.float().contiguous()
+        where = _where(rows)
         call = _Rows(
             *(count, batch, rows.window, cache.capacity + 1),
-            tokens_BR.data_ptr() if self._reads_tokens else None,
-            *(positions_BR.data_ptr(), slots_BR.data_ptr(), tokens_BR.stride(0), mask_B1RW.data_ptr()),
-            None if given_SBH is None else given_SBH.data_ptr(),
+            *(tokens_BR.data_ptr() if self._reads_tokens else None, tokens_BR.stride(0)),
+            *(None if one is None else one.data_ptr() for one in (*where, given_SBH)),
             *(states_SBH.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values)),
         )
         self._run(ctypes.byref(self._stack), ctypes.byref(call), torch.get_num_threads())
@@ -197,6 +195,13 @@ class FewRows:
     def _pointer(self, tensor: Tensor) -> int:
         self._held.append(tensor)
         return tensor.data_ptr()
+
+
+def _where(rows: Rows) -> tuple[Tensor | None, ...]:
+    """First positions of a chain, or positions, slots and mask of any rows."""
+    if isinstance(rows, Chain) and rows.live_BR is None:
+        return rows.first_B.contiguous(), None, None, None
+    return None, rows.positions_BR.contiguous(), rows.slots_BR.contiguous(), rows.mask_B1RW.float().contiguous()
 
 
 def few_rows(*given: Any) -> FewRows | None:

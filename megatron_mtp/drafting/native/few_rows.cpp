@@ -44,12 +44,9 @@ inline Vector load(const bfloat16* from) {
 
 inline void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
 
-inline void store(bfloat16* to, Vector value) {  // to nearest, ties to even; NaN stays one
+inline void store(bfloat16* to, Vector value) {  // to nearest, ties to even
     Words bits = (Words)value;
-    Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    Signed is_nan = value != value;
-    rounded = ((Words)is_nan & 0x7fc0) | (~(Words)is_nan & rounded);
-    *reinterpret_cast<Halves*>(to) = __builtin_convertvector(rounded, Halves);
+    *reinterpret_cast<Halves*>(to) = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves);
 }
 
 inline float to_float(float value) { return value; }
@@ -66,7 +63,7 @@ inline void put(float* to, float value) { *to = value; }
 inline void put(bfloat16* to, float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
-    to->bits = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 // The sums of four vectors; halves are added until a lane each is left, and four vectors share every addition.
@@ -251,9 +248,12 @@ struct Stack {
 
 struct Rows {
     int64_t rows, batch, window, slots;  // slots of a cache, the scratch slot included
-    const int64_t *tokens, *positions, *places;  // [batch, rows]; row b of tokens starts at b * token_stride
+    const int64_t* tokens;                       // [batch, rows]; row b starts at b * token_stride
     int64_t token_stride;
-    const float* mask;         // [batch, 1, rows, window]
+    const int64_t* first;  // [batch] of a chain: where the first of consecutive rows stands; its rows may be before 0.
+                           // Each attends to all slots up to its own, and goes to its position, or to the last slot.
+    const int64_t *positions, *places;  // [batch, rows] of other rows,
+    const float* mask;                  // with [batch, 1, rows, window]
     const void* given;         // [rows, batch, hidden] that a depth continues; null for the trunk
     void* states;              // [rows, batch, hidden], the result
     void *const *keys, *const *values;  // of every layer, [batch, groups, slots, channels]
@@ -275,24 +275,23 @@ void normalise(const In* x, Norm norm, long channels, Out* to) {
     for (; at < channels; at++) put(to + at, to_float(x[at]) * factor * norm.weight[at]);
 }
 
-// Softmax of the first `count` scores, in place.
-inline void softmax(float* score, const float* mask, float scale, long count) {
-    float most = -INFINITY, sum = 0;
-    for (long w = 0; w < count; w++) {
-        score[w] = score[w] * scale + mask[w];
-        most = score[w] > most ? score[w] : most;
-    }
+// Softmax of the first `count` scores, in place, and 0 for those up to `seen`.
+inline void softmax(float* score, const float* mask, float scale, long count, long seen) {
+    float most = -INFINITY;
+    for (long w = 0; w < count; w++) score[w] *= scale;
+    if (mask)
+        for (long w = 0; w < count; w++) score[w] += mask[w];
+    for (long w = count; w < seen + LANES; w++) score[w] = -INFINITY;  // scores have room for whole vectors
+    for (long w = 0; w < count; w++) most = score[w] > most ? score[w] : most;
     Vector sums = {};
-    for (long w = 0; w < count; w += LANES) {  // scores have room for whole vectors
-        for (long beyond = count; beyond < w + LANES; beyond++) score[beyond] = -INFINITY;
+    for (long w = 0; w < seen; w += LANES) {
         Vector e = exponential(load(score + w) - most);
         e = load(score + w) > VISIBLE ? e : Vector{};
         store(score + w, e);
         sums += e;
     }
-    sum = total(sums);
-    float factor = sum > 0 ? 1 / sum : 0;
-    for (long w = 0; w < count; w++) score[w] *= factor;
+    float sum = total(sums), factor = sum > 0 ? 1 / sum : 0;
+    for (long w = 0; w < seen; w++) score[w] *= factor;
 }
 
 // out [channels] = weights [count] times values [count, channels]; PARTS vectors of channels from `c` on.
@@ -344,7 +343,7 @@ class Forward {
         scores = r.window + LANES;
         static thread_local Memory memory;
         for (int pass = 0; pass < 2; pass++) {  // the first finds how much is needed
-            memory.used = 64;
+            memory.used = 0;
             residual = memory.take<float>(all * s.hidden);
             qkv = memory.take<float>(all * mixed);
             query = memory.take<Float>(all * attended);
@@ -380,6 +379,14 @@ class Forward {
 
     long text_of(long row) const { return row % r.batch; }
     long place_of(long row) const { return text_of(row) * r.rows + row / r.batch; }
+    long in_chain(long row) const { return r.first[text_of(row)] + row / r.batch; }
+    long position_of(long row) const {
+        return r.first ? std::max(in_chain(row), 0L) : r.positions[place_of(row)];
+    }
+    long slot_of(long row) const {
+        if (!r.first) return r.places[place_of(row)];
+        return in_chain(row) < 0 ? r.slots - 1 : in_chain(row);
+    }
     const Float* embedded(long row) const {
         return (const Float*)s.embedding + r.tokens[text_of(row) * r.token_stride + row / r.batch] * s.hidden;
     }
@@ -439,19 +446,19 @@ class Forward {
     // One row's queries of a group to `query`, its key and value to the cache.
     void turn_and_keep(long number, long group, long row) {
         const Layer& layer = s.layer[number];
-        long each = s.heads / s.groups, text = text_of(row), place = place_of(row);
+        long each = s.heads / s.groups, text = text_of(row);
         float* from = qkv + row * mixed + group * (each + 2) * s.channels;
         for (long head = 0; head <= each; head++) {
             float* one = from + head * s.channels;
             Norm norm = head < each ? layer.query : layer.key;
             if (norm.weight) normalise(one, norm, s.channels, one);
-            if (s.turns) turn(one, s.turns + r.positions[place] * 2 * s.turned);
+            if (s.turns) turn(one, s.turns + position_of(row) * 2 * s.turned);
         }
         for (long head = 0; head < each; head++) {
             long to = ((text * s.heads + group * each + head) * r.rows + row / r.batch) * s.channels;
             copy(from + head * s.channels, query + to);
         }
-        long slot = ((text * s.groups + group) * r.slots + r.places[place]) * s.channels;
+        long slot = ((text * s.groups + group) * r.slots + slot_of(row)) * s.channels;
         copy(from + each * s.channels, (Float*)r.keys[number] + slot);
         copy(from + (each + 1) * s.channels, (Float*)r.values[number] + slot);
     }
@@ -472,15 +479,18 @@ class Forward {
 
     // All rows of one head of a text, over the slots that any of them may look at.
     void attend(long number, long head, long text, float* score) {
-        const float* mask = r.mask + text * r.rows * r.window;
-        long seen = last_seen(mask), group = head / (s.heads / s.groups);
+        const float* mask = r.first ? nullptr : r.mask + text * r.rows * r.window;
+        long last = position_of((r.rows - 1) * r.batch + text);
+        long seen = mask ? last_seen(mask) : last + 1, group = head / (s.heads / s.groups);
         const Float* keys = (const Float*)r.keys[number] + (text * s.groups + group) * r.slots * s.channels;
         const Float* values = (const Float*)r.values[number] + (text * s.groups + group) * r.slots * s.channels;
         const Float* queries = query + (text * s.heads + head) * r.rows * s.channels;
         product(keys, queries, r.rows, s.channels, 0, seen,
                 [&](long row, long slot, const float* four, int n) { keep(score + row * scores + slot, four, n); });
         for (long row = 0; row < r.rows; row++) {
-            softmax(score + row * scores, mask + row * r.window, s.layer[number].scale, seen);
+            const float* own = mask ? mask + row * r.window : nullptr;
+            long visible = mask ? seen : position_of(row * r.batch + text) + 1;
+            softmax(score + row * scores, own, s.layer[number].scale, visible, seen);
             Float* to = shared + (row * r.batch + text) * attended + head * s.channels;
             mix(score + row * scores, values, seen, s.channels, to);
         }

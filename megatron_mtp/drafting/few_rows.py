@@ -22,7 +22,7 @@ from megatron_mtp.drafting.compiled import library
 from megatron_mtp.drafting.kv_cache import Chain, KVCache, Rows
 from megatron_mtp.model.portable import PortableNorm
 
-MOST_ROWS = 32
+MOST_ROWS = 64
 """Of all texts together; with more, a product is bound by arithmetic, at which torch's own kernels are better."""
 
 SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

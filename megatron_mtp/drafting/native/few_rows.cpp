@@ -1,6 +1,6 @@
 // Few rows through dense layers: every weight is read once, as fast as memory gives it, and nothing else takes time.
 //
-// In:  a Stack (sizes and pointers, filled by ../compiled.py, which mirrors the structs below), tokens or states of some
+// In:  a Stack (sizes and pointers, filled by ../few_rows.py, which mirrors the structs below), tokens or states of some
 //      rows, where they stand, and the caches of keys and values.
 // Out: states of the rows after the last norm; the rows' keys and values in the caches.
 //
@@ -247,15 +247,14 @@ struct Stack {
 };
 
 struct Rows {
-    int64_t rows, batch, window, slots;  // slots of a cache, the scratch slot included
-    const int64_t* tokens;                       // [batch, rows]; row b starts at b * token_stride
+    int64_t rows, batch, window, slots;  // slots of a cache, the scratch slot included, which is the last
+    const int64_t* tokens;               // [batch, rows]; row b starts at b * token_stride
     int64_t token_stride;
-    const int64_t* first;  // [batch] of a chain: where the first of consecutive rows stands; its rows may be before 0.
-                           // Each attends to all slots up to its own, and goes to its position, or to the last slot.
-    const int64_t *positions, *places;  // [batch, rows] of other rows,
-    const float* mask;                  // with [batch, 1, rows, window]
-    const void* given;         // [rows, batch, hidden] that a depth continues; null for the trunk
-    void* states;              // [rows, batch, hidden], the result
+    const int64_t* first;               // [batch], where a chain of consecutive rows begins; before 0 it is padding
+    const int64_t *positions, *places;  // [batch, rows] of other rows, with
+    const float* mask;                  // [batch, 1, rows, window]; both null for a chain
+    const void* given;                  // [rows, batch, hidden] that a depth continues; null for the trunk
+    void* states;                       // [rows, batch, hidden], the result
     void *const *keys, *const *values;  // of every layer, [batch, groups, slots, channels]
 };
 
@@ -294,31 +293,44 @@ inline void softmax(float* score, const float* mask, float scale, long count, lo
     for (long w = 0; w < seen; w++) score[w] *= factor;
 }
 
-// out [channels] = weights [count] times values [count, channels]; PARTS vectors of channels from `c` on.
-template <int PARTS, class Float, class Load>
+// weights [count] times PARTS vectors of values [count, channels]. An addition waits for the one before, so TURNS sums
+// take turns.
+template <int PARTS, int TURNS, class Float, class Load>
 inline void mix_some(const float* weight, const Float* value, long count, long channels, Vector* sum, Load load_one) {
-    Vector own[PARTS] = {};
-    for (long w = 0; w < count; w++)
-        for (int part = 0; part < PARTS; part++) own[part] += weight[w] * load_one(value + w * channels + part * LANES);
-    for (int part = 0; part < PARTS; part++) sum[part] = own[part];
+    Vector turns[TURNS][PARTS] = {};
+    auto add = [&](int turn, long w) {
+        for (int part = 0; part < PARTS; part++)
+            turns[turn][part] += weight[w] * load_one(value + w * channels + part * LANES);
+    };
+    long w = 0;
+    for (; w + TURNS <= count; w += TURNS)
+        for (int turn = 0; turn < TURNS; turn++) add(turn, w + turn);
+    for (int turn = 0; w + turn < count; turn++) add(turn, w + turn);
+    for (int part = 0; part < PARTS; part++) {
+        sum[part] = turns[0][part];
+        for (int turn = 1; turn < TURNS; turn++) sum[part] += turns[turn][part];
+    }
 }
 
 template <class Float>
 void mix(const float* weight, const Float* value, long count, long channels, Float* out) {
-    Vector sum[4];
     auto whole = [](const Float* from) { return load(from); };
     long c = 0;
-    for (; c + 4 * LANES <= channels; c += 4 * LANES) {
-        mix_some<4>(weight, value + c, count, channels, sum, whole);
-        for (int part = 0; part < 4; part++) store(out + c + part * LANES, sum[part]);
-    }
-    for (; c + LANES <= channels; c += LANES) {
-        mix_some<1>(weight, value + c, count, channels, sum, whole);
-        store(out + c, sum[0]);
-    }
+    auto some = [&](auto parts) {
+        constexpr int PARTS = decltype(parts)::value;
+        Vector sum[PARTS];
+        for (; c + PARTS * LANES <= channels; c += PARTS * LANES) {
+            mix_some<PARTS, 4 / PARTS>(weight, value + c, count, channels, sum, whole);
+            for (int part = 0; part < PARTS; part++) store(out + c + part * LANES, sum[part]);
+        }
+    };
+    some(std::integral_constant<int, 4>());
+    some(std::integral_constant<int, 2>());
+    some(std::integral_constant<int, 1>());
     if (long rest = channels - c) {
-        mix_some<1>(weight, value + c, count, channels, sum, [rest](const Float* from) { return load_part(from, rest); });
-        for (long lane = 0; lane < rest; lane++) put(out + c + lane, sum[0][lane]);
+        Vector sum;
+        mix_some<1, 4>(weight, value + c, count, channels, &sum, [&](const Float* from) { return load_part(from, rest); });
+        for (long lane = 0; lane < rest; lane++) put(out + c + lane, sum[lane]);
     }
 }
 
@@ -481,7 +493,7 @@ class Forward {
     void attend(long number, long head, long text, float* score) {
         const float* mask = r.first ? nullptr : r.mask + text * r.rows * r.window;
         long last = position_of((r.rows - 1) * r.batch + text);
-        long seen = mask ? last_seen(mask) : last + 1, group = head / (s.heads / s.groups);
+        long seen = mask ? last_seen(mask) : std::min(last + 1, (long)r.window), group = head / (s.heads / s.groups);
         const Float* keys = (const Float*)r.keys[number] + (text * s.groups + group) * r.slots * s.channels;
         const Float* values = (const Float*)r.values[number] + (text * s.groups + group) * r.slots * s.channels;
         const Float* queries = query + (text * s.heads + head) * r.rows * s.channels;
@@ -489,7 +501,7 @@ class Forward {
                 [&](long row, long slot, const float* four, int n) { keep(score + row * scores + slot, four, n); });
         for (long row = 0; row < r.rows; row++) {
             const float* own = mask ? mask + row * r.window : nullptr;
-            long visible = mask ? seen : position_of(row * r.batch + text) + 1;
+            long visible = mask ? seen : std::min(position_of(row * r.batch + text) + 1, seen);
             softmax(score + row * scores, own, s.layer[number].scale, visible, seen);
             Float* to = shared + (row * r.batch + text) * attended + head * s.channels;
             mix(score + row * scores, values, seen, s.channels, to);

@@ -17,15 +17,28 @@ from megatron_mtp.model.trunk import MTPGPTModel
 
 
 def agreeing_model(
-    layers: int, hidden: int, vocabulary: int, depths: int, noise: float, positions: int = 512
+    layers: int,
+    hidden: int,
+    vocabulary: int,
+    depths: int,
+    noise: float,
+    positions: int = 512,
+    heads: int | None = None,
+    groups: int | None = None,
+    ffn: int | None = None,
+    tied: bool = False,
 ) -> MTPGPTModel:
-    """Float32 on the current device; `noise` is relative to the identity of eh_proj, 0 for full agreement."""
+    """Float32 on the current device; `noise` is relative to the identity of eh_proj, 0 for full agreement.
+
+    Heads have 64 channels by default, each its own key. A tied head maps each token to itself.
+    """
+    heads = heads or hidden // 64
     transformer = TransformerConfig(
         num_layers=layers,
         hidden_size=hidden,
-        ffn_hidden_size=hidden * 11 // 4,
-        num_attention_heads=hidden // 64,
-        num_query_groups=hidden // 64,
+        ffn_hidden_size=ffn or hidden * 11 // 4,
+        num_attention_heads=heads,
+        num_query_groups=groups or heads,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -41,7 +54,7 @@ def agreeing_model(
         vocab_size=vocabulary,
         seq_length=positions,
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=tied,
     )
     model = build(config)
     _set_weights(model, noise)
@@ -51,11 +64,12 @@ def agreeing_model(
 @torch.no_grad()
 def _set_weights(model: MTPGPTModel, noise: float, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
-    embedding, head = model.embedding.word_embeddings.weight, model.output_layer.weight
+    embedding = model.embedding.word_embeddings.weight
     vocabulary, hidden = embedding.shape
     embedding.copy_(torch.randn(vocabulary, hidden, generator=generator))
-    cycle = torch.randperm(vocabulary, generator=generator)
-    head[cycle.roll(-1)] = embedding[cycle] / hidden**0.5
+    if not model.share_embeddings_and_output_weights:
+        cycle = torch.randperm(vocabulary, generator=generator)
+        model.output_layer.weight[cycle.roll(-1)] = embedding[cycle] / hidden**0.5
     layers: list[Any] = [*model.decoder.layers, *(depth.tf_layer for depth in model.mtp.layers)]
     for layer in layers:
         layer.self_attention.linear_proj.weight.zero_()

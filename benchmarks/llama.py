@@ -12,7 +12,8 @@ from megatron_mtp.model.trunk import MTPGPTModel
 
 def llama_of(model: MTPGPTModel, dtype: torch.dtype) -> tuple[LlamaForCausalLM, MtpModel]:
     """The trunk, and the depths as transformers' assisted generation takes them."""
-    ours = model.config
+    ours, tied = model.config, model.share_embeddings_and_output_weights
+    embedding = model.embedding.word_embeddings.weight
     config = LlamaConfig(
         vocab_size=model.vocab_size,
         hidden_size=ours.hidden_size,
@@ -23,16 +24,16 @@ def llama_of(model: MTPGPTModel, dtype: torch.dtype) -> tuple[LlamaForCausalLM, 
         head_dim=ours.kv_channels,
         rms_norm_eps=ours.layernorm_epsilon,
         max_position_embeddings=model.max_sequence_length,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
     )
     config.num_mtp_layers = ours.mtp_num_layers
     trunk = LlamaForCausalLM(config).eval()
     state = {
-        "model.embed_tokens.weight": model.embedding.word_embeddings.weight,
+        "model.embed_tokens.weight": embedding,
         "model.norm.weight": model.decoder.final_layernorm.weight,
-        "lm_head.weight": model.output_layer.weight,
+        "lm_head.weight": embedding if tied else model.output_layer.weight,
     }
     for number, layer in enumerate(model.decoder.layers):
         state |= {f"model.layers.{number}.{name}": weight for name, weight in _layer(layer).items()}

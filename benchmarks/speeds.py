@@ -38,46 +38,62 @@ class Scale:
 FULL, QUICK = Scale(32, 160, 4, 8, 1024), Scale(2, 12, 1, 2, 128)
 
 
+class Generations:
+    """What `new` tokens after a prompt cost, ours and transformers', by the names of the sides.
+
+    Attributes:
+        stats: of each of our runs.
+        texts: what a side last emitted for the first prompt.
+    """
+
+    def __init__(self, runner: Runner, llama: Any, new: int) -> None:
+        self.runner, self.llama, self.new = runner, llama, new
+        self.stats: dict[str, list[AcceptanceStats]] = {}
+        self.texts: dict[str, list[int]] = {}
+
+    def ours(self, side: str, batch: list[list[int]], count: int | str) -> Callable[[], None]:
+        """K = `count` drafts with the model's depths; plain decoding for 0."""
+        config = {"method": "mtp", "num_speculative_tokens": count} if count else None
+
+        def run() -> None:
+            made = generate(self.runner, batch, self.new, None, config)
+            self.stats.setdefault(side, []).append(made.stats)
+            self.texts[side] = made.token_ids[0]
+
+        return run
+
+    def theirs(self, side: str, prompt: list[int], with_depths: bool) -> Callable[[], None]:
+        trunk, depths = self.llama
+
+        def run() -> None:
+            self.texts[side] = greedy(trunk, depths if with_depths else None, prompt, self.new)
+
+        return run
+
+
 def speed(
     name: str, runner: Runner, llama: Any, prompts: list[list[int]], scale: Scale
 ) -> tuple[dict[str, Any], list[Goal]]:
     """Seconds of the same texts: plain and drafting, ours and transformers', and ours at batch 8."""
-    trunk, depths = llama
-    new, prompt, eight = scale.speed_tokens, prompts[0], (prompts * EIGHT)[:EIGHT]
-    stats: dict[str, list[AcceptanceStats]] = {}
-    texts: dict[str, list[int]] = {}
-
-    def ours(side: str, batch: list[list[int]], config: dict[str, Any] | None) -> Callable[[], None]:
-        def run() -> None:
-            made = generate(runner, batch, new, None, config)
-            stats.setdefault(side, []).append(made.stats)
-            texts[side] = made.token_ids[0]
-
-        return run
-
-    def theirs(side: str, with_depths: bool) -> Callable[[], None]:
-        def run() -> None:
-            texts[side] = greedy(trunk, depths if with_depths else None, prompt, new)
-
-        return run
-
-    count = runner.depths
+    new, prompt, eight, count = scale.speed_tokens, prompts[0], (prompts * EIGHT)[:EIGHT], runner.depths
+    made = Generations(runner, llama, new)
     sides = {
-        "plain": ours("plain", [prompt], None),
-        "draft": ours("draft", [prompt], {"method": "mtp", "num_speculative_tokens": count}),
-        "auto": ours("auto", [prompt], {"method": "mtp", "num_speculative_tokens": "auto"}),
-        f"draft of {EIGHT}": ours(f"draft of {EIGHT}", eight, {"method": "mtp", "num_speculative_tokens": count}),
-        "transformers": theirs("transformers", False),
-        "transformers mtp": theirs("transformers mtp", True),
+        "plain": made.ours("plain", [prompt], 0),
+        "draft": made.ours("draft", [prompt], count),
+        "auto": made.ours("auto", [prompt], "auto"),
+        f"draft of {EIGHT}": made.ours(f"draft of {EIGHT}", eight, count),
+        "transformers": made.theirs("transformers", prompt, False),
+        "transformers mtp": made.theirs("transformers mtp", prompt, True),
     }
     spent = interleave(sides, scale.rounds, warm_up=1)
-    _check_tokens(name, texts, runner.dtype)
+    check_tokens(name, made.texts, runner.dtype)
     results, goals = _against_theirs(name, spent, new)
-    loop, goal = _against_bound(name, stats, count)
+    loop, goal = _against_bound(name, made.stats, count)
     return results | loop, [goal, *goals]
 
 
-def _check_tokens(name: str, texts: dict[str, list[int]], dtype: torch.dtype) -> None:
+def check_tokens(name: str, texts: dict[str, list[int]], dtype: torch.dtype) -> None:
+    """Say where a side parts from plain decoding, and end where one of ours does in float32."""
     for side, text in texts.items():
         same = next((n for n, (a, b) in enumerate(zip(text, texts["plain"], strict=True)) if a != b), len(text))
         if same < len(text):

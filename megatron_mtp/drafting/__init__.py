@@ -16,6 +16,8 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     experts.py           layers of experts for few rows, without reading back where they go
     dense_layer.py       a dense layer with little between its products
     products.py          products of few rows, by whichever kernel is faster on this CPU
+    few_rows.py          few rows through all layers in one call of compiled code (native/few_rows.cpp)
+    compiled.py          builds that code once for this CPU
     graphs.py            steps as CUDA graphs, kept for later prompts
     sequences.py         the texts of a batch while they grow
     method.py            proposer, verifier and K, checked against each other and the model

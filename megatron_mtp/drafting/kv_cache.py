@@ -12,6 +12,7 @@ Letters in names: B batch, R rows of a forward, P rows of a path, G key heads, C
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,6 +46,51 @@ class Rows:
         return self.mask_B1RW.size(-1)
 
 
+class Chain(Rows):
+    """Consecutive rows. Their tensors are made when they are first read, since compiled code reads `first_B` alone.
+
+    Attributes:
+        first_B: where the first row of every text stands; before 0, rows are padding.
+        live_BR: False for padding; None where no text has ended.
+    """
+
+    def __init__(self, first_B: Tensor, rows: int, window: int, scratch: int, live_BR: Tensor | None) -> None:
+        # a frozen dataclass refuses assignment
+        self.__dict__.update(first_B=first_B, live_BR=live_BR, _rows=rows, _window=window, _scratch=scratch)
+
+    first_B: Tensor
+    live_BR: Tensor | None
+    _rows: int
+    _window: int
+    _scratch: int
+
+    @cached_property
+    def _places_BR(self) -> Tensor:
+        return self.first_B.unsqueeze(1) + torch.arange(self._rows, device=self.first_B.device)
+
+    @cached_property
+    def positions_BR(self) -> Tensor:  # type: ignore[override]
+        """Padding has position 0."""
+        return self._places_BR.clamp(min=0)
+
+    @cached_property
+    def slots_BR(self) -> Tensor:  # type: ignore[override]
+        """The scratch slot for padding."""
+        inside_BR = self._places_BR >= 0
+        inside_BR = inside_BR if self.live_BR is None else inside_BR & self.live_BR
+        return torch.where(inside_BR, self._places_BR, self._scratch)
+
+    @cached_property
+    def mask_B1RW(self) -> Tensor:  # type: ignore[override]
+        """Each row looks at its own slot and at all before it."""
+        return _scores(causal_mask(self.positions_BR, self.window))
+
+    @property
+    def window(self) -> int:
+        """Places of the cache that the rows may attend to."""
+        return self._window
+
+
 def rounded(slots: int, few: bool) -> int:
     """The next multiple of 32; where few shapes are wanted, the next of 128, 256, 384, ... 1024, 1280, ...
 
@@ -63,11 +109,7 @@ def chain_rows(first_B: Tensor, rows: int, window: int, scratch: int, live_BR: T
         scratch: the slot for rows that are not live, and for those before slot 0.
         live_BR: False for padding.
     """
-    positions_BR = first_B.unsqueeze(1) + torch.arange(rows, device=first_B.device)
-    inside_BR = positions_BR >= 0 if live_BR is None else (positions_BR >= 0) & live_BR
-    slots_BR = torch.where(inside_BR, positions_BR, scratch)
-    positions_BR = positions_BR.clamp(min=0)
-    return Rows(positions_BR, slots_BR, _scores(causal_mask(positions_BR, window)))
+    return Chain(first_B, rows, window, scratch, live_BR)
 
 
 def tree_rows(base_B: Tensor, depth_BR: Tensor, ancestors_BRA: Tensor, window: int, start: int = 0) -> Rows:
@@ -129,6 +171,16 @@ class KVCache:
         """
         key_BGWC = self._written(self.keys, layer, key_BGRC, rows)
         return key_BGWC, key_BGWC if value_BGRC is None else self._written(self.values, layer, value_BGRC, rows)
+
+    def take(self, layer: int, heads: int, channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values in all slots, [B, G, capacity + 1, C] each, for code that writes them itself."""
+        if self.keys[layer] is None:
+            first_BGRC = like.new_empty(self.batch, heads, 0, channels)
+            self.keys[layer], self.values[layer] = self._new(first_BGRC), self._new(first_BGRC)
+        keys, values = self.keys[layer], self.values[layer]
+        assert keys is not None
+        assert values is not None
+        return keys, values
 
     def keep(self, source_BP: Tensor, target_BP: Tensor) -> None:
         """Move the rows at slots `source_BP` to slots `target_BP`, in every layer that has run."""

@@ -1,76 +1,100 @@
-"""Products of few rows with a weight: torch's own, or oneDNN's with the weight packed, whichever is faster here.
+"""Products of few rows with a weight, by whichever way is fastest here: torch's own, oneDNN's, or compiled code.
 
-A step of drafting multiplies few rows, so a product takes as long as reading its weight: with a packed weight from 1 to
-16 rows. Torch's own product takes up to 5 times as long at 2 to 4 rows on an AMD EPYC. On an Intel Xeon with AMX it is
-faster in float32, up to 3 rows of a large weight, and 4 times as fast with a small one.
+A step of drafting multiplies few rows, so a product takes as long as reading its weight. oneDNN wants a packed copy of
+the weight. Which way is fastest depends on the CPU, the sizes and the rows: on an AMD EPYC torch's own
+takes up to 5 times as long as the packed one at 2 to 4 rows; on an Intel Xeon with AMX it is faster in float32, up to 3
+rows of a large weight, and 4 times as fast with a small one. So every size is timed when its first product is made.
 """
 
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-MOST_PACKED_ROWS = 64
-"""With more rows a product is bound by arithmetic, and torch's own is as good."""
+from megatron_mtp.drafting.few_rows import product_of
 
-TIMED_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, MOST_PACKED_ROWS)
+Multiply = Callable[[Tensor], Tensor]
+"""x [..., in] to x @ weight.T [..., out]."""
+
+TIMED_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
+"""Numbers of rows that are timed; those between go the way of the next one. With more, torch's own is as good."""
 
 TIMED_ENTRIES = 2**24
 """Of a larger weight, a part of so many entries is timed."""
 
+TIMED_SECONDS = 0.02
+"""After so long a way is not called again."""
+
 CLEARLY = 1.1
-"""Torch's own is used where it is faster by this factor, so that noise seldom decides."""
-
-_packed_linear = torch.ops.mkldnn._linear_pointwise.default
+"""A way is preferred to those before it in `WAYS` where it is faster by this factor, so that noise seldom decides."""
 
 
-def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
+def _own(weight: Tensor) -> Multiply:
+    return lambda hidden: linear(hidden, weight)
+
+
+def _packed(weight: Tensor) -> Multiply:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return lambda hidden: torch.ops.mkldnn._linear_pointwise.default(hidden, packed, None, "none", [], "")
+
+
+WAYS: dict[str, Callable[[Tensor], Multiply | None]] = {"compiled": product_of, "packed": _packed, "own": _own}
+"""How a weight can be multiplied with, the preferred ones first; None where a way is not open to a weight."""
+
+
+def product(weight: Tensor) -> Multiply:
     """x [..., in] to x @ weight.T [..., out]."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or _is_fake(weight):
-        return lambda hidden: linear(hidden, weight)
+        return _own(weight)
     weight = weight.detach()
     outputs, inputs = weight.shape
-    few_rows = own_rows(outputs, inputs, torch.get_num_threads()) if weight.dtype == torch.float32 else 0
-    if few_rows == MOST_PACKED_ROWS:
-        return lambda hidden: linear(hidden, weight)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    few, most = few_rows * inputs, MOST_PACKED_ROWS * inputs
+    made: dict[str, Multiply | None] = {}
+    by_rows: dict[int, Multiply] = {}
+
+    def way(rows: int) -> Multiply:
+        timed = next(most for most in TIMED_ROWS if most >= rows)
+        name = fastest(outputs, inputs, weight.dtype, torch.get_num_threads(), timed)
+        if name not in made:
+            made[name] = WAYS[name](weight)
+        return made[name] or _own(weight)
 
     def multiply(hidden: Tensor) -> Tensor:
-        if few < hidden.numel() <= most:
-            return _packed_linear(hidden, packed, None, "none", [], "")
-        return linear(hidden, weight)
+        rows = hidden.numel() // inputs
+        if not 0 < rows <= TIMED_ROWS[-1]:
+            return linear(hidden, weight)
+        if rows not in by_rows:
+            by_rows[rows] = way(rows)
+        return by_rows[rows](hidden)
 
     return multiply
 
 
 @cache
 @torch.inference_mode()
-def own_rows(outputs: int, inputs: int, threads: int) -> int:
-    """Up to how many rows torch's own product in float32 is faster with so many threads; timed once in a process."""
-    weight = torch.ones(min(outputs, TIMED_ENTRIES // inputs + 1), inputs)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    few = 0
-    for rows in TIMED_ROWS:
-        hidden = torch.ones(rows, inputs)
-        own = _seconds(partial(linear, hidden, weight))
-        if own * CLEARLY > _seconds(partial(_packed_linear, hidden, packed, None, "none", [], "")):
-            break
-        few = rows
-    return few
+def fastest(outputs: int, inputs: int, dtype: torch.dtype, threads: int, rows: int) -> str:
+    """The way that is fastest for so many rows with so many threads; timed once in a process."""
+    weight = torch.ones(min(outputs, TIMED_ENTRIES // inputs + 1), inputs, dtype=dtype)
+    hidden = torch.ones(rows, inputs, dtype=dtype)
+    best, least = "", float("inf")
+    for name, make in WAYS.items():
+        multiply = make(weight)
+        if multiply is not None and CLEARLY * (seconds := _seconds(multiply, hidden)) < least:
+            best, least = name, seconds
+    return best
 
 
-def _seconds(multiply: Callable[[], Tensor]) -> float:
+def _seconds(multiply: Multiply, hidden: Tensor) -> float:
     """The shortest of several calls, after one that is not counted."""
-    took = []
-    for _ in range(8):
+    multiply(hidden)
+    took: list[float] = []
+    while len(took) < 8 and sum(took) < TIMED_SECONDS:
         began = time.perf_counter()
-        multiply()
+        multiply(hidden)
         took.append(time.perf_counter() - began)
-    return min(took[1:])
+    return min(took)
 
 
 def _is_fake(weight: Tensor) -> bool:

@@ -17,6 +17,7 @@ from megatron_mtp.drafting.cached_attention import Scope, attach
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.dense_layer import Angles, lean, short_norm, turns
 from megatron_mtp.drafting.experts import place_static_experts, reads_nothing_back
+from megatron_mtp.drafting.few_rows import MOST_ROWS, FewRows, few_rows
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.drafting.latent_attention import cache_latents
 from megatron_mtp.drafting.products import product
@@ -81,6 +82,7 @@ class Runner:
         self._final_norm = None if norm is None else short_norm(norm)
         self._embed, self._head = self._make_embedding(), self._make_head()
         self._draft_head, self.drafted = self._make_draft_head()
+        self._few_rows = self._make_few_rows()
 
     @property
     def device(self) -> torch.device:
@@ -104,6 +106,8 @@ class Runner:
 
     def trunk(self, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """h_0 of the rows, after the final norm, [S, B, H]."""
+        if (few := self._few_rows[0]) is not None and tokens_BR.numel() <= MOST_ROWS:
+            return few(tokens_BR, None, rows, cache)
         self._scope.enter(cache, rows)
         hidden_SBH = self._embed(tokens_BR)
         rotary, angles = self._rotary(rows)
@@ -116,10 +120,13 @@ class Runner:
 
     def depth(self, depth: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """h_d of the rows from h_{d-1} and the tokens t_{i+d}, which parallel heads do not read; [S, B, H]."""
+        number = (depth - 1) % len(self._mtp)
+        if (few := self._few_rows[1 + number]) is not None and tokens_BR.numel() <= MOST_ROWS:
+            return few(tokens_BR, hidden_SBH, rows, cache)
         self._scope.enter(cache, rows)
         embedded_SBH = self._embed(tokens_BR) if self.sequential else None
         rotary, angles = self._rotary(rows)
-        return self._mtp[(depth - 1) % len(self._mtp)](hidden_SBH, embedded_SBH, rotary, angles)
+        return self._mtp[number](hidden_SBH, embedded_SBH, rotary, angles)
 
     def logits(self, hidden_SBH: Tensor) -> Tensor:
         """[B, R, V], the same on every tensor-parallel rank."""
@@ -165,11 +172,29 @@ class Runner:
 
     def _make_embedding(self) -> Callable[[Tensor], Tensor]:
         """Tokens [B, R] to [S, B, H]; Megatron's module does it where it does more than look up."""
-        model, config = self.model, self.model.config
-        if config.tensor_model_parallel_size == 1 and not (config.use_mup or config.fp32_residual_connection):
+        model = self.model
+        if self._looks_up:
             weight = model.embedding.word_embeddings.weight.detach()
             return lambda tokens_BR: embedding(tokens_BR.transpose(0, 1), weight)
         return lambda tokens_BR: model.embedding(input_ids=tokens_BR, position_ids=None)
+
+    @property
+    def _looks_up(self) -> bool:
+        """Whether Megatron's embedding does no more than look up."""
+        config = self.model.config
+        return config.tensor_model_parallel_size == 1 and not (config.use_mup or config.fp32_residual_connection)
+
+    def _make_few_rows(self) -> list[FewRows | None]:
+        """The trunk and every depth as compiled code; None for those of other kinds."""
+        model, turns_L211C = self.model, None if self._angles_L11C is None else self._turns_L211C
+        if not self._looks_up:
+            return [None] * (1 + len(self._mtp))
+        weight, layers = model.embedding.word_embeddings.weight.detach(), list(model.decoder.layers)
+        all_lean = all(short is not None for short, _ in self._layers)
+        return [
+            few_rows(layers, model.decoder.final_layernorm, weight, turns_L211C) if all_lean else None,
+            *(one.few_rows(weight, turns_L211C) for one in self._mtp),
+        ]
 
     def _make_head(self) -> Callable[[Tensor], Tensor]:
         model, weight = self.model, self._head_weight()
@@ -221,6 +246,12 @@ class _Depth:
         self.merge = product(layer.eh_proj.weight) if sequential and self.short is not None else None
         self.norms = [short_norm(norm) for norm in (layer.enorm, layer.hnorm)] if sequential else []
         self.final_norm = short_norm(layer.final_layernorm)
+
+    def few_rows(self, embedding: Tensor, turns_L211C: Tensor | None) -> FewRows | None:
+        """The layer as compiled code."""
+        if self.short is None:
+            return None
+        return few_rows([self.layer.tf_layer], self.layer.final_layernorm, embedding, turns_L211C, self.layer)
 
     def __call__(
         self, hidden_SBH: Tensor, embedded_SBH: Tensor | None, rotary: Tensor | None, angles: Angles | None

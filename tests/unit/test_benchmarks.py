@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import harness
+from benchmarks import decoding, harness
 from benchmarks.harness import Goal, Peak, compare, interleave, rounds
 
 REPOSITORY = Path(__file__).parents[2]
@@ -212,3 +212,32 @@ def test_first_batch_compares_automatic_k_with_plain_decoding() -> None:
     assert summary["results"]["tiny, depths that agree"]["drafts"] > 0
     (goal,) = summary["goals"]
     assert (goal["goal"], goal["op"]) == (0.98, ">=")
+
+
+def test_decoding_runs_and_ends_with_its_report() -> None:
+    summary = summary_of("decoding.py", "--dtype", "float32")
+    large, small = (summary["results"][f"{model} float32"] for model in ("large", "small"))
+    assert small["tokens_per_second"].keys() == {"plain", "draft", "transformers", "transformers mtp"}
+    layer, head = 2 * 4 * 128**2 + 2 * 3 * 128 * 352, 512 * 128
+    weights = 4 * (layer + head + 5 * 128)  # two layers with two norms each, and the last norm
+    assert small["bound"] == pytest.approx(small["read_gb_per_second"] * 1e9 / weights, rel=0.01)
+    assert [(goal["goal"], goal["op"]) for goal in summary["goals"]] == [
+        (bound, ">=") for bound in (0.85, 1.0, 1400, 1.3, 2.0)
+    ]
+    share = large["tokens_per_second"]["plain"] / large["bound"]
+    assert summary["goals"][0]["value"] == pytest.approx(share / (50.4 / 89))
+    assert summary["goals"][2]["value"] == small["tokens_per_second"]["plain"]
+
+
+def test_decoding_takes_llama_cpps_rate_from_its_own_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "small-float32.gguf").touch()
+    program = tmp_path / "llama-bench"
+    program.write_text("""#!/bin/sh\necho "$@" > "$(dirname "$0")/given"\necho '[{"n_gen": 12, "avg_ts": 84.5}]'\n""")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert decoding.llama_bench(tmp_path, "small-float32", 12) == 84.5
+    given = (tmp_path / "given").read_text()
+    assert given == f"-m {tmp_path}/small-float32.gguf -p 0 -n 12 -t {torch.get_num_threads()} -o json\n"
+    with pytest.raises(SystemExit, match=r"--gguf needs llama-bench on the PATH and .*large-float32.gguf"):
+        decoding.llama_bench(tmp_path, "large-float32", 12)
+    assert decoding.llama_bench(None, "large-float32", 12) is None

@@ -2,19 +2,21 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
 from megatron_mtp.drafting import products
+from megatron_mtp.drafting.products import TIMED_ROWS, WAYS
 
 
-@pytest.mark.parametrize("few", [0, 3, products.MOST_PACKED_ROWS])
+@pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_number_of_rows_gives_the_product(few: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "own_rows", lambda *_: few)
+def test_every_number_of_rows_gives_the_product(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "fastest", lambda *_: name)
     torch.manual_seed(0)
     weight = torch.randn(96, 64).to(dtype)
     multiply = products.product(weight)
-    for rows in (1, 3, 4, products.MOST_PACKED_ROWS, products.MOST_PACKED_ROWS + 1):
+    for rows in (1, 3, 4, TIMED_ROWS[-1], TIMED_ROWS[-1] + 1):
         hidden = torch.randn(rows, 1, 64).to(dtype)
         right = linear(hidden.double(), weight.double())
         torch.testing.assert_close(
@@ -22,14 +24,48 @@ def test_every_number_of_rows_gives_the_product(few: int, dtype: torch.dtype, mo
         )
 
 
-@pytest.mark.parametrize(("faster_up_to", "rows"), [(0, 0), (3, 3), (10, 8), (1000, products.MOST_PACKED_ROWS)])
-def test_torchs_own_product_is_taken_while_it_is_clearly_faster(
-    faster_up_to: int, rows: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("seconds", "name"),
+    [
+        ({"compiled": 1.0, "packed": 1.0, "own": 1.0}, "compiled"),
+        ({"compiled": 1.0, "packed": 0.95, "own": 0.95}, "compiled"),
+        ({"compiled": 1.0, "packed": 0.8, "own": 0.75}, "packed"),
+        ({"compiled": 1.0, "packed": 0.8, "own": 0.7}, "own"),
+        ({"packed": 1.0, "own": 0.95}, "packed"),
+    ],
+)
+def test_a_way_is_taken_where_it_is_clearly_faster_than_those_before_it(
+    seconds: dict[str, float], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def seconds(multiply: object) -> float:
-        function, (hidden, *_) = multiply.func, multiply.args  # type: ignore[attr-defined]
-        own = function is linear
-        return 1.0 if own else 1.2 if len(hidden) <= faster_up_to else 1.05
+    monkeypatch.setattr(products, "WAYS", {way: (lambda _, way=way: way if way in seconds else None) for way in WAYS})
+    monkeypatch.setattr(products, "_seconds", lambda way, _: seconds[way])
+    assert products.fastest.__wrapped__(8, 4, torch.float32, 1, 2) == name
 
-    monkeypatch.setattr(products, "_seconds", seconds)
-    assert products.own_rows.__wrapped__(8, 4, 1) == rows
+
+def test_rows_go_the_way_of_the_next_number_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def fastest(outputs: int, inputs: int, dtype: torch.dtype, threads: int, rows: int) -> str:
+        asked.append(rows)
+        return "own"
+
+    monkeypatch.setattr(products, "fastest", fastest)
+    multiply = products.product(torch.ones(8, 4))
+    for rows in (1, 5, 1, 5, 33, 64, 65):
+        multiply(torch.ones(rows, 4))
+    assert asked == [1, 6, 64, 64]
+
+
+def test_a_weight_is_packed_when_that_is_first_wanted_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[Tensor] = []
+
+    def pack(weight: Tensor) -> products.Multiply:
+        packed.append(weight)
+        return products._own(weight)
+
+    monkeypatch.setitem(WAYS, "packed", pack)
+    monkeypatch.setattr(products, "fastest", lambda *given: "packed" if given[-1] > 2 else "own")
+    multiply = products.product(torch.ones(8, 4))
+    for rows, times in ((1, 0), (3, 1), (8, 1)):
+        multiply(torch.ones(rows, 4))
+        assert len(packed) == times

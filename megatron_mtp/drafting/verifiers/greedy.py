@@ -2,8 +2,8 @@
 
 from functools import partial
 
-import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_mtp.drafting.types import Draft, Round, Verdict
 from megatron_mtp.drafting.verifiers.base import Verifier
@@ -26,7 +26,8 @@ def greedy(logits_BRV: Tensor, draft: Draft, _: Round) -> Verdict:
 
 def _chain(best_BR: Tensor, draft: Draft) -> Verdict:
     """The same without a pass over nodes."""
-    right_BN = (draft.tokens_BN == best_BR[:, :-1]) & draft.valid()
-    kept_BN = right_BN.cumprod(dim=1).bool()
-    kept_BR = torch.cat([torch.ones_like(best_BR[:, :1], dtype=torch.bool), kept_BN], dim=1)
-    return Verdict(kept_BR, chosen(best_BR, kept_BN.sum(dim=1)))
+    right_BN = draft.tokens_BN == best_BR[:, :-1]
+    if draft.valid_BN is not None:
+        right_BN = right_BN & draft.valid_BN
+    kept_BR = pad(right_BN, (1, 0), value=True).cumprod(dim=1)
+    return Verdict(kept_BR.bool(), chosen(best_BR, kept_BR.sum(dim=1) - 1))

@@ -1,0 +1,203 @@
+"""How fast one text is decoded on a CPU: against what reading the weights takes, against transformers and llama.cpp.
+
+    python benchmarks/decoding.py                         both models, float32 and bfloat16
+    python benchmarks/decoding.py --model small           the quickstart's model alone, or one of its shape
+    python benchmarks/decoding.py --gguf FOLDER           llama.cpp's rate too, by llama-bench on FOLDER/<case>.gguf
+    python benchmarks/decoding.py --quick                 does it run? (the figures mean nothing)
+
+A plain step reads every weight once. So the rate at which this process sums a tensor as large as the weights, two
+threads or however many, bounds its tokens a second: from memory for the large model, from a cache for the small one.
+
+    large    the shape of SmolLM2-135M, with two depths: 30 layers, H 576, 9 heads of 3 groups, vocabulary 49,152, tied
+    small    the quickstart's: 4 layers, H 192, 6 heads, vocabulary 1,024; its checkpoint where there is one
+
+Weights are random but for the checkpoint's; drafts agree as often as `accepted_length` says. The sides take turns, run
+by run, on the same weights; figures are medians. llama.cpp's rates of the goals were measured on another machine of the
+same kind, and are the share of this bound that they were of that machine's.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+
+import torch
+
+from benchmarks.agreeing import agreeing_model
+from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interleave, limit_threads, report, table
+from benchmarks.llama import llama_of
+from benchmarks.speeds import Generations, check_tokens
+from megatron_mtp.drafting import load_runner
+from megatron_mtp.drafting.compiled import library
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.model.build import join_world
+from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.platform import prepare
+
+ON_CPU = prepare()
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LLAMA_CPP = {"float32": 50.4 / 89, "bfloat16": 84.4 / 178}
+"""The share of the bound that llama.cpp reached with the large model, two threads of an AMD EPYC."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and how much of it is run."""
+
+    sizes: dict[str, Any]
+    noise: float
+    new_tokens: int
+    rounds: int
+
+
+SHAPES = {
+    "large": Shape(
+        {"layers": 30, "hidden": 576, "vocabulary": 49152, "heads": 9, "groups": 3, "ffn": 1536, "tied": True},
+        0.5,
+        64,
+        4,
+    ),
+    "small": Shape({"layers": 4, "hidden": 192, "vocabulary": 1024, "heads": 6, "ffn": 512}, 0.7, 128, 15),
+}
+QUICK = Shape({"layers": 2, "hidden": 128, "vocabulary": 512}, 0.5, 6, 1)
+PROMPT = list(range(5, 37))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=[*SHAPES, "all"], default="all")
+    parser.add_argument("--dtype", choices=[*DTYPES, "all"], default="all")
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/quickstart/checkpoint"))
+    parser.add_argument(
+        "--gguf", type=Path, metavar="FOLDER", help="with large-float32.gguf and so on, for llama-bench"
+    )
+    add_common_flags(parser, {name: shape.rounds for name, shape in SHAPES.items()})
+    args = parser.parse_args()
+    limit_threads(args)
+    join_world()
+    results: dict[str, Any] = {"compiled": library() is not None}
+    goals: list[Goal] = []
+    for model in SHAPES if args.model == "all" else [args.model]:
+        for dtype in DTYPES if args.dtype == "all" else [args.dtype]:
+            print(f"timing: {model} {dtype}", file=sys.stderr, flush=True)
+            results[f"{model} {dtype}"], found = measured(model, dtype, args)
+            goals += found
+    report("decoding", hardware(ON_CPU), results, goals, [rates_table(results)])
+
+
+def measured(model: str, dtype: str, args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
+    """Tokens a second of every side of a case, and its goals."""
+    shape = QUICK if args.quick else SHAPES[model]
+    runner = _runner(model, shape, DTYPES[dtype], None if args.quick else args.checkpoint)
+    made = Generations(runner, llama_of(runner.model, DTYPES[dtype]), shape.new_tokens)
+    sides = {
+        "plain": made.ours("plain", [PROMPT], 0),
+        "draft": made.ours("draft", [PROMPT], runner.depths),
+        "transformers": made.theirs("transformers", PROMPT, False),
+        "transformers mtp": made.theirs("transformers mtp", PROMPT, True),
+    }
+    spent = interleave(sides, args.repeats or shape.rounds, warm_up=1)
+    check_tokens(f"{model} {dtype}", made.texts, runner.dtype)
+    weights = bytes_of_a_step(runner.model)
+    read = read_rate(weights)
+    drafts = made.stats["draft"][-1]
+    results = {
+        "tokens_per_second": {side: round(rate(one, shape.new_tokens), 1) for side, one in spent.items()},
+        "wall_seconds": {side: [round(one.wall, 4) for one in rounds] for side, rounds in spent.items()},
+        "accepted_length": round((drafts.emitted - 1) / (drafts.target_forwards - 1), 3),
+        "read_gb_per_second": round(read / 1e9, 1),
+        "bound": round(read / weights, 1),
+        "llama.cpp": llama_bench(args.gguf, f"{model}-{dtype}", shape.new_tokens),
+    }
+    return results, goals_of(model, dtype, spent, results)
+
+
+def _runner(model: str, shape: Shape, dtype: torch.dtype, checkpoint: Path | None) -> Runner:
+    if model == "small" and checkpoint is not None and checkpoint.is_dir():
+        return load_runner(checkpoint, dtype=dtype)
+    return Runner(agreeing_model(depths=2, noise=shape.noise, **shape.sizes).to(dtype))
+
+
+def bytes_of_a_step(model: MTPGPTModel) -> int:
+    """Of the weights that a plain step reads: layers, last norm and head; of the embedding only rows of tokens."""
+    tied = model.share_embeddings_and_output_weights
+    head = model.embedding.word_embeddings.weight if tied else model.output_layer.weight
+    return sum(weight.nbytes for weight in (*model.decoder.parameters(), head))
+
+
+def read_rate(size: int, calls: int = 20) -> float:
+    """Bytes a second at which a tensor of that size is summed, the best of some calls."""
+    tensor = torch.ones(size // 4)
+    took = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        tensor.sum()
+        took.append(time.perf_counter() - began)
+    return tensor.nbytes / min(took)
+
+
+def llama_bench(folder: Path | None, case: str, tokens: int) -> float | None:
+    """llama.cpp's tokens a second of plain decoding; None where it is not asked for.
+
+    Raises:
+        SystemExit: it was asked for, and there is no llama-bench or no such file.
+    """
+    if folder is None:
+        return None
+    program, file = shutil.which("llama-bench"), folder / f"{case}.gguf"
+    if program is None or not file.is_file():
+        raise SystemExit(f"--gguf needs llama-bench on the PATH and {file}; leave the flag out for no llama.cpp.")
+    command = [program, "-m", str(file), "-p", "0", "-n", str(tokens), "-t", str(torch.get_num_threads()), "-o", "json"]
+    (row,) = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return float(row["avg_ts"])
+
+
+def rate(rounds: list[Spent], tokens: int) -> float:
+    return tokens / statistics.median(one.wall for one in rounds)
+
+
+def goals_of(model: str, dtype: str, spent: dict[str, list[Spent]], results: dict[str, Any]) -> list[Goal]:
+    name, rates = f"{model} {dtype}", results["tokens_per_second"]
+
+    def faster(side: str, than: str) -> float:
+        pairs = zip(spent[than], spent[side], strict=True)
+        return statistics.median(slow.wall / fast.wall for slow, fast in pairs)
+
+    over_plain = faster("draft", "plain")
+    if model == "large":
+        theirs = results["llama.cpp"] or LLAMA_CPP[dtype] * results["bound"]
+        return [
+            Goal(f"{name}: plain over llama.cpp", rates["plain"] / theirs, 0.85, ">="),
+            Goal(f"{name}: drafting over plain", over_plain, 1.0, ">="),
+        ]
+    if dtype != "float32":
+        return []
+    return [
+        Goal(f"{name}: plain, tokens a second", rates["plain"], 1400, ">="),
+        Goal(f"{name}: drafting over plain", over_plain, 1.3, ">="),
+        Goal(f"{name}: drafting over transformers' MTP", faster("draft", "transformers mtp"), 2.0, ">="),
+    ]
+
+
+def rates_table(results: dict[str, Any]) -> str:
+    """Tokens a second, a case a line."""
+    cases = {name: one for name, one in results.items() if name != "compiled"}
+    sides = list(next(iter(cases.values()))["tokens_per_second"])
+    rows = [
+        [name, *one["tokens_per_second"].values(), one["llama.cpp"], one["bound"], one["accepted_length"]]
+        for name, one in cases.items()
+    ]
+    return table(["tokens a second", *sides, "llama.cpp", "bound", "accepted length"], rows)
+
+
+if __name__ == "__main__":
+    main()

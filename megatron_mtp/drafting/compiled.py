@@ -1,0 +1,102 @@
+"""The compiled code of this room: built by the machine's C++ compiler when a first runner needs it, and kept.
+
+`library` builds native/few_rows.cpp for this CPU and keeps it in the user's cache: `$TORCH_EXTENSIONS_DIR`, else
+`$XDG_CACHE_HOME`, else `~/.cache`. The file's name has a hash of all that it depends on, so that a new source, compiler
+or CPU gets a file of its own. The source includes nothing of torch, whose headers would take longer than the code.
+Where it cannot be built, drafting runs without, and a warning says why.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from megatron_mtp.files import written_beside
+
+SWITCH = "MEGATRON_MTP_COMPILED"
+"""Set to 0 in the environment, nothing is built and nothing of it is run."""
+
+SOURCE = Path(__file__).parent / "native" / "few_rows.cpp"
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+LONGEST_BUILD = 120
+"""Seconds; a build takes some ten."""
+
+_logger = logging.getLogger(__name__)
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled code; None where it is switched off or cannot be built."""
+    return None if os.environ.get(SWITCH) == "0" else _loaded()
+
+
+@cache
+def _loaded() -> ctypes.CDLL | None:
+    """Once in a process: also a failure is not tried again."""
+    try:
+        return ctypes.CDLL(str(built(folder())))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        _logger.warning("drafting runs without compiled code, which is slower: %s", _reason(error))
+        return None
+
+
+def folder() -> Path:
+    """Where compiled code is kept."""
+    extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
+    cached = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(extensions or cached) / "megatron_mtp"
+
+
+def built(where: Path) -> Path:
+    """The library's file in a folder, which is built if it is not there; two processes may do so at the same time.
+
+    Raises:
+        RuntimeError: there is no compiler.
+        subprocess.SubprocessError: the compiler fails.
+        OSError: the folder cannot be written.
+    """
+    target = where / f"few_rows-{_key()}.so"
+    if target.is_file():
+        return target
+    compiler = _compiler()
+    where.mkdir(parents=True, exist_ok=True)
+    _logger.warning("compiling %s for this CPU, once; it takes some ten seconds", SOURCE.name)
+    with written_beside(target, shared=True) as beside:
+        command = [compiler, *FLAGS, "-o", str(beside), str(SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=LONGEST_BUILD)
+    return target
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX")
+    found = next(filter(None, map(shutil.which, [wanted] if wanted else ["c++", "g++", "clang++"])), None)
+    if found is None:
+        raise RuntimeError(f"there is no C++ compiler ({wanted or 'c++, g++ or clang++'}); install g++")
+    return found
+
+
+def _key() -> str:
+    """A hash of what a build depends on; asking the compiler itself would take longer than the rest of a start."""
+    facts = (SOURCE.read_text(), *FLAGS, os.environ.get("CXX", ""), torch.__version__, _cpu())
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """What the CPU can do, in the kernel's words."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    named = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return "\n".join([platform.system(), platform.machine(), *sorted(named)])
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
+        return f"the compiler fails: {lines[0].strip()}"
+    return str(error)

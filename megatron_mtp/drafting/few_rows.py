@@ -1,0 +1,218 @@
+"""Few rows through a stack of dense layers in one call of compiled code (native/few_rows.cpp).
+
+A forward of few rows takes as long as reading the weights; on a small model, as long as calling its operations. The
+compiled code reads the weights of the modules where they are, and computes what `dense_layer` computes, for the layers
+that `dense_layer` knows: with RMSNorm and a gated SiLU, in float32 or bfloat16. All others run as before, and so do
+more rows than `MOST_ROWS`.
+
+Sums, norms, softmax and the residual stream are in float32 also in bfloat16, where torch rounds after each operation. A
+row's result does not depend on the rows that run beside it, so bfloat16 drafts as plain decoding does.
+
+Letters in names: B batch, R rows, S the same rows (Megatron's sequence), H hidden, L positions, C channels.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.drafting.compiled import library
+from megatron_mtp.drafting.kv_cache import Chain, KVCache, Rows
+from megatron_mtp.model.portable import PortableNorm
+
+MOST_ROWS = 64
+"""Of all texts together; with more, a product is bound by arithmetic, at which torch's own kernels are better."""
+
+SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""The types of weights that are compiled, as the functions' names end."""
+
+_P, _N = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", _P), ("eps", ctypes.c_float))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("qkv", "proj", "fc1", "fc2")),
+        *((name, _Norm) for name in ("attention", "mlp", "query", "key")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _Stack(ctypes.Structure):
+    _fields_ = (
+        *((name, _N) for name in ("layers", "hidden", "heads", "groups", "channels", "turned", "ffn")),
+        ("layer", ctypes.POINTER(_Layer)),
+        *((name, _P) for name in ("turns", "embedding", "merge")),
+        *((name, _Norm) for name in ("embedded", "given", "last")),
+    )
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        *((name, _N) for name in ("rows", "batch", "window", "slots")),
+        ("tokens", _P),
+        ("token_stride", _N),
+        *((name, _P) for name in ("first", "positions", "places", "mask", "given", "states", "keys", "values")),
+    )
+
+
+def product_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """x [..., in] to x @ weight.T [..., out] by compiled code; None where there is none for this weight."""
+    compiled = library() if is_compiled(weight) else None
+    if compiled is None:
+        return None
+    function = _function(compiled, "product", weight.dtype, [_P, _P, _P, _N, _N, _N, _N])
+    outputs, inputs = weight.shape
+
+    def multiply(hidden: Tensor) -> Tensor:
+        hidden = hidden.contiguous()
+        result = hidden.new_empty(*hidden.shape[:-1], outputs)
+        rows, threads = hidden.numel() // inputs, torch.get_num_threads()
+        function(weight.data_ptr(), hidden.data_ptr(), result.data_ptr(), rows, inputs, outputs, threads)
+        return result
+
+    return multiply
+
+
+def is_compiled(weight: Tensor) -> bool:
+    """Whether there is compiled code for products with this weight."""
+    is_fake = isinstance(weight, torch._subclasses.FakeTensor) or weight.is_meta
+    return weight.device.type == "cpu" and weight.dtype in SUFFIX and weight.is_contiguous() and not is_fake
+
+
+class FewRows:
+    """A trunk or a depth for few rows.
+
+    Args:
+        layers: that `lean` knows.
+        last: the norm after them, or None.
+        embedding: [vocabulary, H].
+        turns_L211C: cosines and signed sines by position; None without rotary embedding.
+        depth: the MTP layer, whose `eh_proj` merges states and embeddings; None for a trunk.
+
+    Raises:
+        NotImplementedError: there is no compiled code, or none for these layers.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        last: Any,
+        embedding: Tensor,
+        turns_L211C: Tensor | None,
+        depth: Any = None,
+    ) -> None:
+        compiled = library() if is_compiled(embedding) else None
+        if compiled is None:
+            raise NotImplementedError("no compiled code")
+        self.dtype, self._held = embedding.dtype, list[Tensor]()
+        self._run = _function(compiled, "forward", self.dtype, [_P, _P, _N])
+        self._layers = (_Layer * len(layers))(*map(self._layer, layers))
+        attention, first = layers[0].self_attention, layers[0]
+        self._groups, self._channels = (
+            attention.num_query_groups_per_partition,
+            attention.hidden_size_per_attention_head,
+        )
+        self._reads_tokens = depth is None or hasattr(depth, "eh_proj")
+        merges = depth is not None and self._reads_tokens
+        turns = None if turns_L211C is None else turns_L211C.float().flatten(1).contiguous()
+        self._stack = _Stack(
+            *(len(layers), embedding.size(1), attention.num_attention_heads_per_partition),
+            *(self._groups, self._channels, 0 if turns is None else turns.size(1) // 2),
+            first.mlp.linear_fc2.weight.size(1),
+            self._layers,
+            None if turns is None else self._pointer(turns),
+            self._pointer(embedding),
+            self._weight(depth.eh_proj) if merges else None,
+            *((self._norm(depth.enorm), self._norm(depth.hnorm)) if merges else (_Norm(), _Norm())),
+            self._norm(last),
+        )
+        self._cache: tuple[KVCache, Any, Any] | None = None
+
+    def __call__(self, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
+        """States [S, B, H] of the rows, whose keys and values are added to the cache.
+
+        Args:
+            tokens_BR: the trunk's, or those that a sequential depth merges with the states it continues.
+            given_SBH: the states that a depth continues; None for the trunk.
+        """
+        batch, count = tokens_BR.shape
+        like = self._held[0]
+        states_SBH = torch.empty(count, batch, self._stack.hidden, dtype=like.dtype)
+        keys, values = self._pointers(cache, like)
+        # whatever is copied here must stay until the call is over
+        tokens_BR = tokens_BR if tokens_BR.stride(1) == 1 else tokens_BR.contiguous()
+        given_SBH = None if given_SBH is None else given_SBH.contiguous()
+        where = _where(rows)
+        call = _Rows(
+            *(count, batch, rows.window, cache.capacity + 1),
+            *(tokens_BR.data_ptr() if self._reads_tokens else None, tokens_BR.stride(0)),
+            *(None if one is None else one.data_ptr() for one in (*where, given_SBH)),
+            *(states_SBH.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values)),
+        )
+        self._run(ctypes.byref(self._stack), ctypes.byref(call), torch.get_num_threads())
+        return states_SBH
+
+    def _pointers(self, cache: KVCache, like: Tensor) -> tuple[Any, Any]:
+        """Where the cache keeps the keys and the values of every layer; found once for a cache."""
+        if self._cache is None or self._cache[0] is not cache:
+            held = [cache.take(layer, self._groups, self._channels, like) for layer in range(len(self._layers))]
+            array = _P * len(held)
+            keys, values = (array(*(pair[side].data_ptr() for pair in held)) for side in (0, 1))
+            self._cache = cache, keys, values
+        return self._cache[1], self._cache[2]
+
+    def _layer(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attention, layer.mlp
+        if not mlp.config.gated_linear_unit or mlp.config.activation_func is not torch.nn.functional.silu:
+            raise NotImplementedError("another activation")
+        return _Layer(
+            *map(self._weight, (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)),
+            *map(self._norm, (layer.input_layernorm, layer.pre_mlp_layernorm)),
+            *map(self._norm, (attention.q_layernorm, attention.k_layernorm)),
+            attention.core_attention.scale,
+        )
+
+    def _weight(self, module: Any) -> int:
+        weight = module.weight.detach()
+        if weight.dtype != self.dtype or not is_compiled(weight):
+            raise NotImplementedError("another type of weights")
+        return self._pointer(weight)
+
+    def _norm(self, norm: Any) -> _Norm:
+        if norm is None:
+            return _Norm()
+        if type(norm) is not PortableNorm or norm.bias is not None:
+            raise NotImplementedError("another norm")
+        weight = norm.weight.detach() + (1 if norm.centred else 0)
+        return _Norm(self._pointer(weight.float()), norm.eps)
+
+    def _pointer(self, tensor: Tensor) -> int:
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+
+def _where(rows: Rows) -> tuple[Tensor | None, ...]:
+    """First positions of a chain, or positions, slots and mask of any rows."""
+    if isinstance(rows, Chain) and rows.live_BR is None:
+        return rows.first_B.contiguous(), None, None, None
+    return None, rows.positions_BR.contiguous(), rows.slots_BR.contiguous(), rows.mask_B1RW.float().contiguous()
+
+
+def few_rows(*given: Any) -> FewRows | None:
+    """`FewRows`; None where there is no compiled code for these layers."""
+    try:
+        return FewRows(*given)
+    except NotImplementedError:
+        return None
+
+
+def _function(compiled: ctypes.CDLL, name: str, dtype: torch.dtype, arguments: list[Any]) -> Any:
+    function = compiled[f"{name}_{SUFFIX[dtype]}"]
+    function.argtypes, function.restype = arguments, None
+    return function

@@ -1,0 +1,587 @@
+// Few rows through dense layers: every weight is read once, as fast as memory gives it, and nothing else takes time.
+//
+// In:  a Stack (sizes and pointers, filled by ../few_rows.py, which mirrors the structs below), tokens or states of some
+//      rows, where they stand, and the caches of keys and values.
+// Out: states of the rows after the last norm; the rows' keys and values in the caches.
+//
+// Float is the type of weights, states and caches: float, or bfloat16. Sums, norms, softmax and the residual stream are
+// in float32 in both. A bfloat16 model is rounded where a product reads a value or a cache keeps it, and at the end. The
+// sum of a product has the same order for any number of rows, so a row's result does not depend on the rows beside it.
+//
+// A parallel region spans the whole forward. Between two barriers every thread writes its own outputs of a product.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+constexpr int LANES = 16, MOST_ROWS = 4, WIDE = 8, NARROW = 4;
+#else
+constexpr int LANES = 8, MOST_ROWS = 2, WIDE = 4, NARROW = 4;
+#endif
+// Of a block of a product: LANES numbers in a vector, at most MOST_ROWS rows; WIDE outputs of up to two rows, else NARROW.
+
+typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t Signed __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+
+inline Vector load(const bfloat16* from) {
+    return (Vector)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16);
+}
+
+inline void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
+
+inline void store(bfloat16* to, Vector value) {  // to nearest, ties to even
+    Words bits = (Words)value;
+    *reinterpret_cast<Halves*>(to) = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves);
+}
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(bfloat16 value) {
+    uint32_t bits = uint32_t(value.bits) << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+inline void put(float* to, float value) { *to = value; }
+
+inline void put(bfloat16* to, float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// The sums of four vectors; halves are added until a lane each is left, and four vectors share every addition.
+inline void totals(const Vector* value, float* sum) {
+#ifdef __AVX512F__
+    auto first = [](Vector a, Vector b) {
+        return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    };
+    auto second = [](Vector a, Vector b) {
+        return __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    };
+    Vector ab = first(value[0], value[1]) + second(value[0], value[1]);
+    Vector cd = first(value[2], value[3]) + second(value[2], value[3]);
+    Vector abcd = __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+                  __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    abcd += __builtin_shufflevector(abcd, abcd, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    abcd += __builtin_shufflevector(abcd, abcd, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    for (int i = 0; i < 4; i++) sum[i] = abcd[4 * i];
+#else
+    Vector ab = __builtin_shufflevector(value[0], value[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+                __builtin_shufflevector(value[0], value[1], 4, 5, 6, 7, 12, 13, 14, 15);
+    Vector cd = __builtin_shufflevector(value[2], value[3], 0, 1, 2, 3, 8, 9, 10, 11) +
+                __builtin_shufflevector(value[2], value[3], 4, 5, 6, 7, 12, 13, 14, 15);
+    Vector abcd = __builtin_shufflevector(ab, cd, 0, 1, 4, 5, 8, 9, 12, 13) +
+                  __builtin_shufflevector(ab, cd, 2, 3, 6, 7, 10, 11, 14, 15);
+    abcd += __builtin_shufflevector(abcd, abcd, 1, 0, 3, 2, 5, 4, 7, 6);
+    for (int i = 0; i < 4; i++) sum[i] = abcd[2 * i];
+#endif
+}
+
+inline float total(Vector value) {
+    Vector four[4] = {value};
+    float sum[4];
+    totals(four, sum);
+    return sum[0];
+}
+
+inline Vector all(float value) { return Vector{} + value; }
+
+inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+
+// e^x within 2 units of the last place: 2^n e^r with |r| <= ln 2 / 2, and e^r by its series.
+inline Vector exponential(Vector x) {
+    x = larger(x, all(-87.0f));
+    x = x < 88.0f ? x : all(88.0f);
+    const Vector magic = all(12582912.0f);  // adding 1.5 * 2^23 rounds to a whole number
+    Vector n = x * 1.44269504f + magic - magic;
+    Vector r = x - n * 0.693145752f - n * 1.42860677e-6f;
+    Vector e = all(1.0f / 5040);
+    for (float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) e = e * r + factor;
+    return (Vector)((Signed)e + (__builtin_convertvector(n, Signed) << 23));
+}
+
+// ---- products
+
+template <class Float>
+struct Step {  // what a product reads at once
+    typedef Vector Read;
+    static constexpr int COUNT = LANES;
+    static Read read(const Float* from) { return load(from); }
+    static Vector add(Vector sum, Read a, Read b) { return sum + a * b; }
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Step<bfloat16> {
+    typedef __m512bh Read;
+    static constexpr int COUNT = 32;
+    static Read read(const bfloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+    static Vector add(Vector sum, Read a, Read b) { return (Vector)_mm512_dpbf16_ps((__m512)sum, a, b); }
+};
+#endif
+
+template <class Float>
+typename Step<Float>::Read read_part(const Float* from, long count) {
+    Float whole[Step<Float>::COUNT] = {};
+    memcpy(whole, from, count * sizeof(Float));
+    return Step<Float>::read(whole);
+}
+
+template <class Float>
+Vector load_part(const Float* from, long count) {
+    Float whole[LANES] = {};
+    memcpy(whole, from, count * sizeof(Float));
+    return load(whole);
+}
+
+// ROWS rows of x times OUTS rows of the weight; `write(row, output, values, count)` for up to four outputs at once.
+template <int ROWS, int OUTS, class Float, class Write>
+inline void block(const Float* weight, const Float* x, long inputs, Write write) {
+    typedef Step<Float> S;
+    Vector sum[ROWS][(OUTS + 3) / 4 * 4] = {};
+    auto step = [&](auto read, long at) {
+        typename S::Read a[ROWS];
+        for (int row = 0; row < ROWS; row++) a[row] = read(x + row * inputs + at);
+        for (int out = 0; out < OUTS; out++) {
+            auto b = read(weight + out * inputs + at);
+            __builtin_prefetch(weight + (OUTS + out) * inputs + at);  // of the next block
+            for (int row = 0; row < ROWS; row++) sum[row][out] = S::add(sum[row][out], a[row], b);
+        }
+    };
+    long at = 0;
+    for (; at + S::COUNT <= inputs; at += S::COUNT) step(S::read, at);
+    if (long rest = inputs - at) step([rest](const Float* from) { return read_part(from, rest); }, at);
+    for (int row = 0; row < ROWS; row++)
+        for (int out = 0; out < OUTS; out += 4) {
+            float four[4];
+            totals(sum[row] + out, four);
+            write(row, out, four, std::min(OUTS - out, 4));
+        }
+}
+
+template <int OUTS, class Float, class Write>
+inline void all_rows(const Float* weight, const Float* x, long rows, long inputs, Write write) {
+    for (long row = 0; row < rows;) {
+        auto from_row = [&](int r, int out, const float* four, int count) { write(row + r, out, four, count); };
+        const Float* from = x + row * inputs;
+        switch (rows - row) {
+            case 1: block<1, OUTS>(weight, from, inputs, from_row); row += 1; break;
+#if defined(__AVX512F__)
+            case 2: block<2, OUTS>(weight, from, inputs, from_row); row += 2; break;
+            case 3: block<3, OUTS>(weight, from, inputs, from_row); row += 3; break;
+#endif
+            default: block<MOST_ROWS, OUTS>(weight, from, inputs, from_row); row += MOST_ROWS;
+        }
+    }
+}
+
+// x [rows, inputs] times outputs `first` to `last` of the weight [.., inputs].
+template <class Float, class Write>
+void product(const Float* weight, const Float* x, long rows, long inputs, long first, long last, Write write) {
+    auto some = [&](auto outs, long out) {
+        auto from_out = [&](long row, int o, const float* four, int count) { write(row, out + o, four, count); };
+        all_rows<decltype(outs)::value>(weight + out * inputs, x, rows, inputs, from_out);
+    };
+    long out = first;
+    if (rows <= 2)
+        for (; out + WIDE <= last; out += WIDE) some(std::integral_constant<int, WIDE>(), out);
+    for (; out + NARROW <= last; out += NARROW) some(std::integral_constant<int, NARROW>(), out);
+    for (; out < last; out++) some(std::integral_constant<int, 1>(), out);
+}
+
+struct Share {  // of a thread: from `first` to `last` of `count` things
+    long first, last;
+    Share(long count, long thread, long threads, long unit = 1) {
+        long units = (count + unit - 1) / unit;
+        first = units * thread / threads * unit;
+        last = units * (thread + 1) / threads * unit;
+        if (last > count) last = count;
+        if (first > count) first = count;
+    }
+};
+
+// `count` values to where they belong.
+template <class Float>
+inline void keep(Float* to, const float* value, int count) {
+    for (int i = 0; i < count; i++) put(to + i, value[i]);
+}
+
+// ---- the structs that Python fills
+
+struct Norm {
+    const float* weight;  // null: no norm
+    float eps;
+};
+
+struct Layer {
+    const void *qkv, *proj, *fc1, *fc2;
+    Norm attention, mlp, query, key;
+    float scale;
+};
+
+struct Stack {
+    int64_t layers, hidden, heads, groups, channels, turned, ffn;
+    const Layer* layer;
+    const float* turns;     // [positions, 2, turned]: cosines and signed sines; null without rotary embedding
+    const void* embedding;  // [vocabulary, hidden]
+    const void* merge;      // [hidden, 2 hidden] of a depth; null for the trunk
+    Norm embedded, given;   // before `merge`
+    Norm last;
+};
+
+struct Rows {
+    int64_t rows, batch, window, slots;  // slots of a cache, the scratch slot included, which is the last
+    const int64_t* tokens;               // [batch, rows]; row b starts at b * token_stride
+    int64_t token_stride;
+    const int64_t* first;               // [batch], where a chain of consecutive rows begins; before 0 it is padding
+    const int64_t *positions, *places;  // [batch, rows] of other rows, with
+    const float* mask;                  // [batch, 1, rows, window]; both null for a chain
+    const void* given;                  // [rows, batch, hidden] that a depth continues; null for the trunk
+    void* states;                       // [rows, batch, hidden], the result
+    void *const *keys, *const *values;  // of every layer, [batch, groups, slots, channels]
+};
+
+constexpr float VISIBLE = -1e30f;  // a smaller mask forbids
+
+// ---- the parts of a forward
+
+template <class In, class Out>
+void normalise(const In* x, Norm norm, long channels, Out* to) {
+    Vector squares = {};
+    long at = 0;
+    for (; at + LANES <= channels; at += LANES) squares += load(x + at) * load(x + at);
+    float sum = total(squares);
+    for (long rest = at; rest < channels; rest++) sum += to_float(x[rest]) * to_float(x[rest]);
+    float factor = 1 / std::sqrt(sum / channels + norm.eps);
+    for (at = 0; at + LANES <= channels; at += LANES) store(to + at, load(x + at) * factor * load(norm.weight + at));
+    for (; at < channels; at++) put(to + at, to_float(x[at]) * factor * norm.weight[at]);
+}
+
+// Softmax of the first `count` scores, in place, and 0 for those up to `seen`.
+inline void softmax(float* score, const float* mask, float scale, long count, long seen) {
+    float most = -INFINITY;
+    for (long w = 0; w < count; w++) score[w] *= scale;
+    if (mask)
+        for (long w = 0; w < count; w++) score[w] += mask[w];
+    for (long w = count; w < seen + LANES; w++) score[w] = -INFINITY;  // scores have room for whole vectors
+    for (long w = 0; w < count; w++) most = score[w] > most ? score[w] : most;
+    Vector sums = {};
+    for (long w = 0; w < seen; w += LANES) {
+        Vector e = exponential(load(score + w) - most);
+        e = load(score + w) > VISIBLE ? e : Vector{};
+        store(score + w, e);
+        sums += e;
+    }
+    float sum = total(sums), factor = sum > 0 ? 1 / sum : 0;
+    for (long w = 0; w < seen; w++) score[w] *= factor;
+}
+
+// weights [count] times PARTS vectors of values [count, channels]. An addition waits for the one before, so TURNS sums
+// take turns.
+template <int PARTS, int TURNS, class Float, class Load>
+inline void mix_some(const float* weight, const Float* value, long count, long channels, Vector* sum, Load load_one) {
+    Vector turns[TURNS][PARTS] = {};
+    auto add = [&](int turn, long w) {
+        for (int part = 0; part < PARTS; part++)
+            turns[turn][part] += weight[w] * load_one(value + w * channels + part * LANES);
+    };
+    long w = 0;
+    for (; w + TURNS <= count; w += TURNS)
+        for (int turn = 0; turn < TURNS; turn++) add(turn, w + turn);
+    for (int turn = 0; w + turn < count; turn++) add(turn, w + turn);
+    for (int part = 0; part < PARTS; part++) {
+        sum[part] = turns[0][part];
+        for (int turn = 1; turn < TURNS; turn++) sum[part] += turns[turn][part];
+    }
+}
+
+template <class Float>
+void mix(const float* weight, const Float* value, long count, long channels, Float* out) {
+    auto whole = [](const Float* from) { return load(from); };
+    long c = 0;
+    auto some = [&](auto parts) {
+        constexpr int PARTS = decltype(parts)::value;
+        Vector sum[PARTS];
+        for (; c + PARTS * LANES <= channels; c += PARTS * LANES) {
+            mix_some<PARTS, 4 / PARTS>(weight, value + c, count, channels, sum, whole);
+            for (int part = 0; part < PARTS; part++) store(out + c + part * LANES, sum[part]);
+        }
+    };
+    some(std::integral_constant<int, 4>());
+    some(std::integral_constant<int, 2>());
+    some(std::integral_constant<int, 1>());
+    if (long rest = channels - c) {
+        Vector sum;
+        mix_some<1, 4>(weight, value + c, count, channels, &sum, [&](const Float* from) { return load_part(from, rest); });
+        for (long lane = 0; lane < rest; lane++) put(out + c + lane, sum[lane]);
+    }
+}
+
+struct Memory {  // that a forward works in; grows, and stays for the next one
+    std::vector<char> bytes;
+    size_t used = 0;
+    template <class Type>
+    Type* take(size_t count) {
+        size_t begin = used;
+        used += (count * sizeof(Type) + 63) / 64 * 64;
+        return reinterpret_cast<Type*>(bytes.data() + begin);
+    }
+};
+
+template <class Float>
+class Forward {
+  public:
+    Forward(const Stack& stack, const Rows& rows, long threads) : s(stack), r(rows), all(rows.rows * rows.batch) {
+        mixed = (s.heads + 2 * s.groups) * s.channels;
+        attended = s.heads * s.channels;
+        widest = std::max({2 * s.hidden, s.ffn, attended});
+        scores = r.window + LANES;
+        static thread_local Memory memory;
+        for (int pass = 0; pass < 2; pass++) {  // the first finds how much is needed
+            memory.used = 0;
+            residual = memory.take<float>(all * s.hidden);
+            qkv = memory.take<float>(all * mixed);
+            query = memory.take<Float>(all * attended);
+            shared = memory.take<Float>(all * widest);
+            own = memory.take<Float>(threads * all * widest);
+            score = memory.take<float>(threads * r.rows * scores);
+            halves = memory.take<float>(threads * all * 2 * 8 * WIDE);
+            if (memory.bytes.size() < memory.used) memory.bytes.resize(memory.used);
+        }
+    }
+
+    void run(long thread, long threads) {
+        Float* x = own + thread * all * widest;
+        start(x, thread, threads);
+        for (long layer = 0; layer < s.layers; layer++) {
+            attention(layer, x, thread, threads);
+            mlp(s.layer[layer], x, thread, threads);
+        }
+        Share mine(all, thread, threads);
+        for (long row = mine.first; row < mine.last; row++) {
+            Float* to = (Float*)r.states + row * s.hidden;
+            if (s.last.weight) normalise(residual + row * s.hidden, s.last, s.hidden, to);
+            else for (long h = 0; h < s.hidden; h++) put(to + h, residual[row * s.hidden + h]);
+        }
+    }
+
+  private:
+    const Stack& s;
+    const Rows& r;
+    long all, mixed, attended, widest, scores;
+    float *residual, *qkv, *score, *halves;
+    Float *query, *shared, *own;
+
+    long text_of(long row) const { return row % r.batch; }
+    long place_of(long row) const { return text_of(row) * r.rows + row / r.batch; }
+    long in_chain(long row) const { return r.first[text_of(row)] + row / r.batch; }
+    long position_of(long row) const {
+        return r.first ? std::max(in_chain(row), 0L) : r.positions[place_of(row)];
+    }
+    long slot_of(long row) const {
+        if (!r.first) return r.places[place_of(row)];
+        return in_chain(row) < 0 ? r.slots - 1 : in_chain(row);
+    }
+    const Float* embedded(long row) const {
+        return (const Float*)s.embedding + r.tokens[text_of(row) * r.token_stride + row / r.batch] * s.hidden;
+    }
+
+    // The residual stream before the first layer.
+    void start(Float* x, long thread, long threads) {
+        const Float* given = (const Float*)r.given;
+        if (s.merge) {
+            for (long row = 0; row < all; row++) {
+                normalise(embedded(row), s.embedded, s.hidden, x + 2 * row * s.hidden);
+                normalise(given + row * s.hidden, s.given, s.hidden, x + (2 * row + 1) * s.hidden);
+            }
+            Share mine(s.hidden, thread, threads, WIDE);
+            product((const Float*)s.merge, x, all, 2 * s.hidden, mine.first, mine.last,
+                    [&](long row, long out, const float* four, int n) { keep(residual + row * s.hidden + out, four, n); });
+        } else {
+            Share mine(all, thread, threads);
+            for (long row = mine.first; row < mine.last; row++) {
+                const Float* from = given ? given + row * s.hidden : embedded(row);
+                for (long h = 0; h < s.hidden; h++) residual[row * s.hidden + h] = to_float(from[h]);
+            }
+        }
+#pragma omp barrier
+    }
+
+    void normalised(Norm norm, Float* x) const {
+        for (long row = 0; row < all; row++) normalise(residual + row * s.hidden, norm, s.hidden, x + row * s.hidden);
+    }
+
+    void add_product(const void* weight, const Float* x, long inputs, long thread, long threads) {
+        Share mine(s.hidden, thread, threads, WIDE);
+        product((const Float*)weight, x, all, inputs, mine.first, mine.last,
+                [&](long row, long out, const float* four, int n) {
+                    float* to = residual + row * s.hidden + out;
+                    for (int i = 0; i < n; i++) to[i] += four[i];
+                });
+#pragma omp barrier
+    }
+
+    void attention(long number, Float* x, long thread, long threads) {
+        const Layer& layer = s.layer[number];
+        normalised(layer.attention, x);
+        Share outputs(mixed, thread, threads, WIDE);
+        product((const Float*)layer.qkv, x, all, s.hidden, outputs.first, outputs.last,
+                [&](long row, long out, const float* four, int n) { keep(qkv + row * mixed + out, four, n); });
+#pragma omp barrier
+        Share heads(s.groups * all, thread, threads);
+        for (long unit = heads.first; unit < heads.last; unit++) turn_and_keep(number, unit % s.groups, unit / s.groups);
+#pragma omp barrier
+        Share mine(s.heads * r.batch, thread, threads);
+        for (long unit = mine.first; unit < mine.last; unit++)
+            attend(number, unit % s.heads, unit / s.heads, score + thread * r.rows * scores);
+#pragma omp barrier
+        add_product(layer.proj, shared, attended, thread, threads);
+    }
+
+    // One row's queries of a group to `query`, its key and value to the cache.
+    void turn_and_keep(long number, long group, long row) {
+        const Layer& layer = s.layer[number];
+        long each = s.heads / s.groups, text = text_of(row);
+        float* from = qkv + row * mixed + group * (each + 2) * s.channels;
+        for (long head = 0; head <= each; head++) {
+            float* one = from + head * s.channels;
+            Norm norm = head < each ? layer.query : layer.key;
+            if (norm.weight) normalise(one, norm, s.channels, one);
+            if (s.turns) turn(one, s.turns + position_of(row) * 2 * s.turned);
+        }
+        for (long head = 0; head < each; head++) {
+            long to = ((text * s.heads + group * each + head) * r.rows + row / r.batch) * s.channels;
+            copy(from + head * s.channels, query + to);
+        }
+        long slot = ((text * s.groups + group) * r.slots + slot_of(row)) * s.channels;
+        copy(from + each * s.channels, (Float*)r.keys[number] + slot);
+        copy(from + (each + 1) * s.channels, (Float*)r.values[number] + slot);
+    }
+
+    void turn(float* one, const float* turns) const {
+        const float *cosine = turns, *sine = turns + s.turned;
+        long half = s.turned / 2;
+        for (long c = 0; c < half; c++) {
+            float a = one[c], b = one[c + half];
+            one[c] = a * cosine[c] + b * sine[c];
+            one[c + half] = b * cosine[c + half] + a * sine[c + half];
+        }
+    }
+
+    void copy(const float* from, Float* to) const {
+        for (long c = 0; c < s.channels; c++) put(to + c, from[c]);
+    }
+
+    // All rows of one head of a text, over the slots that any of them may look at.
+    void attend(long number, long head, long text, float* score) {
+        const float* mask = r.first ? nullptr : r.mask + text * r.rows * r.window;
+        long last = position_of((r.rows - 1) * r.batch + text);
+        long seen = mask ? last_seen(mask) : std::min(last + 1, (long)r.window), group = head / (s.heads / s.groups);
+        const Float* keys = (const Float*)r.keys[number] + (text * s.groups + group) * r.slots * s.channels;
+        const Float* values = (const Float*)r.values[number] + (text * s.groups + group) * r.slots * s.channels;
+        const Float* queries = query + (text * s.heads + head) * r.rows * s.channels;
+        product(keys, queries, r.rows, s.channels, 0, seen,
+                [&](long row, long slot, const float* four, int n) { keep(score + row * scores + slot, four, n); });
+        for (long row = 0; row < r.rows; row++) {
+            const float* own = mask ? mask + row * r.window : nullptr;
+            long visible = mask ? seen : std::min(position_of(row * r.batch + text) + 1, seen);
+            softmax(score + row * scores, own, s.layer[number].scale, visible, seen);
+            Float* to = shared + (row * r.batch + text) * attended + head * s.channels;
+            mix(score + row * scores, values, seen, s.channels, to);
+        }
+    }
+
+    long last_seen(const float* mask) const {
+        long last = 0;
+        for (long row = 0; row < r.rows; row++)
+            for (long w = r.window; w > last; w--)
+                if (mask[row * r.window + w - 1] > VISIBLE) {
+                    last = w;
+                    break;
+                }
+        return last;
+    }
+
+    void mlp(const Layer& layer, Float* x, long thread, long threads) {
+        normalised(layer.mlp, x);
+        Share mine(s.ffn, thread, threads, WIDE);
+        const Float *gate = (const Float*)layer.fc1, *up = gate + s.ffn * s.hidden;
+        const long some = 8 * WIDE;  // outputs whose two halves are put together while they are in the core's own cache
+        float *gates = halves + 2 * thread * all * some, *ups = gates + all * some;
+        for (long first = mine.first; first < mine.last; first += some) {
+            long last = std::min(first + some, mine.last);
+            product(gate, x, all, s.hidden, first, last,
+                    [&](long row, long out, const float* four, int n) { keep(gates + row * some + out - first, four, n); });
+            product(up, x, all, s.hidden, first, last,
+                    [&](long row, long out, const float* four, int n) { keep(ups + row * some + out - first, four, n); });
+            for (long row = 0; row < all; row++)
+                gated(gates + row * some, ups + row * some, last - first, shared + row * s.ffn + first);
+        }
+#pragma omp barrier
+        add_product(layer.fc2, shared, s.ffn, thread, threads);
+    }
+
+    // silu(gate) * up
+    static void gated(const float* gate, const float* up, long count, Float* to) {
+        for (long at = 0; at < count; at += LANES) {  // the halves have room for whole vectors
+            Vector g = load(gate + at), value = g / (1 + exponential(-g)) * load(up + at);
+            if (at + LANES <= count) store(to + at, value);
+            else for (long lane = 0; lane < count - at; lane++) put(to + at + lane, value[lane]);
+        }
+    }
+};
+
+template <class Float>
+void forward(const Stack& stack, const Rows& rows, long threads) {
+    Forward<Float> one(stack, rows, threads);
+#pragma omp parallel num_threads(threads)
+    one.run(omp_get_thread_num(), omp_get_num_threads());
+}
+
+template <class Float>
+void multiply(const void* weight, const void* x, void* to, long rows, long inputs, long outputs, long threads) {
+    Float* result = (Float*)to;
+#pragma omp parallel num_threads(threads)
+    {
+        Share mine(outputs, omp_get_thread_num(), omp_get_num_threads(), WIDE);
+        product((const Float*)weight, (const Float*)x, rows, inputs, mine.first, mine.last,
+                [&](long row, long out, const float* four, int n) { keep(result + row * outputs + out, four, n); });
+    }
+}
+
+extern "C" {
+
+void forward_float32(const Stack* stack, const Rows* rows, int64_t threads) { forward<float>(*stack, *rows, threads); }
+
+void forward_bfloat16(const Stack* stack, const Rows* rows, int64_t threads) {
+    forward<bfloat16>(*stack, *rows, threads);
+}
+
+// x [rows, inputs] @ weight [outputs, inputs]^T
+void product_float32(const void* weight, const void* x, void* to, int64_t rows, int64_t inputs, int64_t outputs,
+                     int64_t threads) {
+    multiply<float>(weight, x, to, rows, inputs, outputs, threads);
+}
+
+void product_bfloat16(const void* weight, const void* x, void* to, int64_t rows, int64_t inputs, int64_t outputs,
+                      int64_t threads) {
+    multiply<bfloat16>(weight, x, to, rows, inputs, outputs, threads);
+}
+}

@@ -1,0 +1,140 @@
+"""Compiled code is built once, whole or not at all; without a compiler drafting goes on, and says so."""
+
+import ctypes
+import logging
+import multiprocessing
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_mtp.drafting import compiled, few_rows
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty cache, nothing loaded, and a source that compiles in a moment."""
+    source = tmp_path / "few_rows.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(compiled, "SOURCE", source)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    monkeypatch.setattr(compiled, "_loaded", compiled._loaded.__wrapped__)
+
+
+def with_compiler() -> None:
+    try:
+        compiled._compiler()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == compiled.__name__]
+
+
+def test_it_is_built_once_and_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_compiler()
+    library = compiled.library()
+    assert library is not None
+    assert library.answer() == 42
+    assert messages(caplog) == ["compiling few_rows.cpp for this CPU, once; it takes some ten seconds"]
+    monkeypatch.setattr(compiled, "_compiler", lambda: pytest.fail("built again"))
+    assert compiled.library() is not None
+    assert len(messages(caplog)) == 1
+
+
+def test_another_source_or_cpu_gets_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {compiled._key()}
+    monkeypatch.setattr(compiled, "_cpu", lambda: "another")
+    keys.add(compiled._key())
+    compiled.SOURCE.write_text("// another\n")
+    keys.add(compiled._key())
+    monkeypatch.setattr(torch, "__version__", "0")
+    keys.add(compiled._key())
+    monkeypatch.setenv("CXX", "another")
+    keys.add(compiled._key())
+    assert len(keys) == 5
+
+
+def build(where: Path) -> int:
+    return int(ctypes.CDLL(str(compiled.built(where))).answer())
+
+
+def test_processes_may_build_at_the_same_time(tmp_path: Path) -> None:
+    with_compiler()
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        assert pool.map(build, [tmp_path / "shared"] * 3) == [42] * 3
+    assert [file.suffix for file in (tmp_path / "shared").iterdir()] == [".so"]
+
+
+def test_without_a_compiler_drafting_goes_on(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert compiled.library() is None
+    assert few_rows.product_of(torch.ones(4, 4)) is None
+    reason = "there is no C++ compiler (no-such-compiler); install g++"
+    assert messages(caplog)[0] == f"drafting runs without compiled code, which is slower: {reason}"
+
+
+def test_a_compiler_that_fails_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with_compiler()
+    compiled.SOURCE.write_text("int broken(\n")
+    assert compiled.library() is None
+    assert "slower: the compiler fails: " in messages(caplog)[-1]
+    assert list(compiled.folder().iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_compiler()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    assert compiled.library() is None
+    assert "Not a directory" in messages(caplog)[-1]
+
+
+def test_it_can_be_switched_off(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiled.SWITCH, "0")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("built"))
+    assert compiled.library() is None
+    assert messages(caplog) == []
+
+
+def test_a_failure_is_not_tried_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(compiled, "folder", lambda: Path("/nowhere"))
+    compiled._loaded.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert [compiled.library(), compiled.library()] == [None, None]
+    finally:
+        compiled._loaded.cache_clear()
+    assert len(messages(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        ({"TORCH_EXTENSIONS_DIR": "/a", "XDG_CACHE_HOME": "/b"}, "/a/megatron_mtp"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/megatron_mtp"),
+        ({"HOME": "/c"}, "/c/.cache/megatron_mtp"),
+    ],
+)
+def test_where_it_is_kept(given: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert compiled.folder() == Path(folder)
+
+
+def test_a_wheel_holds_the_source() -> None:
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    source = ROOT / "megatron_mtp" / "drafting" / "native" / "few_rows.cpp"
+    assert source in {found for name in data["megatron_mtp.drafting"] for found in (source.parents[1]).glob(name)}

@@ -1,0 +1,174 @@
+"""Few rows in compiled code are what the modules compute: for any rows, masks and kinds of layers that it takes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from drafting_single import model_of, prompts_of
+from megatron_single import VOCABULARY
+from torch import Tensor
+
+from megatron_mtp.drafting import compiled, products
+from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.few_rows import MOST_ROWS, product_of
+from megatron_mtp.drafting.kv_cache import KVCache, Rows, ancestors_of, chain_rows, tree_rows
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.model.portable import PortableNorm
+
+pytestmark = pytest.mark.usefixtures("megatron", "compiler")
+
+SLOTS = 140
+TAKEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "grouped queries": ("gqa", {}),
+    "norms of queries and keys": ("gqa", {"qk_layernorm": True}),
+    "norms around zero": ("gqa", {"layernorm_zero_centered_gamma": True}),
+    "wider than a vector": ("gqa", {"hidden_size": 80, "kv_channels": 40, "ffn_hidden_size": 136}),
+    "parallel heads": ("parallel", {}),
+    "one depth for all": ("repeated", {}),
+}
+LEFT = ("mha-tied-layernorm", "moe", "bias-ungated-qknorm")
+"""Kinds with modules that the compiled code does not know."""
+
+
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    if compiled.library() is None:
+        pytest.skip("there is no compiled code: no C++ compiler, or it is switched off")
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other products are torch's own, whatever is faster."""
+    monkeypatch.setattr(products, "fastest", lambda *_: "own")
+
+
+@pytest.fixture(scope="module", params=TAKEN)
+def pair(request: pytest.FixtureRequest) -> tuple[Runner, Runner]:
+    kind, changes = TAKEN[request.param]
+    return both(kind, torch.float32, **changes)
+
+
+def both(kind: str, dtype: torch.dtype, **changes: Any) -> tuple[Runner, Runner]:
+    """The same model with compiled code and without."""
+    model = model_of(kind, dtype=dtype, **changes)
+    for module in model.modules():
+        if isinstance(module, PortableNorm) and module.centred:
+            module.weight.data -= 1  # all other norms have weights around 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compiled.SWITCH, "0")
+        modules = Runner(model)
+    runner = Runner(model)
+    assert not any(modules._few_rows)
+    assert all(runner._few_rows)
+    return runner, modules
+
+
+class Forwards:
+    """Forwards of one runner over one batch: the trunk's logits and a depth's, as they come."""
+
+    def __init__(self, runner: Runner, batch: int) -> None:
+        self.runner, self.batch = runner, batch
+        self.cache, self.depth_cache = KVCache(runner.trunk_layers, batch, SLOTS), KVCache(1, batch, SLOTS)
+
+    @torch.inference_mode()
+    def run(self, tokens_BR: Tensor, rows: Rows) -> Iterator[Tensor]:
+        states_SBH = self.runner.trunk(tokens_BR, rows, self.cache)
+        yield self.runner.logits(states_SBH)
+        yield self.runner.draft_logits(self.runner.depth(1, states_SBH, tokens_BR, rows, self.depth_cache))
+
+
+def tokens_of(batch: int, rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(VOCABULARY, (batch, rows + 1), generator=generator)[:, 1:]  # a view, as drafting gives
+
+
+def chains(batch: int) -> Iterator[tuple[Tensor, Rows]]:
+    """Growing texts of different lengths: a long prompt, then fewer rows; a text ends."""
+    first_B = torch.arange(batch) - batch + 1  # the others begin with padding
+    for number in (MOST_ROWS // batch + 1, 1, 2, 3, 4, 5, 8, 16, MOST_ROWS // batch):
+        window = min(int(first_B.max()) + number, SLOTS)
+        live_BR = (torch.arange(batch) < 2).unsqueeze(1).expand(-1, number) if number == 4 else None
+        yield tokens_of(batch, number), chain_rows(first_B, number, window, SLOTS, live_BR)
+        first_B = (first_B + number) % 60
+
+
+def trees(batch: int) -> Iterator[tuple[Tensor, Rows]]:
+    base_B = torch.zeros(batch, dtype=torch.long)
+    yield tokens_of(batch, 5), chain_rows(base_B, 5, 5, SLOTS)
+    ancestors_BRR, depth_BR = ancestors_of(torch.tensor([[0, 0, 2, 2, 1]]).expand(batch, -1))
+    yield tokens_of(batch, 6), tree_rows(base_B + 5, depth_BR, ancestors_BRR, 30)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("steps", [chains, trees], ids=["chains", "trees"])
+def test_logits_are_those_of_the_modules(pair: tuple[Runner, Runner], steps: Any, batch: int) -> None:
+    ours, theirs = (Forwards(runner, batch) for runner in pair)
+    for tokens_BR, rows in steps(batch):
+        for mine, right in zip(ours.run(tokens_BR, rows), theirs.run(tokens_BR, rows), strict=True):
+            assert (mine - right).abs().max() <= 1e-5 * right.abs().max()
+
+
+def test_texts_are_those_of_the_modules(pair: tuple[Runner, Runner]) -> None:
+    method = "mtp" if pair[0].sequential else "parallel_heads"
+    settings = [None, {"method": method, "num_speculative_tokens": 2}]
+    texts = [generate(one, prompts_of(3), 24, speculative=each).token_ids for one in pair for each in settings]
+    assert texts == [texts[0]] * 4
+
+
+def test_bfloat16_differs_by_its_rounding() -> None:
+    ours, theirs = (Forwards(runner, 2) for runner in both("gqa", torch.bfloat16))
+    for tokens_BR, rows in chains(2):
+        for mine, right in zip(ours.run(tokens_BR, rows), theirs.run(tokens_BR, rows), strict=True):
+            assert mine.dtype == torch.bfloat16
+            assert (mine - right).abs().max() <= 0.06 * right.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None:
+    runner, _ = both("gqa", dtype, hidden_size=80, ffn_hidden_size=136)
+    tokens_BR, first_B = tokens_of(1, 11), torch.zeros(1, dtype=torch.long)
+    caches = [KVCache(runner.trunk_layers, 1, SLOTS) for _ in range(2)]
+    at_once_SBH = runner.trunk(tokens_BR, chain_rows(first_B, 11, 11, SLOTS), caches[0])
+    for row in range(11):
+        where = chain_rows(first_B + row, 1, row + 1, SLOTS)
+        alone_SBH = runner.trunk(tokens_BR[:, row : row + 1], where, caches[1])
+        assert torch.equal(alone_SBH[0], at_once_SBH[row])
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_layers_of_other_kinds_run_as_before(kind: str) -> None:
+    runner = Runner(model_of(kind, dtype=torch.float32))
+    assert not any(runner._few_rows)
+    assert generate(runner, prompts_of(1), 4).token_ids
+
+
+def test_a_long_window_is_attended_to_up_to_the_last_visible_slot() -> None:
+    runner, _ = both("gqa", torch.float32)
+    tokens_BR, first_B = tokens_of(1, 5), torch.zeros(1, dtype=torch.long)
+    short, long = (next(Forwards(runner, 1).run(tokens_BR, chain_rows(first_B, 5, one, SLOTS))) for one in (5, SLOTS))
+    assert torch.equal(short, long)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [7, 64, 100])
+def test_a_product_of_any_size(inputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for outputs in (1, 5, 43):
+        weight = torch.randn(outputs, inputs).to(dtype)
+        multiply = product_of(weight)
+        assert multiply is not None
+        for rows in (1, 2, 3, 4, 7):
+            hidden = torch.randn(rows, 2, inputs).to(dtype).transpose(0, 1)
+            right = hidden.double() @ weight.double().T
+            torch.testing.assert_close(
+                multiply(hidden).double(), right, rtol=1e-2 if dtype == torch.bfloat16 else 0, atol=2e-5 * inputs**0.5
+            )
+
+
+def test_numbers_that_are_none_stay_so() -> None:
+    multiply = product_of(torch.full((4, 64), torch.inf, dtype=torch.bfloat16))
+    assert multiply is not None
+    hidden = torch.zeros(1, 64, dtype=torch.bfloat16)
+    assert multiply(hidden).isnan().all()
+    assert multiply(hidden + 1).isinf().all()

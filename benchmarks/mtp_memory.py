@@ -132,6 +132,7 @@ def measure(vocabulary: int, tokens: int, dtype: str, repeats: int) -> dict[str,
         gc.collect()
     marginal = {name: with_depth - without for name, (without, with_depth) in peaks.items()}
     wall = {name: [one.wall for one in rounds] for name, rounds in spent.items()}
+    cpu = {name: [one.cpu for one in rounds] for name, rounds in spent.items()}
     return {
         "MiB without and with a depth": peaks,
         "marginal MiB": marginal,
@@ -139,6 +140,7 @@ def measure(vocabulary: int, tokens: int, dtype: str, repeats: int) -> dict[str,
         "seconds": {name: round(statistics.median(values), 4) for name, values in wall.items()},
         "step ratio": round(compare(wall[OURS], wall[THEIRS]).ratio, 4),
         "step ratio by round": round(compare(wall[OURS], wall[THEIRS]).paired_ratio, 4),
+        "step ratio of CPU time": round(compare(cpu[OURS], cpu[THEIRS]).paired_ratio, 4),
     }
 
 

@@ -7,8 +7,8 @@ of keys and values the cache holds c and r, and the projections move to the othe
 
 So all heads attend to one key head of L + C channels. The modules around it are those of training.
 
-Letters in names: S rows of a forward, B batch, N heads, L latents, K channels of a key without its rotary part, C of
-all of it or of its rotary part, D of a value.
+Letters in names: S rows of a forward, B batch, N or G heads, L latents, K channels of a key without its rotary part,
+C of all of it or of its rotary part, D of a value.
 """
 
 from collections.abc import Iterable
@@ -50,13 +50,13 @@ class LatentAttention(CachedAttention):
 
     @override
     def forward(
-        self, query_SBNC: Tensor, key_SBNC: Tensor, value_SBND: Tensor, attention_mask: None = None, **_: object
+        self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, attention_mask: None = None, **_: object
     ) -> Tensor:
         """[S, B, N * D]; of the keys only the rotary part is used, which is the same in every head."""
         weight_NXL = self.up.own.weight.unflatten(0, (self.heads, -1))
         to_key_NKL, to_value_NDL = weight_NXL[:, : self.key_channels], weight_NXL[:, self.key_channels :]
         query_SBNK, turned_SBNC = query_SBNC.tensor_split([self.key_channels], dim=-1)
-        latents_SB1L, rotary_SB1C = self.up.latents_SBL.unsqueeze(2), key_SBNC[:, :, :1, self.key_channels :]
+        latents_SB1L, rotary_SB1C = self.up.latents_SBL.unsqueeze(2), key_SBGC[:, :, :1, self.key_channels :]
         query = torch.cat((torch.einsum("sbnk,nkl->bnsl", query_SBNK, to_key_NKL), turned_SBNC.permute(1, 2, 0, 3)), -1)
         key = torch.cat((latents_SB1L, rotary_SB1C), dim=-1).permute(1, 2, 0, 3)
         attended_BNSL = attend(self.scope, self.layer, query, key, None, self.scale)[..., : latents_SB1L.size(-1)]

@@ -88,6 +88,17 @@ def test_a_compiler_that_fails_leaves_nothing(caplog: pytest.LogCaptureFixture) 
     assert list(compiled.folder().iterdir()) == []
 
 
+def test_a_build_that_is_cut_off_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off(command: list[str], **_: object) -> None:
+        Path(command[command.index("-o") + 1]).write_text("half of it")
+        raise subprocess.TimeoutExpired(command, 1)
+
+    monkeypatch.setattr(compiled, "_compiler", lambda: "c++")
+    monkeypatch.setattr(subprocess, "run", cut_off)
+    assert compiled.library() is None
+    assert list(compiled.folder().iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_written_is_told(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

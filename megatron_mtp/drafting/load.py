@@ -22,7 +22,7 @@ from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.arguments import TE, arguments_without, completed
 from megatron_mtp.model.build import build, config_of, join_world
-from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.platform.kernels import transformer_engine_works
 
 HERE: dict[str, Any] = {
@@ -141,7 +141,7 @@ def _adapted(args: Namespace) -> Namespace:
     return Namespace(**{**vars(args), **changes})
 
 
-def _keep_weights_in(model: MTPGPTModel, dtype: torch.dtype) -> None:
+def _keep_weights_in(model: MTPTrunk, dtype: torch.dtype) -> None:
     """All weights, as in training; buffers, such as the biases of experts, stay as they are."""
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)

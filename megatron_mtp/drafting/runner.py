@@ -23,7 +23,7 @@ from megatron_mtp.drafting.latent_attention import cache_latents
 from megatron_mtp.drafting.products import product
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.mtp import AttentionInputs
-from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.model.trunk import MTPTrunk
 
 BEYOND = 64
 """Positions after the model's last one that drafts may have; no token is emitted there."""
@@ -54,7 +54,7 @@ class Runner:
         ValueError: a kind of model that drafting does not support.
     """
 
-    def __init__(self, model: MTPGPTModel, vocab_size: int | None = None) -> None:
+    def __init__(self, model: MTPTrunk, vocab_size: int | None = None) -> None:
         if not (model.pre_process and model.post_process):
             raise ValueError("drafting needs the whole model on one pipeline stage; load it with pipeline size 1.")
         if model.position_embedding_type not in PLACES:

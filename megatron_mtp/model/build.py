@@ -135,6 +135,7 @@ class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
             transformer_layer_spec=_block_spec(config, layer_spec, vp_stage),
             rope_scaling=config.rope_scaling,
             rope_scaling_factor=config.rope_scaling_factor,
+            scatter_embedding_sequence_parallel=config.scatter_embedding_sequence_parallel,
             **_stage_arguments(config, pg_collection, pre_process, post_process, vp_stage),
         )
 
@@ -192,7 +193,6 @@ def _stage_arguments(
         "post_process": post_process,
         "pg_collection": groups,
         "vp_stage": vp_stage,
-        "scatter_embedding_sequence_parallel": getattr(config, "scatter_embedding_sequence_parallel", True),
         **{name: getattr(config, name) for name in _PASSED_ON},
     }
 

@@ -58,12 +58,12 @@ class MTPHybridModel(MTPTrunk, HybridModel):
     @contextmanager
     def _ending_behind_decoder(self) -> Iterator[None]:
         """While this lasts, Megatron's forward returns hidden states, as on a stage without head and depths."""
-        head, depths = self.post_process, self.mtp_process
-        self.post_process = self.mtp_process = False
+        held = {name: getattr(self, name) for name in ("post_process", "mtp_process")}
+        vars(self).update(dict.fromkeys(held, False))
         try:
             yield
         finally:
-            self.post_process, self.mtp_process = head, depths
+            vars(self).update(held)
 
     def forward(
         self,
@@ -122,7 +122,7 @@ class DepthStack(HybridStack):
             if isinstance(module, TopKRouter):  # Megatron does not say that it routes a depth, which may be repeated
                 module.is_mtp_layer, module.layer_number = True, layer_number
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, *, rotary_pos_cos: Tensor | None, rotary_pos_sin: Tensor | None, **inputs: Any
     ) -> tuple[Tensor, None]:
         """The hidden state [S, B, H], and no context; only inference gives the tables of cosines and sines."""

@@ -151,6 +151,8 @@ def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        # Megatron's own Mamba layers read the document of every position, which is then made of the offsets.
+        total_tokens=None if get_args().hybrid_layer_pattern is None else int(_offsets(batch)[-1].item()),
     )
 
 

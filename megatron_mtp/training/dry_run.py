@@ -24,8 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER, unnamed_iteration
 from megatron_mtp.model.arguments import CUDA, flags_without
-from megatron_mtp.model.build import MTPGPTModelConfig, build
-from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.model.build import MTPModelConfig, build
+from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.training.arguments import checked_model_config, parse_run_args
 from megatron_mtp.training.data_flags import check_data
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
@@ -101,7 +101,7 @@ def _first_ranks(args: Namespace) -> list[int]:
     return [stage * apart for stage in range(stages)]
 
 
-def _stage(args: Namespace, config: MTPGPTModelConfig, rank: int) -> Stage:
+def _stage(args: Namespace, config: MTPModelConfig, rank: int) -> Stage:
     """Build the chunks of a rank's model on the meta device."""
     with _job(args, rank), _on_meta():
         groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -112,7 +112,7 @@ def _stage(args: Namespace, config: MTPGPTModelConfig, rank: int) -> Stage:
         return Stage(parameters, layers, memory_of(args, parameters, layers, groups.pp.rank()))
 
 
-def _chunk(config: MTPGPTModelConfig, chunk: int | None) -> MTPGPTModel:
+def _chunk(config: MTPModelConfig, chunk: int | None) -> MTPTrunk:
     if chunk is not None:
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
     return build(config, vp_stage=chunk)

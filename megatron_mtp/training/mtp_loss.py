@@ -19,7 +19,7 @@ from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.schedule import depth_weights
 from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs
-from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.training.objective import NextTokensObjective
 
 
@@ -36,7 +36,7 @@ class MTPLoss:
     depth_means: Tensor
 
 
-def trunk_states(model: MTPGPTModel, tokens_BS: Tensor) -> Tensor:
+def trunk_states(model: MTPTrunk, tokens_BS: Tensor) -> Tensor:
     """The trunk's hidden states after its final norm, [S, B, H], with their graph."""
     states: Tensor = model(
         tokens_BS,
@@ -49,7 +49,7 @@ def trunk_states(model: MTPGPTModel, tokens_BS: Tensor) -> Tensor:
 
 def mtp_loss(
     hidden_SBH: Tensor,
-    model: MTPGPTModel,
+    model: MTPTrunk,
     tokens_BS: Tensor,
     labels_BS: Tensor,
     loss_mask_BS: Tensor,

@@ -112,7 +112,7 @@ def train(
     reporter: Reporter | None = None,
     **pretrain_arguments: Any,
 ) -> Metrics:
-    """Megatron's `pretrain()` of the model that `config.model`, an `MTPGPTModelConfig`, describes.
+    """Megatron's `pretrain()` of the model that `config.model`, an `MTPModelConfig`, describes.
 
     The forward step is ours, and what is done after evaluations. `reporter` shows the figures in place of Megatron's
     log; `pretrain_arguments` are others of `pretrain()`.

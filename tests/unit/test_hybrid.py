@@ -1,5 +1,6 @@
 """model/hybrid.py: a hybrid with a GPT's weights is that GPT, and ours is Megatron's own hybrid with its own MTP."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from megatron_mtp.model.hybrid import MTPHybridModel
 from megatron_mtp.model.trunk import MTPTrunk
+from megatron_mtp.training import batches
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -178,3 +180,15 @@ def test_a_draft_vocabulary_works_as_on_a_gpt() -> None:
     gpt, hybrid = gpt_and_hybrid("dense", 2, drafted=drafted)
     whole = make_batch(2)
     assert torch.equal(backward(hybrid, whole), backward(gpt, whole))
+
+
+@pytest.mark.parametrize("pattern", [None, "M*-"])
+def test_megatrons_own_mamba_layers_are_told_the_documents(
+    pattern: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "get_args", lambda: Namespace(hybrid_layer_pattern=pattern))
+    monkeypatch.setattr(batches, "update_seqlen_stats_from_cu_seqlens", lambda _: None)
+    offsets = {"cu_seqlens": torch.tensor([0, 2, 5, 5]), "cu_seqlens_padded": torch.tensor([0, 4, 8, 8])}
+    packed = batches.packed_seq_params(offsets)
+    assert packed is not None
+    assert (None if packed.seq_idx is None else packed.seq_idx.tolist()) == (pattern and [[0] * 4 + [1] * 4])

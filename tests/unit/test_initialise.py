@@ -8,6 +8,7 @@ import hf_models
 import megatron_single
 import pytest
 import torch
+from hybrid_single import our_hybrid
 from megatron_single import LATENT, MOE, our_model
 from torch import Tensor
 
@@ -134,3 +135,35 @@ def test_plain_state_dicts_of_megatrons_own_mtp_are_read(model: MTPGPTModel, nam
     for key, value in other.state_dict().items():
         if value is not None:
             assert torch.equal(value, expected[key])
+
+
+@pytest.mark.parametrize("pattern", ["M-G-/G-", "M-*G*-/*G*-", "MGE*E/E*E"])
+def test_the_last_layers_of_a_hybrid_are_copied(pattern: str, megatron: None) -> None:
+    made = our_hybrid(pattern, **(MOE if "E" in pattern else {}))
+    trunk, stack = pattern.split("/")
+    filled = fill_absent_layers(without_layer(made, 0), made.state_dict(), made.mtp, (0,), "last-layer", 1)
+    inner = {name: value for name, value in filled.items() if name.startswith("mtp.layers.0.tf_layer.layers.")}
+    assert {int(name.split(".")[5]) for name in inner} == set(range(len(stack)))
+    for name, value in inner.items():
+        *_, index, rest = name.split(".", 6)
+        source = f"decoder.layers.{len(trunk) - len(stack) + int(index)}.{rest}"
+        assert value is None or torch.equal(value, filled[source]), name
+    assert torch.equal(filled["mtp.layers.0.final_layernorm.weight"], filled["decoder.final_norm.weight"])
+
+
+@pytest.mark.parametrize("pattern", ["M-/M-", "G-/G-"])
+def test_random_draws_the_projections_of_recurrent_layers(pattern: str, megatron: None) -> None:
+    """What has no rule, such as A and the convolution, stays as Megatron has initialised it."""
+    made = our_hybrid(pattern)
+    own = made.state_dict()
+    filled = fill_absent_layers(without_layer(made, 0), own, made.mtp, (0,), "random", 7)
+    start = "mtp.layers.0.tf_layer.layers.0."
+    drawn = {name for name, value in filled.items() if name.startswith(start) and value is not None}
+    changed = {name.removeprefix(start) for name in drawn if not torch.equal(filled[name], own[name])}
+    module = "mixer" if pattern.startswith("M") else "self_attention"
+    norm = "norm" if pattern.startswith("M") else "input_layernorm"
+    assert {f"{module}.in_proj.weight", f"{module}.out_proj.weight", f"{norm}.weight"} <= changed
+    assert not {name for name in changed if name.endswith(("A_log", "dt_bias", ".D", "conv1d.weight", "conv1d_weight"))}
+    written, read = (filled[f"{start}{module}.{name}.weight"].std().item() for name in ("out_proj", "in_proj"))
+    assert read == pytest.approx(0.02, rel=0.1)
+    assert written == pytest.approx(0.02 / 2, rel=0.1), "divided by sqrt(2 layers), of which the trunk has two"

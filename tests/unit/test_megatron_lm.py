@@ -13,6 +13,8 @@ from megatron.training import argument_utils
 from megatron.training.global_vars import unset_global_variables
 
 from megatron_mtp.integrations import megatron_lm
+from megatron_mtp.model.build import MTPHybridModelConfig
+from megatron_mtp.model.hybrid import MTPHybridModel
 from megatron_mtp.model.trunk import MTPGPTModel
 
 FLAGS = (
@@ -49,6 +51,24 @@ def test_arguments_are_the_users_megatrons_and_ours(command_line: list[str], meg
         megatron_lm.gpt_config_from_args(args, model_config_cls=argument_utils.GPTModelConfig)
     with pytest.raises(TypeError, match="is a GPTModelConfig; make it by the gpt_config_from_args of megatron_mtp"):
         megatron_lm.pretrain(SimpleNamespace(model=argument_utils.gpt_config_from_args(args)), None)
+
+
+def test_a_hybrid_script_gets_a_hybrid(
+    command_line: list[str], megatron: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command_line += ["--hybrid-layer-pattern", "M-*-/*-/*-", "--mamba-head-dim", "8", "--mamba-state-dim", "8"]
+    args = megatron_lm.parse_and_validate_args(add_greeting)
+    assert isinstance(megatron_lm.hybrid_config_from_args(args), MTPHybridModelConfig)
+    model = megatron_lm.model_provider()
+    assert isinstance(model, MTPHybridModel)
+    assert [len(layer.tf_layer.layers) for layer in model.mtp.layers] == [2, 2]
+    with pytest.raises(SystemExit):
+        megatron_lm.gpt_config_from_args(args)
+    assert "configuration of another class of model; call hybrid_config_from_args there" in capsys.readouterr().err
+    with pytest.raises(
+        TypeError, match="is a HybridModelConfig; make it by the hybrid_config_from_args of megatron_mtp"
+    ):
+        megatron_lm.pretrain(SimpleNamespace(model=argument_utils.hybrid_config_from_args(args)), None)
 
 
 def test_a_bad_flag_is_one_sentence(command_line: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ NEMOTRON = Family(
     depths=Depths(r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", depth_of=_depth_of, flags=framed_depths),
     features=STORED_HEAD,
     carried=(r"backbone\.layers\.", r"mtp\.layers\.\d+\.(mixer|norm)\."),
-    untrainable="Mamba layers, which are another of Megatron's models than the GPT that is trained here",
+    untrainable="Mamba layers, whose weights are not converted to those of a hybrid trunk",
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,

@@ -75,7 +75,7 @@ QWEN3_NEXT = Family(
         "packed depth": r"^mtp\.layers\.0\.mlp\.experts\.gate_up_proj$",
     },
     carried=(r"model\.(language_model\.)?layers\.", r"model\.visual\."),
-    untrainable="linear attention in the trunk, for which Megatron needs kernels that are not part of it",
+    untrainable="linear attention in the trunk, whose weights are not converted to those of a hybrid trunk",
     defaults={
         "num_key_value_heads": 2,
         "head_dim": 256,

@@ -13,11 +13,11 @@ from megatron_mtp.checkpoint.mcore.integrity import read_errors
 from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.model.arguments import completed
-from megatron_mtp.model.build import MTPGPTModelConfig, build, config_of, join_world
-from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.model.build import MTPModelConfig, build, config_of, join_world
+from megatron_mtp.model.trunk import MTPTrunk
 
 
-def load_model(folder: Path) -> MTPGPTModel:
+def load_model(folder: Path) -> MTPTrunk:
     """Load the model of a distributed checkpoint, in float32 and evaluation mode.
 
     Raises:
@@ -32,7 +32,7 @@ def load_model(folder: Path) -> MTPGPTModel:
     return model
 
 
-def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> MTPGPTModel:
+def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> MTPTrunk:
     """Build a model from the arguments of a checkpoint, with random weights and in evaluation mode.
 
     Args:
@@ -46,12 +46,12 @@ def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> MTPGP
         return build(config).cuda().eval()
 
 
-def model_config(stored: Namespace) -> MTPGPTModelConfig:
+def model_config(stored: Namespace) -> MTPModelConfig:
     """The configuration of a model, from the arguments of its checkpoint."""
     return config_of(completed(stored))
 
 
-def fill(model: MTPGPTModel, reader: DistReader, parts: tuple[str, ...] = ("",)) -> None:
+def fill(model: MTPTrunk, reader: DistReader, parts: tuple[str, ...] = ("",)) -> None:
     """Load parameters with Megatron's own loader.
 
     Args:

@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.proof.prompt import Prompt, place
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
-from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.model.trunk import MTPTrunk
 
 OWN_EMBEDDING, OWN_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 """Keys of a depth that has an embedding or a head of its own."""
@@ -89,14 +89,14 @@ def _replace_absent(layer: Any, prefix: str, reader: DistReader, added_SH: Tenso
         layer.tf_layer.self_attention = Given(added_SH.unsqueeze(1), residual=False)
 
 
-def _scale(model: MTPGPTModel, scales: dict[str, float]) -> None:
+def _scale(model: MTPTrunk, scales: dict[str, float]) -> None:
     for layer in model.mtp.layers:
         for name, factor in scales.items():
             layer.get_parameter(f"tf_layer.{name}").data *= factor
 
 
 def _run(
-    model: MTPGPTModel, reader: DistReader, tokens_BS: Tensor, state_SBH: Tensor, before_norm: bool
+    model: MTPTrunk, reader: DistReader, tokens_BS: Tensor, state_SBH: Tensor, before_norm: bool
 ) -> dict[str, Tensor]:
     words_VH = model.embedding.word_embeddings.weight
     tied = model.share_embeddings_and_output_weights
@@ -120,7 +120,7 @@ def _own(reader: DistReader, number: int, key: str, shared: Tensor) -> Tensor:
     return reader.read(own).float().cuda() if reader.holds(own) else shared
 
 
-def _attention_inputs(model: MTPGPTModel, length: int) -> AttentionInputs:
+def _attention_inputs(model: MTPTrunk, length: int) -> AttentionInputs:
     """A causal mask, and rotary angles, which latent attention computes itself."""
     mask = square_mask(length, "cuda")
     rotary = model.position_embedding_type == "rope" and not model.config.multi_latent_attention

@@ -9,6 +9,7 @@ arguments.py         Megatron's parser with our flags, and all checks before a m
 machine.py           whether a rank may train on the CPU; what CUDA reads when it starts
 flag_checks.py       ranges of Megatron's flags, and relations between them
 run_checks.py        what a run with depths cannot have: layouts, packed rows, a refused position embedding
+unsupported.py       Megatron's features that a run cannot have, each with the reason
 data_flags.py        whether the corpus and the vocabulary that flags name are there and fit
 refusals.py          Megatron's refusals as one sentence each
 loading.py           whether what --load names can be loaded

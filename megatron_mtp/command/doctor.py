@@ -29,6 +29,7 @@ DISTRIBUTION = "megatron-mtp"
 EXAMPLES = """examples:
   megatron-mtp doctor           # for people
   megatron-mtp doctor --json    # one object: {"can_train": ..., "checks": [...], "patches": [...]}
+  torchrun --nproc-per-node 2 -m megatron_mtp doctor --distributed    # or by srun, a task for every GPU
 
 exit status: 0 if training can run here (on the CPU counts), 1 if not.
 """
@@ -66,6 +67,10 @@ class Check:
 def main(arguments: list[str], program: str) -> int:
     """Print the checks; exit status 0 if training can run on this machine, 1 if not."""
     args = parser(program).parse_args(arguments)
+    if args.distributed:
+        from megatron_mtp.command.doctor_distributed import main as examine_ranks
+
+        return examine_ranks(program, args.json, args.timeout)
     checks = [check for part in CHECKS for check in part()]
     patches = patch_rows()
     checks += check_patches(patches)
@@ -87,6 +92,12 @@ def parser(program: str) -> Parser:
         formatter_class=RawDescriptionHelpFormatter,
     )
     made.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    made.add_argument(
+        "--distributed", action="store_true", help="examine all ranks of a job of torchrun or srun, and train a step"
+    )
+    made.add_argument(
+        "--timeout", type=float, default=120, metavar="SECONDS", help="that a rank waits for others; default: 120"
+    )
     return made
 
 

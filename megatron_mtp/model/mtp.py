@@ -173,7 +173,8 @@ class MultiTokenPredictionLayer(MegatronModule):
             # Behind a detached or frozen trunk no input requires a gradient; then the output would have none either.
             hidden_SBH = hidden_SBH.detach().requires_grad_()
         inputs = hidden_SBH, embedded_SBH, padding_mask_BS
-        distributes, rng_tracker = self.config.distribute_saved_activations, tensor_parallel.get_cuda_rng_tracker
+        # --distribute-saved-activations would leave a slice in the input, which the losses need whole.
+        distributes, rng_tracker = False, tensor_parallel.get_cuda_rng_tracker
         if self.config.fp8 or self.config.fp4:
             from megatron.core.extensions.transformer_engine import te_checkpoint
 

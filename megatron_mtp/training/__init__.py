@@ -10,6 +10,7 @@ machine.py           whether a rank may train on the CPU; what CUDA reads when i
 flag_checks.py       ranges of Megatron's flags, and relations between them
 hybrid_checks.py     --hybrid-layer-pattern, and what does not go with it
 run_checks.py        what a run with depths cannot have: layouts, packed rows, a refused position embedding
+unsupported.py       Megatron's features that a run cannot have, each with the reason
 data_flags.py        whether the corpus and the vocabulary that flags name are there and fit
 refusals.py          Megatron's refusals as one sentence each
 loading.py           whether what --load names can be loaded
@@ -24,6 +25,7 @@ mtp_loss.py          the depths' loss for training loops that are not Megatron's
 acceptance.py        what a verifier would accept
 metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss and acceptance by depth
 metrics_file.py      whole lines of metrics.jsonl, continued by a resumed run
+trial_step.py        a step of a tiny model in any layout, and in one process, for `doctor --distributed`
 cost.py              seconds and memory of a step
 plot.py              metrics.png
 console.py           what a run prints: ours on the terminal, Megatron's in a log file

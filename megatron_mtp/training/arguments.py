@@ -30,6 +30,7 @@ from megatron_mtp.training.hybrid_checks import in_stages, set_depths
 from megatron_mtp.training.loading import check_layers, check_load, check_optimizer, check_positions
 from megatron_mtp.training.refusals import megatrons_refusals
 from megatron_mtp.training.run_checks import check_flags
+from megatron_mtp.training.unsupported import check_supported
 
 ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 """Megatron's `extra_args_provider`: takes its parser, and returns it with flags added."""
@@ -101,6 +102,7 @@ def parse_run_args(
 
     with megatrons_refusals():
         args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
+    check_supported(args)  # older flags now have their newer names
     if args.use_checkpoint_args:
         check_flags(args, mtp_config_from_args(args))  # Megatron has now read them from the checkpoint
     return args

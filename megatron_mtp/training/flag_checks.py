@@ -94,7 +94,7 @@ def check_relations(args: Namespace) -> None:
 
 def check_machine(args: Namespace) -> None:
     """Raises ValueError at the first flag that this machine cannot train with; a dry run may be for another."""
-    for relation in (_recomputed, _grouped_gemm, _injected_faults):
+    for relation in (_recomputed, _grouped_gemm, _low_precision, _cuda_graphs, _resiliency):
         if (sentence := relation(args)) is not None:
             raise ValueError(sentence)
 
@@ -249,13 +249,32 @@ def _yarn(args: Namespace) -> str | None:
     return None
 
 
-def _injected_faults(args: Namespace) -> str | None:
-    names = ("fault_injector_ranks", "fault_injector_num_ranks")
-    given = next((name for name in names if getattr(args, name, None) is not None), None)
+def _resiliency(args: Namespace) -> str | None:
+    names = ("fault_injector_ranks", "fault_injector_num_ranks", "enable_ft_package")
+    values = {name: getattr(args, name, None) for name in names}
+    given = next((name for name, value in values.items() if value is not None and value is not False), None)
     if given is not None and find_spec("nvidia_resiliency_ext") is None:
         return (
             f"{flag(given)} needs the package nvidia-resiliency-ext, which is not here; install it, or drop the flag."
         )
+    return None
+
+
+def _low_precision(args: Namespace) -> str | None:
+    for name in ("fp8", "fp4"):
+        if getattr(args, name) and not transformer_engine_works():
+            return (
+                f"--{name}-format is {getattr(args, name)}, which Megatron computes with Transformer Engine alone, and "
+                "that is not here; the run would have full precision: drop the flag."
+            )
+    return None
+
+
+def _cuda_graphs(args: Namespace) -> str | None:
+    if args.cuda_graph_impl != "none" and cpu.installed():
+        return f"--cuda-graph-impl is {args.cuda_graph_impl}, which needs a CUDA device; drop the flag."
+    if args.optimizer_cuda_graph and cpu.installed():
+        return "--optimizer-cuda-graph was given, which needs a CUDA device; drop the flag."
     return None
 
 

@@ -14,6 +14,7 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.checks import split_weights
 from megatron_mtp.training.flag_checks import check_relations
 from megatron_mtp.training.hybrid_checks import check_hybrid
+from megatron_mtp.training.unsupported import check_supported
 
 
 def check_flags(args: Namespace, settings: MTPConfig) -> None:
@@ -28,11 +29,7 @@ def check_flags(args: Namespace, settings: MTPConfig) -> None:
     if args.save is not None and args.save_interval is None:
         raise ValueError(f"--save is {args.save}, but --save-interval is missing; give the steps between checkpoints.")
     check_hybrid(args, settings)
-    if args.logits_load_dir is not None:
-        raise ValueError(
-            "--logits-load-dir was given, but training on a teacher's stored logits is left to Megatron's own script; "
-            "drop the flag, or use that script."
-        )
+    check_supported(args)
     _check_folder("--mtp-metrics-dir", settings.mtp_metrics_dir)
     _check_folder("--save", args.save)
     _check_sequences(args)
@@ -58,11 +55,6 @@ def _check_folder(flag: str, named: str | None) -> None:
 def _check_sequences(args: Namespace) -> None:
     """Packed rows, and how sequences are cut for context parallelism."""
     packed = args.sft or args.dataloader_inter_document_masking
-    if args.hybrid_context_parallel:
-        raise ValueError(
-            "--hybrid-context-parallel was given, which this script does not cut batches for; give "
-            "--context-parallel-size alone, or use Megatron's own script."
-        )
     if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
         raise ValueError(
             f"--dataloader-inter-document-masking was given with --context-parallel-size {args.context_parallel_size}, "
@@ -108,9 +100,4 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
         raise ValueError(
             "--moe-router-load-balancing-type is quantile_balancing, which cannot leave out the positions that a depth "
             "shifts in; give another type, such as aux_loss or none."
-        )
-    if args.overlap_moe_expert_parallel_comm:
-        raise ValueError(
-            "--overlap-moe-expert-parallel-comm was given with --mtp-num-layers, whose depths its schedule does not "
-            "know; drop the flag."
         )

@@ -21,7 +21,7 @@ DOORS = {
 
 ENGINES = {
     "sbatch": "--nodes --gpus-per-node --exclusive --time --mem --array --signal --requeue --partition",
-    "srun": "--kill-on-bad-exit",
+    "srun": "--kill-on-bad-exit --nodes --ntasks-per-node --gpus-per-node",
     "docker": "--build-arg --tag --rm --init --user --volume --gpus --entrypoint",
     "llama-server": "--model --spec-type --spec-draft-n-max",
     "scancel": "--signal",

@@ -78,7 +78,7 @@ _DEEPSEEK_V3 = f"""
     --cross-entropy-loss-fusion --cross-entropy-fusion-impl native --no-create-attention-mask-in-dataloader
     --no-check-for-nan-in-loss-and-grad --enable-experimental"""
 _LEARNED = Refusal("--position-embedding-type is learned_absolute", add="--position-embedding-type rope")
-_OVERLAP = "--overlap-moe-expert-parallel-comm"
+_OVERLAP, _DEFERRED = "--overlap-moe-expert-parallel-comm", "--defer-embedding-wgrad-compute"
 
 LINES: dict[str, Line] = {
     "gpt3-345m": Line(
@@ -155,7 +155,8 @@ LINES: dict[str, Line] = {
         --pipeline-model-parallel-size 16 --num-layers-per-virtual-pipeline-stage 1 --context-parallel-size 2
         --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --sequence-parallel
         --tp-comm-overlap {_OVERLAPPED} --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16
-        --defer-embedding-wgrad-compute --wgrad-deferral-limit 22""",
+        {_DEFERRED} --wgrad-deferral-limit 22""",
+        refused=Refusal(f"{_DEFERRED} was given with --mtp-num-layers", drop=_DEFERRED),
     ),
     "llama3.2-1b": Line(
         8,

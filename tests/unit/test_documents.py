@@ -42,7 +42,8 @@ def known_flags(code: str) -> frozenset[str]:
     """Of the verb, script or command of `convert` that the code begins with; of all where it begins with none."""
     for engine, flags in ENGINES.items():
         if code.startswith(engine):
-            return frozenset(flags.split())
+            verb = code.partition(" -m megatron_mtp ")[2].partition(" ")[0]
+            return frozenset(flags.split()) | (own(verb) if verb else frozenset())
     words = [DOORS.get(word, word) for word in PROGRAM.sub("", code).replace("-m megatron_mtp ", "").split()]
     named = [word for word in words[:8] if word in commands()]
     if "pytest" in words[:2]:

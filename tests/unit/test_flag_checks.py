@@ -123,7 +123,10 @@ def test_a_tokenizer_that_nobody_can_look_up(name: str, said: str, monkeypatch: 
 
 
 def test_faults_are_injected_with_a_package_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = SimpleNamespace(recompute_modules=None, moe_grouped_gemm=False, fault_injector_num_ranks=0)
+    args = SimpleNamespace(
+        recompute_modules=None, moe_grouped_gemm=False, fault_injector_num_ranks=0, fp8=None, fp4=None
+    )
+    args.cuda_graph_impl, args.optimizer_cuda_graph = "none", False
     monkeypatch.setattr(flag_checks, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="--fault-injector-num-ranks needs the package nvidia-resiliency-ext"):
         flag_checks.check_machine(args)

@@ -1,0 +1,215 @@
+"""Plain decoding against drafting: with CUDA graphs and without, with cuDNN attention, energy, a profile."""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.agreeing import agreeing_model
+from benchmarks.gpu.part import DEVICE, ON_CPU, Found, NotRunError, Setting, Table
+from benchmarks.harness import Goal, interleave
+from megatron_mtp.drafting import generate, loop
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.energy import Meter
+from megatron_mtp.drafting.graphs import can_record
+from megatron_mtp.drafting.proposers.base import Proposer
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.model.build import join_world
+
+
+@dataclass(frozen=True)
+class Model:
+    """Random weights whose depths agree with the trunk as often as trained ones do (agreeing.py)."""
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    new_tokens: int
+    rounds: int
+
+
+MODEL, QUICK_MODEL = Model(16, 2048, 32768, 448, 3), Model(1, 64, 256, 12, 1)
+DEPTHS, NOISE = 4, 0.5
+PROMPT = list(range(5, 37))
+
+
+def graphs(setting: Setting) -> Found:
+    """K = 0..4, each with CUDA graphs and without."""
+    return drafting(setting, range(DEPTHS + 1))
+
+
+def cudnn(setting: Setting) -> Found:
+    """K = 0 and 3 with cuDNN's attention alone, which builds a plan for every length."""
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
+        return drafting(setting, (0, 3), rounds=1)
+
+
+def drafting(setting: Setting, counts: Sequence[int], rounds: int | None = None) -> Found:
+    """One text, bfloat16, medians over rounds in which all sides take turns; the prompt's time is left out."""
+    size, runner = model_of(setting)
+    recorded = can_record(runner, Proposer(runner, SpeculativeConfig("mtp")), 0, "greedy")
+    bound = bytes_read(runner) / copy_bandwidth(2**20 if setting.quick else 2**30)
+    sides = [(count, graphed) for count in counts for graphed in (False, True)]
+    runs: dict[tuple[int, bool], list[dict[str, Any]]] = {side: [] for side in sides}
+    found = Found({})
+    for number in range((rounds or size.rounds) + 1):
+        for side in sides:
+            one = decoded(runner, size.new_tokens, *side)
+            if number:  # the first round warms up
+                runs[side].append(one)
+        if number:
+            found = found_of(runs, recorded, bound, size)
+            setting.keep(found)
+    return found
+
+
+def model_of(setting: Setting) -> tuple[Model, Runner]:
+    join_world()
+    size = QUICK_MODEL if setting.quick else MODEL
+    return size, Runner(agreeing_model(size.layers, size.hidden, size.vocabulary, DEPTHS, NOISE).to(torch.bfloat16))
+
+
+def found_of(runs: dict[tuple[int, bool], list[dict[str, Any]]], recorded: bool, bound: float, size: Model) -> Found:
+    """Of the rounds so far; `bound` is the least seconds of a forward."""
+    found = [summary(count, graphed and recorded, rounds) for (count, graphed), rounds in runs.items()]
+    plain = {each["graphs"]: each for each in found if each["K"] == 0}
+    for each in found:
+        each["speed_up"] = round(each["tokens_per_second"] / plain[each["graphs"]]["tokens_per_second"], 3)
+        each["as plain"] = each.pop("tokens") == runs[0, False][0]["tokens"]
+    results = {
+        "sizes": vars(size),
+        "graphs": recorded,
+        "energy": Meter().why or "measured",
+        "sides": found,
+        "plain_forward_against_bandwidth": round(bound * plain[recorded]["tokens_per_second"], 3),
+    }
+    return Found(results, drafting_goals(found, recorded), [drafting_table(found)], without_graphs(recorded))
+
+
+def decoded(runner: Runner, new_tokens: int, count: int, graphed: bool) -> dict[str, Any]:
+    """A text with K = `count`; with graphs where they can be."""
+    config = {"method": "mtp", "num_speculative_tokens": count} if count else None
+    meter = Meter()
+    with contextlib.nullcontext() if graphed else mock.patch.object(loop, "can_record", return_value=False):
+        made = generate(runner, [PROMPT], new_tokens, None, config)
+    stats = made.stats
+    return {
+        "seconds": stats.target_seconds + stats.drafter_seconds,
+        "tokens": made.token_ids[0],
+        "accepted_length": stats.accepted_length,
+        "joules": meter.joules(),
+    }
+
+
+def summary(count: int, graphed: bool, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    tokens = len(rounds[0]["tokens"]) - 1  # the first is the prompt's
+    joules = [one["joules"] for one in rounds]
+    return {
+        "K": count,
+        "graphs": graphed,
+        "tokens_per_second": round(tokens / statistics.median(one["seconds"] for one in rounds), 2),
+        "accepted_length": round(rounds[0]["accepted_length"], 3),
+        "joules_per_token": None if None in joules else round(statistics.median(joules) / (tokens + 1), 4),
+        "tokens": rounds[0]["tokens"],
+    }
+
+
+def drafting_goals(found: list[dict[str, Any]], graphs: bool) -> list[Goal]:
+    """All sides emit the same text; where there are graphs, they are worth it, and drafting is beside them."""
+    goals = [
+        Goal("drafting: sides that emit other tokens than plain decoding", sum(not e["as plain"] for e in found), 0)
+    ]
+    if graphs:
+        best = {kind: max(e["tokens_per_second"] for e in found if e["graphs"] == kind) for kind in (True, False)}
+        fastest = max(e["speed_up"] for e in found if e["graphs"])
+        goals.append(Goal("drafting: the fastest K over plain decoding, both with CUDA graphs", fastest, 1.0, ">="))
+        goals.append(Goal("drafting: with CUDA graphs over without", best[True] / best[False], 1.0, ">="))
+    return goals
+
+
+def without_graphs(graphs: bool) -> dict[str, str]:
+    return {} if graphs else {"CUDA graphs": "there are none on this device; their sides ran as the others"}
+
+
+def drafting_table(found: list[dict[str, Any]]) -> Table:
+    columns = ("K", "graphs", "tokens_per_second", "accepted_length", "speed_up", "joules_per_token", "as plain")
+    header = ("K", "graphs", "tokens/s", "tokens a forward", "over plain likewise", "J/token", "same tokens")
+    return Table("Drafting", header, [tuple(each[column] for column in columns) for each in found])
+
+
+def bytes_read(runner: Runner) -> int:
+    """Weights that a forward of the trunk reads: its layers and the head; of the embedding one row."""
+    model: Any = runner.model
+    weights = [*model.decoder.parameters(), model.output_layer.weight]
+    return sum(weight.numel() * weight.element_size() for weight in weights)
+
+
+def copy_bandwidth(size: int) -> float:
+    """Bytes a second that a copy on the device reads and writes."""
+    source = torch.ones(size, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    spent = interleave({"copy": lambda: target.copy_(source)}, 5, 2, torch.cuda.synchronize)
+    return 2 * size / min(one.wall for one in spent["copy"])
+
+
+# Energy and a profile
+
+STRETCH = 10.0
+"""Seconds of work over which joules are counted."""
+
+
+def energy(setting: Setting) -> Found:
+    """Joules a token of plain decoding and of K = 3, each repeated for a while, with CUDA graphs where they can be."""
+    if (why := Meter().why) is not None:
+        raise NotRunError(why)
+    size, runner = model_of(setting)
+    spent = {count: joules_a_token(runner, size, count, 0.1 if setting.quick else STRETCH) for count in (0, 3)}
+    rows = [(count, *of_count) for count, of_count in spent.items()]
+    title = "Energy (the layers' output projections are zeros, which may draw less than trained weights)"
+    ratio = spent[3][0] / spent[0][0]
+    return Found(
+        {"joules_per_token": {str(count): joules for count, (joules, _) in spent.items()}, "ratio": ratio},
+        [Goal("energy: joules a token of K = 3 over plain decoding", ratio, 0.6)],
+        [Table(title, ("K", "J/token", "W"), rows)],
+    )
+
+
+def joules_a_token(runner: Runner, size: Model, count: int, least: float) -> tuple[float, float]:
+    """And the mean power in watts, over at least so many seconds."""
+    decoded(runner, size.new_tokens, count, True)
+    meter, begun, tokens = Meter(), time.monotonic(), 0
+    while time.monotonic() - begun < least:
+        tokens += len(decoded(runner, size.new_tokens, count, True)["tokens"])
+    joules = meter.joules() or 0.0
+    return joules / tokens, joules / (time.monotonic() - begun)
+
+
+def profiled(setting: Setting) -> Found:
+    """What the device does in a step of K = 3 with CUDA graphs: kernels by their time, over a text's steps."""
+    size, runner = model_of(setting)
+    config = {"method": "mtp", "num_speculative_tokens": 3}
+    new_tokens = min(size.new_tokens, 128)
+    generate(runner, [PROMPT], new_tokens, None, config)
+    activities = [ProfilerActivity.CPU] if ON_CPU else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities) as profiler:
+        stats = generate(runner, [PROMPT], new_tokens, None, config).stats
+    steps = max(round(new_tokens / stats.accepted_length), 1)
+    rows = kernels(profiler.key_averages(), steps)
+    total = sum(microseconds for *_, microseconds in rows)
+    found = {"steps": steps, "accepted_length": stats.accepted_length, "microseconds a step": total}
+    return Found(found, [], [Table("A step of K = 3, by kernel", ("kernel", "calls a step", "us a step"), rows[:25])])
+
+
+def kernels(averages: Any, steps: int) -> list[tuple[str, float, float]]:
+    """Name, calls a step and microseconds a step, the longest first; on a CPU those of operators."""
+    field = "self_cpu_time_total" if ON_CPU else "self_device_time_total"
+    timed = [(each.key[:60], each.count / steps, getattr(each, field) / steps) for each in averages]
+    rows = [row for row in timed if row[2] > 0]
+    return sorted(rows, key=lambda row: -row[2])

@@ -1,0 +1,133 @@
+"""The chunked losses on this device: values and gradients against float64, then memory and time beside all logits."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.part import DEVICE, ON_CPU, Found, Setting, Table
+from benchmarks.harness import Goal, allocated_peak, interleave
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
+from megatron_mtp.losses.reference import plain_loss
+from megatron_mtp.losses.vocabulary import Vocabulary
+
+LOSSES = ("ce", "kd", "tv")
+ALL_LOGITS = "ce, all logits"
+EXACT, ROUNDED = 1e-5, 2.5
+"""The largest error of a gradient in float32; in bfloat16, over that of the definition in bfloat16."""
+
+
+def losses(setting: Setting) -> Found:
+    """Values first: a fast loss that is wrong is worth nothing."""
+    exact = against_float64(setting)
+    setting.keep(exact)
+    fast = memory_and_time(setting)
+    return Found(exact.results | fast.results, exact.goals + fast.goals, exact.tables + fast.tables)
+
+
+def against_float64(setting: Setting) -> Found:
+    """Errors relative to the largest entry in float64; in bfloat16 beside those of the definition in bfloat16."""
+    tokens, hidden, entries = (64, 32, 512) if setting.quick else (4096, 1024, 32768)
+    rows: list[tuple[Any, ...]] = []
+    goals = []
+    for name in LOSSES:
+        exact, _ = errors_of(name, torch.float32, tokens, hidden, entries)
+        rounded, plain = errors_of(name, torch.bfloat16, tokens, hidden, entries)
+        sides = ((name, "float32", exact), (name, "bfloat16", rounded), (f"{name}, all logits", "bfloat16", plain))
+        rows += [(side, dtype, *(f"{error:.1e}" for error in found)) for side, dtype, found in sides]
+        goals.append(Goal(f"losses: {name} in float32, gradients against float64", max(exact[1:]), EXACT))
+        ratio = max(rounded[1:]) / max(plain[1:])
+        goals.append(Goal(f"losses: {name} in bfloat16, error over that of all logits", ratio, ROUNDED))
+    header = ("loss", "dtype", "loss's error", "hidden gradient's", "weight gradient's")
+    title = f"Errors against float64, {tokens} tokens x {hidden} x {entries}"
+    return Found({"against float64": [list(row) for row in rows]}, goals, [Table(title, header, rows)])
+
+
+Errors = tuple[float, ...]
+"""Of the loss, and of the gradients of states and head."""
+
+
+def errors_of(name: str, dtype: torch.dtype, tokens: int, hidden: int, entries: int) -> tuple[Errors, Errors]:
+    """Of the chunked loss, and of the definition in the same type; both start from the same rounded numbers."""
+    states_NH, weight_VH, labels_N = problem(tokens, hidden, entries, dtype)
+    ours = chunked(name, states_NH, weight_VH, labels_N), states_NH.grad, weight_VH.grad
+    exact = defined(name, states_NH, weight_VH, labels_N, torch.float64)
+    plain = defined(name, states_NH, weight_VH, labels_N, dtype)
+    return errors(ours, exact), errors(plain, exact)
+
+
+def defined(
+    name: str, states_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, dtype: torch.dtype
+) -> tuple[Tensor | None, ...]:
+    """Loss and gradients by the definition, all logits at once."""
+    own_NH, own_VH = (each.detach().to(dtype).requires_grad_() for each in (states_NH, weight_VH))
+    ones = torch.ones_like(labels_N, dtype=dtype)
+    target = Targets(labels_N, ones, _scale(len(labels_N)).to(dtype), own_NH.detach().flip(0))
+    drafted_K = torch.arange(len(weight_VH), device=DEVICE)
+    total = plain_loss(MTPConfig(mtp_loss=name), [own_NH], [target], own_VH, 1.0, drafted_K)
+    total.backward()
+    return total, own_NH.grad, own_VH.grad
+
+
+def errors(found: Sequence[Tensor | None], exact: Sequence[Tensor | None]) -> Errors:
+    return tuple(relative(one, other) for one, other in zip(found, exact, strict=True))
+
+
+def relative(one: Tensor | None, exact: Tensor | None) -> float:
+    assert one is not None
+    assert exact is not None
+    return ((one.detach().double() - exact.detach()).abs().max() / exact.detach().abs().max()).item()
+
+
+def problem(tokens: int, hidden: int, entries: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """States, head and labels; the first two want gradients."""
+    generator = torch.Generator().manual_seed(1)
+    states_NH = torch.randn(tokens, hidden, generator=generator).to(DEVICE, dtype).requires_grad_()
+    weight_VH = (torch.randn(entries, hidden, generator=generator) / hidden**0.5).to(DEVICE, dtype).requires_grad_()
+    return states_NH, weight_VH, torch.randint(entries, (tokens,), generator=generator).to(DEVICE)
+
+
+def chunked(name: str, states_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> Tensor:
+    """One depth's loss, with its gradients; the teacher's states are the depth's in another order."""
+    token_loss = depth_loss(MTPConfig(mtp_loss=name))
+    teacher_NH = states_NH.detach().flip(0) if token_loss.needs_teacher else None
+    ones = torch.ones(len(labels_N), device=DEVICE)
+    targets = Targets(labels_N, ones, _scale(len(labels_N)), teacher_NH)
+    total, _ = linear_loss(token_loss, [states_NH], [targets], weight_VH, Vocabulary(len(weight_VH)))
+    total.backward()
+    return total
+
+
+def _scale(tokens: int) -> Tensor:
+    return torch.tensor(1.0 / tokens, device=DEVICE)
+
+
+def memory_and_time(setting: Setting) -> Found:
+    """One depth's loss and its gradients, bfloat16 states and head; 'all logits' is torch's cross-entropy of them."""
+    tokens, hidden, entries = (64, 32, 512) if setting.quick else (16384, 2048, 131072)
+    states_NH, weight_VH, labels_N = problem(tokens, hidden, entries, torch.bfloat16)
+
+    def in_chunks(name: str) -> None:
+        chunked(name, states_NH, weight_VH, labels_N)
+        states_NH.grad = weight_VH.grad = None
+
+    def whole() -> None:
+        torch.nn.functional.cross_entropy((states_NH @ weight_VH.t()).float(), labels_N).backward()
+        states_NH.grad = weight_VH.grad = None
+
+    sides: dict[str, Callable[[], None]] = {name: (lambda name=name: in_chunks(name)) for name in LOSSES}  # type: ignore[misc]
+    sides[ALL_LOGITS] = whole
+    spent = interleave(sides, 1 if setting.quick else 3, 1, torch.cuda.synchronize)
+    seconds = {name: round(statistics.median(one.wall for one in spent[name]), 5) for name in sides}
+    mib = {name: allocated_peak(step, ON_CPU).mib for name, step in sides.items()}
+    ratio = (mib["ce"] or 0.0) / (mib[ALL_LOGITS] or 1.0)
+    rows = [(name, mib[name], 1000 * seconds[name]) for name in sides]
+    return Found(
+        {"tokens": tokens, "hidden": hidden, "entries": entries, "MiB": mib, "seconds": seconds},
+        [] if setting.quick else [Goal("losses: memory of ce in chunks over that of all logits", ratio, 0.25)],
+        [Table(f"Memory of a loss, {tokens} tokens x {entries} entries", ("loss", "MiB", "ms"), rows)],
+    )

@@ -1,0 +1,76 @@
+"""docs/gpu.md from the records of several runs: each part with its own card, versions, date and command."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import PARTS, record
+
+
+def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """All records, parts in the order of `PARTS`, those of one part by date.
+
+    Raises:
+        ValueError: a folder has none, or a part ran on a CPU.
+    """
+    found = []
+    for folder in folders:
+        files = sorted(folder.glob("*.json"))
+        if not files:
+            raise ValueError(f"--merge names {folder}, which has no record of a part; give a folder of --out.")
+        found += [record.read(file) for file in files]
+    for one in found:
+        if one["hardware"] is not None and one["hardware"]["on the CPU"]:
+            raise ValueError(
+                f"{one['part']} of {one['date']} ran on a CPU, and the page is about GPUs; run it with --device cuda."
+            )
+    order = {name: place for place, name in enumerate(PARTS)}
+    return sorted(found, key=lambda one: (order.get(one["part"], len(order)), one["part"], one["date"]))
+
+
+def page(records: Sequence[dict[str, Any]]) -> str:
+    """The page as Markdown."""
+    lines = [
+        "# On a GPU",
+        "",
+        "Written by `scripts/gpu_check.sh --merge` from the records of its runs. Every part names its own card,",
+        "versions, date and command.",
+        "",
+        *_table(
+            ("part", "card", "date", "seconds", "outcome"),
+            [(one["part"], _card(one), one["date"], one["seconds"], _outcome(one)) for one in records],
+        ),
+    ]
+    for one in records:
+        lines += ["", f"## {one['part']}", "", *_about(one)]
+        for table in one["tables"]:
+            lines += ["", f"{table['title']}:", "", *_table(table["header"], table["rows"])]
+        if one["goals"]:
+            rows = [
+                (goal["what"], goal["value"], f"{goal['op']} {goal['goal']}", "yes" if goal["met"] else "no")
+                for goal in one["goals"]
+            ]
+            lines += ["", *_table(("goal", "measured", "wanted", "met"), rows)]
+        lines += ["", *(f"Not run: {piece}: {why}" for piece, why in one["not run"].items())] if one["not run"] else []
+    return "\n".join(lines) + "\n"
+
+
+def _about(one: dict[str, Any]) -> list[str]:
+    named = ", ".join(f"{name} {version}" for name, version in one["versions"].items() if version is not None)
+    return [f"{_card(one)}; {one['date']}; {named}.", "", f"`{one['command']}`", "", f"Outcome: {_outcome(one)}."]
+
+
+def _card(one: dict[str, Any]) -> str:
+    return one["hardware"]["device"] if one["hardware"] is not None else "no device found"
+
+
+def _outcome(one: dict[str, Any]) -> str:
+    return one["status"] + ("" if one["why"] is None else f": {one['why']}".replace("|", "/"))
+
+
+def _table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """A table of Markdown; floats with four digits that count."""
+    cells = [
+        ["-" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in r] for r in rows
+    ]
+    return ["| " + " | ".join(row) + " |" for row in (list(header), ["---"] * len(header), *cells)]

@@ -137,23 +137,52 @@ def test_labels_outside_of_the_draft_vocabulary_count_nowhere_in_a_depths_mean()
     assert output.loss.item() == pytest.approx((output.main.total + weighted).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["kd", "tv"])
+@pytest.mark.parametrize("loss", ["kd", "tv", "nla"])
 def test_soft_labels_of_all_positions_count_whatever_their_label_is(loss: str) -> None:
-    """And tv compares with the trunk's distribution over all tokens: what it gives to others is rejected."""
+    """And tv and nla compare with the trunk's distribution over all tokens: what it gives to others is rejected."""
     output = outcome(drafted=DRAFTED, depth_loss=depth_loss(MTPConfig(mtp_loss=loss)))
     trunk_SBH, depth_hidden, weight_VH = states()
     target_SBV, rows_NH = trunk_SBH @ weight_VH.t(), weight_VH[DRAFTED]
     for depth, state_SBH in enumerate(depth_hidden, start=1):
         mask_SB = batch().loss_mask_DBS[depth - 1].t()[:-depth]
         q_SBN = torch.softmax(state_SBH @ rows_NH.t(), -1)[:-depth]
-        if loss == "tv":
+        if loss in ("tv", "nla"):
             p_SBN = torch.softmax(target_SBV, -1)[depth:, :, DRAFTED]
-            losses_SB = 1 - torch.minimum(p_SBN, q_SBN).sum(-1)
+            overlap_SB = torch.minimum(p_SBN, q_SBN).sum(-1)
+            losses_SB = 1 - overlap_SB if loss == "tv" else -overlap_SB.log()
         else:
             p_SBN = torch.softmax(target_SBV[..., DRAFTED], -1)[depth:]
             losses_SB = (p_SBN * (p_SBN / q_SBN).log()).sum(-1)
         assert output.depths[depth - 1].total.item() == pytest.approx((losses_SB * mask_SB).sum().item(), rel=1e-5)
         assert output.depths[depth - 1].tokens == batch().loss_mask_DBS[depth - 1].sum()
+
+
+@pytest.mark.parametrize("keep", [None, partial(kept_positions, 0.5, SEED)], ids=["all", "some"])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_chain_counts_where_every_depth_does(per_token: bool, keep: Any) -> None:
+    """No position whose chain leaves its document or meets a masked label: in the sums, the tokens, the normaliser."""
+    kept = {} if keep is None else {"kept_positions": keep}
+    output = outcome(depth_loss=depth_loss(MTPConfig(mtp_loss="e2e_tv")), per_token=per_token, **kept)
+    trunk_SBH, depth_hidden, weight_VH = states()
+    mask_SB = batch().loss_mask_DBS.float().prod(0).t()
+    share, counted_SB = 1.0, mask_SB.clone()
+    if keep is not None:
+        positions = keep(LENGTH)
+        share, counted_SB = len(positions) / LENGTH, torch.zeros_like(mask_SB)
+        counted_SB[positions] = mask_SB[positions]
+    assert 0 < mask_SB.sum() < batch().loss_mask_DBS[-1].sum()
+    p_SBV, reached_SB = torch.softmax(trunk_SBH @ weight_VH.t(), -1), torch.ones_like(mask_SB)
+    weighted = torch.zeros((), device="cuda")
+    for depth, (state_SBH, weight) in enumerate(zip(depth_hidden, (0.5, 0.25), strict=True), start=1):
+        later_SBV = p_SBV.roll(-depth, 0)  # what comes round is masked
+        overlap_SB = torch.minimum(torch.softmax(state_SBH @ weight_VH.t(), -1), later_SBV).sum(-1)
+        reached_SB = reached_SB * overlap_SB
+        sums = output.depths[depth - 1]
+        assert sums.total.item() == pytest.approx(((1 - overlap_SB) * counted_SB).sum().item() / share, rel=1e-5)
+        assert sums.tokens.item() == pytest.approx(counted_SB.sum().item() / share)
+        weighted = weighted + weight * ((1 - reached_SB) * counted_SB).sum() / share
+    factor = 1 if per_token else output.main.tokens.item() / mask_SB.sum().item()
+    assert output.loss.item() == pytest.approx((output.main.total + factor * weighted).item(), rel=1e-5)
 
 
 def test_acceptance_is_of_drafts_from_the_draft_vocabulary() -> None:

@@ -69,19 +69,19 @@ class Chain(Rows):
         return self.first_B.unsqueeze(1) + torch.arange(self._rows, device=self.first_B.device)
 
     @cached_property
-    def positions_BR(self) -> Tensor:  # type: ignore[override]
+    def positions_BR(self) -> Tensor:
         """Padding has position 0."""
         return self._places_BR.clamp(min=0)
 
     @cached_property
-    def slots_BR(self) -> Tensor:  # type: ignore[override]
+    def slots_BR(self) -> Tensor:
         """The scratch slot for padding."""
         inside_BR = self._places_BR >= 0
         inside_BR = inside_BR if self.live_BR is None else inside_BR & self.live_BR
         return torch.where(inside_BR, self._places_BR, self._scratch)
 
     @cached_property
-    def mask_B1RW(self) -> Tensor:  # type: ignore[override]
+    def mask_B1RW(self) -> Tensor:
         """Each row looks at its own slot and at all before it."""
         return _scores(causal_mask(self.positions_BR, self.window))
 

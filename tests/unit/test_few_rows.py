@@ -27,7 +27,12 @@ TAKEN: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel heads": ("parallel", {}),
     "one depth for all": ("repeated", {}),
 }
-LEFT = ("mha-tied-layernorm", "moe", "bias-ungated-qknorm")
+LEFT: dict[str, tuple[str, dict[str, Any]]] = {
+    "LayerNorm": ("mha-tied-layernorm", {}),
+    "experts": ("moe", {}),
+    "biases": ("bias-ungated-qknorm", {}),
+    "another gated activation": ("gqa", {"activation_func": torch.nn.functional.gelu}),
+}
 """Kinds with modules that the compiled code does not know."""
 
 
@@ -138,9 +143,21 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("kind", LEFT)
 def test_layers_of_other_kinds_run_as_before(kind: str) -> None:
-    runner = Runner(model_of(kind, dtype=torch.float32))
+    name, changes = LEFT[kind]
+    runner = Runner(model_of(name, dtype=torch.float32, **changes))
     assert not any(runner._few_rows)
     assert generate(runner, prompts_of(1), 4).token_ids
+
+
+def test_rows_before_the_first_leave_no_trace() -> None:
+    runner, _ = both("gqa", torch.float32)
+    cache, first_B = KVCache(runner.trunk_layers, 1, SLOTS), torch.zeros(1, dtype=torch.long)
+    runner.trunk(tokens_of(1, 3), chain_rows(first_B, 3, 3, SLOTS), cache)
+    before = [keys[:, :, :SLOTS].clone() for keys in cache.keys if keys is not None]
+    runner.trunk(tokens_of(1, 2), chain_rows(first_B - 2, 2, 3, SLOTS), cache)
+    after = [keys[:, :, :SLOTS] for keys in cache.keys if keys is not None]
+    assert len(before) == runner.trunk_layers
+    assert all(map(torch.equal, before, after))
 
 
 def test_a_long_window_is_attended_to_up_to_the_last_visible_slot() -> None:

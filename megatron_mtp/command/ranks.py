@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 PAUSE = 0.05
 """Seconds between two looks at the store."""
@@ -94,7 +94,7 @@ class Ranks:
         self.store = self._connected()
         self._stage, self._deadline = "", float("inf")
         self._meet()
-        threading.Thread(target=self._guard, args=(self.store.clone(),), daemon=True).start()
+        threading.Thread(target=self._guard, args=(self.store.clone(),), daemon=True).start()  # type: ignore[attr-defined]
 
     def _connected(self) -> TCPStore:
         place = self.place
@@ -203,7 +203,7 @@ def join_group(ranks: Ranks, on_cpu: bool) -> None:
         torch.cuda.set_device(ranks.place.device)
     torch.distributed.init_process_group(
         "gloo" if on_cpu else "nccl",
-        store=torch.distributed.PrefixStore("group", ranks.store),
+        store=torch.distributed.PrefixStore("group", ranks.store),  # type: ignore[attr-defined]
         rank=ranks.place.rank,
         world_size=ranks.place.ranks,
         timeout=timedelta(seconds=10 * ranks.seconds),  # the guard ends a wait before, and says who is late

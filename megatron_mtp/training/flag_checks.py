@@ -45,7 +45,8 @@ RANGES = (
         "expert_tensor_parallel_size eval_global_batch_size eval_micro_batch_size qk_head_dim qk_pos_emb_head_dim "
         "v_head_dim num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank dist_ckpt_workers "
         "save_retain_interval num_dataset_builder_threads distributed_timeout_minutes lr_wsd_decay_iters "
-        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_intermediate_size mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads "
+        "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
     ),
     Range(
         "0 or more",

@@ -40,6 +40,8 @@ MAMBA = "--mamba-head-dim 8 --mamba-state-dim 8"
         (f"{PATTERN} *-/*- --use-rope-scaling", f"--use-rope-scaling was given with {PATTERN}"),
         (f"{PATTERN} M-/*- {MAMBA} --reset-attention-mask", "layers M of --hybrid-layer-pattern take states across"),
         (f"{PATTERN} M-/*- {MAMBA} --mamba-num-groups 3", "--mamba-num-groups is 3; give a multiple of"),
+        (f"{PATTERN} M-/*- --mamba-head-dim 0", "--mamba-head-dim is 0; give 1 or more"),
+        (f"{PATTERN} G-/*- --swiglu --linear-num-key-heads 0", "--linear-num-key-heads is 0; give 1 or more"),
         (f"{PATTERN} M-/*- --mamba-head-dim 7", "--mamba-head-dim is 7, which does not divide twice --hidden-size 32"),
         (
             f"{PATTERN} G-/*- --swiglu --linear-num-value-heads 5",

@@ -81,6 +81,13 @@ class MTPConfig:
         type=float,
         metavar="T",
     )
+    mtp_lk_eta: float = _flag(
+        3.0,
+        "How fast --mtp-loss lk goes from kd to tv as the rate a of accepted drafts rises: the weight of kd is "
+        "exp(-ETA a). Default: 3.",
+        type=float,
+        metavar="ETA",
+    )
     mtp_label_smoothing: float = _flag(
         0.0,
         "Probability in the labels of the depths' cross-entropy that is spread over all tokens. Default: 0.",
@@ -171,6 +178,8 @@ class MTPConfig:
             raise ValueError(
                 f"--mtp-temperature is {self.mtp_temperature}; give a number from {coldest:g} to {hottest:g}."
             )
+        if not 0 <= self.mtp_lk_eta < math.inf:
+            raise ValueError(f"--mtp-lk-eta is {self.mtp_lk_eta}; give 0 (kd alone) or more.")
         if not 0 <= self.mtp_label_smoothing < 1:
             raise ValueError(f"--mtp-label-smoothing is {self.mtp_label_smoothing}; give 0 or more, and less than 1.")
         if not 0 <= self.mtp_z_loss < math.inf:

@@ -6,7 +6,7 @@
 # of JSON lines or a glob, of 25 documents or more: the last 2 % are kept for measuring. Everything goes to RUN_DIR
 # (runs/attached). Started again, it goes on.
 # Settings, as environment variables:
-#   DEPTHS 2   STEPS 600   SEQUENCE 512   BATCH 4   LR 5e-4   LOSS kd (ce, kd, tv)   FRACTION 1   PRECISION --bf16
+#   DEPTHS 2   STEPS 600   SEQUENCE 512   BATCH 4   LR 5e-4   LOSS kd (ce, kd, ...)  FRACTION 1   PRECISION --bf16
 #   FAMILY glm4_moe (or mimo; deepseek_v3 for latent attention)   PROMPT a text to draft on   FLAGS more of pretrain_gpt.py
 #   SAVE_INTERVAL STEPS   PYTHON, LAUNCH: commands to run programs and trainings with, in place of .venv (scripts/slurm)
 set -euo pipefail

@@ -5,7 +5,8 @@ the losses at once.
 
 token_loss.py            TokenLoss: what every loss says of itself, and what it computes
 cross_entropy.py         ce, with label smoothing and z-loss
-distillation.py          kd and tv, with the trunk as teacher
+distillation.py          kd, the trunk's distribution by its KL divergence
+overlap.py               tv, nla and lk, of the rate at which sampled drafts are accepted
 mix.py                   mix, a weighted sum of other losses
 vocabulary.py            softmax, argmax and sums over a vocabulary that is cut over ranks
 chunks.py                how many positions are taken at once where logits are made
@@ -32,7 +33,9 @@ LOSSES: "Registry[type[TokenLoss]]" = Registry(
         {
             "ce": "megatron_mtp.losses.cross_entropy:CrossEntropy",
             "kd": "megatron_mtp.losses.distillation:Divergence",
-            "tv": "megatron_mtp.losses.distillation:TotalVariation",
+            "tv": "megatron_mtp.losses.overlap:TotalVariation",
+            "nla": "megatron_mtp.losses.overlap:NegativeLogOverlap",
+            "lk": "megatron_mtp.losses.overlap:AdaptiveDivergence",
             "mix": "megatron_mtp.losses.mix:Mix",
         }
     ),

@@ -1,13 +1,9 @@
-"""Losses with the trunk as teacher: its distribution p of a token against q, the depth's, a chunk at a time.
+"""The KL divergence of the depth's distribution q of a token from p, the trunk's, a chunk at a time.
 
     kd    t^2 KL(p || q), both at temperature t     gradient  t (q - p)          (Hinton et al., arXiv:1503.02531)
-    tv    1 - sum_v min(p, q), which is one minus the probability that rejection sampling accepts a draft of q
-          (Leviathan et al., arXiv:2211.17192, corollary 3.6)
-          gradient  q (a - sum_u q_u a_u) / t  with  a_v = -[q_v < p_v]
 
 With a draft vocabulary q is a distribution over its tokens. kd then compares with p restricted to them and
-renormalised, since log p - log q is infinite for the others. tv compares with p over all tokens: those that are not
-drafted have q = 0 and add nothing to the overlap, so that tv is still the rate of rejection.
+renormalised, since log p - log q is infinite for the others.
 
 Letters in names: N positions, V this rank's slice of the vocabulary.
 """
@@ -55,29 +51,3 @@ class Divergence(TokenLoss):
         terms_NV.mul_(torch.maximum(p_NV, floor_NV, out=floor_NV))
         loss_N = vocabulary.sum(terms_NV)[:, 0]
         return self.temperature**2 * loss_N, q_NV.sub_(p_NV).mul_(self.temperature)
-
-
-@dataclass(frozen=True)
-class TotalVariation(TokenLoss):
-    """The probability that a draft from q is rejected."""
-
-    line = "the trunk's own distribution by total variation, the rate at which sampled drafts are rejected"
-    needs_teacher = True
-    needs_whole_teacher = True
-    temperature: float = 1.0
-
-    @classmethod
-    @override
-    def of(cls, settings: MTPConfig) -> Self:
-        return cls(settings.mtp_temperature)
-
-    @override
-    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        logits_NV, teacher_NV, vocabulary = chunk.logits_NV, chunk.teacher_NV, chunk.vocabulary
-        assert teacher_NV is not None
-        q_NV, _ = vocabulary.softmax_(logits_NV.div_(self.temperature))
-        p_NV = vocabulary.drafted(vocabulary.softmax_(teacher_NV.div_(self.temperature))[0])
-        short_NV = q_NV * (q_NV < p_NV)
-        short_N1 = vocabulary.sum(short_NV)
-        overlap_N = vocabulary.sum(torch.minimum(q_NV, p_NV))[:, 0]
-        return 1 - overlap_N, q_NV.mul_(short_N1).sub_(short_NV).div_(self.temperature)

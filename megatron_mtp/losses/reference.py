@@ -73,12 +73,25 @@ def _kd(whole: Whole) -> Tensor:
     return temperature**2 * (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(1)
 
 
-def _tv(whole: Whole) -> Tensor:
+def _overlap(whole: Whole) -> Tensor:
     """The trunk's distribution is over all tokens; q is 0 for those that are not drafted."""
     temperature = whole.settings.mtp_temperature
     q_NK = torch.softmax(whole.drafts_NK() / temperature, 1)
     q_NV = torch.zeros_like(whole.logits_NV).index_copy(1, whole.drafted_K, q_NK)
-    return 1 - torch.minimum(q_NV, torch.softmax(whole.teacher() / temperature, 1)).sum(1)
+    return torch.minimum(q_NV, torch.softmax(whole.teacher() / temperature, 1)).sum(1)
+
+
+def _tv(whole: Whole) -> Tensor:
+    return 1 - _overlap(whole)
+
+
+def _nla(whole: Whole) -> Tensor:
+    return -_overlap(whole).log()
+
+
+def _lk(whole: Whole) -> Tensor:
+    share_N = torch.exp(-whole.settings.mtp_lk_eta * _overlap(whole).detach())
+    return share_N * _kd(whole) + (1 - share_N) * _tv(whole)
 
 
 def _mix(whole: Whole) -> Tensor:
@@ -86,5 +99,12 @@ def _mix(whole: Whole) -> Tensor:
     return torch.stack([weight * PLAIN_LOSSES[name](whole) for name, weight in weights.items()]).sum(0)
 
 
-PLAIN_LOSSES: dict[str, Callable[[Whole], Tensor]] = {"ce": _ce, "kd": _kd, "tv": _tv, "mix": _mix}
+PLAIN_LOSSES: dict[str, Callable[[Whole], Tensor]] = {
+    "ce": _ce,
+    "kd": _kd,
+    "tv": _tv,
+    "nla": _nla,
+    "lk": _lk,
+    "mix": _mix,
+}
 """Each returns loss_N."""

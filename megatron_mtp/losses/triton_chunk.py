@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.losses.cross_entropy import CrossEntropy
-from megatron_mtp.losses.distillation import LARGEST_GAP, Divergence, TotalVariation
+from megatron_mtp.losses.distillation import LARGEST_GAP, Divergence
+from megatron_mtp.losses.overlap import TotalVariation
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
 from megatron_mtp.platform.kernels import why_not

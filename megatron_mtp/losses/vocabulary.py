@@ -96,6 +96,11 @@ class Vocabulary:
         total_N1 = self.sum(weights_NV)
         return weights_NV.div_(total_N1), total_N1.log() + largest_N1
 
+    def log_softmax_(self, logits_NV: Tensor) -> Tensor:
+        """Logarithms of the probabilities, in the memory of the logits."""
+        logits_NV -= self.max(logits_NV)
+        return logits_NV.sub_(self.sum(logits_NV.exp()).log_())
+
     def argmax(self, logits_NV: Tensor) -> Tensor:
         """The token of the largest logit over all slices, [N]; the lowest token among equals."""
         best_N, token_N = logits_NV.max(dim=-1)

@@ -184,6 +184,9 @@ BAD_TRAIN = """
 --mtp-loss mix --mtp-loss-mix nan,1,1
 --mtp-loss-mix 1,1,1
 --mtp-temperature 0
+--mtp-lk-eta -1
+--mtp-lk-eta nan
+--mtp-lk-eta x
 --mtp-label-smoothing 1
 --mtp-z-loss nan
 --mtp-loss-weights 1
@@ -312,6 +315,8 @@ EITHER_TRAIN = """
 --mtp-acceptance-interval 1
 --mtp-loss kd
 --mtp-loss tv
+--mtp-loss nla
+--mtp-loss lk --mtp-lk-eta 0
 --mtp-use-repeated-layer
 --mtp-architecture parallel
 --mtp-token-fraction 0.01

@@ -24,8 +24,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kd tempered": {"mtp_loss": "kd", "mtp_temperature": 2.0},
     "tv": {"mtp_loss": "tv"},
     "tv tempered": {"mtp_loss": "tv", "mtp_temperature": 0.5},
+    "nla": {"mtp_loss": "nla"},
+    "nla tempered": {"mtp_loss": "nla", "mtp_temperature": 2.0},
+    "lk": {"mtp_loss": "lk"},
+    "lk tempered": {"mtp_loss": "lk", "mtp_temperature": 0.5, "mtp_lk_eta": 1.0},
     "mix": {"mtp_loss": "mix", "mtp_loss_mix": "0.2,0.3,0.5"},
     "mix by names": {"mtp_loss": "mix", "mtp_loss_mix": "tv=0.7,ce=0.3"},
+    "mix of acceptance": {"mtp_loss": "mix", "mtp_loss_mix": "nla=0.7,lk=0.3"},
 }
 
 

@@ -21,7 +21,7 @@ def test_the_defaults_change_nothing_of_a_run() -> None:
     "settings",
     [{"mtp_architecture": name} for name in ARCHITECTURES]
     + [{"mtp_init": name} for name in INITS]
-    + [{"mtp_loss": name} for name in ("ce", "kd", "tv")]
+    + [{"mtp_loss": name} for name in ("ce", "kd", "tv", "nla", "lk")]
     + [
         {"mtp_acceptance_interval": 10},
         {"mtp_loss": "mix", "mtp_loss_mix": "0,1,0.5"},
@@ -45,6 +45,9 @@ def test_allowed_settings(settings: dict[str, Any]) -> None:
         ({"mtp_temperature": 1e-30}, "--mtp-temperature is 1e-30; give a number from 0.01 to 100."),
         ({"mtp_temperature": math.inf}, "--mtp-temperature is inf; give a number from 0.01 to 100."),
         ({"mtp_temperature": math.nan}, "--mtp-temperature is nan; give a number from 0.01 to 100."),
+        ({"mtp_lk_eta": -1.0}, "--mtp-lk-eta is -1.0; give 0 (kd alone) or more."),
+        ({"mtp_lk_eta": math.inf}, "--mtp-lk-eta is inf; give 0 (kd alone) or more."),
+        ({"mtp_lk_eta": math.nan}, "--mtp-lk-eta is nan; give 0 (kd alone) or more."),
         ({"mtp_label_smoothing": 1.0}, "--mtp-label-smoothing is 1.0; give 0 or more, and less than 1."),
         ({"mtp_z_loss": -1.0}, "--mtp-z-loss is -1.0; give 0 or more."),
         ({"mtp_token_fraction": 0.0}, "--mtp-token-fraction is 0.0; give a number above 0, and at most 1."),

@@ -7,8 +7,9 @@ from linear_cases import SETTINGS, Case, worst
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import chunks, linear_cross_entropy
 from megatron_mtp.losses.cross_entropy import CrossEntropy
-from megatron_mtp.losses.distillation import Divergence, TotalVariation
+from megatron_mtp.losses.distillation import Divergence
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
+from megatron_mtp.losses.overlap import AdaptiveDivergence, NegativeLogOverlap, TotalVariation
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
@@ -38,7 +39,7 @@ def test_a_draft_vocabulary_has_the_values_and_gradients_of_the_definition(name:
     assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
 
 
-@pytest.mark.parametrize("name", ["ce", "kd", "tv"])
+@pytest.mark.parametrize("name", ["ce", "kd", "tv", "nla", "lk"])
 def test_the_comparison_sees_another_draft_vocabulary(name: str) -> None:
     config, drafted_K = MTPConfig(**SETTINGS[name]), CASE.drafted()
     assert worst(CASE.chunked(config, drafted_K=drafted_K), CASE.plain(config, drafted_K[:-1])) > 1e-4
@@ -53,6 +54,8 @@ CASE = Case((7, 9), 8, 20, 4, 1.0, 3)
         ("ce", CrossEntropy(label_smoothing=0.01)),
         ("ce with z-loss", CrossEntropy(z_loss=0.0)),
         ("tv", TotalVariation(temperature=1.01)),
+        ("nla", NegativeLogOverlap(temperature=1.01)),
+        ("lk", AdaptiveDivergence(eta=3.1)),
     ],
 )
 def test_the_comparison_sees_a_wrong_loss(given: str, wrong: TokenLoss, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +122,34 @@ def test_tokens_that_the_trunk_rules_out_have_a_finite_divergence(surplus: float
         Chunk(logits_NV.clone(), labels_N, teacher_NV.clone(), Vocabulary(50))
     )
     assert worst([loss_N, gradient_NV], [exact_N.detach(), exact_NV]) <= 1e-6
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("apart", [5, 17, 40, 80, 100, 110, 300])
+def test_a_small_overlap_has_its_exact_logarithm_and_a_gradient_that_does_not_vanish(
+    apart: float, temperature: float
+) -> None:
+    """Trunk and depth each prefer one token, another one, by so many nats; 1 less tv is 0 in float32 from 17 on."""
+    generator = torch.Generator().manual_seed(0)
+    logits_NV, teacher_NV = torch.randn(2, 5, 50, generator=generator)
+    logits_NV[:, 3] += apart * temperature
+    teacher_NV[:, 20] += apart * temperature
+    leaf_NV = logits_NV.double().requires_grad_()
+    q_NV, p_NV = ((each / temperature).softmax(1) for each in (leaf_NV, teacher_NV.double()))
+    exact_N = -torch.minimum(q_NV, p_NV).sum(1).log()
+    (exact_NV,) = torch.autograd.grad(exact_N.sum(), leaf_NV)
+    chunk = Chunk(logits_NV.clone(), torch.zeros(5, dtype=torch.int64), teacher_NV.clone(), Vocabulary(50))
+    assert worst([*NegativeLogOverlap(temperature)(chunk)], [exact_N.detach(), exact_NV]) <= 1e-5
+    assert exact_NV.abs().amax(1).min() > 0.1
+
+
+@pytest.mark.parametrize("loss", [TotalVariation(), NegativeLogOverlap(), AdaptiveDivergence()])
+def test_distributions_with_nothing_in_common_have_finite_losses_and_gradients(loss: TokenLoss) -> None:
+    logits_NV, teacher_NV = torch.zeros(2, 3, 50)
+    logits_NV[:, 3] = teacher_NV[:, 20] = 1e5
+    loss_N, gradient_NV = loss(Chunk(logits_NV, torch.zeros(3, dtype=torch.int64), teacher_NV, Vocabulary(50)))
+    assert loss_N.isfinite().all()
+    assert gradient_NV.isfinite().all()
 
 
 def test_a_position_of_weight_zero_counts_nowhere_whatever_its_loss() -> None:

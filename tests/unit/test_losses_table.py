@@ -63,10 +63,10 @@ def add_by_entry_point(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_added_loss_is_a_choice_of_the_flag_and_trains_a_step(
     add: object, added_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=r"^--mtp-loss is 'focal'; choose one of ce, kd, tv, mix\.$"):
+    with pytest.raises(ValueError, match=r"^--mtp-loss is 'focal'; choose one of ce, kd, tv, nla, lk, mix\.$"):
         depth_loss(MTPConfig(mtp_loss="focal"))
     add(added_file, monkeypatch)  # type: ignore[operator]
-    assert "ce,kd,tv,mix,focal" in help_of_losses()
+    assert "ce,kd,tv,nla,lk,mix,focal" in help_of_losses()
     assert listing().endswith("\n  focal   the labels, easy tokens less")
     model, batch = our_model(2), make_batch(2)
     optimizer = torch.optim.SGD(model.mtp.parameters(), lr=0.05)
@@ -89,7 +89,7 @@ def help_of_losses() -> str:
 
 
 def test_the_help_has_every_name_and_the_list_every_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert help_of_losses().startswith("ce,kd,tv,mix} What the depths learn")
+    assert help_of_losses().startswith("ce,kd,tv,nla,lk,mix} What the depths learn")
     with pytest.raises(SystemExit) as end:
         parse_run("train", ["--list-losses"])
     assert end.value.code == 0
@@ -104,7 +104,7 @@ def test_the_page_of_flags_has_every_row() -> None:
 
 @pytest.mark.parametrize(
     ("name", "needs_teacher", "needs_whole_teacher"),
-    [("ce", False, False), ("kd", True, False), ("tv", True, True)],
+    [("ce", False, False), ("kd", True, False), ("tv", True, True), ("nla", True, True), ("lk", True, True)],
 )
 def test_a_loss_says_what_it_needs_and_a_mix_what_its_parts_need(
     name: str, needs_teacher: bool, needs_whole_teacher: bool
@@ -132,11 +132,11 @@ def test_wrong_weights_are_named_with_the_remedy(given: str) -> None:
         depth_loss(MTPConfig(mtp_loss="mix", mtp_loss_mix=given))
     assert str(caught.value) == (
         f"--mtp-loss-mix is '{given}'; give 3 numbers of 0 or more (of ce, kd and tv), with commas, not all 0, or such "
-        "numbers with names, as in ce=0.5,tv=0.5 (the names are ce, kd, tv)."
+        "numbers with names, as in ce=0.5,tv=0.5 (the names are ce, kd, tv, nla, lk)."
     )
 
 
 def test_a_loss_that_there_is_not_is_named_with_those_that_there_are() -> None:
     with pytest.raises(ValueError, match="--mtp-loss") as caught:
         depth_loss(MTPConfig(mtp_loss="mse"))
-    assert str(caught.value) == "--mtp-loss is 'mse'; choose one of ce, kd, tv, mix."
+    assert str(caught.value) == "--mtp-loss is 'mse'; choose one of ce, kd, tv, nla, lk, mix."

@@ -137,18 +137,19 @@ def test_labels_outside_of_the_draft_vocabulary_count_nowhere_in_a_depths_mean()
     assert output.loss.item() == pytest.approx((output.main.total + weighted).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["kd", "tv"])
+@pytest.mark.parametrize("loss", ["kd", "tv", "nla"])
 def test_soft_labels_of_all_positions_count_whatever_their_label_is(loss: str) -> None:
-    """And tv compares with the trunk's distribution over all tokens: what it gives to others is rejected."""
+    """And tv and nla compare with the trunk's distribution over all tokens: what it gives to others is rejected."""
     output = outcome(drafted=DRAFTED, depth_loss=depth_loss(MTPConfig(mtp_loss=loss)))
     trunk_SBH, depth_hidden, weight_VH = states()
     target_SBV, rows_NH = trunk_SBH @ weight_VH.t(), weight_VH[DRAFTED]
     for depth, state_SBH in enumerate(depth_hidden, start=1):
         mask_SB = batch().loss_mask_DBS[depth - 1].t()[:-depth]
         q_SBN = torch.softmax(state_SBH @ rows_NH.t(), -1)[:-depth]
-        if loss == "tv":
+        if loss in ("tv", "nla"):
             p_SBN = torch.softmax(target_SBV, -1)[depth:, :, DRAFTED]
-            losses_SB = 1 - torch.minimum(p_SBN, q_SBN).sum(-1)
+            overlap_SB = torch.minimum(p_SBN, q_SBN).sum(-1)
+            losses_SB = 1 - overlap_SB if loss == "tv" else -overlap_SB.log()
         else:
             p_SBN = torch.softmax(target_SBV[..., DRAFTED], -1)[depth:]
             losses_SB = (p_SBN * (p_SBN / q_SBN).log()).sum(-1)

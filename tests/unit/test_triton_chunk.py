@@ -13,8 +13,9 @@ import torch
 
 from megatron_mtp.losses import LOSSES, triton_chunk
 from megatron_mtp.losses.cross_entropy import CrossEntropy
-from megatron_mtp.losses.distillation import Divergence, TotalVariation
+from megatron_mtp.losses.distillation import Divergence
 from megatron_mtp.losses.mix import Mix
+from megatron_mtp.losses.overlap import TotalVariation
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
 

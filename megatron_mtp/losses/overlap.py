@@ -1,0 +1,107 @@
+"""Losses of the overlap a = sum_v min(p, q) of p, the trunk's distribution of a token, and q, the depth's.
+
+Rejection sampling accepts a draft of q with probability a (Leviathan et al., arXiv:2211.17192, corollary 3.6).
+
+    tv    1 - a                             gradient  a g
+    nla   -log a                            gradient  g         (LK losses, arXiv:2602.23881)
+    lk    l kd + (1 - l) (1 - a),  l = exp(-eta a), which counts as a constant in the gradient (arXiv:2602.23881)
+
+    g = (q sum_u o_u - o) / t   with  o_v = [q_v < p_v] min(p_v, q_v) / a   and t the temperature of both
+
+o is made of logarithms, so that neither it nor log a depends on whether float32 can hold a: where p and q have nearly
+nothing in common, the gradient of nla is as large as elsewhere.
+
+With a draft vocabulary q is over its tokens, and p over all: those that are not drafted have q = 0 and add nothing to
+the overlap, so that 1 - a is still the rate of rejection.
+
+Letters in names: N positions, V this rank's slice of the vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self, override
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses.distillation import Divergence
+from megatron_mtp.losses.token_loss import Chunk, TokenLoss
+
+
+@dataclass(frozen=True)
+class TotalVariation(TokenLoss):
+    """The probability that a draft from q is rejected."""
+
+    line = "the trunk's own distribution by total variation, the rate at which sampled drafts are rejected"
+    needs_teacher = True
+    needs_whole_teacher = True
+    temperature: float = 1.0
+
+    @classmethod
+    @override
+    def of(cls, settings: MTPConfig) -> Self:
+        return cls(settings.mtp_temperature)
+
+    @override
+    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        log_overlap_N, gradient_NV = _negative_log_(chunk, self.temperature)
+        return -log_overlap_N.expm1(), gradient_NV.mul_(log_overlap_N.exp().unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class NegativeLogOverlap(TokenLoss):
+    """Minus the logarithm of the probability that a draft from q is accepted."""
+
+    line = "minus the logarithm of the rate at which sampled drafts are accepted"
+    needs_teacher = True
+    needs_whole_teacher = True
+    temperature: float = 1.0
+
+    @classmethod
+    @override
+    def of(cls, settings: MTPConfig) -> Self:
+        return cls(settings.mtp_temperature)
+
+    @override
+    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        log_overlap_N, gradient_NV = _negative_log_(chunk, self.temperature)
+        return -log_overlap_N, gradient_NV
+
+
+@dataclass(frozen=True)
+class AdaptiveDivergence(TokenLoss):
+    """From kd to tv, the more of them the higher the overlap is."""
+
+    line = "kd where few sampled drafts are accepted, tv where many are"
+    needs_teacher = True
+    needs_whole_teacher = True
+    temperature: float = 1.0
+    eta: float = 3.0
+
+    @classmethod
+    @override
+    def of(cls, settings: MTPConfig) -> Self:
+        return cls(settings.mtp_temperature, settings.mtp_lk_eta)
+
+    @override
+    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        assert chunk.teacher_NV is not None
+        copied = replace(chunk, logits_NV=chunk.logits_NV.clone(), teacher_NV=chunk.teacher_NV.clone())
+        divergence_N, divergence_NV = Divergence(self.temperature)(copied)
+        rejected_N, rejected_NV = TotalVariation(self.temperature)(chunk)
+        share_N = torch.exp(-self.eta * (1 - rejected_N))
+        gradient_NV = torch.lerp(rejected_NV, divergence_NV, share_N.unsqueeze(1), out=rejected_NV)
+        return torch.lerp(rejected_N, divergence_N, share_N), gradient_NV
+
+
+def _negative_log_(chunk: Chunk, temperature: float) -> tuple[Tensor, Tensor]:
+    """log a, [N], and g, the gradient of -log a by the depth's logits; both logits are overwritten."""
+    vocabulary = chunk.vocabulary
+    assert chunk.teacher_NV is not None
+    log_q_NV = vocabulary.log_softmax_(chunk.logits_NV.div_(temperature))
+    log_p_NV = vocabulary.drafted(vocabulary.log_softmax_(chunk.teacher_NV.div_(temperature)))
+    is_short_NV = log_q_NV < log_p_NV
+    part_NV, log_overlap_N1 = vocabulary.softmax_(torch.minimum(log_q_NV, log_p_NV, out=log_p_NV))
+    short_NV = part_NV.mul_(is_short_NV)
+    gradient_NV = log_q_NV.exp_().mul_(vocabulary.sum(short_NV)).sub_(short_NV).div_(temperature)
+    return log_overlap_N1[:, 0], gradient_NV

@@ -214,8 +214,9 @@ class _Head:
     def _losses_(self, product_NV: Tensor, teacher_NV: Tensor | None, target: Targets) -> Tensor:
         """Losses of a chunk, block by block; the product is overwritten with the gradient."""
         vocabulary, depths, losses = self.vocabulary, target.scale.numel(), []
+        positions, entries = product_NV.shape
         as_one = product_NV.is_cuda or vocabulary.ranks > 1
-        for rows in blocks(*product_NV.shape, as_one, depths):
+        for rows in blocks(positions, entries, as_one, depths):
             soft_NV = None if teacher_NV is None else _logits(teacher_NV[rows], vocabulary)
             logits_NV = _logits(product_NV[rows], vocabulary)
             loss_N, gradient_NV = self.token_loss(Chunk(logits_NV, target.labels_N[rows], soft_NV, vocabulary))

@@ -59,11 +59,11 @@ class MTPHybridModel(MTPTrunk, HybridModel):
     def _ending_behind_decoder(self) -> Iterator[None]:
         """While this lasts, Megatron's forward returns hidden states, as on a stage without head and depths."""
         held = {name: getattr(self, name) for name in ("post_process", "mtp_process")}
-        vars(self).update(dict.fromkeys(held, False))
+        self.__dict__.update(dict.fromkeys(held, False))
         try:
             yield
         finally:
-            vars(self).update(held)
+            self.__dict__.update(held)
 
     def forward(
         self,

@@ -5,6 +5,7 @@ build.py             arguments to configuration to model, and the process group:
 trunk.py             a trunk of Megatron's with the block on its last pipeline stage: a GPT
 hybrid.py            the same for a hybrid, a trunk of layers that a pattern names; depths that are stacks by a pattern
 mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel
+mixing.py            which state a depth continues from in training (--mtp-hidden-state-mixing)
 sharing.py           the shared embedding and output head, also between pipeline stages
 initialise.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init)
 random_weights.py    random weights, drawn alike in every layout and tool

@@ -107,17 +107,27 @@ def test_a_part_that_goes_wrong_loses_no_figures(settings: Namespace) -> None:
     assert gpu_check.report_of([missed], on_cpu=False) == 1
 
 
-def test_a_part_that_hangs_is_killed_with_what_it_started(settings: Namespace) -> None:
+def test_a_part_that_hangs_keeps_its_figures(settings: Namespace) -> None:
     settings.limit = 4.0
     found = gpu_check.run("hangs", Part("tests.unit.gpu_part_cases:hangs_after_figures"), settings)
-    assert found["status"] == "killed"
-    assert found["why"].startswith("killed after 4 s: child ")
+    assert (found["status"], found["why"]) == ("killed", "killed after 4 s: at step 7")
     assert found["results"] == {"first": 1.5}
-    child = int(found["why"].split()[-1])
+
+
+def test_what_a_killed_part_has_started_ends_too(settings: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = settings.out / "python"
+    stand_in.write_text("#!/bin/sh\nsleep 600 & echo $!\nwait\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    settings.limit = 0.5
+    assert gpu_check.outcome("hangs", CASES["runs"], settings)[0] == "killed after 0 s"
+    child = int((settings.out / "hangs.log").read_text())
     deadline = time.monotonic() + 10
-    while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie" and time.monotonic() < deadline:
+    while (is_left := psutil.pid_exists(child) and psutil.Process(child).status() != "zombie") and (
+        time.monotonic() < deadline
+    ):
         time.sleep(0.05)
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+    assert not is_left
 
 
 def test_a_part_without_its_packages_says_so(settings: Namespace) -> None:

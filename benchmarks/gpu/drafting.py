@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.agreeing import agreeing_model
 from benchmarks.gpu.part import DEVICE, ON_CPU, Found, NotRunError, Setting, Table
 from benchmarks.harness import Goal, interleave
-from megatron_mtp.drafting import generate, loop
+from megatron_mtp.drafting import cached_attention, generate, loop
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.energy import Meter
 from megatron_mtp.drafting.graphs import can_record
@@ -47,7 +47,8 @@ def graphs(setting: Setting) -> Found:
 
 def cudnn(setting: Setting) -> Found:
     """K = 0 and 3 with cuDNN's attention alone, which builds a plan for every length."""
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
+    cudnn_first = sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True)
+    with cudnn_first, mock.patch.object(cached_attention, "_own_kernels", contextlib.nullcontext):
         return drafting(setting, (0, 3), rounds=1)
 
 

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from documents import DOORS, ROOT, parse
 
-PROGRAMS = ("python", "megatron-mtp", "torchrun", "bash", "sbatch", "vllm")
+PROGRAMS = ("python", "megatron-mtp", "torchrun", "bash", "sbatch", "srun", "vllm")
 PARSED = {
     "bash scripts/setup.sh": "installs",
     "bash scripts/bundle.sh": "downloads",
@@ -28,6 +28,7 @@ PARSED = {
     "torchrun --nproc-per-node 8": "wants eight processes",
     "python -m pytest": "is run with all tests",
     "sbatch": "needs SLURM, of which scripts/test_slurm.sh starts one",
+    "srun": "needs SLURM, of which scripts/test_slurm.sh starts one",
     "vllm serve": "needs vLLM, which has an environment of its own (scripts/test_vllm.sh)",
     "python -m sglang.launch_server": "needs SGLang, which has no build for a CPU",
 }

@@ -54,11 +54,11 @@ def flags_in(text: str) -> list[str]:
 
 def parse(program: str, *arguments: str) -> None:
     """Parse as the program would: one that does not take the arguments ends with its own message and status 2."""
-    written = " ".join((program, *arguments))
-    for engine, known in ENGINES.items():
-        if written.startswith(engine):
-            unknown = set(flags_in(written)) - set(known.split())
-            sys.exit(f"{engine}: not among the flags that were looked up: {unknown}" if unknown else 0)
+    if program == "srun" and (tasks := [place for place, word in enumerate(arguments) if word.endswith("/python")]):
+        _check_engine(" ".join((program, *arguments[: tasks[0]])))
+        return parse("python", *arguments[tasks[0] + 1 :])
+    if _check_engine(" ".join((program, *arguments))):
+        sys.exit(0)
     if program == "torchrun":
         given = launcher().parse_args(arguments)
         module = ["-m"] * given.module
@@ -69,6 +69,14 @@ def parse(program: str, *arguments: str) -> None:
         sys.exit(f"{arguments[0]} is not there")
     verb, rest = arguments[0], arguments[1:]
     parser_of(DOORS.get(verb, verb)).parse_args(rest)
+
+
+def _check_engine(written: str) -> bool:
+    """Whether the command is one of an engine; ends with status 1 where it has a flag that was not looked up."""
+    engine = next((engine for engine in ENGINES if written.startswith(engine)), None)
+    if engine is not None and (unknown := set(flags_in(written)) - set(ENGINES[engine].split())):
+        sys.exit(f"{engine}: not among the flags that were looked up: {unknown}")
+    return engine is not None
 
 
 @cache

@@ -57,12 +57,18 @@ NEW_RUN = "--finetune --no-load-optim --no-load-rng"
 
 
 def init(folder: Path, model_name: str, block: str) -> None:
-    """Save new weights of a model, as FOLDER/init/<block>/<model>; the norms are not left at 1."""
+    """Save new weights of a model, as FOLDER/init/<block>/<model>; the norms are not left at 1.
+
+    New Gated DeltaNet layers keep e^-1 to e^-20 of their state from one position to the next, and what gradients their
+    decays have is rounding; here they keep most of it.
+    """
     model, *_ = build(model_name, LAYOUTS[SINGLE], block)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
-        for parameter in model[0].parameters():
+        for name, parameter in model[0].named_parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
+            if name.endswith("self_attention.A_log"):
+                parameter.sub_(4)
     get_args().save = str(folder / "init" / block / model_name)
     save_checkpoint(1, model, None, None, 0)
 

@@ -20,6 +20,8 @@ _CHAINED = "--mtp-loss e2e_tv --mtp-loss-weights 1,0.8,0.6 --mtp-temperature 0.7
 _WHOLE_QUERIES = (
     "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm"
 )
+_MAMBA = "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2"
+_DELTA = "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-num-key-heads 2 --linear-num-value-heads 4"
 _LATENT = f"{_WHOLE_QUERIES} --q-lora-rank 16"
 
 
@@ -67,6 +69,15 @@ MODELS: dict[str, Model] = {
     "mixed-documents-d3": Model(3, "--mtp-hidden-state-mixing --reset-attention-mask --eod-mask-loss", "documents"),
     "mixed-padded-d3": Model(3, f"{_PACKED} --mtp-hsm", "padded"),
     "padded-vocabulary-d2": Model(2, "--make-vocab-size-divisible-by 80 --mtp-loss mix --mtp-loss-mix 0.2,0.4,0.4"),
+    "hybrid-d2": Model(2, "--hybrid-layer-pattern *-*-/*-/*-"),
+    "hybrid-mamba-d2": Model(2, f"--hybrid-layer-pattern M-*-/M-/M- {_MAMBA}"),
+    "hybrid-one-group-d1": Model(1, f"--hybrid-layer-pattern M-*-/*- {_MAMBA} --mamba-num-groups 1"),
+    "hybrid-delta-d1": Model(1, f"--hybrid-layer-pattern G-*-/G- {_DELTA} {_UNTIED}"),
+    "hybrid-moe-d2": Model(
+        2, f"--hybrid-layer-pattern ME*G/*E/*E {_MAMBA} {_DELTA} {_EXPERTS} --moe-token-dispatcher-type allgather"
+    ),
+    "hybrid-padded-d1": Model(1, f"--hybrid-layer-pattern MG*-/MG {_MAMBA} {_DELTA} {_PACKED}", "padded"),
+    "hybrid-frozen-d2": Model(2, f"--hybrid-layer-pattern MG*-/M-/M- {_MAMBA} {_DELTA} --mtp-loss kd", frozen=True),
     "frozen-d3": Model(3, "--mtp-loss kd", frozen=True),
     "frozen-moe-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type allgather", frozen=True),
 }
@@ -81,8 +92,12 @@ PADDED = "padded-vocabulary-d2"
 
 HEADS = ("distilled-d3", "chained-d3", "frozen-d3", "frozen-moe-d3")
 MOE = ("moe-d1", "moe-d3", "moe-alltoall-d1", "moe-alltoall-d3")
-ALL = tuple(name for name in MODELS if name != "moe-d2")
-CUTTABLE = tuple(name for name in ALL if name != "ragged-d3")
+HYBRIDS = tuple(name for name in MODELS if name.startswith("hybrid-"))
+DENSE_HYBRIDS = tuple(name for name in HYBRIDS if name not in ("hybrid-moe-d2", "hybrid-one-group-d1"))
+"""Without experts, and with as many groups as two tensor ranks need."""
+
+ALL = tuple(name for name in MODELS if name not in ("moe-d2", "hybrid-one-group-d1"))
+CUTTABLE = ("hybrid-one-group-d1", *(name for name in ALL if name != "ragged-d3"))
 """Under context parallelism the length of a packed document is a multiple of four here."""
 
 
@@ -122,16 +137,32 @@ LAYOUTS: dict[str, Layout] = {
             *("repeated-d3", "latent-d2", "latent-keys-d1", "parallel-d2", "ragged-d3", "padded-latent-d2"),
             "chained-d3",
             PADDED,
+            *DENSE_HYBRIDS,
         ),
     ),  # without experts, for which Megatron wants sequence parallelism here
     "tp2-sp": Layout(tp=2, flags="--sequence-parallel", models=ALL),
     "cp2": Layout(cp=2, models=CUTTABLE),
     "pp2": Layout(
-        pp=2, models=(*PLAIN, *HEADS, "repeated-d3", "moe-d3", "latent-d2", "parallel-d2", "documents-d3", "ragged-d3")
+        pp=2,
+        models=(
+            *PLAIN,
+            *HEADS,
+            "repeated-d3",
+            "moe-d3",
+            "latent-d2",
+            "parallel-d2",
+            "documents-d3",
+            "ragged-d3",
+            *HYBRIDS,
+        ),
     ),
+    "pp2-unbalanced": Layout(pp=2, flags="--hybrid-layer-pattern M-*|-/M-/M-", models=("hybrid-mamba-d2",)),
+    "pp2-vpp2-hybrid": Layout(pp=2, flags="--hybrid-layer-pattern M|-|*|-/M-/M-", models=("hybrid-mamba-d2",)),
     "pp2-vpp2": Layout(pp=2, flags="--num-virtual-stages-per-pipeline-rank 2", models=(*PLAIN, "frozen-d3")),
-    "dp2": Layout(dp=2, models=(*PLAIN, *HEADS, "moe-d3", "packed-d3", "per-token-d3"), distributed_optimizer=True),
-    "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models=MOE),
+    "dp2": Layout(
+        dp=2, models=(*PLAIN, *HEADS, "moe-d3", "packed-d3", "per-token-d3", *HYBRIDS), distributed_optimizer=True
+    ),
+    "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models=(*MOE, "hybrid-moe-d2")),
     "tp2-pp2": Layout(tp=2, pp=2),
     "tp2-cp2": Layout(
         tp=2, cp=2, flags="--sequence-parallel", models=(*PLAIN, "padded-d3", "moe-d3", "chained-d3", "mixed-padded-d3")
@@ -156,9 +187,10 @@ CASES = [(model, name) for name, layout in LAYOUTS.items() if name != SINGLE for
 FIRST: dict[str, str] = {
     "tp2": "tied-d3 latent-keys-d1 padded-vocabulary-d2 chained-d3",
     "tp2-sp": "untied-d1 moe-d3 latent-d2 parallel-d2 distilled-d3 frozen-moe-d3",
-    "cp2": "tied-d3 documents-d3 padded-d1 padded-latent-d2 per-token-moe-d2 chained-padded-d3 mixed-documents-d3",
+    "cp2": "tied-d3 documents-d3 padded-d1 padded-latent-d2 per-token-moe-d2 chained-padded-d3 mixed-documents-d3 hybrid-padded-d1",
     "pp2": "tied-d1 repeated-d3 ragged-d3 frozen-d3",
     "pp2-vpp2": "untied-d3",
+    "pp2-unbalanced": "hybrid-mamba-d2",
     "dp2": "tied-d3 packed-d3 per-token-d3",
     "ep2": "moe-d1 moe-alltoall-d1",
     "tp2-pp2": "tied-d3",
@@ -173,6 +205,9 @@ FIRST: dict[str, str] = {
     "pp4-vpp2-mtp-stage": "untied-d3",
 }
 """The cases of the first tier: every layout and every model, and the features that a layout has to treat as its own."""
+
+LATER = {"pp2-vpp2-hybrid", "hybrid-d2", "hybrid-one-group-d1", "hybrid-delta-d1", "hybrid-moe-d2", "hybrid-frozen-d2"}
+"""Layouts and models of the matrix alone: the first tier has others with the same layers and the same cuts."""
 
 
 def sources(model: str) -> list[str]:

@@ -6,7 +6,7 @@ Float32, the same weights and the same global batch. Differences are max |a - b|
 from typing import Any
 
 import pytest
-from layouts import CASES, FIRST, FIRST_MOVES, LAYOUTS, LOADS, MODELS, MOVES, SINGLE, sources
+from layouts import CASES, FIRST, FIRST_MOVES, LATER, LAYOUTS, LOADS, MODELS, MOVES, SINGLE, sources
 from records import Records
 from torch import Tensor, equal
 from torch.distributed.checkpoint import FileSystemReader
@@ -45,7 +45,8 @@ def tiered(case: tuple[str, ...], is_first: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"), [tiered((model, layout), model in FIRST[layout].split()) for model, layout in CASES]
+    ("model", "layout"),
+    [tiered((model, layout), model in FIRST.get(layout, "").split()) for model, layout in CASES],
 )
 def test_a_step_is_that_of_a_single_process(records: Records, model: str, layout: str) -> None:
     record = records.of(f"train/{model}/{layout}")
@@ -58,8 +59,8 @@ def test_a_step_is_that_of_a_single_process(records: Records, model: str, layout
 def test_the_first_tier_has_every_layout_and_every_model() -> None:
     first = [(model, layout) for layout, models in FIRST.items() for model in models.split()]
     assert set(first) <= set(CASES)
-    assert {layout for _, layout in first} == LAYOUTS.keys() - {SINGLE}
-    assert {model for model, _ in first} == {model for model, _ in CASES}
+    assert {layout for _, layout in first} == LAYOUTS.keys() - {SINGLE} - LATER
+    assert {model for model, _ in first} == {model for model, _ in CASES} - LATER
 
 
 @pytest.mark.matrix

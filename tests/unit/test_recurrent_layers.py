@@ -24,7 +24,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from megatron_mtp.model.delta import PortableGatedDeltaNet, gated_delta_rule, of_length_one
 from megatron_mtp.model.mamba import PortableMamba, scan
 from megatron_mtp.model.portable import PortableNorm
-from megatron_mtp.model.recurrence import causal_convolution, documents_of
+from megatron_mtp.model.recurrence import causal_convolution, columns_of_ranks, documents_of
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -144,6 +144,13 @@ def test_the_convolution_sees_nothing_of_the_document_before() -> None:
     whole = causal_convolution(x, weight, None, documents_of(bounds, x))
     parts = [x[:, start:end] for start, end in pairwise(bounds.tolist())]
     assert torch.equal(whole, torch.cat([causal_convolution(p, weight, None, documents_of(None, p)) for p in parts], 1))
+
+
+def test_ranks_that_share_a_group_are_neighbours() -> None:
+    """Heads are cut over four ranks, and two groups of two columns over pairs of them."""
+    heads, groups = columns_of_ranks([4, 4], 4, (1, 2))
+    assert heads.tolist() == [[0], [1], [2], [3]]
+    assert groups.tolist() == [[4, 5], [4, 5], [6, 7], [6, 7]]
 
 
 # --- Megatron's modules ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ token_loss.py            TokenLoss: what every loss says of itself, and what it 
 cross_entropy.py         ce, with label smoothing and z-loss
 distillation.py          kd, the trunk's distribution by its KL divergence
 overlap.py               tv, nla and lk, of the rate at which sampled drafts are accepted
+chain.py                 e2e_tv, the expected accepted length of all depths together
 mix.py                   mix, a weighted sum of other losses
 vocabulary.py            softmax, argmax and sums over a vocabulary that is cut over ranks
 chunks.py                how many positions are taken at once where logits are made
@@ -36,6 +37,7 @@ LOSSES: "Registry[type[TokenLoss]]" = Registry(
             "tv": "megatron_mtp.losses.overlap:TotalVariation",
             "nla": "megatron_mtp.losses.overlap:NegativeLogOverlap",
             "lk": "megatron_mtp.losses.overlap:AdaptiveDivergence",
+            "e2e_tv": "megatron_mtp.losses.chain:AcceptedLength",
             "mix": "megatron_mtp.losses.mix:Mix",
         }
     ),

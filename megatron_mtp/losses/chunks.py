@@ -17,7 +17,7 @@ BLOCK_BYTES = 2**20
 collectives."""
 
 
-def chunks(positions: int, entries: int, is_cuda: bool, most: int | None = None) -> Iterator[slice]:
+def chunks(positions: int, entries: int, is_cuda: bool, most: int | None = None, together: int = 1) -> Iterator[slice]:
     """Slices of all positions, each with at most a chunk of float32 logits.
 
     Args:
@@ -25,18 +25,19 @@ def chunks(positions: int, entries: int, is_cuda: bool, most: int | None = None)
         entries: the logits of a position.
         is_cuda: whether they are on a GPU.
         most: positions of a slice, whatever their logits need.
+        together: so many in a row are not cut apart.
     """
     at_once = (CHUNK_BYTES_CUDA if is_cuda else CHUNK_BYTES) // (4 * entries)
-    return _slices(positions, at_once if most is None else min(at_once, most))
+    return _slices(positions, at_once if most is None else min(at_once, most), together)
 
 
-def blocks(positions: int, entries: int, as_one: bool) -> Iterator[slice]:
+def blocks(positions: int, entries: int, as_one: bool, together: int = 1) -> Iterator[slice]:
     """The positions of a chunk, cut into blocks; `as_one` leaves them whole."""
-    return _slices(positions, positions if as_one else BLOCK_BYTES // (4 * entries))
+    return _slices(positions, positions if as_one else BLOCK_BYTES // (4 * entries), together)
 
 
-def _slices(positions: int, at_once: int) -> Iterator[slice]:
-    """At least one position each."""
-    at_once = max(1, at_once)
+def _slices(positions: int, at_once: int, together: int) -> Iterator[slice]:
+    """At least one position each, or as many as belong together."""
+    at_once = max(1, at_once // together) * together
     for start in range(0, positions, at_once):
         yield slice(start, min(start + at_once, positions))

@@ -12,11 +12,14 @@ backward pass scales them. A chunk costs three matrix products, as a head with a
 The last is kept for the weight gradient (weight_gradient.py); a frozen head needs neither, and one product less. A head
 with all logits holds both at once.
 
+Depths are taken one after another. Where a loss couples the depths of a position, all of them are one sequence of rows,
+position by position and depth by depth within it, and a chunk has whole positions: as many rows as before.
+
 Letters in names: N positions, H hidden, V this rank's slice of the vocabulary, D depths.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,7 +52,7 @@ class Targets:
     Attributes:
         labels_N: tokens; of a draft vocabulary their numbers in it.
         mask_N: float, the weight of each position in the depth's sum; 0 leaves it out.
-        scale: scalar tensor, the weight of the depth's sum in the total.
+        scale: scalar tensor, the weight of the depth's sum in the total; [D] where rows of D depths take turns.
         teacher_NH: the trunk's states whose logits are the soft labels, if the loss needs a teacher.
     """
 
@@ -70,11 +73,13 @@ def linear_loss(
 ) -> tuple[Tensor, Tensor]:
     """sum_d scale_d sum_d, to be trained on, and the depths' own masked sums [D], to be logged.
 
+    A loss that couples depths makes its own total of the scales and the depths at a position (`TokenLoss.joined`).
+
     Args:
         token_loss: the loss of every chunk.
         hidden: states of every depth, [N, H]. Every tensor-parallel rank has all positions, and computes the part of
             their gradients that its slice gives (Megatron's copy or gather into the tensor-parallel region adds them).
-        targets: one for every depth.
+        targets: one for every depth; of the same positions and masks, where the loss couples depths.
         weight_VH: this rank's slice of the head.
         vocabulary: what its rows stand for.
         teacher_weight_VH: the head for the teacher's logits; `weight_VH` if None.
@@ -86,6 +91,8 @@ def linear_loss(
         weight_VH, rows = weight_VH.detach(), [states_NH.detach() for states_NH in rows]
     if teacher_weight_VH is not None:
         teacher_weight_VH = teacher_weight_VH.detach()
+    if token_loss.couples_depths:
+        rows, targets = [_in_turn(rows)], [_targets_in_turn(targets)]
     arguments = token_loss, targets, vocabulary, teacher_weight_VH, main_grad, weight_VH, *rows
     total, sums_D = _LinearLoss.apply(*arguments)  # type: ignore[no-untyped-call]
     return total, sums_D
@@ -112,34 +119,29 @@ class _LinearLoss(torch.autograd.Function):
         factors = trains_weight and keeps_factors(positions, weight_VH)
         sum_VH = torch.zeros_like(weight_VH, dtype=exact) if trains_weight and not factors else None
         most = None if sum_VH is None else positions_beside_sum(positions, weight_VH)
-        head = _Head(token_loss, vocabulary, weight_VH, taught_by_VH, sum_VH, most)
+        lift = _lift(targets, vocabulary, weight_VH.dtype)
+        head = _Head(token_loss, vocabulary, weight_VH, taught_by_VH, sum_VH, most, lift)
         hidden_grads = [
             torch.empty_like(states_NH) if trains else None
             for states_NH, trains in zip(hidden, trains_hidden, strict=True)
         ]
         gradients = [states_NH.new_empty(len(states_NH), len(weight_VH)) if factors else None for states_NH in hidden]
-        lift = _lift(targets, vocabulary, weight_VH.dtype)
-        sums = [
-            head.run(states_NH, replace(target, scale=target.scale * lift), hidden_grad_NH, gradient_NV)
-            for states_NH, target, hidden_grad_NH, gradient_NV in zip(
-                hidden, targets, hidden_grads, gradients, strict=True
-            )
-        ]
-        ctx.main_grad, ctx.lift, ctx.depths, ctx.factors = main_grad, lift, len(hidden), factors
+        totals = [head.run(*each) for each in zip(hidden, targets, hidden_grads, gradients, strict=True)]
+        ctx.main_grad, ctx.lift, ctx.parts, ctx.factors = main_grad, lift, len(hidden), factors
         kept = (*gradients, *hidden) if factors else (sum_VH,)
         ctx.save_for_backward(weight_VH, *hidden_grads, *kept)
-        sums_D = torch.stack(sums)
+        sums_D = torch.cat([sums_D for _, sums_D in totals])
         ctx.mark_non_differentiable(sums_D)
-        return sums_D.dot(torch.stack([target.scale for target in targets]).to(exact)), sums_D
+        return torch.stack([total for total, _ in totals]).sum(), sums_D
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         weight_VH, *saved = ctx.saved_tensors
         upstream = upstream / ctx.lift
-        hidden_grads, kept = saved[: ctx.depths], saved[ctx.depths :]
+        hidden_grads, kept = saved[: ctx.parts], saved[ctx.parts :]
         weight_grad_VH = None
         if kept[0] is not None:
-            gradient = Factors(kept[: ctx.depths], kept[ctx.depths :]) if ctx.factors else Sum(kept[0])
+            gradient = Factors(kept[: ctx.parts], kept[ctx.parts :]) if ctx.factors else Sum(kept[0])
             weight_grad_VH = deliver(gradient, weight_VH, upstream, ctx, ctx.main_grad)
         scaled_grads = (None if each is None else scaled(each, upstream, each.dtype) for each in hidden_grads)
         return None, None, None, None, None, weight_grad_VH, *scaled_grads
@@ -155,22 +157,26 @@ class _Head:
     taught_by_VH: Tensor
     sum_VH: Tensor | None
     most: int | None
+    lift: Tensor | float
 
     def run(
         self, states_NH: Tensor, target: Targets, hidden_grad_NH: Tensor | None, gradient_NV: Tensor | None
-    ) -> Tensor:
-        """The masked sum of a depth's losses; gradients of `scale` times the sum are written to those that are given.
+    ) -> tuple[Tensor, Tensor]:
+        """A depth's part of the total, and the masked sum of its losses [1]; [D] of depths whose rows take turns.
+
+        Gradients of the total, times `lift`, are written to those that are given.
 
         Args:
             gradient_NV: by the logits.
         """
-        weight_VH, is_cuda = self.weight_VH, self.weight_VH.is_cuda
-        total = torch.zeros((), dtype=torch.promote_types(weight_VH.dtype, torch.float32), device=weight_VH.device)
+        weight_VH, is_cuda, depths = self.weight_VH, self.weight_VH.is_cuda, target.scale.numel()
+        exact = torch.promote_types(weight_VH.dtype, torch.float32)
+        sums = torch.zeros(1 + depths, dtype=exact, device=weight_VH.device)
         entries = max(self.vocabulary.widest, len(self.taught_by_VH) * (self.taught_by_VH is not weight_VH))
-        for chunk in chunks(len(states_NH), entries, is_cuda, self.most):
+        for chunk in chunks(len(states_NH), entries, is_cuda, self.most, depths):
             logits_NV = None if gradient_NV is None else gradient_NV[chunk]
-            total += self._add_chunk(states_NH[chunk], target, chunk, hidden_grad_NH, logits_NV)
-        return total
+            sums += self._add_chunk(states_NH[chunk], target, chunk, hidden_grad_NH, logits_NV)
+        return sums[0], sums[1:]
 
     def _add_chunk(
         self, states_NH: Tensor, target: Targets, chunk: slice, hidden_grad_NH: Tensor | None, logits_NV: Tensor | None
@@ -179,50 +185,68 @@ class _Head:
         teacher_NH = None if target.teacher_NH is None else target.teacher_NH[chunk]
         teacher_NV = None if teacher_NH is None else _product(teacher_NH, self.taught_by_VH)
         gradient_NV = _product(states_NH, self.weight_VH, logits_NV)
-        total = _sum_(self.token_loss, gradient_NV, teacher_NV, target, chunk, self.vocabulary)
+        sums = self._sums_(gradient_NV, teacher_NV, target, chunk)
         if hidden_grad_NH is not None:
             torch.mm(gradient_NV, self.weight_VH, out=hidden_grad_NH[chunk])
         if self.sum_VH is not None:
             add_product(self.sum_VH, gradient_NV.t(), states_NH)
-        return total
+        return sums
+
+    def _sums_(self, product_NV: Tensor, teacher_NV: Tensor | None, target: Targets, chunk: slice) -> Tensor:
+        """[1 + D], a chunk's part of the total and its masked sums; the product is overwritten with the gradient."""
+        exact = torch.promote_types(product_NV.dtype, torch.float32)
+        scale_D = target.scale.to(exact).view(-1)
+        target = Targets(target.labels_N[chunk], target.mask_N[chunk].to(exact), scale_D)
+        if triton_chunk.has_kernel(self.token_loss, product_NV, self.vocabulary):
+            scale = scale_D * self.lift
+            given = triton_chunk.Products(
+                product_NV, target.labels_N, target.mask_N, scale, teacher_NV, self.vocabulary
+            )
+            losses_N = triton_chunk.losses_(self.token_loss, given)
+        else:
+            losses_N = self._losses_(product_NV, teacher_NV, target)
+        depths = scale_D.numel()
+        joined = self.token_loss.joined(losses_N.view(-1, depths), scale_D)
+        mask_N = target.mask_N[::depths]
+        parts = torch.cat([joined.value_N.unsqueeze(1), joined.shown_ND], dim=1)
+        return mask_N @ parts.masked_fill(mask_N.unsqueeze(1) == 0, 0)
+
+    def _losses_(self, product_NV: Tensor, teacher_NV: Tensor | None, target: Targets) -> Tensor:
+        """Losses of a chunk, block by block; the product is overwritten with the gradient."""
+        vocabulary, depths, losses = self.vocabulary, target.scale.numel(), []
+        (positions, entries), as_one = product_NV.shape, product_NV.is_cuda or vocabulary.ranks > 1
+        for rows in blocks(positions, entries, as_one, depths):
+            soft_NV = None if teacher_NV is None else _logits(teacher_NV[rows], vocabulary)
+            logits_NV = _logits(product_NV[rows], vocabulary)
+            loss_N, gradient_NV = self.token_loss(Chunk(logits_NV, target.labels_N[rows], soft_NV, vocabulary))
+            slopes_N = self.token_loss.joined(loss_N.view(-1, depths), target.scale).slopes_ND.flatten()
+            slopes_N = target.mask_N[rows] * slopes_N * (vocabulary.logit_scale * self.lift)
+            product_NV[rows] = gradient_NV.mul_(slopes_N.unsqueeze(1))
+            losses.append(loss_N)
+        return torch.cat(losses)
 
 
 def _lift(targets: Sequence[Targets], vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor | float:
     """The factor that gradients have in the forward pass; the backward pass divides by it in float32."""
     if dtype != torch.float16:
         return 1.0
-    largest = torch.stack([target.scale for target in targets]).max() * vocabulary.logit_scale
+    largest = torch.stack([target.scale.max() for target in targets]).max() * vocabulary.logit_scale
     return FLOAT16_GRADIENT / largest.clamp(min=1e-30)
 
 
-def _sum_(
-    token_loss: TokenLoss,
-    product_NV: Tensor,
-    teacher_NV: Tensor | None,
-    target: Targets,
-    chunk: slice,
-    vocabulary: Vocabulary,
-) -> Tensor:
-    """The masked sum of a chunk's losses; the product is overwritten with the gradient of `scale` times the sum."""
-    labels_N, mask_N = target.labels_N[chunk], target.mask_N[chunk]
-    mask_N = mask_N.to(torch.promote_types(product_NV.dtype, torch.float32))
-    if triton_chunk.has_kernel(token_loss, product_NV, vocabulary):
-        given = triton_chunk.Products(product_NV, labels_N, mask_N, target.scale, teacher_NV, vocabulary)
-        return _counted(triton_chunk.losses_(token_loss, given), mask_N)
-    scale_N1 = (mask_N * (target.scale * vocabulary.logit_scale)).unsqueeze(1)
-    losses = []
-    positions, entries = product_NV.shape
-    for rows in blocks(positions, entries, as_one=product_NV.is_cuda or vocabulary.ranks > 1):
-        soft_NV = None if teacher_NV is None else _logits(teacher_NV[rows], vocabulary)
-        logits_NV = _logits(product_NV[rows], vocabulary)
-        loss_N, gradient_NV = token_loss(Chunk(logits_NV, labels_N[rows], soft_NV, vocabulary))
-        losses.append(loss_N)
-        product_NV[rows] = gradient_NV.mul_(scale_N1[rows])
-    return _counted(torch.cat(losses), mask_N)
+def _in_turn(values: Sequence[Tensor]) -> Tensor:
+    """[D N, ...] of D depths' [N, ...]: position by position, depth by depth within a position."""
+    return torch.stack(list(values), dim=1).flatten(0, 1)
 
 
-def _counted(losses_N: Tensor, mask_N: Tensor) -> Tensor:
-    return losses_N.masked_fill(mask_N == 0, 0).dot(mask_N)
+def _targets_in_turn(targets: Sequence[Targets]) -> Targets:
+    taught = [target.teacher_NH for target in targets if target.teacher_NH is not None]
+    return Targets(
+        _in_turn([target.labels_N for target in targets]),
+        _in_turn([target.mask_N for target in targets]),
+        torch.stack([target.scale for target in targets]),
+        _in_turn(taught) if taught else None,
+    )
 
 
 def _product(states_NH: Tensor, weight_VH: Tensor, out: Tensor | None = None) -> Tensor:

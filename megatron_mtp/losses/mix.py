@@ -61,11 +61,11 @@ def mix_weights(given: str | None) -> dict[str, float]:
     if len(words) == len(UNNAMED) and not any("=" in word for word in words):
         words = [f"{name}={word}" for name, word in zip(UNNAMED, words, strict=True)]
     weights = {name: number_of(number) for name, _, number in (word.partition("=") for word in words)}
-    are_known = len(weights) == len(words) and all(name in LOSSES and name != "mix" for name in weights)
+    parts = [name for name, loss in LOSSES.items() if name != "mix" and not loss.couples_depths]
+    are_known = len(weights) == len(words) and weights.keys() <= set(parts)
     if are_known and are_weights(list(weights.values())):
         return weights
-    others = ", ".join(name for name in LOSSES if name != "mix")
     raise ValueError(
         f"--mtp-loss-mix is '{given}'; give 3 numbers of 0 or more (of ce, kd and tv), with commas, not all 0, or such "
-        f"numbers with names, as in ce=0.5,tv=0.5 (the names are {others})."
+        f"numbers with names, as in ce=0.5,tv=0.5 (the names are {', '.join(parts)})."
     )

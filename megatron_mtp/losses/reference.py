@@ -5,6 +5,8 @@ Letters in names: N positions, H hidden, V the whole vocabulary, K drafted token
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -42,18 +44,24 @@ def plain_loss(
     logit_scale: float,
     drafted_K: Tensor | None = None,
 ) -> Tensor:
-    """sum_d scale_d sum_d, as `linear_loss` has it, of hidden states [N, H] a depth; labels are tokens here."""
+    """sum_d scale_d sum_d, as `linear_loss` has it, of hidden states [N, H] a depth; labels are tokens here.
+
+    In e2e_tv a depth's loss is the chance that the drafts of the depths up to it are not all accepted.
+    """
     if drafted_K is None:
         drafted_K = torch.arange(len(weight_VH))
-    total = torch.zeros((), dtype=weight_VH.dtype)
+    losses = []
     for states_NH, target in zip(hidden, targets, strict=True):
         logits_NV = logit_scale * states_NH @ weight_VH.t()
         teacher_NV = None
         if target.teacher_NH is not None:
             teacher_NV = (logit_scale * target.teacher_NH @ weight_VH.t()).detach()
         whole = Whole(logits_NV, target.labels_N, teacher_NV, drafted_K, settings)
-        total = total + target.scale * (PLAIN_LOSSES[settings.mtp_loss](whole) * target.mask_N).sum()
-    return total
+        losses.append(PLAIN_LOSSES[settings.mtp_loss](whole))
+    if settings.mtp_loss == "e2e_tv":
+        losses = [1 - accepted_N for accepted_N in accumulate((1 - loss_N for loss_N in losses), mul)]
+    sums = (target.scale * (loss_N * target.mask_N).sum() for loss_N, target in zip(losses, targets, strict=True))
+    return torch.stack(list(sums)).sum()
 
 
 def _ce(whole: Whole) -> Tensor:
@@ -105,6 +113,7 @@ PLAIN_LOSSES: dict[str, Callable[[Whole], Tensor]] = {
     "tv": _tv,
     "nla": _nla,
     "lk": _lk,
+    "e2e_tv": _tv,
     "mix": _mix,
 }
 """Each returns loss_N."""

@@ -42,9 +42,13 @@ SCHEDULES: dict[str, Callable[[Ramp, int], float]] = {"step": _step, "cosine": _
 from one to the other during them."""
 
 
-def depth_weights(settings: MTPConfig, depths: int, factor: float) -> list[float]:
-    """The weight of depth 1 .. D: lambda / D, times `--mtp-loss-weights`; `factor` is lambda."""
-    return [factor / depths * weight for weight in settings.loss_weights(depths)]
+def depth_weights(settings: MTPConfig, depths: int, factor: float, are_coupled: bool = False) -> list[float]:
+    """The weight of depth 1 .. D: lambda / D, times `--mtp-loss-weights`; `factor` is lambda.
+
+    Of a loss that couples depths these are the terms of one mean, so that all of them add to lambda.
+    """
+    weights = settings.loss_weights(depths)
+    return [factor / (sum(weights) if are_coupled else depths) * weight for weight in weights]
 
 
 def kept_positions(fraction: float, seed: tuple[int, int], positions: int) -> Tensor | None:

@@ -1,6 +1,6 @@
 """What a loss of the depths is: a class that says what it needs, and computes a chunk's losses with their gradients.
 
-Letters in names: N positions, V this rank's slice of the vocabulary.
+Letters in names: N positions, V this rank's slice of the vocabulary, D depths.
 """
 
 from abc import ABC, abstractmethod
@@ -30,6 +30,21 @@ class Chunk:
     vocabulary: Vocabulary
 
 
+@dataclass(frozen=True)
+class Joined:
+    """The losses of the depths at a position made one.
+
+    Attributes:
+        value_N: what is trained on.
+        slopes_ND: its derivatives by the depths' losses.
+        shown_ND: the depths' numbers for the logs.
+    """
+
+    value_N: Tensor
+    slopes_ND: Tensor
+    shown_ND: Tensor
+
+
 class TokenLoss(ABC):
     """A loss of single tokens, with its gradient by the logits; masks, weights and sums are made elsewhere.
 
@@ -37,9 +52,12 @@ class TokenLoss(ABC):
         line: what the depths learn, for --list-losses and docs/attaching.md.
         needs_teacher: it compares with the trunk's own distribution of the token.
         needs_whole_teacher: it does so over all tokens, also where the depths draft from some of them.
+        couples_depths: a depth's gradient depends on the losses of the others at the same position. A chunk then has
+            all depths of its positions, depth by depth within a position, and a position counts where all depths do.
     """
 
     line: ClassVar[str]
+    couples_depths: ClassVar[bool] = False
 
     @property
     def needs_teacher(self) -> bool:
@@ -66,3 +84,12 @@ class TokenLoss(ABC):
 
         It may overwrite both logits; the gradient may be made in the memory of the depth's.
         """
+
+    def joined(self, losses_ND: Tensor, weights_D: Tensor) -> Joined:
+        """One loss of the depths' losses at every position: their weighted sum, where the loss does not couple them.
+
+        Args:
+            losses_ND: what the call returned, of all depths if `couples_depths`, or else of one.
+            weights_D: of their terms.
+        """
+        return Joined(losses_ND @ weights_D, weights_D.expand_as(losses_ND), losses_ND)

@@ -75,10 +75,11 @@ class ForwardStep:
         args, settings = get_args(), self.settings
         step = args.curr_iteration if torch.is_grad_enabled() else 0  # --skip-train knows no step
         fraction = settings.mtp_token_fraction if torch.is_grad_enabled() else 1.0
+        loss, factor = depth_loss(settings), scaling_factor(args, settings, step)
         return NextTokensObjective(
-            depth_weights=depth_weights(settings, args.mtp_num_layers or 0, scaling_factor(args, settings, step)),
+            depth_weights=depth_weights(settings, args.mtp_num_layers or 0, factor, loss.couples_depths),
             cp_group=mpu.get_context_parallel_group(),
-            depth_loss=depth_loss(settings),
+            depth_loss=loss,
             per_token=args.calculate_per_token_loss,
             linear_main=settings.mtp_linear_ce_main or settings.mtp_train_only,
             trains_trunk=not settings.mtp_train_only,

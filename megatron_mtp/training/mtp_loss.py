@@ -28,7 +28,7 @@ class MTPLoss:
     """The depths' loss of a batch.
 
     Attributes:
-        loss: (1 / D) sum_d w_d mean_d, to be weighted with lambda and trained on.
+        loss: (1 / D) sum_d w_d mean_d, to be weighted with lambda and trained on; of e2e_tv the mean over positions.
         depth_means: [D], the mean loss of every depth over its own unmasked tokens.
     """
 
@@ -86,8 +86,9 @@ def mtp_loss(
         square_mask(tokens_BS.size(1), tokens_BS.device), *model._preprocess(None, None, hidden_SBH)[1:4]
     )
     states = model.depth_states(hidden_SBH, depths, _positions(tokens_BS), attention)
-    weights = depth_weights(settings, model.mtp.depths, 1.0)
-    objective = NextTokensObjective(weights, model.pg_collection.cp, depth_loss(settings))
+    loss = depth_loss(settings)
+    weights = depth_weights(settings, model.mtp.depths, 1.0, loss.couples_depths)
+    objective = NextTokensObjective(weights, model.pg_collection.cp, loss)
     head = model.head(detached=model.config.mtp_detach_heads or settings.mtp_train_only)
     later = objective.later_positions(depths.positions_S, len(states))
     total, sums = objective.of_depths(hidden_SBH.detach(), states, head, depths, later)

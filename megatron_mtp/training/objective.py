@@ -109,7 +109,7 @@ class NextTokensObjective:
 
         With `beside_main` the trunk's loss trains the head in the same backward pass, and through autograd.
         """
-        batch = self._drafted(head, batch)
+        batch = self._chained(self._drafted(head, batch))
         kept_S, share = self._kept(batch.positions_S)
         teachers = self._teachers(trunk_SBH, len(depth_hidden), head, kept_S, later)
         scales = depth_scales(batch.whole_tokens, self.depth_weights, self.per_token)
@@ -136,11 +136,22 @@ class NextTokensObjective:
         labels_DBS = head.draft_vocabulary.index_V[batch.labels_DBS]
         if self.depth_loss.needs_teacher:
             return replace(batch, labels_DBS=labels_DBS)
-        mask_DBS = batch.loss_mask_DBS * (labels_DBS != NOT_DRAFTED)
+        batch = replace(batch, labels_DBS=labels_DBS)
+        return self._masked(batch, batch.loss_mask_DBS * (labels_DBS != NOT_DRAFTED))
+
+    def _chained(self, batch: DepthBatch) -> DepthBatch:
+        """Where the loss couples depths, a position counts only if every depth does: no chain leaves its document."""
+        if not self.depth_loss.couples_depths:
+            return batch
+        mask_DBS = batch.loss_mask_DBS.float()
+        return self._masked(batch, mask_DBS.amin(0).expand_as(mask_DBS))
+
+    def _masked(self, batch: DepthBatch, mask_DBS: Tensor) -> DepthBatch:
+        """With other masks of the depths, counted over the whole microbatch."""
         tokens_D = mask_DBS.float().sum((1, 2))
         torch.distributed.all_reduce(tokens_D, group=self.cp_group)
         whole_tokens = torch.cat([batch.whole_tokens[:1], tokens_D])
-        return replace(batch, labels_DBS=labels_DBS, loss_mask_DBS=mask_DBS, whole_tokens=whole_tokens)
+        return replace(batch, loss_mask_DBS=mask_DBS, whole_tokens=whole_tokens)
 
     def _kept(self, positions_S: Tensor) -> tuple[Tensor | None, float]:
         """Which of this rank's positions the depths are trained on, and what part of all positions they are."""

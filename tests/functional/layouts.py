@@ -16,6 +16,7 @@ _DISTILLED = (
     "--mtp-loss mix --mtp-loss-mix 0.2,0.4,0.4 --mtp-label-smoothing 0.1 --mtp-z-loss 1e-3 --mtp-linear-ce-main "
     "--mtp-loss-weights 1,0.8,0.6 --mtp-token-fraction 0.6 --mtp-loss-schedule cosine --mtp-loss-schedule-steps 10"
 )
+_CHAINED = "--mtp-loss e2e_tv --mtp-loss-weights 1,0.8,0.6 --mtp-temperature 0.7 --mtp-token-fraction 0.6"
 _WHOLE_QUERIES = (
     "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm"
 )
@@ -61,6 +62,8 @@ MODELS: dict[str, Model] = {
     "per-token-moe-d2": Model(2, f"{_EXPERTS} --moe-token-dispatcher-type allgather --calculate-per-token-loss"),
     "per-token-d3": Model(3, "--calculate-per-token-loss"),
     "distilled-d3": Model(3, f"{_UNTIED} {_DISTILLED}"),
+    "chained-d3": Model(3, f"{_UNTIED} {_CHAINED}"),
+    "chained-padded-d3": Model(3, f"{_PACKED} --mtp-loss e2e_tv", "padded"),
     "padded-vocabulary-d2": Model(2, "--make-vocab-size-divisible-by 80 --mtp-loss mix --mtp-loss-mix 0.2,0.4,0.4"),
     "frozen-d3": Model(3, "--mtp-loss kd", frozen=True),
     "frozen-moe-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type allgather", frozen=True),
@@ -74,7 +77,7 @@ DEEP = ("tied-d3", "untied-d3")
 PADDED = "padded-vocabulary-d2"
 """128 tokens in 160 rows or, where two ranks share them, in 320: the second rank then holds padding alone."""
 
-HEADS = ("distilled-d3", "frozen-d3", "frozen-moe-d3")
+HEADS = ("distilled-d3", "chained-d3", "frozen-d3", "frozen-moe-d3")
 MOE = ("moe-d1", "moe-d3", "moe-alltoall-d1", "moe-alltoall-d3")
 ALL = tuple(name for name in MODELS if name != "moe-d2")
 CUTTABLE = tuple(name for name in ALL if name != "ragged-d3")
@@ -115,6 +118,7 @@ LAYOUTS: dict[str, Layout] = {
         models=(
             *PLAIN,
             *("repeated-d3", "latent-d2", "latent-keys-d1", "parallel-d2", "ragged-d3", "padded-latent-d2"),
+            "chained-d3",
             PADDED,
         ),
     ),  # without experts, for which Megatron wants sequence parallelism here
@@ -127,7 +131,7 @@ LAYOUTS: dict[str, Layout] = {
     "dp2": Layout(dp=2, models=(*PLAIN, *HEADS, "moe-d3", "packed-d3", "per-token-d3"), distributed_optimizer=True),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models=MOE),
     "tp2-pp2": Layout(tp=2, pp=2),
-    "tp2-cp2": Layout(tp=2, cp=2, flags="--sequence-parallel", models=(*PLAIN, "padded-d3", "moe-d3")),
+    "tp2-cp2": Layout(tp=2, cp=2, flags="--sequence-parallel", models=(*PLAIN, "padded-d3", "moe-d3", "chained-d3")),
     "cp2-pp2": Layout(cp=2, pp=2, models=("tied-d3", "documents-d3", "padded-d3")),
     "cp2-dp2": Layout(cp=2, dp=2, models=(*DEEP, "per-token-d3"), distributed_optimizer=True),
     "pp2-dp2": Layout(pp=2, dp=2, models=DEEP, distributed_optimizer=True),
@@ -146,9 +150,9 @@ CASES = [(model, name) for name, layout in LAYOUTS.items() if name != SINGLE for
 """Model and layout of every comparison with a single process."""
 
 FIRST: dict[str, str] = {
-    "tp2": "tied-d3 latent-keys-d1 padded-vocabulary-d2",
+    "tp2": "tied-d3 latent-keys-d1 padded-vocabulary-d2 chained-d3",
     "tp2-sp": "untied-d1 moe-d3 latent-d2 parallel-d2 distilled-d3 frozen-moe-d3",
-    "cp2": "tied-d3 documents-d3 padded-d1 padded-latent-d2 per-token-moe-d2",
+    "cp2": "tied-d3 documents-d3 padded-d1 padded-latent-d2 per-token-moe-d2 chained-padded-d3",
     "pp2": "tied-d1 repeated-d3 ragged-d3 frozen-d3",
     "pp2-vpp2": "untied-d3",
     "dp2": "tied-d3 packed-d3 per-token-d3",

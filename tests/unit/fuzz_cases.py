@@ -182,6 +182,7 @@ BAD_TRAIN = """
 --mtp-loss mix
 --mtp-loss mix --mtp-loss-mix 1,2
 --mtp-loss mix --mtp-loss-mix nan,1,1
+--mtp-loss mix --mtp-loss-mix ce=1,e2e_tv=1
 --mtp-loss-mix 1,1,1
 --mtp-temperature 0
 --mtp-lk-eta -1
@@ -317,6 +318,7 @@ EITHER_TRAIN = """
 --mtp-loss tv
 --mtp-loss nla
 --mtp-loss lk --mtp-lk-eta 0
+--mtp-loss e2e_tv
 --mtp-use-repeated-layer
 --mtp-architecture parallel
 --mtp-token-fraction 0.01

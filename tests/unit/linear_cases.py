@@ -28,6 +28,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nla tempered": {"mtp_loss": "nla", "mtp_temperature": 2.0},
     "lk": {"mtp_loss": "lk"},
     "lk tempered": {"mtp_loss": "lk", "mtp_temperature": 0.5, "mtp_lk_eta": 1.0},
+    "e2e_tv": {"mtp_loss": "e2e_tv"},
+    "e2e_tv tempered": {"mtp_loss": "e2e_tv", "mtp_temperature": 2.0},
     "mix": {"mtp_loss": "mix", "mtp_loss_mix": "0.2,0.3,0.5"},
     "mix by names": {"mtp_loss": "mix", "mtp_loss_mix": "tv=0.7,ce=0.3"},
     "mix of acceptance": {"mtp_loss": "mix", "mtp_loss_mix": "nla=0.7,lk=0.3"},
@@ -67,8 +69,15 @@ class Case:
     def rows(self) -> int:
         return self.vocabulary + self.padding
 
-    def leaves(self) -> tuple[list[Tensor], list[Targets], Tensor]:
-        """States [N, H] and targets of every depth, and the whole head's weight, padding included."""
+    def chained(self, settings: MTPConfig) -> "Case":
+        """The same slots of every depth, if the loss couples them."""
+        return replace(self, slots=self.slots[:1] * len(self.slots)) if depth_loss(settings).couples_depths else self
+
+    def leaves(self, settings: MTPConfig | None = None) -> tuple[list[Tensor], list[Targets], Tensor]:
+        """States [N, H] and targets of every depth, and the whole head's weight, padding included.
+
+        Where the settings' loss couples depths, a slot has the same weight at all of them.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         states = [torch.randn(slots, self.hidden, generator=generator) for slots in self.slots]
         targets = [
@@ -80,6 +89,8 @@ class Case:
             )
             for slots in self.slots
         ]
+        if settings is not None and depth_loss(settings).couples_depths:
+            targets = [replace(target, mask_N=targets[0].mask_N) for target in targets]
         weight_VH = torch.randn(self.rows, self.hidden, generator=generator) / self.hidden**0.5
         return states, targets, weight_VH
 
@@ -92,7 +103,7 @@ class Case:
 
     def plain(self, settings: MTPConfig, drafted_K: Tensor | None = None) -> list[Tensor]:
         """Value, gradients of the states, gradient of the weight, in float64."""
-        states, targets, weight_VH = self.leaves()
+        states, targets, weight_VH = self.chained(settings).leaves(settings)
         states = [state_NH.double().requires_grad_() for state_NH in states]
         weight_VH = weight_VH.double().requires_grad_()
         exact = [
@@ -110,7 +121,7 @@ class Case:
         self, settings: MTPConfig, group: ProcessGroup | None = None, drafted_K: Tensor | None = None
     ) -> list[Tensor]:
         """The same by `linear_loss`, over the slices of a group; a rank's weight gradient is that of its slice."""
-        states, targets, weight_VH = self.leaves()
+        states, targets, weight_VH = self.chained(settings).leaves(settings)
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         slice_VH = weight_VH.chunk(ranks)[rank].clone().requires_grad_()
         states = [state_NH.requires_grad_() for state_NH in states]

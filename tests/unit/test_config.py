@@ -21,7 +21,7 @@ def test_the_defaults_change_nothing_of_a_run() -> None:
     "settings",
     [{"mtp_architecture": name} for name in ARCHITECTURES]
     + [{"mtp_init": name} for name in INITS]
-    + [{"mtp_loss": name} for name in ("ce", "kd", "tv", "nla", "lk")]
+    + [{"mtp_loss": name} for name in ("ce", "kd", "tv", "nla", "lk", "e2e_tv")]
     + [
         {"mtp_acceptance_interval": 10},
         {"mtp_loss": "mix", "mtp_loss_mix": "0,1,0.5"},

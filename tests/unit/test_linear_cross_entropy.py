@@ -5,7 +5,8 @@ import torch
 from linear_cases import SETTINGS, Case, worst
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses import chunks, linear_cross_entropy
+from megatron_mtp.losses import chunks, depth_loss, linear_cross_entropy
+from megatron_mtp.losses.chain import AcceptedLength
 from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.distillation import Divergence
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
@@ -39,7 +40,28 @@ def test_a_draft_vocabulary_has_the_values_and_gradients_of_the_definition(name:
     assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
 
 
-@pytest.mark.parametrize("name", ["ce", "kd", "tv", "nla", "lk"])
+@pytest.mark.parametrize("drafted", [False, True], ids=["all-tokens", "drafted"])
+@pytest.mark.parametrize("depths", [1, 2, 3, 4, 5])
+def test_the_accepted_length_is_the_product_of_the_depths(depths: int, drafted: bool) -> None:
+    """Any number of depths, in chunks and blocks that would cut a position's depths apart."""
+    config = MTPConfig(mtp_loss="e2e_tv")
+    for rows_at_once in (1, 4, 7, 64):
+        case = Case((11,) * depths, 8, 20, rows_at_once, 0.5, depths)
+        drafted_K = case.drafted() if drafted else None
+        assert worst(case.chunked(config, drafted_K=drafted_K), case.plain(config, drafted_K)) <= TOLERANCE
+
+
+def test_the_logs_have_every_depths_own_rate_of_rejection() -> None:
+    config = MTPConfig(mtp_loss="e2e_tv")
+    states, targets, weight_VH = CASE.chained(config).leaves(config)
+    arguments = states, targets, weight_VH, Vocabulary(len(weight_VH))
+    joint, sums_D = linear_loss(depth_loss(config), *arguments)
+    alone, alone_D = linear_loss(TotalVariation(), *arguments)
+    assert torch.allclose(sums_D, alone_D)
+    assert joint > alone
+
+
+@pytest.mark.parametrize("name", ["ce", "kd", "tv", "nla", "lk", "e2e_tv"])
 def test_the_comparison_sees_another_draft_vocabulary(name: str) -> None:
     config, drafted_K = MTPConfig(**SETTINGS[name]), CASE.drafted()
     assert worst(CASE.chunked(config, drafted_K=drafted_K), CASE.plain(config, drafted_K[:-1])) > 1e-4
@@ -56,6 +78,7 @@ CASE = Case((7, 9), 8, 20, 4, 1.0, 3)
         ("tv", TotalVariation(temperature=1.01)),
         ("nla", NegativeLogOverlap(temperature=1.01)),
         ("lk", AdaptiveDivergence(eta=3.1)),
+        ("e2e_tv", AcceptedLength(temperature=1.01)),
     ],
 )
 def test_the_comparison_sees_a_wrong_loss(given: str, wrong: TokenLoss, monkeypatch: pytest.MonkeyPatch) -> None:

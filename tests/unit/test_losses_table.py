@@ -63,10 +63,10 @@ def add_by_entry_point(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_added_loss_is_a_choice_of_the_flag_and_trains_a_step(
     add: object, added_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=r"^--mtp-loss is 'focal'; choose one of ce, kd, tv, nla, lk, mix\.$"):
+    with pytest.raises(ValueError, match=r"^--mtp-loss is 'focal'; choose one of ce, kd, tv, nla, lk, e2e_tv, mix\.$"):
         depth_loss(MTPConfig(mtp_loss="focal"))
     add(added_file, monkeypatch)  # type: ignore[operator]
-    assert "ce,kd,tv,nla,lk,mix,focal" in help_of_losses()
+    assert "ce,kd,tv,nla,lk,e2e_tv,mix,focal" in help_of_losses()
     assert listing().endswith("\n  focal   the labels, easy tokens less")
     model, batch = our_model(2), make_batch(2)
     optimizer = torch.optim.SGD(model.mtp.parameters(), lr=0.05)
@@ -89,7 +89,7 @@ def help_of_losses() -> str:
 
 
 def test_the_help_has_every_name_and_the_list_every_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert help_of_losses().startswith("ce,kd,tv,nla,lk,mix} What the depths learn")
+    assert help_of_losses().startswith("ce,kd,tv,nla,lk,e2e_tv,mix} What the depths learn")
     with pytest.raises(SystemExit) as end:
         parse_run("train", ["--list-losses"])
     assert end.value.code == 0
@@ -114,6 +114,13 @@ def test_a_loss_says_what_it_needs_and_a_mix_what_its_parts_need(
         assert (made.needs_teacher, made.needs_whole_teacher) == (needs_teacher, needs_whole_teacher)
 
 
+def test_one_loss_alone_couples_depths_and_it_compares_with_the_trunk() -> None:
+    assert [name for name, loss in LOSSES.items() if loss.couples_depths] == ["e2e_tv"]
+    made = depth_loss(MTPConfig(mtp_loss="e2e_tv"))
+    assert made.needs_teacher
+    assert made.needs_whole_teacher
+
+
 def test_a_part_of_weight_zero_is_no_part() -> None:
     assert not depth_loss(MTPConfig(mtp_loss="mix", mtp_loss_mix="1,0,0")).needs_teacher
     assert not depth_loss(MTPConfig(mtp_loss="mix", mtp_loss_mix="1,0.5,0")).needs_whole_teacher
@@ -124,9 +131,10 @@ def test_weights_have_names_or_the_order_of_the_first_three() -> None:
     assert mix_weights("tv=0.5") == {"tv": 0.5}
 
 
-@pytest.mark.parametrize(
-    "given", ["1,2", "1,2,3,4", "nan,1,1", "0,0,0", "-1,1,1", "ce=1,2", "ce=1,ce=2", "mse=1", "mix=1", "ce=x", "ce=0"]
-)
+WRONG_WEIGHTS = "1,2 1,2,3,4 nan,1,1 0,0,0 -1,1,1 ce=1,2 ce=1,ce=2 mse=1 mix=1 e2e_tv=1 ce=x ce=0".split()
+
+
+@pytest.mark.parametrize("given", WRONG_WEIGHTS)
 def test_wrong_weights_are_named_with_the_remedy(given: str) -> None:
     with pytest.raises(ValueError, match=r"^--mtp-loss-mix is") as caught:
         depth_loss(MTPConfig(mtp_loss="mix", mtp_loss_mix=given))
@@ -139,4 +147,4 @@ def test_wrong_weights_are_named_with_the_remedy(given: str) -> None:
 def test_a_loss_that_there_is_not_is_named_with_those_that_there_are() -> None:
     with pytest.raises(ValueError, match="--mtp-loss") as caught:
         depth_loss(MTPConfig(mtp_loss="mse"))
-    assert str(caught.value) == "--mtp-loss is 'mse'; choose one of ce, kd, tv, nla, lk, mix."
+    assert str(caught.value) == "--mtp-loss is 'mse'; choose one of ce, kd, tv, nla, lk, e2e_tv, mix."

@@ -157,6 +157,34 @@ def test_soft_labels_of_all_positions_count_whatever_their_label_is(loss: str) -
         assert output.depths[depth - 1].tokens == batch().loss_mask_DBS[depth - 1].sum()
 
 
+@pytest.mark.parametrize("keep", [None, partial(kept_positions, 0.5, SEED)], ids=["all", "some"])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_chain_counts_where_every_depth_does(per_token: bool, keep: Any) -> None:
+    """No position whose chain leaves its document or meets a masked label: in the sums, the tokens, the normaliser."""
+    kept = {} if keep is None else {"kept_positions": keep}
+    output = outcome(depth_loss=depth_loss(MTPConfig(mtp_loss="e2e_tv")), per_token=per_token, **kept)
+    trunk_SBH, depth_hidden, weight_VH = states()
+    mask_SB = batch().loss_mask_DBS.float().prod(0).t()
+    share, counted_SB = 1.0, mask_SB.clone()
+    if keep is not None:
+        positions = keep(LENGTH)
+        share, counted_SB = len(positions) / LENGTH, torch.zeros_like(mask_SB)
+        counted_SB[positions] = mask_SB[positions]
+    assert 0 < mask_SB.sum() < batch().loss_mask_DBS[-1].sum()
+    p_SBV, reached_SB = torch.softmax(trunk_SBH @ weight_VH.t(), -1), torch.ones_like(mask_SB)
+    weighted = torch.zeros((), device="cuda")
+    for depth, (state_SBH, weight) in enumerate(zip(depth_hidden, (0.5, 0.25), strict=True), start=1):
+        later_SBV = p_SBV.roll(-depth, 0)  # what comes round is masked
+        overlap_SB = torch.minimum(torch.softmax(state_SBH @ weight_VH.t(), -1), later_SBV).sum(-1)
+        reached_SB = reached_SB * overlap_SB
+        sums = output.depths[depth - 1]
+        assert sums.total.item() == pytest.approx(((1 - overlap_SB) * counted_SB).sum().item() / share, rel=1e-5)
+        assert sums.tokens.item() == pytest.approx(counted_SB.sum().item() / share)
+        weighted = weighted + weight * ((1 - reached_SB) * counted_SB).sum() / share
+    factor = 1 if per_token else output.main.tokens.item() / mask_SB.sum().item()
+    assert output.loss.item() == pytest.approx((output.main.total + factor * weighted).item(), rel=1e-5)
+
+
 def test_acceptance_is_of_drafts_from_the_draft_vocabulary() -> None:
     counts = outcome(drafted=DRAFTED, measures_acceptance=True).acceptance
     assert counts is not None

@@ -32,6 +32,11 @@ def test_depths_share_lambda_by_their_weights() -> None:
     assert depth_weights(MTPConfig(mtp_loss_weights="1,0.8,0.6"), 3, 0.3) == pytest.approx([0.1, 0.08, 0.06])
 
 
+def test_weights_of_depths_that_a_loss_couples_add_to_lambda() -> None:
+    assert depth_weights(MTPConfig(mtp_loss_weights="1,2,1"), 3, 0.4, True) == pytest.approx([0.1, 0.2, 0.1])
+    assert depth_weights(MTPConfig(), 4, 0.4, True) == depth_weights(MTPConfig(), 4, 0.4)
+
+
 def test_positions_are_drawn_from_run_and_step_alone() -> None:
     assert kept_positions(1.0, (1, 2), 10) is None
     first, again, other = (kept_positions(0.25, seed, 10) for seed in ((1, 2), (1, 2), (1, 3)))

@@ -17,7 +17,7 @@ TEMPERATURES = (0.01, 100.0)
 
 
 def _flag[T](default: T, help_text: str, **argparse_kwargs: object) -> T:
-    """A field, with what `argparse.add_argument` needs for its flag."""
+    """A field, with what `argparse.add_argument` needs for its flag, and `alias`, another name of it."""
     made: T = field(default=default, metadata={"help": help_text, **argparse_kwargs})
     return made
 
@@ -60,6 +60,13 @@ class MTPConfig:
         metavar="DIR",
     )
 
+    mtp_hidden_state_mixing: bool = _flag(
+        False,
+        "In training, let every depth continue at each position from one of the states that predict the same token: "
+        "the trunk's or an earlier depth's, drawn with equal probabilities. Default: from the depth before it.",
+        action="store_true",
+        alias="--mtp-hsm",
+    )
     mtp_train_only: bool = _flag(
         False,
         "Train the depths alone: trunk, embedding and head stay as they were loaded, bit by bit, and cost no gradients "
@@ -145,6 +152,11 @@ class MTPConfig:
         if self.mtp_acceptance_interval < 0:
             raise ValueError(
                 f"--mtp-acceptance-interval is {self.mtp_acceptance_interval}; give 0 (never) or a number of steps."
+            )
+        if self.mtp_hidden_state_mixing and self.mtp_architecture == "parallel":
+            raise ValueError(
+                "--mtp-hidden-state-mixing was given with --mtp-architecture parallel, where every depth reads the "
+                "trunk's state alone; drop one of the two."
             )
         self._check_loss()
         self._check_draft_vocabulary()

@@ -3,6 +3,7 @@
 shift.py             the only place where tokens, labels and masks are shifted; a shift stops at the end of its document
 batch.py             tokens, labels and masks of every depth, made once a batch
 context_parallel.py  which positions of a sequence each context-parallel rank holds
+later_positions.py   values d positions later, also on another context-parallel rank
 documents.py         documents found, listed, chosen and read
 corpus.py            documents to .bin/.idx, in parallel, written beside and renamed
 tokenizer.py         load a tokenizer folder, or train a byte-level BPE

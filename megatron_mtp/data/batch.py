@@ -34,6 +34,8 @@ class DepthBatch:
         positions_S: the numbers of these positions in the whole sequence.
         whole_tokens: [1 + D], float: unmasked tokens of the trunk and of every depth in the whole microbatch; the other
             fields may be one context-parallel rank's part of it.
+        ages_DS: how many depths before the last one each depth takes its state from (`model/mixing.py`); None to take
+            the last one everywhere.
     """
 
     labels_BS: Tensor
@@ -44,6 +46,7 @@ class DepthBatch:
     inside_DBS: Tensor
     positions_S: Tensor
     whole_tokens: Tensor
+    ages_DS: Tensor | None = None
 
 
 def mask_ignored_labels(batch: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ arguments.py         Megatron's arguments of a model; MACHINE_SETTINGS says what
 build.py             arguments to configuration to model, and the process group: the only place that builds one
 trunk.py             Megatron's GPT with the block on its last pipeline stage
 mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel
+mixing.py            which state a depth continues from in training (--mtp-hidden-state-mixing)
 sharing.py           the shared embedding and output head, also between pipeline stages
 initialise.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init)
 random_weights.py    random weights, drawn alike in every layout and tool

@@ -32,6 +32,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+from megatron_mtp.model.mixing import Mixer
+
 SHARDED_TF_LAYER = "transformer_layer"
 """The name of `tf_layer` in checkpoints, which Megatron's own MTP uses too."""
 
@@ -265,6 +267,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         embedding: Callable[..., Tensor],
         attention: AttentionInputs,
         padding_mask_DBS: Tensor | None = None,
+        mixer: Mixer | None = None,
     ) -> list[Tensor]:
         """Hidden states of depth 1 .. D, each [S, B, H].
 
@@ -274,6 +277,7 @@ class MultiTokenPredictionBlock(MegatronModule):
             position_ids_BS: position ids; they are not shifted.
             embedding: the shared embedding, called with `input_ids` and `position_ids`.
             padding_mask_DBS: True where the position was shifted in from outside.
+            mixer: which states the depths of a chain continue from; None for those of the depths before them.
         """
         if self.config.mtp_detach_heads:
             hidden_SBH = hidden_SBH.detach()
@@ -288,7 +292,8 @@ class MultiTokenPredictionBlock(MegatronModule):
                 embedded_SBH = embedding(input_ids=tokens_DBS[depth], position_ids=position_ids_BS)
                 if self.config.mtp_detach_heads:
                     embedded_SBH = embedded_SBH.detach()
-                state_SBH = layer(state_SBH, embedded_SBH, attention, mask_BS)
+                read_SBH = state_SBH if mixer is None else mixer.next_input(state_SBH)
+                state_SBH = layer(read_SBH, embedded_SBH, attention, mask_BS)
             else:
                 state_SBH = layer(hidden_SBH, None, attention, mask_BS)
             states.append(state_SBH)

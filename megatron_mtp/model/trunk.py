@@ -20,9 +20,11 @@ from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.data.later_positions import LaterPositions
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary
 from megatron_mtp.model.frozen import answer_with_zeros, freeze_trunk, trunk_modules
 from megatron_mtp.model.initialise import fill_absent_layers
+from megatron_mtp.model.mixing import Mixer
 from megatron_mtp.model.mtp import (
     AttentionInputs,
     MultiTokenPredictionBlock,
@@ -199,7 +201,21 @@ class MTPGPTModel(GPTModel):
     ) -> list[Tensor]:
         """Hidden states of depth 1 .. D, from the trunk's; see `MultiTokenPredictionBlock`."""
         shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
-        return self.mtp(hidden_SBH, batch.tokens_DBS, position_ids_BS, self.embedding, attention, shifted_in_DBS)
+        return self.mtp(
+            hidden_SBH, batch.tokens_DBS, position_ids_BS, self.embedding, attention, shifted_in_DBS, self._mixer(batch)
+        )
+
+    def _mixer(self, batch: DepthBatch) -> Mixer | None:
+        """Of this rank's positions, which sequence parallelism cuts once more."""
+        if batch.ages_DS is None:
+            return None
+        group, positions_S = self.pg_collection.cp, batch.positions_S
+        ages_DS, inside_DBS = batch.ages_DS, batch.inside_DBS
+        if self.config.sequence_parallel:
+            ranks, rank = self.pg_collection.tp.size(), self.pg_collection.tp.rank()
+            positions_S, ages_DS = positions_S.chunk(ranks)[rank], ages_DS.chunk(ranks, dim=1)[rank]
+            group, inside_DBS = self.pg_collection.tp_cp, inside_DBS.chunk(ranks, dim=2)[rank]
+        return Mixer(ages_DS, inside_DBS, LaterPositions(positions_S.contiguous(), len(ages_DS) - 1, group))
 
     def _head_owner(self) -> Any:
         """The module whose weight is the head's: the output layer, or the embedding of a tied head."""

@@ -18,7 +18,6 @@ chat.py              conversations for --sft, from files of JSON lines
 forward_step.py      the forward step for Megatron's schedules: batch, model, loss function
 batches.py           a rank's microbatch: document ends, depths, context-parallel slices
 objective.py         from hidden states to the depths' losses and acceptance
-later_positions.py       values d positions later, also on another context-parallel rank
 mtp_loss.py          the depths' loss for training loops that are not Megatron's
 acceptance.py        what a verifier would accept
 metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss and acceptance by depth

@@ -20,10 +20,10 @@ from operator import mul
 import torch
 from torch import Tensor
 
+from megatron_mtp.data.later_positions import LaterPositions
 from megatron_mtp.losses.chunks import chunks
 from megatron_mtp.losses.vocabulary import vocabulary_of
 from megatron_mtp.model.sharing import Head
-from megatron_mtp.training.later_positions import LaterPositions
 
 
 @dataclass(frozen=True)

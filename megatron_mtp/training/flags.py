@@ -52,7 +52,8 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
         flag, described = "--" + field.name.replace("_", "-"), {**field.metadata}
         if field.name == "mtp_loss":
             described["metavar"] = "{" + ",".join(LOSSES.names()) + "}"
-        group.add_argument(flag, dest=field.name, default=field.default, **described)
+        names = [flag, described.pop("alias")] if "alias" in described else [flag]
+        group.add_argument(*names, dest=field.name, default=field.default, **described)
     return add_yarn_arguments(parser)
 
 

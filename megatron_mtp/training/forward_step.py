@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,10 @@ from megatron.training import get_args, get_timers
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.batch import depth_batch
+from megatron_mtp.data.batch import DepthBatch, depth_batch
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.schedule import depth_weights, kept_positions, scaling_factor
+from megatron_mtp.model.mixing import drawn_ages
 from megatron_mtp.training.batches import get_batch, packed_seq_params
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
@@ -42,7 +43,7 @@ class ForwardStep:
         batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
         timers("batch-generator").stop()
 
-        depths = None if batch["labels"] is None else depth_batch(batch)
+        depths = None if batch["labels"] is None else self._mixed(depth_batch(batch))
         output = model(
             batch["tokens"],
             batch["position_ids"],
@@ -69,6 +70,15 @@ class ForwardStep:
         self.metrics.add(report, output.acceptance)
         tokens = output.main.tokens if per_token else output.main.whole_tokens
         return loss, tokens.detach().int(), report
+
+    def _mixed(self, batch: DepthBatch) -> DepthBatch:
+        """In training with --mtp-hidden-state-mixing, with the ages of the states that the depths continue from."""
+        if not (self.settings.mtp_hidden_state_mixing and torch.is_grad_enabled()):
+            return batch
+        args, positions_S = get_args(), batch.positions_S
+        whole = positions_S.numel() * args.context_parallel_size
+        seed = args.seed, args.curr_iteration
+        return replace(batch, ages_DS=drawn_ages(args.mtp_num_layers, seed, positions_S, whole))
 
     def _objective(self) -> NextTokensObjective:
         """The objective of this step, with the weights of its schedules."""

@@ -68,11 +68,16 @@ def mtp_loss(
         document_BS: which document every position belongs to, where a row has several.
 
     Raises:
-        ValueError: the model has no depths, the shapes differ, or there is no such loss.
+        ValueError: the model has no depths, the shapes differ, there is no such loss, or hidden states are to be mixed.
     """
     settings = settings or MTPConfig()
     if not model.mtp_process:
         raise ValueError("the model has no MTP depths; attach some with megatron-mtp convert attach-mtp.")
+    if settings.mtp_hidden_state_mixing:
+        raise ValueError(
+            "mtp_hidden_state_mixing is set, which only megatron-mtp train can do, since it draws by the number of the "
+            "step; leave it out."
+        )
     if not tokens_BS.shape == labels_BS.shape == loss_mask_BS.shape:
         raise ValueError(
             f"tokens, labels and loss mask have the shapes {tuple(tokens_BS.shape)}, {tuple(labels_BS.shape)} and "

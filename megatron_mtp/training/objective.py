@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.data.later_positions import LaterPositions
 from megatron_mtp.losses.combine import LossSum, depth_scales, sum_losses
 from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
@@ -20,7 +21,6 @@ from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.acceptance import AcceptanceCounts, count_acceptance
-from megatron_mtp.training.later_positions import LaterPositions
 
 
 @dataclass(frozen=True)

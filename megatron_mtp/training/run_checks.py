@@ -43,6 +43,8 @@ def check_flags(args: Namespace, settings: MTPConfig) -> None:
         _check_depths(args, settings)
     elif settings.mtp_train_only:
         raise ValueError("--mtp-train-only was given without --mtp-num-layers; say how many depths to train.")
+    elif settings.mtp_hidden_state_mixing:
+        raise ValueError("--mtp-hidden-state-mixing was given without --mtp-num-layers; give 2 depths or more.")
     elif settings.mtp_draft_vocab_size is not None or settings.mtp_draft_vocab_file is not None:
         raise ValueError("a draft vocabulary was given without --mtp-num-layers; say how many depths draft from it.")
     check_relations(args)
@@ -86,6 +88,11 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
     if factor is not None and not 0 <= factor < math.inf:
         raise ValueError(f"--mtp-loss-scaling-factor is {factor}; give 0 or more (0.1 is Megatron's default).")
     settings.loss_weights(depths)
+    if settings.mtp_hidden_state_mixing and depths < 2:
+        raise ValueError(
+            "--mtp-hidden-state-mixing was given with --mtp-num-layers 1, whose depth has the trunk's state alone to "
+            "read; give 2 or more depths, or drop the flag."
+        )
     has_checkpoint = any(map(checkpoint_exists, (args.load, args.pretrained_checkpoint)))
     if settings.mtp_init is not None and not has_checkpoint:
         raise ValueError(

@@ -64,6 +64,8 @@ MODELS: dict[str, Model] = {
     "distilled-d3": Model(3, f"{_UNTIED} {_DISTILLED}"),
     "chained-d3": Model(3, f"{_UNTIED} {_CHAINED}"),
     "chained-padded-d3": Model(3, f"{_PACKED} --mtp-loss e2e_tv", "padded"),
+    "mixed-documents-d3": Model(3, "--mtp-hidden-state-mixing --reset-attention-mask --eod-mask-loss", "documents"),
+    "mixed-padded-d3": Model(3, f"{_PACKED} --mtp-hsm", "padded"),
     "padded-vocabulary-d2": Model(2, "--make-vocab-size-divisible-by 80 --mtp-loss mix --mtp-loss-mix 0.2,0.4,0.4"),
     "frozen-d3": Model(3, "--mtp-loss kd", frozen=True),
     "frozen-moe-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type allgather", frozen=True),
@@ -131,7 +133,9 @@ LAYOUTS: dict[str, Layout] = {
     "dp2": Layout(dp=2, models=(*PLAIN, *HEADS, "moe-d3", "packed-d3", "per-token-d3"), distributed_optimizer=True),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models=MOE),
     "tp2-pp2": Layout(tp=2, pp=2),
-    "tp2-cp2": Layout(tp=2, cp=2, flags="--sequence-parallel", models=(*PLAIN, "padded-d3", "moe-d3", "chained-d3")),
+    "tp2-cp2": Layout(
+        tp=2, cp=2, flags="--sequence-parallel", models=(*PLAIN, "padded-d3", "moe-d3", "chained-d3", "mixed-padded-d3")
+    ),
     "cp2-pp2": Layout(cp=2, pp=2, models=("tied-d3", "documents-d3", "padded-d3")),
     "cp2-dp2": Layout(cp=2, dp=2, models=(*DEEP, "per-token-d3"), distributed_optimizer=True),
     "pp2-dp2": Layout(pp=2, dp=2, models=DEEP, distributed_optimizer=True),
@@ -141,7 +145,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp4-mtp-stage": Layout(
         pp=4,
         flags="--pipeline-model-parallel-layout Ett|tt|{m}|L",
-        models=(*PLAIN, *HEADS, "documents-d3", "packed-d1", "padded-d3"),
+        models=(*PLAIN, *HEADS, "documents-d3", "packed-d1", "padded-d3", "mixed-padded-d3"),
     ),
     "pp4-vpp2-mtp-stage": Layout(pp=4, flags="--pipeline-model-parallel-layout E|t|t|t|t||{m}|L", models=DEEP),
 }
@@ -152,13 +156,13 @@ CASES = [(model, name) for name, layout in LAYOUTS.items() if name != SINGLE for
 FIRST: dict[str, str] = {
     "tp2": "tied-d3 latent-keys-d1 padded-vocabulary-d2 chained-d3",
     "tp2-sp": "untied-d1 moe-d3 latent-d2 parallel-d2 distilled-d3 frozen-moe-d3",
-    "cp2": "tied-d3 documents-d3 padded-d1 padded-latent-d2 per-token-moe-d2 chained-padded-d3",
+    "cp2": "tied-d3 documents-d3 padded-d1 padded-latent-d2 per-token-moe-d2 chained-padded-d3 mixed-documents-d3",
     "pp2": "tied-d1 repeated-d3 ragged-d3 frozen-d3",
     "pp2-vpp2": "untied-d3",
     "dp2": "tied-d3 packed-d3 per-token-d3",
     "ep2": "moe-d1 moe-alltoall-d1",
     "tp2-pp2": "tied-d3",
-    "tp2-cp2": "moe-d3",
+    "tp2-cp2": "moe-d3 mixed-padded-d3",
     "cp2-pp2": "padded-d3",
     "cp2-dp2": "per-token-d3",
     "pp2-dp2": "tied-d3",

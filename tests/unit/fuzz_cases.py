@@ -178,6 +178,8 @@ BAD_TRAIN = """
 --mtp-loss-scaling-factor -1
 --mtp-init zeros
 --mtp-architecture x
+--mtp-hidden-state-mixing --mtp-architecture parallel
+--mtp-hsm --mtp-num-layers 1
 --mtp-loss x
 --mtp-loss mix
 --mtp-loss mix --mtp-loss-mix 1,2
@@ -320,6 +322,7 @@ EITHER_TRAIN = """
 --mtp-loss lk --mtp-lk-eta 0
 --mtp-loss e2e_tv
 --mtp-use-repeated-layer
+--mtp-hsm --mtp-loss e2e_tv
 --mtp-architecture parallel
 --mtp-token-fraction 0.01
 --mtp-detach-heads

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.data.later_positions import LaterPositions
 from megatron_mtp.losses import chunks
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.training.acceptance import AcceptanceCounts, acceptance_rates
 from megatron_mtp.training.acceptance import count_acceptance as count_at_later_slots
-from megatron_mtp.training.later_positions import LaterPositions
 
 WORDS = 3
 

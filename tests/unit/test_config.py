@@ -45,6 +45,11 @@ def test_allowed_settings(settings: dict[str, Any]) -> None:
         ({"mtp_temperature": 1e-30}, "--mtp-temperature is 1e-30; give a number from 0.01 to 100."),
         ({"mtp_temperature": math.inf}, "--mtp-temperature is inf; give a number from 0.01 to 100."),
         ({"mtp_temperature": math.nan}, "--mtp-temperature is nan; give a number from 0.01 to 100."),
+        (
+            {"mtp_hidden_state_mixing": True, "mtp_architecture": "parallel"},
+            "--mtp-hidden-state-mixing was given with --mtp-architecture parallel, where every depth reads the trunk's "
+            "state alone; drop one of the two.",
+        ),
         ({"mtp_lk_eta": -1.0}, "--mtp-lk-eta is -1.0; give 0 (kd alone) or more."),
         ({"mtp_lk_eta": math.inf}, "--mtp-lk-eta is inf; give 0 (kd alone) or more."),
         ({"mtp_lk_eta": math.nan}, "--mtp-lk-eta is nan; give 0 (kd alone) or more."),

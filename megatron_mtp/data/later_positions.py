@@ -1,17 +1,18 @@
-"""Values d positions later, also from other context-parallel ranks.
+"""Values d positions later, also from other ranks of the sequence, with their gradients.
 
 The trunk predicts the token that depth d drafts at position i at position i + d.
 
-Letters in names: S sequence, R context-parallel ranks.
+Letters in names: S sequence, R ranks that hold parts of it, by context or sequence parallelism.
 """
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.nn.functional import all_reduce
 
 
 class LaterPositions:
-    """Where the positions d = 1 .. D later are; other context-parallel ranks hold some of them.
+    """Where the positions d = 1 .. D later are; other ranks hold some of them.
 
     Only positions next to a cut of the sequence are exchanged. `lookup` appends their values to this rank's own, and
     `where` gives the rows of the result.
@@ -19,14 +20,14 @@ class LaterPositions:
     Args:
         positions_S: the numbers of this rank's positions in the whole sequence.
         depths: D.
-        cp_group: the ranks that hold the sequence.
+        group: the ranks that hold the sequence, each its own part.
     """
 
-    def __init__(self, positions_S: Tensor, depths: int, cp_group: ProcessGroup) -> None:
-        self.positions_S, self.group = positions_S, cp_group
-        ranks = cp_group.size()
+    def __init__(self, positions_S: Tensor, depths: int, group: ProcessGroup) -> None:
+        self.positions_S, self.group = positions_S, group
+        ranks = group.size()
         of_ranks = [torch.empty_like(positions_S) for _ in range(ranks)]
-        torch.distributed.all_gather(of_ranks, positions_S, group=cp_group)
+        torch.distributed.all_gather(of_ranks, positions_S, group=group)
         positions_RS = torch.stack(of_ranks)
         self.last = positions_RS.numel() - 1
         self.rank_of = torch.empty(self.last + 1, dtype=torch.long, device=positions_S.device)
@@ -44,11 +45,10 @@ class LaterPositions:
         """[S + exchanged positions, ...]; every rank of the group calls it with the values of its own positions."""
         if not self.shared.numel():
             return values_S
-        shared = values_S.new_zeros((self.shared.numel(), *values_S.shape[1:]))
         own = self.rank_of[self.shared] == self.group.rank()
-        shared[own] = values_S[self.row_of[self.shared[own]]]
-        torch.distributed.all_reduce(shared, group=self.group)
-        return torch.cat([values_S, shared])
+        shared = values_S.new_zeros((self.shared.numel(), *values_S.shape[1:]))
+        shared = shared.index_put((own.nonzero()[:, 0],), values_S[self.row_of[self.shared[own]]])
+        return torch.cat([values_S, all_reduce(shared, group=self.group)])
 
     def where(self, depth: int) -> Tensor:
         """The rows, [S], in the result of `lookup` that are `depth` positions later; at the end, the last position."""

@@ -1,0 +1,110 @@
+"""model/mixing.py: the states that depths continue from, against the definition read position by position."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron_single import ROWS, make_batch, our_model
+from torch import Tensor
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.data.later_positions import LaterPositions
+from megatron_mtp.model.mixing import Mixer, drawn_ages
+from megatron_mtp.training import forward_step
+from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
+
+LENGTH, DEPTHS = 9, 4
+DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 2]])
+
+
+def batch_of(document_BS: Tensor) -> DepthBatch:
+    tokens_BS = torch.arange(document_BS.numel()).view_as(document_BS)
+    whole = {"tokens": tokens_BS, "labels": tokens_BS, "loss_mask": torch.ones_like(tokens_BS)}
+    add_depths(whole, DEPTHS, document_BS)
+    return depth_batch(whole)
+
+
+@pytest.mark.usefixtures("megatron")
+def test_every_depth_reads_a_state_that_predicts_its_token() -> None:
+    batch = batch_of(DOCUMENTS)
+    ages_DS = drawn_ages(DEPTHS, (7, 3), batch.positions_S, LENGTH)
+    assert [set(ages_S.tolist()) for ages_S in ages_DS] == [set(range(depth)) for depth in range(1, DEPTHS + 1)]
+    later = LaterPositions(batch.positions_S, DEPTHS - 1, parallel_state.get_context_parallel_group())
+    mixer = Mixer(ages_DS, batch.inside_DBS, later)
+    generator = torch.Generator().manual_seed(1)
+    history = [torch.randn(LENGTH, 2, 3, generator=generator).requires_grad_() for _ in range(DEPTHS)]
+    for depth in range(1, DEPTHS + 1):
+        read_SBH = mixer.next_input(history[depth - 1])
+        for row in range(2):
+            for position in range(LENGTH):
+                age = int(ages_DS[depth - 1, position])
+                there = position + age
+                if there >= LENGTH or DOCUMENTS[row, there] != DOCUMENTS[row, position]:
+                    age, there = 0, position
+                assert torch.equal(read_SBH[position, row], history[depth - 1 - age][there, row])
+        read_SBH.sum().backward(retain_graph=True)
+        assert sum(int(state.grad.sum()) for state in history if state.grad is not None) == depth * read_SBH.numel()
+
+
+def test_ages_are_of_the_step_and_the_position_alone() -> None:
+    whole_DS = drawn_ages(3, (7, 3), torch.arange(4000), 4000)
+    own_S = torch.tensor([5, 6, 3999, 0])
+    assert torch.equal(drawn_ages(3, (7, 3), own_S, 4000), whole_DS[:, own_S])
+    assert not torch.equal(drawn_ages(3, (7, 4), torch.arange(4000), 4000), whole_DS)
+    assert not whole_DS[0].any()
+    for ages_S, depth in zip(whole_DS, (1, 2, 3), strict=True):
+        assert all(abs(share - 1 / depth) < 0.03 for share in (ages_S.bincount() / 4000).tolist())
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_model_mixes_where_its_batch_has_ages_and_depth_1_reads_the_trunk() -> None:
+    model, given = our_model(3), make_batch(3)
+    plain = depth_batch(given)
+    positions = plain.positions_S.numel()
+    ages_DS = drawn_ages(3, (1, 0), plain.positions_S, positions)
+    found = []
+    for ages in (None, torch.zeros_like(ages_DS), ages_DS):
+        states: list[list[Tensor]] = []
+        model(
+            given["tokens"],
+            given["position_ids"],
+            given["attention_mask"],
+            output_processor=lambda stage, states=states: states.append(stage.depth_hidden) or stage.hidden_SBH,
+            output_processor_context=replace(plain, ages_DS=ages),
+        )
+        found.append(states[0])
+    for without, newest, mixed in zip(*found, strict=True):
+        assert without.shape[:2] == (positions, ROWS)
+        assert torch.equal(without, newest)
+        assert torch.equal(without, mixed) is (without is found[0][0])
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize(
+    ("mixes", "trains", "expected"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_training_mixes_and_evaluation_does_not(
+    mixes: bool, trains: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = SimpleNamespace(mtp_num_layers=2, seed=7, curr_iteration=3, context_parallel_size=1)
+    monkeypatch.setattr(forward_step, "get_args", lambda: args)
+    step = forward_step.ForwardStep(MTPConfig(mtp_hidden_state_mixing=mixes), Metrics(None))
+    batch = depth_batch(make_batch(2))
+    with torch.set_grad_enabled(trains):
+        ages_DS = step._mixed(batch).ages_DS
+    assert (ages_DS is not None) is (mixes and trains)
+    if ages_DS is not None:
+        assert torch.equal(ages_DS, drawn_ages(2, (7, 3), batch.positions_S, batch.positions_S.numel()))
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_loop_of_ones_own_does_not_mix() -> None:
+    model, given = our_model(2), make_batch(2)
+    tokens, labels, mask = (given[name] for name in ("tokens", "labels", "loss_mask"))
+    settings = MTPConfig(mtp_hidden_state_mixing=True)
+    with pytest.raises(ValueError, match="mtp_hidden_state_mixing is set, which only megatron-mtp train can do"):
+        mtp_loss(trunk_states(model, tokens), model, tokens, labels, mask, settings)

@@ -16,7 +16,6 @@ from pathlib import Path
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.errors import Parser, sentences
-from megatron_mtp.losses import LOSSES
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -81,7 +80,7 @@ def parser(program: str) -> Parser:
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")
     add("--batch", type=int, default=4, metavar="B", help="sequences per step; default: 4")
     add("--learning-rate", default="5e-4", metavar="LR", help="learning rate after the warm-up; default: 5e-4")
-    losses = [name for name in LOSSES.names() if name != "mix"]
+    losses = ("kd", "tv", "nla", "lk", "e2e_tv", "ce")
     add("--loss", choices=losses, default="kd", help="the depths' --mtp-loss of train; default: kd")
     add("--token-fraction", default="1", metavar="F", help="part of the positions in the depths' loss; default: 1")
     add("--float32", action="store_true", help="train in float32; default: bfloat16")

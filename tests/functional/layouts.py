@@ -187,7 +187,8 @@ CASES = [(model, name) for name, layout in LAYOUTS.items() if name != SINGLE for
 FIRST: dict[str, str] = {
     "tp2": "tied-d3 latent-keys-d1 padded-vocabulary-d2 chained-d3",
     "tp2-sp": "untied-d1 moe-d3 latent-d2 parallel-d2 distilled-d3 frozen-moe-d3",
-    "cp2": "tied-d3 documents-d3 padded-d1 padded-latent-d2 per-token-moe-d2 chained-padded-d3 mixed-documents-d3 hybrid-padded-d1",
+    "cp2": "tied-d3 documents-d3 padded-d1 padded-latent-d2 per-token-moe-d2 chained-padded-d3 mixed-documents-d3 "
+    "hybrid-padded-d1",
     "pp2": "tied-d1 repeated-d3 ragged-d3 frozen-d3",
     "pp2-vpp2": "untied-d3",
     "pp2-unbalanced": "hybrid-mamba-d2",

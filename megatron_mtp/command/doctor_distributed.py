@@ -12,7 +12,8 @@ import platform
 import sys
 import warnings
 from collections import Counter
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from io import StringIO
@@ -51,9 +52,7 @@ def main(program: str, as_json: bool, seconds: float) -> int:
     """Exit status 0 if these ranks can train together, 1 if not, 2 where no launcher has started this process."""
     with sentences(program):
         place = place_of(os.environ)
-    with redirect_stdout(StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)  # Megatron lists what it builds
+    with _without_listings():
         on_cpu = prepare()
         try:
             ranks = Ranks(place, seconds, program)
@@ -67,6 +66,19 @@ def main(program: str, as_json: bool, seconds: float) -> int:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0 if verdict else 1
+
+
+@contextmanager
+def _without_listings() -> Iterator[None]:
+    """Megatron prints, warns of and logs what it builds."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def examine(ranks: Ranks, on_cpu: bool) -> tuple[list[dict[str, Any]], list[Finding]]:

@@ -1,7 +1,6 @@
 """Compiled code is built once, whole or not at all; without a compiler drafting goes on, and says so."""
 
 import ctypes
-import logging
 import multiprocessing
 import subprocess
 import tomllib
@@ -33,19 +32,23 @@ def with_compiler() -> None:
         pytest.skip(str(error))
 
 
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == compiled.__name__]
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was logged, whatever other tests have done to the level of logs."""
+    said: list[str] = []
+    monkeypatch.setattr(compiled._logger, "warning", lambda text, *values: said.append(text % values))
+    return said
 
 
-def test_it_is_built_once_and_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_built_once_and_says_so(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with_compiler()
     library = compiled.library()
     assert library is not None
     assert library.answer() == 42
-    assert messages(caplog) == ["compiling few_rows.cpp for this CPU, once; it takes some ten seconds"]
+    assert messages == ["compiling few_rows.cpp for this CPU, once; it takes some ten seconds"]
     monkeypatch.setattr(compiled, "_compiler", lambda: pytest.fail("built again"))
     assert compiled.library() is not None
-    assert len(messages(caplog)) == 1
+    assert len(messages) == 1
 
 
 def test_another_source_or_cpu_gets_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,19 +75,19 @@ def test_processes_may_build_at_the_same_time(tmp_path: Path) -> None:
     assert [file.suffix for file in (tmp_path / "shared").iterdir()] == [".so"]
 
 
-def test_without_a_compiler_drafting_goes_on(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_drafting_goes_on(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert compiled.library() is None
     assert few_rows.product_of(torch.ones(4, 4)) is None
     reason = "there is no C++ compiler (no-such-compiler); install g++"
-    assert messages(caplog)[0] == f"drafting runs without compiled code, which is slower: {reason}"
+    assert messages[0] == f"drafting runs without compiled code, which is slower: {reason}"
 
 
-def test_a_compiler_that_fails_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiler_that_fails_leaves_nothing(messages: list[str]) -> None:
     with_compiler()
     compiled.SOURCE.write_text("int broken(\n")
     assert compiled.library() is None
-    assert "slower: the compiler fails: " in messages(caplog)[-1]
+    assert "slower: the compiler fails: " in messages[-1]
     assert list(compiled.folder().iterdir()) == []
 
 
@@ -100,33 +103,34 @@ def test_a_build_that_is_cut_off_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_folder_that_cannot_be_written_is_told(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    messages: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with_compiler()
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
     assert compiled.library() is None
-    assert "Not a directory" in messages(caplog)[-1]
+    assert "Not a directory" in messages[-1]
 
 
-def test_it_can_be_switched_off(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_switched_off(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(compiled.SWITCH, "0")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("built"))
     assert compiled.library() is None
-    assert messages(caplog) == []
+    assert messages == []
 
 
-def test_a_failure_is_not_tried_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    said: list[str] = []
+    monkeypatch.setattr(compiled._logger, "warning", lambda text, *_: said.append(text))
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(compiled, "folder", lambda: Path("/nowhere"))
     compiled._loaded.cache_clear()
     try:
-        with caplog.at_level(logging.WARNING):
-            assert [compiled.library(), compiled.library()] == [None, None]
+        assert [compiled.library(), compiled.library()] == [None, None]
     finally:
         compiled._loaded.cache_clear()
-    assert len(messages(caplog)) == 1
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,9 @@ from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 
 
 @dataclass(frozen=True)
-class TotalVariation(TokenLoss):
-    """The probability that a draft from q is rejected."""
+class OverlapLoss(TokenLoss):
+    """What the losses of this file share: the trunk's distribution over all tokens, and a temperature of both."""
 
-    line = "the trunk's own distribution by total variation, the rate at which sampled drafts are rejected"
     needs_teacher = True
     needs_whole_teacher = True
     temperature: float = 1.0
@@ -41,6 +40,13 @@ class TotalVariation(TokenLoss):
     @override
     def of(cls, settings: MTPConfig) -> Self:
         return cls(settings.mtp_temperature)
+
+
+@dataclass(frozen=True)
+class TotalVariation(OverlapLoss):
+    """The probability that a draft from q is rejected."""
+
+    line = "the trunk's own distribution by total variation, the rate at which sampled drafts are rejected"
 
     @override
     def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -49,18 +55,10 @@ class TotalVariation(TokenLoss):
 
 
 @dataclass(frozen=True)
-class NegativeLogOverlap(TokenLoss):
+class NegativeLogOverlap(OverlapLoss):
     """Minus the logarithm of the probability that a draft from q is accepted."""
 
     line = "minus the logarithm of the rate at which sampled drafts are accepted"
-    needs_teacher = True
-    needs_whole_teacher = True
-    temperature: float = 1.0
-
-    @classmethod
-    @override
-    def of(cls, settings: MTPConfig) -> Self:
-        return cls(settings.mtp_temperature)
 
     @override
     def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -69,13 +67,10 @@ class NegativeLogOverlap(TokenLoss):
 
 
 @dataclass(frozen=True)
-class AdaptiveDivergence(TokenLoss):
+class AdaptiveDivergence(OverlapLoss):
     """From kd to tv, the more of them the higher the overlap is."""
 
     line = "kd where few sampled drafts are accepted, tv where many are"
-    needs_teacher = True
-    needs_whole_teacher = True
-    temperature: float = 1.0
     eta: float = 3.0
 
     @classmethod

@@ -101,42 +101,31 @@ def _cross_entropy(loss: CrossEntropy, given: Products, losses_N: Tensor) -> Non
 def _divergence(loss: Divergence, given: Products, losses_N: Tensor) -> None:
     from megatron_mtp.losses import triton_kernels
 
-    products_NV = given.products_NV
-    *teacher, is_gathered = given.teacher()
-    triton_kernels.divergence[(len(products_NV),)](
-        products_NV,
-        products_NV.stride(0),
-        *teacher,
-        given.mask_N,
-        given.scale,
-        losses_N,
-        given.vocabulary.logit_scale / loss.temperature,
-        loss.temperature,
-        LARGEST_GAP=LARGEST_GAP,
-        FLOOR=math.exp(-LARGEST_GAP),
-        GATHERED=is_gathered,
-        **given.launch(),
-    )
+    gap = {"LARGEST_GAP": LARGEST_GAP, "FLOOR": math.exp(-LARGEST_GAP)}
+    _with_teacher(triton_kernels.divergence, loss.temperature, given, losses_N, **gap)
 
 
 def _total_variation(loss: TotalVariation, given: Products, losses_N: Tensor) -> None:
     from megatron_mtp.losses import triton_kernels
 
-    products_NV = given.products_NV
-    teacher_NW, stride, columns_N, is_gathered = given.teacher()
-    triton_kernels.total_variation[(len(products_NV),)](
-        products_NV,
-        products_NV.stride(0),
-        teacher_NW,
-        stride,
-        columns_N,
+    tokens = given.vocabulary.tokens_of(given.teacher()[0]).size(1)
+    _with_teacher(triton_kernels.total_variation, loss.temperature, given, losses_N, TEACHER_TOKENS=tokens)
+
+
+def _with_teacher(kernel: Any, temperature: float, given: Products, losses_N: Tensor, **constants: float) -> None:
+    """Launch a kernel that compares with the trunk's products."""
+    *teacher, is_gathered = given.teacher()
+    kernel[(len(given.products_NV),)](
+        given.products_NV,
+        given.products_NV.stride(0),
+        *teacher,
         given.mask_N,
         given.scale,
         losses_N,
-        given.vocabulary.logit_scale / loss.temperature,
-        loss.temperature,
-        TEACHER_TOKENS=given.vocabulary.tokens_of(teacher_NW).size(1),
+        given.vocabulary.logit_scale / temperature,
+        temperature,
         GATHERED=is_gathered,
+        **constants,
         **given.launch(),
     )
 

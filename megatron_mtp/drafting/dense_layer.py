@@ -142,9 +142,7 @@ def _is_known(config: TransformerConfig) -> bool:
 
 def unknown_settings(config: TransformerConfig) -> list[str]:
     """Names of settings that are not Megatron's defaults, and that `lean` does not know."""
-    defaults = {
-        one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in fields(config)
-    }
+    defaults = default_settings(config)
     return [
         name
         for name, value in vars(config).items()
@@ -152,6 +150,13 @@ def unknown_settings(config: TransformerConfig) -> list[str]:
         and not name.startswith(OTHER_PARTS)
         and (name not in defaults or value != defaults[name])
     ]
+
+
+def default_settings(config: TransformerConfig) -> dict[str, Any]:
+    """Megatron's defaults of what a configuration has."""
+    return {
+        one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in fields(config)
+    }
 
 
 @cache

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_mtp.drafting.dense_layer import default_settings
 from megatron_mtp.model.latent import PortableLatentAttention
 
 MOST_ROWS = 1024
@@ -115,7 +116,7 @@ def reads_nothing_back(layer: TransformerLayer) -> bool:
 
 
 def _is_known(layer: MoELayer) -> bool:
-    config = layer.config
+    config, defaults = layer.config, default_settings(layer.config)
     balancing = config.moe_router_load_balancing_type
     return bool(
         type(layer.router) is TopKRouter
@@ -123,7 +124,7 @@ def _is_known(layer: MoELayer) -> bool:
         and len(layer.experts.local_experts) == config.num_moe_experts
         and all(_is_plain(expert) for expert in layer.experts.local_experts)
         and BALANCED.issuperset([balancing] if isinstance(balancing, str) else balancing)
-        and all(getattr(config, name) == _default(name) for name in (*_others(config), *AS_THEY_ARE))
+        and all(getattr(config, name) == defaults[name] for name in (*_others(config), *AS_THEY_ARE))
     )
 
 
@@ -135,10 +136,6 @@ def _is_plain(expert: MLP) -> bool:
 
 def _others(config: TransformerConfig) -> list[str]:
     return [name for name in vars(config) if name.startswith("moe_") and name not in KNOWN]
-
-
-def _default(name: str) -> Any:
-    return TransformerConfig.__dataclass_fields__[name].default
 
 
 def _joined(products: list[Any]) -> Tensor:

@@ -75,9 +75,14 @@ class RandomWeights:
         return torch.stack(drawn).view(*rows.shape, -1)
 
     def _row(self, key: str, row: int, columns: int) -> Tensor:
-        digest = blake2b(f"{self.seed}/{key}/{row}".encode(), digest_size=8).digest()
-        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
-        return torch.randn(columns, generator=generator, device="cpu")
+        return normal_by_name(f"{self.seed}/{key}/{row}", columns)
+
+
+def normal_by_name(name: str, *shape: int) -> Tensor:
+    """Standard normal numbers that depend on a name alone."""
+    digest = blake2b(name.encode(), digest_size=8).digest()
+    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
+    return torch.randn(shape, generator=generator, device="cpu")
 
 
 def _undivided(key: str) -> str:

@@ -9,7 +9,6 @@ names: B batch, S sequence.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 from megatron_mtp.data.batch import add_depths, depth_batch, keep_positions
 from megatron_mtp.data.context_parallel import positions_of_ranks
 from megatron_mtp.model.build import MTPGPTModelConfig, build
+from megatron_mtp.model.random_weights import normal_by_name
 from megatron_mtp.model.sharing import embedding_ranks
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
@@ -175,9 +175,7 @@ def fill(model: MTPGPTModel) -> None:
     apply_factories(entries)
     for entry in nested_values(entries):
         if isinstance(entry, ShardedTensor):
-            seed = int.from_bytes(blake2b(entry.key.encode(), digest_size=8).digest(), "little")
-            generator = torch.Generator("cpu").manual_seed(seed)
-            noise = torch.randn(tuple(entry.global_shape), generator=generator, device="cpu")
+            noise = normal_by_name(entry.key, *entry.global_shape)
             whole = 1 + 0.1 * noise if "norm" in entry.key else 0.2 * noise
             entry.data.copy_(whole[entry.global_slice()].view(entry.data.shape))
 

@@ -11,6 +11,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from torch import Tensor
@@ -18,7 +21,7 @@ from torch import Tensor
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
 from megatron_mtp.model.build import MTPGPTModelConfig, build, join_world
-from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 
 VOCABULARY, LENGTH, ROWS = 96, 16, 3
@@ -154,7 +157,7 @@ def make_batch(
     return batch
 
 
-def objective(model: MTPGPTModel, factor: float = LAMBDA, **settings: Any) -> NextTokensObjective:
+def objective(model: MTPTrunk, factor: float = LAMBDA, **settings: Any) -> NextTokensObjective:
     """With the same weight for every depth, in one context-parallel rank."""
     depths = model.config.mtp_num_layers or 0
     weights = [factor / max(depths, 1)] * depths
@@ -162,7 +165,7 @@ def objective(model: MTPGPTModel, factor: float = LAMBDA, **settings: Any) -> Ne
 
 
 def forward_ours(
-    model: MTPGPTModel,
+    model: MTPTrunk,
     batch: dict[str, Any],
     depths: DepthBatch | None = None,
     factor: float = LAMBDA,
@@ -188,6 +191,34 @@ def loss_of(output: ObjectiveOutput) -> Tensor:
 def mean_losses(output: ObjectiveOutput) -> Tensor:
     """[1 + D], the trunk's first."""
     return torch.stack([sums.total / sums.tokens.clamp(min=1) for sums in (output.main, *output.depths)]).detach()
+
+
+def backward_ours(
+    model: MTPTrunk, whole: dict[str, Any], batch: DepthBatch | None = None, factor: float = LAMBDA
+) -> Tensor:
+    """Backward through the loss of one microbatch; returns the mean losses, the trunk's first."""
+    destroy_moe_metrics_tracker()  # it has a place for every layer of the model before
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0).cuda())
+    output = forward_ours(model, whole, batch, factor)
+    loss_of(output).backward()
+    return mean_losses(output)
+
+
+def backward_megatron(model: torch.nn.Module, batch: dict[str, Any], per_token: bool = False) -> Tensor:
+    """The same through Megatron's own way to train its MTP."""
+    for scaler in (MTPLossAutoScaler, MoEAuxLossAutoScaler):
+        scaler.set_loss_scale(torch.tensor(1.0).cuda())
+    MTPLossLoggingHelper.tracker.clear()
+    losses_BS = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    total, tokens = (losses_BS * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
+    (total if per_token else total / tokens).backward()
+    return torch.stack([(total / tokens).detach(), *MTPLossLoggingHelper.tracker["loss_values"]])
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -7,38 +7,24 @@ from typing import Any
 import pytest
 import torch
 from hybrid_single import hybrid_name, megatrons_hybrid, our_hybrid
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron_single import (
     LATENT,
     MOE,
+    backward_megatron,
+    backward_ours,
     copy_weights,
-    forward_ours,
     gradients,
-    loss_of,
     make_batch,
-    mean_losses,
     megatron_name,
     our_model,
     relative_difference,
 )
-from torch import Tensor
 
 from megatron_mtp.model.hybrid import MTPHybridModel
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.training import batches
 
 pytestmark = pytest.mark.usefixtures("megatron")
-
-
-def backward(model: MTPTrunk, whole: dict[str, Any]) -> Tensor:
-    """Backward through the loss of one microbatch; returns the mean losses, the trunk's first."""
-    destroy_moe_metrics_tracker()  # it has a place for every layer of the model before
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0).cuda())
-    output = forward_ours(model, whole)
-    loss_of(output).backward()
-    return mean_losses(output)
 
 
 # --- against a GPT ---------------------------------------------------------------------------------------------------
@@ -77,7 +63,7 @@ def test_a_hybrid_with_the_weights_of_a_gpt_is_that_gpt(
 ) -> None:
     gpt, hybrid = gpt_and_hybrid(kind, depths, **changes)
     whole = make_batch(depths)
-    expected, losses = backward(gpt, whole), backward(hybrid, whole)
+    expected, losses = backward_ours(gpt, whole), backward_ours(hybrid, whole)
     of_gpt, of_hybrid = gradients(gpt), gradients(hybrid)
     worst = max(relative_difference(of_hybrid[hybrid_name(name)], grad) for name, grad in of_gpt.items())
     record_property("gradient", worst)
@@ -103,23 +89,6 @@ DOUBLE = {"params_dtype": torch.float64}
 PATTERNS = ("M-*-/*-", "M-M-/M-/M-", "G-*E/GE", "GM*-/*-/*-", "M+-/M+")
 
 
-def backward_megatron(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-    """The same through Megatron's own way to train its MTP."""
-    for scaler in (MTPLossAutoScaler, MoEAuxLossAutoScaler):
-        scaler.set_loss_scale(torch.tensor(1.0).cuda())
-    MTPLossLoggingHelper.tracker.clear()
-    losses_BS = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-    )
-    total, tokens = (losses_BS * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
-    (total / tokens).backward()
-    return torch.stack([(total / tokens).detach(), *MTPLossLoggingHelper.tracker["loss_values"]])
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_same_losses_and_gradients_as_megatrons_own_hybrid(
@@ -129,7 +98,7 @@ def test_same_losses_and_gradients_as_megatrons_own_hybrid(
     ours, theirs = our_hybrid(pattern, tied, **changes).double(), megatrons_hybrid(pattern, tied, **changes).double()
     copy_weights(ours, theirs)
     whole = make_batch(pattern.count("/"))
-    losses, expected = backward(ours, whole), backward_megatron(theirs, whole)
+    losses, expected = backward_ours(ours, whole), backward_megatron(theirs, whole)
     of_theirs = gradients(theirs)
     worst = max(relative_difference(grad, of_theirs[megatron_name(name)]) for name, grad in gradients(ours).items())
     record_property("gradient", worst)
@@ -154,7 +123,7 @@ def test_recomputing_activations_changes_no_gradient(pattern: str, method: str) 
     whole = make_batch(1)
     recomputed = DOUBLE | {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 1}
     plain, saving = our_hybrid(pattern, **DOUBLE).double(), our_hybrid(pattern, **recomputed).double()
-    assert torch.equal(backward(plain, whole), backward(saving, whole))
+    assert torch.equal(backward_ours(plain, whole), backward_ours(saving, whole))
     of_plain = gradients(plain)
     assert max(relative_difference(grad, of_plain[name]) for name, grad in gradients(saving).items()) <= 1e-6
 
@@ -163,14 +132,14 @@ def test_a_depth_recomputes_its_stack_once(monkeypatch: pytest.MonkeyPatch) -> N
     model = our_hybrid("*-/*-", recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     mlp, calls = model.mtp.layers[0].tf_layer.layers[1].mlp, []
     mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    backward(model, make_batch(1))
+    backward_ours(model, make_batch(1))
     assert len(calls) == 2, "once forward, once to recompute"
 
 
 @pytest.mark.parametrize("pattern", ["*-*-/*-", "M-G-/MG-"])
 def test_a_frozen_trunk_gets_no_gradient(pattern: str) -> None:
     model = our_hybrid(pattern, settings={"mtp_train_only": True})
-    backward(model, make_batch(1))
+    backward_ours(model, make_batch(1))
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert trained == {name for name, _ in model.named_parameters() if name.startswith("mtp.")}
 
@@ -179,7 +148,7 @@ def test_a_draft_vocabulary_works_as_on_a_gpt() -> None:
     drafted = [*range(0, 96, 3)]
     gpt, hybrid = gpt_and_hybrid("dense", 2, drafted=drafted)
     whole = make_batch(2)
-    assert torch.equal(backward(hybrid, whole), backward(gpt, whole))
+    assert torch.equal(backward_ours(hybrid, whole), backward_ours(gpt, whole))
 
 
 @pytest.mark.parametrize("pattern", [None, "M*-"])

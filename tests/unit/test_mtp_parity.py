@@ -12,12 +12,13 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron_single import (
     LAMBDA,
     LENGTH,
     MOE,
     ROWS,
+    backward_megatron,
+    backward_ours,
     copy_weights,
     forward_ours,
     gradients,
@@ -53,31 +54,6 @@ def pair(depths: int, tied: bool = False, **changes: Any) -> tuple[MTPGPTModel, 
     return ours, theirs
 
 
-def backward_ours(model: MTPGPTModel, batch: DepthBatch, whole: dict[str, Any], factor: float = LAMBDA) -> Tensor:
-    """Backward through the loss of one microbatch; returns the mean losses, the trunk's first."""
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0).cuda())
-    output = forward_ours(model, whole, batch, factor)
-    loss_of(output).backward()
-    return mean_losses(output)
-
-
-def backward_megatron(model: GPTModel, batch: dict[str, Any], per_token: bool = False) -> Tensor:
-    """The same through Megatron's own way to train its MTP."""
-    for scaler in (MTPLossAutoScaler, MoEAuxLossAutoScaler):
-        scaler.set_loss_scale(torch.tensor(1.0).cuda())
-    MTPLossLoggingHelper.tracker.clear()
-    losses_BS = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-    )
-    total, tokens = (losses_BS * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
-    (total if per_token else total / tokens).backward()
-    return torch.stack([(total / tokens).detach(), *MTPLossLoggingHelper.tracker["loss_values"]])
-
-
 def worst_gradient(ours: MTPGPTModel, theirs: GPTModel) -> float:
     expected = gradients(theirs)
     return max(relative_difference(grad, expected[megatron_name(name)]) for name, grad in gradients(ours).items())
@@ -86,7 +62,7 @@ def worst_gradient(ours: MTPGPTModel, theirs: GPTModel) -> float:
 def assert_parity(
     ours: MTPGPTModel, theirs: GPTModel, whole: dict[str, Any], note: Callable[..., None], **changes: Any
 ) -> None:
-    losses = backward_ours(ours, replace(depth_batch(whole), **changes), whole)
+    losses = backward_ours(ours, whole, replace(depth_batch(whole), **changes))
     expected = backward_megatron(theirs, whole)
     differences = [*map(relative_difference, losses, expected)]
     worst = worst_gradient(ours, theirs)
@@ -159,7 +135,7 @@ def test_an_empty_mask_gives_gradients_of_zero() -> None:
     for mask_BS, trunk_learns in ((torch.zeros(ROWS, LENGTH), False), (only_first_BS, True)):
         model = our_model(2)
         whole = make_batch(2, mask_BS)
-        losses = backward_ours(model, depth_batch(whole), whole)
+        losses = backward_ours(model, whole)
         assert losses[1:].tolist() == [0, 0]
         for name, grad in gradients(model).items():
             learns = trunk_learns and not name.startswith("mtp.")
@@ -203,7 +179,7 @@ def unshifted_mask(_: MTPGPTModel, batch: DepthBatch) -> DepthBatch:
 def test_a_planted_fault_is_seen(fault: Callable[[MTPGPTModel, DepthBatch], DepthBatch]) -> None:
     ours, theirs = pair(2)
     whole = make_batch(2)
-    losses = backward_ours(ours, fault(ours, depth_batch(whole)), whole)
+    losses = backward_ours(ours, whole, fault(ours, depth_batch(whole)))
     expected = backward_megatron(theirs, whole)
     assert relative_difference(losses[0], expected[0]) <= TOLERANCE, "the trunk is not touched"
     assert relative_difference(losses[2], expected[2]) > 100 * TOLERANCE
@@ -213,7 +189,7 @@ def test_a_planted_fault_is_seen(fault: Callable[[MTPGPTModel, DepthBatch], Dept
 def test_a_loss_weight_that_is_not_divided_by_depths_is_seen() -> None:
     ours, theirs = pair(2)
     whole = make_batch(2)
-    backward_ours(ours, depth_batch(whole), whole, factor=2 * LAMBDA)
+    backward_ours(ours, whole, factor=2 * LAMBDA)
     backward_megatron(theirs, whole)
     assert worst_gradient(ours, theirs) > 100 * TOLERANCE
 
@@ -277,7 +253,7 @@ def plain_shift(values_BS: Tensor, depth: int) -> Tensor:
 def test_same_as_plain_torch(architecture: str, depths: int, record_property: Callable[..., None]) -> None:
     model = our_model(depths, architecture=architecture, position="none")
     whole = make_batch(depths)
-    losses = backward_ours(model, depth_batch(whole), whole)
+    losses = backward_ours(model, whole)
 
     parameters = dict(model.named_parameters())
     expected = plain_losses(parameters, whole, depths, architecture == "sequential")

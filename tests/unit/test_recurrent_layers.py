@@ -5,10 +5,10 @@ Tensor and context parallelism need several processes: tests/functional/test_lay
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
+from hybrid_single import RECURRENT
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
@@ -155,23 +155,11 @@ def test_ranks_that_share_a_group_are_neighbours() -> None:
 
 # --- Megatron's modules ----------------------------------------------------------------------------------------------
 
-SIZES: dict[str, Any] = {
-    "mamba_state_dim": 6,
-    "mamba_head_dim": 4,
-    "mamba_num_heads": 8,
-    "mamba_num_groups": 2,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-
 
 def mamba() -> PortableMamba:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     parts = MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
-    made = PortableMamba(transformer_config(None, **SIZES), parts, d_model=32, layer_number=1, pg_collection=groups)
+    made = PortableMamba(transformer_config(None, **RECURRENT), parts, d_model=32, layer_number=1, pg_collection=groups)
     randomise(made)
     return made.cuda()
 
@@ -179,7 +167,7 @@ def mamba() -> PortableMamba:
 def delta_net() -> PortableGatedDeltaNet:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     parts = GatedDeltaNetSubmodules(ColumnParallelLinear, PortableNorm, RowParallelLinear)
-    made = PortableGatedDeltaNet(transformer_config(None, **SIZES), parts, layer_number=1, pg_collection=groups)
+    made = PortableGatedDeltaNet(transformer_config(None, **RECURRENT), parts, layer_number=1, pg_collection=groups)
     randomise(made)
     return made.cuda()
 

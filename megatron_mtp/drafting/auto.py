@@ -162,7 +162,7 @@ class AutoK:
         return 0, self._pause - 1
 
     def _trials(self) -> tuple[int, ...]:
-        """K of the first steps; one more with drafts where they are right on the prompt, since the first ones are slow."""
+        """K of the first steps; where the prompt speaks for drafts, one more with them, as the first ones are slow."""
         few = min(self.most, FIRST_DRAFTS)
         if not self._rehearsal:
             return few, few, 0, 0

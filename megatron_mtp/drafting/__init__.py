@@ -12,6 +12,8 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     runner.py            a loaded model row by row: trunk, depths, head
     kv_cache.py          keys and values of rows, and the roll-back of rejected ones
     cached_attention.py  attention over the cache, in the place of a trained model's
+    split_attention.py   on a GPU, few rows over a long cache in parts
+    split_kernels.py     its kernels
     latent_attention.py  multi-latent attention over cached latents
     experts.py           layers of experts for few rows, without reading back where they go
     dense_layer.py       a dense layer with little between its products

@@ -64,7 +64,7 @@ def _normalise(
     from megatron_mtp.drafting import row_kernels
 
     channels = weight_H.numel()
-    block = min(WIDEST, _power(channels))
+    block = min(WIDEST, power_of_two(channels))
     row_kernels.normalise[(hidden.numel() // channels,)](
         hidden,
         added,
@@ -127,7 +127,7 @@ def place_rows(
         TURNED=0 if cosine is None else cosine.size(-1),
         NORMS_QUERIES=query_weight_C is not None,
         NORMS_KEYS=key_weight_C is not None,
-        BLOCK=_power(channels),
+        BLOCK=power_of_two(channels),
         num_warps=1,
     )
     return queries_BNRC
@@ -150,7 +150,7 @@ def gated_silu(wide: Tensor) -> Tensor:
 
     wide, inner = wide.contiguous(), _half_of(wide)
     width = inner.size(-1)
-    block = min(GATED, _power(width))
+    block = min(GATED, power_of_two(width))
     grid = (inner.numel() // width, -(-width // block))
     row_kernels.gate[grid](wide, inner, WIDTH=width, BLOCK=block, num_warps=_warps(block))
     return inner
@@ -161,7 +161,7 @@ def _half_of(wide: Tensor) -> Tensor:
     return wide.new_empty(*wide.shape[:-1], wide.size(-1) // 2)
 
 
-def _power(count: int) -> int:
+def power_of_two(count: int) -> int:
     """The least power of two that is not below it."""
     return 1 << (count - 1).bit_length()
 

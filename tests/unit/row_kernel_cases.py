@@ -1,32 +1,23 @@
 """The kernels of drafting in Triton's interpreter, against torch's operations: prints what was found as JSON.
 
-    TRITON_INTERPRET=1 python row_kernel_cases.py
-
-Triton reads the variable when it is imported, so this is a process of its own.
+TRITON_INTERPRET=1 MEGATRON_MTP_COMPILED=0 python row_kernel_cases.py
 """
 
-import importlib.util
 import itertools
 import json
 import logging
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ["MEGATRON_MTP_COMPILED"] = "0"  # torch's operations are the reference
-
-import numpy
 import torch
+from interpreted import compute_bfloat16_as_a_gpu, planted
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from triton.runtime import interpreter
 
 from megatron_mtp.platform import prepare
 
@@ -35,7 +26,6 @@ prepare()
 from drafting_single import model_of  # noqa: E402
 from megatron_single import join_world_of_one  # noqa: E402
 
-from megatron_mtp import drafting  # noqa: E402
 from megatron_mtp.drafting import dense_layer, fused_rows, row_kernels  # noqa: E402
 from megatron_mtp.drafting.api import generate  # noqa: E402
 from megatron_mtp.drafting.kv_cache import KVCache, chain_rows  # noqa: E402
@@ -54,20 +44,11 @@ def kernels(used: bool = True) -> Iterator[None]:
         yield
 
 
-def round_to_nearest(values: Any, given: Any, wanted: Any, _: Any) -> Any:
-    """In the place of the interpreter's conversion, which cuts bfloat16 off; a GPU rounds to the nearest."""
-    if str(wanted) == "bf16":
-        halves = torch.from_numpy(values.astype(numpy.float32)).bfloat16()
-        return halves.view(torch.int16).numpy().view(numpy.uint16).reshape(values.shape)
-    assert (str(given), str(wanted)) == ("bf16", "fp32")
-    return (values.view(numpy.uint16).astype(numpy.uint32) << 16).reshape(values.shape)
-
-
 @torch.inference_mode()
 def main() -> None:
     join_world_of_one()
     logging.disable()
-    interpreter._convert_float = round_to_nearest
+    compute_bfloat16_as_a_gpu()
     fused_rows.WIDEST, fused_rows.GATED = 16, 16  # several parts a row
     found = {
         "rows": {str(dtype): differences(dtype) for dtype in (torch.float32, *HALVES)},
@@ -264,18 +245,8 @@ FAULTS = {
 
 def faulty(cases: Callable[[torch.dtype], Pairs], old: str, new: str) -> float:
     """The largest difference in float32 with a kernel in which `old` is `new`."""
-    source = Path(row_kernels.__file__).read_text()
-    assert old in source, old
-    with tempfile.TemporaryDirectory() as folder:
-        planted = Path(folder) / "planted.py"
-        planted.write_text(source.replace(old, new))
-        spec = importlib.util.spec_from_file_location("planted", planted)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        with mock.patch.object(drafting, "row_kernels", module):
-            return max(worst_of(cases(torch.float32)).values())
+    with planted(row_kernels, old, new):
+        return max(worst_of(cases(torch.float32)).values())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+SHARED = 232_448
+"""Bytes of shared memory that a program can have."""
+
 
 def assert_compiles(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> None:
     """To a binary for sm_90; arguments without a type are constants."""
@@ -14,3 +17,4 @@ def assert_compiles(kernel: Any, types: dict[str, str], constants: dict[str, Any
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     assert ".target sm_90" in compiled.asm["ptx"]
     assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SHARED

@@ -1,9 +1,5 @@
 """drafting/fused_rows.py: where its kernels are used, and, in Triton's interpreter, what they compute."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drafting_single import KINDS, model_of, place_static_experts_everywhere, two_steps
+from interpreted import found_by
 
 from megatron_mtp.drafting import fused_rows
 from megatron_mtp.drafting.runner import Runner
@@ -26,11 +23,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
-    cases = Path(__file__).parent / "row_kernel_cases.py"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, cases], capture_output=True, text=True, check=False, env=environment)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return found_by("row_kernel_cases.py")
 
 
 def test_numbers_are_those_of_torchs_operations(interpreted: dict[str, Any]) -> None:

@@ -1,15 +1,12 @@
 """losses/triton_chunk.py: where its kernels are used, and, in Triton's interpreter, what they compute."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from interpreted import found_by
 
 from megatron_mtp.losses import LOSSES, triton_chunk
 from megatron_mtp.losses.cross_entropy import CrossEntropy
@@ -27,11 +24,7 @@ from megatron_mtp.losses import triton_kernels
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
-    cases = Path(__file__).parent / "triton_cases.py"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, cases], capture_output=True, text=True, check=False, env=environment)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return found_by("triton_cases.py")
 
 
 def test_values_and_gradients_are_those_of_the_definition(interpreted: dict[str, Any]) -> None:

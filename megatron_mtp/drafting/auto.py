@@ -40,6 +40,9 @@ HOPELESS = 0.1
 REHEARSED_STEPS = 4
 """Steps with drafts that the chance on the prompt weighs as much as."""
 
+FEW_TIMES, CLOSE = 3, 0.9
+"""A K that promises this share of the highest rate is tried until it was timed so often; first steps take longer."""
+
 SHARE = 0.01
 """The share of the time so far that drafting may have cost when a draft is tried again."""
 
@@ -109,19 +112,21 @@ class AutoK:
         """Take in the seconds of one step with K = `count`, and what was accepted so far."""
         self._steps += 1
         self._elapsed += drafter + target
-        texts, emitted = stats.target_forwards - self._seen.target_forwards, stats.emitted - self._seen.emitted
-        if count:
-            self._remember(stats)
-            self._drafting += drafter + target
-            self._worth += emitted / max(texts, 1)
         if self._steps > 1:
             self._target[count].append(target)
-        if count and self._behind > 1:
+        if count == 0:
+            self._behind += 1
+            self._seen.target_forwards, self._seen.emitted = stats.target_forwards, stats.emitted
+            return
+        texts, emitted = stats.target_forwards - self._seen.target_forwards, stats.emitted - self._seen.emitted
+        self._remember(stats)
+        self._drafting += drafter + target
+        self._worth += emitted / max(texts, 1)
+        if self._behind > 1:
             self._caught_up = drafter, count, self._behind
-        elif count:
+        else:
             self._draft.append(drafter / count)
-        self._behind = 1 if count else self._behind + 1
-        self._seen = _copy(stats)
+        self._behind, self._seen = 1, _copy(stats)
 
     def rates(self) -> list[float]:
         """Tokens a second that K = 0 .. most promise."""
@@ -135,16 +140,13 @@ class AutoK:
 
     def _plan(self) -> tuple[int, int]:
         """K of the next step, and how many plain steps follow it without another choice."""
-        errs = self._rehearsal > 0 and self._chances()[0] < 0.5
-        few = min(self.most, 1 if errs else FIRST_DRAFTS)
-        trials = (few, few, 0, 0)
+        trials = self._trials()
         if not self._rests:
             if self._steps < len(trials):
                 return trials[self._steps], 0
             if not self._draft:
-                return few, 0  # the first draft's time is that of its catching up
-            rates = self.rates()
-            best = rates.index(max(rates))
+                return trials[0], 0  # the first draft's time is that of its catching up
+            best = self._best()
             if best:
                 self._pause = FIRST_REST
                 return best, 0
@@ -153,6 +155,21 @@ class AutoK:
             return 1, 0
         self._rests = True
         return 0, self._pause - 1
+
+    def _trials(self) -> tuple[int, ...]:
+        """K of the first steps; one more with drafts where they are right on the prompt, since the first ones are slow."""
+        few = min(self.most, FIRST_DRAFTS)
+        if not self._rehearsal:
+            return few, few, 0, 0
+        return (1, 1, 0, 0) if self._chances()[0] < 0.5 else (few, few, few, 0, 0)
+
+    def _best(self) -> int:
+        """K of the highest rate; if that is not 0, a larger one that is close to it and was timed a few times only."""
+        rates = self.rates()
+        best = rates.index(max(rates))
+        close = [count for count in range(best + 1, self.most + 1) if rates[count] >= CLOSE * rates[best]]
+        unsure = [count for count in close if 0 < len(self._target.get(count, ())) < FEW_TIMES]
+        return unsure[0] if best and unsure else best
 
     def _lost(self) -> float:
         """Seconds that steps with drafts took beyond those of plain decoding to the same tokens."""

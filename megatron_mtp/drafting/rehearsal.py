@@ -13,13 +13,14 @@ Letters in names: S rows, B batch, W rows that are judged, H hidden, V vocabular
 """
 
 import torch
+from torch import Tensor
 
 from megatron_mtp.drafting.kv_cache import KVCache, chain_rows
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
 
-FEWEST, MOST = 8, 32
+FEWEST, MOST = 8, 16
 """Rows of each prompt that are judged; of a shorter prompt none are."""
 
 
@@ -40,6 +41,12 @@ def rehearse(runner: Runner, sequences: Sequences, sampling: Sampling) -> tuple[
     cache = KVCache(1, first_B.size(0), width)
     states_SBH = sequences.states_at(first_B, width)
     drafted_SBH = runner.depth(1, states_SBH, sequences.tokens_at(first_B + 1, width), rows, cache)
-    q_BWV = sampling.probabilities(runner.draft_logits(drafted_SBH))
-    p_BWV = sampling.probabilities(runner.logits(sequences.states_at(first_B + 1, width)))
-    return float(torch.minimum(p_BWV, q_BWV).sum(dim=-1).mean()), width
+    trunk_BWV = runner.logits(sequences.states_at(first_B + 1, width))
+    return float(_overlap_BW(sampling, runner.draft_logits(drafted_SBH), trunk_BWV).mean()), width
+
+
+def _overlap_BW(sampling: Sampling, draft_BWV: Tensor, trunk_BWV: Tensor) -> Tensor:
+    """Sum of min(p, q); 1 or 0 where both choose the most probable token."""
+    if sampling.greedy:
+        return (draft_BWV.argmax(dim=-1) == trunk_BWV.argmax(dim=-1)).float()
+    return torch.minimum(sampling.probabilities(trunk_BWV), sampling.probabilities(draft_BWV)).sum(dim=-1)

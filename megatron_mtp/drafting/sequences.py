@@ -52,6 +52,7 @@ class Sequences:
         self.cache = KVCache(runner.trunk_layers, batch, capacity)
         self.recorded: dict[Hashable, Any] = {}
         self._depth_caches: list[KVCache] = []
+        self._count_T = torch.arange(2 * capacity + 2, device=device)
         self.tokens_BT = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
         self.length_B = torch.zeros(batch, dtype=torch.long, device=device)
         self.live_B = torch.ones(batch, dtype=torch.bool, device=device)
@@ -114,19 +115,17 @@ class Sequences:
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
         """Tokens at `count` positions from `first_B` on, [B, count]."""
-        place_BR = first_B.unsqueeze(1) + torch.arange(count, device=first_B.device)
-        return self.tokens_BT.gather(1, place_BR.clamp(0, self.capacity))
+        return self.tokens_BT.gather(1, self._places(first_B, count).clamp(0, self.capacity))
 
     def states_at(self, first_B: Tensor, count: int) -> Tensor:
         """h_0 of `count` rows from `first_B` on, [S, B, H]."""
-        place_BR = (first_B.unsqueeze(1) + torch.arange(count, device=first_B.device)).clamp(min=0)
+        place_BR = self._places(first_B, count).clamp(min=0)
         index_BRH = place_BR.unsqueeze(2).expand(-1, -1, self._states_B1TH.size(3))
         return self._states_B1TH[:, 0].gather(1, index_BRH).transpose(0, 1)
 
     def put_tokens(self, first_B: Tensor, tokens_BN: Tensor) -> None:
         """Write tokens from position `first_B` on; a text that has ended keeps its own."""
-        place_BN = first_B.unsqueeze(1) + torch.arange(tokens_BN.size(1), device=first_B.device)
-        place_BN = place_BN.clamp(max=self.capacity)
+        place_BN = self._places(first_B, tokens_BN.size(1)).clamp(max=self.capacity)
         if not self._all_live:
             place_BN = torch.where(self.live_B.unsqueeze(1), place_BN, self.capacity)
         self.tokens_BT.scatter_(1, place_BN, tokens_BN)
@@ -186,6 +185,10 @@ class Sequences:
         """Whether the host knows that no text has ended; a fixed step must hold for any."""
         return not self.fixed and all(self.live)
 
+    def _places(self, first_B: Tensor, count: int) -> Tensor:
+        """`count` consecutive places from `first_B` on, [B, count]."""
+        return first_B.unsqueeze(1) + self._count_T[:count]
+
     def _grow(self, gained_B: Tensor) -> None:
         self.length_B += gained_B if self._all_live else gained_B * self.live_B
 
@@ -193,9 +196,7 @@ class Sequences:
         newest_B1 = self.newest_B.unsqueeze(1)
         live_B1 = self.live_B.unsqueeze(1)
         source_BR = torch.where(live_B1, newest_B1 + path_BR, self.capacity)
-        target_BR = torch.where(
-            live_B1, newest_B1 + torch.arange(path_BR.size(1), device=path_BR.device), self.capacity
-        )
+        target_BR = torch.where(live_B1, self._places(self.newest_B, path_BR.size(1)), self.capacity)
         self.cache.keep(source_BR, target_BR)
         index_B1RH = source_BR[:, None, :, None].expand(-1, -1, -1, self._states_B1TH.size(3))
         write_rows(self._states_B1TH, self._states_B1TH.gather(2, index_B1RH), target_BR)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from megatron_mtp.data.batch import add_depths, depth_batch
-from megatron_mtp.drafting import loop, sequences
+from megatron_mtp.drafting import graphs, loop, sequences
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.experts import place_static_experts
@@ -140,7 +140,7 @@ def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Te
 
 def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what a step calls can be watched: the replay of a CUDA graph calls nothing."""
-    monkeypatch.setattr(loop, "can_record", lambda *_: False)
+    monkeypatch.setattr(graphs, "can_record", lambda *_: False)
 
 
 def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,13 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     runner.py            a loaded model row by row: trunk, depths, head
     kv_cache.py          keys and values of rows, and the roll-back of rejected ones
     cached_attention.py  attention over the cache, in the place of a trained model's
+    split_attention.py   on a GPU, few rows over a long cache in parts
+    split_kernels.py     its kernels
     latent_attention.py  multi-latent attention over cached latents
     experts.py           layers of experts for few rows, without reading back where they go
     dense_layer.py       a dense layer with little between its products
+    fused_rows.py        on a GPU, what is between them in one kernel each
+    row_kernels.py       these kernels
     products.py          products of few rows, by whichever kernel is faster on this CPU
     few_rows.py          few rows through all layers in one call of compiled code (native/few_rows.cpp)
     compiled.py          builds that code once for this CPU

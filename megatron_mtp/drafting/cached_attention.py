@@ -19,6 +19,7 @@ from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
+from megatron_mtp.drafting.split_attention import is_worth, split_attention
 
 
 class Scope:
@@ -63,6 +64,13 @@ def attend(
         value_BGRC: None where the keys are the values as well.
     """
     key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, scope.rows)
+    return attend_to_window(scope, query_BNRC, key_BGWC, value_BGWC, scale)
+
+
+def attend_to_window(scope: Scope, query_BNRC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scale: float) -> Tensor:
+    """The attention output over the cache's window, in which the rows' own keys and values already are."""
+    if is_worth(query_BNRC, key_BGWC, value_BGWC):
+        return split_attention(query_BNRC, key_BGWC, value_BGWC, scope.rows.mask_B1RW, scale)
     batch, heads, rows, channels = query_BNRC.shape
     groups, value_channels = key_BGWC.size(1), value_BGWC.size(3)
     mask_B1RW = scope.mask(query_BNRC.dtype, heads // groups)

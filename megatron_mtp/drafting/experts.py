@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_mtp.drafting.dense_layer import default_settings
+from megatron_mtp.drafting.dense_layer import activation, default_settings
 from megatron_mtp.model.latent import PortableLatentAttention
 
 MOST_ROWS = 1024
@@ -59,6 +59,7 @@ class StaticExperts(torch.nn.Module):
         experts = own.experts.local_experts
         self.first_EFH = _joined([expert.linear_fc1 for expert in experts])
         self.second_EHF = _joined([expert.linear_fc2 for expert in experts])
+        self._activated = activation(own.config, self.second_EHF)
 
     def forward(self, hidden_SBH: Tensor, **_: object) -> tuple[Tensor, None]:
         """[S, B, H], and no bias, as the layer returns them."""
@@ -89,13 +90,6 @@ class StaticExperts(torch.nn.Module):
         inner_ETF = (self._activated(wide_ETF) * probs_TE.T.unsqueeze(2)).to(hidden_TH.dtype)
         inner_ETF = inner_ETF.masked_fill(~chosen_TE.T.unsqueeze(2), 0)  # 0 times what overflows were NaN
         return torch.bmm(inner_ETF, self.second_EHF.mT).sum(dim=0)
-
-    def _activated(self, wide: Tensor) -> Tensor:
-        config = self.own.config
-        if not config.gated_linear_unit:
-            return config.activation_func(wide)
-        gate, up = wide.chunk(2, dim=-1)
-        return config.activation_func(gate) * up
 
 
 def place_static_experts(layer: TransformerLayer) -> None:

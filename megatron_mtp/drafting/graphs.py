@@ -65,8 +65,9 @@ Record = Callable[[Callable[[], Draft], Any], Recorded]
 
 def can_record(runner: Runner, proposer: Proposer, count: int, verifier: str) -> bool:
     """Whether the device has graphs, and a step of K = `count` reads nothing back to the host."""
+    runners = [runner] if count == 0 or proposer.drafter is None else [runner, proposer.drafter]
     recordable = VERIFIERS[verifier].recordable and (count == 0 or proposer.recordable)
-    return recordable and runner.recordable and runner.device.type == "cuda"
+    return recordable and all(one.recordable and one.device.type == "cuda" for one in runners)
 
 
 def record_on_cuda(step: Callable[[], Draft], pool: Any) -> Recorded:
@@ -96,6 +97,7 @@ def kept_sequences(
         capacity = rounded(max(capacity, min(LEAST_CAPACITY, runner.positions)), few=True)
         _make_room(runner.kept, batch * capacity)
         kept = Sequences(runner, prompts, seeds, capacity)
+        kept.records = True
     else:
         kept.begin(prompts, seeds)
     yield kept
@@ -130,7 +132,7 @@ class GraphedStep:
         self.is_steady = True
 
     def __call__(self, count: int) -> Draft:
-        """Take a step with K = `count`; of the draft only the number of nodes is to be used."""
+        """Take a step with K = `count`; the draft's tensors hold until the next one."""
         sequences = self._sequences
         sequences.fixed = self._proposer.missed(sequences, count) <= sequences.growth
         if not sequences.fixed:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_mtp.drafting.auto import AutoK
-from megatron_mtp.drafting.graphs import GraphedStep, can_record
+from megatron_mtp.drafting.graphs import GraphedStep
 from megatron_mtp.drafting.method import Method
 from megatron_mtp.drafting.rehearsal import rehearse
 from megatron_mtp.drafting.runner import Runner
@@ -51,6 +51,7 @@ class Limits:
 def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits, emit: Emit | None = None) -> None:
     """Grow every text to its end; `sequences.texts` and `method.stats` hold the outcome."""
     sequences.growth = method.count + 1 if sequences.few_shapes else 1
+    sequences.reach = method.proposer.nodes(method.count) + 1 if sequences.few_shapes else 0
     prefill(runner, sequences, method.sampling)
     _hand_out(sequences, method, limits, emit, draft=None)
     method.proposer.start(sequences)
@@ -84,8 +85,8 @@ def _rehearse(runner: Runner, sequences: Sequences, method: Method, auto: AutoK)
 
 
 def _graphed(runner: Runner, sequences: Sequences, method: Method) -> GraphedStep | None:
-    """Steps as a CUDA graph, where that is possible; the time of a replay counts as the target's."""
-    if not can_record(runner, method.proposer, method.count, str(method.config.verifier)):
+    """Steps as CUDA graphs, where they are recorded; the time of a replay counts as the target's."""
+    if not sequences.records:
         return None
     kind = method.config, method.sampling
     return GraphedStep(lambda count: step(runner, sequences, method, count), sequences, method.proposer, kind)

@@ -41,7 +41,10 @@ class Sequences:
         few_shapes: whether shapes should be few rather than small; see `wants_few_shapes`.
         growth: rows that a drafter has missed are run so many at least. Where few shapes are wanted, these are the most
             tokens that a step may add, so that shapes do not follow what was accepted.
+        reach: so many slots after the newest token are looked at, at least. Where few shapes are wanted, these are all
+            that any forward of a step needs, so that its forwards have one window.
         fixed: whether a step must hold for texts of which any may have ended, and not for those that go on now.
+        records: whether steps are recorded as CUDA graphs where that is possible; `graphs.kept_sequences` decides.
         recorded: steps that were recorded on these tensors; see `graphs.py`.
     """
 
@@ -50,8 +53,10 @@ class Sequences:
         self.few_shapes = wants_few_shapes(device)
         self.capacity = capacity
         self.cache = KVCache(runner.trunk_layers, batch, capacity)
+        self.records = False
         self.recorded: dict[Hashable, Any] = {}
         self._depth_caches: list[KVCache] = []
+        self._drafter: tuple[Runner, KVCache] | None = None
         self._count_T = torch.arange(2 * capacity + 2, device=device)
         self.tokens_BT = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
         self.length_B = torch.zeros(batch, dtype=torch.long, device=device)
@@ -67,7 +72,7 @@ class Sequences:
         self.texts = [list(prompt) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.live = [True] * len(prompts)
-        self.growth, self.fixed = 1, False
+        self.growth, self.reach, self.fixed = 1, 0, False
         tokens_BT = torch.zeros(self.tokens_BT.shape, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
@@ -75,7 +80,7 @@ class Sequences:
         self.length_B.copy_(torch.tensor(self.prompt_lengths))
         self.live_B.fill_(True)
         self.seed_B.copy_(torch.tensor(seeds))
-        for cache in (self.cache, *self._depth_caches):
+        for cache in (self.cache, *self._depth_caches, *(self._drafter or ())[1:]):
             cache.clear()
 
     def depth_caches(self, depths: int) -> list[KVCache]:
@@ -83,6 +88,13 @@ class Sequences:
         while len(self._depth_caches) < depths:
             self._depth_caches.append(KVCache(1, len(self.texts), self.capacity))
         return self._depth_caches[:depths]
+
+    def drafter_cache(self, drafter: Runner) -> KVCache:
+        """A cache for a small model, in the same memory for every batch of prompts; of another model, a new one."""
+        if self._drafter is None or self._drafter[0] is not drafter:
+            self._drafter = drafter, KVCache(drafter.trunk_layers, len(self.texts), self.capacity)
+            self.recorded.clear()
+        return self._drafter[1]
 
     @property
     def newest_B(self) -> Tensor:
@@ -106,7 +118,7 @@ class Sequences:
     def window(self, beyond: int) -> int:
         """How many slots a forward looks at whose last row is `beyond` rows after the newest token; `rounded`."""
         longest = max((len(text) for text, live in zip(self.texts, self.live, strict=True) if live), default=1)
-        return min(rounded(longest + max(beyond, self.growth), self.few_shapes), self.capacity)
+        return min(rounded(longest + max(beyond, self.growth, self.reach), self.few_shapes), self.capacity)
 
     def chain(self, first_B: Tensor, rows: int, beyond: int) -> Rows:
         """Rows from slot `first_B` on; those of texts that have ended leave no trace."""

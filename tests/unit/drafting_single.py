@@ -9,9 +9,10 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_single import MOE, VOCABULARY, our_model, randomise, transformer_config
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from megatron_mtp.data.batch import add_depths, depth_batch
-from megatron_mtp.drafting import loop, sequences
+from megatron_mtp.drafting import graphs, loop, sequences
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.experts import place_static_experts
@@ -139,7 +140,7 @@ def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Te
 
 def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what a step calls can be watched: the replay of a CUDA graph calls nothing, nor does compiled code."""
-    monkeypatch.setattr(loop, "can_record", lambda *_: False)
+    monkeypatch.setattr(graphs, "can_record", lambda *_: False)
     monkeypatch.setattr(Runner, "drafts_at_once", lambda *_: False)
 
 
@@ -156,6 +157,32 @@ def place_static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
             place_static_experts(layer)
 
     monkeypatch.setattr(Runner, "_place_experts", place_experts)
+
+
+def without_numbers(model: MTPGPTModel, fakes: FakeTensorMode) -> MTPGPTModel:
+    """With weights that know their shapes alone, so that reading one back is refused."""
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            module._parameters[name] = torch.nn.Parameter(fakes.from_tensor(weight).detach(), False)
+        for name, held in module.named_buffers(recurse=False):
+            module._buffers[name] = fakes.from_tensor(held)
+        if isinstance(getattr(module, "inv_freq", None), torch.Tensor):  # made on the device, and no buffer
+            module.inv_freq = fakes.from_tensor(module.inv_freq)
+    return model
+
+
+def two_steps(kind: str) -> None:
+    """Of a batch without numbers: drafted, verified and kept."""
+    prompts, method = prompts_of(3), "parallel_heads" if kind == "parallel" else "mtp"
+    model = model_of(kind, dtype=torch.bfloat16)
+    with FakeTensorMode() as fakes:
+        target = Runner(without_numbers(model, fakes))
+        sequences = Sequences(target, prompts, [1, 2, 3], 60)
+        chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 3}), Sampling())
+        sequences.growth, sequences.fixed = chosen.count + 1, True
+        chosen.proposer.start(sequences)
+        for _ in range(2):
+            loop.step(target, sequences, chosen, chosen.count)
 
 
 class Agreeing(Proposer):

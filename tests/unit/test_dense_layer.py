@@ -66,7 +66,10 @@ def test_the_command_shows_the_warning_though_it_silences_others(monkeypatch: py
     assert not logging.getLogger("megatron.core").isEnabledFor(logging.WARNING)
 
 
-@pytest.mark.parametrize("name", ["softmax_offset", "fp32_residual_connection", "no_rope_freq", "fp8", "qk_norm_kind"])
+@pytest.mark.parametrize(
+    "name",
+    ["softmax_offset", "fp32_residual_connection", "no_rope_freq", "fp8", "qk_norm_kind", "rotary_interleaved"],
+)
 def test_a_setting_that_is_not_listed_leaves_the_layer_to_megatron(name: str) -> None:
     model = model_of("gqa")
     setattr(model.config, name, True)

@@ -30,13 +30,14 @@ from megatron_mtp.drafting.config import SpeculativeConfig, config_from
 from megatron_mtp.drafting.kv_cache import KVCache, Rows, chain_rows
 from megatron_mtp.drafting.loop import prefill, step
 from megatron_mtp.drafting.method import make_method
-from megatron_mtp.drafting.proposers import base, mtp
+from megatron_mtp.drafting.proposers import PROPOSERS, base, mtp
 from megatron_mtp.drafting.proposers.ngram import continuation
 from megatron_mtp.drafting.proposers.tree import Beam
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import AcceptanceStats, Draft, Round
+from megatron_mtp.drafting.verifiers import VERIFIERS
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -210,11 +211,32 @@ def test_the_positions_end_each_text_by_itself() -> None:
     assert [len(text) for text in texts] == [5, 16]
 
 
+def continuation_of(text: list[int], shortest: int, longest: int, count: int) -> list[int]:
+    """Size by size, and place by place."""
+    for size in range(min(longest, len(text) - 1), shortest - 1, -1):
+        for start in range(len(text) - size - 1, -1, -1):
+            if text[start : start + size] == text[-size:]:
+                return text[start + size : start + size + count]
+    return []
+
+
 def test_suffixes_seen_before() -> None:
-    assert continuation([1, 2, 3, 1, 2], 1, 3, 3) == [3, 1, 2]
-    assert continuation([1, 2, 3, 1, 2], 3, 3, 3) == []
-    assert continuation([7, 7], 1, 3, 3) == [7]
-    assert continuation([7], 1, 3, 3) == []
+    assert continuation_of([1, 2, 3, 1, 2], 1, 3, 3) == [3, 1, 2]
+    assert continuation_of([1, 2, 3, 1, 2], 3, 3, 3) == []
+    assert continuation_of([7, 7], 1, 3, 3) == [7]
+    assert continuation_of([7], 1, 3, 3) == []
+    assert continuation_of([1, 2, 1, 2, 1, 2], 1, 4, 3) == [1, 2]
+    generator, found = torch.Generator().manual_seed(1), 0
+    for shortest, longest, count in ((1, 4, 3), (2, 3, 5), (1, 1, 1), (3, 9, 2)):
+        tokens_BW = torch.randint(0, 3, (40, 12), generator=generator)
+        length_B = torch.randint(1, 13, (40,), generator=generator)
+        made = continuation(tokens_BW, length_B, shortest, longest, count)
+        for tokens, valid, row, length in zip(*(part.tolist() for part in (*made, tokens_BW, length_B)), strict=True):
+            wanted = continuation_of(row[:length], shortest, longest, count)
+            assert [token for token, ok in zip(tokens, valid, strict=True) if ok] == wanted
+            assert valid == sorted(valid, reverse=True)
+            found += len(wanted)
+    assert found > 50
 
 
 def test_short_layers_compute_what_the_modules_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,15 +304,31 @@ def test_statistics_of_one_step_by_hand() -> None:
     assert replace(stats).drafted == 12
 
 
-@pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, temperature: float) -> None:
+RECORDED: list[tuple[str, str, float]] = [
+    *((method, "greedy", 0.0) for method in ("mtp", "mtp_eagle", "mtp_tree", "mtp_beam", "draft_model", "ngram")),
+    *((method, "rejection", 1.0) for method in ("mtp", "mtp_eagle", "mtp_tree", "mtp_beam", "draft_model", "ngram")),
+    *(("mtp", "block", 1.0), ("mtp_tree", "specinfer", 1.0), ("mtp_tree", "spectr", 1.0)),
+    *(("mtp_beam", "joint", 1.0), ("draft_model", "bild", 1.0)),
+]
+"""Methods and verifiers whose steps can be CUDA graphs, and a temperature."""
+
+
+def test_every_step_that_may_be_recorded_is_checked() -> None:
+    methods = {name for name, one in PROPOSERS.items() if one.recordable} - {"plain", "parallel_heads"}
+    assert {method for method, _, _ in RECORDED} == methods
+    assert {verifier for _, verifier, _ in RECORDED} == {name for name, one in VERIFIERS.items() if one.recordable}
+
+
+@pytest.mark.parametrize(("method", "verifier", "temperature"), RECORDED)
+def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, verifier: str, temperature: float) -> None:
     """Under FakeTensorMode, which refuses reads of data; drafting, verifying and keeping, two steps on end."""
-    target, config, prompts = runner_of(), config_from({"method": method, "num_speculative_tokens": 3}), prompts_of(3)
+    own = {"mtp_tree": {"tree": [3, 2, 1]}, "draft_model": {"model": "-"}}.get(method, {})
+    config = config_from({"method": method, "verifier": verifier, "num_speculative_tokens": 3, **own})
+    target, drafter, prompts = runner_of(), runner_of("mha-tied-layernorm"), prompts_of(3)
     with FakeTensorMode(allow_non_fake_inputs=True):
         sequences = Sequences(target, prompts, [1, 2, 3], 60)
         prefill(target, sequences, Sampling(temperature))
-        chosen = make_method(target, config, Sampling(temperature))
+        chosen = make_method(target, config, Sampling(temperature), drafter)
         sequences.growth, sequences.fixed = 4, True
         chosen.proposer.start(sequences)
         for _ in range(2):

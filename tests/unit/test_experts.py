@@ -4,20 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import KINDS, model_of, place_static_experts_everywhere, prompts_of
-from torch._subclasses import FakeTensorMode
+from drafting_single import KINDS, model_of, place_static_experts_everywhere, prompts_of, two_steps
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megatron_mtp.drafting import experts
 from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.experts import StaticExperts, place_static_experts
-from megatron_mtp.drafting.loop import step
-from megatron_mtp.drafting.method import make_method
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.model.trunk import MTPGPTModel
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -82,32 +75,6 @@ def test_other_experts_are_left_to_megatron(changes: dict[str, Any]) -> None:
 @pytest.fixture
 def static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     place_static_experts_everywhere(monkeypatch)
-
-
-def without_numbers(model: MTPGPTModel, fakes: FakeTensorMode) -> MTPGPTModel:
-    """With weights that know their shapes alone, so that reading one back is refused."""
-    for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
-            module._parameters[name] = torch.nn.Parameter(fakes.from_tensor(weight).detach(), False)
-        for name, held in module.named_buffers(recurse=False):
-            module._buffers[name] = fakes.from_tensor(held)
-        if isinstance(getattr(module, "inv_freq", None), torch.Tensor):  # made on the device, and no buffer
-            module.inv_freq = fakes.from_tensor(module.inv_freq)
-    return model
-
-
-def two_steps(kind: str) -> None:
-    """Of a batch: drafted, verified and kept."""
-    prompts, method = prompts_of(3), "parallel_heads" if kind == "parallel" else "mtp"
-    model = model_of(kind, dtype=torch.bfloat16)
-    with FakeTensorMode() as fakes:
-        target = Runner(without_numbers(model, fakes))
-        sequences = Sequences(target, prompts, [1, 2, 3], 60)
-        chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 3}), Sampling())
-        sequences.growth, sequences.fixed = chosen.count + 1, True
-        chosen.proposer.start(sequences)
-        for _ in range(2):
-            step(target, sequences, chosen, chosen.count)
 
 
 @pytest.mark.usefixtures("static_experts_everywhere")

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_mtp.drafting import graphs, kv_cache, loop
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.auto import AutoK
-from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.config import SpeculativeConfig, config_from
 from megatron_mtp.drafting.graphs import GraphedStep, Recorded, Step, can_record
 from megatron_mtp.drafting.method import make_method
 from megatron_mtp.drafting.proposers import PROPOSERS
@@ -34,6 +34,10 @@ from megatron_mtp.drafting.types import Draft, Emitted
 pytestmark = pytest.mark.usefixtures("megatron")
 
 
+FROM_THE_HOST = ("lift_fresh", "lift_fresh_copy")
+"""What `torch.tensor` of numbers is made by."""
+
+
 class Tape(TorchDispatchMode):
     """Notes every operation of a step, and what the tensors it writes held before."""
 
@@ -44,8 +48,11 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, _: Any, given: Any = (), named: Any = None) -> Any:
         named = named or {}
-        if operation._schema.is_mutable:
-            self.before.append((given[0], given[0].clone()))
+        name = operation.overloadpacket.__name__
+        assert name not in FROM_THE_HOST, f"{name} copies from the host, once: a replay has the old numbers"
+        for argument, tensor in zip(operation._schema.arguments, given, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.before.append((tensor, tensor.clone()))
         made = operation(*given, **named)
         self.calls.append((operation, given, named, made))
         return made
@@ -96,22 +103,29 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "recorded", [])
     monkeypatch.setattr(loop, "GraphedStep", Counted)
     want_few_shapes(monkeypatch)
-    for module in (loop, graphs):
-        allowed = lambda _, proposer, count, __: count == 0 or proposer.recordable  # noqa: E731
-        monkeypatch.setattr(module, "can_record", allowed)
+    allowed = lambda _, proposer, count, __: count == 0 or proposer.recordable  # noqa: E731
+    monkeypatch.setattr(graphs, "can_record", allowed)
+
+
+@pytest.fixture
+def narrow_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "FEW_WINDOWS_STEP", 16)
 
 
 RECORDABLE = [name for name, method in PROPOSERS.items() if method.recordable and name != "plain"]
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
+MATRIX = pytest.mark.matrix
+
+
+@pytest.mark.parametrize("count", [pytest.param(0, marks=MATRIX), pytest.param(1, marks=MATRIX), 3])
 @pytest.mark.parametrize("method", RECORDABLE)
 def test_repeated_steps_emit_what_plain_decoding_does(method: str, count: int, request: pytest.FixtureRequest) -> None:
     target, prompts = runner_of("parallel" if method == "parallel_heads" else "gqa"), prompts_of(4)
     answers = generate(target, prompts, 40).token_ids
     request.getfixturevalue("on_tape")
-    settings = {"method": method, "num_speculative_tokens": count}
-    assert generate(target, prompts, 40, speculative=settings).token_ids == answers
+    settings = settings_of(method, count)
+    assert generate(target, prompts, 40, speculative=settings, drafter=drafter_of(method)).token_ids == answers
     assert Counted.replays > 20
 
 
@@ -131,21 +145,77 @@ def test_repeated_steps_of_other_layers_than_the_short_ones(
     assert Counted.replays > 30
 
 
-@pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
-def test_repeated_steps_sample_the_same_texts(method: str, request: pytest.FixtureRequest) -> None:
+SAMPLED = [
+    ("mtp", None),
+    ("mtp_eagle", None),
+    ("mtp_tree", "specinfer"),
+    ("mtp_tree", "spectr"),
+    ("draft_model", "bild"),
+    *(pytest.param(method, None, marks=MATRIX) for method in ("mtp_tree", "mtp_beam", "draft_model", "ngram")),
+    pytest.param("mtp", "block", marks=MATRIX),
+    pytest.param("mtp_beam", "joint", marks=MATRIX),
+]
+
+
+@pytest.mark.usefixtures("narrow_windows")
+@pytest.mark.parametrize(("method", "verifier"), SAMPLED)
+def test_repeated_steps_sample_the_same_texts(
+    method: str, verifier: str | None, request: pytest.FixtureRequest
+) -> None:
     """The random numbers of a step are made within it, from lengths in place; of three tokens many are accepted."""
     target, prompts = Runner(model_of("gqa"), vocab_size=3), [[0, 1, 2, 0]] * 4
-    settings = {"method": method, "num_speculative_tokens": 2}
-    usual = generate(target, prompts, 40, Sampling(2.0), settings)
+    settings = settings_of(method, 2) | ({"verifier": verifier} if verifier else {})
+    drafter = drafter_of(method, vocab_size=3)
+    usual = generate(target, prompts, 40, Sampling(2.0), settings, drafter=drafter)
     request.getfixturevalue("on_tape")
-    again = generate(target, prompts, 40, Sampling(2.0), settings)
+    again = generate(target, prompts, 40, Sampling(2.0), settings, drafter=drafter)
     assert again.token_ids == usual.token_ids
     assert again.stats.accepted == usual.stats.accepted > 40
     assert Counted.replays > 10
 
 
+def test_another_small_model_is_recorded_anew(request: pytest.FixtureRequest) -> None:
+    target, settings = Runner(model_of("gqa"), vocab_size=3), settings_of("draft_model", 2)
+    drafters = [Runner(model_of(kind), vocab_size=3) for kind in ("mha-tied-layernorm", "gqa", "mha-tied-layernorm")]
+    asked = [([[0, 1, 2]] * 2, 20, Sampling(2.0), settings, None, (), drafter) for drafter in drafters]
+    wanted = [generate(target, *one) for one in asked]
+    request.getfixturevalue("on_tape")
+    made = [generate(target, *one) for one in asked]
+    assert [one.token_ids for one in made] == [one.token_ids for one in wanted]
+    assert [one.stats.accepted for one in made] == [one.stats.accepted for one in wanted]
+    assert len(Counted.recorded) == 3
+
+
+@pytest.mark.usefixtures("narrow_windows")
+@pytest.mark.parametrize("method", ["mtp", "mtp_tree", "mtp_beam", "draft_model", "ngram"])
+def test_all_forwards_of_a_step_have_one_window(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is how a step knows its graph; a tree looks at more slots than its path is long."""
+    windows: dict[tuple[int, ...], set[int]] = {}
+    window = Sequences.window
+
+    def watched(self: Sequences, beyond: int) -> int:
+        found = window(self, beyond)
+        if self.reach:  # not the prompts' own
+            windows.setdefault(tuple(self.lengths()), set()).add(found)
+        return found
+
+    monkeypatch.setattr(Sequences, "window", watched)
+    want_few_shapes(monkeypatch)
+    target, drafter = runner_of(depths=1 if method == "mtp" else 3), drafter_of(method)
+    generate(target, [[1, 2, 3]], 40, speculative=settings_of(method, 1 if method == "mtp" else 2), drafter=drafter)
+    assert len(windows) > 20
+    assert {len(found) for found in windows.values()} == {1}
+    assert len(set.union(*windows.values())) > 2
+
+
 def settings_of(method: str, count: int | str = 3) -> dict[str, Any]:
-    return {"method": method, "num_speculative_tokens": count}
+    own = {"mtp_tree": {"tree": [3, 2, 1]}, "draft_model": {"model": "-"}}
+    return {"method": method, "num_speculative_tokens": count, **own.get(method, {})}
+
+
+def drafter_of(method: str, vocab_size: int | None = None) -> Runner | None:
+    """The small model of `draft_model`."""
+    return Runner(model_of("mha-tied-layernorm"), vocab_size) if method == "draft_model" else None
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(2.0)])
@@ -201,20 +271,16 @@ def test_another_method_and_other_sampling_have_graphs_of_their_own(request: pyt
         assert len(Counted.recorded) == len(asked)
 
 
-@pytest.fixture
-def narrow_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "FEW_WINDOWS_STEP", 16)
-
-
 @pytest.mark.usefixtures("narrow_windows")
-@pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "plain"])
+@pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "mtp_tree", "draft_model", "ngram", "plain"])
 def test_a_text_that_outgrows_its_window_has_a_graph_for_the_next(method: str, request: pytest.FixtureRequest) -> None:
     target, prompts = runner_of(), prompts_of(2)
-    count = 0 if method == "plain" else 2
+    count, drafter = 0 if method == "plain" else 2, drafter_of(method)
     answers = generate(target, prompts, 90).token_ids
     request.getfixturevalue("on_tape")
     for _ in range(2):
-        assert generate(target, prompts, 90, speculative=settings_of(method, count)).token_ids == answers
+        settings = settings_of(method, count)
+        assert generate(target, prompts, 90, speculative=settings, drafter=drafter).token_ids == answers
         windows = [window for _, window in Counted.recorded]
         assert windows == sorted(set(windows))
         assert set(windows) >= {32, 48, 64, 80, 96}
@@ -409,8 +475,16 @@ def test_only_steps_made_for_it_are_recorded() -> None:
     assert can_record(on_cuda, vanilla, 2, "greedy")
     assert can_record(on_cuda, eagle, 2, "rejection")
     assert can_record(on_cuda, tree, 0, "greedy")
-    assert not can_record(on_cuda, tree, 2, "greedy")
-    assert not can_record(on_cuda, vanilla, 2, "block")
+    assert can_record(on_cuda, tree, 2, "greedy")
+    assert can_record(on_cuda, vanilla, 2, "block")
+    assert not can_record(on_cuda, vanilla, 2, "relaxed")
+    window = PROPOSERS["lookahead"](target, SpeculativeConfig("lookahead"))
+    assert can_record(on_cuda, window, 0, "greedy")
+    assert not can_record(on_cuda, window, 2, "greedy")
+    small = PROPOSERS["draft_model"](target, config_from(settings_of("draft_model")), target)
+    assert not can_record(on_cuda, small, 2, "greedy")
+    small.drafter = on_cuda
+    assert can_record(on_cuda, small, 2, "greedy")
     assert not can_record(on_cpu, vanilla, 2, "greedy")
     on_cuda.recordable = False
     assert not can_record(on_cuda, vanilla, 2, "greedy")

@@ -1,15 +1,12 @@
 """losses/triton_chunk.py: where its kernels are used, and, in Triton's interpreter, what they compute."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from interpreted import found_by
 
 from megatron_mtp.losses import LOSSES, triton_chunk
 from megatron_mtp.losses.cross_entropy import CrossEntropy
@@ -19,20 +16,15 @@ from megatron_mtp.losses.overlap import TotalVariation
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
-triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+pytest.importorskip("triton")
+from sm_90 import assert_compiles
 
-from megatron_mtp.losses import triton_kernels  # noqa: E402
+from megatron_mtp.losses import triton_kernels
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
-    cases = Path(__file__).parent / "triton_cases.py"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, cases], capture_output=True, text=True, check=False, env=environment)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return found_by("triton_cases.py")
 
 
 def test_values_and_gradients_are_those_of_the_definition(interpreted: dict[str, Any]) -> None:
@@ -77,15 +69,9 @@ NUMBERS = {"factor": "fp32", "temperature": "fp32", "size": "i32", "stride": "i3
 def test_kernels_compile_for_a_gpu(
     kernel: str, constants: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's compiler needs none; its interpreter takes much that the compiler refuses."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    function = getattr(triton_kernels, kernel)
     types = dict.fromkeys(("masks", "scale", "losses"), "*fp32") | POINTERS | NUMBERS
-    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
-    source = ASTSource(function, signature, SIZES | constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": triton_chunk.WARPS})
-    assert ".target sm_90" in compiled.asm["ptx"]
-    assert compiled.asm["cubin"]
+    assert_compiles(getattr(triton_kernels, kernel), types, SIZES | constants, triton_chunk.WARPS)
 
 
 class Extended(CrossEntropy):

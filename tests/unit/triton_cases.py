@@ -1,21 +1,16 @@
 """The Triton kernels in Triton's interpreter, against the losses' definitions: prints worst differences as JSON.
 
-    TRITON_INTERPRET=1 python triton_cases.py
-
-Triton reads the variable when it is imported, so this is a process of its own.
+TRITON_INTERPRET=1 python triton_cases.py
 """
 
-import importlib.util
 import json
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from interpreted import planted
 from linear_cases import SETTINGS, Case, worst
 
-from megatron_mtp import losses
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss, triton_chunk, triton_kernels
 from megatron_mtp.losses.token_loss import Chunk
@@ -109,20 +104,8 @@ FAULTS = {
 
 def faulty(name: str, old: str, new: str) -> float:
     """The worst difference with a kernel in which `old` is `new`."""
-    source = Path(triton_kernels.__file__).read_text()
-    assert old in source, old
-    with tempfile.TemporaryDirectory() as folder:
-        planted = Path(folder) / "planted.py"
-        planted.write_text(source.replace(old, new))
-        spec = importlib.util.spec_from_file_location("planted", planted)
-        assert spec is not None
-        assert spec.loader is not None
-        losses.triton_kernels = importlib.util.module_from_spec(spec)  # type: ignore[assignment]
-        spec.loader.exec_module(losses.triton_kernels)
-        try:
-            return max(differences(MTPConfig(**SETTINGS[name]), CASES[:1]))
-        finally:
-            losses.triton_kernels = triton_kernels
+    with planted(triton_kernels, old, new):
+        return max(differences(MTPConfig(**SETTINGS[name]), CASES[:1]))
 
 
 if __name__ == "__main__":

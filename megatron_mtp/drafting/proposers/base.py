@@ -26,6 +26,7 @@ class Proposer:
         drafter: the small model, for a method that needs one.
 
     Attributes:
+        drafter: the small model, where there is one.
         line: what it drafts from, in a line.
         settings_kind: the class of its own settings, which `settings` is an object of.
         depths: the kind of depths that it drafts with; None if it needs none.
@@ -41,6 +42,7 @@ class Proposer:
     recordable: ClassVar[bool] = False
     limit: ClassVar[str] = ""
     remedy: ClassVar[str] = ""
+    drafter: "Runner | None" = None
 
     def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
         self.runner, self.config, self.settings = runner, config, config.settings

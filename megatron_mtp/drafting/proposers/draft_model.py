@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.kv_cache import KVCache
 from megatron_mtp.drafting.proposers.base import Proposer, pick
 from megatron_mtp.drafting.proposers.mtp import chain_of, windows
 from megatron_mtp.drafting.settings import Settings, setting
@@ -44,6 +43,8 @@ class DraftModel(Proposer):
 
     line = "a small checkpoint of the same vocabulary"
     settings_kind = DraftModelSettings
+    recordable = True
+    drafter: "Runner"
 
     def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
         super().__init__(runner, config)
@@ -51,9 +52,17 @@ class DraftModel(Proposer):
 
     @override
     def start(self, sequences: "Sequences") -> None:
-        batch = len(sequences.texts)
-        self.cache = KVCache(self.drafter.trunk_layers, batch, sequences.capacity)
-        self._seen = [0] * batch
+        self.cache = sequences.drafter_cache(self.drafter)
+        self._seen = [0] * len(sequences.texts)
+
+    @override
+    def missed(self, sequences: "Sequences", count: int) -> int:
+        return sequences.growth_since(self._seen) if count else 0
+
+    @override
+    def mark_seen(self, sequences: "Sequences", count: int) -> None:
+        if count:
+            self._seen = sequences.lengths()
 
     @torch.inference_mode()
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, override
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.settings import Settings, setting
@@ -32,37 +34,40 @@ class NgramSettings(Settings):
 
 
 class Ngram(Proposer):
-    """Looks from `ngram_max` down to `ngram_min` tokens, and takes the latest place."""
+    """The suffix has `ngram_min` to `ngram_max` tokens; of its earlier places the latest one counts."""
 
     line = "what followed the longest suffix when it was seen before"
     settings_kind = NgramSettings
     settings: NgramSettings
+    recordable = True
 
+    @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         shortest, longest = self.settings.ngram_min, self.settings.ngram_max
-        found = [
-            continuation(text, shortest, longest, count) if live else []
-            for text, live in zip(sequences.texts, sequences.live, strict=True)
-        ]
-        return padded(found, count, sequences.length_B.device)
+        tokens_BW = sequences.tokens_BT[:, : sequences.window(0)]
+        drafted_BN, valid_BN = continuation(tokens_BW, sequences.length_B, shortest, longest, count)
+        return Draft(drafted_BN, valid_BN=valid_BN & sequences.live_B.unsqueeze(1))
 
 
-def continuation(text: list[int], shortest: int, longest: int, count: int) -> list[int]:
-    """Up to `count` tokens that followed the latest earlier occurrence of the longest matching suffix.
+def continuation(tokens_BW: Tensor, length_B: Tensor, shortest: int, longest: int, count: int) -> tuple[Tensor, Tensor]:
+    """Up to `count` tokens that followed the latest earlier place of the longest suffix seen before, and which are any.
 
-    [1, 2, 3, 1, 2] continues with 3, 1, 2: its suffix [1, 2] stood at the beginning.
+    An earlier place ends at slot e, at most m - 1. Going back from e and from m = `length_B` - 1, so many tokens agree:
+
+        slot      0  1  2  3  4  5          m = 5; the suffix 1, 2 ends at e = 1 and at e = 3 too,
+        token     1  2  1  2  1  2          where 4 tokens agree, so that e = 3 counts
+        agree     0  2  0  4  0             drafted: what follows e = 3, which is 1, 2
     """
-    for size in range(min(longest, len(text) - 1), shortest - 1, -1):
-        suffix = text[-size:]
-        for start in range(len(text) - size - 1, -1, -1):
-            if text[start : start + size] == suffix:
-                return text[start + size : start + size + count]
-    return []
-
-
-def padded(drafts: list[list[int]], count: int, device: torch.device) -> Draft:
-    """Chains of unequal length as one draft."""
-    tokens = [draft + [0] * (count - len(draft)) for draft in drafts]
-    valid = [[place < len(draft) for place in range(count)] for draft in drafts]
-    return Draft(torch.tensor(tokens, device=device), valid_BN=torch.tensor(valid, device=device))
+    newest_B1 = length_B.clamp(max=tokens_BW.size(1)).unsqueeze(1) - 1  # a text that has ended may be longer
+    end_W = torch.arange(tokens_BW.size(1), device=tokens_BW.device)
+    agree_BW = (end_W < newest_B1).long()
+    agreed_BW = torch.zeros_like(agree_BW)
+    for back in range(longest):
+        wanted_B1 = tokens_BW.gather(1, (newest_B1 - back).clamp(min=0))
+        agree_BW = agree_BW * (pad(tokens_BW, (back, 0), value=-1)[:, : end_W.numel()] == wanted_B1)
+        agreed_BW = agreed_BW + agree_BW
+    end_B1 = (agreed_BW * end_W.numel() + end_W).argmax(dim=1, keepdim=True)  # the longest, and then the latest
+    place_BN = end_B1 + 1 + torch.arange(count, device=tokens_BW.device)
+    valid_BN = (place_BN <= newest_B1) & (agreed_BW.gather(1, end_B1) >= shortest)
+    return tokens_BW.gather(1, place_BN.clamp(max=end_W.numel() - 1)) * valid_BN, valid_BN

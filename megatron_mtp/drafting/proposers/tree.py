@@ -91,7 +91,6 @@ class Grower(Eagle):
     """Level by level: run rows, choose their candidates, choose which of these to continue."""
 
     settings: BeamSettings
-    recordable = False
 
     @property
     def beam(self) -> int:

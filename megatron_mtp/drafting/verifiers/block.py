@@ -21,7 +21,7 @@ from megatron_mtp.drafting.verifiers.base import Verifier
 from megatron_mtp.drafting.verifiers.walk import row_of
 
 
-@partial(Verifier, line="judge the whole chain at once (arXiv:2403.10444)", judges_trees=False)
+@partial(Verifier, line="judge the whole chain at once (arXiv:2403.10444)", judges_trees=False, recordable=True)
 def block(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """The verdict on a chain. Raises ValueError for a tree."""
     if not draft.is_chain:

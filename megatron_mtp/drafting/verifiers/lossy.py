@@ -98,6 +98,7 @@ def _is_thinking(text: list[int], settings: RelaxedSettings) -> bool:
     lossless=False,
     judges_trees=False,
     takes_path_probs=True,
+    recordable=True,
     settings_kind=JointSettings,
 )
 def joint(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
@@ -124,6 +125,7 @@ def joint(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     line="stop drafting where unsure, roll back at the first unlikely token (arXiv:2302.07863)",
     lossless=False,
     judges_trees=False,
+    recordable=True,
     settings_kind=BildSettings,
 )
 def bild(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:

@@ -21,7 +21,7 @@ HALVINGS = 40
 """Bisection steps: rho to 1e-11."""
 
 
-@partial(Verifier, line="choose among several samples of one q (arXiv:2310.15141)", needs_samples=True)
+@partial(Verifier, line="choose among several samples of one q (arXiv:2310.15141)", needs_samples=True, recordable=True)
 def spectr(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """Keeps the target's distribution where the candidates of a row are independent samples of the same q."""
     p_BRV = round.sampling.probabilities(logits_BRV).double()

@@ -1,0 +1,69 @@
+"""Triton's interpreter: cases that run in it as a process of their own, its arithmetic, and faults planted in kernels.
+
+Triton reads TRITON_INTERPRET when it is imported, hence the process.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy
+import torch
+
+
+def found_by(cases: str) -> dict[str, Any]:
+    """What a file beside this one prints as its last line."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "MEGATRON_MTP_COMPILED": "0"}
+    command = [sys.executable, Path(__file__).parent / cases]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@contextmanager
+def planted(kernels: ModuleType, old: str, new: str) -> Iterator[None]:
+    """With `new` for `old` in a module of kernels, for those that import it inside."""
+    source = Path(str(kernels.__file__)).read_text()
+    assert old in source, old
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "planted.py"
+        file.write_text(source.replace(old, new))
+        spec = importlib.util.spec_from_file_location("planted", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        room, _, name = kernels.__name__.rpartition(".")
+        with mock.patch.object(sys.modules[room], name, module):
+            yield
+
+
+def compute_bfloat16_as_a_gpu() -> None:
+    """The interpreter cuts bfloat16 off, where a GPU rounds to the nearest, and multiplies its bits as integers."""
+    from triton.runtime import interpreter
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def exact(self: Any, first: Any, second: Any, *rest: Any) -> Any:
+        factors = [self.cast_impl(one, interpreter.tl.float32) for one in (first, second)]
+        return multiply(self, *factors, *rest)
+
+    interpreter._convert_float = _to_nearest
+    interpreter.InterpreterBuilder.create_dot = exact
+
+
+def _to_nearest(values: Any, given: Any, wanted: Any, _: Any) -> Any:
+    if str(wanted) == "bf16":
+        halves = torch.from_numpy(values.astype(numpy.float32)).bfloat16()
+        return halves.view(torch.int16).numpy().view(numpy.uint16).reshape(values.shape)
+    assert (str(given), str(wanted)) == ("bf16", "fp32")
+    return (values.view(numpy.uint16).astype(numpy.uint32) << 16).reshape(values.shape)

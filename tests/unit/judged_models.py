@@ -36,6 +36,7 @@ TRAINED = {
     "qwen3_5_moe_text": 1,
     "qwen3_5_moe_text-packed": 1,
     "nemotron_h": 3,
+    "nemotron_h-latent": 1,
 }
 """Families that Megatron runs, and the depths of the folder."""
 SPLIT = {

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from megatron_mtp.checkpoint.command import main
+from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import flags_of, megatron_arguments
@@ -30,6 +31,7 @@ from megatron_mtp.checkpoint.proof import reference_forms
 from megatron_mtp.checkpoint.proof.prompt import Prompt, random_tokens
 from megatron_mtp.checkpoint.proof.reference import all_logits
 from megatron_mtp.checkpoint.proof.verify import Check, compare, megatron_logits, rounding, verify
+from megatron_mtp.model.arguments import parsed
 
 pytestmark = pytest.mark.usefixtures("forked_python", "megatron")
 
@@ -63,7 +65,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_text",
         {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "head_dim": 8},
     ),
-    "groups of experts, MLPs": (
+    "groups of experts behind a latent projection, MLPs": (
         "nemotron_h",
         {
             "layers_block_type": ["mamba", "moe", "full_attention", "mlp", "mamba"],
@@ -76,6 +78,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_group": 4,
             "topk_group": 2,
             "routed_scaling_factor": 2.5,
+            "moe_latent_size": 12,
         },
     ),
 }
@@ -145,17 +148,6 @@ def test_what_megatron_cannot_run_has_its_reason(
     assert reason in said
 
 
-def test_experts_behind_a_latent_projection_convert_but_are_not_run(tmp_path: Path) -> None:
-    source = make(tmp_path / "hf", "nemotron_h", 1, changes={"moe_latent_size": 12})
-    assert main(["hf-to-mcore", str(source), str(tmp_path / "mcore")]) == 0
-    assert main(["mcore-to-hf", str(tmp_path / "mcore"), str(tmp_path / "back")]) == 0
-    there, back = read(source), read(tmp_path / "back")
-    assert there.keys() == back.keys()
-    assert [key for key in back if not torch.equal(back[key], there[key])] == []
-    args = DistReader(tmp_path / "mcore").common()["args"]
-    assert "latent projection" in args.megatron_mtp_untrainable
-
-
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "'layer_types' has 'sliding_attention'; known are"),
     ("qwen3_next", {"mlp_only_layers": 3}, "'mlp_only_layers' is 3; it must be a list"),
@@ -184,6 +176,18 @@ def test_a_config_that_cannot_be_is_one_sentence(
     (source / "config.json").write_text(json.dumps({**keys, **changes}))
     assert main(["hf-to-mcore", str(source), str(tmp_path / "mcore")]) == 2
     assert says.replace("\\", "") in capsys.readouterr().err
+
+
+def test_stages_and_the_number_of_depths_are_no_settings(tmp_path: Path) -> None:
+    """A run may cut the trunk into stages, and use its depth repeatedly."""
+    flags, _ = flags_of(HFModel.read(make(tmp_path / "hf", "qwen3_next", 1)))
+    assert flags is not None
+    args, other = parsed(flags, 96), parsed(flags, 96)
+    assert other.hybrid_layer_pattern == "GEGEGE*E/*E"
+    other.hybrid_layer_pattern, other.mtp_num_layers = "GEGE|GE*E/*E/*E", 2
+    assert differences(settings_of(args), settings_of(other)) == []
+    other.hybrid_layer_pattern = "GEGEGEGE/*E"
+    assert differences(settings_of(args), settings_of(other))[0].startswith("hybrid_layer_pattern 'GEGEGE*E/*E'")
 
 
 # --- planted faults --------------------------------------------------------------------------------------------------

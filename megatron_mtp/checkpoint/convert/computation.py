@@ -74,8 +74,8 @@ def _in_one_form(found: Settings) -> Settings:
 
 
 def _layers_of(pattern: str) -> str:
-    """A hybrid's pattern without pipeline stages, and with one depth if it has any: the tensors show how many."""
-    trunk, *depths = pattern.replace("|", "").split("/")
+    """A hybrid's pattern with one depth if it has any: the tensors show how many."""
+    trunk, *depths = pattern.split("/")
     return "/".join([trunk, *depths[:1]])
 
 

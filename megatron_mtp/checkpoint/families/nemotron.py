@@ -57,8 +57,13 @@ def _layer(config: HFConfig, layout: Layout, kind: str, place: Place) -> list[Ru
         width = config.integer("intermediate_size")
         return [norm, *plain_mlp_rules(f"{place.hf}mixer.", f"{place.mcore}mlp.", hidden, width)]
     shared = config.integer("moe_shared_expert_intermediate_size")
-    latent = config.integer("moe_latent_size") if config.has("moe_latent_size") else None
-    return [norm, *moe_rules(place, moe(config, layout, shared=shared, latent=latent, gated=False, module="mixer"))]
+    experts = moe(config, layout, shared=shared, latent=_latent(config), gated=False, module="mixer")
+    return [norm, *moe_rules(place, experts)]
+
+
+def _latent(config: HFConfig) -> int | None:
+    """Size of the latent between hidden state and experts; None without one."""
+    return config.integer("moe_latent_size") if config.has("moe_latent_size") else None
 
 
 def _mamba(config: HFConfig) -> Mamba:
@@ -114,8 +119,10 @@ def _flags(config: HFConfig, layout: Layout) -> list[str]:
     flags = [*hybrid_flags(config, pattern, gqa(config)), *pairs(sizes), "--squared-relu"]
     if "E" not in pattern:
         return flags
-    shared = {"moe-shared-expert-intermediate-size": config.integer("moe_shared_expert_intermediate_size")}
-    return [*flags, *routed_flags(config), *pairs(shared)]
+    widths = {"moe-shared-expert-intermediate-size": config.integer("moe_shared_expert_intermediate_size")}
+    if (latent := _latent(config)) is not None:
+        widths["moe-latent-size"] = latent
+    return [*flags, *routed_flags(config), *pairs(widths)]
 
 
 def _check(config: HFConfig) -> None:
@@ -127,8 +134,6 @@ def _check(config: HFConfig) -> None:
         raise UntrainableError(f"limits of time steps, 'time_step_limit' {config.keys['time_step_limit']!r:.40}")
     if config.has("sliding_window"):
         raise UntrainableError("sliding windows")
-    if config.has("moe_latent_size"):
-        raise UntrainableError("experts behind a latent projection, which need Transformer Engine and were not tried")
 
 
 def _unlimited(limit: object) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_mtp.checkpoint.families.blocks import Place
 from megatron_mtp.checkpoint.families.family import Layout
-from megatron_mtp.checkpoint.families.rules import ByKind, HFTensor, MinusOne, Piece, Rule, Shape, Split, rename
+from megatron_mtp.checkpoint.families.rules import ByKind, HFTensor, Map, MinusOne, Piece, Rule, Shape, Split, rename
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL, ORIGINAL_NORMS
 
 
@@ -63,12 +63,13 @@ def _grouped(hf: str, mcore: str, d: DeltaNet) -> list[Rule]:
     """A key head's query, key, values and gates, then those of the next; and so its values' betas and alphas."""
     shared = d.values // d.keys
     in_group = {"query": d.key_width, "key": d.key_width, **dict.fromkeys(("value", "z"), shared * d.value_width)}
-    per_value = {"beta": shared, "alpha": shared}
-    return [
-        Rule(rule.hf, rule.mcore, ByKind(d.keys, tuple(rows.values())))
-        for name, rows in {"in_proj_qkvz": in_group, "in_proj_ba": per_value}.items()
-        for rule in [_split(f"{hf}{name}.weight", mcore, {part: d.rows[part] for part in rows}, (d.hidden,))]
-    ]
+    of_values = {"beta": shared, "alpha": shared}
+    rules = []
+    for name, rows in {"in_proj_qkvz": in_group, "in_proj_ba": of_values}.items():
+        whole = {part: d.rows[part] for part in rows}
+        by_kind = ByKind(d.keys, tuple(rows.values()))
+        rules.append(_split(f"{hf}{name}.weight", mcore, whole, (d.hidden,), by_kind))
+    return rules
 
 
 def _by_kind(hf: str, mcore: str, d: DeltaNet) -> list[Rule]:
@@ -119,10 +120,10 @@ def mamba_rules(place: Place, m: Mamba) -> list[Rule]:
     ]
 
 
-def _split(hf: str, mcore: str, rows: dict[str, int], rest: Shape) -> Rule:
-    """One HF tensor, whose parts follow each other, and Megatron's tensors of the parts."""
+def _split(hf: str, mcore: str, rows: dict[str, int], rest: Shape, how: Map | None = None) -> Rule:
+    """One HF tensor, and Megatron's tensors of its parts, which follow each other in HF unless `how` says otherwise."""
     pieces = tuple(Piece(f"{mcore}{part}", (count, *rest)) for part, count in rows.items())
-    return Rule((HFTensor(hf, (sum(rows.values()), *rest)),), pieces, Split(tuple(rows.values())))
+    return Rule((HFTensor(hf, (sum(rows.values()), *rest)),), pieces, how or Split(tuple(rows.values())))
 
 
 def _norm(hf: str, mcore: str, width: int, original: bool) -> Rule:

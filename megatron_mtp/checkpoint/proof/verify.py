@@ -269,11 +269,18 @@ def split_logits(
 def megatron_logits(folder: Path, prompt: Prompt) -> dict[str, Tensor]:
     """Logits of a checkpoint by Megatron's modules and our depths; names as in reference.py."""
     from megatron_mtp.checkpoint.mcore.model import load_model
-    from megatron_mtp.data.batch import add_depths, depth_batch
-    from megatron_mtp.model.causal import square_mask
 
     model = load_model(folder)
     place(model, prompt)
+    with torch.no_grad():
+        return logits_of(model, prompt)
+
+
+def logits_of(model: Any, prompt: Prompt) -> dict[str, Tensor]:
+    """Logits of a model of Megatron, trunk and depths; names as in reference.py."""
+    from megatron_mtp.data.batch import add_depths, depth_batch
+    from megatron_mtp.model.causal import square_mask
+
     depths = model.config.mtp_num_layers or 0
     tokens_BS, length = prompt.tokens_BS.cuda(), prompt.tokens_BS.size(1)
     positions_BS = prompt.positions_S.cuda().unsqueeze(0)
@@ -287,8 +294,7 @@ def megatron_logits(folder: Path, prompt: Prompt) -> dict[str, Tensor]:
         states |= {f"depth {depth}": state_SBH for depth, state_SBH in enumerate(stage.depth_hidden, start=1)}
         return {name: stage.head.project(state_SBH)[:, 0].clone().cpu() for name, state_SBH in states.items()}
 
-    with torch.no_grad():
-        out: dict[str, Tensor] = model(
-            tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=depth_batch(batch)
-        )
+    out: dict[str, Tensor] = model(
+        tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=depth_batch(batch)
+    )
     return out

@@ -22,7 +22,7 @@ from megatron_mtp.model.build import MTPModelConfig, config_of
 from megatron_mtp.patches.unpickling import CATALOGUE
 from megatron_mtp.platform.kernels import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.training.console import say
-from megatron_mtp.training.data_flags import check_data, true_vocab_size
+from megatron_mtp.training.data_flags import check_data, leave_out_evaluations, true_vocab_size
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
 from megatron_mtp.training.flag_checks import check_ranges, check_tokenizer_folder
 from megatron_mtp.training.flags import add_mtp_arguments
@@ -70,6 +70,7 @@ def parse_checked_args() -> tuple[Namespace, MTPModelConfig]:
     args = parse_run_args()
     if args.rank == 0:
         check_data(args)
+    leave_out_evaluations(args)
     return args, checked_model_config(args)
 
 

@@ -105,6 +105,9 @@ def parse_run_args(
         args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
     check_supported(args)  # older flags now have their newer names
     if args.use_checkpoint_args:
+        if given.mtp_num_layers is not None:
+            args.mtp_num_layers = given.mtp_num_layers  # Megatron prefers the checkpoint's, whatever the flag says
+            set_depths(args)
         check_flags(args, mtp_config_from_args(args))  # Megatron has now read them from the checkpoint
     return args
 

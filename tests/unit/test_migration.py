@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_models import make, read
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron_single import randomise
@@ -328,6 +329,23 @@ def test_verify_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "is a hybrid model of layers *-*-/*- already; hybrid-to-gpt is the other way." in capsys.readouterr().err
     assert run("verify", source, target, "--text", "x") == 2
     assert "leave --text out" in capsys.readouterr().err
+
+
+def test_a_converted_model_comes_back_from_its_hybrid_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make(tmp_path / "source", "glm4_moe", 2)
+    assert run("hf-to-mcore", source, tmp_path / "gpt") == 0
+    assert run("gpt-to-hybrid", tmp_path / "gpt", tmp_path / "hybrid") == 0
+    assert (tmp_path / "hybrid" / TRACKER).read_text() == "release"
+    assert failed(verify_forms(tmp_path / "gpt", tmp_path / "hybrid")) == []
+    assert run("mcore-to-hf", tmp_path / "hybrid", tmp_path / "folder") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "the checkpoint is a hybrid model, and" in said
+    assert "describes a GPT; apply hybrid-to-gpt to it." in said
+    assert run("hybrid-to-gpt", tmp_path / "hybrid", tmp_path / "again") == 0
+    assert run("mcore-to-hf", tmp_path / "again", tmp_path / "folder") == 0
+    there, back = read(source), read(tmp_path / "folder")
+    assert there.keys() == back.keys()
+    assert [key for key in there if not torch.equal(there[key], back[key])] == []
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from megatron_mtp.checkpoint.mcore.tensors import Chunk, chunks_are_in, read_chu
 from megatron_mtp.checkpoint.mcore.tokenizer import KEPT_TOKENIZER
 from megatron_mtp.files import synced
 
-UNTRAINED = {
+UNTRAINED: dict[str, Any] = {
     "iteration": 0,
     "content_metadata": {"non_homogeneous_layers": True, "singleton_local_shards": False},
 }

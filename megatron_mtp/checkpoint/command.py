@@ -40,6 +40,11 @@ EXAMPLES = """examples:
   megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported
   megatron-mtp convert verify exported runs/mine/checkpoint
 
+  # a GPT's checkpoint for training as a hybrid model, which goes on at the same step; the proof; and back
+  megatron-mtp convert gpt-to-hybrid runs/mine/checkpoint checkpoints/hybrid
+  megatron-mtp convert verify runs/mine/checkpoint checkpoints/hybrid
+  megatron-mtp convert hybrid-to-gpt checkpoints/hybrid checkpoints/gpt
+
 An interrupted conversion leaves DST.partial; the same command with --resume continues it.
 """
 DIFFERENT, UNCOMPARED = 1, 3
@@ -174,6 +179,25 @@ def drop(args: argparse.Namespace) -> dict[str, Any]:
     return asdict(drop_depths(args.source, args.target, args.keep, options(args)))
 
 
+def to_hybrid(args: argparse.Namespace) -> dict[str, Any]:
+    """`convert gpt-to-hybrid`."""
+    return _migrate(args, to_hybrid=True)
+
+
+def to_gpt(args: argparse.Namespace) -> dict[str, Any]:
+    """`convert hybrid-to-gpt`."""
+    return _migrate(args, to_hybrid=False)
+
+
+def _migrate(args: argparse.Namespace, to_hybrid: bool) -> dict[str, Any]:
+    from megatron_mtp.checkpoint.convert.dry_run import plan_forms
+    from megatron_mtp.checkpoint.convert.migrating import migrate, plan_migration
+
+    if args.dry_run:
+        return plan_forms(plan_migration(args.source, to_hybrid), args.target)
+    return asdict(migrate(args.source, args.target, to_hybrid, options(args)))
+
+
 def look(args: argparse.Namespace) -> dict[str, Any]:
     """`convert inspect`."""
     from megatron_mtp.checkpoint.inspecting import inspect, names
@@ -184,9 +208,18 @@ def look(args: argparse.Namespace) -> dict[str, Any]:
 
 def prove(args: argparse.Namespace) -> dict[str, Any]:
     """`convert verify`."""
+    from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
     from megatron_mtp.checkpoint.proof.verify import verify
 
-    checks = verify(local_folder(args.source), args.target, args.text, trust_remote_code=args.trust_remote_code)
+    source = local_folder(args.source)
+    if is_checkpoint(source):
+        from megatron_mtp.checkpoint.proof.forms import verify_forms
+
+        if args.text is not None:
+            raise ValueError(f"--text is {args.text}, but {source} is no Hugging Face folder; leave --text out.")
+        checks = verify_forms(source, args.target)
+    else:
+        checks = verify(source, args.target, args.text, trust_remote_code=args.trust_remote_code)
     ok = all(check.ok for check in checks if check.made)
     return {"checks": [asdict(check) for check in checks], "ok": ok, "compared": all(check.made for check in checks)}
 
@@ -331,8 +364,9 @@ COMMANDS = {
     ),
     "verify": Command(
         prove,
-        "Prove that a Hugging Face folder and a Megatron checkpoint are the same model, depths included.",
-        ("HF", "MCORE"),
+        "Prove that a Hugging Face folder and a Megatron checkpoint, or a GPT checkpoint and its hybrid form, are the "
+        "same model, depths included.",
+        ("HF|MCORE", "MCORE"),
         (_trust_flag, _verify_flags),
     ),
     "attach-mtp": Command(
@@ -346,6 +380,18 @@ COMMANDS = {
         "Copy a Megatron checkpoint without its MTP depths, or with the first few of them.",
         ("SRC", "DST"),
         (_writing_flags, _drop_flags),
+    ),
+    "gpt-to-hybrid": Command(
+        to_hybrid,
+        "Write a GPT checkpoint as one of a hybrid model (--hybrid-layer-pattern), optimizer and depths included.",
+        ("SRC", "DST"),
+        (_writing_flags,),
+    ),
+    "hybrid-to-gpt": Command(
+        to_gpt,
+        "Write a checkpoint of a hybrid model whose layers are a GPT's as one of a GPT, optimizer and depths included.",
+        ("SRC", "DST"),
+        (_writing_flags,),
     ),
 }
 

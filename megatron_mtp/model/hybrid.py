@@ -42,6 +42,16 @@ from megatron_mtp.platform import kernels
 
 RECURRENT = (Symbols.MAMBA, Symbols.GDN)
 """Layers with states."""
+KINDS = {
+    Symbols.ATTENTION: "attention",
+    Symbols.MLA: "latent attention",
+    Symbols.DS_ATTENTION: "sparse attention",
+    Symbols.MLP: "MLP",
+    Symbols.MOE: "MoE",
+    Symbols.MAMBA: "Mamba-2",
+    Symbols.GDN: "Gated DeltaNet",
+}
+"""The symbols of a pattern, in words."""
 SHARDED_STACK = "mtp_model_layer"
 """The name of a depth's stack in checkpoints, which Megatron's own MTP uses too."""
 

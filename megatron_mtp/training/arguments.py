@@ -22,7 +22,7 @@ from megatron_mtp.model.build import MTPModelConfig, config_of
 from megatron_mtp.patches.unpickling import CATALOGUE
 from megatron_mtp.platform.kernels import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.training.console import say
-from megatron_mtp.training.data_flags import check_data, true_vocab_size
+from megatron_mtp.training.data_flags import check_data, leave_out_evaluations, true_vocab_size
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
 from megatron_mtp.training.flag_checks import check_ranges, check_tokenizer_folder
 from megatron_mtp.training.flags import add_mtp_arguments
@@ -70,6 +70,7 @@ def parse_checked_args() -> tuple[Namespace, MTPModelConfig]:
     args = parse_run_args()
     if args.rank == 0:
         check_data(args)
+    leave_out_evaluations(args)
     return args, checked_model_config(args)
 
 
@@ -104,6 +105,9 @@ def parse_run_args(
         args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
     check_supported(args)  # older flags now have their newer names
     if args.use_checkpoint_args:
+        if given.mtp_num_layers is not None:
+            args.mtp_num_layers = given.mtp_num_layers  # Megatron prefers the checkpoint's, whatever the flag says
+            set_depths(args)
         check_flags(args, mtp_config_from_args(args))  # Megatron has now read them from the checkpoint
     return args
 

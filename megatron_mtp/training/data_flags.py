@@ -10,6 +10,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.training.chat import check_chat_files
+from megatron_mtp.training.console import say
 
 
 def check_data(args: Namespace) -> None:
@@ -36,6 +37,34 @@ def check_data(args: Namespace) -> None:
         _check_fim_tokens(args)
     if args.tokenizer_model is not None:
         check_tokenizer(prefixes, args.tokenizer_model)
+
+
+def leave_out_evaluations(args: Namespace) -> None:
+    """Evaluate nothing (--eval-iters 0) where the flags name data for training alone: Megatron would read from none.
+
+    Raises:
+        ValueError: an evaluation of other data was asked for, and the flags name none for validation.
+    """
+    if args.mock_data or not (args.eval_iters or args.full_validation):
+        return
+    training, validation, test = _parts(args)
+    if validation:
+        return
+    said = f"--split is {args.split}" if args.data_path is not None else "--valid-data-path is missing"
+    if test or not training or args.full_validation:
+        raise ValueError(f"{said}, which leaves nothing to validate on; give validation data, or --eval-iters 0.")
+    args.eval_iters = 0
+    if args.rank == 0:
+        say(f"> {said}, which leaves nothing to evaluate on: training without evaluations, as with --eval-iters 0")
+
+
+def _parts(args: Namespace) -> list[bool]:
+    """Whether the flags name data for training, for validation and for test."""
+    blend, per_split = get_blend_and_blend_per_split(args)
+    if per_split is not None:
+        return [part is not None for part in per_split]
+    weights = split_weights(args.split) if args.split is not None and blend is not None else [1, 1, 1]
+    return [weight > 0 for weight in (*weights, 0, 0)][:3]
 
 
 def _check_conversations(args: Namespace) -> None:

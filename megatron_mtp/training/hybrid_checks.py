@@ -9,18 +9,9 @@ from argparse import Namespace
 from megatron.core.models.hybrid.hybrid_layer_allocation import ParsedHybridPattern, Symbols, parse_hybrid_pattern
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.model.hybrid import RECURRENT
+from megatron_mtp.model.hybrid import KINDS, RECURRENT
 
 FLAG = "--hybrid-layer-pattern"
-KINDS = {
-    Symbols.ATTENTION: "attention",
-    Symbols.MLA: "latent attention",
-    Symbols.DS_ATTENTION: "sparse attention",
-    Symbols.MLP: "MLP",
-    Symbols.MOE: "MoE",
-    Symbols.MAMBA: "Mamba-2",
-    Symbols.GDN: "Gated DeltaNet",
-}
 
 
 def set_depths(args: Namespace) -> None:

@@ -39,6 +39,10 @@ LATENT_POSITIONS = (
     "mscale_all_dim",
 )
 """Arguments that say how positions turn queries and keys; the latter with latent attention."""
+QUERY_KEY_NORMS = (
+    *("q_layernorm.weight", "k_layernorm.weight", "kv_layernorm.weight"),
+    *("linear_q_up_proj.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight"),
+)
 OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
 """Formats without `metadata.json`; Megatron reads them by --ckpt-format."""
 
@@ -119,27 +123,59 @@ def check_layers(args: Namespace) -> None:
     said = f"{FLAGS[load_arg]} {getattr(args, load_arg)} holds"
     if theirs is not None and own is None:
         raise ValueError(f"{said} a hybrid model; give its --hybrid-layer-pattern '{theirs}'.")
-    if theirs is None and own is not None and "/" in own:
-        raise ValueError(
-            f"{said} a GPT of {stored.num_layers} layers, and --hybrid-layer-pattern {own} has depths, which Megatron "
-            "does not read from one; give the flags of its training."
-        )
-    if theirs is None and own is not None and (layers := sum(map(own.count, "*+"))) != stored.num_layers:
-        raise ValueError(
-            f"{said} a GPT of {stored.num_layers} layers, and --hybrid-layer-pattern {own} has {layers} of attention; "
-            "give as many."
-        )
-    if theirs is not None and own is not None and _kinds(own) != _kinds(theirs):
+    if theirs is None and own is not None:
+        _check_gpt_as_hybrid(own, stored, said)
+    if own is not None and args.transformer_impl == "transformer_engine":
+        _check_norms(Path(get_load_checkpoint_path_by_args(args, load_arg)), said)
+    if theirs is not None and own is not None and not _fits(own, theirs):
         raise ValueError(
             f"{said} a hybrid model of layers {theirs}, and --hybrid-layer-pattern is {own}; give the same layers for "
             "the trunk and for a depth."
         )
 
 
-def _kinds(pattern: str) -> tuple[str, str | None]:
-    """The layers of the trunk, and those of a depth; None where a checkpoint or a run has no depths."""
-    parts = pattern.replace("|", "").split("/")
-    return parts[0], parts[1] if len(parts) > 1 else None
+def _check_gpt_as_hybrid(pattern: str, stored: Namespace, said: str) -> None:
+    """Whether Megatron's loader reads a GPT's checkpoint into layers of this pattern: only without depths.
+
+    Raises:
+        ValueError: it does not.
+    """
+    depths = getattr(stored, "mtp_num_layers", None)
+    if depths or "/" in pattern:
+        with_depths = f"with {depths} depths" if depths else "without depths"
+        raise ValueError(
+            f"{said} a GPT of {stored.num_layers} layers {with_depths}, and --hybrid-layer-pattern is {pattern}, but "
+            "depths are not loaded from one form into the other; make a hybrid checkpoint of it by megatron-mtp "
+            "convert gpt-to-hybrid, and load that."
+        )
+    halves = {"attention": "*+", "an MLP or MoE": "-E"}
+    for kind, symbols in halves.items():
+        if (layers := sum(map(pattern.count, symbols))) != stored.num_layers:
+            raise ValueError(
+                f"{said} a GPT of {stored.num_layers} layers, and --hybrid-layer-pattern {pattern} has {layers} of "
+                f"{kind}; give as many."
+            )
+
+
+def _check_norms(folder: Path, said: str) -> None:
+    """Whether Transformer Engine's hybrid layers compute all that the checkpoint holds.
+
+    Raises:
+        ValueError: it holds norms of queries and keys, which Megatron leaves out there, --qk-layernorm or not.
+    """
+    norms = [key for key in DistReader(folder).keys if key.endswith(QUERY_KEY_NORMS)]
+    if norms:
+        raise ValueError(
+            f"{said} norms of queries and keys ('{norms[0]}'), which Megatron's hybrid layers do not have with "
+            "Transformer Engine; give --transformer-impl local."
+        )
+
+
+def _fits(own: str, theirs: str) -> bool:
+    """Whether a run's pattern has the layers of a checkpoint's; --mtp-init makes depths for one without any."""
+    parts = [pattern.replace("|", "").split("/") for pattern in (own, theirs)]
+    (trunk, *depths), (stored_trunk, *stored_depths) = parts
+    return trunk == stored_trunk and (not stored_depths or depths[:1] == stored_depths[:1])
 
 
 def _stored_arguments(args: Namespace) -> tuple[str, Namespace | None]:

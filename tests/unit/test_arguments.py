@@ -17,7 +17,7 @@ from megatron.training.global_vars import unset_global_variables
 from megatron_mtp.command import line
 from megatron_mtp.model.arguments import APEX, CUDA, TE, flags_without
 from megatron_mtp.training import arguments
-from megatron_mtp.training.arguments import set_machine_flags
+from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 from megatron_mtp.training.run import main
 
 MODEL = (
@@ -114,6 +114,45 @@ def test_vocabulary_must_fit_the_corpus(
     assert "--data-path" in sentence
     assert "4000" in sentence
     assert "vocabulary" in sentence
+
+
+FULL = "--full-validation --multiple-validation-sets"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    prefix = str(tmp_path_factory.mktemp("corpus") / "c")
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(99))
+    for _ in range(30):
+        builder.add_document(torch.arange(20), [20])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+@pytest.mark.parametrize(
+    ("flags", "evaluations"),
+    [("--split 100,0,0", 0), ("--split 1", 0), ("--split 90,10,0", 3), ("--split 80,10,10", 3), ("PER_SPLIT", 0)],
+)
+def test_a_run_without_other_data_trains_without_evaluations(
+    flags: str, evaluations: int, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron would take batches from data sets that it has not built."""
+    data = f"--train-data-path {corpus}" if flags == "PER_SPLIT" else f"--data-path {corpus} {flags}"
+    words = f"{MODEL} {ROPE} {DEPTHS} {data} --eval-iters 3"
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split(), *flags_without(CUDA)])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    args, _ = parse_checked_args()
+    assert args.eval_iters == evaluations
+    assert ("training without evaluations, as with --eval-iters 0" in capsys.readouterr().out) == (evaluations == 0)
+
+
+@pytest.mark.parametrize("flags", ["--split 90,0,10", "--split 0,0,1 --skip-train", f"--split 100,0,0 {FULL}"])
+def test_evaluations_without_data_are_one_sentence(
+    flags: str, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(f"{ROPE} {DEPTHS} --data-path {corpus} {flags} --eval-iters 1", monkeypatch, capsys)
+    assert "which leaves nothing to validate on; give validation data, or --eval-iters 0." in said
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
 """training/hybrid_checks.py: patterns that cannot be trained with; what verbs say of a hybrid's checkpoint."""
 
 import contextlib
+import re
+import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,10 @@ from megatron_mtp.checkpoint.mcore.model import load_model, model_config
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.command import line
 from megatron_mtp.model.arguments import parsed
-from megatron_mtp.model.build import build
+from megatron_mtp.model.build import MTPModelConfig, build
+from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 from megatron_mtp.training.hybrid_checks import in_stages
+from megatron_mtp.training.loading import check_layers
 
 PATTERN = "--hybrid-layer-pattern"
 HEADS = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
@@ -100,6 +105,18 @@ def stored(folder: Path, flags: str, pattern: str | None = None) -> Path:
     return save(model, args, folder)
 
 
+RUN = "--micro-batch-size 1 --train-iters 1 --eval-interval 1 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 99"
+
+
+def parsed_run(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Namespace, MTPModelConfig]:
+    """The arguments and the model of a command line, on a CPU."""
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags.split()])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    set_machine_flags(sys.argv, on_cpu=True)
+    return parse_checked_args()
+
+
 @pytest.fixture(scope="module")
 def hybrid(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stored(tmp_path_factory.mktemp("hybrid") / "run", MAMBA, "M-*-/*-/*-")
@@ -108,6 +125,11 @@ def hybrid(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gpt(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stored(tmp_path_factory.mktemp("gpt") / "run", "--mtp-num-layers 1")
+
+
+@pytest.fixture(scope="module")
+def trunk(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stored(tmp_path_factory.mktemp("trunk") / "run", "")
 
 
 @pytest.mark.parametrize(
@@ -125,20 +147,87 @@ def test_a_hybrid_is_loaded_into_the_same_layers_alone(
     assert says in refusal(f"{ROPE} {MOCK} {MAMBA} {flags} --load {hybrid}", monkeypatch, capsys)
 
 
-def test_a_gpt_is_not_loaded_into_a_pattern_with_depths(
-    gpt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("pattern", ["*-*-/*-", "*-*-"])
+def test_a_gpt_with_depths_is_converted_before_it_is_loaded_into_a_pattern(
+    pattern: str, gpt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nor into a pattern with another number of layers."""
-    said = refusal(f"{ROPE} {MOCK} {PATTERN} *-*-*-/*- --load {gpt}", monkeypatch, capsys)
-    assert f"--load {gpt} holds a GPT of 2 layers, and {PATTERN} *-*-*-/*- has depths" in said
+    said = refusal(f"{ROPE} {MOCK} {PATTERN} {pattern} --load {gpt}", monkeypatch, capsys)
+    assert f"--load {gpt} holds a GPT of 2 layers with 1 depths, and {PATTERN} is {pattern}, but depths are" in said
+    assert "megatron-mtp convert gpt-to-hybrid" in said
 
 
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("*-*-*-", "has 3 of attention; give as many"),
+        ("*-*--", "has 3 of an MLP or MoE; give as many"),
+        ("*-*-/*-", "make a hybrid checkpoint of it by megatron-mtp convert gpt-to-hybrid"),
+    ],
+)
 def test_a_gpt_is_not_loaded_into_a_pattern_of_another_number_of_layers(
-    gpt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pattern: str, says: str, trunk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Megatron can load one without depths, and says what is wrong after the model is built."""
-    said = refusal(f"{ROPE} {MOCK} {PATTERN} *-*-*- --load {gpt}", monkeypatch, capsys)
-    assert f"--load {gpt} holds a GPT of 2 layers, and {PATTERN} *-*-*- has 3 of attention; give as many" in said
+    said = refusal(f"{ROPE} {MOCK} {PATTERN} {pattern} --load {trunk}", monkeypatch, capsys)
+    assert f"--load {trunk} holds a GPT of 2 layers" in said
+    assert says in said
+
+
+def test_norms_that_te_leaves_out_of_hybrid_layers_are_not_lost(megatron: None, trunk: Path, tmp_path: Path) -> None:
+    normed = stored(tmp_path / "normed", "--qk-layernorm", "*-*-")
+    args = Namespace(hybrid_layer_pattern="*-*-", transformer_impl="transformer_engine", ckpt_step=None)
+    with pytest.raises(ValueError, match=r"holds norms of queries and keys .*; give --transformer-impl local\."):
+        check_layers(Namespace(**vars(args), load=str(normed)))
+    check_layers(Namespace(**vars(args), load=str(trunk)))
+    args.transformer_impl = "local"
+    check_layers(Namespace(**vars(args), load=str(normed)))
+
+
+@pytest.mark.parametrize("init", [None, "random"])
+def test_a_hybrid_without_depths_gets_them_by_mtp_init(
+    init: str | None, hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert line.main(["convert", "drop-mtp", str(hybrid), str(tmp_path / "trunk")]) == 0
+    flags = f"{ROPE} {MOCK} {MAMBA} {PATTERN} M-*-/*-/*- --load {tmp_path / 'trunk'}"
+    if init is None:
+        assert "has no MTP weights; say with --mtp-init" in refusal(flags, monkeypatch, capsys)
+    else:
+        words = f"{flags} --mtp-init {init} {RUN} {TINY.replace('--num-layers 2', '')}"
+        _, config = parsed_run(words, monkeypatch)
+        assert config.absent_mtp_layers == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "depths", "says"),
+    [
+        ("hybrid", 1, "--mtp-num-layers is 1, but --hybrid-layer-pattern M-*-/*-/*- has 2 depths"),
+        ("gpt", 2, "--mtp-num-layers asks for 2 MTP layer(s), but the checkpoint"),
+        ("gpt", 1, None),
+        ("hybrid", 2, None),
+    ],
+)
+def test_another_number_of_depths_than_the_checkpoints_is_never_overlooked(
+    checkpoint: str,
+    depths: int,
+    says: str | None,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron's --use-checkpoint-args takes the checkpoint's number, whatever the flag says."""
+    folder = request.getfixturevalue(checkpoint)
+    flags = f"{RUN} {MOCK} --use-checkpoint-args --load {folder} --mtp-num-layers {depths}"
+    if says is None:
+        args, _ = parsed_run(flags, monkeypatch)
+        assert args.mtp_num_layers == depths
+    else:
+        with pytest.raises(ValueError, match=re.escape(says)):
+            parsed_run(flags, monkeypatch)
+
+
+def test_more_depths_than_the_checkpoints_come_by_mtp_init(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{RUN} {MOCK} --use-checkpoint-args --load {gpt} --mtp-num-layers 3 --mtp-init random"
+    args, config = parsed_run(flags, monkeypatch)
+    assert (args.mtp_num_layers, config.absent_mtp_layers) == (3, (1, 2))
 
 
 @pytest.mark.parametrize(

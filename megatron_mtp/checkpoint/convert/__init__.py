@@ -12,5 +12,8 @@ names.py           Hugging Face name and Megatron key of every tensor
 computation.py     whether arguments and a config.json describe the same computation
 exporting.py       mcore-to-hf
 depths.py          attach-mtp and drop-mtp
+pattern.py         a GPT's layers as the pattern of a hybrid, and back
+halves.py          keys of a GPT's tensors in a hybrid, and back
+migrating.py       gpt-to-hybrid and hybrid-to-gpt
 dry_run.py         what a conversion would do (--dry-run)
 """

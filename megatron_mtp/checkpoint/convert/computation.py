@@ -102,10 +102,12 @@ def check_config(keys: Settings, layout: Layout, args: Namespace, source: str, r
     if flags is None or getattr(args, "megatron_mtp_untrainable", False):
         return
     try:
-        theirs = settings_of(parsed(flags(config, layout), config.integer("vocab_size")))
+        described = parsed(flags(config, layout), config.integer("vocab_size"))
     except UntrainableError as reason:
         raise ValueError(f"{source} asks for {reason}, but the checkpoint was trained without it; {remedy}") from None
-    different = differences(settings_of(args), theirs)
+    if getattr(args, "hybrid_layer_pattern", None) is not None and described.hybrid_layer_pattern is None:
+        raise ValueError(f"the checkpoint is a hybrid model, and {source} describes a GPT; apply hybrid-to-gpt to it.")
+    different = differences(settings_of(args), settings_of(described))
     if different:
         raise ValueError(f"the checkpoint was trained with {different[0]} in {source}; {remedy}")
 

@@ -8,7 +8,6 @@ a stack of the trunk's last attention and its last MLP or MoE:
 """
 
 import json
-import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,14 +21,13 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.options import Converted, Options
 from megatron_mtp.checkpoint.convert.streaming import PartialFolder
-from megatron_mtp.checkpoint.convert.writing import Group, write_checkpoint
+from megatron_mtp.checkpoint.convert.writing import Group, keep_files, write_checkpoint
 from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.hf.config import HFConfig, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.model import check_trainable
 from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths, depth_of
 from megatron_mtp.checkpoint.mcore.tensors import Chunk, DistReader, write_chunk
-from megatron_mtp.checkpoint.mcore.tokenizer import KEPT_TOKENIZER
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 from megatron_mtp.model.hybrid import SHARDED_STACK
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
@@ -62,7 +60,7 @@ class Change:
     """A checkpoint with other depths, before any of it is written.
 
     Attributes:
-        reader, source: the checkpoint that is copied, and its folder.
+        reader: the checkpoint that is copied.
         trunk, made: tensors of the new checkpoint: the trunk's, and the depths'.
         common: what the new checkpoint stores beside tensors.
         plan: everything except the source that determines the output.
@@ -71,7 +69,6 @@ class Change:
     """
 
     reader: DistReader
-    source: Path
     trunk: list[Source]
     made: list[Source]
     common: dict[str, Any]
@@ -129,7 +126,7 @@ def plan_attaching(source: Path, depths: int, init: str, seed: int) -> Change:
     changes = {} if template.pattern is None else {"hybrid_layer_pattern": template.with_depths(depths)}
     args = _args(reader, mtp_num_layers=depths, mtp_use_repeated_layer=False, mtp_architecture="sequential", **changes)
     plan = {"depths": depths, "init": init, "seed": seed}
-    return Change(reader, source, _trunk(reader), made, args, plan, before=0, depths=depths)
+    return Change(reader, _trunk(reader), made, args, plan, before=0, depths=depths)
 
 
 def plan_dropping(source: Path, keep: int) -> Change:
@@ -151,7 +148,7 @@ def plan_dropping(source: Path, keep: int) -> Change:
     ]
     args = _args(reader, mtp_num_layers=keep or None, **_pattern(reader, keep))
     dropped = _carried_parts(reader, source, keep)
-    return Change(reader, source, _trunk(reader, dropped), kept, args, {"depths": keep}, depths, keep, dropped)
+    return Change(reader, _trunk(reader, dropped), kept, args, {"depths": keep}, depths, keep, dropped)
 
 
 def _pattern(reader: DistReader, keep: int) -> dict[str, str]:
@@ -188,16 +185,13 @@ def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str
 
 def _copy(change: Change, target: Path, options: Options) -> Converted:
     """Write the new checkpoint."""
-    reader, source = change.reader, change.source
+    reader = change.reader
     folder = PartialFolder(target, {"source": reader.fingerprint(), **change.plan}, options.resume)
     files = {"__trunk_0.distcp": change.trunk, **({"__depths_0.distcp": change.made} if change.made else {})}
     groups = {name: [Group(entry.size, entry.write) for entry in entries] for name, entries in files.items()}
     chunks = write_checkpoint(folder, groups, change.common, options)
-    if (source / HF_FILES).is_dir():
-        shutil.copytree(source / HF_FILES, folder.path / HF_FILES, dirs_exist_ok=True)
-        _correct_origin(folder.path / HF_FILES / ORIGIN, change.depths, change.dropped)
-    if (reader.folder.parent / KEPT_TOKENIZER).is_dir():
-        shutil.copytree(reader.folder.parent / KEPT_TOKENIZER, folder.path / KEPT_TOKENIZER, dirs_exist_ok=True)
+    keep_files(reader.folder.parent, folder.path)
+    _correct_origin(folder.path / HF_FILES / ORIGIN, change.depths, change.dropped)
     folder.finish()
     return Converted("Megatron", change.depths, len(chunks), sum(chunk.length for chunk in chunks))
 

@@ -11,6 +11,7 @@ import torch
 from megatron_mtp.checkpoint.convert.depths import Change
 from megatron_mtp.checkpoint.convert.exporting import Export, HFForm
 from megatron_mtp.checkpoint.convert.importing import bytes_read
+from megatron_mtp.checkpoint.convert.migrating import Migration
 from megatron_mtp.checkpoint.convert.names import times, unnumbered
 from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.convert.plan import HFModel
@@ -72,6 +73,19 @@ def plan_change(change: Change, target: Path) -> dict[str, Any]:
         **_disk(target, sum(entry.size for entry in entries)),
         "new": _counted(entry.key for entry in change.made if entry.key not in old) or "nothing",
         "left out": _counted(change.left_out) or "nothing",
+    }
+
+
+def plan_forms(plan: Migration, target: Path) -> dict[str, Any]:
+    """What `gpt-to-hybrid` or `hybrid-to-gpt` would do, by name."""
+    names = Counter((unnumbered([old]), unnumbered([new])) for old, all_new in plan.keys.items() for new in all_new)
+    return {
+        "layers": plan.pattern,
+        "depths": plan.depths,
+        "tensors": sum(map(len, plan.keys.values())),
+        "of the optimizer's state": len(plan.reader.state_keys),
+        **_disk(target, plan.size),
+        "names": [times(f"{old} -> {new}", count) for (old, new), count in names.items() if old != new],
     }
 
 

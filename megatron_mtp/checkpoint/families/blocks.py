@@ -184,10 +184,18 @@ def mlp_norm(
     place: Place, hidden: int, *, mla: bool = False, moe: bool = False, name: str = "post_attention_layernorm"
 ) -> Rule:
     """Rule of the norm before the MLP; `name` is HF's."""
-    fused = f"{place.mcore}mlp.linear_fc1.layer_norm_weight"
-    alone = f"{place.mcore}pre_mlp_layernorm.weight"
-    key, *aliases = [alone] if mla and moe else [alone, fused] if mla else [fused, alone] if moe else [fused]
+    key, *aliases = (f"{place.mcore}{norm}weight" for norm in mlp_norm_keys(mla=mla, moe=moe))
     return rename(f"{place.hf}{name}.weight", key, (hidden,), *aliases)
+
+
+FUSED_NORM, OWN_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+
+
+def mlp_norm_keys(*, mla: bool, moe: bool) -> list[str]:
+    """Megatron's keys of the norm before a GPT's MLP, without `weight`: modules with and without TE may differ."""
+    if mla and moe:
+        return [OWN_NORM]
+    return [OWN_NORM, FUSED_NORM] if mla else [FUSED_NORM, OWN_NORM] if moe else [FUSED_NORM]
 
 
 def mlp_rules(hf: str, mcore: str, hidden: int, width: int, bias: bool = False) -> list[Rule]:

@@ -98,6 +98,11 @@ def _whole_iterations(folder: Path) -> list[int]:
     return sorted(number for number in numbers if (folder / f"iter_{number:07d}" / FORMAT).exists())
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether this is a folder that Megatron saves to, or of one iteration; it may be damaged."""
+    return any((folder / name).is_file() for name in (TRACKER, CATALOGUE, FORMAT))
+
+
 def iteration_folder(folder: Path) -> Path:
     """The folder of an iteration's tensors: inside a folder that Megatron saves to, or the given folder itself.
 

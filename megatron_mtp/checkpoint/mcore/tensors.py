@@ -10,7 +10,7 @@ import pickle
 import re
 import zlib
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -44,8 +44,12 @@ COMMON = "common_state/shard_0_1"
 _KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_proj)\.weight(?:\.\w+)?")
 HYBRID_NORM = "decoder.final_norm.weight"
 """A key that checkpoints of hybrids have, and those of GPTs have not."""
-_STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
-_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\..+")
+STATE = r"(?:chained_\d+\.)?optimizer\."
+"""How the keys of the optimizer's tensors begin."""
+_STATE = re.compile(STATE)
+_STACKED = re.compile(rf"((?:{STATE}state\.\w+\.)?decoder\.layers\.)(?!\d)(.+)")
+_LAYER = re.compile(rf"(?:{STATE}state\.\w+\.)?decoder\.layers\.(\d+)\..+")
+_STACKED_OBJECT = re.compile(r"(decoder\.layers\.)(?!\d)(.+/shard)_(\d+)((?:\.\d+)*)_\d+((?:\.\d+)*)")
 
 
 class DistReader:
@@ -63,11 +67,10 @@ class DistReader:
         catalogue = read_catalogue(self.folder)
         check_files(self.folder, catalogue.storage_data)
         self._where: dict[MetadataIndex, _StorageInfo] = catalogue.storage_data
+        self._catalogue: dict[str, Any] = catalogue.state_dict_metadata
         self._checked: set[tuple[str, int]] = set()  # entries whose checksums were compared
         self._tensors = {
-            key: value
-            for key, value in catalogue.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
+            key: value for key, value in self._catalogue.items() if isinstance(value, TensorStorageMetadata)
         }
         self._chunks = {(key, tuple(c.offsets)): c for key, entry in self._tensors.items() for c in entry.chunks}
         self._layers = {layer: key for key in self._tensors for layer in self._layers_of(key)}
@@ -76,8 +79,14 @@ class DistReader:
     def keys(self) -> list[str]:
         """Keys of the model's tensors, layer by layer, without the optimizer's state."""
         stacked = set(self._layers.values())
-        alone = [key for key in self._tensors if not key.startswith("optimizer.") and key not in stacked]
-        return [*alone, *self._layers]
+        alone = [key for key in self._tensors if key not in stacked]
+        return [key for key in (*alone, *self._layers) if not _STATE.match(key)]
+
+    @property
+    def state_keys(self) -> list[str]:
+        """Keys of the optimizer's tensors, layer by layer."""
+        stacked = set(self._layers.values())
+        return [key for key in (*self._tensors, *self._layers) if key not in stacked and _STATE.match(key)]
 
     def holds(self, key: str) -> bool:
         """Whether the checkpoint has a tensor of this key."""
@@ -113,7 +122,7 @@ class DistReader:
         whole = self.shape(key)
         offset, shape = offset or (0,) * len(whole), whole if shape is None else shape
         if key in self._layers:
-            layer = int(_LAYER.fullmatch(key).group(2))  # type: ignore[union-attr]
+            layer = int(_LAYER.fullmatch(key).group(1))  # type: ignore[union-attr]
             return self._slab(self._layers[key], (layer, *offset), (1, *shape)).squeeze(0)
         return self._slab(key, offset, shape)
 
@@ -122,7 +131,38 @@ class DistReader:
         match = _STACKED.fullmatch(key)
         if match is None:
             return []
-        return [f"decoder.layers.{layer}.{match.group(1)}" for layer in range(self._tensors[key].size[0])]
+        return [f"{match.group(1)}{layer}.{match.group(2)}" for layer in range(self._tensors[key].size[0])]
+
+    def slabs(self, key: str) -> list[tuple[Shape, Shape]]:
+        """Offset and shape of every stored piece of a tensor."""
+        chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in self._tensors[self._layers.get(key, key)].chunks]
+        if key not in self._layers:
+            return chunks
+        layer = int(_LAYER.fullmatch(key).group(1))  # type: ignore[union-attr]
+        return [(start[1:], sizes[1:]) for start, sizes in chunks if start[0] <= layer < start[0] + sizes[0]]
+
+    @property
+    def objects(self) -> dict[str, str]:
+        """What is stored beside the tensors and arguments (states of kernels, random numbers): key to stored key.
+
+        Layers that are stacked have keys of their own here.
+        """
+        stored = [key for key, entry in self._catalogue.items() if isinstance(entry, BytesStorageMetadata)]
+        return {_unstacked(key): key for key in stored if key != COMMON}
+
+    def stored_bytes(self, key: str) -> bytes:
+        """An object as it is stored, by its stored key.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        info = self._where.get(MetadataIndex(key))
+        if info is None:
+            raise ValueError(f"{self.folder / CATALOGUE} has no place for '{key}'; the checkpoint is damaged.")
+        with open(self.folder / info.relative_path, "rb") as stream:
+            self._check(stream, info)
+            stream.seek(info.offset)
+            return stream.read(info.length)
 
     def _slab(self, key: str, offset: Shape, shape: Shape) -> Tensor:
         whole = self._chunks.get((key, offset))
@@ -194,6 +234,15 @@ class DistReader:
         if are_wanted() and (info.relative_path, info.offset) not in self._checked:
             check_entry(stream, info, str(self.folder / info.relative_path))
             self._checked.add((info.relative_path, info.offset))
+
+
+def _unstacked(key: str) -> str:
+    """The key of an object in a checkpoint whose layers have keys of their own."""
+    match = _STACKED_OBJECT.fullmatch(key)
+    if match is None:
+        return key
+    stack, name, layer, place, shape = match.groups()
+    return f"{stack}{layer}.{name}_{place[1:] or 0}_{shape[1:] or 1}"
 
 
 def _overlap(start: Shape, sizes: Shape, offset: Shape, shape: Shape) -> tuple[Shape, Shape] | None:
@@ -271,7 +320,7 @@ def _kernel_states(tensors: dict[str, Any]) -> list[str]:
     keys = ["output_layer._extra_state/shard_0_1"] * is_hybrid
     for key, entry in tensors.items():
         match = _KERNEL.fullmatch(key)
-        if match is None:
+        if match is None or _STATE.match(key):
             continue
         module, name = match.groups()
         shards = entry.size[0] if module.endswith(".experts.experts.") else 1
@@ -281,13 +330,16 @@ def _kernel_states(tensors: dict[str, Any]) -> list[str]:
     return keys
 
 
-def write_catalogue(folder: Path, chunks: Iterable[Chunk], common: dict[str, Any]) -> None:
+def write_catalogue(
+    folder: Path, chunks: Iterable[Chunk], common: dict[str, Any], objects: Mapping[str, bytes | None]
+) -> None:
     """Complete a folder of chunks: the common state, the catalogue, and last the file that names the format.
 
     Args:
         folder: folder of the iteration.
         chunks: all chunks in its files.
         common: what Megatron stores beside tensors.
+        objects: other objects by key, as `DistReader.stored_bytes` gives them; None for the state of an unused kernel.
     """
     tensors: dict[str, Any] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
@@ -301,6 +353,7 @@ def write_catalogue(folder: Path, chunks: Iterable[Chunk], common: dict[str, Any
         places = {COMMON: _write_object(stream, file, [common])}
         empty = _write_object(stream, file, [None])  # one entry for all kernels
         places |= dict.fromkeys(_kernel_states(tensors), empty)
+        places |= {key: empty if held is None else _write_bytes(stream, file, held) for key, held in objects.items()}
         synced(stream)
     for name, place in places.items():
         tensors[name], where[MetadataIndex(name)] = BytesStorageMetadata(), place
@@ -315,6 +368,12 @@ def _write_object(stream: IO[bytes], file: str, held: list[Any]) -> _StorageInfo
     start, summed = stream.tell(), Summed(stream)
     torch.save(held, cast(IO[bytes], summed))
     return _place(file, start, stream.tell() - start, summed.crc32)
+
+
+def _write_bytes(stream: IO[bytes], file: str, held: bytes) -> _StorageInfo:
+    start = stream.tell()
+    stream.write(held)
+    return _place(file, start, len(held), zlib.crc32(held))
 
 
 def _place(file: str, start: int, length: int, crc32: int) -> _StorageInfo:

@@ -7,4 +7,5 @@ folder_config.py    the keys of a config.json that describe the computation, wit
 reference.py        what a folder computes, by transformers, in a separate process
 reference_forms.py  how each family stores its depths, as engines load them
 depth_logits.py     Megatron's depths behind a trunk that it cannot run
+forms.py            whether a GPT checkpoint and a hybrid one are the same model
 """

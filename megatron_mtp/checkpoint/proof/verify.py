@@ -303,14 +303,21 @@ def megatron_logits(folder: Path, prompt: Prompt, nudged: bool = False) -> dict[
         nudged: whether to change the last bit of the embedding.
     """
     from megatron_mtp.checkpoint.mcore.model import load_model
-    from megatron_mtp.data.batch import add_depths, depth_batch
-    from megatron_mtp.model.causal import square_mask
 
     model = load_model(folder)
     place(model, prompt)
     if nudged:
         words_VH = model.embedding.word_embeddings.weight.data
         words_VH.copy_(words_VH.nextafter(torch.tensor(torch.inf).to(words_VH)))
+    with torch.no_grad():
+        return logits_of(model, prompt)
+
+
+def logits_of(model: Any, prompt: Prompt) -> dict[str, Tensor]:
+    """Logits of a model of Megatron, trunk and depths; names as in reference.py."""
+    from megatron_mtp.data.batch import add_depths, depth_batch
+    from megatron_mtp.model.causal import square_mask
+
     depths = model.config.mtp_num_layers or 0
     tokens_BS, length = prompt.tokens_BS.cuda(), prompt.tokens_BS.size(1)
     positions_BS = prompt.positions_S.cuda().unsqueeze(0)
@@ -324,8 +331,7 @@ def megatron_logits(folder: Path, prompt: Prompt, nudged: bool = False) -> dict[
         states |= {f"depth {depth}": state_SBH for depth, state_SBH in enumerate(stage.depth_hidden, start=1)}
         return {name: stage.head.project(state_SBH)[:, 0].clone().cpu() for name, state_SBH in states.items()}
 
-    with torch.no_grad():
-        out: dict[str, Tensor] = model(
-            tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=depth_batch(batch)
-        )
+    out: dict[str, Tensor] = model(
+        tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=depth_batch(batch)
+    )
     return out

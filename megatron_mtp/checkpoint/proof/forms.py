@@ -1,0 +1,225 @@
+"""Are a GPT checkpoint and a hybrid one the same model, at the same moment of its training?
+
+Tensors and the optimizer's state are compared bit by bit under the keys that they have in the other form, and so is
+what lies beside them. Keys and settings come from the rules by which the conversion wrote them, so a fault in those
+would not show there: Megatron also builds both models, each from its own arguments, and their logits and one training
+step are compared.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.checkpoint.convert.computation import differences
+from megatron_mtp.checkpoint.convert.halves import Halves
+from megatron_mtp.checkpoint.convert.migrating import BY_BUCKET, sharding_type
+from megatron_mtp.checkpoint.convert.pattern import hybrid_arguments
+from megatron_mtp.checkpoint.mcore.model import check_trainable, fill, model_of
+from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.proof.precision import exact_float32
+from megatron_mtp.checkpoint.proof.prompt import Prompt
+from megatron_mtp.checkpoint.proof.verify import Check, logits_of
+from megatron_mtp.model.arguments import MODEL_ARGUMENTS
+from megatron_mtp.model.trunk import MTPTrunk
+from megatron_mtp.patches.checksums import DamagedError
+
+TOLERANCE = 1e-6
+"""Largest difference, relative to the largest number; for one rank in float32 none was seen."""
+LENGTH = 16
+RATE = 1e-3
+NUMBERS = ("iteration", "optimizer", "opt_param_scheduler")
+"""What a checkpoint stores of a run's progress beside tensors."""
+SHOWN_BY_PATTERN = ("moe_layer_freq", "hybrid_layer_pattern")
+
+
+@exact_float32()
+def verify_forms(one: Path, other: Path, seed: int = 0) -> list[Check]:
+    """Compare a GPT checkpoint with its hybrid form.
+
+    Args:
+        one, other: the checkpoints, in either order.
+        seed: seed of the tokens.
+
+    Returns:
+        All checks that apply.
+
+    Raises:
+        ValueError: they are of the same form, one is damaged, or a GPT has no hybrid form.
+    """
+    gpt, hybrid = _in_order(DistReader(one), DistReader(other))
+    halves = Halves.of(_arguments(hybrid).hybrid_layer_pattern)
+    tensors = _same_tensors("tensors", gpt, hybrid, gpt.keys, hybrid.keys, halves)
+    states = _same_tensors("tensors of the optimizer's state", gpt, hybrid, gpt.state_keys, hybrid.state_keys, halves)
+    checks = [tensors, states, *_same_beside(gpt, hybrid), _same_settings(gpt, hybrid)]
+    try:
+        models = _model(gpt), _model(hybrid)
+    except DamagedError as error:
+        return [*checks, Check("logits not compared", 0, False, str(error), made=False)]
+    if sharding_type(gpt.common()) == BY_BUCKET:
+        checks.append(_same_order(*models))
+    prompt = _prompt(gpt, seed)
+    return [*checks, *_same_logits(*models, prompt), *_same_step(*models, prompt)]
+
+
+def _arguments(reader: DistReader) -> Namespace:
+    args = reader.common()["args"]
+    assert isinstance(args, Namespace)
+    return args
+
+
+def _in_order(one: DistReader, other: DistReader) -> tuple[DistReader, DistReader]:
+    """The GPT and the hybrid.
+
+    Raises:
+        ValueError: both are the same, or Megatron cannot run one.
+    """
+    for reader in (one, other):
+        check_trainable(_arguments(reader), str(reader.folder))
+    patterns = [getattr(_arguments(reader), "hybrid_layer_pattern", None) for reader in (one, other)]
+    if (patterns[0] is None) == (patterns[1] is None):
+        form = "GPT" if patterns[0] is None else "hybrid"
+        raise ValueError(
+            f"{one.folder} and {other.folder} are {form} checkpoints; give a GPT and a hybrid, or a Hugging Face "
+            "folder and a checkpoint."
+        )
+    return (one, other) if patterns[0] is None else (other, one)
+
+
+def _same_tensors(
+    name: str, gpt: DistReader, hybrid: DistReader, keys: Iterable[str], counterparts: Iterable[str], halves: Halves
+) -> Check:
+    """Compare tensors bit by bit; one without a counterpart differs."""
+    pairs = [(key, halves.hybrid_key(key)) for key in keys]
+    wrong = [key for key, counterpart in pairs if not _same_bits(gpt, key, hybrid, counterpart)]
+    wrong += sorted(set(counterparts) - {counterpart for _, counterpart in pairs})
+    witness = f"the other checkpoint; first that differs: {wrong[0]}" if wrong else "the other checkpoint"
+    return Check(f"{name} that are equal bit by bit", len(pairs) - len(wrong), not wrong, witness)
+
+
+def _same_bits(one: DistReader, key: str, other: DistReader, counterpart: str) -> bool:
+    if not other.holds(counterpart):
+        return False
+    if (one.shape(key), one.dtype(key)) != (other.shape(counterpart), other.dtype(counterpart)):
+        return False
+    return all(
+        torch.equal(_bits(one.read(key, offset, shape)), _bits(other.read(counterpart, offset, shape)))
+        for offset, shape in one.slabs(key)
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _same_beside(gpt: DistReader, hybrid: DistReader) -> Iterator[Check]:
+    """Compare a run's progress and the objects that are not of a kernel: random states, the optimizer's settings."""
+    theirs, ours = ({name: reader.common().get(name) for name in NUMBERS} for reader in (gpt, hybrid))
+    wrong = [name for name in NUMBERS if not _equal(theirs[name], ours[name])]
+    yield _none_differs("step, optimizer's settings and learning rate that differ", wrong, "the other checkpoint")
+    objects = [
+        {key: reader.stored_bytes(stored) for key, stored in reader.objects.items() if "_extra_state/" not in key}
+        for reader in (gpt, hybrid)
+    ]
+    wrong = [key for key in sorted({*objects[0], *objects[1]}) if objects[0].get(key) != objects[1].get(key)]
+    yield _none_differs("random states and other objects that differ", wrong, "the other checkpoint")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two states are equal, tensors inside them included."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def _same_settings(gpt: DistReader, hybrid: DistReader) -> Check:
+    """Compare the arguments that say what is computed; the GPT's as those of its hybrid form."""
+    theirs, ours = hybrid_arguments(_arguments(gpt), str(gpt.folder)), _arguments(hybrid)
+    wrong = differences(_settings(theirs), _settings(ours))
+    return _none_differs("settings that differ", wrong, "the other checkpoint's arguments")
+
+
+def _settings(args: Namespace) -> dict[str, Any]:
+    found = {name: getattr(args, name, None) for name in MODEL_ARGUMENTS if name not in SHOWN_BY_PATTERN}
+    pattern = args.hybrid_layer_pattern.replace("|", "")
+    unused = ["num_query_groups"] * (not args.group_query_attention) + ["num_experts"] * ("E" not in pattern)
+    return {**found, **dict.fromkeys(unused), "hybrid_layer_pattern": pattern}
+
+
+def _none_differs(name: str, wrong: list[str], witness: str) -> Check:
+    return Check(name, len(wrong), not wrong, "; ".join([witness, *wrong[:1]]))
+
+
+def _model(reader: DistReader) -> MTPTrunk:
+    """The model of a checkpoint, as its own arguments describe it."""
+    model = model_of(_arguments(reader), stored_draft_vocabulary(reader.folder))
+    fill(model, reader)
+    return model
+
+
+def _prompt(reader: DistReader, seed: int) -> Prompt:
+    """Random tokens, of the rows of the embedding that are not padding."""
+    args = _arguments(reader)
+    rows = getattr(args, "vocab_size", None) or args.padded_vocab_size
+    length = min(LENGTH, args.max_position_embeddings)
+    return Prompt.of(torch.randint(0, rows, (1, length), generator=torch.Generator().manual_seed(seed)))
+
+
+def _same_order(gpt: MTPTrunk, hybrid: MTPTrunk) -> Check:
+    """Whether both models have their parameters in the same order, in which buffers of the optimizer hold them."""
+    names = [[_ending(name) for name, _ in model.named_parameters()] for model in (gpt, hybrid)]
+    wrong = [one for one, other in zip(*names, strict=False) if one != other]
+    return _none_differs("parameters in another order", wrong, "both models, built by Megatron")
+
+
+def _ending(name: str) -> str:
+    """Module and parameter, without the layer, which has another number in the other form."""
+    return ".".join(name.split(".")[-2:]).replace("final_layernorm", "final_norm")
+
+
+def _same_logits(gpt: MTPTrunk, hybrid: MTPTrunk, prompt: Prompt) -> Iterator[Check]:
+    with torch.no_grad():
+        theirs, ours = logits_of(gpt, prompt), logits_of(hybrid, prompt)
+    for name, logits_SV in theirs.items():
+        difference = (ours[name] - logits_SV).abs().max().item()
+        ok = difference <= TOLERANCE * max(1.0, logits_SV.abs().max().item())
+        yield Check(f"{name} logits, largest difference", difference, ok, "Megatron's GPT and its hybrid model")
+
+
+def _same_step(gpt: MTPTrunk, hybrid: MTPTrunk, prompt: Prompt) -> Iterator[Check]:
+    """Compare a step of AdamW: the loss of trunk and depths before and after it, and the gradients."""
+    (their_losses, their_gradients), (our_losses, our_gradients) = (_step(model, prompt) for model in (gpt, hybrid))
+    difference = max(abs(one - other) / abs(one) for one, other in zip(their_losses, our_losses, strict=True))
+    witness = "Megatron's GPT and its hybrid model"
+    yield Check("loss of a training step and after it, difference", difference, difference <= TOLERANCE, witness)
+    pairs = list(zip(their_gradients, our_gradients, strict=True))
+    largest = max(((one - other).abs().max() / one.abs().max().clamp(min=1e-30)).item() for one, other in pairs)
+    yield Check("gradients, largest relative difference", largest, largest <= TOLERANCE, witness)
+
+
+def _step(model: MTPTrunk, prompt: Prompt) -> tuple[list[float], list[Tensor]]:
+    """The losses before and after a step, and the gradients by parameter, in the model's order."""
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=RATE)
+    loss = _loss(model, prompt)
+    loss.backward()
+    gradients = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+    optimizer.step()
+    with torch.no_grad():
+        return [loss.item(), _loss(model, prompt).item()], gradients
+
+
+def _loss(model: MTPTrunk, prompt: Prompt) -> Tensor:
+    """Cross-entropy, the sum over trunk and depths; a draft vocabulary has the tokens modulo its size."""
+    losses = []
+    for ahead, logits_SV in enumerate(logits_of(model, prompt).values(), start=1):
+        targets_S = prompt.tokens_BS[0, ahead:] % logits_SV.size(1)
+        losses.append(torch.nn.functional.cross_entropy(logits_SV[: len(targets_S)], targets_S))
+    return torch.stack(losses).sum()

@@ -31,7 +31,7 @@ from megatron.training.models import gpt as megatron_gpt
 from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.config import MTPConfig, trained_depths
 from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.portable import with_portable_modules
@@ -70,7 +70,10 @@ def config_of(args: Namespace, **given: Any) -> "MTPModelConfig":
     else:
         config = hybrid_config_from_args(args, **{"model_config_cls": MTPHybridModelConfig, **given})
     config.true_vocab_size = args.vocab_size
-    config.mtp = MTPConfig(mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential")
+    if args.mtp_num_layers is not None:
+        config.transformer.mtp_num_layers = trained_depths(args)  # the model has a depth for every pass
+    architecture = getattr(args, "mtp_architecture", None) or "sequential"
+    config.mtp = MTPConfig(mtp_architecture=architecture, mtp_unroll=getattr(args, "mtp_unroll", None))
     return config
 
 

@@ -34,6 +34,12 @@ class Model:
     batches: str = "stream"
     attention: str = "--group-query-attention --num-query-groups 2"
     frozen: bool = False
+    passes: int | None = None
+
+    @property
+    def trained(self) -> int:
+        """Depths that have losses: the passes of a repeated layer, where they are more than the depths."""
+        return self.passes or self.depths
 
     @property
     def packed(self) -> bool:
@@ -46,6 +52,13 @@ MODELS: dict[str, Model] = {
     "tied-d3": Model(3),
     "untied-d3": Model(3, _UNTIED),
     "repeated-d3": Model(3, "--mtp-use-repeated-layer"),
+    "unrolled-d1": Model(1, "--mtp-use-repeated-layer --mtp-unroll 3", passes=3),
+    "unrolled-moe-d1": Model(
+        1, f"{_EXPERTS} --moe-token-dispatcher-type allgather --mtp-use-repeated-layer --mtp-unroll 3", passes=3
+    ),
+    "hybrid-unrolled-d1": Model(
+        1, f"--hybrid-layer-pattern M-*-/*- {_MAMBA} --mtp-use-repeated-layer --mtp-unroll 3", passes=3
+    ),
     "moe-d1": Model(1, f"{_EXPERTS} --moe-token-dispatcher-type allgather"),
     "moe-d2": Model(2, f"{_EXPERTS} --moe-token-dispatcher-type allgather"),
     "moe-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type allgather"),
@@ -135,7 +148,7 @@ LAYOUTS: dict[str, Layout] = {
         models=(
             *PLAIN,
             *("repeated-d3", "latent-d2", "latent-keys-d1", "parallel-d2", "ragged-d3", "padded-latent-d2"),
-            "chained-d3",
+            *("unrolled-d1", "chained-d3"),
             PADDED,
             *DENSE_HYBRIDS,
         ),
@@ -148,6 +161,8 @@ LAYOUTS: dict[str, Layout] = {
             *PLAIN,
             *HEADS,
             "repeated-d3",
+            "unrolled-d1",
+            "unrolled-moe-d1",
             "moe-d3",
             "latent-d2",
             "parallel-d2",
@@ -176,7 +191,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp4-mtp-stage": Layout(
         pp=4,
         flags="--pipeline-model-parallel-layout Ett|tt|{m}|L",
-        models=(*PLAIN, *HEADS, "documents-d3", "packed-d1", "padded-d3", "mixed-padded-d3"),
+        models=(*PLAIN, *HEADS, "documents-d3", "packed-d1", "padded-d3", "mixed-padded-d3", "unrolled-d1"),
     ),
     "pp4-vpp2-mtp-stage": Layout(pp=4, flags="--pipeline-model-parallel-layout E|t|t|t|t||{m}|L", models=DEEP),
 }
@@ -207,7 +222,10 @@ FIRST: dict[str, str] = {
 }
 """The cases of the first tier: every layout and every model, and the features that a layout has to treat as its own."""
 
-LATER = {"pp2-vpp2-hybrid", "hybrid-d2", "hybrid-one-group-d1", "hybrid-delta-d1", "hybrid-moe-d2", "hybrid-frozen-d2"}
+LATER = {
+    *("pp2-vpp2-hybrid", "hybrid-d2", "hybrid-one-group-d1", "hybrid-delta-d1", "hybrid-moe-d2", "hybrid-frozen-d2"),
+    *("unrolled-d1", "unrolled-moe-d1", "hybrid-unrolled-d1"),
+}
 """Layouts and models of the matrix alone: the first tier has others with the same layers and the same cuts."""
 
 

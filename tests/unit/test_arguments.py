@@ -60,6 +60,17 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             f"{ROPE} {MOCK} {DEPTHS} --mtp-architecture parallel --mtp-use-repeated-layer",
             "--mtp-use-repeated-layer was given with --mtp-architecture parallel",
         ),
+        (f"{ROPE} {MOCK} --mtp-unroll 3", "--mtp-unroll is 3, but --mtp-num-layers is missing"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-unroll 3", "--mtp-unroll is 3 without --mtp-use-repeated-layer"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-unroll 0 --mtp-use-repeated-layer", "--mtp-unroll is 0; give 1 or more passes"),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --mtp-use-repeated-layer --mtp-unroll 1",
+            "--mtp-unroll is 1, which is less than --mtp-num-layers 2; give at least as many",
+        ),
+        (
+            f"{ROPE} {MOCK} --mtp-num-layers 1 --mtp-use-repeated-layer --mtp-unroll 3 --mtp-loss-weights 1",
+            "--mtp-loss-weights is '1'; give 3 numbers of 0 or more (one for each of --mtp-unroll)",
+        ),
         (f"{ROPE} {MOCK} --hybrid-context-parallel", "--hybrid-context-parallel was given"),
         (
             f"{ROPE} {MOCK} --dataloader-inter-document-masking --context-parallel-size 2",

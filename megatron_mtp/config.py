@@ -74,6 +74,12 @@ class MTPConfig:
         type=int,
         metavar="K",
     )
+    mtp_repeated_layer_shares_kv: bool = _flag(
+        False,
+        "Let later passes of a repeated layer attend to the keys and values that pass 1 made from the trunk's states, "
+        "as an engine's drafts do that reuses one layer (method mtp_eagle). Default: every pass to its own.",
+        action="store_true",
+    )
     mtp_train_only: bool = _flag(
         False,
         "Train the depths alone: trunk, embedding and head stay as they were loaded, bit by bit, and cost no gradients "

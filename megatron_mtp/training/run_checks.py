@@ -16,6 +16,8 @@ from megatron_mtp.training.flag_checks import check_relations
 from megatron_mtp.training.hybrid_checks import check_hybrid
 from megatron_mtp.training.unsupported import check_supported
 
+SHARES = "--mtp-repeated-layer-shares-kv"
+
 
 def check_flags(args: Namespace, settings: MTPConfig) -> None:
     """Raises ValueError at the first flag that this run cannot have."""
@@ -44,6 +46,8 @@ def check_flags(args: Namespace, settings: MTPConfig) -> None:
             f"--mtp-unroll is {settings.mtp_unroll}, but --mtp-num-layers is missing; give the depths that the "
             "checkpoint is to have, such as 1."
         )
+    elif settings.mtp_repeated_layer_shares_kv:
+        raise ValueError(f"{SHARES} was given without --mtp-num-layers; give the depths of the checkpoint, such as 1.")
     elif settings.mtp_draft_vocab_size is not None or settings.mtp_draft_vocab_file is not None:
         raise ValueError("a draft vocabulary was given without --mtp-num-layers; say how many depths draft from it.")
     check_relations(args)
@@ -82,6 +86,8 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
     if factor is not None and not 0 <= factor < math.inf:
         raise ValueError(f"--mtp-loss-scaling-factor is {factor}; give 0 or more (0.1 is Megatron's default).")
     _check_passes(args, settings)
+    if settings.mtp_repeated_layer_shares_kv:
+        _check_sharing(args)
     settings.loss_weights(trained_depths(args))
     if settings.mtp_hidden_state_mixing and trained_depths(args) < 2:
         raise ValueError(
@@ -137,3 +143,25 @@ def _check_passes(args: Namespace, settings: MTPConfig) -> None:
             "the routers of stages without experts for another number of depths, and would wait forever; drop one of "
             "the three."
         )
+
+
+def _check_sharing(args: Namespace) -> None:
+    """--mtp-repeated-layer-shares-kv, which needs several passes of a layer with our own attention."""
+    if not args.mtp_use_repeated_layer or trained_depths(args) < 2:
+        raise ValueError(
+            f"{SHARES} was given, but no layer has a second pass that could share; give --mtp-use-repeated-layer and "
+            "--mtp-unroll 2 or more."
+        )
+    recomputes = args.recompute_granularity == "full" or "core_attn" in (args.recompute_modules or ())
+    for is_given, flag, why in (
+        (args.multi_latent_attention, "--multi-latent-attention", "keys and values are made of latents"),
+        (args.hybrid_layer_pattern is not None, "--hybrid-layer-pattern", "drafting does not run such models"),
+        (args.window_size is not None, "--window-size", "a chain would leave the window of its keys"),
+        (args.softmax_type != "vanilla", f"--softmax-type {args.softmax_type}", "its attention is Megatron's own"),
+        (args.spec not in (None, ["local"]), "--spec", "its attention may be any"),
+        (args.transformer_impl != "local", "--transformer-impl transformer_engine", "its attention takes no chains"),
+        (args.recompute_granularity is not None and recomputes, "recomputed attention", "keys of a pass would be lost"),
+    ):
+        if is_given:
+            remedy = "give --transformer-impl local" if "impl" in flag else "drop one of the two"
+            raise ValueError(f"{SHARES} was given with {flag}, where {why}; {remedy}.")

@@ -183,6 +183,7 @@ BAD_TRAIN = """
 --mtp-unroll 0
 --mtp-unroll 3
 --mtp-use-repeated-layer --mtp-unroll 1000
+--mtp-repeated-layer-shares-kv
 --mtp-loss x
 --mtp-loss mix
 --mtp-loss mix --mtp-loss-mix 1,2
@@ -326,6 +327,7 @@ EITHER_TRAIN = """
 --mtp-loss e2e_tv
 --mtp-use-repeated-layer
 --mtp-use-repeated-layer --mtp-unroll 3
+--mtp-use-repeated-layer --mtp-unroll 3 --mtp-repeated-layer-shares-kv
 --mtp-hsm --mtp-loss e2e_tv
 --mtp-architecture parallel
 --mtp-token-fraction 0.01

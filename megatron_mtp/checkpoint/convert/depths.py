@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.options import Converted, Options
+from megatron_mtp.checkpoint.convert.passes import SHARES, UNROLL
 from megatron_mtp.checkpoint.convert.streaming import PartialFolder
 from megatron_mtp.checkpoint.convert.writing import Group, write_checkpoint
 from megatron_mtp.checkpoint.families import CARRIED, family_of
@@ -30,6 +31,8 @@ from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 from megatron_mtp.model.random_weights import RandomWeights
 
 INITS = ("random", "last-layer")
+ONE_PASS: dict[str, Any] = {UNROLL: None, SHARES: False}
+"""Arguments of depths that are no repeated layer."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +124,7 @@ def plan_attaching(source: Path, depths: int, init: str, seed: int) -> Change:
         raise ValueError(f"{source} has MTP depths already; drop-mtp makes a checkpoint without them.")
     last = _last_layer(reader)
     made = [entry for depth in range(depths) for entry in _depth(reader, depth, last, init, seed)]
-    args = _args(
-        reader, mtp_num_layers=depths, mtp_use_repeated_layer=False, mtp_unroll=None, mtp_architecture="sequential"
-    )
+    args = _args(reader, mtp_num_layers=depths, mtp_use_repeated_layer=False, mtp_architecture="sequential", **ONE_PASS)
     plan = {"depths": depths, "init": init, "seed": seed}
     return Change(reader, source, _trunk(reader), made, args, plan, before=0, depths=depths)
 
@@ -145,7 +146,7 @@ def plan_dropping(source: Path, keep: int) -> Change:
         for key in reader.keys
         if ((depth := depth_of(key)) is not None and depth < keep) or (key == DRAFT_VOCABULARY and keep)
     ]
-    args = _args(reader, mtp_num_layers=keep or None, mtp_unroll=None, **_pattern(reader, keep))
+    args = _args(reader, mtp_num_layers=keep or None, **ONE_PASS, **_pattern(reader, keep))
     dropped = _carried_parts(reader, source, keep)
     return Change(reader, source, _trunk(reader, dropped), kept, args, {"depths": keep}, depths, keep, dropped)
 

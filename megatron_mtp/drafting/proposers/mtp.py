@@ -40,7 +40,7 @@ class Vanilla(Proposer):
     @property
     @override
     def most(self) -> int:
-        return self.runner.depths
+        return 1 if self.runner.shares_kv else self.runner.depths
 
     @override
     def start(self, sequences: "Sequences") -> None:

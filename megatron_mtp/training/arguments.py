@@ -102,6 +102,8 @@ def parse_run_args(
 
     with megatrons_refusals():
         args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
+    if given.mtp_use_repeated_layer:
+        args.mtp_use_repeated_layer = True  # with --use-checkpoint-args Megatron has put the checkpoint's in its place
     check_supported(args)  # older flags now have their newer names
     if args.use_checkpoint_args:
         check_flags(args, mtp_config_from_args(args))  # Megatron has now read them from the checkpoint

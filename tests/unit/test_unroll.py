@@ -1,6 +1,7 @@
 """--mtp-unroll: a repeated layer of D = 1 that is trained for K passes is the model of K depths."""
 
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.method import make_method
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.model.arguments import parsed
+from megatron_mtp.model.arguments import CUDA, flags_without, parsed
 from megatron_mtp.model.trunk import MTPTrunk
+from megatron_mtp.training.arguments import parse_run_args
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --normalization RMSNorm --swiglu "
@@ -91,6 +93,26 @@ def test_an_exported_folder_says_how_many_passes_were_trained_and_an_import_read
     hf_to_mcore(tmp_path / "hf", tmp_path / "back", QUIET, megatron_arguments)
     back = DistReader(iteration_folder(tmp_path / "back")).common()["args"]
     assert (back.mtp_num_layers, back.mtp_use_repeated_layer, trained_depths(back)) == (1, True, 4)
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_checkpoint_whose_depth_had_one_pass_is_trained_for_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = arguments(1)
+    stored.mtp_use_repeated_layer = False
+    save(model(stored), stored, tmp_path / "iter_0000001")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    words = (
+        f"--use-checkpoint-args --load {tmp_path} --finetune --mtp-use-repeated-layer --mtp-unroll 3 --mock-data "
+        "--tokenizer-type NullTokenizer --vocab-size 90 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 "
+        "--lr 1e-3 --eval-interval 1 --eval-iters 1"
+    ).split()
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, *flags_without(CUDA)])
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    args = parse_run_args()
+    assert (args.num_layers, args.mtp_num_layers, args.mtp_use_repeated_layer) == (2, 1, True)
+    assert trained_depths(args) == 3
 
 
 @pytest.mark.usefixtures("megatron")

@@ -168,25 +168,38 @@ def steps_of(run: Run, results: Results, wanted: argparse.Namespace) -> int:
 
 
 def finished(run: Run, start: Path, steps: int, wanted: argparse.Namespace) -> dict[str, Any]:
-    """The result of a run, made unless it is kept; a run of as many steps as another is that one."""
+    """The result of a run, made unless it is kept; a run of as many steps as another is that one.
+
+    Ends the process with one sentence where the kept one has other settings.
+    """
     path = kept(run, wanted)
     if not path.exists():
-        same = wanted.out / f"{Run('steps', run.variant, run.loss, run.seed).name}.json"
-        if run.equal == "seconds" and steps == wanted.steps:
-            found = json.loads(same.read_text())
-        else:
-            folder = train(run, start, steps, wanted)
-            found = {
-                **asdict(run),
-                "steps": steps,
-                "step_seconds": step_seconds(folder),
-                **lengths(folder, run, wanted),
-            }
-            shutil.rmtree(folder)
+        made = measured(run, start, steps, wanted)
         with written_beside(path) as beside:
-            beside.write_text(json.dumps(found) + "\n")
+            beside.write_text(json.dumps(made) + "\n")
     result: dict[str, Any] = json.loads(path.read_text())
+    if result["settings"] != settings(wanted):
+        raise SystemExit(f"{path} was made with other settings ({result['settings']}); give another --out.")
     return result
+
+
+def settings(wanted: argparse.Namespace) -> dict[str, Any]:
+    """What all runs of a study share."""
+    names = ("steps", "passes", "batch", "seq_length", "lr", "prompts", "new_tokens")
+    return {"checkpoint": str(wanted.checkpoint), **{name: getattr(wanted, name) for name in names}}
+
+
+def measured(run: Run, start: Path, steps: int, wanted: argparse.Namespace) -> dict[str, Any]:
+    """Train and draft."""
+    same = kept(Run("steps", run.variant, run.loss, run.seed), wanted)
+    if run.equal == "seconds" and steps == wanted.steps:
+        found: dict[str, Any] = json.loads(same.read_text())
+        return found
+    folder = train(run, start, steps, wanted)
+    spent = {"settings": settings(wanted), "steps": steps, "step_seconds": step_seconds(folder)}
+    found = {**asdict(run), **spent, **lengths(folder, run, wanted)}
+    shutil.rmtree(folder)
+    return found
 
 
 def train(run: Run, start: Path, steps: int, wanted: argparse.Namespace) -> Path:
@@ -252,8 +265,7 @@ def mean_length(results: Results, equal: str, variant: str, loss: str, kind: str
 
 def summary(results: Results, wanted: argparse.Namespace) -> dict[str, Any]:
     """What the report's last line keeps."""
-    settings = {name: getattr(wanted, name) for name in ("steps", "passes", "seeds", "batch", "prompts", "new_tokens")}
-    return {"settings": settings, "runs": {run.name: one for run, one in results.items()}}
+    return {"settings": settings(wanted), "runs": {run.name: one for run, one in results.items()}}
 
 
 def goals(results: Results, wanted: argparse.Namespace) -> list[Goal]:

@@ -195,6 +195,8 @@ def test_objectives_compares_runs_that_have_finished(tmp_path: Path) -> None:
     """The best of all against kd, plain; and the engine's lengths against those that training expects."""
     kept = tmp_path / "quick"
     (kept / "start").mkdir(parents=True)
+    shared = {"checkpoint": str(tmp_path), "steps": 3, "passes": 5, "batch": 8, "seq_length": 256, "lr": "1e-3"}
+    shared |= {"prompts": 2, "new_tokens": 12}
     for variant, loss, factor in (
         ("plain", "kd", 1.0),
         ("plain", "tv", 0.9),
@@ -203,11 +205,15 @@ def test_objectives_compares_runs_that_have_finished(tmp_path: Path) -> None:
     ):
         for equal in ("steps", "seconds"):
             each = {str(k): {"mtp_eagle": k * factor, "trained": 1.0, "forced": 1.01} for k in range(1, 6)}
-            row = {"step_seconds": 1.0, "steps": 3, "greedy": each, "sampled": each}
+            row = {"settings": shared, "step_seconds": 1.0, "steps": 3, "greedy": each, "sampled": each}
             (kept / f"{equal}-{variant}-{loss}-1.json").write_text(json.dumps(row))
     flags = ["--losses", "kd,tv", "--variants", "plain,both", "--seeds", "1"]
     summary = summary_of("objectives.py", "--checkpoint", str(tmp_path), "--out", str(tmp_path), *flags)
     found = {goal["what"]: (round(goal["value"], 6), goal["goal"], goal["met"]) for goal in summary["goals"]}
+    command = [sys.executable, str(REPOSITORY / "benchmarks/objectives.py"), "--quick", "--checkpoint", str(tmp_path)]
+    other = fork_server.run([*command, "--out", str(tmp_path), *flags, "--lr", "1e-4"])
+    assert other.returncode == 1
+    assert "steps-plain-kd-1.json was made with other settings" in other.stderr.splitlines()[-1]
     assert found == {
         "K=5, greedy, equal steps: both tv / plain kd": (1.2, 1.05, True),
         "K=5, sampled, equal steps: both tv / plain kd": (1.2, 1.10, True),

@@ -301,7 +301,15 @@ class MultiTokenPredictionBlock(MegatronModule):
             padding_mask_DBS: True where the position was shifted in from outside.
             mixer: which states the depths of a chain continue from; None for those of the depths before them.
             angles: the rotary angles of later positions, where passes that share keys stand.
+
+        Raises:
+            ValueError: passes were trained to share keys, and the layer's attention cannot do that.
         """
+        if self.shares_kv and not self._sharing:
+            raise ValueError(
+                "the depths were trained with --mtp-repeated-layer-shares-kv, which Transformer Engine's attention "
+                "cannot do; build the model with --transformer-impl local."
+            )
         if self.config.mtp_detach_heads:
             hidden_SBH = hidden_SBH.detach()
         if padding_mask_DBS is not None and self.config.sequence_parallel:

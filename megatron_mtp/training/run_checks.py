@@ -155,7 +155,7 @@ def _check_sharing(args: Namespace) -> None:
     recomputes = args.recompute_granularity == "full" or "core_attn" in (args.recompute_modules or ())
     for is_given, flag, why in (
         (args.multi_latent_attention, "--multi-latent-attention", "keys and values are made of latents"),
-        (args.hybrid_layer_pattern is not None, "--hybrid-layer-pattern", "drafting does not run such models"),
+        (args.hybrid_layer_pattern is not None, "--hybrid-layer-pattern", "not all layers keep keys"),
         (args.window_size is not None, "--window-size", "a chain would leave the window of its keys"),
         (args.softmax_type != "vanilla", f"--softmax-type {args.softmax_type}", "its attention is Megatron's own"),
         (args.spec not in (None, ["local"]), "--spec", "its attention may be any"),

@@ -8,7 +8,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from drafting_single import model_of, runner_of
+from drafting_single import model_of, runner_of, trained_forward
 from megatron.core.transformer.enums import AttnMaskType
 from megatron_single import transformer_config
 from torch import Tensor
@@ -72,6 +72,14 @@ def test_a_model_whose_passes_share_drafts_with_mtp_eagle_and_not_as_depths_of_t
     assert make_method(runner, config_from({"method": "mtp_eagle"}), Sampling()).count == 3
     with pytest.raises(ValueError, match=r"'mtp' drafts at most 1 here, .*; give at most 1, or choose mtp_eagle"):
         make_method(runner, config_from({"method": "mtp", "num_speculative_tokens": 2}), Sampling())
+
+
+@pytest.mark.usefixtures("megatron")
+def test_attention_that_cannot_share_is_refused_and_not_run_without() -> None:
+    model = model_of("shared")
+    model.mtp._sharing = []  # as with Transformer Engine, whose attention is not ours
+    with pytest.raises(ValueError, match="trained with --mtp-repeated-layer-shares-kv, which Transformer Engine's"):
+        trained_forward(model, [1, 2, 3, 4])
 
 
 @pytest.mark.usefixtures("megatron")

@@ -5,7 +5,7 @@ and live in Megatron's TransformerConfig; here is only what Megatron lacks.
 """
 
 import math
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -66,6 +66,19 @@ class MTPConfig:
         "the trunk's or an earlier depth's, drawn with equal probabilities. Default: from the depth before it.",
         action="store_true",
         alias="--mtp-hsm",
+    )
+    mtp_unroll: int | None = _flag(
+        None,
+        "Passes of a repeated layer (--mtp-use-repeated-layer) in training: K depths are trained, while the checkpoint "
+        "and its conversions have the depths of --mtp-num-layers. Default: as many as --mtp-num-layers.",
+        type=int,
+        metavar="K",
+    )
+    mtp_repeated_layer_shares_kv: bool = _flag(
+        False,
+        "Let later passes of a repeated layer attend to the keys and values that pass 1 made from the trunk's states, "
+        "as an engine's drafts do that reuses one layer (method mtp_eagle). Default: every pass to its own.",
+        action="store_true",
     )
     mtp_train_only: bool = _flag(
         False,
@@ -158,6 +171,8 @@ class MTPConfig:
                 "--mtp-hidden-state-mixing was given with --mtp-architecture parallel, where every depth reads the "
                 "trunk's state alone; drop one of the two."
             )
+        if self.mtp_unroll is not None and self.mtp_unroll < 1:
+            raise ValueError(f"--mtp-unroll is {self.mtp_unroll}; give 1 or more passes.")
         self._check_loss()
         self._check_draft_vocabulary()
         self._check_schedule()
@@ -175,7 +190,7 @@ class MTPConfig:
         if len(numbers) != depths or not are_weights(numbers):
             raise ValueError(
                 f"--mtp-loss-weights is '{given}'; give {depths} numbers of 0 or more (one for each of "
-                "--mtp-num-layers), with commas, not all 0."
+                f"{'--mtp-num-layers' if self.mtp_unroll is None else '--mtp-unroll'}), with commas, not all 0."
             )
         return numbers
 
@@ -223,6 +238,14 @@ class MTPConfig:
             raise ValueError(f"--mtp-loss-schedule-steps is {self.mtp_loss_schedule_steps}; give 1 or more.")
         if not 0 <= self.mtp_loss_final_factor < math.inf:
             raise ValueError(f"--mtp-loss-final-factor is {self.mtp_loss_final_factor}; give 0 or more.")
+
+
+def trained_depths(args: Namespace) -> int:
+    """Depths that a run or a model of these arguments has: the passes of a repeated layer, else --mtp-num-layers."""
+    if not args.mtp_num_layers:
+        return 0
+    passes: int | None = getattr(args, "mtp_unroll", None)
+    return passes or int(args.mtp_num_layers)
 
 
 def number_of(text: str) -> float:

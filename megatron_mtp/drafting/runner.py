@@ -43,6 +43,7 @@ class Runner:
     Attributes:
         depths: D; 0 without MTP.
         drafted: tokens that the depths may draft; fewer than `vocab_size` with a draft vocabulary.
+        shares_kv: whether later passes of a repeated layer were trained on pass 1's keys, as `mtp_eagle` runs them.
         sequential: whether each depth continues the one before; False for parallel heads, and without depths.
         positions: how many the model was trained for.
         auto_counts: what has been measured for automatic K, by config and size of the batch.
@@ -67,6 +68,7 @@ class Runner:
         self.vocab_size: int = vocab_size or model.true_vocab_size or model.vocab_size
         self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0
         self.sequential: bool = model.mtp.sequential if self.depths else False
+        self.shares_kv: bool = model.mtp.shares_kv if self.depths else False
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
         self.kept: dict[int, Any] = {}
         self._scope = Scope()

@@ -6,6 +6,7 @@ trunk.py             a trunk of Megatron's with the block on its last pipeline s
 hybrid.py            the same for a hybrid, a trunk of layers that a pattern names; depths that are stacks by a pattern
 mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel
 mixing.py            which state a depth continues from in training (--mtp-hidden-state-mixing)
+shared_keys.py       passes of a repeated layer that attend to pass 1's keys (--mtp-repeated-layer-shares-kv)
 sharing.py           the shared embedding and output head, also between pipeline stages
 initialise.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init)
 random_weights.py    random weights, drawn alike in every layout and tool

@@ -8,7 +8,7 @@ build(configuration) -> model             a pipeline stage: `MTPGPTModel` or, of
 
 import os
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -31,10 +31,16 @@ from megatron.training.models import gpt as megatron_gpt
 from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.config import MTPConfig, trained_depths
 from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
-from megatron_mtp.model.portable import with_portable_modules, with_portable_projections
+from megatron_mtp.model.portable import (
+    PortableAttention,
+    with_modules,
+    with_portable_modules,
+    with_portable_projections,
+)
+from megatron_mtp.model.shared_keys import SharingAttention
 from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 from megatron_mtp.platform import cpu
 
@@ -70,7 +76,13 @@ def config_of(args: Namespace, **given: Any) -> "MTPModelConfig":
     else:
         config = hybrid_config_from_args(args, **{"model_config_cls": MTPHybridModelConfig, **given})
     config.true_vocab_size = args.vocab_size
-    config.mtp = MTPConfig(mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential")
+    if args.mtp_num_layers is not None:
+        config.transformer.mtp_num_layers = trained_depths(args)  # the model has a depth for every pass
+    config.mtp = MTPConfig(
+        mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential",
+        mtp_unroll=getattr(args, "mtp_unroll", None),
+        mtp_repeated_layer_shares_kv=bool(getattr(args, "mtp_repeated_layer_shares_kv", False)),
+    )
     return config
 
 
@@ -256,4 +268,9 @@ def _mtp_submodules(
             transformer, use_transformer_engine=use_te, normalization=transformer.normalization, vp_stage=vp_stage
         )[-1]
     submodules = mtp_layer_submodules(last_layer, config.mtp.mtp_architecture, use_te)
-    return submodules if use_te else with_portable_modules(submodules, transformer)
+    if config.mtp.mtp_repeated_layer_shares_kv:
+        submodules = replace(submodules, shares_kv=True)
+    if use_te:
+        return submodules
+    portable: MultiTokenPredictionLayerSubmodules = with_portable_modules(submodules, transformer)
+    return with_modules(portable, {PortableAttention: SharingAttention}) if portable.shares_kv else portable

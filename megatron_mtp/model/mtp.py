@@ -33,9 +33,13 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_mtp.model.mixing import Mixer
+from megatron_mtp.model.shared_keys import SharingAttention, sharing
 
 SHARDED_TF_LAYER = "transformer_layer"
 """The name of `tf_layer` in checkpoints, which Megatron's own MTP uses too."""
+
+Angles = Callable[[int], Tensor]
+"""From a number of positions to Megatron's rotary angles of all positions so many later."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class MultiTokenPredictionLayerSubmodules:
     """What a depth is built from; the embedding-side modules are None for a parallel head.
 
     `tf_layer` is one transformer layer, or a stack of layers with the interface of one; `sharded_name` is its name in
-    checkpoints, which are those of Megatron's own MTP.
+    checkpoints, which are those of Megatron's own MTP. With `shares_kv` later passes of a repeated layer attend to pass
+    1's keys and values; a layer that is trained so has `SharingAttention`.
     """
 
     tf_layer: ModuleSpec
@@ -52,6 +57,7 @@ class MultiTokenPredictionLayerSubmodules:
     hnorm: Callable[..., torch.nn.Module] | None = None
     eh_proj: type | None = None
     sharded_name: str = SHARDED_TF_LAYER
+    shares_kv: bool = False
 
 
 def mtp_layer_submodules(
@@ -81,6 +87,10 @@ class AttentionInputs:
     rotary_pos_cos: Tensor | None = None
     rotary_pos_sin: Tensor | None = None
     packed_seq_params: PackedSeqParams | None = None
+
+    def at_pass(self, index: int, angles: Angles | None) -> "AttentionInputs":
+        """The same for a pass (0 for the first), which stands so many positions later where there are `angles`."""
+        return self if angles is None or not index else replace(self, rotary_pos_emb=angles(index))
 
 
 class MultiTokenPredictionLayer(MegatronModule):
@@ -239,6 +249,7 @@ class MultiTokenPredictionBlock(MegatronModule):
     Attributes:
         draft_vocabulary: [N], int64, ascending: the token of every draft index, kept with the depths in checkpoints;
             None where they draft all tokens.
+        shares_kv: whether later passes of a repeated layer attend to pass 1's keys and values.
     """
 
     draft_vocabulary: Tensor | None
@@ -257,12 +268,14 @@ class MultiTokenPredictionBlock(MegatronModule):
         self.depths = config.mtp_num_layers
         self.tp_group = pg_collection.tp
         self.sequential = submodules.eh_proj is not None
+        self.shares_kv = submodules.shares_kv
         physical = 1 if config.mtp_use_repeated_layer else self.depths
         with get_fp8_context(config, is_init=True):  # weights in FP8 with --fp8-param-gather, as the trunk's are
             self.layers = torch.nn.ModuleList(
                 MultiTokenPredictionLayer(config, submodules, number, pg_collection, vp_stage)
                 for number in range(1, physical + 1)
             )
+        self._sharing = [module for module in self.modules() if isinstance(module, SharingAttention)]
         if config.mtp_detach_heads:
             for parameter in self.parameters():
                 parameter.grad_norm_group = "mtp"  # Megatron's optimizer clips such gradients by themselves
@@ -276,6 +289,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         attention: AttentionInputs,
         padding_mask_DBS: Tensor | None = None,
         mixer: Mixer | None = None,
+        angles: Angles | None = None,
     ) -> list[Tensor]:
         """Hidden states of depth 1 .. D, each [S, B, H].
 
@@ -286,25 +300,34 @@ class MultiTokenPredictionBlock(MegatronModule):
             embedding: the shared embedding, called with `input_ids` and `position_ids`.
             padding_mask_DBS: True where the position was shifted in from outside.
             mixer: which states the depths of a chain continue from; None for those of the depths before them.
+            angles: the rotary angles of later positions, where passes that share keys stand.
+
+        Raises:
+            ValueError: passes were trained to share keys, and the layer's attention cannot do that.
         """
+        if self.shares_kv and not self._sharing:
+            raise ValueError(
+                "the depths were trained with --mtp-repeated-layer-shares-kv, which Transformer Engine's attention "
+                "cannot do; build the model with --transformer-impl local."
+            )
         if self.config.mtp_detach_heads:
             hidden_SBH = hidden_SBH.detach()
         if padding_mask_DBS is not None and self.config.sequence_parallel:
             padding_mask_DBS = self._own_positions(padding_mask_DBS)
+        masks = [None] * self.depths if padding_mask_DBS is None else list(padding_mask_DBS)
+        if not self.sequential:
+            return [layer(hidden_SBH, None, attention, mask) for layer, mask in zip(self.layers, masks, strict=True)]
         states: list[Tensor] = []
         state_SBH = hidden_SBH
-        for depth in range(self.depths):
-            layer = self.layers[depth % len(self.layers)]
-            mask_BS = None if padding_mask_DBS is None else padding_mask_DBS[depth]
-            if self.sequential:
+        with sharing(self._sharing):
+            for depth, mask_BS in enumerate(masks):
                 embedded_SBH = embedding(input_ids=tokens_DBS[depth], position_ids=position_ids_BS)
                 if self.config.mtp_detach_heads:
                     embedded_SBH = embedded_SBH.detach()
                 read_SBH = state_SBH if mixer is None else mixer.next_input(state_SBH)
-                state_SBH = layer(read_SBH, embedded_SBH, attention, mask_BS)
-            else:
-                state_SBH = layer(hidden_SBH, None, attention, mask_BS)
-            states.append(state_SBH)
+                layer = self.layers[depth % len(self.layers)]
+                state_SBH = layer(read_SBH, embedded_SBH, attention.at_pass(depth, angles), mask_BS)
+                states.append(state_SBH)
         return states
 
     def _own_positions(self, mask_DBS: Tensor) -> Tensor:

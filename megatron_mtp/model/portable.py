@@ -7,7 +7,7 @@ channels of a head.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -105,7 +105,13 @@ class PortableAttention(torch.nn.Module):
 
     Arguments are those of Megatron's core attention. Under context parallelism keys and values are gathered from all
     ranks and put in the order of the whole sequence; TE's `cp_comm_type` is ignored.
+
+    Attributes:
+        chain: further keys and values, as `key` and `value` of the next call: a query attends to those of its own
+            position too (`shared_keys.py`).
     """
+
+    chain: Sequence[tuple[Tensor, Tensor]] = ()
 
     def __init__(
         self,
@@ -160,6 +166,7 @@ class PortableAttention(torch.nn.Module):
         padded = packed_seq_params.cu_seqlens_q_padded
         bounds = (packed_seq_params.cu_seqlens_q if padded is None else padded).tolist()
         query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        self.chain = [(key.unsqueeze(1), value.unsqueeze(1)) for key, value in self.chain]
         return self._documents(query, key, value, bounds, None).squeeze(1)
 
     def _documents(
@@ -176,16 +183,24 @@ class PortableAttention(torch.nn.Module):
         for start, end in pairwise(bounds):
             own, whole = slice(start // ranks, end // ranks), slice(start, end)
             position_S = None if positions_S is None else positions_S[own] - start
-            attended.append(self._attend(query_SBNC[own], key_SBGC[whole], value_SBGC[whole], position_S, mask))
+            keys_SBGC, values_SBGC = key_SBGC[whole], value_SBGC[whole]
+            if self.chain:
+                keys_SBGC = torch.cat([keys_SBGC, *(keys[own] for keys, _ in self.chain)])
+                values_SBGC = torch.cat([values_SBGC, *(values[own] for _, values in self.chain)])
+            attended.append(self._attend(query_SBNC[own], keys_SBGC, values_SBGC, position_S, mask))
         return torch.cat(attended)
 
     def _attend(
         self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, position_S: Tensor | None, mask: Tensor | None
     ) -> Tensor:
-        """One document, [S, B, N * C]; without `position_S` the queries are its last positions."""
+        """One document, [S, B, N * C]; without `position_S` the queries are its last positions.
+
+        Behind the document's keys are those of the chain, as many as queries in each of its passes.
+        """
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBNC, key_SBGC, value_SBGC))
-        queries, keys, channels = query.size(2), key.size(2), value.size(-1)
-        plain = mask is None and position_S is None and self.window is None and queries == keys
+        queries, channels = query.size(2), value.size(-1)
+        keys = key.size(2) - len(self.chain) * queries
+        plain = mask is None and position_S is None and self.window is None and queries == keys and not self.chain
         if position_S is None:
             position_S = torch.arange(keys - queries, keys, device=query.device)
         with self._rng_of_heads():
@@ -212,6 +227,10 @@ class PortableAttention(torch.nn.Module):
             ahead = torch.arange(keys, device=position_S.device) - position_S.unsqueeze(1)
             before, after = (keys if side < 0 else side for side in self.window)  # -1 is without limit
             visible = visible & (ahead >= -before) & (ahead <= after)
+        if self.chain:
+            own = torch.eye(position_S.numel(), dtype=torch.bool, device=position_S.device)
+            own = own.expand(*visible.shape[:-2], -1, -1)
+            visible = torch.cat([visible, *[own] * len(self.chain)], dim=-1)
         return visible
 
     def _rng_of_heads(self) -> Any:

@@ -27,6 +27,7 @@ from megatron_mtp.model.frozen import answer_with_zeros, freeze_trunk, trunk_mod
 from megatron_mtp.model.initialise import fill_absent_layers
 from megatron_mtp.model.mixing import Mixer
 from megatron_mtp.model.mtp import (
+    Angles,
     AttentionInputs,
     MultiTokenPredictionBlock,
     MultiTokenPredictionLayerSubmodules,
@@ -206,8 +207,24 @@ class MTPTrunk(LanguageModule):
         """Hidden states of depth 1 .. D, from the trunk's; see `MultiTokenPredictionBlock`."""
         shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
         return self.mtp(
-            hidden_SBH, batch.tokens_DBS, position_ids_BS, self.embedding, attention, shifted_in_DBS, self._mixer(batch)
+            hidden_SBH,
+            batch.tokens_DBS,
+            position_ids_BS,
+            self.embedding,
+            attention,
+            shifted_in_DBS,
+            self._mixer(batch),
+            self._later_angles(attention),
         )
+
+    def _later_angles(self, attention: AttentionInputs) -> Angles | None:
+        """The rotary angles of passes that share keys; None where all passes stand at the same positions."""
+        if not self.mtp.shares_kv or attention.rotary_pos_emb is None:
+            return None
+        is_packed = attention.packed_seq_params is not None
+        ranks = 1 if is_packed else self.pg_collection.cp.size()
+        whole = ranks * attention.rotary_pos_emb.size(0)
+        return lambda later: self.rotary_pos_emb(whole, offset=later, packed_seq=is_packed)
 
     def _mixer(self, batch: DepthBatch) -> Mixer | None:
         """Of this rank's positions, which sequence parallelism cuts once more."""

@@ -11,8 +11,8 @@ from megatron_mtp.report.runs import Run
 GROUPS = {
     "Model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups multi_latent_attention "
     "num_experts moe_router_topk padded_vocab_size seq_length position_embedding_type rotary_base normalization",
-    "Depths": "mtp_num_layers mtp_loss_scaling_factor mtp_loss mtp_architecture mtp_use_repeated_layer "
-    "mtp_detach_heads mtp_train_only mtp_init mtp_draft_vocab_size",
+    "Depths": "mtp_num_layers mtp_loss_scaling_factor mtp_loss mtp_architecture mtp_use_repeated_layer mtp_unroll "
+    "mtp_repeated_layer_shares_kv mtp_detach_heads mtp_train_only mtp_init mtp_draft_vocab_size",
     "Optimization": "optimizer lr min_lr lr_decay_style lr_warmup_iters train_iters global_batch_size "
     "micro_batch_size weight_decay adam_beta1 adam_beta2 clip_grad attention_dropout hidden_dropout params_dtype seed",
     "Layout": "world_size data_parallel_size tensor_model_parallel_size sequence_parallel "

@@ -103,6 +103,8 @@ def parse_run_args(
 
     with megatrons_refusals():
         args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
+    if given.mtp_use_repeated_layer:
+        args.mtp_use_repeated_layer = True  # with --use-checkpoint-args Megatron has put the checkpoint's in its place
     check_supported(args)  # older flags now have their newer names
     if args.use_checkpoint_args:
         if given.mtp_num_layers is not None:

@@ -13,6 +13,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
+from megatron_mtp.config import trained_depths
 from megatron_mtp.data.batch import add_depths, join_rows, keep_positions, mask_ignored_labels
 from megatron_mtp.data.context_parallel import positions_of_ranks
 from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
@@ -61,7 +62,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         join_rows(batch)
     if batch["labels"] is not None:
         mask_ignored_labels(batch)
-        add_depths(batch, args.mtp_num_layers or 0, document_BS)
+        add_depths(batch, trained_depths(args), document_BS)
     if _reads_positions(vp_stage):
         _keep_own_positions(batch)
     return batch

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from megatron_mtp.config import trained_depths
 from megatron_mtp.platform import cpu
 from megatron_mtp.platform.kernels import transformer_engine_works
 
@@ -183,9 +184,10 @@ def _positions(args: Namespace) -> str | None:
 
 
 def _depths(args: Namespace) -> str | None:
-    if _known(args, "mtp_num_layers", "seq_length") and args.mtp_num_layers >= args.seq_length:
+    if _known(args, "mtp_num_layers", "seq_length") and trained_depths(args) >= args.seq_length:
+        name = "mtp_num_layers" if getattr(args, "mtp_unroll", None) is None else "mtp_unroll"
         return (
-            f"--mtp-num-layers is {args.mtp_num_layers}, but sequences of --seq-length {args.seq_length} have no token "
+            f"{flag(name)} is {getattr(args, name)}, but sequences of --seq-length {args.seq_length} have no token "
             "that far ahead; give fewer depths, or longer sequences."
         )
     return None

@@ -15,7 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.config import MTPConfig, trained_depths
 from megatron_mtp.data.batch import DepthBatch, depth_batch
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.schedule import depth_weights, kept_positions, scaling_factor
@@ -78,7 +78,7 @@ class ForwardStep:
         args, positions_S = get_args(), batch.positions_S
         whole = positions_S.numel() * args.context_parallel_size
         seed = args.seed, args.curr_iteration
-        return replace(batch, ages_DS=drawn_ages(args.mtp_num_layers, seed, positions_S, whole))
+        return replace(batch, ages_DS=drawn_ages(trained_depths(args), seed, positions_S, whole))
 
     def _objective(self) -> NextTokensObjective:
         """The objective of this step, with the weights of its schedules."""
@@ -87,7 +87,7 @@ class ForwardStep:
         fraction = settings.mtp_token_fraction if torch.is_grad_enabled() else 1.0
         loss, factor = depth_loss(settings), scaling_factor(args, settings, step)
         return NextTokensObjective(
-            depth_weights=depth_weights(settings, args.mtp_num_layers or 0, factor, loss.couples_depths),
+            depth_weights=depth_weights(settings, trained_depths(args), factor, loss.couples_depths),
             cp_group=mpu.get_context_parallel_group(),
             depth_loss=loss,
             per_token=args.calculate_per_token_loss,

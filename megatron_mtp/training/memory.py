@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state
 
+from megatron_mtp.config import trained_depths
+
 PARTS = {"trunk": "decoder.", "depths": "mtp.", "embedding": "embedding.", "head": "output_layer."}
 """The parts of a model, and how the names of their parameters begin."""
 
@@ -80,7 +82,7 @@ def memory_of(args: Namespace, parameters: list[Parameter], layers: int, stage: 
     optimizer = sum(
         adam * one.local / (one.sharded_by if args.use_distributed_optimizer else 1) for one in parameters if one.trains
     )
-    depths = args.mtp_num_layers or 0 if any(one.part == "depths" for one in parameters) else 0
+    depths = trained_depths(args) if any(one.part == "depths" for one in parameters) else 0
     return Memory(weights, gradients, optimizer, activations(args, layers, depths, stage))
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from megatron.training.checkpointing import checkpoint_exists
 
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.config import MTPConfig, trained_depths
 from megatron_mtp.data.checks import split_weights
 from megatron_mtp.training.flag_checks import check_relations
 from megatron_mtp.training.hybrid_checks import check_hybrid
 from megatron_mtp.training.unsupported import check_supported
+
+SHARES = "--mtp-repeated-layer-shares-kv"
 
 
 def check_flags(args: Namespace, settings: MTPConfig) -> None:
@@ -39,6 +41,13 @@ def check_flags(args: Namespace, settings: MTPConfig) -> None:
         raise ValueError("--mtp-train-only was given without --mtp-num-layers; say how many depths to train.")
     elif settings.mtp_hidden_state_mixing:
         raise ValueError("--mtp-hidden-state-mixing was given without --mtp-num-layers; give 2 depths or more.")
+    elif settings.mtp_unroll is not None:
+        raise ValueError(
+            f"--mtp-unroll is {settings.mtp_unroll}, but --mtp-num-layers is missing; give the depths that the "
+            "checkpoint is to have, such as 1."
+        )
+    elif settings.mtp_repeated_layer_shares_kv:
+        raise ValueError(f"{SHARES} was given without --mtp-num-layers; give the depths of the checkpoint, such as 1.")
     elif settings.mtp_draft_vocab_size is not None or settings.mtp_draft_vocab_file is not None:
         raise ValueError("a draft vocabulary was given without --mtp-num-layers; say how many depths draft from it.")
     check_relations(args)
@@ -76,8 +85,11 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
         )
     if factor is not None and not 0 <= factor < math.inf:
         raise ValueError(f"--mtp-loss-scaling-factor is {factor}; give 0 or more (0.1 is Megatron's default).")
-    settings.loss_weights(depths)
-    if settings.mtp_hidden_state_mixing and depths < 2:
+    _check_passes(args, settings)
+    if settings.mtp_repeated_layer_shares_kv:
+        _check_sharing(args)
+    settings.loss_weights(trained_depths(args))
+    if settings.mtp_hidden_state_mixing and trained_depths(args) < 2:
         raise ValueError(
             "--mtp-hidden-state-mixing was given with --mtp-num-layers 1, whose depth has the trunk's state alone to "
             "read; give 2 or more depths, or drop the flag."
@@ -108,3 +120,48 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
             "--moe-router-load-balancing-type is quantile_balancing, which cannot leave out the positions that a depth "
             "shifts in; give another type, such as aux_loss or none."
         )
+
+
+def _check_passes(args: Namespace, settings: MTPConfig) -> None:
+    """--mtp-unroll, the passes of a repeated layer."""
+    passes = settings.mtp_unroll
+    if passes is None:
+        return
+    if not args.mtp_use_repeated_layer:
+        raise ValueError(
+            f"--mtp-unroll is {passes} without --mtp-use-repeated-layer, but layers of their own have one pass each; "
+            "give --mtp-use-repeated-layer too, or drop the flag."
+        )
+    if passes < args.mtp_num_layers:
+        raise ValueError(
+            f"--mtp-unroll is {passes}, which is less than --mtp-num-layers {args.mtp_num_layers}; give at least as "
+            "many passes as depths."
+        )
+    if args.num_experts is not None and args.pipeline_model_parallel_layout is not None:
+        raise ValueError(
+            f"--mtp-unroll is {passes} with --num-experts and --pipeline-model-parallel-layout, where Megatron logs "
+            "the routers of stages without experts for another number of depths, and would wait forever; drop one of "
+            "the three."
+        )
+
+
+def _check_sharing(args: Namespace) -> None:
+    """--mtp-repeated-layer-shares-kv, which needs several passes of a layer with our own attention."""
+    if not args.mtp_use_repeated_layer or trained_depths(args) < 2:
+        raise ValueError(
+            f"{SHARES} was given, but no layer has a second pass that could share; give --mtp-use-repeated-layer and "
+            "--mtp-unroll 2 or more."
+        )
+    recomputes = args.recompute_granularity == "full" or "core_attn" in (args.recompute_modules or ())
+    for is_given, flag, why in (
+        (args.multi_latent_attention, "--multi-latent-attention", "keys and values are made of latents"),
+        (args.hybrid_layer_pattern is not None, "--hybrid-layer-pattern", "not all layers keep keys"),
+        (args.window_size is not None, "--window-size", "a chain would leave the window of its keys"),
+        (args.softmax_type != "vanilla", f"--softmax-type {args.softmax_type}", "its attention is Megatron's own"),
+        (args.spec not in (None, ["local"]), "--spec", "its attention may be any"),
+        (args.transformer_impl != "local", "--transformer-impl transformer_engine", "its attention takes no chains"),
+        (args.recompute_granularity is not None and recomputes, "recomputed attention", "keys of a pass would be lost"),
+    ):
+        if is_given:
+            remedy = "give --transformer-impl local" if "impl" in flag else "drop one of the two"
+            raise ValueError(f"{SHARES} was given with {flag}, where {why}; {remedy}.")

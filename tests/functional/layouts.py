@@ -17,6 +17,8 @@ _DISTILLED = (
     "--mtp-loss-weights 1,0.8,0.6 --mtp-token-fraction 0.6 --mtp-loss-schedule cosine --mtp-loss-schedule-steps 10"
 )
 _CHAINED = "--mtp-loss e2e_tv --mtp-loss-weights 1,0.8,0.6 --mtp-temperature 0.7 --mtp-token-fraction 0.6"
+_UNROLLED = "--mtp-use-repeated-layer --mtp-unroll 3"
+_SHARED = f"{_UNROLLED} --mtp-repeated-layer-shares-kv"
 _WHOLE_QUERIES = (
     "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm"
 )
@@ -34,6 +36,12 @@ class Model:
     batches: str = "stream"
     attention: str = "--group-query-attention --num-query-groups 2"
     frozen: bool = False
+    passes: int | None = None
+
+    @property
+    def trained(self) -> int:
+        """Depths that have losses: the passes of a repeated layer, where they are more than the depths."""
+        return self.passes or self.depths
 
     @property
     def packed(self) -> bool:
@@ -46,6 +54,14 @@ MODELS: dict[str, Model] = {
     "tied-d3": Model(3),
     "untied-d3": Model(3, _UNTIED),
     "repeated-d3": Model(3, "--mtp-use-repeated-layer"),
+    "unrolled-d1": Model(1, _UNROLLED, passes=3),
+    "shared-d1": Model(1, _SHARED, passes=3),
+    "shared-documents-d1": Model(
+        1, f"{_SHARED} --mtp-hsm --reset-attention-mask --eod-mask-loss", "documents", passes=3
+    ),
+    "shared-padded-d1": Model(1, f"{_PACKED} {_SHARED} --mtp-loss e2e_tv", "padded", passes=3),
+    "unrolled-moe-d1": Model(1, f"{_EXPERTS} --moe-token-dispatcher-type allgather {_UNROLLED}", passes=3),
+    "hybrid-unrolled-d1": Model(1, f"--hybrid-layer-pattern M-*-/*- {_MAMBA} {_UNROLLED}", passes=3),
     "moe-d1": Model(1, f"{_EXPERTS} --moe-token-dispatcher-type allgather"),
     "moe-d2": Model(2, f"{_EXPERTS} --moe-token-dispatcher-type allgather"),
     "moe-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type allgather"),
@@ -135,7 +151,7 @@ LAYOUTS: dict[str, Layout] = {
         models=(
             *PLAIN,
             *("repeated-d3", "latent-d2", "latent-keys-d1", "parallel-d2", "ragged-d3", "padded-latent-d2"),
-            "chained-d3",
+            *("unrolled-d1", "shared-d1", "chained-d3"),
             PADDED,
             *DENSE_HYBRIDS,
         ),
@@ -148,6 +164,9 @@ LAYOUTS: dict[str, Layout] = {
             *PLAIN,
             *HEADS,
             "repeated-d3",
+            "unrolled-d1",
+            "unrolled-moe-d1",
+            "shared-d1",
             "moe-d3",
             "latent-d2",
             "parallel-d2",
@@ -165,7 +184,10 @@ LAYOUTS: dict[str, Layout] = {
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models=(*MOE, "hybrid-moe-d2")),
     "tp2-pp2": Layout(tp=2, pp=2),
     "tp2-cp2": Layout(
-        tp=2, cp=2, flags="--sequence-parallel", models=(*PLAIN, "padded-d3", "moe-d3", "chained-d3", "mixed-padded-d3")
+        tp=2,
+        cp=2,
+        flags="--sequence-parallel",
+        models=(*PLAIN, "padded-d3", "moe-d3", "chained-d3", "mixed-padded-d3", "shared-padded-d1"),
     ),
     "cp2-pp2": Layout(cp=2, pp=2, models=("tied-d3", "documents-d3", "padded-d3")),
     "cp2-dp2": Layout(cp=2, dp=2, models=(*DEEP, "per-token-d3"), distributed_optimizer=True),
@@ -176,7 +198,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp4-mtp-stage": Layout(
         pp=4,
         flags="--pipeline-model-parallel-layout Ett|tt|{m}|L",
-        models=(*PLAIN, *HEADS, "documents-d3", "packed-d1", "padded-d3", "mixed-padded-d3"),
+        models=(*PLAIN, *HEADS, "documents-d3", "packed-d1", "padded-d3", "mixed-padded-d3", "unrolled-d1"),
     ),
     "pp4-vpp2-mtp-stage": Layout(pp=4, flags="--pipeline-model-parallel-layout E|t|t|t|t||{m}|L", models=DEEP),
 }
@@ -188,6 +210,7 @@ FIRST: dict[str, str] = {
     "tp2": "tied-d3 latent-keys-d1 padded-vocabulary-d2 chained-d3",
     "tp2-sp": "untied-d1 moe-d3 latent-d2 parallel-d2 distilled-d3 frozen-moe-d3",
     "cp2": "tied-d3 documents-d3 padded-d1 padded-latent-d2 per-token-moe-d2 chained-padded-d3 mixed-documents-d3 "
+    "shared-padded-d1 "
     "hybrid-padded-d1",
     "pp2": "tied-d1 repeated-d3 ragged-d3 frozen-d3",
     "pp2-vpp2": "untied-d3",
@@ -207,7 +230,10 @@ FIRST: dict[str, str] = {
 }
 """The cases of the first tier: every layout and every model, and the features that a layout has to treat as its own."""
 
-LATER = {"pp2-vpp2-hybrid", "hybrid-d2", "hybrid-one-group-d1", "hybrid-delta-d1", "hybrid-moe-d2", "hybrid-frozen-d2"}
+LATER = {
+    *("pp2-vpp2-hybrid", "hybrid-d2", "hybrid-one-group-d1", "hybrid-delta-d1", "hybrid-moe-d2", "hybrid-frozen-d2"),
+    *("unrolled-d1", "unrolled-moe-d1", "hybrid-unrolled-d1", "shared-d1", "shared-documents-d1"),
+}
 """Layouts and models of the matrix alone: the first tier has others with the same layers and the same cuts."""
 
 

@@ -50,10 +50,20 @@ def tiered(case: tuple[str, ...], is_first: bool) -> Any:
 )
 def test_a_step_is_that_of_a_single_process(records: Records, model: str, layout: str) -> None:
     record = records.of(f"train/{model}/{layout}")
-    assert record["losses"].keys() == {"lm loss", *(f"mtp_{d} loss" for d in range(1, MODELS[model].depths + 1))}
+    assert record["losses"].keys() == {"lm loss", *(f"mtp_{d} loss" for d in range(1, MODELS[model].trained + 1))}
     single = records.of(f"train/{model}/{SINGLE}")
     assert_same_step(record, single)
     assert record["evaluation"] == pytest.approx(single["evaluation"], rel=TOLERANCE)
+
+
+@pytest.mark.matrix
+def test_three_passes_are_three_depths_of_a_repeated_layer(records: Records) -> None:
+    passes, depths = (records.of(f"train/{model}/{SINGLE}") for model in ("unrolled-d1", "repeated-d3"))
+    assert passes["losses"] == pytest.approx(depths["losses"], rel=1e-6)
+    for name in ("gradients", "weights"):
+        assert passes[name].keys() == depths[name].keys()
+        far = [key for key in depths[name] if relative_difference(passes[name][key], depths[name][key]) > 1e-6]
+        assert far == []
 
 
 def test_the_first_tier_has_every_layout_and_every_model() -> None:

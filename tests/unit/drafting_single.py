@@ -33,6 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "mha-tied-layernorm": {"num_query_groups": 4, "tied": True, "normalization": "LayerNorm"},
     "moe": MOE,
     "repeated": {"mtp_use_repeated_layer": True},
+    "shared": {"mtp_use_repeated_layer": True, "shares_kv": True},
+    "shared-moe": {"mtp_use_repeated_layer": True, "shares_kv": True, **MOE},
     "bias-ungated-qknorm": {
         "add_bias_linear": True,
         "gated_linear_unit": False,

@@ -180,6 +180,10 @@ BAD_TRAIN = """
 --mtp-architecture x
 --mtp-hidden-state-mixing --mtp-architecture parallel
 --mtp-hsm --mtp-num-layers 1
+--mtp-unroll 0
+--mtp-unroll 3
+--mtp-use-repeated-layer --mtp-unroll 1000
+--mtp-repeated-layer-shares-kv
 --mtp-loss x
 --mtp-loss mix
 --mtp-loss mix --mtp-loss-mix 1,2
@@ -322,6 +326,8 @@ EITHER_TRAIN = """
 --mtp-loss lk --mtp-lk-eta 0
 --mtp-loss e2e_tv
 --mtp-use-repeated-layer
+--mtp-use-repeated-layer --mtp-unroll 3
+--mtp-use-repeated-layer --mtp-unroll 3 --mtp-repeated-layer-shares-kv
 --mtp-hsm --mtp-loss e2e_tv
 --mtp-architecture parallel
 --mtp-token-fraction 0.01

@@ -85,11 +85,12 @@ def our_model(
     position: str = "rope",
     drafted: list[int] | None = None,
     tokens: int | None = None,
+    shares_kv: bool = False,
     **changes: Any,
 ) -> MTPGPTModel:
     config = MTPGPTModelConfig(
         transformer=transformer_config(depths, **changes),
-        mtp=MTPConfig(mtp_architecture=architecture),
+        mtp=MTPConfig(mtp_architecture=architecture, mtp_repeated_layer_shares_kv=shares_kv),
         draft_vocabulary=None if drafted is None else torch.tensor(drafted),
         true_vocab_size=tokens,
         **_gpt_fields(tied, position),

@@ -36,6 +36,9 @@ def _no_globals_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     unset_num_microbatches_calculator()
 
 
+SHARES = "--mtp-repeated-layer-shares-kv"
+
+
 def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """The sentence with which the program ends."""
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *MODEL.split(), *flags.split()])
@@ -59,6 +62,33 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (
             f"{ROPE} {MOCK} {DEPTHS} --mtp-architecture parallel --mtp-use-repeated-layer",
             "--mtp-use-repeated-layer was given with --mtp-architecture parallel",
+        ),
+        (f"{ROPE} {MOCK} --mtp-unroll 3", "--mtp-unroll is 3, but --mtp-num-layers is missing"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-unroll 3", "--mtp-unroll is 3 without --mtp-use-repeated-layer"),
+        (f"{ROPE} {MOCK} {DEPTHS} --mtp-unroll 0 --mtp-use-repeated-layer", "--mtp-unroll is 0; give 1 or more passes"),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --mtp-use-repeated-layer --mtp-unroll 1",
+            "--mtp-unroll is 1, which is less than --mtp-num-layers 2; give at least as many",
+        ),
+        (
+            f"{ROPE} {MOCK} --mtp-num-layers 1 --mtp-use-repeated-layer --mtp-unroll 3 --mtp-loss-weights 1",
+            "--mtp-loss-weights is '1'; give 3 numbers of 0 or more (one for each of --mtp-unroll)",
+        ),
+        (f"{ROPE} {MOCK} {SHARES}", "--mtp-repeated-layer-shares-kv was given without --mtp-num-layers"),
+        (f"{ROPE} {MOCK} {DEPTHS} {SHARES}", "was given, but no layer has a second pass that could share; give"),
+        (
+            f"{ROPE} {MOCK} --mtp-num-layers 1 --mtp-use-repeated-layer {SHARES}",
+            "was given, but no layer has a second pass that could share; give",
+        ),
+        *(
+            (f"{ROPE} {MOCK} {DEPTHS} --mtp-use-repeated-layer {SHARES} {given}", f"was given with {named}, where")
+            for given, named in (
+                ("--multi-latent-attention", "--multi-latent-attention"),
+                ("--window-size 8,0", "--window-size"),
+                ("--softmax-type learnable", "--softmax-type learnable"),
+                ("--recompute-granularity full --recompute-method uniform", "recomputed attention"),
+                ("--recompute-granularity selective --recompute-modules core_attn", "recomputed attention"),
+            )
         ),
         (f"{ROPE} {MOCK} --hybrid-context-parallel", "--hybrid-context-parallel was given"),
         (

@@ -191,6 +191,54 @@ def test_losses_compares_runs_that_have_finished(tmp_path: Path) -> None:
     assert [(goal["value"], goal["met"]) for goal in summary["goals"]] == [(4.0, True), (4.0, True)]
 
 
+def test_objectives_compares_runs_that_have_finished(tmp_path: Path) -> None:
+    """The best of all against kd, plain; and the engine's lengths against those that training expects."""
+    kept = tmp_path / "quick"
+    (kept / "start").mkdir(parents=True)
+    shared = {"checkpoint": str(tmp_path), "steps": 3, "passes": 5, "batch": 8, "seq_length": 256, "lr": "1e-3"}
+    shared |= {"prompts": 2, "new_tokens": 12}
+    for variant, loss, factor in (
+        ("plain", "kd", 1.0),
+        ("plain", "tv", 0.9),
+        ("both", "kd", 1.02),
+        ("both", "tv", 1.2),
+    ):
+        for equal in ("steps", "seconds"):
+            each = {str(k): {"mtp_eagle": k * factor, "trained": 1.0, "forced": 1.01} for k in range(1, 6)}
+            row = {"settings": shared, "step_seconds": 1.0, "steps": 3, "greedy": each, "sampled": each}
+            (kept / f"{equal}-{variant}-{loss}-1.json").write_text(json.dumps(row))
+    flags = ["--losses", "kd,tv", "--variants", "plain,both", "--seeds", "1"]
+    summary = summary_of("objectives.py", "--checkpoint", str(tmp_path), "--out", str(tmp_path), *flags)
+    found = {goal["what"]: (round(goal["value"], 6), goal["goal"], goal["met"]) for goal in summary["goals"]}
+    command = [sys.executable, str(REPOSITORY / "benchmarks/objectives.py"), "--quick", "--checkpoint", str(tmp_path)]
+    other = fork_server.run([*command, "--out", str(tmp_path), *flags, "--lr", "1e-4"])
+    assert other.returncode == 1
+    assert "steps-plain-kd-1.json was made with other settings" in other.stderr.splitlines()[-1]
+    assert found == {
+        "K=5, greedy, equal steps: both tv / plain kd": (1.2, 1.05, True),
+        "K=5, sampled, equal steps: both tv / plain kd": (1.2, 1.10, True),
+        "K=5, greedy, equal seconds: both tv / plain kd": (1.2, 1.05, True),
+        "K=5, sampled, equal seconds: both tv / plain kd": (1.2, 1.10, True),
+        "greedy: engine and teacher-forced apart, %": (1.0, 1.0, False),
+        "sampled: engine and teacher-forced apart, %": (1.0, 1.0, False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--losses kd,l2", "argument --losses: kd,l2 was given; give names out of ce,kd,tv,nla,lk,e2e_tv."),
+        ("--losses tv", "--equal seconds compares with kd, plain; add them to --losses and --variants."),
+        ("--checkpoint nowhere", "there is no nowhere; make it with scripts/quickstart.sh, or give --checkpoint."),
+    ],
+)
+def test_objectives_refuses_what_it_cannot_compare(flags: str, says: str, tmp_path: Path) -> None:
+    checkpoint = [] if "--checkpoint" in flags else ["--checkpoint", str(tmp_path)]
+    run = fork_server.run([sys.executable, str(REPOSITORY / "benchmarks/objectives.py"), *checkpoint, *flags.split()])
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].endswith(says)
+
+
 def test_shift_runs_and_ends_with_its_report() -> None:
     summary = summary_of("shift.py")
     assert summary["benchmark"] == "shift"

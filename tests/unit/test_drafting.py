@@ -89,6 +89,7 @@ def test_identity_for_every_kind_of_model(kind: str) -> None:
     target, prompts = runner_of(kind), prompts_of(4)
     answers = plain(target, prompts, 40)
     methods = ["parallel_heads"] if kind == "parallel" else ["mtp", "mtp_eagle", *(["mtp_tree"] if TREES else [])]
+    methods = methods[1:] if target.shares_kv else methods
     for method in methods:
         settings = {"method": method, "num_speculative_tokens": 2 if method == "mtp_tree" else 3}
         assert run(target, prompts, 40, settings)[0].texts == answers
@@ -117,13 +118,15 @@ def drafts_of(target: Runner, text: list[int], settings: dict[str, Any], recorde
     return [logits_BV[0] for *_, logits_BV in recorder.drafts[: int(settings["num_speculative_tokens"])]]
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mha-tied-layernorm", "moe", "repeated", "parallel", "mla"])
+@pytest.mark.parametrize(
+    "kind", ["gqa", "mha-tied-layernorm", "moe", "repeated", "shared", "shared-moe", "parallel", "mla"]
+)
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """CONF: the logits of depth d at slot m - 1 of the text with the drafts behind it."""
     target, twin, recorder = runner_of(kind, dtype=torch.float32), model_of(kind, dtype=torch.float32), None
     recorder = Recorder(monkeypatch)
-    method = "parallel_heads" if kind == "parallel" else "mtp"
+    method = {"parallel": "parallel_heads", "shared": "mtp_eagle", "shared-moe": "mtp_eagle"}.get(kind, "mtp")
     prompt = prompts_of(1, seed=length)[0][:1] + list(range(2, length + 1))
     text = plain(target, [prompt], 1)[0]
     drafted = drafts_of(target, text, {"method": method, "num_speculative_tokens": 3}, recorder)
@@ -134,13 +137,16 @@ def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: p
         torch.testing.assert_close(drafted[depth], trained_V, rtol=1e-5, atol=1e-5)
 
 
-def test_drafts_after_accepted_and_rejected_ones_are_the_training_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "method"), [("gqa", "mtp"), ("shared", "mtp_eagle")])
+def test_drafts_after_accepted_and_rejected_ones_are_the_training_forwards(
+    kind: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CONF along a whole text: what a round leaves in the caches is right for the next."""
-    target, twin = runner_of(), model_of("gqa")
+    target, twin = runner_of(kind), model_of(kind)
     prompt = prompts_of(1)[0]
     answer = plain(target, [prompt], 60)[0]
     recorder = Recorder(monkeypatch)
-    run(target, [prompt], 40, {"method": "mtp", "num_speculative_tokens": 3}, [answer])
+    run(target, [prompt], 40, {"method": method, "num_speculative_tokens": 3}, [answer])
     drafts = {(length, position): logits_BV[0] for (length,), position, logits_BV in recorder.drafts}
     steps = [length for length, position in drafts if position == 2]
     assert len(set(torch.tensor(steps).diff().tolist())) > 2

@@ -57,6 +57,13 @@ def test_a_token_goes_through_the_experts_that_it_is_sent_to() -> None:
     assert activations(args(**experts, moe_shared_expert_intermediate_size=None), 1, 0, 0) == 30 * HIDDEN + LOGITS
 
 
+def test_a_repeated_layer_keeps_the_activations_of_every_pass() -> None:
+    once, passes = ({"mtp_num_layers": 1, "mtp_unroll": unroll} for unroll in (None, 3))
+    one, three = (memory_of(args(**each), PARAMETERS, 3, 0) for each in (once, passes))
+    assert three.activations - one.activations == 2 * (34 + 4) * HIDDEN
+    assert three.weights == one.weights
+
+
 PARAMETERS = [Parameter("trunk", 1000, 1000, 4, False), Parameter("depths", 100, 200, 4, True)]
 
 

@@ -24,7 +24,8 @@ from megatron_mtp.training.objective import ObjectiveOutput
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-KINDS = {"dense": {}, "experts": MOE, "latent attention": LATENT}
+SHARED = {"mtp_use_repeated_layer": True, "shares_kv": True}
+KINDS = {"dense": {}, "experts": MOE, "latent attention": LATENT, "shared keys": SHARED}
 DEPTHS = 3
 
 

@@ -2,6 +2,7 @@
 
 plan.py            names and shapes of both sides, checked before a tensor is read
 megatron_flags.py  the arguments of Megatron that describe a converted model
+passes.py          how a repeated layer was trained (--mtp-unroll), in config.json
 streaming.py       layers by several workers, written beside and renamed, resumed
 writing.py         a distributed checkpoint by several workers
 options.py         how to convert, and what was done

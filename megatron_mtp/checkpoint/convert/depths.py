@@ -20,6 +20,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.options import Converted, Options
+from megatron_mtp.checkpoint.convert.passes import SHARES, UNROLL
 from megatron_mtp.checkpoint.convert.streaming import PartialFolder
 from megatron_mtp.checkpoint.convert.writing import Group, keep_files, write_checkpoint
 from megatron_mtp.checkpoint.families import CARRIED, family_of
@@ -34,6 +35,8 @@ from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 from megatron_mtp.model.random_weights import RandomWeights
 
 INITS = ("random", "last-layer")
+ONE_PASS: dict[str, Any] = {UNROLL: None, SHARES: False}
+"""Arguments of depths that are no repeated layer."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,9 @@ def plan_attaching(source: Path, depths: int, init: str, seed: int) -> Change:
         raise ValueError(f"{source} has MTP depths already; drop-mtp makes a checkpoint without them.")
     template = Template.of(reader)
     made = [entry for depth in range(depths) for entry in _depth(reader, depth, template, init, seed)]
-    changes = {} if template.pattern is None else {"hybrid_layer_pattern": template.with_depths(depths)}
-    args = _args(reader, mtp_num_layers=depths, mtp_use_repeated_layer=False, mtp_architecture="sequential", **changes)
+    changes: dict[str, Any] = {} if template.pattern is None else {"hybrid_layer_pattern": template.with_depths(depths)}
+    changes |= {"mtp_num_layers": depths, "mtp_use_repeated_layer": False, "mtp_architecture": "sequential", **ONE_PASS}
+    args = _args(reader, **changes)
     plan = {"depths": depths, "init": init, "seed": seed}
     return Change(reader, _trunk(reader), made, args, plan, before=0, depths=depths)
 
@@ -146,7 +150,7 @@ def plan_dropping(source: Path, keep: int) -> Change:
         for key in reader.keys
         if ((depth := depth_of(key)) is not None and depth < keep) or (key == DRAFT_VOCABULARY and keep)
     ]
-    args = _args(reader, mtp_num_layers=keep or None, **_pattern(reader, keep))
+    args = _args(reader, mtp_num_layers=keep or None, **ONE_PASS, **_pattern(reader, keep))
     dropped = _carried_parts(reader, source, keep)
     return Change(reader, _trunk(reader, dropped), kept, args, {"depths": keep}, depths, keep, dropped)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_mtp.checkpoint.convert.options import Converted, Options
+from megatron_mtp.checkpoint.convert.passes import pass_keys
 from megatron_mtp.checkpoint.convert.plan import check_mcore, parts_of, stored_key, stored_layout
 from megatron_mtp.checkpoint.convert.streaming import Budget, PartialFolder, Report, run_parts
 from megatron_mtp.checkpoint.families import Family, Layout, family_of
@@ -104,6 +105,7 @@ class Export:
         reader = DistReader(source)
         layout = stored_layout(reader, form.features, form.carried)
         keys = with_depths(form.keys, layout.depths, pattern_of(reader))
+        keys |= pass_keys(reader.common()["args"]) if layout.depths else {}
         config = HFConfig.from_keys(keys, f"the {CONFIG} for {target}")
         family = family_of(config)
         config = config.with_defaults(family.defaults)

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 
+from megatron_mtp.checkpoint.convert.passes import set_passes
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.model.arguments import parsed
@@ -34,4 +35,6 @@ def megatron_arguments(model: HFModel) -> Namespace:
     flags, reason = flags_of(model)
     if flags is None:
         return Namespace(mtp_num_layers=model.layout.depths or None, megatron_mtp_untrainable=reason)
-    return parsed(flags, model.config.integer("vocab_size"))
+    args = parsed(flags, model.config.integer("vocab_size"))
+    set_passes(args, model.config)
+    return args

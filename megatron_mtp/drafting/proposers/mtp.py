@@ -41,7 +41,7 @@ class Vanilla(Proposer):
     @property
     @override
     def most(self) -> int:
-        return self.runner.depths
+        return 1 if self.runner.shares_kv else self.runner.depths
 
     @override
     def start(self, sequences: "Sequences") -> None:
@@ -59,6 +59,7 @@ class Vanilla(Proposer):
     @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        draft = None
         for first_B, width, is_last in self._windows(sequences, count):
             rows = sequences.chain(first_B, width, 0)
             trunk_SBH = sequences.states_at(first_B, width)
@@ -67,6 +68,7 @@ class Vanilla(Proposer):
                 draft = self._at_once(trunk_SBH, tokens_BT, rows, count)
             else:
                 draft = self._by_depth(trunk_SBH, tokens_BT, rows, round if is_last else None, count)
+        assert draft is not None
         return draft
 
     def _by_depth(

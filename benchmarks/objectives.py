@@ -1,0 +1,307 @@
+"""What the depths' objective changes: one layer with K passes on a frozen trunk, trained by every loss, then drafting.
+
+    python benchmarks/objectives.py                                  the quickstart's model, all losses, three seeds
+    python benchmarks/objectives.py --losses ce,kd,lk --seeds 1 --variants plain,shared --steps 300
+    python benchmarks/objectives.py --quick --losses kd,tv           does it run? (the figures mean nothing)
+
+The first depth of --checkpoint becomes a repeated layer of --passes passes and goes on for --steps steps. Then texts
+are drafted with K = 1 .. --passes, greedily and at temperature 1: by `mtp_eagle`, as engines reuse one layer, and by
+the method that drafts as trained, with which a teacher-forced pass over the same texts has to agree (`forced.py`).
+
+    plain    every pass attends to its own keys       mixed    the same with --mtp-hidden-state-mixing
+    shared   --mtp-repeated-layer-shares-kv           both     shared and mixed
+
+With `--equal seconds` a run has as many steps as fit into the time of `kd`, plain, by the seconds of its own steps in
+the run of equal steps. Finished runs are kept in --out, and the same command continues after an interruption.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+
+from benchmarks.drafting import held_out
+from benchmarks.forced import drafted, forced_length
+from benchmarks.harness import Goal, count, hardware, report, table
+from benchmarks.losses import ON_CPU, ROOT, command
+from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
+from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.drafting import load_runner
+from megatron_mtp.files import written_beside
+
+LOSSES = ("ce", "kd", "tv", "nla", "lk", "e2e_tv")
+BASE = "kd"
+"""The loss that others are compared with, without sharing and mixing."""
+
+MIXES, SHARES = "--mtp-hidden-state-mixing", "--mtp-repeated-layer-shares-kv"
+VARIANTS = {"plain": "", "mixed": MIXES, "shared": SHARES, "both": f"{SHARES} {MIXES}"}
+EQUAL = ("steps", "seconds")
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
+GOALS = {"greedy": 1.05, "sampled": 1.10}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training and what it drafts; `equal` is what it has in common with the others."""
+
+    equal: str
+    variant: str
+    loss: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.equal}-{self.variant}-{self.loss}-{self.seed}"
+
+
+Results = dict[Run, dict[str, Any]]
+
+
+def main() -> None:
+    """Train, draft, compare, report."""
+    wanted = parse(sys.argv[1:])
+    start = first_depth(wanted)
+    results: Results = {}
+    for run in progress(all_runs(wanted), wanted):
+        results[run] = finished(run, start, steps_of(run, results, wanted), wanted)
+    report("objectives", hardware(ON_CPU), summary(results, wanted), goals(results, wanted), tables(results, wanted))
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Ends the process with one sentence and status 2 where a value makes no sense."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/quickstart/checkpoint"))
+    parser.add_argument("--data", type=Path, default=Path("runs/quickstart/data/corpus"), help="its .bin/.idx prefix")
+    parser.add_argument("--out", type=Path, default=Path("runs/objectives"), help="default: runs/objectives")
+    for name, default, allowed in (
+        ("losses", LOSSES, LOSSES),
+        ("variants", VARIANTS, VARIANTS),
+        ("equal", EQUAL, EQUAL),
+    ):
+        parser.add_argument(f"--{name}", type=some_of(allowed), default=list(default), metavar="NAME,...")
+    parser.add_argument("--seeds", type=count, default=3, help="seeds 1 .. N; default: 3")
+    parser.add_argument("--steps", type=count, default=400, help="of runs of equal steps; default: 400")
+    parser.add_argument("--passes", type=count, default=5, help="K, at most; default: 5")
+    parser.add_argument("--batch", type=count, default=8, help="sequences a step; default: 8")
+    parser.add_argument("--seq-length", type=count, default=256, help="default: 256")
+    parser.add_argument("--lr", default="1e-3", help="at the start of the cosine; default: 1e-3")
+    parser.add_argument("--prompts", type=count, default=48, help="held-out prompts; default: 48")
+    parser.add_argument("--new-tokens", type=count, default=128, help="of each; default: 128")
+    parser.add_argument("--quick", action="store_true", help="3 steps and 2 short texts: whether it runs")
+    wanted = parser.parse_args(argv)
+    if not wanted.checkpoint.is_dir():
+        parser.error(f"there is no {wanted.checkpoint}; make it with scripts/quickstart.sh, or give --checkpoint.")
+    if "seconds" in wanted.equal and not (BASE in wanted.losses and {"plain"} <= {*wanted.variants}):
+        parser.error(f"--equal seconds compares with {BASE}, plain; add them to --losses and --variants.")
+    if wanted.quick:
+        wanted.steps, wanted.prompts, wanted.new_tokens, wanted.out = 3, 2, 12, wanted.out / "quick"
+    return wanted
+
+
+def some_of(allowed: Any) -> Any:
+    """The type of a flag that takes names of these, with commas."""
+
+    def names(text: str) -> list[str]:
+        given = text.split(",")
+        if not given or set(given) - set(allowed):
+            raise argparse.ArgumentTypeError(f"{text} was given; give names out of {','.join(allowed)}.")
+        return given
+
+    return names
+
+
+def all_runs(wanted: argparse.Namespace) -> list[Run]:
+    """Those of equal steps first, whose seconds the others need; seed by seed, as a study may be interrupted."""
+    seeds = range(1, wanted.seeds + 1)
+    equal = [one for one in EQUAL if one in wanted.equal or one == "steps"]
+    return [Run(each, *rest, seed) for each, seed, *rest in product(equal, seeds, wanted.variants, wanted.losses)]
+
+
+def progress(runs: list[Run], wanted: argparse.Namespace) -> Iterator[Run]:
+    """The runs, with a line for each that is not kept: how many there are and how long the rest will take."""
+    seconds: list[float] = []
+    todo = [run for run in runs if not kept(run, wanted).exists()]
+    for run in runs:
+        began = time.perf_counter()
+        if run in todo:
+            left = f", {statistics.mean(seconds) * (len(todo) - len(seconds)) / 60:.0f} min left" if seconds else ""
+            print(f"objectives: {len(seconds) + 1} of {len(todo)}: {run.name}{left}", file=sys.stderr, flush=True)
+        yield run
+        if run in todo:
+            seconds.append(time.perf_counter() - began)
+
+
+def kept(run: Run, wanted: argparse.Namespace) -> Path:
+    """Where the result of a run is."""
+    return wanted.out / f"{run.name}.json"
+
+
+def first_depth(wanted: argparse.Namespace) -> Path:
+    """The checkpoint with its first depth alone; made unless it is there."""
+    start = wanted.out / "start"
+    if not start.exists():
+        wanted.out.mkdir(parents=True, exist_ok=True)
+        tool = [sys.executable, ROOT / "tools/checkpoint/convert.py", "drop-mtp", wanted.checkpoint, start, "--keep", 1]
+        subprocess.run(list(map(str, tool)), check=True, stdout=sys.stderr)
+    return start
+
+
+def steps_of(run: Run, results: Results, wanted: argparse.Namespace) -> int:
+    """Of equal seconds: as many of the run's own steps as fit into the time that kd took."""
+    if run.equal == "steps":
+        return int(wanted.steps)
+    own, base = (
+        results[Run("steps", variant, loss, run.seed)]["step_seconds"]
+        for variant, loss in ((run.variant, run.loss), ("plain", BASE))
+    )
+    return max(1, round(wanted.steps * base / own))
+
+
+def finished(run: Run, start: Path, steps: int, wanted: argparse.Namespace) -> dict[str, Any]:
+    """The result of a run, made unless it is kept; a run of as many steps as another is that one.
+
+    Ends the process with one sentence where the kept one has other settings.
+    """
+    path = kept(run, wanted)
+    if not path.exists():
+        made = measured(run, start, steps, wanted)
+        with written_beside(path) as beside:
+            beside.write_text(json.dumps(made) + "\n")
+    result: dict[str, Any] = json.loads(path.read_text())
+    if result["settings"] != settings(wanted):
+        raise SystemExit(f"{path} was made with other settings ({result['settings']}); give another --out.")
+    return result
+
+
+def settings(wanted: argparse.Namespace) -> dict[str, Any]:
+    """What all runs of a study share."""
+    names = ("steps", "passes", "batch", "seq_length", "lr", "prompts", "new_tokens")
+    return {"checkpoint": str(wanted.checkpoint), **{name: getattr(wanted, name) for name in names}}
+
+
+def measured(run: Run, start: Path, steps: int, wanted: argparse.Namespace) -> dict[str, Any]:
+    """Train and draft."""
+    same = kept(Run("steps", run.variant, run.loss, run.seed), wanted)
+    if run.equal == "seconds" and steps == wanted.steps:
+        found: dict[str, Any] = json.loads(same.read_text())
+        return found
+    folder = train(run, start, steps, wanted)
+    spent = {"settings": settings(wanted), "steps": steps, "step_seconds": step_seconds(folder)}
+    found = {**asdict(run), **spent, **lengths(folder, run, wanted)}
+    shutil.rmtree(folder)
+    return found
+
+
+def train(run: Run, start: Path, steps: int, wanted: argparse.Namespace) -> Path:
+    """One run of `pretrain_gpt.py`, from its start; the folder with its metrics and checkpoint."""
+    folder = wanted.out / f"{run.name}.partial"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    more = (
+        f"--mtp-num-layers 1 --mtp-use-repeated-layer --mtp-unroll {wanted.passes} --seed {run.seed} --eval-iters 2 "
+        f"--save {folder}/checkpoint --save-interval {steps} --no-save-optim --log-interval {min(steps, 20)} "
+        f"{VARIANTS[run.variant]}"
+    )
+    flags = {**vars(wanted), "checkpoint": start, "steps": steps, "more": more}
+    with open(folder / "listing.txt", "w") as listing:
+        words = command(run.loss, folder, argparse.Namespace(**flags))
+        subprocess.run(words, check=True, stdout=listing, stderr=sys.stderr)
+    return folder
+
+
+def step_seconds(folder: Path) -> float:
+    """The median of a run's rows."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return statistics.median(row["step seconds"] for row in rows if "step seconds" in row)
+
+
+def lengths(folder: Path, run: Run, wanted: argparse.Namespace) -> dict[str, Any]:
+    """Accepted lengths for every K: {"greedy": {"1": {"mtp_eagle": .., "trained": .., "forced": ..}, ..}, ..}."""
+    runner, model = load_runner(folder / "checkpoint"), load_model(iteration_folder(folder / "checkpoint"))
+    prompts = held_out(wanted.data, wanted.prompts, 64)
+    found: dict[str, Any] = {}
+    for kind, temperature in TEMPERATURES.items():
+        for passes in range(1, wanted.passes + 1):
+            eagle, trained = (
+                drafted(runner, prompts, wanted.new_tokens, config, temperature, 1000 * run.seed)
+                for config in (_method("mtp_eagle", passes), _method(_as_trained(run), passes))
+            )
+            found.setdefault(kind, {})[str(passes)] = {
+                "mtp_eagle": eagle.accepted_length,
+                "trained": trained.accepted_length,
+                "forced": forced_length(model, trained, temperature),
+            }
+    return found
+
+
+def _as_trained(run: Run) -> str:
+    """The method that runs the passes as they were trained."""
+    return "mtp_eagle" if SHARES in VARIANTS[run.variant] else "mtp"
+
+
+def _method(name: str, passes: int) -> dict[str, Any]:
+    return {"method": name, "num_speculative_tokens": passes}
+
+
+def mean_length(results: Results, equal: str, variant: str, loss: str, kind: str, passes: int) -> float | None:
+    """Of `mtp_eagle`, over the seeds that have finished; None without one."""
+    found = [
+        one[kind][str(passes)]["mtp_eagle"]
+        for run, one in results.items()
+        if (run.equal, run.variant, run.loss) == (equal, variant, loss)
+    ]
+    return statistics.mean(found) if found else None
+
+
+def summary(results: Results, wanted: argparse.Namespace) -> dict[str, Any]:
+    """What the report's last line keeps."""
+    return {"settings": settings(wanted), "runs": {run.name: one for run, one in results.items()}}
+
+
+def goals(results: Results, wanted: argparse.Namespace) -> list[Goal]:
+    """The best loss and variant against kd, plain, with all passes; and whether engine and training agree."""
+    found = []
+    for equal, (kind, goal) in product(wanted.equal, GOALS.items()):
+        means = {
+            (variant, loss): mean_length(results, equal, variant, loss, kind, wanted.passes)
+            for variant, loss in product(wanted.variants, wanted.losses)
+        }
+        base, others = means.get(("plain", BASE)), {name: one for name, one in means.items() if one is not None}
+        best = max(others, key=lambda name: others[name])
+        ratio = None if base is None else others[best] / base
+        what = f"K={wanted.passes}, {kind}, equal {equal}: {' '.join(best)} / plain {BASE}"
+        found.append(Goal(what, ratio, goal, ">="))
+    for kind in TEMPERATURES:
+        pairs = [each for one in results.values() for each in one[kind].values()]
+        apart = (
+            statistics.mean(each["forced"] for each in pairs) / statistics.mean(each["trained"] for each in pairs) - 1
+        )
+        found.append(Goal(f"{kind}: engine and teacher-forced apart, %", 100 * abs(apart), 1.0, "<="))
+    return found
+
+
+def tables(results: Results, wanted: argparse.Namespace) -> list[str]:
+    """One for each of greedy and sampled and each equality: accepted lengths by K, the means over seeds."""
+    passes = range(1, wanted.passes + 1)
+    found = []
+    for equal, kind in product(wanted.equal, TEMPERATURES):
+        rows = [
+            (f"{variant} {loss}", *(mean_length(results, equal, variant, loss, kind, k) for k in passes))
+            for variant, loss in product(wanted.variants, wanted.losses)
+        ]
+        found.append(f"{kind}, equal {equal}\n" + table(("run", *(f"K={k}" for k in passes)), rows))
+    return found
+
+
+if __name__ == "__main__":
+    main()

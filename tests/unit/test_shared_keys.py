@@ -1,0 +1,99 @@
+"""model/shared_keys.py: what a later pass sees, by a plain loop; how models with it draft and are stored.
+
+That drafts are the training forward's is tested in test_drafting.py, packed rows in test_packed.py, and layouts in
+tests/functional/test_layouts.py.
+"""
+
+from argparse import Namespace
+
+import pytest
+import torch
+from drafting_single import model_of, runner_of, trained_forward
+from megatron.core.transformer.enums import AttnMaskType
+from megatron_single import transformer_config
+from torch import Tensor
+
+from megatron_mtp.checkpoint.convert.passes import pass_keys, set_passes
+from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.drafting.config import config_from
+from megatron_mtp.drafting.method import make_method
+from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.model.shared_keys import SharingAttention, sharing
+
+LENGTH, ROWS, HEADS, GROUPS, CHANNELS, PASSES = 6, 2, 4, 2, 8, 4
+
+
+def plain(query: Tensor, passes: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The newest pass by a loop over rows, heads and positions, [S, B, N * C].
+
+    Position 2 of pass 3 sees pass 1 at 0, 1 and 2, pass 2 at 2, and itself.
+    """
+    attended = torch.zeros(LENGTH, ROWS, HEADS, CHANNELS, dtype=query.dtype)
+    for position in range(LENGTH):
+        seen = [(0, earlier) for earlier in range(position + 1)]
+        seen += [(number, position) for number in range(1, len(passes))]
+        for row in range(ROWS):
+            for head in range(HEADS):
+                group = head // (HEADS // GROUPS)
+                keys, values = (torch.stack([passes[n][part][at, row, group] for n, at in seen]) for part in (0, 1))
+                weights = (keys @ query[position, row, head] / CHANNELS**0.5).softmax(0)
+                attended[position, row, head] = weights @ values
+    return attended.flatten(2)
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_a_pass_sees_pass_1_up_to_its_position_and_its_own_chain(has_mask: bool) -> None:
+    layer = SharingAttention(transformer_config(1), 1, AttnMaskType.causal, "self")
+    mask = torch.ones(1, 1, LENGTH, LENGTH).tril().logical_not() if has_mask else None
+    generator, passes = torch.Generator().manual_seed(3), []
+    inputs, ours, expected = [], [], []
+    with sharing([layer]):
+        for _ in range(PASSES):
+            shapes = [(LENGTH, ROWS, heads, CHANNELS) for heads in (HEADS, GROUPS, GROUPS)]
+            query, key, value = (torch.randn(one, generator=generator).double().requires_grad_() for one in shapes)
+            inputs += [query, key, value]
+            passes.append((key, value))
+            ours.append(layer(query, key, value, mask))
+            expected.append(plain(query, passes))
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    upstream = torch.randn(PASSES, LENGTH, ROWS, HEADS * CHANNELS, generator=generator).double()
+    found, wanted = (torch.autograd.grad((torch.stack(each) * upstream).sum(), inputs) for each in (ours, expected))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    query, key, value = inputs[:3]
+    torch.testing.assert_close(layer(query, key, value, mask), ours[0])  # nothing is kept behind `sharing`
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_model_whose_passes_share_drafts_with_mtp_eagle_and_not_as_depths_of_their_own() -> None:
+    runner = runner_of("shared")
+    assert make_method(runner, config_from({"method": "mtp_eagle"}), Sampling()).count == 3
+    with pytest.raises(ValueError, match=r"'mtp' drafts at most 1 here, .*; give at most 1, or choose mtp_eagle"):
+        make_method(runner, config_from({"method": "mtp", "num_speculative_tokens": 2}), Sampling())
+
+
+@pytest.mark.usefixtures("megatron")
+def test_attention_that_cannot_share_is_refused_and_not_run_without() -> None:
+    model = model_of("shared")
+    model.mtp._sharing = []  # as with Transformer Engine, whose attention is not ours
+    with pytest.raises(ValueError, match="trained with --mtp-repeated-layer-shares-kv, which Transformer Engine's"):
+        trained_forward(model, [1, 2, 3, 4])
+
+
+@pytest.mark.usefixtures("megatron")
+def test_weights_are_those_of_any_repeated_layer() -> None:
+    shared, repeated = (model_of(kind).state_dict() for kind in ("shared", "repeated"))
+    assert shared.keys() == repeated.keys()
+
+
+def test_a_folder_says_that_passes_share() -> None:
+    trained = Namespace(mtp_num_layers=1, mtp_use_repeated_layer=True, mtp_unroll=5, mtp_repeated_layer_shares_kv=True)
+    keys = pass_keys(trained)
+    assert keys == {"mtp_unroll": 5, "mtp_repeated_layer_shares_kv": True}
+    back = Namespace(mtp_num_layers=1)
+    set_passes(back, HFConfig.from_keys({"model_type": "glm4_moe", **keys}))
+    assert vars(back) == vars(trained)
+    assert pass_keys(Namespace(mtp_num_layers=3, mtp_use_repeated_layer=True)) == {"mtp_unroll": 3}  # one on disk
+    assert pass_keys(Namespace(mtp_num_layers=2, mtp_use_repeated_layer=False)) == {}

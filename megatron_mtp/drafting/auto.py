@@ -34,6 +34,9 @@ FIRST_DRAFTS = 2
 FIRST_REST = 16
 """Plain steps before the first trial; every further rest is twice as long."""
 
+LONGEST_REST = 512
+"""Plain steps after which the price of another draft is looked at again, however far away it was."""
+
 HOPELESS = 0.1
 """Chance of the first draft on the prompt below which it is not tried: a draft costs a tenth of a forward or more."""
 
@@ -150,14 +153,16 @@ class AutoK:
             if best:
                 self._pause = FIRST_REST
                 return best, 0
-        elif self._lost() + self._price() <= SHARE * self._elapsed:
+        elif (missing := self._missing_seconds()) <= 0:
             self._pause, self._rests = 2 * self._pause, False
             return 1, 0
+        else:
+            return 0, max(self._pause - 1, int(min(missing / self._target_seconds(0), LONGEST_REST)))
         self._rests = True
         return 0, self._pause - 1
 
     def _trials(self) -> tuple[int, ...]:
-        """K of the first steps; one more with drafts where they are right on the prompt, since the first ones are slow."""
+        """K of the first steps; where the prompt speaks for drafts, one more with them, as the first ones are slow."""
         few = min(self.most, FIRST_DRAFTS)
         if not self._rehearsal:
             return few, few, 0, 0
@@ -170,6 +175,10 @@ class AutoK:
         close = [count for count in range(best + 1, self.most + 1) if rates[count] >= CLOSE * rates[best]]
         unsure = [count for count in close if 0 < len(self._target.get(count, ())) < FEW_TIMES]
         return unsure[0] if best and unsure else best
+
+    def _missing_seconds(self) -> float:
+        """How much longer plain decoding has to go on until another draft costs no more than `SHARE` of all."""
+        return (self._lost() + self._price()) / SHARE - self._elapsed
 
     def _lost(self) -> float:
         """Seconds that steps with drafts took beyond those of plain decoding to the same tokens."""
@@ -193,8 +202,10 @@ class AutoK:
         """Seconds of a forward of K + 1 rows; interpolated between measured K."""
         below = max((known for known in self._target if known <= count), default=min(self._target))
         above = min((known for known in self._target if known >= count), default=max(self._target))
-        low, high = median(self._target[below]), median(self._target[above])
-        return low if above == below else low + (high - low) * (count - below) / (above - below)
+        low = median(self._target[below])
+        if above == below:
+            return low
+        return low + (median(self._target[above]) - low) * (count - below) / (above - below)
 
     def _chances(self) -> list[float]:
         """Conditional acceptance of every position; one in two before any was offered."""

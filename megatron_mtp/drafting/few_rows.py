@@ -13,6 +13,7 @@ Letters in names: B batch, R rows, S the same rows (Megatron's sequence), H hidd
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,6 +60,10 @@ class _Rows(ctypes.Structure):
         ("token_stride", _N),
         *((name, _P) for name in ("first", "positions", "places", "mask", "given", "states", "keys", "values")),
     )
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = (("stack", ctypes.POINTER(_Stack)), ("rows", ctypes.POINTER(_Rows)), ("token", _P))
 
 
 def product_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
@@ -141,11 +146,16 @@ class FewRows:
             tokens_BR: the trunk's, or those that a sequential depth merges with the states it continues.
             given_SBH: the states that a depth continues; None for the trunk.
         """
+        made = self.prepared(tokens_BR, given_SBH, rows, cache)
+        self._run(ctypes.byref(self._stack), ctypes.byref(made.call), torch.get_num_threads())
+        return made.states_SBH
+
+    def prepared(self, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> "Prepared":
+        """What a call is made of; see `__call__`."""
         batch, count = tokens_BR.shape
         like = self._held[0]
         states_SBH = torch.empty(count, batch, self._stack.hidden, dtype=like.dtype)
         keys, values = self._pointers(cache, like)
-        # whatever is copied here must stay until the call is over
         tokens_BR = tokens_BR if tokens_BR.stride(1) == 1 else tokens_BR.contiguous()
         given_SBH = None if given_SBH is None else given_SBH.contiguous()
         where = _where(rows)
@@ -155,8 +165,7 @@ class FewRows:
             *(None if one is None else one.data_ptr() for one in (*where, given_SBH)),
             *(states_SBH.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values)),
         )
-        self._run(ctypes.byref(self._stack), ctypes.byref(call), torch.get_num_threads())
-        return states_SBH
+        return Prepared(self._stack, call, states_SBH, (tokens_BR, given_SBH, *where, keys, values))
 
     def _pointers(self, cache: KVCache, like: Tensor) -> tuple[Any, Any]:
         """Where the cache keeps the keys and the values of every layer; found once for a cache."""
@@ -195,6 +204,68 @@ class FewRows:
     def _pointer(self, tensor: Tensor) -> int:
         self._held.append(tensor)
         return tensor.data_ptr()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call of `FewRows` that has not run.
+
+    Attributes:
+        states_SBH: where the states of its rows will be.
+        held: what the call points to, which must stay until it is over.
+    """
+
+    stack: _Stack
+    call: _Rows
+    states_SBH: Tensor
+    held: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class DepthPass:
+    """Rows that a depth is to run, as `FewRows` takes them.
+
+    Attributes:
+        given_SBH: the states that it continues; None for the last states of the pass before.
+    """
+
+    depth: int
+    given_SBH: Tensor | None
+    tokens_BR: Tensor
+    rows: Rows
+    cache: KVCache
+
+
+class GreedyDrafts:
+    """Depths in turn in one call of compiled code: each drafts the most probable token, which the next one may read.
+
+    Args:
+        depths: compiled, by number.
+        head_VH: the rows of the tokens that may be drafted.
+
+    Raises:
+        NotImplementedError: there is no compiled code for this head.
+    """
+
+    def __init__(self, depths: Sequence[FewRows], head_VH: Tensor) -> None:
+        compiled = library() if is_compiled(head_VH) else None
+        if compiled is None:
+            raise NotImplementedError("no compiled code")
+        self._depths, self._head_VH = depths, head_VH
+        self._run = _function(compiled, "draft", head_VH.dtype, [_P, _N, _P, _N, _N, _N])
+
+    def __call__(self, passes: Sequence[DepthPass], drafted_BN: Tensor) -> None:
+        """Write the token after the last row of every pass to `drafted_BN`."""
+        array, prepared = (_Pass * len(passes))(), list[Prepared]()
+        for number, one in enumerate(passes):
+            given_SBH = prepared[-1].states_SBH[-one.tokens_BR.size(1) :] if one.given_SBH is None else one.given_SBH
+            depth = self._depths[(one.depth - 1) % len(self._depths)]
+            made = depth.prepared(one.tokens_BR, given_SBH, one.rows, one.cache)
+            place = drafted_BN.data_ptr() + number * drafted_BN.element_size()
+            array[number] = _Pass(ctypes.pointer(made.stack), ctypes.pointer(made.call), place)
+            prepared.append(made)
+        head_VH, threads = self._head_VH, torch.get_num_threads()
+        self._run(array, len(passes), head_VH.data_ptr(), head_VH.size(0), drafted_BN.stride(0), threads)
 
 
 def _where(rows: Rows) -> tuple[Tensor | None, ...]:

@@ -20,8 +20,9 @@ from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
 
-FEWEST, MOST = 8, 16
-"""Rows of each prompt that are judged; of a shorter prompt none are."""
+FEWEST, MOST = 8, 10
+"""Rows of each prompt that are judged; of a shorter prompt none are. A depth that is right about three tokens in ten
+errs at all of ten rows once in 35 prompts."""
 
 
 def rehearse(runner: Runner, sequences: Sequences, sampling: Sampling) -> tuple[float, int] | None:
@@ -39,10 +40,10 @@ def rehearse(runner: Runner, sequences: Sequences, sampling: Sampling) -> tuple[
     first_B = sequences.newest_B - 1 - width
     rows = chain_rows(torch.zeros_like(first_B), width, width, width)
     cache = KVCache(1, first_B.size(0), width)
-    states_SBH = sequences.states_at(first_B, width)
-    drafted_SBH = runner.depth(1, states_SBH, sequences.tokens_at(first_B + 1, width), rows, cache)
-    trunk_BWV = runner.logits(sequences.states_at(first_B + 1, width))
-    return float(_overlap_BW(sampling, runner.draft_logits(drafted_SBH), trunk_BWV).mean()), width
+    states_SBH = sequences.states_at(first_B, width + 1)
+    drafted_SBH = runner.depth(1, states_SBH[:-1], sequences.tokens_at(first_B + 1, width), rows, cache)
+    drafts_BWV, trunk_BWV = runner.draft_logits(drafted_SBH), runner.logits(states_SBH[1:])
+    return float(_overlap_BW(sampling, drafts_BWV, trunk_BWV).mean()), width
 
 
 def _overlap_BW(sampling: Sampling, draft_BWV: Tensor, trunk_BWV: Tensor) -> Tensor:

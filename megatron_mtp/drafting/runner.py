@@ -17,7 +17,7 @@ from megatron_mtp.drafting.cached_attention import Scope, attach
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.dense_layer import Angles, lean, short_norm, turns
 from megatron_mtp.drafting.experts import place_static_experts, reads_nothing_back
-from megatron_mtp.drafting.few_rows import MOST_ROWS, FewRows, few_rows
+from megatron_mtp.drafting.few_rows import MOST_ROWS, DepthPass, FewRows, GreedyDrafts, few_rows
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.drafting.latent_attention import cache_latents
 from megatron_mtp.drafting.products import product
@@ -83,6 +83,7 @@ class Runner:
         self._embed, self._head = self._make_embedding(), self._make_head()
         self._draft_head, self.drafted = self._make_draft_head()
         self._few_rows = self._make_few_rows()
+        self._greedy_drafts = self._make_greedy_drafts()
 
     @property
     def device(self) -> torch.device:
@@ -135,6 +136,15 @@ class Runner:
     def draft_logits(self, hidden_SBH: Tensor) -> Tensor:
         """Logits of a depth's states, [B, R, V]; -inf for tokens that may not be drafted."""
         return self._draft_head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
+
+    def drafts_at_once(self, rows: int) -> bool:
+        """Whether `draft_greedily` takes depths of so many rows, of all texts together."""
+        return self._greedy_drafts is not None and rows <= MOST_ROWS
+
+    def draft_greedily(self, passes: list[DepthPass], drafted_BN: Tensor) -> None:
+        """Run depths in turn; the most probable token after the last row of each goes to `drafted_BN`."""
+        assert self._greedy_drafts is not None
+        self._greedy_drafts(passes, drafted_BN)
 
     def _rotary(self, rows: Rows) -> tuple[Tensor | None, Angles | None]:
         """Rotary inputs of Megatron's modules, and of short layers; kept for further forwards of these rows."""
@@ -195,6 +205,14 @@ class Runner:
             few_rows(layers, model.decoder.final_layernorm, weight, turns_L211C) if all_lean else None,
             *(one.few_rows(weight, turns_L211C) for one in self._mtp),
         ]
+
+    def _make_greedy_drafts(self) -> GreedyDrafts | None:
+        """None without compiled code for all depths and their head."""
+        depths = [one for one in self._few_rows[1:] if one is not None]
+        is_plain = self._has_whole_head() and not self.model.config.use_mup and self.model.draft_vocabulary is None
+        if not depths or len(depths) < len(self._mtp) or not is_plain:
+            return None
+        return GreedyDrafts(depths, self._head_weight().detach()[: self.vocab_size])
 
     def _make_head(self) -> Callable[[Tensor], Tensor]:
         model, weight = self.model, self._head_weight()

@@ -111,5 +111,7 @@ def completed(stored: Namespace) -> Namespace:
     for name in MODEL_ARGUMENTS:
         if getattr(stored, name, None) is not None:
             setattr(args, name, getattr(stored, name))
+    if args.hybrid_layer_pattern is not None:
+        args.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("|", "")  # pipeline stages of the run
     validate_args(args)
     return args

@@ -34,7 +34,7 @@ from torch import Tensor
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
-from megatron_mtp.model.portable import with_portable_modules
+from megatron_mtp.model.portable import with_portable_modules, with_portable_projections
 from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 from megatron_mtp.platform import cpu
 
@@ -130,14 +130,15 @@ class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
         """One pipeline stage; the arguments are those of Megatron's builder."""
         config = self._model_config
         layer_spec = _layer_spec(config, vp_stage)
-        return MTPGPTModel(
-            mtp_submodules=_mtp_submodules(config, layer_spec, vp_stage),
-            transformer_layer_spec=_block_spec(config, layer_spec, vp_stage),
-            rope_scaling=config.rope_scaling,
-            rope_scaling_factor=config.rope_scaling_factor,
-            scatter_embedding_sequence_parallel=config.scatter_embedding_sequence_parallel,
-            **_stage_arguments(config, pg_collection, pre_process, post_process, vp_stage),
-        )
+        with with_portable_projections(config.transformer):
+            return MTPGPTModel(
+                mtp_submodules=_mtp_submodules(config, layer_spec, vp_stage),
+                transformer_layer_spec=_block_spec(config, layer_spec, vp_stage),
+                rope_scaling=config.rope_scaling,
+                rope_scaling_factor=config.rope_scaling_factor,
+                scatter_embedding_sequence_parallel=config.scatter_embedding_sequence_parallel,
+                **_stage_arguments(config, pg_collection, pre_process, post_process, vp_stage),
+            )
 
 
 class MTPHybridModelBuilder(megatron_hybrid.HybridModelBuilder):
@@ -157,12 +158,13 @@ class MTPHybridModelBuilder(megatron_hybrid.HybridModelBuilder):
         submodules = None
         if pattern.mtp_pattern is not None:
             submodules = depth_submodules(trunk, pattern.mtp_pattern, config.transformer, config.mtp.mtp_architecture)
-        return MTPHybridModel(
-            mtp_submodules=submodules,
-            hybrid_stack_spec=trunk,
-            hybrid_layer_pattern=pattern.main_pattern,
-            **_stage_arguments(config, pg_collection, pre_process, post_process, vp_stage),
-        )
+        with with_portable_projections(config.transformer):
+            return MTPHybridModel(
+                mtp_submodules=submodules,
+                hybrid_stack_spec=trunk,
+                hybrid_layer_pattern=pattern.main_pattern,
+                **_stage_arguments(config, pg_collection, pre_process, post_process, vp_stage),
+            )
 
 
 def _stage_arguments(

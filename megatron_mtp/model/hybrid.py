@@ -17,6 +17,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -39,6 +40,8 @@ from megatron_mtp.model.portable import PortableNorm, with_modules, with_portabl
 from megatron_mtp.model.trunk import MTPTrunk, Objective
 from megatron_mtp.platform import kernels
 
+RECURRENT = (Symbols.MAMBA, Symbols.GDN)
+"""Layers with states."""
 SHARDED_STACK = "mtp_model_layer"
 """The name of a depth's stack in checkpoints, which Megatron's own MTP uses too."""
 

@@ -1,12 +1,14 @@
-"""Norm and attention for machines without Transformer Engine, in layouts that Megatron's local modules refuse.
+"""Norm, attention and latent projections of experts for machines without Transformer Engine.
 
-`with_portable_modules` takes a spec of Megatron's local modules and returns it with these modules in their place.
+`with_portable_modules` takes a spec of Megatron's local modules and returns it with these modules in their place, in
+layouts that Megatron's refuse.
 Letters in names: S this rank's positions, B batch, T positions of a packed row, N query heads, G key heads, C
 channels of a head.
 """
 
 import dataclasses
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -16,17 +18,19 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
-from torch.nn.functional import layer_norm, pad, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import layer_norm, linear, pad, rms_norm, scaled_dot_product_attention
 
 from megatron_mtp.data.context_parallel import positions_of_ranks
 from megatron_mtp.model.causal import causal_mask
 from megatron_mtp.model.latent import PortableLatentAttention
+from megatron_mtp.model.recurrence import having
 
 
 class PortableNorm(torch.nn.Module):
@@ -51,6 +55,49 @@ class PortableNorm(torch.nn.Module):
         if self.bias is None:
             return rms_norm(hidden, weight.shape, weight, self.eps)
         return layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
+
+
+class PortableLinear(torch.nn.Module):
+    """TE's linear layer with the whole weight on every tensor-parallel rank, as projections to a latent have it.
+
+    Args:
+        input_size, output_size: of the last dimension.
+        config: of the model.
+        init_method: draws the weight in place.
+        bias: must be false.
+        others: what TE takes beside, for layers of other kinds.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise ValueError("latent projections of experts have no biases; give --disable-bias-linear.")
+        device = torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if config.perform_initialization:
+            with get_cuda_rng_tracker().fork():
+                init_method(self.weight)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """The projection [..., output], and no bias to add."""
+        return linear(hidden, self.weight), None
+
+
+def with_portable_projections(config: TransformerConfig) -> AbstractContextManager[None]:
+    """While this lasts, MoE layers that are made without TE can have a latent (`--moe-latent-size`)."""
+    if config.transformer_impl != "local" or not config.moe_latent_size:
+        return nullcontext()
+    return having([moe_layer], HAVE_TE=True, TELinear=PortableLinear)
 
 
 class PortableAttention(torch.nn.Module):

@@ -9,6 +9,7 @@ from argparse import Namespace
 from megatron.core.models.hybrid.hybrid_layer_allocation import ParsedHybridPattern, Symbols, parse_hybrid_pattern
 
 from megatron_mtp.config import MTPConfig
+from megatron_mtp.model.hybrid import RECURRENT
 
 FLAG = "--hybrid-layer-pattern"
 KINDS = {
@@ -20,7 +21,6 @@ KINDS = {
     Symbols.MAMBA: "Mamba-2",
     Symbols.GDN: "Gated DeltaNet",
 }
-RECURRENT = (Symbols.MAMBA, Symbols.GDN)
 
 
 def set_depths(args: Namespace) -> None:

@@ -14,7 +14,11 @@ import hf_models
 from megatron_mtp.data.tokenizer import train_bpe
 
 ENTRIES = 384
-MODELS = {"GLM-4.5-Air": ("glm4_moe", 1), "Qwen3-0.6B": ("qwen3", 0)}
+MODELS = {
+    "GLM-4.5-Air": ("glm4_moe", 1),
+    "Qwen3-0.6B": ("qwen3", 0),
+    "Qwen3.5-35B-A3B": ("qwen3_5_moe_text", 1),
+}
 """Folder in models/ to its kind and its depths."""
 
 RUN = """

@@ -139,8 +139,9 @@ def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Te
 
 
 def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what a step calls can be watched: the replay of a CUDA graph calls nothing."""
+    """So that what a step calls can be watched: the replay of a CUDA graph calls nothing, nor does compiled code."""
     monkeypatch.setattr(graphs, "can_record", lambda *_: False)
+    monkeypatch.setattr(Runner, "drafts_at_once", lambda *_: False)
 
 
 def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,6 +272,17 @@ QWEN_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+NEMOTRON: dict[str, Any] = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "layers_block_type": ["mamba", "moe", "full_attention"],
+}
 STEP: dict[str, Any] = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
@@ -368,23 +379,8 @@ MODELS: dict[str, Model] = {
         longcat_depths,
         depth_key=None,
     ),
-    "nemotron_h": Model(
-        "nemotron_h",
-        {
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 8,
-            "ssm_state_size": 8,
-            "n_groups": 2,
-            "moe_intermediate_size": 24,
-            "moe_shared_expert_intermediate_size": 20,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "layers_block_type": ["mamba", "moe", "full_attention"],
-        },
-        (1, 3),
-        nemotron_depths,
-        keys={"mtp_hybrid_override_pattern": "*E"},
-    ),
+    "nemotron_h": Model("nemotron_h", NEMOTRON, (1, 3), nemotron_depths, keys={"mtp_hybrid_override_pattern": "*E"}),
+    "nemotron_h-latent": Model("nemotron_h", {**NEMOTRON, "moe_latent_size": 16}, (1,), nemotron_depths),
     "step3p7": Model("step3p7", STEP, (1, 3), step_depths, depth_key=None, around={"vision_config": EYES}),
     "step3p5": Model(
         "step3p7", STEP, (1, 3), step_depths, depth_key=None, around={"vision_config": EYES}, text_alone=True

@@ -3,6 +3,7 @@
 Import it only after `megatron_mtp.platform.prepare()` (conftest.py does that).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.proof.depth_logits import depth_logits
 from megatron_mtp.checkpoint.proof.prompt import Prompt
-from megatron_mtp.checkpoint.proof.verify import all_reference_logits, megatron_logits
+from megatron_mtp.checkpoint.proof.verify import Check, all_reference_logits, compare, megatron_logits, rounding
 
 QUIET = Options(quiet=True, workers=1)
 PLAIN = {"llama": 0, "llama-tied": 0, "qwen2-mha": 0, "qwen3": 0}
@@ -29,23 +30,26 @@ TRAINED = {
     "glm4_moe": 3,
     "glm4_moe-lean": 1,
     "bailing_moe": 3,
-}
-"""Families that Megatron runs, and the depths of the folder."""
-SPLIT = {
     "qwen3_next": 1,
     "qwen3_5": 1,
     "qwen3_5_text": 1,
     "qwen3_5_moe_text": 1,
     "qwen3_5_moe_text-packed": 1,
+    "nemotron_h": 3,
+    "nemotron_h-latent": 1,
+}
+"""Families that Megatron runs, and the depths of the folder."""
+SPLIT = {
     "exaone_moe": 1,
     "ernie4_5_moe": 3,
     "mimo_v2_flash": 3,
     "longcat_flash": 1,
-    "nemotron_h": 3,
     "step3p5": 1,
     "step3p7": 3,
 }
 """Families whose trunk is left to transformers."""
+HYBRID = tuple(name for name in TRAINED if name.startswith(("qwen3_", "nemotron_h")))
+"""Those whose trunks have recurrent layers."""
 ZERO_CENTRED = ("qwen3_next", "qwen3_5", "step3p")
 """Families whose norms multiply by 1 + w."""
 TOKENS_BS = torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(3))
@@ -66,10 +70,11 @@ class Judged:
     given: Logits | None
 
 
-def judge_all(root: Path) -> dict[tuple[str, bool], Judged]:
-    """All families, by name and whether it is the bigram model."""
+def judge_all(root: Path, names: Iterable[str] = ()) -> dict[tuple[str, bool], Judged]:
+    """These families or all, by name and whether it is the bigram model."""
     folders: dict[tuple[str, bool], Path] = {}
-    for name, depths in (PLAIN | TRAINED | SPLIT).items():
+    every = PLAIN | TRAINED | SPLIT
+    for name, depths in ({name: every[name] for name in names} or every).items():
         folders[name, False] = make(root / name, name, depths)
         folders[name, True] = make(root / f"{name}-bigram", name, depths)
         write(folders[name, True], as_bigram(name, read(folders[name, True])))
@@ -99,6 +104,12 @@ def our_logits(judged: Judged, mcore: Path, prompt: Prompt = PROMPT) -> Logits:
     assert flags is not None
     depths = depth_logits(mcore, model, flags, prompt, judged.given)
     return {"trunk": judged.given["trunk"], **depths}
+
+
+def checks_of(name: str, judged: Judged, mcore: Path, prompt: Prompt = PROMPT) -> list[Check]:
+    """The comparisons of all logits that `verify` makes."""
+    ours = our_logits(judged, mcore, prompt)
+    return compare(judged.logits, ours, rounding=rounding(mcore, prompt, ours) if name in HYBRID else None)
 
 
 def as_bigram(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

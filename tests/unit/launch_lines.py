@@ -408,6 +408,30 @@ LINES: dict[str, Line] = {
         --make-vocab-size-divisible-by 1187 --micro-batch-size 1 --global-batch-size 512
         --expert-model-parallel-size 32 --expert-tensor-parallel-size 1 --enable-experimental {_OVERLAPPED}""",
     ),
+    "qwen3.5-35b-a3b": Line(
+        64,
+        248320,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} {_SOFTMAX_ROUTER} --hybrid-layer-pattern {10 * "GEGEGE*E"}/*E
+        --hidden-size 2048 --ffn-hidden-size 512 --num-attention-heads 16 --group-query-attention
+        --num-query-groups 2 --kv-channels 256 --seq-length 4096 --max-position-embeddings 262144 --norm-epsilon 1e-6
+        --apply-layernorm-1p --qk-layernorm --attention-output-gate --rotary-percent 0.25 --rotary-base 10000000
+        --no-rope-fusion --linear-conv-kernel-dim 4 --linear-key-head-dim 128 --linear-value-head-dim 128
+        --linear-num-key-heads 16 --linear-num-value-heads 32 --num-experts 256 --moe-ffn-hidden-size 512
+        --moe-shared-expert-intermediate-size 512 --moe-shared-expert-gate --moe-router-topk 8
+        --micro-batch-size 1 --global-batch-size 512 --expert-model-parallel-size 16
+        --expert-tensor-parallel-size 1 --enable-experimental {_OVERLAPPED}""",
+    ),
+    "qwen3.5-9b": Line(
+        32,
+        248320,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} --hybrid-layer-pattern {8 * "G-G-G-*-"}/*-
+        --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 16 --group-query-attention
+        --num-query-groups 4 --kv-channels 256 --seq-length 4096 --max-position-embeddings 262144 --norm-epsilon 1e-6
+        --apply-layernorm-1p --qk-layernorm --attention-output-gate --rotary-percent 0.25 --rotary-base 10000000
+        --no-rope-fusion --linear-conv-kernel-dim 4 --linear-key-head-dim 128 --linear-value-head-dim 128
+        --linear-num-key-heads 16 --linear-num-value-heads 32 --micro-batch-size 1 --global-batch-size 512
+        --tensor-model-parallel-size 4 --sequence-parallel --enable-experimental {_OVERLAPPED}""",
+    ),
     "qwen3-next-80b-a3b": Line(
         64,
         151936,

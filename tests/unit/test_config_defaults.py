@@ -17,6 +17,8 @@ from megatron_mtp.checkpoint.proof.reference_forms import FORMS
 Keys = dict[str, Any]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5e4, **BOTH}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+MANY_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 16}
+"""Each a multiple of the other's default."""
 KINDS: dict[str, tuple[str, Keys]] = {
     "llama": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192}}),
     "qwen2": ("qwen2", {}),
@@ -25,11 +27,11 @@ KINDS: dict[str, tuple[str, Keys]] = {
     "deepseek_v3": ("deepseek_v3", {**EXPERTS, **LATENT, "rope_parameters": {**YARN, "beta_fast": 1, "beta_slow": 1}}),
     "kimi_k2": ("deepseek_v3", {**EXPERTS, **LATENT, "n_group": 1}),
     "glm4_moe": ("glm4_moe", {**EXPERTS, "use_qk_norm": True, "attention_bias": True}),
-    "qwen3_next": ("qwen3_next", {**LINEAR, **QWEN_EXPERTS}),
-    "qwen3_5_text": ("qwen3_5_text", LINEAR),
-    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**LINEAR, **QWEN_EXPERTS}),
+    "qwen3_next": ("qwen3_next", {**LINEAR, **QWEN_EXPERTS, **MANY_HEADS}),
+    "qwen3_5_text": ("qwen3_5_text", {**LINEAR, **MANY_HEADS}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**LINEAR, **QWEN_EXPERTS, **MANY_HEADS}),
     **{name: (name, MODELS[name].config) for name in ("exaone_moe", "ernie4_5_moe", "mimo_v2_flash", "longcat_flash")},
-    "nemotron_h": ("nemotron_h", MODELS["nemotron_h"].config),
+    "nemotron_h": ("nemotron_h", {**MODELS["nemotron_h"].config, "mamba_num_heads": 8}),
 }
 """Families by `model_type`, the class in transformers that runs them, and a config."""
 NOT_LEFT_OUT = {

@@ -26,11 +26,12 @@ def numbers(reader: DistReader) -> int:
     return sum(torch.Size(reader.shape(key)).numel() * reader.dtype(key).itemsize for key in reader.keys)
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
 @pytest.mark.parametrize("dtype", [[], ["--dtype", "bfloat16"]])
 def test_a_plan_is_what_the_conversion_does(
-    dtype: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, dtype: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, mcore, back = make(tmp_path / "source", "glm4_moe", 1), tmp_path / "mcore", tmp_path / "back"
+    source, mcore, back = make(tmp_path / "source", family, 1), tmp_path / "mcore", tmp_path / "back"
     plan = told(capsys, "hf-to-mcore", source, mcore, "--dry-run", *dtype)
     assert not mcore.exists()
     assert not list(tmp_path.glob("*.partial"))

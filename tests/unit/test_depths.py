@@ -46,9 +46,6 @@ def test_no_part_of_a_dropped_depth_is_left(name: str, depths: int, keep: int, t
         ("step3p5", "model.layers.45.self_attn.q_proj.weight", 0),
         ("step3p5", "model.layers.44.self_attn.q_proj.weight", None),
         ("step3p7", "vision_model.conv1.weight", None),
-        ("nemotron_h", "mtp.layers.3.mixer.gate.weight", 1),  # two layers a depth
-        ("nemotron_h", "backbone.layers.3.mixer.gate.weight", None),
-        ("qwen3_next", "model.layers.3.linear_attn.A_log", None),
     ],
 )
 def test_the_depth_of_a_carried_tensor(model_type: str, name: str, depth: int | None) -> None:

@@ -9,11 +9,12 @@ from drafting_single import model_of, prompts_of
 from megatron_single import VOCABULARY
 from torch import Tensor
 
-from megatron_mtp.drafting import compiled, products
+from megatron_mtp.drafting import compiled, loop, products
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.few_rows import MOST_ROWS, product_of
 from megatron_mtp.drafting.kv_cache import KVCache, Rows, ancestors_of, chain_rows, tree_rows
 from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.types import Draft
 from megatron_mtp.model.portable import PortableNorm
 
 pytestmark = pytest.mark.usefixtures("megatron", "compiler")
@@ -119,6 +120,35 @@ def test_texts_are_those_of_the_modules(pair: tuple[Runner, Runner]) -> None:
     settings = [None, {"method": method, "num_speculative_tokens": 2}]
     texts = [generate(one, prompts_of(3), 24, speculative=each).token_ids for one in pair for each in settings]
     assert texts == [texts[0]] * 4
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_drafts_of_one_call_are_those_of_depth_by_depth(
+    pair: tuple[Runner, Runner], batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = ["mtp", "mtp_eagle"] if pair[0].sequential else ["parallel_heads"]
+    all_settings = [{"method": method, "num_speculative_tokens": 2} for method in methods]
+    at_once = [drafts_of(pair[0], batch, settings) for settings in all_settings]
+    assert all(len(drafts) > 5 for drafts in at_once)
+    monkeypatch.setattr(Runner, "drafts_at_once", lambda *_: False)
+    assert at_once == [drafts_of(pair[0], batch, settings) for settings in all_settings]
+
+
+def drafts_of(runner: Runner, batch: int, settings: dict[str, Any]) -> list[list[Any]]:
+    """The tokens of every draft before any of the texts has ended."""
+    drafts = list[list[Any]]()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def propose(*given: Any) -> Draft:
+            draft = loop_propose(*given)
+            if all(given[0].live):
+                drafts.append(draft.tokens_BN.tolist())
+            return draft
+
+        loop_propose = loop.propose
+        patch.setattr(loop, "propose", propose)
+        generate(runner, prompts_of(batch), 24, speculative=settings)
+    return drafts
 
 
 def test_bfloat16_differs_by_its_rounding() -> None:

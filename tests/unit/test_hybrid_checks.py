@@ -4,10 +4,11 @@ import contextlib
 from pathlib import Path
 
 import pytest
+import torch
 from test_arguments import DEPTHS, MOCK, ROPE, _no_globals_left, refusal  # noqa: F401
 from test_hf_form import save
 
-from megatron_mtp.checkpoint.mcore.model import model_config
+from megatron_mtp.checkpoint.mcore.model import load_model, model_config
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.command import line
 from megatron_mtp.model.arguments import parsed
@@ -141,25 +142,38 @@ def test_a_gpt_is_not_loaded_into_a_pattern_of_another_number_of_layers(
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        "generate --load {ck} --prompt-ids 1,2 --max-new-tokens 2",
-        "convert mcore-to-hf {ck} {new}",
-        "convert attach-mtp {dropped} {new} --mtp-num-layers 1",
-    ],
+    "words", ["generate --load {ck} --prompt-ids 1,2 --max-new-tokens 2", "convert mcore-to-hf {ck} {new}"]
 )
 def test_what_a_hybrid_does_not_have_yet_is_one_sentence(
     words: str, hybrid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dropped = tmp_path / "dropped"
-    if "{dropped}" in words:
-        assert line.main(["convert", "drop-mtp", str(hybrid), str(dropped)]) == 0
-    given = words.format(ck=hybrid, dropped=dropped, new=tmp_path / "new").split()
+    given = words.format(ck=hybrid, new=tmp_path / "new").split()
     with contextlib.suppress(SystemExit):
         assert line.main(given) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "hybrid model of layers M-*-" in said or "trained with --hybrid-layer-pattern" in said
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("init", ["random", "last-layer"])
+def test_attached_depths_are_in_the_pattern_too(init: str, hybrid: Path, tmp_path: Path) -> None:
+    """A depth is the trunk's last attention and its last MLP, whose weights `last-layer` copies."""
+    none, new = tmp_path / "none", tmp_path / "new"
+    assert line.main(["convert", "drop-mtp", str(hybrid), str(none)]) == 0
+    attach = ["convert", "attach-mtp", str(none), str(new), "--mtp-num-layers", "2", "--mtp-init", init]
+    assert line.main(attach) == 0
+    before, after = DistReader(hybrid), DistReader(new)
+    args = after.common()["args"]
+    assert (args.hybrid_layer_pattern, args.mtp_num_layers) == ("M-*-/*-/*-", 2)
+    assert {key: after.shape(key) for key in after.keys} == {key: before.shape(key) for key in before.keys}
+    for index, layer in enumerate((2, 3)):
+        keys = [key for key in after.keys if key.startswith(f"decoder.layers.{layer}.") and "norm" not in key]
+        copies = [
+            key.replace(f"decoder.layers.{layer}.", f"mtp.layers.1.mtp_model_layer.layers.{index}.") for key in keys
+        ]
+        same = [torch.equal(after.read(key), after.read(copy)) for key, copy in zip(keys, copies, strict=True)]
+        assert set(same) == {init == "last-layer"}
+    load_model(new)
 
 
 def test_dropped_depths_leave_the_pattern_too(hybrid: Path, tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ from torch import Tensor, tensor
 
 from megatron_mtp.checkpoint.families.rules import (
     Axis,
+    ByKind,
     Concat,
     Copies,
     Map,
     MergeQKV,
+    MinusOne,
     Same,
     Split,
     SwapHalves,
@@ -32,6 +34,28 @@ def test_gates_go_behind_the_queries_of_their_group() -> None:
     merge = MergeQKV(heads=4, groups=2, widths=(1, 1, 1), gated=True)
     (merged,) = merge.forward([rows(1, 91, 2, 92, 3, 93, 4, 94), rows(51, 52), rows(61, 62)])
     assert merged.flatten().tolist() == [1, 2, 91, 92, 51, 61, 3, 4, 93, 94, 52, 62]
+
+
+def test_rows_of_groups_go_kind_by_kind() -> None:
+    """Two groups of a query, a key and two values."""
+    parts = ByKind(groups=2, rows=(1, 1, 2)).forward([rows(1, 51, 61, 62, 2, 52, 63, 64)])
+    assert [part.flatten().tolist() for part in parts] == [[1, 2], [51, 52], [61, 62, 63, 64]]
+
+
+def test_one_is_taken_from_a_norm_and_its_original_kept() -> None:
+    weight = tensor([1.5, 0.3, 1.0]).bfloat16()
+    kept, difference = MinusOne(original=True).forward([weight])
+    assert torch.equal(kept, weight)
+    assert difference.dtype == torch.float32
+    assert torch.equal(difference + 1, weight.float())
+    assert MinusOne(original=True).backward([kept, difference])[0] is kept
+
+
+def test_one_is_added_to_a_norm_that_was_trained_in_float32() -> None:
+    """bfloat16 would round 1 + 2^-9 to 1."""
+    (weight,) = MinusOne(original=False).backward([tensor([2.0**-9, -0.5]).bfloat16()])
+    assert weight.dtype == torch.float32
+    assert weight.tolist() == [1 + 2.0**-9, 0.5]
 
 
 def test_halves_are_swapped() -> None:
@@ -66,6 +90,8 @@ INVERTIBLE: list[tuple[Map, list[Tensor]]] = [
     (MergeQKV(6, 2, (4, 4, 3)), drawn((24, 5), (8, 5), (6, 5))),
     (MergeQKV(6, 2, (4, 4, 4), gated=True), drawn((48, 5), (8, 5), (8, 5))),
     (MergeQKV(4, 4, (4, 4, 4)), drawn((16,), (16,), (16,))),
+    (ByKind(2, (3, 3, 5)), drawn((22, 5))),
+    (ByKind(4, (1, 1)), drawn((8,))),
     (Then((Split((24, 8, 8)), MergeQKV(6, 2, (4, 4, 4)))), drawn((40, 5))),
     (Then((Concat((3, 3)), Axis())), drawn((3, 4), (3, 4))),
 ]

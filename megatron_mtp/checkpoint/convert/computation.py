@@ -10,8 +10,6 @@ from argparse import Namespace
 from dataclasses import fields
 from typing import Any
 
-from megatron.training.models.gpt import GPTModelConfig
-
 from megatron_mtp.checkpoint.families import Layout, family_of
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -41,13 +39,12 @@ def settings_of(args: Namespace) -> Settings:
         ValueError: Megatron refuses the arguments.
     """
     from megatron_mtp.checkpoint.mcore.model import model_config
+    from megatron_mtp.model.build import DepthFields
 
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
         config = model_config(args)
-    found = {
-        **vars(config.transformer),
-        **{field.name: getattr(config, field.name) for field in fields(GPTModelConfig)},
-    }
+    names = {field.name for field in fields(config)} - {field.name for field in fields(DepthFields)}
+    found = {**vars(config.transformer), **{name: getattr(config, name) for name in sorted(names)}}
     plain = {name: value for name, value in found.items() if isinstance(value, int | float | str | list | None)}
     plain["activation_func"] = getattr(found["activation_func"], "__name__", None)
     unread = {*ASIDE, *_unread(found)}
@@ -58,7 +55,7 @@ def _unread(found: Settings) -> list[str]:
     """Settings that this model does not use."""
     names = [] if found["num_moe_experts"] else [name for name in found if name.startswith("moe_")]
     if not found["multi_latent_attention"]:
-        return names + ([] if found["rope_scaling"] else ["rope_scaling_factor"])
+        return names + ([] if found.get("rope_scaling") else ["rope_scaling_factor"])
     return names + LATENT_ASIDE + ([] if _scales(found) else YARN)
 
 
@@ -72,7 +69,14 @@ def _in_one_form(found: Settings) -> Settings:
         "moe_router_num_groups": groups,
         "moe_router_group_topk": found["moe_router_group_topk"] if groups > 1 else None,
         **({"rope_type": "yarn" if _scales(found) else "rope"} if found["multi_latent_attention"] else {}),
+        **({"hybrid_layer_pattern": _layers_of(pattern)} if (pattern := found.get("hybrid_layer_pattern")) else {}),
     }
+
+
+def _layers_of(pattern: str) -> str:
+    """A hybrid's pattern with one depth if it has any: the tensors show how many."""
+    trunk, *depths = pattern.split("/")
+    return "/".join([trunk, *depths[:1]])
 
 
 def _scales(found: Settings) -> bool:

@@ -1,7 +1,10 @@
 """Attach depths to a Megatron checkpoint or drop them from it; the trunk is copied unchanged, tensor by tensor.
 
 `last-layer` makes each depth a copy of the trunk's last layer and final norm, with input norms of 1 and
-eh_proj = [0 | I], which passes the hidden state on. `random` draws each depth as in a new model.
+eh_proj = [0 | I], which passes the hidden state on. `random` draws each depth as in a new model. A depth of a hybrid is
+a stack of the trunk's last attention and its last MLP or MoE:
+
+    GEGEGE*E    becomes    GEGEGE*E/*E    with the weights of layers 6 and 7 in the depth
 """
 
 import json
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.options import Converted, Options
@@ -22,11 +26,13 @@ from megatron_mtp.checkpoint.convert.writing import Group, write_checkpoint
 from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.hf.config import HFConfig, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
-from megatron_mtp.checkpoint.mcore.model import check_gpt, check_trainable
+from megatron_mtp.checkpoint.mcore.model import check_trainable
 from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths, depth_of
 from megatron_mtp.checkpoint.mcore.tensors import Chunk, DistReader, write_chunk
 from megatron_mtp.checkpoint.mcore.tokenizer import KEPT_TOKENIZER
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.model.hybrid import SHARDED_STACK
+from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 from megatron_mtp.model.random_weights import RandomWeights
 
 INITS = ("random", "last-layer")
@@ -116,12 +122,12 @@ def plan_attaching(source: Path, depths: int, init: str, seed: int) -> Change:
     """
     reader = DistReader(source)
     check_trainable(reader.common()["args"], str(source))
-    check_gpt(reader.common()["args"], str(source))
     if any(key.startswith("mtp.") for key in reader.keys):
         raise ValueError(f"{source} has MTP depths already; drop-mtp makes a checkpoint without them.")
-    last = _last_layer(reader)
-    made = [entry for depth in range(depths) for entry in _depth(reader, depth, last, init, seed)]
-    args = _args(reader, mtp_num_layers=depths, mtp_use_repeated_layer=False, mtp_architecture="sequential")
+    template = Template.of(reader)
+    made = [entry for depth in range(depths) for entry in _depth(reader, depth, template, init, seed)]
+    changes = {} if template.pattern is None else {"hybrid_layer_pattern": template.with_depths(depths)}
+    args = _args(reader, mtp_num_layers=depths, mtp_use_repeated_layer=False, mtp_architecture="sequential", **changes)
     plan = {"depths": depths, "init": init, "seed": seed}
     return Change(reader, source, _trunk(reader), made, args, plan, before=0, depths=depths)
 
@@ -206,14 +212,59 @@ def _correct_origin(path: Path, depths: int, dropped: frozenset[str]) -> None:
     path.write_text(json.dumps({**origin, "layout": {**layout, "depths": depths, "carried": carried}}, indent=2) + "\n")
 
 
-def _depth(reader: DistReader, depth: int, last: int, init: str, seed: int) -> Iterator[Source]:
+@dataclass(frozen=True)
+class Template:
+    """The layers of a trunk that a new depth is made like.
+
+    Attributes:
+        layers: number of the trunk's layers.
+        stack: by index of a layer of the trunk, the prefix of its copy inside a depth.
+        norm: prefix of the trunk's final norm.
+        pattern: of a hybrid trunk; None for a GPT's.
+    """
+
+    layers: int
+    stack: dict[int, str]
+    norm: str
+    pattern: str | None
+
+    @classmethod
+    def of(cls, reader: DistReader) -> "Template":
+        """Raises ValueError if the trunk of the checkpoint has no layers."""
+        numbers = [int(key.split(".")[2]) for key in reader.keys if key.startswith("decoder.layers.")]
+        if not numbers:
+            raise ValueError(f"{reader.folder} has no transformer layer that depths could be made from.")
+        count = max(numbers) + 1
+        pattern = getattr(reader.common()["args"], "hybrid_layer_pattern", None)
+        if pattern is None:
+            return cls(count, {count - 1: f"{SHARDED_TF_LAYER}."}, "decoder.final_layernorm.", None)
+        pattern = pattern.split(Symbols.MTP_SEPARATOR)[0]
+        stack = {layer: f"{SHARDED_STACK}.layers.{index}." for index, layer in enumerate(_last_of_kinds(pattern))}
+        return cls(count, stack, "decoder.final_norm.", pattern)
+
+    def with_depths(self, depths: int) -> str:
+        """The pattern of the hybrid trunk with so many depths."""
+        assert self.pattern is not None
+        kinds = self.pattern.replace(Symbols.PIPE, "")
+        return Symbols.MTP_SEPARATOR.join([self.pattern, *["".join(kinds[layer] for layer in self.stack)] * depths])
+
+
+def _last_of_kinds(pattern: str) -> list[int]:
+    """Indices of a trunk's last attention and its last MLP or MoE, those that exist; else of its last layer."""
+    kinds = pattern.replace(Symbols.PIPE, "")
+    attention = Symbols.ATTENTION + Symbols.MLA + Symbols.DS_ATTENTION
+    last = [max(map(kinds.rfind, group)) for group in (attention, Symbols.MLP + Symbols.MOE)]
+    return [index for index in last if index >= 0] or [len(kinds) - 1]
+
+
+def _depth(reader: DistReader, depth: int, template: Template, init: str, seed: int) -> Iterator[Source]:
     """The tensors of the depth of this index, from 0.
 
     Raises:
-        ValueError: `random` has no rule for a tensor of the trunk's last layer.
+        ValueError: `random` has no rule for a tensor of the trunk's layers.
     """
-    weights = RandomWeights.of(reader.common()["args"], last + 1, seed)
-    for key, pattern, shape in _keys(reader, depth, last):
+    weights = RandomWeights.of(reader.common()["args"], template.layers, seed)
+    for key, pattern, shape in _keys(reader, depth, template):
         dtype = reader.dtype(pattern)
         if init == "random" and weights.draw(key, (1,) * len(shape)) is None:
             raise ValueError(f"--mtp-init random cannot draw '{key}'; give --mtp-init last-layer.")
@@ -226,15 +277,17 @@ def _depth(reader: DistReader, depth: int, last: int, init: str, seed: int) -> I
         yield Source(key, shape, dtype, make)
 
 
-def _keys(reader: DistReader, depth: int, last: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _keys(reader: DistReader, depth: int, template: Template) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Key, key of the corresponding tensor of the trunk, and shape of every tensor of a depth."""
-    mcore, layer, norm = f"mtp.layers.{depth}.", f"decoder.layers.{last}.", "decoder.final_layernorm."
+    mcore, norm = f"mtp.layers.{depth}.", template.norm
+    copies = {f"decoder.layers.{layer}.": f"{mcore}{inside}" for layer, inside in template.stack.items()}
     for key in reader.keys:
         if key.startswith(norm):
             for name in ("enorm", "hnorm", "final_layernorm"):
                 yield f"{mcore}{name}.{key.removeprefix(norm)}", key, tuple(reader.shape(key))
-        elif key.startswith(layer):
-            yield f"{mcore}transformer_layer.{key.removeprefix(layer)}", key, tuple(reader.shape(key))
+        for layer, copied in copies.items():
+            if key.startswith(layer):
+                yield f"{copied}{key.removeprefix(layer)}", key, tuple(reader.shape(key))
     hidden = reader.shape(f"{norm}weight")[0]
     yield f"{mcore}eh_proj.weight", f"{norm}weight", (hidden, 2 * hidden)
 
@@ -249,13 +302,6 @@ def _pass_hidden_state(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """[0 | I]"""
     hidden, _ = shape
     return torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1).to(dtype)
-
-
-def _last_layer(reader: DistReader) -> int:
-    numbers = [int(key.split(".")[2]) for key in reader.keys if key.startswith("decoder.layers.")]
-    if not numbers:
-        raise ValueError(f"{reader.folder} has no transformer layer that depths could be made from.")
-    return max(numbers)
 
 
 def _args(reader: DistReader, **changes: Any) -> dict[str, Any]:

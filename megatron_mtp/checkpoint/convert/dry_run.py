@@ -79,9 +79,13 @@ def _written(rule: Rule, folder: HFFolder, options: Options) -> int:
     """Bytes of a rule's tensors in the checkpoint, under all of their keys."""
     name = rule.hf[0].name
     whole = sum(_elements(folder.shape(tensor.name)) for tensor in rule.hf)
-    shapes = [(piece.shape, 1 + len(piece.aliases)) for piece in rule.mcore]
-    elements = sum(keys * (whole if shape is None else _elements(shape)) for shape, keys in shapes)
-    return elements * options.cast(name, folder.dtype(name)).itemsize
+    size = options.cast(name, folder.dtype(name)).itemsize
+    return sum(
+        (1 + len(piece.aliases))
+        * (whole if piece.shape is None else _elements(piece.shape))
+        * (torch.float32.itemsize if piece.wide else size)
+        for piece in rule.mcore
+    )
 
 
 def _elements(shape: Shape) -> int:

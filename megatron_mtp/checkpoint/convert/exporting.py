@@ -103,7 +103,7 @@ class Export:
         """
         reader = DistReader(source)
         layout = stored_layout(reader, form.features, form.carried)
-        keys = with_depths(form.keys, layout.depths)
+        keys = with_depths(form.keys, layout.depths, pattern_of(reader))
         config = HFConfig.from_keys(keys, f"the {CONFIG} for {target}")
         family = family_of(config)
         config = config.with_defaults(family.defaults)
@@ -121,8 +121,19 @@ class Export:
         return _bytes(self.rules, self.reader)
 
 
-def with_depths(keys: dict[str, Any], depths: int) -> dict[str, Any]:
-    """The config's keys with this number of depths in every key that holds it; unchanged if they imply it already."""
+def pattern_of(reader: DistReader) -> str | None:
+    """The pattern of a hybrid checkpoint; None for a GPT's."""
+    return getattr(reader.common()["args"], "hybrid_layer_pattern", None)
+
+
+def with_depths(keys: dict[str, Any], depths: int, pattern: str | None = None) -> dict[str, Any]:
+    """The config's keys for this number of depths; unchanged if they imply it already.
+
+    Args:
+        keys: of the config.
+        depths: number of depths.
+        pattern: of a hybrid, from which keys that name the layers of a depth are written.
+    """
     config = HFConfig.from_keys(keys)
     stored = family_of(config).depths
     if stored is None:
@@ -130,7 +141,9 @@ def with_depths(keys: dict[str, Any], depths: int) -> dict[str, Any]:
     configured = stored.configured(config)
     if (stored.default if configured is None else configured) in (None, depths):
         return keys
-    counts = {key: depths for key in stored.keys if config.has(key)} or {stored.keys[0]: depths}
+    counts: dict[str, Any] = {key: depths for key in stored.keys if config.has(key)} or {stored.keys[0]: depths}
+    if depths and stored.layers_key is not None and pattern is not None:
+        counts[stored.layers_key] = pattern.rpartition("/")[2]
     whole = {**keys, **{key: count for key, count in counts.items() if key in keys}}
     if "text_config" not in keys:
         return whole | counts
@@ -180,7 +193,8 @@ def _written(rule: Rule, reader: DistReader, options: Options) -> list[Written]:
     out = []
     for tensor in rule.hf:
         shape = reader.shape(key) if tensor.shape is None else tensor.shape
-        out.append((tensor.name, shape, options.cast(tensor.name, reader.dtype(key))))
+        dtype = torch.float32 if rule.rounds else reader.dtype(key)
+        out.append((tensor.name, shape, options.cast(tensor.name, dtype)))
     return out
 
 

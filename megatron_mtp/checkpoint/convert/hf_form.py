@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_mtp.checkpoint.convert.computation import check_config
-from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, with_depths
+from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, pattern_of, with_depths
 from megatron_mtp.checkpoint.convert.hf_tokens import Tokens
 from megatron_mtp.checkpoint.convert.plan import HFModel, stored_layout, zero_features
 from megatron_mtp.checkpoint.families import FAMILIES, family_of, trained_forms
@@ -70,7 +70,8 @@ def check_said(form: HFForm, reader: DistReader, source: str, remedy: str) -> No
         ValueError: they describe different computations.
     """
     layout = stored_layout(reader, form.features, form.carried)
-    check_config(with_depths(form.keys, layout.depths), layout, reader.common()["args"], source, remedy)
+    keys = with_depths(form.keys, layout.depths, pattern_of(reader))
+    check_config(keys, layout, reader.common()["args"], source, remedy)
 
 
 def _named(form: HFForm) -> str:

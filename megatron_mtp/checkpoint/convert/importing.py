@@ -55,9 +55,9 @@ def _group(folder: HFFolder, rule: Rule, options: Options) -> Group:
 
 def _write_rule(folder: HFFolder, rule: Rule, options: Options, stream: IO[bytes], file: str) -> list[Chunk]:
     chunks = []
-    made = rule.to_mcore([folder.read(tensor.name) for tensor in rule.hf])
-    for piece, tensor in zip(rule.mcore, made, strict=True):
-        tensor = tensor.to(options.cast(rule.hf[0].name, tensor.dtype))
+    given = [folder.read(tensor.name) for tensor in rule.hf]
+    given = [tensor.to(options.cast(hf.name, tensor.dtype)) for hf, tensor in zip(rule.hf, given, strict=True)]
+    for piece, tensor in zip(rule.mcore, rule.to_mcore(given), strict=True):
         whole = piece.whole or tuple(tensor.shape)
         offset = piece.offset or (0,) * len(whole)
         chunks += [write_chunk(stream, file, key, whole, offset, tensor) for key in (piece.key, *piece.aliases)]

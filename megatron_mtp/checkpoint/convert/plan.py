@@ -12,7 +12,7 @@ import torch
 
 from megatron_mtp.checkpoint.families import CARRIED, FAMILIES, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Shape
-from megatron_mtp.checkpoint.families.trunk import ZERO_QKV_BIAS, ZERO_ROUTER_BIAS
+from megatron_mtp.checkpoint.families.trunk import ORIGINAL, ORIGINAL_NORMS, ZERO_QKV_BIAS, ZERO_ROUTER_BIAS
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.hf.kinds import check_kind
 from megatron_mtp.checkpoint.hf.shards import HFFolder, block_of
@@ -105,7 +105,12 @@ def stored_key(piece: Piece, reader: DistReader) -> str:
 
 def stored_layout(reader: DistReader, features: Iterable[str] = (), carried: Iterable[str] = ()) -> Layout:
     """The layout of a checkpoint's export: the depths that are stored, and the forms that the folder is to have."""
-    return Layout(StoredDepths.of(reader.keys).layers, frozenset(features), tuple(carried))
+    return Layout(StoredDepths.of(reader.keys).layers, frozenset(features) - _lost_features(reader), tuple(carried))
+
+
+def _lost_features(reader: DistReader) -> frozenset[str]:
+    """Forms that training takes away from a converted checkpoint: Megatron saves no originals of norms."""
+    return frozenset() if any(key.startswith(ORIGINAL) for key in reader.keys) else frozenset({ORIGINAL_NORMS})
 
 
 def zero_features(reader: DistReader) -> tuple[str, ...]:
@@ -151,7 +156,8 @@ class HFModel:
 
     def beside(self, reader: DistReader) -> "HFModel":
         """The same model with rules for this checkpoint, which may lack biases that are zero in the folder."""
-        layout = replace(self.layout, features=self.layout.features | set(zero_features(reader)))
+        features = (self.layout.features | set(zero_features(reader))) - _lost_features(reader)
+        layout = replace(self.layout, features=features)
         return replace(self, layout=layout, rules=self.family.all_rules(self.config, layout))
 
 

@@ -7,6 +7,7 @@ families at once.
 rules.py         a rule between tensors of both sides, read in both directions
 family.py        Family, Depths and Layout: what a family states
 blocks.py        rules of attention, MLPs, experts and depths
+recurrent.py     rules of Gated DeltaNet and Mamba-2
 trunk.py         rules of a trunk
 numbered.py      depths stored as further numbered layers
 flags.py         a config.json as Megatron's flags
@@ -24,7 +25,7 @@ longcat.py       LongCat-Flash
 step.py          Step-3.5
 bailing.py       Ling, Ring
 exaone.py        EXAONE
-nemotron.py      Nemotron-H
+nemotron.py      Nemotron-H, Nemotron 3
 """
 
 from megatron_mtp.checkpoint.families.bailing import BAILING

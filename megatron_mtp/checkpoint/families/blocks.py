@@ -97,6 +97,9 @@ class MoE:
         bias: HF's name of the router's correction bias; None without one.
         packed: whether HF stores all experts of a layer as two tensors.
         zero_bias: whether HF has a correction bias of zero where Megatron has none.
+        gated: whether the MLPs are gated, as SwiGLU is.
+        latent: size of the experts' input and output, if it is not that of the hidden state.
+        module: HF's name of the module that holds router and experts.
     """
 
     hidden: int
@@ -108,6 +111,9 @@ class MoE:
     bias: str | None = "gate.e_score_correction_bias"
     packed: bool = False
     zero_bias: bool = False
+    gated: bool = True
+    latent: int | None = None
+    module: str = "mlp"
 
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -201,16 +207,28 @@ def mlp_rules(hf: str, mcore: str, hidden: int, width: int, bias: bool = False) 
     return rules
 
 
+def plain_mlp_rules(hf: str, mcore: str, hidden: int, width: int) -> list[Rule]:
+    """Rules of an MLP without a gate."""
+    return [
+        rename(f"{hf}up_proj.weight", f"{mcore}linear_fc1.weight", (width, hidden)),
+        rename(f"{hf}down_proj.weight", f"{mcore}linear_fc2.weight", (hidden, width)),
+    ]
+
+
 def moe_rules(place: Place, m: MoE) -> list[Rule]:
     """Rules of router, routed experts and shared experts."""
-    hf, mcore = f"{place.hf}mlp.", f"{place.mcore}mlp."
+    hf, mcore = f"{place.hf}{m.module}.", f"{place.mcore}mlp."
     rules = [rename(f"{hf}gate.weight", f"{mcore}router.weight", (m.experts, m.hidden))]
     if m.bias is not None and m.zero_bias:
         rules.append(zeros(f"{hf}{m.bias}", (m.experts,)))
     elif m.bias is not None:
         rules.append(rename(f"{hf}{m.bias}", f"{mcore}router.expert_bias", (m.experts,)))
     if m.shared:
-        rules += mlp_rules(f"{hf}{m.shared_name}.", f"{mcore}shared_experts.", m.hidden, m.shared)
+        of_mlp = mlp_rules if m.gated else plain_mlp_rules
+        rules += of_mlp(f"{hf}{m.shared_name}.", f"{mcore}shared_experts.", m.hidden, m.shared)
+    for name, shape in {"fc1": (m.latent or 0, m.hidden), "fc2": (m.hidden, m.latent or 0)}.items():
+        if m.latent is not None:
+            rules.append(rename(f"{hf}{name}_latent_proj.weight", f"{mcore}{name}_latent_proj.weight", shape))
     if m.shared_gate:
         rules.append(rename(f"{hf}{m.shared_name}_gate.weight", f"{mcore}shared_experts.gate_weight", (1, m.hidden)))
     return rules + (_packed(hf, mcore, m) if m.packed else expert_rules(f"{hf}experts.", f"{mcore}experts.", m))
@@ -226,16 +244,17 @@ def _packed(hf: str, mcore: str, m: MoE) -> list[Rule]:
 
 
 def expert_rules(hf: str, mcore: str, m: MoE) -> list[Rule]:
-    """Rules of single experts, so that only one is in memory: slabs of [E, 2F, H] and [E, H, F]."""
-    stacked = Then((Concat((m.width, m.width)), Axis()))
+    """Rules of single experts, so that only one is in memory: slabs of [E, 2F, H], or [E, F, H], and [E, H, F]."""
+    names, size = ("gate", "up") if m.gated else ("up",), m.latent or m.hidden
+    widths = (m.width,) * len(names)
+    stacked = Then((Concat(widths), Axis())) if m.gated else Axis()
     rules = []
     for index in range(m.experts):
-        gate, up, down = (f"{hf}{index}.{name}_proj.weight" for name in ("gate", "up", "down"))
-        parts = (HFTensor(gate, (m.width, m.hidden)), HFTensor(up, (m.width, m.hidden)))
-        fc1 = _slab(f"{mcore}experts.linear_fc1.weight", index, (m.experts, 2 * m.width, m.hidden))
-        fc2 = _slab(f"{mcore}experts.linear_fc2.weight", index, (m.experts, m.hidden, m.width))
+        parts = tuple(HFTensor(f"{hf}{index}.{name}_proj.weight", (m.width, size)) for name in names)
+        fc1 = _slab(f"{mcore}experts.linear_fc1.weight", index, (m.experts, sum(widths), size))
+        fc2 = _slab(f"{mcore}experts.linear_fc2.weight", index, (m.experts, size, m.width))
         rules.append(Rule(parts, (fc1,), stacked))
-        rules.append(Rule((HFTensor(down, (m.hidden, m.width)),), (fc2,), Axis()))
+        rules.append(Rule((HFTensor(f"{hf}{index}.down_proj.weight", (size, m.width)),), (fc2,), Axis()))
     return rules
 
 

@@ -19,8 +19,6 @@ from megatron_mtp.checkpoint.hf.config import HFConfig
 
 ALL_LAYERS = pairs({"moe-layer-freq": 1})
 NO_POSITIONS = pairs({"position-embedding-type": "none"})
-CENTRED = ["--apply-layernorm-1p"]
-"""Norms that multiply by 1 + w."""
 
 
 def gqa_depths(config: HFConfig, layout: Layout, attention: GQA) -> list[str]:
@@ -51,17 +49,3 @@ def latent_depths(config: HFConfig, layout: Layout, attention: MLA, width: int) 
 def sigmoid_experts(config: HFConfig) -> list[str]:
     """Flags of experts in every depth, with DeepSeek-V3's router."""
     return [*expert_flags(config), *ALL_LAYERS]
-
-
-def softmax_experts(config: HFConfig) -> list[str]:
-    """Flags of experts in every depth, with a softmax router and a gated shared expert."""
-    sizes = {
-        "num-experts": config.integer("num_experts"), "moe-router-topk": config.integer("num_experts_per_tok"),
-        "moe-ffn-hidden-size": config.integer("moe_intermediate_size"), "moe-router-score-function": "softmax",
-        "moe-router-load-balancing-type": "none", "moe-router-dtype": "fp32",
-        "moe-shared-expert-intermediate-size": config.integer("shared_expert_intermediate_size"),
-    }  # fmt: skip
-    normed = config.flag("norm_topk_prob")
-    return [
-        *pairs(sizes), "--moe-shared-expert-gate", *["--moe-router-pre-softmax"] * (not normed), *ALL_LAYERS
-    ]  # fmt: skip

@@ -48,6 +48,7 @@ class Depths:
         pattern: matches one tensor name per depth; its group is the depth's index.
         keys: config keys that hold the number of depths; an export writes the first.
         default: number of depths where the config has none of the keys; None if the tensors alone decide.
+        layers_key: config key that holds the layers of a depth by Megatron's symbols; None if all depths are alike.
         limit: largest number of depths that a folder can hold; None for any.
         depth_of: depth (from 0) of a carried tensor, from the config and its name; None for a tensor of the trunk.
         embedding_first: whether the projection in the folder has the embedding half first, as Megatron's has.
@@ -59,6 +60,7 @@ class Depths:
     pattern: str
     keys: tuple[str, ...] = ("num_nextn_predict_layers",)
     default: int | None = 0
+    layers_key: str | None = None
     limit: int | None = None
     depth_of: Callable[[HFConfig, str], int | None] = lambda config, name: None
     embedding_first: bool = True

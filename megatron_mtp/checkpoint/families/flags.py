@@ -59,8 +59,30 @@ def mla_flags(config: HFConfig, attention: MLA, depths: int) -> list[str]:
     ]
 
 
+def hybrid_flags(config: HFConfig, pattern: str, attention: GQA) -> list[str]:
+    """Flags of a hybrid model without activation and positions; the pattern names its layers and depths."""
+    trunk, *depths = pattern.split("/")
+    width = config.integer("intermediate_size", "moe_intermediate_size")
+    return [
+        "--hybrid-layer-pattern", pattern, *_size_flags(config, len(depths), len(trunk), width), *gqa_flags(attention)
+    ]  # fmt: skip
+
+
 def common_flags(config: HFConfig, depths: int, count: int, width: int) -> list[str]:
-    """Flags for sizes, norms and MLP.
+    """Flags for sizes, norms, gated MLP and rotary positions; arguments as of `_size_flags`."""
+    return [*_size_flags(config, depths, count, width), *swiglu_flags(config), "--position-embedding-type", "rope"]
+
+
+def swiglu_flags(config: HFConfig) -> list[str]:
+    """Flags of a gated MLP."""
+    activation = config.keys.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UntrainableError(f"the activation '{activation!s:.40}'")
+    return ["--swiglu"]
+
+
+def _size_flags(config: HFConfig, depths: int, count: int, width: int) -> list[str]:
+    """Flags for sizes and norms.
 
     Args:
         config: the model's config.
@@ -68,9 +90,6 @@ def common_flags(config: HFConfig, depths: int, count: int, width: int) -> list[
         count: number of layers.
         width: size of the MLP.
     """
-    activation = config.keys.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UntrainableError(f"the activation '{activation!s:.40}'")
     longest = config.integer("max_position_embeddings")
     vocabulary = config.integer("vocab_size")
     flags = pairs({
@@ -79,12 +98,14 @@ def common_flags(config: HFConfig, depths: int, count: int, width: int) -> list[
         "max-position-embeddings": longest, "norm-epsilon": config.number(*EPSILON),
         "vocab-size": vocabulary, "attention-dropout": 0.0, "hidden-dropout": 0.0,
     })  # fmt: skip
-    flags += ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"]
+    flags += ["--normalization", "RMSNorm", "--disable-bias-linear"]
     if not config.flag("tie_word_embeddings"):
         flags.append("--untie-embeddings-and-output-weights")
     return flags + (pairs({"mtp-num-layers": depths}) if depths else [])
 
 
+CENTRED = ["--apply-layernorm-1p"]
+"""Norms that multiply by 1 + w."""
 EPSILON = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 
 
@@ -214,26 +235,46 @@ def expert_flags(config: HFConfig) -> list[str]:
 
     The router has sigmoid scores, a correction bias for the choice, groups of experts, and normalised, scaled weights.
     """
-    experts, chosen = config.integer("n_routed_experts", "num_experts"), config.integer("num_experts_per_tok")
-    width, dense = config.integer("moe_intermediate_size"), config.integer("first_k_dense_replace", default=0, least=0)
-    count = layers(config)
+    dense, count = config.integer("first_k_dense_replace", default=0, least=0), layers(config)
     if is_dense(config):
         return []
+    flags = pairs({"moe-layer-freq": f"[{','.join(str(int(index >= dense)) for index in range(count))}]"})
+    shared = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
+    if shared:
+        width = config.integer("moe_intermediate_size")
+        flags += pairs({"moe-shared-expert-intermediate-size": shared * width})
+    return flags + routed_flags(config)
+
+
+def routed_flags(config: HFConfig) -> list[str]:
+    """Flags of routed experts with DeepSeek-V3's router."""
+    experts, chosen = config.integer("n_routed_experts", "num_experts"), config.integer("num_experts_per_tok")
     _check_router(config)
     if config.flag("norm_topk_prob") == (chosen == 1):
         raise UntrainableError("router weights that are normed over one expert, or not normed over several")
     flags = pairs({
-        "num-experts": experts, "moe-router-topk": chosen, "moe-ffn-hidden-size": width,
-        "moe-layer-freq": f"[{','.join(str(int(index >= dense)) for index in range(count))}]",
+        "num-experts": experts, "moe-router-topk": chosen,
+        "moe-ffn-hidden-size": config.integer("moe_intermediate_size"),
         "moe-router-score-function": "sigmoid", "moe-router-load-balancing-type": "none",
         "moe-router-topk-scaling-factor": config.number("routed_scaling_factor"),
         "moe-router-bias-update-rate": 1e-3, "moe-router-dtype": "fp32",
     })  # fmt: skip
     flags.append("--moe-router-enable-expert-bias")
-    shared = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
-    if shared:
-        flags += pairs({"moe-shared-expert-intermediate-size": shared * width})
     return flags + _group_flags(config, experts, chosen)
+
+
+def softmax_expert_flags(config: HFConfig) -> list[str]:
+    """Flags of experts with a softmax router, and a shared one with a gate."""
+    chosen, normed = config.integer("num_experts_per_tok"), config.flag("norm_topk_prob")
+    if normed and chosen == 1:
+        raise UntrainableError("router weights that are normed over one expert")
+    sizes = {
+        "num-experts": config.integer("num_experts"), "moe-router-topk": chosen,
+        "moe-ffn-hidden-size": config.integer("moe_intermediate_size"), "moe-router-score-function": "softmax",
+        "moe-router-load-balancing-type": "none", "moe-router-dtype": "fp32",
+        "moe-shared-expert-intermediate-size": config.integer("shared_expert_intermediate_size"),
+    }  # fmt: skip
+    return [*pairs(sizes), "--moe-shared-expert-gate", *["--moe-router-pre-softmax"] * (not normed)]
 
 
 def _check_router(config: HFConfig) -> None:

@@ -1,9 +1,9 @@
 """Rules between the tensors of a Hugging Face (HF) folder and those of a Megatron checkpoint, read in both directions.
 
 A rule names some HF tensors, the pieces of Megatron tensors that hold the same numbers, and the map between them. The
-inverse of a map is derived from the map; export is import read backwards. Every map moves numbers and never computes
-with them, so that a round trip is equal bit by bit. torch is imported when a tensor is moved: listing the families
-does not need it.
+inverse of a map is derived from the map; export is import read backwards. Every map but `MinusOne` moves numbers and
+never computes with them, so that a round trip is equal bit by bit. torch is imported when a tensor is moved: listing
+the families does not need it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Piece:
         aliases: other keys for the same numbers, since Megatron's modules with and without Transformer Engine use
             different ones; all are written, any one is read.
         padded: whether the stored tensor may have more rows, as Megatron's vocabularies do.
+        wide: whether the tensor is stored in float32, whatever the type of the folder's.
     """
 
     key: str
@@ -46,6 +47,7 @@ class Piece:
     offset: Shape | None = None
     aliases: tuple[str, ...] = ()
     padded: bool = False
+    wide: bool = False
 
 
 class Map(Protocol):
@@ -185,6 +187,54 @@ class Split:
 
 
 @dataclass(frozen=True)
+class ByKind:
+    """One HF tensor whose rows stand group by group into a tensor for each kind of row.
+
+    Two groups of a query, a key and two values:   q1 k1 v1 v2 q2 k2 v3 v4   to   q1 q2, k1 k2, v1 v2 v3 v4
+
+    Attributes:
+        groups: number of groups.
+        rows: number of rows of every kind in a group.
+    """
+
+    groups: int
+    rows: tuple[int, ...]
+    what = "kind by kind"
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (one,) = tensors
+        parts = one.reshape(self.groups, sum(self.rows), *one.shape[1:]).split(self.rows, dim=1)
+        return [part.flatten(0, 1) for part in parts]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (one,) = Concat((), dim=1).forward([part.unflatten(0, (self.groups, -1)) for part in tensors])
+        return [one.flatten(0, 1)]
+
+
+@dataclass(frozen=True)
+class MinusOne:
+    """The weight w of a norm as w - 1, for a norm that multiplies by w in HF and by 1 + w in Megatron.
+
+    The difference is a float32 number, and rounding it would lose bits of w; so an import also stores w as it is, and
+    an export gives it back. A checkpoint that Megatron saved after training has no such original.
+
+    Attributes:
+        original: whether the checkpoint has w as well; it is the first of both tensors.
+    """
+
+    original: bool
+    what = "minus 1"
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (weight,) = tensors
+        difference = (weight.double() - 1).float()
+        return [weight, difference] if self.original else [difference]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensors[0] if self.original else (tensors[0].double() + 1).float()]
+
+
+@dataclass(frozen=True)
 class Copies:
     """One tensor that HF stores several times; Megatron stores it once.
 
@@ -273,6 +323,11 @@ class Rule:
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The inverse of `to_mcore`."""
         return self.map.backward(tensors)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether `to_hf` makes float32 numbers from which `to_mcore` does not make the same bits again."""
+        return isinstance(self.map, MinusOne) and not self.map.original
 
 
 def rename(name: str, key: str, shape: Shape | None, *aliases: str) -> Rule:

@@ -1,8 +1,9 @@
 """Step-3.5: windows and gates by head; three depths, fed from before the final norm, each with a head of its own."""
 
 from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer, mlp_norm, mlp_rules
-from megatron_mtp.checkpoint.families.depth_flags import CENTRED, framed_depths
+from megatron_mtp.checkpoint.families.depth_flags import framed_depths
 from megatron_mtp.checkpoint.families.family import Depths, Family, Layout, numbered_depth
+from megatron_mtp.checkpoint.families.flags import CENTRED
 from megatron_mtp.checkpoint.families.rules import Rule, rename
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, layers
 from megatron_mtp.checkpoint.hf.config import HFConfig

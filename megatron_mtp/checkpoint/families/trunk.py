@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MoE, Place
 from megatron_mtp.checkpoint.families.family import Layout
-from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule
+from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, rename
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 HEAD = "lm_head.weight"
@@ -17,6 +17,8 @@ COPIES = {
 """DeepSeek's folders repeat embedding and head in every depth; other folders do not."""
 ZERO_QKV_BIAS, ZERO_ROUTER_BIAS = "zero biases of queries, keys and values", "zero biases of routers"
 """Forms of an export whose model has no such biases."""
+ORIGINAL_NORMS, ORIGINAL = "originals of norms", "original."
+"""Form of a checkpoint that holds the weights of norms as in the folder, under keys with this prefix (`MinusOne`)."""
 PACKED = {"packed experts": r"mlp\.experts\.gate_up_proj$"}
 
 MOST_LAYERS, MOST_EXPERTS, MOST_OF_BOTH = 10_000, 10_000, 200_000
@@ -104,6 +106,7 @@ def frame(
     embedding: str = "embed_tokens.weight",
     norm: str = "norm.weight",
     head: str = HEAD,
+    final: str = "final_layernorm",
     embedding_copies: Callable[[int], str] | None = None,
     head_copies: Callable[[int], str] | None = None,
 ) -> list[Rule]:
@@ -114,6 +117,7 @@ def frame(
         layout: depths and forms of the folder.
         prefix: HF's prefix of embedding and norm.
         embedding, norm, head: HF's names.
+        final: Megatron's name of the final norm.
         embedding_copies, head_copies: HF's name of a depth's copy, from the depth's index; None if there are none.
     """
     hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
@@ -127,7 +131,7 @@ def frame(
     rules = [_shared(embeddings, "embedding.word_embeddings.weight", (vocabulary, hidden))]
     if not tied:
         rules.append(_shared(heads, "output_layer.weight", (vocabulary, hidden)))
-    rules.append(Rule((HFTensor(f"{prefix}{norm}", (hidden,)),), (Piece("decoder.final_layernorm.weight", (hidden,)),)))
+    rules.append(rename(f"{prefix}{norm}", f"decoder.{final}.weight", (hidden,)))
     return rules
 
 

@@ -26,7 +26,6 @@ def load_model(folder: Path) -> MTPTrunk:
     reader = DistReader(folder)
     args = reader.common()["args"]
     check_trainable(args, str(folder))
-    check_gpt(args, str(folder))
     model = model_of(args, stored_draft_vocabulary(reader.folder))
     fill(model, reader)
     return model
@@ -86,8 +85,8 @@ def check_gpt(args: Namespace, name: str) -> None:
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is not None:
         raise ValueError(
-            f"{name} is a hybrid model of layers {pattern}, which is trained and evaluated here, but not drafted with, "
-            "converted or given depths on disk; name a checkpoint of a GPT."
+            f"{name} is a hybrid model of layers {pattern}, which is trained, evaluated and converted here, but not "
+            "drafted with; name a checkpoint of a GPT."
         )
 
 

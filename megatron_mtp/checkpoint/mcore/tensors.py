@@ -41,7 +41,9 @@ Shape = tuple[int, ...]
 
 COMMON = "common_state/shard_0_1"
 """Megatron's key for everything beside tensors."""
-_KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj)\.weight")
+_KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_proj)\.weight(?:\.\w+)?")
+HYBRID_NORM = "decoder.final_norm.weight"
+"""A key that checkpoints of hybrids have, and those of GPTs have not."""
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\..+")
 
@@ -265,7 +267,8 @@ def chunks_are_in(folder: Path, records: list[dict[str, Any]]) -> bool:
 
 def _kernel_states(tensors: dict[str, Any]) -> list[str]:
     """Keys of kernel states: Megatron expects one for every linear layer and attention, though only FP8 uses it."""
-    keys = []
+    is_hybrid = HYBRID_NORM in tensors  # Megatron leaves out the head's state of a GPT alone
+    keys = ["output_layer._extra_state/shard_0_1"] * is_hybrid
     for key, entry in tensors.items():
         match = _KERNEL.fullmatch(key)
         if match is None:

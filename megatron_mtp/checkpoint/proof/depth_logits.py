@@ -2,7 +2,7 @@
 
 The depths are the block that is trained, with Megatron's layers inside, loaded from the checkpoint by Megatron's keys
 without the rules of the conversion. The input of the first depth comes from transformers' trunk. If the checkpoint has
-no attention or no layer under Megatron's keys, the output that transformers computed replaces it.
+no attention under Megatron's keys, the output that transformers computed replaces it.
 Letters: S positions, B batch (1), H hidden, V vocabulary.
 """
 
@@ -27,22 +27,15 @@ OWN_EMBEDDING, OWN_HEAD = "embedding.word_embeddings.weight", "output_layer.weig
 
 
 class Given(torch.nn.Module):
-    """A substitute for an attention or a layer, with a fixed output.
+    """A substitute for an attention, with a fixed output."""
 
-    Args:
-        added_SBH: what the module adds to the residual stream.
-        residual: whether the module's output includes its input, as a layer's does.
-    """
-
-    def __init__(self, added_SBH: Tensor, residual: bool) -> None:
+    def __init__(self, added_SBH: Tensor) -> None:
         super().__init__()
-        self.added_SBH, self.residual = added_SBH, residual
+        self.added_SBH = added_SBH
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """The output and no bias, as Megatron's modules return them."""
-        return (
-            hidden_states + self.added_SBH if self.residual else self.added_SBH.clone()
-        ), None  # Megatron adds in place
+        return self.added_SBH.clone(), None  # Megatron adds in place
 
 
 def depth_logits(
@@ -81,12 +74,9 @@ def _replace_absent(layer: Any, prefix: str, reader: DistReader, added_SH: Tenso
         layer.final_layernorm = torch.nn.Identity()
     if added_SH is None:
         return
-    inside = f"{prefix}transformer_layer."
-    if not any(key.startswith(inside) for key in reader.keys):
-        layer.tf_layer = Given(added_SH.unsqueeze(1), residual=True)
-    elif not any(key.startswith(f"{inside}self_attention.") for key in reader.keys):
+    if not any(key.startswith(f"{prefix}transformer_layer.self_attention.") for key in reader.keys):
         layer.tf_layer.input_layernorm = torch.nn.Identity()
-        layer.tf_layer.self_attention = Given(added_SH.unsqueeze(1), residual=False)
+        layer.tf_layer.self_attention = Given(added_SH.unsqueeze(1))
 
 
 def _scale(model: MTPTrunk, scales: dict[str, float]) -> None:

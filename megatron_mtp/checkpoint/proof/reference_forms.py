@@ -36,7 +36,7 @@ class DepthForm:
         renames: prefixes of a layer's tensors to the prefixes in a trunk layer.
         layers: config changes that make the depth's layers, from the config, the depth and the layers' tensors.
         rest_is_zero: whether a trunk layer has further tensors, which have no effect if they are zero.
-        given: what only transformers can compute: "attention" or "layer"; None if Megatron computes all.
+        given_attention: whether only transformers can compute the attention.
         trunk_type: `model_type` of the trunk's class in transformers; None for the family's own.
         keys: the family's config keys to the keys of that class.
         absent: values of keys that a config may leave out, if they differ from the defaults of that class.
@@ -52,7 +52,7 @@ class DepthForm:
     renames: dict[str, str] = field(default_factory=dict)
     layers: Callable[[Any, int, Tensors], Changes] = lambda config, depth, tensors: {}
     rest_is_zero: bool = False
-    given: str | None = None
+    given_attention: bool = False
     trunk_type: str | None = None
     keys: dict[str, str] = field(default_factory=dict)
     absent: dict[str, Any] = field(default_factory=dict)
@@ -164,6 +164,12 @@ def _step(config: Any, depth: int, tensors: Tensors) -> Changes:
     }
 
 
+def _without_limit(config: Any) -> Any:
+    """Time steps may be any number above 0, as in the published code; transformers' class takes this one as a limit."""
+    config.time_step_min = 1e-30
+    return config
+
+
 def _nemotron(config: Any, depth: int, tensors: Tensors) -> Changes:
     return {"layer_types": config.mtp_layers_block_type}
 
@@ -223,7 +229,7 @@ _LONGCAT_LAYER = {
 _STEP = {**_HALVES, "norm": "transformer.shared_head.norm", "head": "transformer.shared_head.output"}
 _NEMOTRON = {**_under("mtp.layers.{first}.", **_HALVES), "norm": "mtp.layers.{last}.final_layernorm.weight"}
 _QWEN_FORM = DepthForm("mtp.layers.{k}.", _QWEN, layers=_full_attention)
-_STEP_FORM = DepthForm(_NUMBERED, _under(_NUMBERED, **_STEP), before_norm=True, layers=_step, given="attention")
+_STEP_FORM = DepthForm(_NUMBERED, _under(_NUMBERED, **_STEP), before_norm=True, layers=_step, given_attention=True)
 
 _OWN = {
     "deepseek_v3": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts),
@@ -252,7 +258,7 @@ _OWN = {
         _under("model.mtp.layers.{k}.", **_HALVES, norm="final_layernorm"),
         renames={"pre_mlp_layernorm.": "post_attention_layernorm."},
         layers=_mimo_v2,
-        given="attention",
+        given_attention=True,
     ),
     "longcat_flash": DepthForm(
         "model.mtp.layers.{k}.", _LONGCAT, renames=_LONGCAT_LAYER, layers=_longcat, rest_is_zero=True
@@ -263,7 +269,7 @@ _OWN = {
         "mtp.layers.{flat}.",
         _NEMOTRON,
         layers=_nemotron,
-        given="layer",
+        around=_without_limit,
         row=lambda config: len(config.mtp_layers_block_type),
     ),
 }

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
-from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, mcore_to_hf, pattern_of
 from megatron_mtp.checkpoint.convert.megatron_flags import depth_flags_of, flags_of
 from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.convert.plan import HFModel, check_mcore, stored_key
@@ -33,12 +33,20 @@ from megatron_mtp.checkpoint.proof.precision import exact_float32
 from megatron_mtp.checkpoint.proof.prompt import Prompt, place, random_tokens
 from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.model.arguments import parsed
+from megatron_mtp.model.hybrid import RECURRENT
 
 TOLERANCE = 3e-5
 """Largest allowed difference of float32 logits, relative to the largest logit: the order of additions differs.
 
 Measured: at most 5e-6 for the families of the tests, 3e-6 for SmolLM2-135M, and 1.3e-5 for latent attention with an
 epsilon of 1e-5, because transformers has 1e-6 in some of its norms.
+"""
+ROUNDINGS, MOST_ROUNDING = 8, 1e-2
+"""Recurrent layers may enlarge rounding: their norms divide states that can be small, and routers choose by them.
+
+So the model also runs with the last bit of its embedding changed, and logits may differ by this many times what that
+moves them, but by no more than this part of the largest logit. Measured with fifty random models of Qwen3-Next, Qwen3.5
+and Nemotron-H: Megatron and transformers differ by at most 3.9 times as much.
 """
 
 
@@ -104,7 +112,7 @@ def verify(
         checks += compare(theirs, ours, "transformers from the checkpoint")
     else:
         theirs, ours = reference_logits(hf, prompt), megatron_logits(mcore, prompt)
-        checks += compare(theirs, ours)
+        checks += compare(theirs, ours, rounding=rounding(mcore, prompt, ours) if _recurs(reader) else None)
     if model.layout.depths and "depth 1" not in theirs:
         reason = f"nothing describes to transformers how {model.family.title} stores its depths (reference_forms.py)"
         checks.append(Check("logits of the depths not compared", 0, False, reason, made=False))
@@ -144,13 +152,30 @@ def _same_settings(model: HFModel, reader: DistReader) -> list[Check]:
     return [Check("settings that differ", len(wrong), not wrong, "; ".join([witness, *wrong[:1]]))]
 
 
-def compare(theirs: dict[str, Tensor], ours: dict[str, Tensor], trunk: str = "Megatron") -> list[Check]:
+def _recurs(reader: DistReader) -> bool:
+    """Whether the model has recurrent layers."""
+    return bool(set(pattern_of(reader) or "") & set(RECURRENT))
+
+
+def rounding(mcore: Path, prompt: Prompt, ours: dict[str, Tensor]) -> dict[str, float]:
+    """By name, how far the last bit of the embedding moves `ours`, the logits of a checkpoint."""
+    moved = megatron_logits(mcore, prompt, nudged=True)
+    return {name: (moved[name] - ours[name]).abs().max().item() for name in ours}
+
+
+def compare(
+    theirs: dict[str, Tensor],
+    ours: dict[str, Tensor],
+    trunk: str = "Megatron",
+    rounding: dict[str, float] | None = None,
+) -> list[Check]:
     """Compare logits [S, V] of trunk and depths, and the rate of accepted drafts.
 
     Args:
         theirs: logits by transformers, by name.
         ours: logits by Megatron, by name.
         trunk: who computed our logits of the trunk.
+        rounding: how far the last bit of the embedding moves the logits, by name; None for models without states.
     """
     names = ["trunk", *sorted(name for name in theirs if name.startswith("depth "))]
     ours = {name: ours[name][: len(theirs[name]), : theirs[name].size(1)] for name in names}  # without padding
@@ -160,7 +185,8 @@ def compare(theirs: dict[str, Tensor], ours: dict[str, Tensor], trunk: str = "Me
         difference = (ours[name] - logits_SV).abs().max().item()
         scale = max(1.0, logits_SV.abs().max().item())
         witness = f"transformers; ours by {trunk if name == 'trunk' else 'Megatron'}"
-        ok = difference <= TOLERANCE * scale
+        enlarged = 0.0 if rounding is None else min(ROUNDINGS * rounding[name], MOST_ROUNDING * scale)
+        ok = difference <= max(TOLERANCE * scale, enlarged)
         checks.append(Check(f"{name} logits, largest difference", difference, ok, witness))
     if len(names) > 1:
         length = theirs["depth 1"].size(0)
@@ -192,6 +218,8 @@ def _named(wrong: list[Rule]) -> str:
 def _same_both_ways(rule: Rule, model: HFModel, reader: DistReader) -> bool:
     theirs = [model.folder.read(tensor.name) for tensor in rule.hf]
     ours = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
+    if rule.rounds:
+        return all(torch.equal(a.to(b.dtype), b) for a, b in zip(rule.to_hf(ours), theirs, strict=True))
     cast = Options(dtype=ours[0].dtype if ours and ours[0].is_floating_point() else None)
     theirs = [tensor.to(cast.cast(hf.name, tensor.dtype)) for hf, tensor in zip(rule.hf, theirs, strict=True)]
     there = all(torch.equal(a, b) for a, b in zip(rule.to_mcore(theirs), ours, strict=True))
@@ -266,14 +294,23 @@ def split_logits(
     return theirs, {"trunk": given["trunk"], **depths}
 
 
-def megatron_logits(folder: Path, prompt: Prompt) -> dict[str, Tensor]:
-    """Logits of a checkpoint by Megatron's modules and our depths; names as in reference.py."""
+def megatron_logits(folder: Path, prompt: Prompt, nudged: bool = False) -> dict[str, Tensor]:
+    """Logits of a checkpoint by Megatron's modules and our depths; names as in reference.py.
+
+    Args:
+        folder: the checkpoint.
+        prompt: the tokens.
+        nudged: whether to change the last bit of the embedding.
+    """
     from megatron_mtp.checkpoint.mcore.model import load_model
     from megatron_mtp.data.batch import add_depths, depth_batch
     from megatron_mtp.model.causal import square_mask
 
     model = load_model(folder)
     place(model, prompt)
+    if nudged:
+        words_VH = model.embedding.word_embeddings.weight.data
+        words_VH.copy_(words_VH.nextafter(torch.tensor(torch.inf).to(words_VH)))
     depths = model.config.mtp_num_layers or 0
     tokens_BS, length = prompt.tokens_BS.cuda(), prompt.tokens_BS.size(1)
     positions_BS = prompt.positions_S.cuda().unsqueeze(0)

@@ -258,6 +258,12 @@ struct Rows {
     void *const *keys, *const *values;  // of every layer, [batch, groups, slots, channels]
 };
 
+struct Pass {  // of a depth
+    const Stack* stack;
+    const Rows* rows;
+    int64_t* token;  // that it drafts for the first text
+};
+
 constexpr float VISIBLE = -1e30f;  // a smaller mask forbids
 
 // ---- the parts of a forward
@@ -566,12 +572,62 @@ void multiply(const void* weight, const void* x, void* to, long rows, long input
     }
 }
 
+// The output of the largest product of each row of x [rows, inputs] with the weight, the first of equals.
+template <class Float>
+void most_probable(const Float* weight, const Float* x, long rows, long inputs, long outputs, long threads, int64_t* found,
+                   long stride) {
+    struct Best {
+        float value = -INFINITY;
+        int64_t out = 0;
+    };
+    std::vector<Best> best(threads * rows);
+#pragma omp parallel num_threads(threads)
+    {
+        Share mine(outputs, omp_get_thread_num(), omp_get_num_threads(), WIDE);
+        Best* own = best.data() + omp_get_thread_num() * rows;
+        product(weight, x, rows, inputs, mine.first, mine.last, [&](long row, long out, const float* four, int n) {
+            for (int i = 0; i < n; i++)
+                if (four[i] > own[row].value) own[row] = {four[i], out + i};
+        });
+    }
+    for (long row = 0; row < rows; row++) {
+        Best first = best[row];
+        for (long thread = 1; thread < threads; thread++) {
+            const Best& other = best[thread * rows + row];
+            if (other.value > first.value) first = other;
+        }
+        found[row * stride] = first.out;
+    }
+}
+
+// One depth after another: the most probable token after the last row of each goes where the next one reads it.
+template <class Float>
+void draft(const Pass* passes, long count, const void* head, long vocabulary, long stride, long threads) {
+    for (const Pass* pass = passes; pass < passes + count; pass++) {
+        const Rows& rows = *pass->rows;
+        forward<Float>(*pass->stack, rows, threads);
+        const Float* last = (const Float*)rows.states + (rows.rows - 1) * rows.batch * pass->stack->hidden;
+        most_probable((const Float*)head, last, rows.batch, pass->stack->hidden, vocabulary, threads, pass->token, stride);
+    }
+}
+
 extern "C" {
 
 void forward_float32(const Stack* stack, const Rows* rows, int64_t threads) { forward<float>(*stack, *rows, threads); }
 
 void forward_bfloat16(const Stack* stack, const Rows* rows, int64_t threads) {
     forward<bfloat16>(*stack, *rows, threads);
+}
+
+// head [vocabulary, H]; the tokens of two texts are `stride` apart
+void draft_float32(const Pass* passes, int64_t count, const void* head, int64_t vocabulary, int64_t stride,
+                   int64_t threads) {
+    draft<float>(passes, count, head, vocabulary, stride, threads);
+}
+
+void draft_bfloat16(const Pass* passes, int64_t count, const void* head, int64_t vocabulary, int64_t stride,
+                    int64_t threads) {
+    draft<bfloat16>(passes, count, head, vocabulary, stride, threads);
 }
 
 // x [rows, inputs] @ weight [outputs, inputs]^T

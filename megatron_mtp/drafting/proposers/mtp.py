@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, override
 import torch
 from torch import Tensor
 
+from megatron_mtp.drafting.few_rows import DepthPass
 from megatron_mtp.drafting.kv_cache import Rows
 from megatron_mtp.drafting.proposers.base import Kind, Proposer, pick
 from megatron_mtp.drafting.types import Draft, Round
@@ -58,19 +59,45 @@ class Vanilla(Proposer):
     @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        picked = []
         for first_B, width, is_last in self._windows(sequences, count):
             rows = sequences.chain(first_B, width, 0)
-            states_SBH = trunk_SBH = sequences.states_at(first_B, width)
+            trunk_SBH = sequences.states_at(first_B, width)
             tokens_BT = sequences.tokens_at(first_B + 1, width + count)
-            for depth in range(1, count + 1):
-                given_SBH = states_SBH if self.runner.sequential else trunk_SBH
-                tokens_BR = tokens_BT[:, depth - 1 : depth - 1 + width]
-                states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, self.caches[depth - 1])
-                if is_last:
-                    picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], round, depth - 1))
-                    tokens_BT[:, width + depth - 1] = picked[-1][0]
-        return chain_of(picked)
+            if is_last and round.sampling.greedy and self.runner.drafts_at_once(tokens_BT.size(0) * width):
+                draft = self._at_once(trunk_SBH, tokens_BT, rows, count)
+            else:
+                draft = self._by_depth(trunk_SBH, tokens_BT, rows, round if is_last else None, count)
+        return draft
+
+    def _by_depth(
+        self, trunk_SBH: Tensor, tokens_BT: Tensor, rows: Rows, round: Round | None, count: int
+    ) -> Draft | None:
+        """Without a round nothing is drafted."""
+        picked, states_SBH, width = [], trunk_SBH, trunk_SBH.size(0)
+        for depth in range(1, count + 1):
+            given_SBH = states_SBH if self.runner.sequential else trunk_SBH
+            tokens_BR = tokens_BT[:, depth - 1 : depth - 1 + width]
+            states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, self.caches[depth - 1])
+            if round is not None:
+                picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], round, depth - 1))
+                tokens_BT[:, width + depth - 1] = picked[-1][0]
+        return chain_of(picked) if picked else None
+
+    def _at_once(self, trunk_SBH: Tensor, tokens_BT: Tensor, rows: Rows, count: int) -> Draft:
+        """The same in one call."""
+        width = trunk_SBH.size(0)
+        passes = [
+            DepthPass(
+                depth,
+                trunk_SBH if depth == 1 or not self.runner.sequential else None,
+                tokens_BT[:, depth - 1 : depth - 1 + width],
+                rows,
+                self.caches[depth - 1],
+            )
+            for depth in range(1, count + 1)
+        ]
+        self.runner.draft_greedily(passes, tokens_BT[:, width:])
+        return Draft(tokens_BT[:, width:])
 
     def _windows(self, sequences: "Sequences", count: int) -> Iterator[tuple[Tensor, int, bool]]:
         """First row, number of rows and whether they are the last, of what depths 1 .. `count` have to run."""
@@ -154,6 +181,9 @@ class Eagle(Proposer):
     @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        width = sequences.growth_since(self._seen)
+        if round.sampling.greedy and self.runner.drafts_at_once(len(sequences.texts) * width):
+            return self._at_once(sequences, width, count)
         state_SBH = self.catch_up(sequences)
         picked = [pick(self.runner.draft_logits(state_SBH)[:, 0], round, 0)]
         for position in range(1, count):
@@ -162,6 +192,19 @@ class Eagle(Proposer):
             state_SBH = self.runner.depth(1, state_SBH, token_B1, rows, self.cache)
             picked.append(pick(self.runner.draft_logits(state_SBH)[:, 0], round, position))
         return chain_of(picked)
+
+    def _at_once(self, sequences: "Sequences", width: int, count: int) -> Draft:
+        """Catching up and all drafts in one call."""
+        first_B, newest_B = sequences.newest_B - width, sequences.newest_B
+        tokens_BT = sequences.tokens_at(first_B + 1, width + count)
+        given_SBH, rows = sequences.states_at(first_B, width), sequences.chain(first_B, width, 0)
+        passes = [DepthPass(1, given_SBH, tokens_BT[:, :width], rows, self.cache)]
+        for place in range(width, width + count - 1):
+            rows = sequences.chain(newest_B + (place - width), 1, count)
+            passes.append(DepthPass(1, None, tokens_BT[:, place : place + 1], rows, self.cache))
+        self.runner.draft_greedily(passes, tokens_BT[:, width:])
+        self._seen = sequences.lengths()
+        return Draft(tokens_BT[:, width:])
 
     def catch_up(self, sequences: "Sequences") -> Tensor:
         """Run the rows whose trunk states are new; the module's state at row m - 1, [1, B, H]."""

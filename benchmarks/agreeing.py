@@ -4,6 +4,9 @@ The speed of a forward pass does not depend on the weights, but the speed of dra
 transformer layer computes in full and adds nothing: its output projections are 0. So the trunk maps each token to the
 next one of a single cycle through the vocabulary. A depth's eh_proj passes the embedding on, so the depth does the same
 for its own token. Noise on the embedding part of eh_proj makes a depth err; benchmarks measure how often.
+
+Products with zeros draw less power than others. Where that matters the output projections stay random as well, as small
+as Megatron initialises them, so that what the layers add changes few of the tokens that the embedding decides.
 """
 
 from typing import Any
@@ -27,10 +30,12 @@ def agreeing_model(
     groups: int | None = None,
     ffn: int | None = None,
     tied: bool = False,
+    zeros: bool = True,
 ) -> MTPGPTModel:
     """Float32 on the current device; `noise` is relative to the identity of eh_proj, 0 for full agreement.
 
-    Heads have 64 channels by default, each its own key. A tied head maps each token to itself.
+    Heads have 64 channels by default, each its own key. A tied head maps each token to itself. Without `zeros` layers
+    add what random output projections make.
     """
     heads = heads or hidden // 64
     transformer = TransformerConfig(
@@ -57,12 +62,12 @@ def agreeing_model(
         share_embeddings_and_output_weights=tied,
     )
     model = build(config)
-    _set_weights(model, noise)
+    _set_weights(model, noise, zeros)
     return model.cuda().eval()
 
 
 @torch.no_grad()
-def _set_weights(model: MTPGPTModel, noise: float, seed: int = 1) -> None:
+def _set_weights(model: MTPGPTModel, noise: float, zeros: bool, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
     embedding = model.embedding.word_embeddings.weight
     vocabulary, hidden = embedding.shape
@@ -70,7 +75,7 @@ def _set_weights(model: MTPGPTModel, noise: float, seed: int = 1) -> None:
     if not model.share_embeddings_and_output_weights:
         cycle = torch.randperm(vocabulary, generator=generator)
         model.output_layer.weight[cycle.roll(-1)] = embedding[cycle] / hidden**0.5
-    layers: list[Any] = [*model.decoder.layers, *(depth.tf_layer for depth in model.mtp.layers)]
+    layers: list[Any] = [*model.decoder.layers, *(depth.tf_layer for depth in model.mtp.layers)] if zeros else []
     for layer in layers:
         layer.self_attention.linear_proj.weight.zero_()
         layer.mlp.linear_fc2.weight.zero_()

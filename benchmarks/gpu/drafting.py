@@ -71,10 +71,11 @@ def drafting(setting: Setting, counts: Sequence[int], rounds: int | None = None)
     return found
 
 
-def model_of(setting: Setting) -> tuple[Model, Runner]:
+def model_of(setting: Setting, zeros: bool = True) -> tuple[Model, Runner]:
     join_world()
     size = QUICK_MODEL if setting.quick else MODEL
-    return size, Runner(agreeing_model(size.layers, size.hidden, size.vocabulary, DEPTHS, NOISE).to(torch.bfloat16))
+    model = agreeing_model(size.layers, size.hidden, size.vocabulary, DEPTHS, NOISE, zeros=zeros)
+    return size, Runner(model.to(torch.bfloat16))
 
 
 def found_of(runs: dict[tuple[int, bool], list[dict[str, Any]]], recorded: bool, bound: float, size: Model) -> Found:
@@ -167,29 +168,31 @@ STRETCH = 10.0
 
 
 def energy(setting: Setting) -> Found:
-    """Joules a token of plain decoding and of K = 3, each repeated for a while, with CUDA graphs where they can be."""
+    """Joules a token of plain decoding and of K = 3, each repeated for a while, with CUDA graphs where they can be.
+
+    No weight is zeros alone, since products with zeros draw less power.
+    """
     if (why := Meter().why) is not None:
         raise NotRunError(why)
-    size, runner = model_of(setting)
+    size, runner = model_of(setting, zeros=False)
     spent = {count: joules_a_token(runner, size, count, 0.1 if setting.quick else STRETCH) for count in (0, 3)}
     rows = [(count, *of_count) for count, of_count in spent.items()]
-    title = "Energy (the layers' output projections are zeros, which may draw less than trained weights)"
     ratio = spent[3][0] / spent[0][0]
     return Found(
-        {"joules_per_token": {str(count): joules for count, (joules, _) in spent.items()}, "ratio": ratio},
+        {"joules_per_token": {str(count): joules for count, (joules, *_) in spent.items()}, "ratio": ratio},
         [Goal("energy: joules a token of K = 3 over plain decoding", ratio, 0.6)],
-        [Table(title, ("K", "J/token", "W"), rows)],
+        [Table("Energy (random weights)", ("K", "J/token", "W", "tokens a forward"), rows)],
     )
 
 
-def joules_a_token(runner: Runner, size: Model, count: int, least: float) -> tuple[float, float]:
-    """And the mean power in watts, over at least so many seconds."""
-    decoded(runner, size.new_tokens, count, True)
+def joules_a_token(runner: Runner, size: Model, count: int, least: float) -> tuple[float, float, float]:
+    """The mean power in watts over at least so many seconds, and tokens a forward, too."""
+    accepted_length = decoded(runner, size.new_tokens, count, True)["accepted_length"]
     meter, begun, tokens = Meter(), time.monotonic(), 0
     while time.monotonic() - begun < least:
         tokens += len(decoded(runner, size.new_tokens, count, True)["tokens"])
     joules = meter.joules() or 0.0
-    return joules / tokens, joules / (time.monotonic() - begun)
+    return joules / tokens, joules / (time.monotonic() - begun), round(accepted_length, 3)
 
 
 def profiled(setting: Setting) -> Found:

@@ -18,8 +18,9 @@ from benchmarks import gpu_check
 from benchmarks.gpu import PARTS, Part, drafting, record, suite, training
 from benchmarks.gpu.divergence import first_other
 from benchmarks.gpu.page import page, records_of
-from benchmarks.gpu.part import finish, start
+from benchmarks.gpu.part import Setting, finish, start
 from benchmarks.harness import Goal
+from megatron_mtp.drafting.runner import Runner
 
 SCRIPT = str(REPOSITORY / "benchmarks" / "gpu_check.py")
 WITHOUT_DEVICE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -71,6 +72,30 @@ def test_a_long_part_runs_on_the_cpu(name: str, forked_python: Path, tmp_path: P
         assert result["results"]["largest distance from the CPU"] == {"device": 0.0}
     if name == "divergence":
         assert [row["texts that part"] for row in result["results"]["rows"][:2]] == [0, 0]
+
+
+class StandInMeter:
+    """Ten joules."""
+
+    why = None
+
+    def joules(self) -> float:
+        return 10.0
+
+
+def test_energy_is_counted_over_layers_that_are_not_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, megatron: None
+) -> None:
+    """On the CPU, with a stand-in for the meter; the depths agree with the trunk nevertheless."""
+    runners = []
+    monkeypatch.setattr(drafting, "Meter", StandInMeter)
+    monkeypatch.setattr(drafting, "Runner", lambda model: runners.append(Runner(model)) or runners[-1])
+    found = drafting.energy(Setting(True, tmp_path, 0.0))
+    assert not [name for name, weight in runners[0].model.named_parameters() if not weight.any()]
+    (plain, *_, no_draft), (drafted, *_, accepted_length) = (row[1:] for row in found.tables[0].rows)
+    assert min(plain, drafted) > 0
+    assert (no_draft, accepted_length > 2) == (1.0, True)
+    assert found.results["ratio"] == drafted / plain
 
 
 def test_without_a_device_it_is_skipped_in_one_sentence() -> None:

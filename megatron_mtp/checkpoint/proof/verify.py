@@ -45,7 +45,7 @@ ROUNDINGS, MOST_ROUNDING = 8, 1e-2
 """Recurrent layers may enlarge rounding: their norms divide states that can be small, and routers choose by them.
 
 So the model also runs with the last bit of its embedding changed, and logits may differ by this many times what that
-moves them, but by no more than this part of the largest logit. Measured with fifty random models of Qwen3-Next, Qwen3.5
+moves them, but by no more than this part of the largest logit. Measured with 38 random models of Qwen3-Next, Qwen3.5
 and Nemotron-H: Megatron and transformers differ by at most 3.9 times as much.
 """
 

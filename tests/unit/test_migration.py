@@ -112,6 +112,7 @@ def test_there_and_back_every_bit_is_the_same(case: str, tmp_path: Path) -> None
     for name in ("hybrid", "back"):
         assert (tmp_path / name / TRACKER).read_text() == "7"
         assert (tmp_path / name / "iter_0000007").is_dir()
+        assert not [key for key in DistReader(tmp_path / name).objects if key.startswith("optimizer.")]
         assert (tmp_path / name / HF_FILES / "tokenizer.json").is_file()
         assert (tmp_path / name / KEPT_TOKENIZER / "tokenizer.json").is_file()
 
@@ -141,6 +142,14 @@ def test_every_key_has_its_counterpart(gpt: str, hybrid: str) -> None:
     halves = Halves.of("*-*-|*E*E/*E/*E")
     assert halves.hybrid_key(gpt) == hybrid
     assert gpt in halves.gpt_keys(hybrid)
+
+
+def test_the_norm_before_experts_is_written_for_modules_with_and_without_te() -> None:
+    layer = "optimizer.state.exp_avg.decoder.layers.1."
+    assert Halves.of("*-*E").gpt_keys("optimizer.state.exp_avg.decoder.layers.3.pre_mlp_layernorm.weight") == [
+        f"{layer}mlp.linear_fc1.layer_norm_weight",
+        f"{layer}pre_mlp_layernorm.weight",
+    ]
 
 
 def test_tensors_without_a_place_are_refused() -> None:

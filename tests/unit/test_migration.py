@@ -376,6 +376,16 @@ def test_an_optimizer_in_another_order_is_refused(
     assert "--dist-ckpt-optim-fully-reshardable" in str(refused.value)
 
 
+@pytest.mark.parametrize(("pattern", "ranks"), [("*-|*-*-", 2), ("*-|*-|*-|*-", 2)])
+def test_buffers_of_stages_that_are_not_a_gpts_are_refused(pattern: str, ranks: int) -> None:
+    args = Namespace(pipeline_model_parallel_size=ranks)
+    common = {"args": args, "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}}
+    with pytest.raises(ValueError, match="its stages were not cut evenly"):
+        migrating._check_optimizer(common, f"{pattern}/*-", "checkpoint")
+    migrating._check_optimizer(common, "*-|*-/*-", "checkpoint")
+    migrating._check_optimizer(common, "*-*-/*-", "checkpoint")
+
+
 def test_a_checkpoint_without_the_layers_of_its_arguments_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

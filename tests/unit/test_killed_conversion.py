@@ -23,7 +23,6 @@ COMMANDS = {
     "mcore-to-hf": ["mcore"],
     "attach-mtp": ["trunk", "--mtp-num-layers", "2"],
     "drop-mtp": ["mcore", "--keep", "1"],
-    "gpt-to-hybrid": ["mcore"],
 }
 """What each command is given."""
 

@@ -668,6 +668,13 @@ drop-mtp hf new
 drop-mtp empty new
 drop-mtp run run
 drop-mtp run text/a.txt
+gpt-to-hybrid run run
+gpt-to-hybrid nowhere new
+gpt-to-hybrid hf new
+gpt-to-hybrid run new --workers 0
+hybrid-to-gpt run new -> is a GPT already
+verify run plain -> are GPT checkpoints
+verify run run --text latin.txt
 nonsense
 
 """
@@ -727,6 +734,8 @@ convert mcore-to-hf run new
 convert drop-mtp run new
 convert drop-mtp run new --keep 1
 convert attach-mtp plain new --mtp-num-layers 1
+convert gpt-to-hybrid run new
+convert gpt-to-hybrid plain new --dry-run
 generate --load run --prompt the --max-new-tokens 3 --speculative-config '{"method": "mtp"}' --compare
 generate --load run --prompt the --max-new-tokens 3 --json
 evaluate --load run --data-path corpus --eval-iters 1

@@ -55,6 +55,7 @@ READ: dict[str, Words] = {
     "inspect": lambda folder: ["convert", "inspect", str(folder)],
     "mcore-to-hf": lambda folder: ["convert", "mcore-to-hf", str(folder), str(folder.with_name("hf"))],
     "drop-mtp": lambda folder: ["convert", "drop-mtp", str(folder), str(folder.with_name("dropped"))],
+    "gpt-to-hybrid": lambda folder: ["convert", "gpt-to-hybrid", str(folder), str(folder.with_name("hybrid"))],
 }
 REST: dict[str, Words] = {
     "inspect --check": lambda folder: ["convert", "inspect", "--check", str(folder)],

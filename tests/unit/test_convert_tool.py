@@ -17,6 +17,7 @@ import torch
 from hf_models import make, read, write
 from safetensors.torch import save_file
 
+from megatron_mtp.checkpoint.command import COMMANDS
 from megatron_mtp.checkpoint.convert import importing
 from megatron_mtp.checkpoint.hf.shards import INDEX, HFShards
 from megatron_mtp.checkpoint.mcore.tensors import CATALOGUE, DistReader
@@ -301,7 +302,7 @@ def test_a_catalogue_with_foreign_classes_is_not_loaded(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("command", ["hf-to-mcore", "mcore-to-hf", "inspect", "verify", "attach-mtp", "drop-mtp"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(command, "--help")

@@ -112,6 +112,7 @@ def test_there_and_back_every_bit_is_the_same(case: str, tmp_path: Path) -> None
     for name in ("hybrid", "back"):
         assert (tmp_path / name / TRACKER).read_text() == "7"
         assert (tmp_path / name / "iter_0000007").is_dir()
+        assert not [key for key in DistReader(tmp_path / name).objects if key.startswith("optimizer.")]
         assert (tmp_path / name / HF_FILES / "tokenizer.json").is_file()
         assert (tmp_path / name / KEPT_TOKENIZER / "tokenizer.json").is_file()
 
@@ -141,6 +142,14 @@ def test_every_key_has_its_counterpart(gpt: str, hybrid: str) -> None:
     halves = Halves.of("*-*-|*E*E/*E/*E")
     assert halves.hybrid_key(gpt) == hybrid
     assert gpt in halves.gpt_keys(hybrid)
+
+
+def test_the_norm_before_experts_is_written_for_modules_with_and_without_te() -> None:
+    layer = "optimizer.state.exp_avg.decoder.layers.1."
+    assert Halves.of("*-*E").gpt_keys("optimizer.state.exp_avg.decoder.layers.3.pre_mlp_layernorm.weight") == [
+        f"{layer}mlp.linear_fc1.layer_norm_weight",
+        f"{layer}pre_mlp_layernorm.weight",
+    ]
 
 
 def test_tensors_without_a_place_are_refused() -> None:
@@ -365,6 +374,16 @@ def test_an_optimizer_in_another_order_is_refused(
     with pytest.raises(ValueError, match=says) as refused:
         migrating.plan_migration(source, True)
     assert "--dist-ckpt-optim-fully-reshardable" in str(refused.value)
+
+
+@pytest.mark.parametrize(("pattern", "ranks"), [("*-|*-*-", 2), ("*-|*-|*-|*-", 2)])
+def test_buffers_of_stages_that_are_not_a_gpts_are_refused(pattern: str, ranks: int) -> None:
+    args = Namespace(pipeline_model_parallel_size=ranks)
+    common = {"args": args, "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}}
+    with pytest.raises(ValueError, match="its stages were not cut evenly"):
+        migrating._check_optimizer(common, f"{pattern}/*-", "checkpoint")
+    migrating._check_optimizer(common, "*-|*-/*-", "checkpoint")
+    migrating._check_optimizer(common, "*-*-/*-", "checkpoint")
 
 
 def test_a_checkpoint_without_the_layers_of_its_arguments_is_refused(

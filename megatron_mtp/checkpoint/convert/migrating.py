@@ -132,7 +132,8 @@ def _check_optimizer(common: dict[str, Any], pattern: str, source: str) -> None:
     if form not in (*BY_PARAMETER, BY_BUCKET):
         raise ValueError(f"{source} holds the optimizer's state in the format {form}, which cannot be moved; {remedy}.")
     stages = [len(stage) for stage in pattern.split("/")[0].split("|")]
-    if form == BY_BUCKET and (len(set(stages)) > 1 or any(getattr(args, name, None) for name in UNEVEN)):
+    even = len(set(stages)) == 1 and len(stages) in (1, args.pipeline_model_parallel_size)
+    if form == BY_BUCKET and (not even or any(getattr(args, name, None) for name in UNEVEN)):
         raise ValueError(
             f"{source} holds the optimizer's state in buffers for each pipeline stage (format {form}), and its stages "
             f"were not cut evenly; {remedy}."

@@ -52,6 +52,7 @@ class Sequences:
         self.cache = KVCache(runner.trunk_layers, batch, capacity)
         self.recorded: dict[Hashable, Any] = {}
         self._depth_caches: list[KVCache] = []
+        self._depth_layers = runner.depth_layers
         self.tokens_BT = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
         self.length_B = torch.zeros(batch, dtype=torch.long, device=device)
         self.live_B = torch.ones(batch, dtype=torch.bool, device=device)
@@ -80,7 +81,7 @@ class Sequences:
     def depth_caches(self, depths: int) -> list[KVCache]:
         """Caches for a drafter's depths, in the same memory for every batch of prompts."""
         while len(self._depth_caches) < depths:
-            self._depth_caches.append(KVCache(1, len(self.texts), self.capacity))
+            self._depth_caches.append(KVCache(self._depth_layers, len(self.texts), self.capacity))
         return self._depth_caches[:depths]
 
     @property
@@ -107,10 +108,23 @@ class Sequences:
         longest = max((len(text) for text, live in zip(self.texts, self.live, strict=True) if live), default=1)
         return min(rounded(longest + max(beyond, self.growth), self.few_shapes), self.capacity)
 
-    def chain(self, first_B: Tensor, rows: int, beyond: int) -> Rows:
-        """Rows from slot `first_B` on; those of texts that have ended leave no trace."""
+    def chain(self, first_B: Tensor, rows: int, beyond: int, within: tuple[Tensor, Tensor] | None = None) -> Rows:
+        """Rows from slot `first_B` on; those of texts that have ended leave no trace.
+
+        Args:
+            within: first slot and end of the rows that count, [B] each, where recurrent layers run: theirs are run
+                once, and only those of known tokens. None where every row counts.
+        """
         live_BR = None if self._all_live else self.live_B.unsqueeze(1).expand(-1, rows)
+        if within is not None:
+            place_BR = first_B.unsqueeze(1) + torch.arange(rows, device=first_B.device)
+            inside_BR = (place_BR >= within[0].unsqueeze(1)) & (place_BR < within[1].unsqueeze(1))
+            live_BR = inside_BR if live_BR is None else inside_BR & live_BR
         return chain_rows(first_B, rows, self.window(beyond), self.capacity, live_BR)
+
+    def since(self, lengths: list[int], behind: int) -> tuple[Tensor, Tensor]:
+        """What has to be run since texts had these lengths: from `behind` slots before their ends to t_m's slot."""
+        return torch.tensor(lengths, device=self.length_B.device) - behind, self.length_B
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
         """Tokens at `count` positions from `first_B` on, [B, count]."""

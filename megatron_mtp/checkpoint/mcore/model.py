@@ -86,8 +86,8 @@ def check_gpt(args: Namespace, name: str) -> None:
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is not None:
         raise ValueError(
-            f"{name} is a hybrid model of layers {pattern}, which is trained and evaluated here, but not drafted with, "
-            "converted or given depths on disk; name a checkpoint of a GPT."
+            f"{name} is a hybrid model of layers {pattern}, which is trained, evaluated and drafted with here, but "
+            "not converted or given depths on disk; name a checkpoint of a GPT."
         )
 
 

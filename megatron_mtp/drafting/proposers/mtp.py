@@ -35,6 +35,7 @@ class Vanilla(Proposer):
     depths: ClassVar[Kind] = "sequential"
     limit = "one with each of the checkpoint's depths"
     remedy = "choose mtp_eagle, which reuses a module"
+    keeps_states = True
     recordable = True
 
     @property
@@ -58,19 +59,24 @@ class Vanilla(Proposer):
     @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        picked = []
-        for first_B, width, is_last in self._windows(sequences, count):
-            rows = sequences.chain(first_B, width, 0)
+        picked, run = [], self._depths_run(count)
+        within = sequences.since(self._seen[0], run) if self.runner.recurrent_depths else None
+        for first_B, width, is_last in self._windows(sequences, run):
+            rows = sequences.chain(first_B, width, 0, within)
             states_SBH = trunk_SBH = sequences.states_at(first_B, width)
-            tokens_BT = sequences.tokens_at(first_B + 1, width + count)
-            for depth in range(1, count + 1):
+            tokens_BT = sequences.tokens_at(first_B + 1, width + run)
+            for depth in range(1, run + 1):
                 given_SBH = states_SBH if self.runner.sequential else trunk_SBH
                 tokens_BR = tokens_BT[:, depth - 1 : depth - 1 + width]
                 states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, self.caches[depth - 1])
-                if is_last:
+                if is_last and depth <= count:
                     picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], round, depth - 1))
                     tokens_BT[:, width + depth - 1] = picked[-1][0]
         return chain_of(picked)
+
+    def _depths_run(self, count: int) -> int:
+        """All depths where they have states: one that falls behind would need states that the others no longer have."""
+        return self.runner.depths if self.runner.recurrent_depths else count
 
     def _windows(self, sequences: "Sequences", count: int) -> Iterator[tuple[Tensor, int, bool]]:
         """First row, number of rows and whether they are the last, of what depths 1 .. `count` have to run."""
@@ -101,6 +107,7 @@ class TrunkStates(Vanilla):
     """
 
     line = "the D modules fed with the trunk's states, as TensorRT-LLM does: not as trained"
+    keeps_states = False
     recordable = False
 
     @torch.inference_mode()
@@ -135,6 +142,7 @@ class Eagle(Proposer):
 
     line = "the first module reused on its own states, any K"
     depths = "sequential"
+    keeps_states = True
     recordable = True
 
     @override
@@ -166,9 +174,10 @@ class Eagle(Proposer):
     def catch_up(self, sequences: "Sequences") -> Tensor:
         """Run the rows whose trunk states are new; the module's state at row m - 1, [1, B, H]."""
         width = sequences.growth_since(self._seen)
+        within = sequences.since(self._seen, 1) if self.runner.recurrent_depths else None
         self._seen = sequences.lengths()
         for first_B, rows, _ in windows(sequences, width):
-            where: Rows = sequences.chain(first_B, rows, 0)
+            where: Rows = sequences.chain(first_B, rows, 0, within)
             tokens_BR = sequences.tokens_at(first_B + 1, rows)
             state_SBH = self.runner.depth(1, sequences.states_at(first_B, rows), tokens_BR, where, self.cache)
         return state_SBH[-1:]

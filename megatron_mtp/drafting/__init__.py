@@ -13,6 +13,8 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     kv_cache.py          keys and values of rows, and the roll-back of rejected ones
     cached_attention.py  attention over the cache, in the place of a trained model's
     latent_attention.py  multi-latent attention over cached latents
+    recurrent_layers.py  Mamba-2 and Gated DeltaNet row by row, in the places of a hybrid's
+    recurrent_state.py   their states and the newest rows' inputs, from which states are rolled back
     experts.py           layers of experts for few rows, without reading back where they go
     dense_layer.py       a dense layer with little between its products
     products.py          products of few rows, by whichever kernel is faster on this CPU

@@ -1,7 +1,4 @@
-"""Drafting on hybrid trunks: states that are kept, rolled back and prefilled in pieces, against training's forward.
-
-Decays are slow, so that a state holds what came many rows before; with random ones it would forget a fault at once.
-"""
+"""Drafting on hybrid trunks: states that are kept, rolled back and prefilled in pieces, against training's forward."""
 
 from itertools import product
 from typing import Any
@@ -9,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from drafting_single import model_of, p_value_of, prompts_of, run, run_every_step_in_python, trained_forward
-from hybrid_single import our_hybrid
-from megatron_single import LATENT, MOE, VOCABULARY
+from hybrid_single import drafting_hybrid
+from megatron_single import VOCABULARY
 from torch import Tensor
 
 from megatron_mtp.drafting import loop, recurrent_state
@@ -25,11 +22,9 @@ from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import Draft, Round
-from megatron_mtp.model.hybrid import MTPHybridModel
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-POSITIONS = 2100
 PATTERNS = ("M-M-/M-/M-", "G-G-/G-/G-", "M*EG/GM*/GM*", "M+-/+-", "*-*-/*-/*-")
 every_pattern = pytest.mark.parametrize(
     "pattern", [*PATTERNS[:3], *(pytest.param(pattern, marks=pytest.mark.matrix) for pattern in PATTERNS[3:])]
@@ -46,19 +41,8 @@ EAGLE = {"method": "mtp_eagle", "num_speculative_tokens": 5}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 
-def hybrid(pattern: str, dtype: torch.dtype = torch.float64, **changes: Any) -> MTPHybridModel:
-    kinds = (MOE if "E" in pattern else {}) | (LATENT if "+" in pattern else {})
-    model = our_hybrid(pattern, params_dtype=dtype, **kinds, **changes)
-    model.max_sequence_length = POSITIONS
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("A_log"):
-                weight.sub_(4)
-    return model.to(dtype).eval()
-
-
 def runner_of(pattern: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Runner:
-    return Runner(hybrid(pattern, dtype, **changes))
+    return Runner(drafting_hybrid(pattern, dtype, **changes))
 
 
 def plain(target: Runner, prompts: list[list[int]], new: int) -> list[list[int]]:
@@ -76,7 +60,7 @@ def random_text(length: int, seed: int) -> list[int]:
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
 def test_plain_decoding_is_the_training_forward(pattern: str, dtype: torch.dtype, allowed: float) -> None:
     """Logits of all rows, those of prompts in several pieces too; relative to the largest one."""
-    twin, target = hybrid(pattern, dtype), runner_of(pattern, dtype)
+    twin, target = drafting_hybrid(pattern, dtype), runner_of(pattern, dtype)
     prompts = [random_text(length, length) for length in (1, 3, 90, 170)]
     sequences, _ = run(target, prompts, 60, None)
     for row, text in enumerate(sequences.texts):
@@ -93,7 +77,7 @@ def test_plain_decoding_is_the_training_forward(pattern: str, dtype: torch.dtype
 @pytest.mark.parametrize("architecture", ["sequential", "parallel"])
 def test_drafts_are_the_training_forwards(pattern: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CONF: after drafts that were accepted and rejected, in a batch of texts that fared differently."""
-    twin = hybrid(pattern, architecture=architecture)
+    twin = drafting_hybrid(pattern, architecture=architecture)
     target, prompts = runner_of(pattern, architecture=architecture), prompts_of(3)
     answers, drafted = plain(target, prompts, 80), list[tuple[list[int], int, Tensor]]()
     run_every_step_in_python(monkeypatch)
@@ -168,7 +152,7 @@ def test_lookahead_and_trees_where_nothing_is_recurrent() -> None:
 @pytest.mark.parametrize("settings", [MTP, EAGLE | {"num_speculative_tokens": 2}], ids=["mtp", "mtp_eagle"])
 def test_sampled_texts_have_the_targets_distribution(pattern: str, settings: dict[str, Any]) -> None:
     """CHI, with the rule of rejection."""
-    assert p_value_of(settings, pair=(hybrid(pattern, torch.float32), hybrid(pattern))) > 0.001
+    assert p_value_of(settings, pair=(drafting_hybrid(pattern, torch.float32), drafting_hybrid(pattern))) > 0.001
 
 
 # --- caches and states -----------------------------------------------------------------------------------------------

@@ -154,7 +154,11 @@ def _adapted(args: Namespace) -> Namespace:
 
 
 def _keep_weights_in(model: MTPTrunk, dtype: torch.dtype) -> None:
-    """All weights, as in training; buffers, such as the biases of experts, stay as they are."""
+    """All weights, as in training; buffers, such as the biases of experts, stay as they are.
+
+    Mamba layers read the type of their input from the configuration.
+    """
+    model.config.params_dtype = dtype
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
 

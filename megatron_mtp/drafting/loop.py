@@ -128,8 +128,7 @@ def prefill(runner: Runner, sequences: Sequences, sampling: Sampling) -> None:
     for start in range(0, longest, CHUNK):
         count = min(CHUNK, longest - start)
         first_B = torch.full_like(prompt_B, start)
-        within = (torch.zeros_like(prompt_B), prompt_B) if runner.recurrent_trunk else None
-        rows = sequences.chain(first_B, count, 0, within)
+        rows = sequences.chain(first_B, count, 0, prompt_B if runner.recurrent_trunk else None)
         sequences.put_states(runner.trunk(sequences.tokens_at(first_B, count), rows, sequences.cache), rows)
     last_SBH = sequences.states_at(prompt_B - 1, 1)
     probs_BV = sampling.probabilities(runner.logits(last_SBH)[:, 0])

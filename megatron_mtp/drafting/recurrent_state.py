@@ -12,7 +12,7 @@ Mamba-2 and Gated DeltaNet are the same here. Row t has a key k_t, a value u_t a
 
     S_t = exp(g_t) S_{t-1} + k_t u_t^T          seen by a query q:  q^T S_t
 
-Rows of a forward that are padding, or that the text has run before, change nothing.
+Rows of a forward that are padding change nothing, and a row that runs anew takes its own slot.
 
 Letters in names: B batch, R rows of a piece, T slots, W slots that are looked at, H heads, G groups of heads that share
 keys, N channels of a key, P of a value, C of the convolution.
@@ -32,7 +32,8 @@ from megatron_mtp.drafting.kv_cache import Chain, KVCache, Rows, write_rows
 from megatron_mtp.model.recurrence import causal_convolution
 
 ROLLED_BACK = 32
-"""How many of its last rows a text may run anew: a rejected draft's, or those that depths made from drafts."""
+"""How far behind the rows of one forward the next may begin: 15 drafts are rejected, and as many rows that another text
+of the batch has gained are run anew."""
 
 PIECE = 64
 """Rows that are run at once; a longer forward, as of a prompt, is cut."""
@@ -62,7 +63,7 @@ class Piece:
         dropped_B: rows that the state takes in before these run; None if none.
         first_B: the slot of the first row; that of padding may be anywhere.
         lead_B: the slot of the first row that counts.
-        live_BR: whether a row counts: no padding, and not one that has run for good.
+        live_BR: whether a row counts; False for padding.
         before: slots before `lead_B`, at most.
     """
 

@@ -108,23 +108,18 @@ class Sequences:
         longest = max((len(text) for text, live in zip(self.texts, self.live, strict=True) if live), default=1)
         return min(rounded(longest + max(beyond, self.growth), self.few_shapes), self.capacity)
 
-    def chain(self, first_B: Tensor, rows: int, beyond: int, within: tuple[Tensor, Tensor] | None = None) -> Rows:
+    def chain(self, first_B: Tensor, rows: int, beyond: int, end_B: Tensor | None = None) -> Rows:
         """Rows from slot `first_B` on; those of texts that have ended leave no trace.
 
         Args:
-            within: first slot and end of the rows that count, [B] each, where recurrent layers run: theirs are run
-                once, and only those of known tokens. None where every row counts.
+            end_B: rows from here on are padding; None where there is none behind the rows.
         """
         live_BR = None if self._all_live else self.live_B.unsqueeze(1).expand(-1, rows)
-        if within is not None:
+        if end_B is not None:
             place_BR = first_B.unsqueeze(1) + torch.arange(rows, device=first_B.device)
-            inside_BR = (place_BR >= within[0].unsqueeze(1)) & (place_BR < within[1].unsqueeze(1))
+            inside_BR = place_BR < end_B.unsqueeze(1)
             live_BR = inside_BR if live_BR is None else inside_BR & live_BR
         return chain_rows(first_B, rows, self.window(beyond), self.capacity, live_BR)
-
-    def since(self, lengths: list[int], behind: int) -> tuple[Tensor, Tensor]:
-        """What has to be run since texts had these lengths: from `behind` slots before their ends to t_m's slot."""
-        return torch.tensor(lengths, device=self.length_B.device) - behind, self.length_B
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
         """Tokens at `count` positions from `first_B` on, [B, count]."""

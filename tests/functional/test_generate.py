@@ -69,7 +69,7 @@ def test_two_ranks_draft_what_one_does_for_every_kind_of_model(tmp_path: Path) -
 
 
 def test_a_hybrid_of_two_pipeline_stages_drafts_on_one(tmp_path: Path) -> None:
-    """Greedily the plain text, and a sampled one; in a batch of prompts of other lengths. Trees are refused."""
+    """Greedily the plain text, and a sampled one in bfloat16; prompts of other lengths. Trees are refused."""
     pattern = "--hybrid-layer-pattern M-|*-/M-/M- --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 2"
     steps = f"--train-iters 2 --eval-interval 2 --eval-iters 1 --save-interval 2 --save {tmp_path / 'checkpoint'}"
     stages = "--pipeline-model-parallel-size 2 --ckpt-format torch_dist"
@@ -78,7 +78,7 @@ def test_a_hybrid_of_two_pipeline_stages_drafts_on_one(tmp_path: Path) -> None:
     drafted = printed(generate(*flags, *MTP, "--compare"), tmp_path / "log2")
     assert drafted["same_tokens"] is True
     assert drafted["drafted"] > 0
-    sampled = printed(generate(*flags, *MTP, "--temperature", "1"), tmp_path / "log3")
+    sampled = printed(generate(*flags, *MTP, "--temperature", "1", "--dtype", "bfloat16"), tmp_path / "log3")
     assert [len(ids) for ids in sampled["token_ids"]] == [24, 24]
     tree = generate(*flags, "--speculative-config", '{"method": "mtp_tree"}')
     assert launch.start(tree, tmp_path / "log4").wait(launch.TIMEOUT) == 2

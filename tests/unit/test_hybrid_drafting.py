@@ -1,17 +1,18 @@
 """Drafting on hybrid trunks: states that are kept, rolled back and prefilled in pieces, against training's forward."""
 
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
 import torch
-from drafting_single import model_of, p_value_of, prompts_of, run, run_every_step_in_python, trained_forward
+from drafting_single import Agreeing, model_of, p_value_of, prompts_of, run, run_every_step_in_python, trained_forward
 from hybrid_single import drafting_hybrid
 from megatron_single import VOCABULARY
 from torch import Tensor
 
 from megatron_mtp.drafting import loop, recurrent_state
 from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.kv_cache import KVCache
 from megatron_mtp.drafting.loop import prefill, step
@@ -242,6 +243,43 @@ def test_caches_along_a_text_are_those_of_a_fresh_prefill(pattern: str, settings
         for depth, (one, other) in enumerate(zip(ours, theirs, strict=True), start=1):
             # the drafter has not run the last step's tokens, and depth d is d - 1 rows behind
             assert_same_memory(one, other, [length - 7 - depth for length in lengths])
+
+
+@all_kinds
+@pytest.mark.parametrize("method", ["mtp", "parallel_heads"])
+def test_depths_may_be_asked_for_in_turns(pattern: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As automatic K does: depth 1 alone for longer than states can go back, then both, and none for as long."""
+    target = runner_of(pattern, architecture="parallel" if method == "parallel_heads" else "sequential")
+    prompts, asked = prompts_of(3), [*[1] * 70, 2, 2, *[0] * 70, 2, 1, 2, 2]
+    answers, drafted = plain(target, prompts, 150), cycle(asked)
+    monkeypatch.setattr(AutoK, "choose", lambda _: next(drafted))
+    monkeypatch.setattr(recurrent_state, "PIECE", 16)
+    monkeypatch.setattr(recurrent_state, "KEPT", 72)
+    sequences, _ = run(target, prompts, 150, {"method": method, "num_speculative_tokens": "auto"})
+    assert sequences.texts == answers
+
+
+@all_kinds
+@pytest.mark.parametrize("method", ["mtp_eagle", "draft_model", "ngram"])
+def test_a_text_gains_16_tokens_a_step_and_its_neighbour_one(
+    pattern: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The furthest that a step goes back, at any place of the slots: after 15 drafts that ran one by one."""
+    target, drafter, prompts = runner_of(pattern), runner_of(pattern), prompts_of(2)
+    answers = plain(target, prompts, 120)
+    never = [(token + 1) % VOCABULARY for token in answers[1]]
+    monkeypatch.setattr(Agreeing.__init__, "__defaults__", (1.0,))
+    monkeypatch.setattr(recurrent_state, "KEPT", 67)
+    monkeypatch.setattr(recurrent_state, "PIECE", 17)
+    settings = {"method": method, "num_speculative_tokens": 15} | ({"model": "-"} if method == "draft_model" else {})
+    used, driven = run(target, prompts, 90, settings, [answers[0], never], drafter=drafter)
+    assert used.texts == [answer[: len(text)] for answer, text in zip(answers, used.texts, strict=True)]
+    assert driven.stats.accepted_at[14] >= 2
+    fresh, redone = run(target, [text[:-1] for text in used.texts], 2, settings, drafter=drafter)
+    counts = [len(text) - 18 for text in used.texts]
+    assert_same_memory(used.cache, fresh.cache, counts)
+    if method != "ngram":
+        assert_same_memory(driven.proposer.inner.cache, redone.proposer.cache, counts)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS[:3])

@@ -30,8 +30,8 @@ class Proposer:
         settings_kind: the class of its own settings, which `settings` is an object of.
         depths: the kind of depths that it drafts with; None if it needs none.
         drafts_trees: whether a row may have several candidates.
-        keeps_states: whether its depths may have recurrent layers: it runs their rows once, in their order, but for
-            those that `Sequences.since` says are to be run anew.
+        keeps_states: whether its depths may have recurrent layers: they run chains of rows, leave none out and go
+            back by few (`recurrent_state.ROLLED_BACK`).
         recordable: whether a draft reads nothing back, and its shapes depend on the batch and K alone (`graphs.py`).
         limit, remedy: where `most` comes from, and what to do about it, for the message to one who asks for more.
     """

@@ -77,11 +77,10 @@ class DraftModel(Proposer):
     def _catch_up(self, sequences: "Sequences") -> Tensor:
         """Run the rows up to t_m; the small model's logits there, [B, V]."""
         width = sequences.growth_since(self._seen) + 1
-        within = sequences.since(self._seen, 0) if self.drafter.recurrent_trunk else None
         self._seen = sequences.lengths()
         for before_B, count, _ in windows(sequences, width):
             first_B = before_B + 1
-            rows = sequences.chain(first_B, count, 0, within)
+            rows = sequences.chain(first_B, count, 0)
             hidden_SBH = self.drafter.trunk(sequences.tokens_at(first_B, count), rows, self.cache)
         return self.drafter.logits(hidden_SBH[-1:])[:, 0]
 

@@ -60,9 +60,8 @@ class Vanilla(Proposer):
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         picked, run = [], self._depths_run(count)
-        within = sequences.since(self._seen[0], run) if self.runner.recurrent_depths else None
         for first_B, width, is_last in self._windows(sequences, run):
-            rows = sequences.chain(first_B, width, 0, within)
+            rows = sequences.chain(first_B, width, 0)
             states_SBH = trunk_SBH = sequences.states_at(first_B, width)
             tokens_BT = sequences.tokens_at(first_B + 1, width + run)
             for depth in range(1, run + 1):
@@ -75,7 +74,7 @@ class Vanilla(Proposer):
         return chain_of(picked)
 
     def _depths_run(self, count: int) -> int:
-        """All depths where they have states: one that falls behind would need states that the others no longer have."""
+        """All depths where they have states: one that falls behind would need rows that the others cannot run anew."""
         return self.runner.depths if self.runner.recurrent_depths else count
 
     def _windows(self, sequences: "Sequences", count: int) -> Iterator[tuple[Tensor, int, bool]]:
@@ -174,10 +173,9 @@ class Eagle(Proposer):
     def catch_up(self, sequences: "Sequences") -> Tensor:
         """Run the rows whose trunk states are new; the module's state at row m - 1, [1, B, H]."""
         width = sequences.growth_since(self._seen)
-        within = sequences.since(self._seen, 1) if self.runner.recurrent_depths else None
         self._seen = sequences.lengths()
         for first_B, rows, _ in windows(sequences, width):
-            where: Rows = sequences.chain(first_B, rows, 0, within)
+            where: Rows = sequences.chain(first_B, rows, 0)
             tokens_BR = sequences.tokens_at(first_B + 1, rows)
             state_SBH = self.runner.depth(1, sequences.states_at(first_B, rows), tokens_BR, where, self.cache)
         return state_SBH[-1:]

@@ -77,7 +77,7 @@ STEP_GOAL, TOKEN_GOAL = 1.0, 1.1
 TRUNK, DEPTH, MAMBA_TRUNK = "M-*-M-*-", "*-", "M-M-M-M-"
 DEPTHS = (1, 2)
 SIZES = {
-    "cpu": Sizes(192, 8, 6, 256, 16, 1024, "fp32"),
+    "cpu": Sizes(192, 8, 6, 256, 8, 1024, "fp32"),
     "cuda": Sizes(2048, 8, 16, 2048, 4, 32768, "bf16"),
     "quick": Sizes(64, 8, 2, 32, 2, 256, "fp32"),
 }

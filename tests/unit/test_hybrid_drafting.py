@@ -119,14 +119,13 @@ def test_identity(pattern: str, batch: int) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("pattern", ["M-M-/M-/M-", "G-G-/G-/G-", "M*E-/M*/M*", "*-*-/*-/*-"])
-@pytest.mark.parametrize("batch", [1, 4])
-def test_identity_over_2000_tokens(pattern: str, batch: int) -> None:
-    target, prompts = runner_of(pattern), prompts_of(batch)
+def test_identity_over_2000_tokens(pattern: str) -> None:
+    target, prompts = runner_of(pattern), prompts_of(4)
     answers = plain(target, prompts, 2000)
-    for settings in (MTP, {**MTP, "num_speculative_tokens": "auto"}, EAGLE, NGRAM):
+    for settings in (MTP, EAGLE):
         texts, driven = run(target, prompts, 2000, settings, answers)
         assert texts.texts == answers
-        assert settings.get("num_speculative_tokens") == "auto" or driven.stats.accepted_length > 1.4
+        assert driven.stats.accepted_length > 1.4
 
 
 @pytest.mark.parametrize("pattern", ["M-M-", "M*EG"])

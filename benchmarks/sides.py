@@ -148,13 +148,20 @@ def build_side(
     like: Side | None = None,
     settings: MTPConfig | None = None,
 ) -> Side:
-    """Model, DDP, optimizer and learning rate, as `pretrain()` sets them up; `like` gives the weights."""
-    args = get_args()
-    config = gpt_config_from_args(args, model_config_cls=model_config)
+    """A GPT in training, of Megatron's arguments; `like` gives the weights."""
+    config = gpt_config_from_args(get_args(), model_config_cls=model_config)
     if settings is not None:
         config.mtp = settings
     if model_config is GPTModelConfig and config.transformer.transformer_impl == "local":
         config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
+    return side_of(config, forward_step, dataset, like)
+
+
+def side_of(
+    config: Any, forward_step: Callable[..., Any], dataset: list[dict[str, Tensor]], like: Side | None = None
+) -> Side:
+    """Model, DDP, optimizer and learning rate, as `pretrain()` sets them up; `like` gives the weights."""
+    args = get_args()
     model = config.get_builder_cls()(config).build_distributed_models(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(), ddp_config=get_megatron_ddp_config(args)
     )

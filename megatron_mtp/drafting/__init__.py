@@ -15,6 +15,8 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     split_attention.py   on a GPU, few rows over a long cache in parts
     split_kernels.py     its kernels
     latent_attention.py  multi-latent attention over cached latents
+    recurrent_layers.py  Mamba-2 and Gated DeltaNet row by row, in the places of a hybrid's
+    recurrent_state.py   their states and the newest rows' inputs, from which states are rolled back
     experts.py           layers of experts for few rows, without reading back where they go
     dense_layer.py       a dense layer with little between its products
     fused_rows.py        on a GPU, what is between them in one kernel each

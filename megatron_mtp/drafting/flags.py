@@ -42,6 +42,7 @@ def _names() -> str:
     return (
         f"methods: {', '.join(PROPOSERS.names())}\nverifiers: {', '.join(VERIFIERS.names())}\n"
         "--list-methods says what each does, its keys, and which verifiers change the distribution.\n"
+        "Where a hybrid has recurrent layers, chains are drafted: mtp, mtp_eagle, parallel_heads, ngram, draft_model.\n"
     )
 
 

@@ -13,11 +13,15 @@ Letters in names: B batch, R rows of a forward, P rows of a path, G key heads, C
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_mtp.model.causal import causal_mask
+
+if TYPE_CHECKING:
+    from megatron_mtp.drafting.recurrent_state import Recurrence
 
 WINDOW_STEP, FEW_WINDOWS_STEP = 32, 128
 """Slots that a forward looks at are a multiple of this; see `rounded`."""
@@ -65,20 +69,25 @@ class Chain(Rows):
     _scratch: int
 
     @cached_property
-    def _places_BR(self) -> Tensor:
+    def places_BR(self) -> Tensor:
+        """Where the rows would stand; before 0 for padding."""
         return self.first_B.unsqueeze(1) + torch.arange(self._rows, device=self.first_B.device)
 
     @cached_property
     def positions_BR(self) -> Tensor:
         """Padding has position 0."""
-        return self._places_BR.clamp(min=0)
+        return self.places_BR.clamp(min=0)
+
+    @cached_property
+    def counts_BR(self) -> Tensor:
+        """False for padding."""
+        inside_BR = self.places_BR >= 0
+        return inside_BR if self.live_BR is None else inside_BR & self.live_BR
 
     @cached_property
     def slots_BR(self) -> Tensor:
         """The scratch slot for padding."""
-        inside_BR = self._places_BR >= 0
-        inside_BR = inside_BR if self.live_BR is None else inside_BR & self.live_BR
-        return torch.where(inside_BR, self._places_BR, self._scratch)
+        return torch.where(self.counts_BR, self.places_BR, self._scratch)
 
     @cached_property
     def mask_B1RW(self) -> Tensor:
@@ -151,12 +160,16 @@ class KVCache:
 
     Args:
         capacity: slots of a sequence; slot `capacity` is the scratch slot.
+
+    Attributes:
+        recurrence: what recurrent layers remember; None before one has run.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int) -> None:
         self.batch, self.capacity = batch, capacity
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
+        self.recurrence: Recurrence | None = None
 
     @property
     def scratch(self) -> int:
@@ -194,6 +207,7 @@ class KVCache:
         for cache in (*self.keys, *self.values):
             if cache is not None:
                 cache.zero_()
+        self.recurrence = None
 
     def _written(self, caches: list[Tensor | None], layer: int, new_BGRC: Tensor, rows: Rows) -> Tensor:
         cache = caches[layer]

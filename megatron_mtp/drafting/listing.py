@@ -3,6 +3,7 @@
 from math import inf
 
 from megatron_mtp.drafting.proposers import PROPOSERS
+from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.settings import Key, Settings, keys
 from megatron_mtp.drafting.verifiers import VERIFIERS
 
@@ -12,8 +13,7 @@ def listing() -> str:
     lossy = [name for name, one in VERIFIERS.items() if not one.lossless]
     lines = ["methods, which draft from"]
     for name, method in PROPOSERS.items():
-        needs = f" ({method.depths} depths)" if method.depths else ""
-        lines += [f"  {name:<18}{_unmarked(method.line)}{needs}", *_key_lines(method.settings_kind)]
+        lines += [f"  {name:<18}{_unmarked(method.line)}{_needs(method)}", *_key_lines(method.settings_kind)]
     lines += ["", "verifiers"]
     for name, verifier in VERIFIERS.items():
         lines += [f"  {name:<18}{_unmarked(verifier.line)}", *_key_lines(verifier.settings_kind)]
@@ -24,7 +24,7 @@ def listing() -> str:
 def markdown() -> str:
     """The two tables of the page."""
     methods = [
-        f"| `{name}` | {one.line} | {one.depths or ''} | {_cells(one.settings_kind)} |"
+        f"| `{name}` | {one.line} | {one.depths or ''} | {_recurrent(one)} | {_cells(one.settings_kind)} |"
         for name, one in PROPOSERS.items()
     ]
     verifiers = [
@@ -33,8 +33,8 @@ def markdown() -> str:
     ]
     return "\n".join(
         [
-            "| method | drafts from | needs depths | keys (default; range) |",
-            "|---|---|---|---|",
+            "| method | drafts from | needs depths | recurrent layers | keys (default; range) |",
+            "|---|---|---|---|---|",
             *methods,
             "",
             "| verifier | rule | distribution | keys (default; range) |",
@@ -42,6 +42,20 @@ def markdown() -> str:
             *verifiers,
         ]
     )
+
+
+def _needs(method: type[Proposer]) -> str:
+    """In brackets: what a model must have, and may not have."""
+    states = _recurrent(method)
+    notes = [f"{method.depths} depths"] if method.depths else []
+    notes += [] if states == "yes" else [f"recurrent layers: {states}"]
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def _recurrent(method: type[Proposer]) -> str:
+    """Where a hybrid may have recurrent layers: trees branch, and so do some rows of a depth."""
+    trunk, depths = not method.drafts_trees, method.depths is None or method.keeps_states
+    return {(True, True): "yes", (True, False): "in the trunk", (False, True): "in depths"}.get((trunk, depths), "no")
 
 
 def _key_lines(kind: type[Settings]) -> list[str]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tracker
-from megatron_mtp.checkpoint.mcore.model import check_gpt, check_trainable, fill
+from megatron_mtp.checkpoint.mcore.model import check_trainable, fill
 from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, run_tokenizer
@@ -109,9 +110,9 @@ def load_checkpoint(
         raise ValueError(
             f"{flag} is {folder}, which does not hold the arguments of its training; give one that Megatron saved."
         )
-    check_gpt(args, f"{flag} {folder}")
     if not hasattr(args, "params_dtype"):  # a conversion stores what the model computes, and no arguments of a run
         args, dtype = _of_a_conversion(args, iteration, flag), dtype or reader.dtype(EMBEDDING)
+    _check_pattern(args, f"{flag} {folder}")
     config = config_of(_adapted(args))
     config.draft_vocabulary = stored_draft_vocabulary(iteration)
     model = build(config)
@@ -121,6 +122,15 @@ def load_checkpoint(
     if vocab_size is None and tokenizer is not None:
         vocab_size = entries(read_tokenizer(tokenizer, trust_remote_code))
     return Loaded(Runner(model, vocab_size), tokenizer)
+
+
+def _check_pattern(args: Namespace, name: str) -> None:
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is not None and Symbols.DS_ATTENTION in pattern:
+        raise ValueError(
+            f"{name} is a hybrid model of layers {pattern}, and drafting does not support sparse attention "
+            f"({Symbols.DS_ATTENTION}); draft with another model."
+        )
 
 
 def _iteration(folder: Path, flag: str) -> Path:
@@ -138,11 +148,17 @@ def _adapted(args: Namespace) -> Namespace:
     changes = HERE | dict.fromkeys(OVER_ALL_RANKS, ranks)
     if args.transformer_impl == "local" or ranks == 1 or not transformer_engine_works():
         changes |= arguments_without(TE)
+    if (pattern := getattr(args, "hybrid_layer_pattern", None)) is not None:
+        changes["hybrid_layer_pattern"] = pattern.replace(Symbols.PIPE, "")
     return Namespace(**{**vars(args), **changes})
 
 
 def _keep_weights_in(model: MTPTrunk, dtype: torch.dtype) -> None:
-    """All weights, as in training; buffers, such as the biases of experts, stay as they are."""
+    """All weights, as in training; buffers, such as the biases of experts, stay as they are.
+
+    Mamba layers read the type of their input from the configuration.
+    """
+    model.config.params_dtype = dtype
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
 

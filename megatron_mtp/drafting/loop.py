@@ -129,7 +129,7 @@ def prefill(runner: Runner, sequences: Sequences, sampling: Sampling) -> None:
     for start in range(0, longest, CHUNK):
         count = min(CHUNK, longest - start)
         first_B = torch.full_like(prompt_B, start)
-        rows = sequences.chain(first_B, count, 0)
+        rows = sequences.chain(first_B, count, 0, prompt_B if runner.recurrent_trunk else None)
         sequences.put_states(runner.trunk(sequences.tokens_at(first_B, count), rows, sequences.cache), rows)
     last_SBH = sequences.states_at(prompt_B - 1, 1)
     probs_BV = sampling.probabilities(runner.logits(last_SBH)[:, 0])

@@ -52,6 +52,7 @@ def make_method(
     if config.verifier is None:
         config = replace(config, verifier="greedy" if sampling.greedy else "rejection")
     _check_depths(runner, config.method)
+    _check_states(runner, config.method)
     proposer = PROPOSERS[config.method](runner, config, drafter)
     verifier = VERIFIERS[str(config.verifier)]
     count = _count(runner, config, proposer)
@@ -73,6 +74,28 @@ def _check_depths(runner: Runner, method: str) -> None:
     if wanted != found:
         others = [name for name, one in PROPOSERS.items() if one.depths == found]
         raise ValueError(f"'{method}' was asked of a checkpoint whose depths are {found}; choose {_any_of(others)}.")
+
+
+def _check_states(runner: Runner, method: str) -> None:
+    part = _without_branches(runner, PROPOSERS[method])
+    if part is not None:
+        kinds = None, "sequential" if runner.sequential else "parallel" if runner.depths else None
+        others = [
+            name
+            for name, one in PROPOSERS.items()
+            if one.depths in kinds and name != "plain" and _without_branches(runner, one) is None
+        ]
+        raise ValueError(
+            f"'{method}' runs rows that branch off or leaves rows out, which the states of recurrent layers in this "
+            f"model's {part} do not allow; choose {_any_of(others)}."
+        )
+
+
+def _without_branches(runner: Runner, proposer: type[Proposer]) -> str | None:
+    """The part of the model whose states a method cannot keep; None if it can draft."""
+    if runner.recurrent_trunk and proposer.drafts_trees:
+        return "trunk"
+    return "depths" if runner.recurrent_depths and proposer.depths is not None and not proposer.keeps_states else None
 
 
 def _count(runner: Runner, config: SpeculativeConfig, proposer: Proposer) -> int:

@@ -39,7 +39,7 @@ def rehearse(runner: Runner, sequences: Sequences, sampling: Sampling) -> tuple[
         return None
     first_B = sequences.newest_B - 1 - width
     rows = chain_rows(torch.zeros_like(first_B), width, width, width)
-    cache = KVCache(1, first_B.size(0), width)
+    cache = KVCache(runner.depth_layers, first_B.size(0), width)
     states_SBH = sequences.states_at(first_B, width + 1)
     drafted_SBH = runner.depth(1, states_SBH[:-1], sequences.tokens_at(first_B + 1, width), rows, cache)
     drafts_BWV, trunk_BWV = runner.draft_logits(drafted_SBH), runner.logits(states_SBH[1:])

@@ -7,13 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import embedding
 
 from megatron_mtp.drafting.auto import AutoK
-from megatron_mtp.drafting.cached_attention import Scope, attach
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.dense_layer import Angles, lean, short_norm, turns
 from megatron_mtp.drafting.experts import place_static_experts, reads_nothing_back
@@ -21,7 +18,10 @@ from megatron_mtp.drafting.few_rows import MOST_ROWS, DepthPass, FewRows, Greedy
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.drafting.latent_attention import cache_latents
 from megatron_mtp.drafting.products import product
+from megatron_mtp.drafting.recurrent_layers import attach_stack
+from megatron_mtp.drafting.recurrent_state import RecurrentScope
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
+from megatron_mtp.model.hybrid import DepthStack, MTPHybridModel
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPTrunk
 
@@ -48,6 +48,8 @@ class Runner:
         positions: how many the model was trained for.
         auto_counts: what has been measured for automatic K, by config and size of the batch.
         kept: memory of earlier batches, by their size (`graphs.py`).
+        recurrent_trunk, recurrent_depths: whether the trunk or the depths have layers with a state.
+        depth_layers: layers of a depth.
         all_short: whether every layer runs as `dense_layer` runs it.
         recordable: whether a forward of few rows reads nothing back to the host.
 
@@ -71,7 +73,7 @@ class Runner:
         self.shares_kv: bool = model.mtp.shares_kv if self.depths else False
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
         self.kept: dict[int, Any] = {}
-        self._scope = Scope()
+        self._scope = RecurrentScope()
         self._turned_rows: Rows | None = None
         self._turned: tuple[Tensor | None, Angles | None] = None, None
         self._place_attention()
@@ -80,7 +82,7 @@ class Runner:
         self._mtp = [_Depth(layer) for layer in model.mtp.layers] if self.depths else []
         self.all_short = all(one is not None for one, _ in self._layers) and all(one.short for one in self._mtp)
         self.recordable = self.all_short or all(map(reads_nothing_back, self._transformer_layers()))
-        norm = model.decoder.final_layernorm
+        norm = model.decoder.final_norm if self._is_hybrid else model.decoder.final_layernorm
         self._final_norm = None if norm is None else short_norm(norm)
         self._embed, self._head = self._make_embedding(), self._make_head()
         self._draft_head, self.drafted = self._make_draft_head()
@@ -118,7 +120,8 @@ class Runner:
             if short is not None:
                 hidden_SBH = short(hidden_SBH, angles)
             else:
-                hidden_SBH, _ = module(hidden_states=hidden_SBH, attention_mask=None, rotary_pos_emb=rotary)
+                made = module(hidden_states=hidden_SBH, attention_mask=None, rotary_pos_emb=rotary)
+                hidden_SBH = made[0] if isinstance(made, tuple) else made
         return hidden_SBH if self._final_norm is None else self._final_norm(hidden_SBH)
 
     def depth(self, depth: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
@@ -159,26 +162,36 @@ class Runner:
 
     def _place_attention(self) -> None:
         model, config = self.model, self.model.config
-        attach(model.decoder.layers, self._scope, config, self.positions + BEYOND)
-        if self.depths:
-            for layer in model.mtp.layers:
-                attach([layer.tf_layer], self._scope, config, self.positions + BEYOND)
-        cache_latents(self._transformer_layers())
-        latent = isinstance(model.decoder.layers[0].self_attention, MultiLatentAttention)
-        has_angles = model.position_embedding_type == "rope" and not latent
+        stacks = self._stacks()
+        recurrent = [attach_stack(stack, self._scope, config, self.positions + BEYOND) for stack in stacks]
+        self.recurrent_trunk, self.recurrent_depths = recurrent[0] > 0, any(recurrent[1:])
+        self.depth_layers = max(map(len, stacks[1:]), default=1)
+        cache_latents(one for one in self._transformer_layers() if hasattr(one, "self_attention"))
+        has_angles = model.position_embedding_type == "rope" and not config.multi_latent_attention
         self._angles_L11C: Tensor | None = None
         if has_angles:
             self._angles_L11C = model.rotary_pos_emb(self.positions + BEYOND)
             self._turns_L211C = turns(self._angles_L11C, self.dtype)
 
-    def _transformer_layers(self) -> list[TransformerLayer]:
-        """Those of the trunk and of the depths."""
-        depths = self.model.mtp.layers if self.depths else []
-        return [*self.model.decoder.layers, *(layer.tf_layer for layer in depths)]
+    @property
+    def _is_hybrid(self) -> bool:
+        return isinstance(self.model, MTPHybridModel)
+
+    def _stacks(self) -> list[list[torch.nn.Module]]:
+        """The layers of the trunk, and of every depth."""
+        depths = [layer.tf_layer for layer in self.model.mtp.layers] if self.depths else []
+        return [
+            list(self.model.decoder.layers),
+            *([*one.layers] if isinstance(one, DepthStack) else [one] for one in depths),
+        ]
+
+    def _transformer_layers(self) -> list[Any]:
+        """Those of the trunk and of the depths; of a hybrid, layers of all kinds."""
+        return [layer for stack in self._stacks() for layer in stack]
 
     def _place_experts(self) -> None:
         """On a GPU alone: the host of a CPU's model need not wait for what it reads."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self._is_hybrid:
             for layer in self._transformer_layers():
                 place_static_experts(layer)
 

@@ -58,6 +58,7 @@ class Sequences:
         self._depth_caches: list[KVCache] = []
         self._drafter: tuple[Runner, KVCache] | None = None
         self._count_T = torch.arange(2 * capacity + 2, device=device)
+        self._depth_layers = runner.depth_layers
         self.tokens_BT = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
         self.length_B = torch.zeros(batch, dtype=torch.long, device=device)
         self.live_B = torch.ones(batch, dtype=torch.bool, device=device)
@@ -86,7 +87,7 @@ class Sequences:
     def depth_caches(self, depths: int) -> list[KVCache]:
         """Caches for a drafter's depths, in the same memory for every batch of prompts."""
         while len(self._depth_caches) < depths:
-            self._depth_caches.append(KVCache(1, len(self.texts), self.capacity))
+            self._depth_caches.append(KVCache(self._depth_layers, len(self.texts), self.capacity))
         return self._depth_caches[:depths]
 
     def drafter_cache(self, drafter: Runner) -> KVCache:
@@ -120,9 +121,17 @@ class Sequences:
         longest = max((len(text) for text, live in zip(self.texts, self.live, strict=True) if live), default=1)
         return min(rounded(longest + max(beyond, self.growth, self.reach), self.few_shapes), self.capacity)
 
-    def chain(self, first_B: Tensor, rows: int, beyond: int) -> Rows:
-        """Rows from slot `first_B` on; those of texts that have ended leave no trace."""
+    def chain(self, first_B: Tensor, rows: int, beyond: int, end_B: Tensor | None = None) -> Rows:
+        """Rows from slot `first_B` on; those of texts that have ended leave no trace.
+
+        Args:
+            end_B: rows from here on are padding; None where there is none behind the rows.
+        """
         live_BR = None if self._all_live else self.live_B.unsqueeze(1).expand(-1, rows)
+        if end_B is not None:
+            place_BR = first_B.unsqueeze(1) + torch.arange(rows, device=first_B.device)
+            inside_BR = place_BR < end_B.unsqueeze(1)
+            live_BR = inside_BR if live_BR is None else inside_BR & live_BR
         return chain_rows(first_B, rows, self.window(beyond), self.capacity, live_BR)
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:

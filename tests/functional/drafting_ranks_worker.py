@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
     import torch
     from drafting_single import model_of, prompts_of
+    from hybrid_single import drafting_hybrid
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -22,13 +23,16 @@ if __name__ == "__main__":
     from megatron_mtp.drafting.runner import Runner
 
     METHODS = (None, {"method": "mtp"}, {"method": "mtp_tree"})
+    CHAINS = (None, {"method": "mtp"}, {"method": "mtp_eagle", "num_speculative_tokens": 3})
+    HYBRID = "M*EG/MG*/MG*"
 
     def texts(kind: str, ranks: int, folder: Path) -> list[list[list[int]]]:
         """What every method emits on so many tensor-parallel ranks; one rank saves its weights, more load them."""
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(ranks)
         model_parallel_cuda_manual_seed(0)
-        model = model_of(kind, tensor_model_parallel_size=ranks)
+        make, methods = (drafting_hybrid, CHAINS) if kind == HYBRID else (model_of, METHODS)
+        model = make(kind, tensor_model_parallel_size=ranks)
         sharded = {"model": model.sharded_state_dict()}
         if ranks == 1:
             folder.mkdir(exist_ok=True)
@@ -36,12 +40,12 @@ if __name__ == "__main__":
         else:
             model.load_state_dict(dist_checkpointing.load(sharded, str(folder))["model"])
         runner = Runner(model)
-        return [generate(runner, prompts_of(2), 10, speculative=method).token_ids for method in METHODS]
+        return [generate(runner, prompts_of(2), 10, speculative=method).token_ids for method in methods]
 
     torch.distributed.init_process_group("gloo")
     same = {}
-    for kind in ("gqa", "mha-tied-layernorm", "moe", "mla", "mla-moe"):
-        folder = Path(sys.argv[1]) / kind
+    for kind in ("gqa", "mha-tied-layernorm", "moe", "mla", "mla-moe", HYBRID):
+        folder = Path(sys.argv[1]) / kind.replace("/", "_")
         alone, cut = (texts(kind, ranks, folder) for ranks in (1, 2))
         same[kind] = [one == alone[0] for one in (*alone, *cut)]
     if torch.distributed.get_rank() == 0:

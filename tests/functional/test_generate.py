@@ -59,12 +59,30 @@ def test_drafting_emits_what_plain_decoding_does_and_says_what_it_cost(checkpoin
 
 
 def test_two_ranks_draft_what_one_does_for_every_kind_of_model(tmp_path: Path) -> None:
-    """MHA, GQA and MLA, dense and with experts: all methods emit the plain text of the rank that saved the model."""
+    """MHA, GQA and MLA, dense and with experts, and a hybrid: all methods emit the plain text of the rank that saved
+    the model."""
     log = launch.run(launch.torchrun(2, RANKS_WORKER, str(tmp_path)), tmp_path / "log")
     same = json.loads(next(line for line in log.splitlines() if line.startswith('{"gqa"')))
-    assert list(same) == ["gqa", "mha-tied-layernorm", "moe", "mla", "mla-moe"]
+    assert list(same) == ["gqa", "mha-tied-layernorm", "moe", "mla", "mla-moe", "M*EG/MG*/MG*"]
     for kind, outcomes in same.items():
         assert outcomes == [True] * 6, kind
+
+
+def test_a_hybrid_of_two_pipeline_stages_drafts_on_one(tmp_path: Path) -> None:
+    """Greedily the plain text, and a sampled one in bfloat16; prompts of other lengths. Trees are refused."""
+    pattern = "--hybrid-layer-pattern M-|*-/M-/M- --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 2"
+    steps = f"--train-iters 2 --eval-interval 2 --eval-iters 1 --save-interval 2 --save {tmp_path / 'checkpoint'}"
+    stages = "--pipeline-model-parallel-size 2 --ckpt-format torch_dist"
+    launch.run(launch.pretrain(*f"{pattern} {steps} {stages}".split(), processes=2), tmp_path / "log")
+    flags = ["--load", str(tmp_path / "checkpoint"), *PROMPTS, "--batch-size", "2", "--json"]
+    drafted = printed(generate(*flags, *MTP, "--compare"), tmp_path / "log2")
+    assert drafted["same_tokens"] is True
+    assert drafted["drafted"] > 0
+    sampled = printed(generate(*flags, *MTP, "--temperature", "1", "--dtype", "bfloat16"), tmp_path / "log3")
+    assert [len(ids) for ids in sampled["token_ids"]] == [24, 24]
+    tree = generate(*flags, "--speculative-config", '{"method": "mtp_tree"}')
+    assert launch.start(tree, tmp_path / "log4").wait(launch.TIMEOUT) == 2
+    assert "'mtp_tree' runs rows that branch off or leaves rows out, which" in (tmp_path / "log4").read_text()
 
 
 def test_a_table_for_readers(checkpoint: Path, tmp_path: Path) -> None:

@@ -93,11 +93,12 @@ def runner_of(kind: str = "gqa", depths: int = 3, dtype: torch.dtype = torch.flo
     return Runner(model_of(kind, depths, dtype))
 
 
-def p_value_of(settings: dict[str, Any], drafted: list[int] | None = None) -> float:
+def p_value_of(settings: dict[str, Any], drafted: list[int] | None = None, pair: Any = None) -> float:
     """Of the chi-square test over the 81 texts of four tokens, 4,000 seeds of them, over a vocabulary of three; over so
-    few tokens drafter and target often want the same."""
-    target = Runner(model_of("gqa", dtype=torch.float32, drafted=drafted), vocab_size=3)
-    twin, seeds, prompt, sampling = model_of("gqa"), 4000, [0, 1, 2, 0, 1, 2, 1], Sampling(2.0)
+    few tokens drafter and target often want the same. `pair`: a model and its twin, other than a GPT with 3 depths."""
+    model, twin = pair or (model_of("gqa", dtype=torch.float32, drafted=drafted), model_of("gqa"))
+    target = Runner(model, vocab_size=3)
+    seeds, prompt, sampling = 4000, [0, 1, 2, 0, 1, 2, 1], Sampling(2.0)
     drafter = Runner(model_of("mha-tied-layernorm", dtype=torch.float32), vocab_size=3)
     texts = generate(target, [prompt] * seeds, 4, sampling, settings, list(range(seeds)), drafter=drafter)
     assert texts.stats.accepted > seeds / 4 or not texts.stats.drafted

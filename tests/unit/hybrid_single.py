@@ -17,7 +17,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
-from megatron_single import LENGTH, VOCABULARY, randomise, transformer_config
+from megatron_single import LATENT, LENGTH, MOE, VOCABULARY, randomise, transformer_config
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.build import MTPHybridModelConfig, build
@@ -52,6 +52,19 @@ def our_hybrid(
     assert isinstance(model, MTPHybridModel)
     randomise(model)
     return model.cuda()
+
+
+def drafting_hybrid(pattern: str, dtype: torch.dtype = torch.float64, **changes: Any) -> MTPHybridModel:
+    """With the settings that the kinds of layers need, and decays so slow that a state holds what came long before:
+    with random ones it would forget a fault at once."""
+    kinds = (MOE if "E" in pattern else {}) | (LATENT if "+" in pattern else {})
+    model = our_hybrid(pattern, params_dtype=dtype, **kinds, **changes)
+    model.max_sequence_length = 2100
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):
+                weight.sub_(4)
+    return model.to(dtype).eval()
 
 
 def megatrons_hybrid(pattern: str, tied: bool = False, position: str = "rope", **changes: Any) -> HybridModel:

@@ -165,6 +165,18 @@ def test_depth_cost_runs_and_ends_with_its_report() -> None:
     assert summary["results"]["D=1"]["arithmetic"] == pytest.approx(arithmetic, abs=1e-4)
 
 
+def test_hybrid_runs_and_ends_with_its_report() -> None:
+    summary = summary_of("hybrid.py")
+    assert summary["benchmark"] == "hybrid"
+    trained, decoded = summary["results"]["train"], summary["results"]["decode"]
+    for name, result in trained.items():
+        first = result["first_step"]
+        assert first["megatron-mtp"] == pytest.approx(first["Megatron"], rel=1e-3), name
+    values = [trained["D=1"]["ratio"], trained["D=2"]["ratio"], decoded["ratio"]]
+    assert [goal["value"] for goal in summary["goals"]] == pytest.approx(values, abs=1e-4)
+    assert [(goal["goal"], goal["op"]) for goal in summary["goals"]] == [(1.0, "<="), (1.0, "<="), (1.1, "<=")]
+
+
 def test_train_only_runs_and_ends_with_its_report() -> None:
     summary = summary_of("train_only.py")
     assert summary["benchmark"] == "train_only"

@@ -76,20 +76,6 @@ def _drop_extra_states(entries: dict[str, Any]) -> None:
         del entries[name]
 
 
-def check_gpt(args: Namespace, name: str) -> None:
-    """Refuse a hybrid model where only a GPT will do; arguments as of `check_trainable`.
-
-    Raises:
-        ValueError: it is a hybrid.
-    """
-    pattern = getattr(args, "hybrid_layer_pattern", None)
-    if pattern is not None:
-        raise ValueError(
-            f"{name} is a hybrid model of layers {pattern}, which is trained, evaluated and converted here, but not "
-            "drafted with; name a checkpoint of a GPT."
-        )
-
-
 def check_trainable(args: Namespace, name: str) -> None:
     """Refuse a converted checkpoint whose model Megatron cannot run.
 

@@ -31,6 +31,8 @@ class Proposer:
         settings_kind: the class of its own settings, which `settings` is an object of.
         depths: the kind of depths that it drafts with; None if it needs none.
         drafts_trees: whether a row may have several candidates.
+        keeps_states: whether its depths may have recurrent layers: they run chains of rows, leave none out and go
+            back by few (`recurrent_state.ROLLED_BACK`).
         recordable: whether a draft reads nothing back, and its shapes depend on the batch and K alone (`graphs.py`).
         limit, remedy: where `most` comes from, and what to do about it, for the message to one who asks for more.
     """
@@ -39,6 +41,7 @@ class Proposer:
     settings_kind: ClassVar[type[Settings]] = Settings
     depths: ClassVar[Kind | None] = None
     drafts_trees: ClassVar[bool] = False
+    keeps_states: ClassVar[bool] = False
     recordable: ClassVar[bool] = False
     limit: ClassVar[str] = ""
     remedy: ClassVar[str] = ""

@@ -36,6 +36,7 @@ class Vanilla(Proposer):
     depths: ClassVar[Kind] = "sequential"
     limit = "one with each of the checkpoint's depths"
     remedy = "choose mtp_eagle, which reuses a module"
+    keeps_states = True
     recordable = True
 
     @property
@@ -59,28 +60,26 @@ class Vanilla(Proposer):
     @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        draft = None
-        for first_B, width, is_last in self._windows(sequences, count):
+        draft, run = None, self._depths_run(count)
+        for first_B, width, is_last in self._windows(sequences, run):
             rows = sequences.chain(first_B, width, 0)
             trunk_SBH = sequences.states_at(first_B, width)
-            tokens_BT = sequences.tokens_at(first_B + 1, width + count)
+            tokens_BT = sequences.tokens_at(first_B + 1, width + run)
             if is_last and round.sampling.greedy and self.runner.drafts_at_once(tokens_BT.size(0) * width):
                 draft = self._at_once(trunk_SBH, tokens_BT, rows, count)
             else:
-                draft = self._by_depth(trunk_SBH, tokens_BT, rows, round if is_last else None, count)
+                draft = self._by_depth(trunk_SBH, tokens_BT, rows, round, count if is_last else 0)
         assert draft is not None
         return draft
 
-    def _by_depth(
-        self, trunk_SBH: Tensor, tokens_BT: Tensor, rows: Rows, round: Round | None, count: int
-    ) -> Draft | None:
-        """Without a round nothing is drafted."""
+    def _by_depth(self, trunk_SBH: Tensor, tokens_BT: Tensor, rows: Rows, round: Round, count: int) -> Draft | None:
+        """Drafts of the first `count` depths; the others run, and with a count of 0 nothing is drafted."""
         picked, states_SBH, width = [], trunk_SBH, trunk_SBH.size(0)
-        for depth in range(1, count + 1):
+        for depth in range(1, tokens_BT.size(1) - width + 1):
             given_SBH = states_SBH if self.runner.sequential else trunk_SBH
             tokens_BR = tokens_BT[:, depth - 1 : depth - 1 + width]
             states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, self.caches[depth - 1])
-            if round is not None:
+            if depth <= count:
                 picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], round, depth - 1))
                 tokens_BT[:, width + depth - 1] = picked[-1][0]
         return chain_of(picked) if picked else None
@@ -100,6 +99,10 @@ class Vanilla(Proposer):
         ]
         self.runner.draft_greedily(passes, tokens_BT[:, width:])
         return Draft(tokens_BT[:, width:])
+
+    def _depths_run(self, count: int) -> int:
+        """All depths where they have states: one that falls behind would need rows that the others cannot run anew."""
+        return self.runner.depths if self.runner.recurrent_depths else count
 
     def _windows(self, sequences: "Sequences", count: int) -> Iterator[tuple[Tensor, int, bool]]:
         """First row, number of rows and whether they are the last, of what depths 1 .. `count` have to run."""
@@ -130,6 +133,7 @@ class TrunkStates(Vanilla):
     """
 
     line = "the D modules fed with the trunk's states, as TensorRT-LLM does: not as trained"
+    keeps_states = False
     recordable = False
 
     @torch.inference_mode()
@@ -164,6 +168,7 @@ class Eagle(Proposer):
 
     line = "the first module reused on its own states, any K"
     depths = "sequential"
+    keeps_states = True
     recordable = True
 
     @override

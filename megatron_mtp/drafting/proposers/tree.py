@@ -91,6 +91,7 @@ class Grower(Eagle):
     """Level by level: run rows, choose their candidates, choose which of these to continue."""
 
     settings: BeamSettings
+    keeps_states = False
 
     @property
     def beam(self) -> int:

@@ -1,0 +1,251 @@
+"""What recurrent layers remember of a text: a state, and the inputs of the rows since then.
+
+A state cannot be cropped as keys can: it has taken in its rows for good. So it stays behind. Of the newest rows the
+inputs are kept, each in a slot by its position, and a forward computes what these add to the state. Rejected drafts
+need no work: the next forward overwrites their slots, as it does in `KVCache`. Only when the slots are full does the
+state take in rows, and never the last `ROLLED_BACK` ones, to which a later forward may go back:
+
+    place     0 .. 95 | 96 .. 127 | 128 129 130         the state has taken in rows 0 .. 95, slots hold 96 .. 130
+                start ^             ^ t_m and two drafts; if both are rejected, the next forward begins at 129
+
+Mamba-2 and Gated DeltaNet are the same here. Row t has a key k_t, a value u_t and a decay exp(g_t):
+
+    S_t = exp(g_t) S_{t-1} + k_t u_t^T          seen by a query q:  q^T S_t
+
+Rows of a forward that are padding change nothing, and a row that runs anew takes its own slot.
+
+Letters in names: B batch, R rows of a piece, T slots, W slots that are looked at, H heads, G groups of heads that share
+keys, N channels of a key, P of a value, C of the convolution.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import override
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_mtp.drafting.cached_attention import Scope
+from megatron_mtp.drafting.kv_cache import Chain, KVCache, Rows, write_rows
+from megatron_mtp.model.recurrence import causal_convolution
+
+ROLLED_BACK = 32
+"""How far behind the rows of one forward the next may begin: 15 drafts are rejected, and as many rows that another text
+of the batch has gained are run anew."""
+
+PIECE = 64
+"""Rows that are run at once; a longer forward, as of a prompt, is cut."""
+
+KEPT = 128
+"""Slots. With more of them a state takes in rows less often, and every row looks at more of them."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer's state and of its causal convolution; `width` positions are convolved."""
+
+    heads: int
+    groups: int
+    key_channels: int
+    value_channels: int
+    convolved: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where some rows of a forward stand, for every layer of a stack.
+
+    Attributes:
+        rows: which of the forward's.
+        dropped_B: rows that the state takes in before these run; None if none.
+        first_B: the slot of the first row; that of padding may be anywhere.
+        lead_B: the slot of the first row that counts.
+        live_BR: whether a row counts; False for padding.
+        before: slots before `lead_B`, at most.
+    """
+
+    rows: slice
+    dropped_B: Tensor | None
+    first_B: Tensor
+    lead_B: Tensor
+    live_BR: Tensor
+    before: int
+
+    @cached_property
+    def places_BR(self) -> Tensor:
+        """Slots of the rows, also of those that are not kept."""
+        return self.first_B.unsqueeze(1) + torch.arange(self.live_BR.size(1), device=self.first_B.device)
+
+    @cached_property
+    def slots_BR(self) -> Tensor:
+        """Where the rows are kept; the scratch slot for those that do not count."""
+        return torch.where(self.live_BR, self.places_BR, KEPT)
+
+    @cached_property
+    def forbidden_B11W(self) -> Tensor:
+        """Slots that hold nothing, or rows that run anew."""
+        slot_W = torch.arange(self.before, device=self.lead_B.device)
+        return (slot_W >= self.lead_B.unsqueeze(1))[:, None, None]
+
+
+class Recurrence:
+    """The recurrent layers of a `KVCache`; a layer's memory is taken when it first runs.
+
+    Attributes:
+        start_B: the position of the first slot.
+        end_B: the position after the last row that has run.
+        held: slots in use, at most, so that the host need not ask.
+    """
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.start_B = torch.zeros(batch, dtype=torch.long, device=device)
+        self.end_B = torch.zeros_like(self.start_B)
+        self.held = 0
+        self.layers: dict[int, Memory] = {}
+
+    def pieces(self, rows: Rows) -> list[Piece]:
+        """The rows that are about to run, cut into pieces. Every layer has to run them once, one after another.
+
+        Raises:
+            ValueError: the rows are no chain.
+        """
+        if not isinstance(rows, Chain):
+            raise ValueError("recurrent layers run chains alone, since a state has no branches; draft chains.")
+        count = rows.counts_BR.size(1)
+        return [self._piece(rows, slice(at, min(at + PIECE, count))) for at in range(0, count, PIECE)]
+
+    def memory(self, layer: int, make: Callable[[], "Memory"]) -> "Memory":
+        """Of a layer; made if there is none."""
+        if layer not in self.layers:
+            self.layers[layer] = make()
+        return self.layers[layer]
+
+    def _piece(self, rows: Chain, part: slice) -> Piece:
+        live_BR, place_BR = rows.counts_BR[:, part], rows.places_BR[:, part]
+        lead_B = torch.where(live_BR.any(dim=1), place_BR[:, 0] + live_BR.int().argmax(dim=1), self.end_B)
+        self.end_B = lead_B + live_BR.sum(dim=1)
+        dropped_B, count = None, part.stop - part.start
+        if self.held + count > KEPT:
+            dropped_B = (lead_B - ROLLED_BACK - self.start_B).clamp(min=0)
+            self.start_B = self.start_B + dropped_B
+            self.held = ROLLED_BACK
+        before, self.held = self.held, self.held + count
+        return Piece(part, dropped_B, place_BR[:, 0] - self.start_B, lead_B - self.start_B, live_BR, before)
+
+
+class Memory:
+    """One layer's state, and the inputs of the rows in its slots.
+
+    Attributes:
+        state_BHNP: before the first slot, float32 or wider, as all but `mixed_B1TC`.
+        keys_BGTN, values_BHTP: k and u.
+        sums_BHT1: g, summed from the first slot to this one.
+        mixed_B1TC: what the convolution reads, from `width` - 1 rows before the first slot on.
+    """
+
+    def __init__(self, sizes: Sizes, batch: int, like: Tensor) -> None:
+        wide = torch.promote_types(like.dtype, torch.float32)
+
+        def zeros(*shape: int, dtype: torch.dtype = wide) -> Tensor:
+            return torch.zeros(batch, *shape, dtype=dtype, device=like.device)
+
+        self.sizes = sizes
+        self.state_BHNP = zeros(sizes.heads, sizes.key_channels, sizes.value_channels)
+        self.keys_BGTN = zeros(sizes.groups, KEPT + 1, sizes.key_channels)
+        self.values_BHTP = zeros(sizes.heads, KEPT + 1, sizes.value_channels)
+        self.sums_BHT1 = zeros(sizes.heads, KEPT + 1, 1)
+        self.mixed_B1TC = zeros(1, KEPT + sizes.width, sizes.convolved, dtype=like.dtype)
+
+    def drop(self, dropped_B: Tensor) -> None:
+        """Take rows from the first slots into the state, and move those behind them to the front."""
+        self.state_BHNP, total_BH11 = self.state_after(dropped_B), self._sum_before(dropped_B)
+        for slots in (self.keys_BGTN, self.values_BHTP, self.sums_BHT1):
+            _move(slots, dropped_B, ROLLED_BACK)
+        _move(self.mixed_B1TC, dropped_B, ROLLED_BACK + self.sizes.width - 1)
+        self.sums_BHT1[:, :, :ROLLED_BACK] -= total_BH11
+
+    def state_after(self, count_B: Tensor) -> Tensor:
+        """S after so many slots of every text, [B, H, N, P]."""
+        total_BH11 = self._sum_before(count_B)
+        later_BT = torch.arange(KEPT + 1, device=count_B.device) >= count_B.unsqueeze(1)
+        left_BHT1 = (total_BH11 - self.sums_BHT1).masked_fill(later_BT[:, None, :, None], -torch.inf).exp()
+        added_BHNP = self._for_heads(self.keys_BGTN).mT @ (self.values_BHTP * left_BHT1)
+        return self.state_BHNP * total_BH11.exp() + added_BHNP
+
+    def convolved(self, mixed_BRC: Tensor, piece: Piece, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
+        """The rows' convolution with the rows before them, [B, R, C]; keeps what it reads."""
+        before = self.sizes.width - 1
+        slots_BR = torch.where(piece.live_BR, piece.places_BR, KEPT) + before
+        write_rows(self.mixed_B1TC, mixed_BRC.unsqueeze(1), slots_BR)
+        place_BQ = piece.first_B.unsqueeze(1) + torch.arange(mixed_BRC.size(1) + before, device=mixed_BRC.device)
+        index_BQC = place_BQ.clamp(0, KEPT + before).unsqueeze(2).expand(-1, -1, mixed_BRC.size(2))
+        read_BQC = self.mixed_B1TC[:, 0].gather(1, index_BQC)
+        one_document_11 = torch.zeros(1, 1, dtype=torch.long, device=mixed_BRC.device).expand(1, read_BQC.size(1))
+        return causal_convolution(read_BQC, weight_CW, bias_C, one_document_11)[:, before:]
+
+    def sums(self, decay_BHR: Tensor, piece: Piece) -> Tensor:
+        """g summed from the first slot to every row, [B, H, R, 1]; that of rows that do not count is 0."""
+        own_BHR = (decay_BHR * piece.live_BR.unsqueeze(1)).cumsum(dim=2)
+        return self._sum_before(piece.lead_B) + own_BHR.unsqueeze(3)
+
+    def seen(self, query_BGRN: Tensor, sums_BHR1: Tensor, piece: Piece) -> Tensor:
+        """What queries see of the state and of earlier rows, [B, H, R, P]."""
+        seen_BHRP = self._for_heads(query_BGRN) @ self.state_BHNP * sums_BHR1.exp()
+        if piece.before == 0:
+            return seen_BHRP
+        slots = slice(piece.before)
+        left_BHRW = (sums_BHR1 - self.sums_BHT1[:, :, slots].mT).masked_fill(piece.forbidden_B11W, -torch.inf).exp()
+        score_BHRW = self._for_heads(query_BGRN @ self.keys_BGTN[:, :, slots].mT)
+        return seen_BHRP + (score_BHRW * left_BHRW) @ self.values_BHTP[:, :, slots]
+
+    def among(self, query_BGRN: Tensor, key_BGRN: Tensor, sums_BHR1: Tensor) -> Tensor:
+        """How much every row of a piece (last but one) sees of every row up to itself (last), [B, H, R, R]."""
+        left_BHRR = (sums_BHR1 - sums_BHR1.mT).tril().exp().tril()
+        return self._for_heads(query_BGRN @ key_BGRN.mT) * left_BHRR
+
+    def put(self, key_BGRN: Tensor, value_BHRP: Tensor, sums_BHR1: Tensor, piece: Piece) -> None:
+        """Keep the rows' inputs."""
+        write_rows(self.keys_BGTN, key_BGRN, piece.slots_BR)
+        write_rows(self.values_BHTP, value_BHRP, piece.slots_BR)
+        write_rows(self.sums_BHT1, sums_BHR1, piece.slots_BR)
+
+    def _sum_before(self, slot_B: Tensor) -> Tensor:
+        """g summed over all slots before one, [B, H, 1, 1]."""
+        index_BH11 = slot_B.view(-1, 1, 1, 1).expand(-1, self.sizes.heads, 1, 1)
+        return pad(self.sums_BHT1, (0, 0, 1, 0)).gather(2, index_BH11)
+
+    def _for_heads(self, values_BGxx: Tensor) -> Tensor:
+        """What a group's heads share, for each of its heads."""
+        return values_BGxx.repeat_interleave(self.sizes.heads // self.sizes.groups, dim=1)
+
+
+def _move(slots_BxTx: Tensor, dropped_B: Tensor, count: int) -> None:
+    """To the front: `count` slots from slot `dropped_B` on."""
+    index_BQ = dropped_B.unsqueeze(1) + torch.arange(count, device=dropped_B.device)
+    index = index_BQ[:, None, :, None].expand(-1, slots_BxTx.size(1), -1, slots_BxTx.size(3))
+    slots_BxTx[:, :, :count] = slots_BxTx.gather(2, index)
+
+
+class RecurrentScope(Scope):
+    """A `Scope` that also says how the forward's rows are cut."""
+
+    @override
+    def enter(self, cache: KVCache, rows: Rows) -> None:
+        super().enter(cache, rows)
+        self._pieces: list[Piece] | None = None
+
+    def pieces(self) -> list[Piece]:
+        """Of the forward that runs; the same for all layers."""
+        if self._pieces is None:
+            self._pieces = self.recurrence.pieces(self.rows)
+        return self._pieces
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """That of the cache."""
+        if self.cache.recurrence is None:
+            self.cache.recurrence = Recurrence(self.cache.batch, self.rows.slots_BR.device)
+        return self.cache.recurrence

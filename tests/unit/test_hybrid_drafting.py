@@ -1,0 +1,360 @@
+"""Drafting on hybrid trunks: states that are kept, rolled back and prefilled in pieces, against training's forward."""
+
+from itertools import cycle, product
+from typing import Any
+
+import pytest
+import torch
+from drafting_single import Agreeing, model_of, p_value_of, prompts_of, run, run_every_step_in_python, trained_forward
+from hybrid_single import drafting_hybrid
+from megatron_single import VOCABULARY
+from torch import Tensor
+
+from megatron_mtp.drafting import loop, recurrent_state
+from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.auto import AutoK
+from megatron_mtp.drafting.config import config_from
+from megatron_mtp.drafting.kv_cache import KVCache
+from megatron_mtp.drafting.loop import prefill, step
+from megatron_mtp.drafting.method import make_method
+from megatron_mtp.drafting.proposers import base, mtp
+from megatron_mtp.drafting.proposers.plain import Plain
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.types import Draft, Round
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+PATTERNS = ("M-M-/M-/M-", "G-G-/G-/G-", "M*EG/GM*/GM*", "M+-/+-", "*-*-/*-/*-")
+every_pattern = pytest.mark.parametrize(
+    "pattern", [*PATTERNS[:3], *(pytest.param(pattern, marks=pytest.mark.matrix) for pattern in PATTERNS[3:])]
+)
+all_kinds = pytest.mark.parametrize(
+    "pattern", [*(pytest.param(pattern, marks=pytest.mark.matrix) for pattern in PATTERNS[:2]), PATTERNS[2]]
+)
+
+FLOAT32_GATE = 1e-6
+"""Megatron's Gated DeltaNet has its output gate in float32, also where all else is float64."""
+
+MTP = {"method": "mtp"}
+EAGLE = {"method": "mtp_eagle", "num_speculative_tokens": 5}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+def runner_of(pattern: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Runner:
+    return Runner(drafting_hybrid(pattern, dtype, **changes))
+
+
+def plain(target: Runner, prompts: list[list[int]], new: int) -> list[list[int]]:
+    return run(target, prompts, new, None)[0].texts
+
+
+def random_text(length: int, seed: int) -> list[int]:
+    return torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# --- against the forward of training ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+def test_plain_decoding_is_the_training_forward(pattern: str, dtype: torch.dtype, allowed: float) -> None:
+    """Logits of all rows, those of prompts in several pieces too; relative to the largest one."""
+    twin, target = drafting_hybrid(pattern, dtype), runner_of(pattern, dtype)
+    prompts = [random_text(length, length) for length in (1, 3, 90, 170)]
+    sequences, _ = run(target, prompts, 60, None)
+    for row, text in enumerate(sequences.texts):
+        trained_SV = trained_forward(twin, text[:-1])[0]
+        first_B = torch.zeros_like(sequences.length_B)
+        drafted_SV = target.logits(sequences.states_at(first_B, len(text) - 1))[row]
+        allowed = max(allowed, FLOAT32_GATE) if "G" in pattern else allowed
+        assert (drafted_SV - trained_SV).abs().max() <= allowed * trained_SV.abs().max()
+        if dtype == torch.float64:
+            assert text[1:][len(prompts[row]) - 1 :] == trained_SV.argmax(-1)[len(prompts[row]) - 1 :].tolist()
+
+
+@all_kinds
+@pytest.mark.parametrize("architecture", ["sequential", "parallel"])
+def test_drafts_are_the_training_forwards(pattern: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONF: after drafts that were accepted and rejected, in a batch of texts that fared differently."""
+    twin = drafting_hybrid(pattern, architecture=architecture)
+    target, prompts = runner_of(pattern, architecture=architecture), prompts_of(3)
+    answers, drafted = plain(target, prompts, 80), list[tuple[list[int], int, Tensor]]()
+    run_every_step_in_python(monkeypatch)
+
+    def pick(logits_BV: Tensor, round: Round, position: int) -> tuple[Tensor, Tensor | None]:
+        drafted.append((round.noise.position_B.tolist(), position, logits_BV.clone()))
+        return base.pick(logits_BV, round, position)
+
+    monkeypatch.setattr(mtp, "pick", pick)
+    run(target, prompts, 60, MTP if architecture == "sequential" else {"method": "parallel_heads"}, answers)
+    for (lengths, _, first_BV), (_, position, second_BV) in zip(drafted[::2], drafted[1::2], strict=True):
+        assert position == 1
+        for row, length in enumerate(lengths):
+            known = [*answers[row][:length], int(first_BV[row].argmax())]
+            if length < len(prompts[row]) + 60:
+                for logits_BV, of_depth_SV in zip((first_BV, second_BV), trained_forward(twin, known)[1], strict=True):
+                    torch.testing.assert_close(
+                        logits_BV[row], of_depth_SV[length - 2], rtol=FLOAT32_GATE, atol=FLOAT32_GATE
+                    )
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@every_pattern
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.matrix), 4])
+def test_identity(pattern: str, batch: int) -> None:
+    """ID: what is drafted leaves the tokens as they are, whether it is accepted or not."""
+    target, prompts = runner_of(pattern), prompts_of(batch)
+    answers = plain(target, prompts, 40)
+    automatic = {**MTP, "num_speculative_tokens": "auto"}
+    assert run(target, prompts, 40, MTP)[0].texts == answers
+    for settings in (MTP, {**MTP, "num_speculative_tokens": 1}, automatic, EAGLE, NGRAM):
+        texts, driven = run(target, prompts, 40, settings, answers)
+        assert texts.texts == answers
+        assert settings is automatic or driven.stats.accepted_length > 1.2
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("pattern", ["M-M-/M-/M-", "G-G-/G-/G-", "M*E-/M*/M*", "*-*-/*-/*-"])
+def test_identity_over_2000_tokens(pattern: str) -> None:
+    target, prompts = runner_of(pattern), prompts_of(4)
+    answers = plain(target, prompts, 2000)
+    for settings in (MTP, EAGLE):
+        texts, driven = run(target, prompts, 2000, settings, answers)
+        assert texts.texts == answers
+        assert driven.stats.accepted_length > 1.4
+
+
+@pytest.mark.parametrize("pattern", ["M-M-", "M*EG"])
+def test_a_hybrid_drafts_for_another_model(pattern: str) -> None:
+    """`draft_model`: its states are rolled back as well, in a batch; a twin is always right."""
+    target, prompts = Runner(model_of("gqa")), prompts_of(4)
+    settings = {"method": "draft_model", "num_speculative_tokens": 4, "model": "-"}
+    answers = plain(target, prompts, 60)
+    assert run(target, prompts, 60, settings, answers, drafter=runner_of(pattern))[0].texts == answers
+    twins = runner_of(pattern), runner_of(pattern)
+    drawn = generate(twins[0], prompts, 60, speculative=settings, drafter=twins[1])
+    assert drawn.token_ids == generate(twins[0], prompts, 60).token_ids
+    assert drawn.stats.accepted_per_position == [1.0] * 4
+
+
+def test_lookahead_and_trees_where_nothing_is_recurrent() -> None:
+    target, prompts = runner_of("*-*-/*-"), prompts_of(4)
+    answers = plain(target, prompts, 40)
+    for settings in ({"method": "lookahead"}, {"method": "mtp_tree", "tree": [3, 2]}):
+        assert run(target, prompts, 40, settings, answers)[0].texts == answers
+
+
+@pytest.mark.parametrize("pattern", ["M-*-/M-/M-", "G-/*G/*G"])
+@pytest.mark.parametrize("settings", [MTP, EAGLE | {"num_speculative_tokens": 2}], ids=["mtp", "mtp_eagle"])
+def test_sampled_texts_have_the_targets_distribution(pattern: str, settings: dict[str, Any]) -> None:
+    """CHI, with the rule of rejection."""
+    assert p_value_of(settings, pair=(drafting_hybrid(pattern, torch.float32), drafting_hybrid(pattern))) > 0.001
+
+
+# --- caches and states -----------------------------------------------------------------------------------------------
+
+
+def assert_same_memory(ours: KVCache, theirs: KVCache, counts: list[int]) -> None:
+    """Keys, values, states and the convolutions' inputs of the first `counts` rows of every text."""
+    for one, other in zip([*ours.keys, *ours.values], [*theirs.keys, *theirs.values], strict=True):
+        assert (one is None) == (other is None)
+        for row, count in enumerate(counts if one is not None and other is not None else []):
+            torch.testing.assert_close(one[row, :, :count], other[row, :, :count], rtol=FLOAT32_GATE, atol=FLOAT32_GATE)
+    assert (ours.recurrence is None) == (theirs.recurrence is None)
+    if ours.recurrence is not None and theirs.recurrence is not None:
+        assert ours.recurrence.layers.keys() == theirs.recurrence.layers.keys()
+        for layer in ours.recurrence.layers:
+            for one, other in zip(*(states_at(each, layer, counts) for each in (ours, theirs)), strict=True):
+                torch.testing.assert_close(one, other, rtol=FLOAT32_GATE, atol=FLOAT32_GATE)
+
+
+def states_at(cache: KVCache, layer: int, counts: list[int]) -> list[Tensor]:
+    """S after so many rows, and what the convolution of the next row reads of the rows before."""
+    assert cache.recurrence is not None
+    memory, slot_B = cache.recurrence.layers[layer], torch.tensor(counts).cuda() - cache.recurrence.start_B
+    assert (slot_B >= 0).all()
+    before = range(memory.sizes.width - 1)
+    return [memory.state_after(slot_B), *(memory.mixed_B1TC[range(len(counts)), 0, slot_B + at] for at in before)]
+
+
+class Given(Plain):
+    """Drafts what it is given."""
+
+    def __init__(self, runner: Runner, tokens_BN: Tensor) -> None:
+        super().__init__(runner, config_from({"method": "plain"}))
+        self.tokens_BN = tokens_BN
+
+    def propose(self, sequences: Sequences, round: Round, count: int) -> Draft:
+        return Draft(self.tokens_BN)
+
+
+DRAFTED = 4
+
+
+@pytest.mark.parametrize("prompt", [(5, 9), (120, 61)], ids=["few rows", "states take in rows"])
+@pytest.mark.parametrize("pattern", PATTERNS[:3])
+@torch.inference_mode()
+def test_states_after_every_accepted_prefix_are_those_of_a_fresh_prefill(pattern: str, prompt: tuple[int, int]) -> None:
+    """KV: of four drafts 0 to 4 are right, in one text and in the other; then again one in the step after it."""
+    target = runner_of(pattern)
+    prompts = [random_text(length, 3 + row) for row, length in enumerate(prompt)]
+    answers = plain(target, prompts, 3 + 2 * DRAFTED)
+    for accepted in product(range(DRAFTED + 1), repeat=2):
+        sequences = Sequences(target, prompts, [0, 1], 200)
+        method = make_method(target, None, Sampling())
+        prefill(target, sequences, Sampling())
+        for right in (accepted, (1, 3)):
+            for row, gained in enumerate(sequences.read_back()):
+                sequences.settle(row, gained, ended=False)
+            drafts = []
+            for text, answer, count in zip(sequences.texts, answers, right, strict=True):
+                said = answer[len(text) : len(text) + DRAFTED]
+                drafts.append([*said[:count], *((one + 1) % VOCABULARY for one in said[count:])])
+            method.proposer = Given(target, torch.tensor(drafts).cuda())
+            step(target, sequences, method, DRAFTED)
+            assert (sequences.length_B - torch.tensor([len(text) for text in sequences.texts]).cuda() - 1).tolist() == [
+                *right
+            ]
+            made = [sequences.tokens_BT[row, :length].tolist() for row, length in enumerate(sequences.length_B)]
+            fresh = Sequences(target, [text[:-1] for text in made], [0, 1], 200)
+            prefill(target, fresh, Sampling())
+            assert_same_memory(sequences.cache, fresh.cache, [len(text) - 1 for text in made])
+            assert made == [answer[: len(text)] for answer, text in zip(answers, made, strict=True)]
+
+
+@every_pattern
+@pytest.mark.parametrize("settings", [MTP, EAGLE, NGRAM], ids=["mtp", "mtp_eagle", "ngram"])
+def test_caches_along_a_text_are_those_of_a_fresh_prefill(pattern: str, settings: dict[str, Any]) -> None:
+    """KV: the trunk's and the depths', after some hundred rows accepted and rejected at random."""
+    target, prompts = runner_of(pattern), prompts_of(3)
+    used, driven = run(target, prompts, 150, settings, plain(target, prompts, 170))
+    assert driven.stats.accepted > 100
+    fresh, redone = run(target, [text[:-1] for text in used.texts], 8, settings)
+    lengths = [len(text) for text in used.texts]
+    assert_same_memory(used.cache, fresh.cache, [length - 1 for length in lengths])
+    if settings is not NGRAM:
+        inner, others = driven.proposer.inner, redone.proposer  # type: ignore[attr-defined]
+        ours, theirs = (getattr(one, "caches", None) or [one.cache] for one in (inner, others))
+        for depth, (one, other) in enumerate(zip(ours, theirs, strict=True), start=1):
+            # the drafter has not run the last step's tokens, and depth d is d - 1 rows behind
+            assert_same_memory(one, other, [length - 7 - depth for length in lengths])
+
+
+@all_kinds
+@pytest.mark.parametrize("method", ["mtp", "parallel_heads"])
+def test_depths_may_be_asked_for_in_turns(pattern: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As automatic K does: depth 1 alone for longer than states can go back, then both, and none for as long."""
+    target = runner_of(pattern, architecture="parallel" if method == "parallel_heads" else "sequential")
+    prompts, asked = prompts_of(3), [*[1] * 70, 2, 2, *[0] * 70, 2, 1, 2, 2]
+    answers, drafted = plain(target, prompts, 150), cycle(asked)
+    monkeypatch.setattr(AutoK, "choose", lambda _: next(drafted))
+    monkeypatch.setattr(recurrent_state, "PIECE", 16)
+    monkeypatch.setattr(recurrent_state, "KEPT", 72)
+    sequences, _ = run(target, prompts, 150, {"method": method, "num_speculative_tokens": "auto"})
+    assert sequences.texts == answers
+
+
+@all_kinds
+@pytest.mark.parametrize("method", ["mtp_eagle", "draft_model", "ngram"])
+def test_a_text_gains_16_tokens_a_step_and_its_neighbour_one(
+    pattern: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The furthest that a step goes back, at any place of the slots: after 15 drafts that ran one by one."""
+    target, drafter, prompts = runner_of(pattern), runner_of(pattern), prompts_of(2)
+    answers = plain(target, prompts, 120)
+    never = [(token + 1) % VOCABULARY for token in answers[1]]
+    monkeypatch.setattr(Agreeing.__init__, "__defaults__", (1.0,))
+    monkeypatch.setattr(recurrent_state, "KEPT", 67)
+    monkeypatch.setattr(recurrent_state, "PIECE", 17)
+    settings = {"method": method, "num_speculative_tokens": 15} | ({"model": "-"} if method == "draft_model" else {})
+    used, driven = run(target, prompts, 90, settings, [answers[0], never], drafter=drafter)
+    assert used.texts == [answer[: len(text)] for answer, text in zip(answers, used.texts, strict=True)]
+    assert driven.stats.accepted_at[14] >= 2
+    fresh, redone = run(target, [text[:-1] for text in used.texts], 2, settings, drafter=drafter)
+    counts = [len(text) - 18 for text in used.texts]
+    assert_same_memory(used.cache, fresh.cache, counts)
+    if method != "ngram":
+        assert_same_memory(driven.proposer.inner.cache, redone.proposer.cache, counts)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS[:3])
+@pytest.mark.parametrize("settings", [None, MTP, EAGLE], ids=["plain", "mtp", "mtp_eagle"])
+def test_neighbours_and_padding_change_nothing(pattern: str, settings: dict[str, Any] | None) -> None:
+    """INV: prompts of 1, 70 and 200 tokens in a batch and alone; the trunk's states of all rows."""
+    target = runner_of(pattern)
+    prompts = [random_text(length, length) for length in (1, 70, 200)]
+    answers = plain(target, prompts, 40)
+    together, _ = run(target, prompts, 30, settings, settings and answers)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        alone, _ = run(target, [prompt], 30, settings, settings and [answer])
+        assert alone.texts == [answer[: len(prompt) + 30]] == [together.texts[row]]
+        of_one, of_all = (each.states_at(0 * each.length_B, len(prompt) + 29) for each in (alone, together))
+        torch.testing.assert_close(of_one[:, 0], of_all[:, row], rtol=FLOAT32_GATE, atol=FLOAT32_GATE)
+
+
+@all_kinds
+def test_the_size_of_chunks_and_pieces_changes_nothing(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = runner_of(pattern)
+    prompts = [random_text(length, length) for length in (150, 2, 31)]
+    wanted = plain(target, prompts, 60)
+    for chunk, piece, kept in ((8, 64, 128), (512, 5, 40), (64, 40, 72)):
+        monkeypatch.setattr(loop, "CHUNK", chunk)
+        monkeypatch.setattr(mtp, "CHUNK", chunk)
+        monkeypatch.setattr(recurrent_state, "PIECE", piece)
+        monkeypatch.setattr(recurrent_state, "KEPT", kept)
+        for settings in (None, MTP, EAGLE):
+            assert run(target, prompts, 60, settings, settings and wanted)[0].texts == wanted
+
+
+def test_what_is_remembered_does_not_grow_with_the_text() -> None:
+    target, sizes = runner_of("M-G-"), []
+    for new in (10, 300):
+        recurrence = run(target, [[1, 2, 3]], new, None)[0].cache.recurrence
+        assert recurrence is not None
+        memories = recurrence.layers.values()
+        sizes.append(sum(one.numel() for each in memories for one in vars(each).values() if isinstance(one, Tensor)))
+    assert sizes[0] == sizes[1]
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "method", "part"),
+    [
+        ("M-*-/*-", "mtp_tree", "trunk"),
+        ("M-*-/*-", "lookahead", "trunk"),
+        ("*-*-/G-", "mtp_tree", "depths"),
+        ("*-*-/G-", "mtp_beam", "depths"),
+        ("*-*-/M-", "mtp_trunk_states", "depths"),
+    ],
+)
+def test_branches_are_refused_in_one_sentence(pattern: str, method: str, part: str) -> None:
+    said = f"'{method}' runs rows that branch off or leaves rows out, .* this model's {part} do not allow; choose mtp"
+    with pytest.raises(ValueError, match=said):
+        make_method(runner_of(pattern), config_from({"method": method}), Sampling())
+
+
+def test_branches_of_anybody_else_end_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proposer of another package that does not say what it drafts."""
+    target = runner_of("M-")
+    parents_BN = torch.zeros(1, 2, dtype=torch.long).cuda()
+
+    def propose(self: Plain, sequences: Sequences, round: Round, count: int) -> Draft:
+        return Draft(torch.zeros_like(parents_BN), None, parents_BN)
+
+    monkeypatch.setattr(Plain, "propose", propose)
+    monkeypatch.setattr(Plain, "most", 1)
+    with pytest.raises(ValueError, match="a state has no branches; draft chains"):
+        run(target, [[1]], 4, {"method": "plain", "num_speculative_tokens": 1})
+
+
+@pytest.mark.parametrize("method", ["mtp_beam", "mtp_trunk_states"])
+def test_depths_of_attention_may_do_more_than_a_recurrent_trunk(method: str) -> None:
+    target, prompts = runner_of("M-G-/*-/*-"), prompts_of(3)
+    answers = plain(target, prompts, 40)
+    assert run(target, prompts, 40, {"method": method, "num_speculative_tokens": 2}, answers)[0].texts == answers

@@ -10,6 +10,7 @@ without the libraries of their kernels, or without a GPU, `M` and `G` are those 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -145,7 +146,7 @@ class DepthStack(HybridStack):
 def stack_spec(config: TransformerConfig) -> ModuleSpec:
     """The trunk's layers of every kind."""
     use_te = config.transformer_impl == "transformer_engine"
-    submodules = hybrid_layer_specs.hybrid_stack_spec.submodules if use_te else _local_submodules(config)
+    submodules = _te_submodules(config) if use_te else _local_submodules(config)
     swaps: dict[Any, Any] = {}
     if not kernels.mamba_works():
         swaps[MambaMixer] = PortableMamba
@@ -165,6 +166,26 @@ def depth_submodules(
     stack = ModuleSpec(DepthStack, params={"layer_type_list": list(pattern)}, submodules=trunk.submodules)
     submodules = mtp_layer_submodules(stack, architecture, use_te, SHARDED_STACK)
     return submodules if use_te else with_portable_modules(submodules, config)
+
+
+def _te_submodules(config: TransformerConfig) -> HybridStackSubmodules:
+    """Megatron's layers with TE, and the norms of queries and keys, which its hybrids lack and its GPTs have."""
+    submodules: HybridStackSubmodules = hybrid_layer_specs.hybrid_stack_spec.submodules
+    if not config.qk_layernorm:
+        return submodules
+    norm, product = hybrid_layer_specs.TENorm, hybrid_layer_specs.TELayerNormColumnParallelLinear
+    return replace(
+        submodules,
+        attention_layer=_with_parts(submodules.attention_layer, q_layernorm=norm, k_layernorm=norm),
+        mla_layer=_with_parts(submodules.mla_layer, linear_q_up_proj=product, linear_kv_up_proj=product),
+    )
+
+
+def _with_parts(layer: ModuleSpec, **parts: Any) -> ModuleSpec:
+    """The layer with other parts of its attention."""
+    attention = layer.submodules.self_attention
+    attention = replace(attention, submodules=replace(attention.submodules, **parts))
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
 def _local_submodules(config: TransformerConfig) -> HybridStackSubmodules:

@@ -39,10 +39,6 @@ LATENT_POSITIONS = (
     "mscale_all_dim",
 )
 """Arguments that say how positions turn queries and keys; the latter with latent attention."""
-QUERY_KEY_NORMS = (
-    *("q_layernorm.weight", "k_layernorm.weight", "kv_layernorm.weight"),
-    *("linear_q_up_proj.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight"),
-)
 OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
 """Formats without `metadata.json`; Megatron reads them by --ckpt-format."""
 
@@ -125,8 +121,6 @@ def check_layers(args: Namespace) -> None:
         raise ValueError(f"{said} a hybrid model; give its --hybrid-layer-pattern '{theirs}'.")
     if theirs is None and own is not None:
         _check_gpt_as_hybrid(own, stored, said)
-    if own is not None and args.transformer_impl == "transformer_engine":
-        _check_norms(Path(get_load_checkpoint_path_by_args(args, load_arg)), said)
     if theirs is not None and own is not None and not _fits(own, theirs):
         raise ValueError(
             f"{said} a hybrid model of layers {theirs}, and --hybrid-layer-pattern is {own}; give the same layers for "
@@ -155,20 +149,6 @@ def _check_gpt_as_hybrid(pattern: str, stored: Namespace, said: str) -> None:
                 f"{said} a GPT of {stored.num_layers} layers, and --hybrid-layer-pattern {pattern} has {layers} of "
                 f"{kind}; give as many."
             )
-
-
-def _check_norms(folder: Path, said: str) -> None:
-    """Whether Transformer Engine's hybrid layers compute all that the checkpoint holds.
-
-    Raises:
-        ValueError: it holds norms of queries and keys, which Megatron leaves out there, --qk-layernorm or not.
-    """
-    norms = [key for key in DistReader(folder).keys if key.endswith(QUERY_KEY_NORMS)]
-    if norms:
-        raise ValueError(
-            f"{said} norms of queries and keys ('{norms[0]}'), which Megatron's hybrid layers do not have with "
-            "Transformer Engine; give --transformer-impl local."
-        )
 
 
 def _fits(own: str, theirs: str) -> bool:

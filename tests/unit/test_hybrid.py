@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_single import hybrid_name, megatrons_hybrid, our_hybrid
+from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron_single import (
     LATENT,
     MOE,
@@ -18,9 +19,10 @@ from megatron_single import (
     megatron_name,
     our_model,
     relative_difference,
+    transformer_config,
 )
 
-from megatron_mtp.model.hybrid import MTPHybridModel
+from megatron_mtp.model.hybrid import MTPHybridModel, stack_spec
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.training import batches
 
@@ -161,3 +163,20 @@ def test_megatrons_own_mamba_layers_are_told_the_documents(
     packed = batches.packed_seq_params(offsets)
     assert packed is not None
     assert (None if packed.seq_idx is None else packed.seq_idx.tolist()) == (pattern and [[0] * 4 + [1] * 4])
+
+
+# --- Transformer Engine ----------------------------------------------------------------------------------------------
+
+
+def test_with_te_queries_and_keys_have_the_norms_of_a_gpt() -> None:
+    """Megatron's own spec leaves them out whatever --qk-layernorm says; TE itself may be missing here."""
+    config = transformer_config(None, qk_layernorm=True)
+    config.transformer_impl = "transformer_engine"  # which without TE cannot be asked for
+    parts = stack_spec(config).submodules
+    attention = parts.attention_layer.submodules.self_attention.submodules
+    latent = parts.mla_layer.submodules.self_attention.submodules
+    assert attention.q_layernorm is attention.k_layernorm is hybrid_layer_specs.TENorm
+    fused = hybrid_layer_specs.TELayerNormColumnParallelLinear
+    assert latent.linear_q_up_proj is latent.linear_kv_up_proj is fused
+    config.qk_layernorm = False
+    assert stack_spec(config).submodules.attention_layer.submodules.self_attention.submodules.q_layernorm is None

@@ -18,7 +18,6 @@ from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.build import MTPModelConfig, build
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 from megatron_mtp.training.hybrid_checks import in_stages
-from megatron_mtp.training.loading import check_layers
 
 PATTERN = "--hybrid-layer-pattern"
 HEADS = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
@@ -171,16 +170,6 @@ def test_a_gpt_is_not_loaded_into_a_pattern_of_another_number_of_layers(
     said = refusal(f"{ROPE} {MOCK} {PATTERN} {pattern} --load {trunk}", monkeypatch, capsys)
     assert f"--load {trunk} holds a GPT of 2 layers" in said
     assert says in said
-
-
-def test_norms_that_te_leaves_out_of_hybrid_layers_are_not_lost(megatron: None, trunk: Path, tmp_path: Path) -> None:
-    normed = stored(tmp_path / "normed", "--qk-layernorm", "*-*-")
-    args = Namespace(hybrid_layer_pattern="*-*-", transformer_impl="transformer_engine", ckpt_step=None)
-    with pytest.raises(ValueError, match=r"holds norms of queries and keys .*; give --transformer-impl local\."):
-        check_layers(Namespace(**vars(args), load=str(normed)))
-    check_layers(Namespace(**vars(args), load=str(trunk)))
-    args.transformer_impl = "local"
-    check_layers(Namespace(**vars(args), load=str(normed)))
 
 
 @pytest.mark.parametrize("init", [None, "random"])

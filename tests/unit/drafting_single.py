@@ -141,6 +141,11 @@ def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Te
     )
 
 
+def method_of(kind: str) -> str:
+    """The method that drafts as a kind of `KINDS` was trained."""
+    return {"parallel": "parallel_heads", "shared": "mtp_eagle", "shared-moe": "mtp_eagle"}.get(kind, "mtp")
+
+
 def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what a step calls can be watched: the replay of a CUDA graph calls nothing, nor does compiled code."""
     monkeypatch.setattr(graphs, "can_record", lambda *_: False)
@@ -176,7 +181,7 @@ def without_numbers(model: MTPGPTModel, fakes: FakeTensorMode) -> MTPGPTModel:
 
 def two_steps(kind: str) -> None:
     """Of a batch without numbers: drafted, verified and kept."""
-    prompts, method = prompts_of(3), "parallel_heads" if kind == "parallel" else "mtp"
+    prompts, method = prompts_of(3), method_of(kind)
     model = model_of(kind, dtype=torch.bfloat16)
     with FakeTensorMode() as fakes:
         target = Runner(without_numbers(model, fakes))

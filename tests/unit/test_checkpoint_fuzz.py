@@ -81,4 +81,5 @@ def test_the_fuzzed_configs_are_whole_without_changes() -> None:
     for model in MODELS.values():
         keys = {**SIZES, **model.config, "model_type": model.model_type, **model.keys}
         config = HFConfig.from_keys(json.loads(json.dumps(keys)))
-        assert family_of(config).all_rules(config, Layout(min(model.depths)))
+        family = family_of(config)
+        assert family.all_rules(config.with_defaults(family.defaults), Layout(min(model.depths)))

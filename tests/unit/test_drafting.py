@@ -11,6 +11,7 @@ import torch
 from drafting_single import (
     KINDS,
     Agreeing,
+    method_of,
     model_of,
     p_value_of,
     prompts_of,
@@ -126,7 +127,7 @@ def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: p
     """CONF: the logits of depth d at slot m - 1 of the text with the drafts behind it."""
     target, twin, recorder = runner_of(kind, dtype=torch.float32), model_of(kind, dtype=torch.float32), None
     recorder = Recorder(monkeypatch)
-    method = {"parallel": "parallel_heads", "shared": "mtp_eagle", "shared-moe": "mtp_eagle"}.get(kind, "mtp")
+    method = method_of(kind)
     prompt = prompts_of(1, seed=length)[0][:1] + list(range(2, length + 1))
     text = plain(target, [prompt], 1)[0]
     drafted = drafts_of(target, text, {"method": method, "num_speculative_tokens": 3}, recorder)
@@ -253,8 +254,7 @@ def test_short_layers_compute_what_the_modules_do(monkeypatch: pytest.MonkeyPatc
             patch.setattr(runner, "lean", lambda _: None)
             modules = runner_of(kind)
         assert all(layer is None for layer, _ in modules._layers)
-        method = "parallel_heads" if kind == "parallel" else "mtp"
-        settings = {"method": method, "num_speculative_tokens": 3}
+        settings = {"method": method_of(kind), "num_speculative_tokens": 3}
         ours, theirs = (run(one, prompts, 20, settings)[0] for one in (short, modules))
         assert ours.texts == theirs.texts
         torch.testing.assert_close(ours.cache.keys, theirs.cache.keys, rtol=1e-9, atol=1e-9)

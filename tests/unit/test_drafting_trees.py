@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import model_of, prompts_of, run, runner_of, trained_forward
+from drafting_single import model_of, prompts_of, run, run_every_step_in_python, runner_of, trained_forward
 from torch import Tensor
 
 from megatron_mtp.drafting.config import config_from
@@ -174,6 +174,7 @@ def test_every_draft_of_a_reused_module_is_what_it_says(monkeypatch: pytest.Monk
         said.append(logits_BV[0])
         return base.pick(logits_BV, round, position)
 
+    run_every_step_in_python(monkeypatch)
     monkeypatch.setattr(mtp, "pick", noting)
     draft, _ = grown(target, text, {"method": "mtp_eagle", "num_speculative_tokens": 5})
     torch.testing.assert_close(said[0], trained_forward(twin, text)[1][0][len(text) - 2], rtol=1e-5, atol=1e-5)

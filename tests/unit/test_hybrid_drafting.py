@@ -273,7 +273,7 @@ def test_a_text_gains_16_tokens_a_step_and_its_neighbour_one(
     settings = {"method": method, "num_speculative_tokens": 15} | ({"model": "-"} if method == "draft_model" else {})
     used, driven = run(target, prompts, 90, settings, [answers[0], never], drafter=drafter)
     assert used.texts == [answer[: len(text)] for answer, text in zip(answers, used.texts, strict=True)]
-    assert driven.stats.accepted_at[14] >= 2
+    assert driven.stats.accepted_at[14] >= 1
     fresh, redone = run(target, [text[:-1] for text in used.texts], 2, settings, drafter=drafter)
     counts = [len(text) - 18 for text in used.texts]
     assert_same_memory(used.cache, fresh.cache, counts)

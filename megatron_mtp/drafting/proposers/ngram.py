@@ -61,12 +61,11 @@ def continuation(tokens_BW: Tensor, length_B: Tensor, shortest: int, longest: in
     """
     newest_B1 = length_B.clamp(max=tokens_BW.size(1)).unsqueeze(1) - 1  # a text that has ended may be longer
     end_W = torch.arange(tokens_BW.size(1), device=tokens_BW.device)
-    agree_BW = (end_W < newest_B1).long()
-    agreed_BW = torch.zeros_like(agree_BW)
-    for back in range(longest):
-        wanted_B1 = tokens_BW.gather(1, (newest_B1 - back).clamp(min=0))
-        agree_BW = agree_BW * (pad(tokens_BW, (back, 0), value=-1)[:, : end_W.numel()] == wanted_B1)
-        agreed_BW = agreed_BW + agree_BW
+    longest = min(longest, end_W.numel())
+    suffix_BL = tokens_BW.gather(1, (newest_B1 - end_W[:longest].flip(0)).clamp(min=0))
+    ending_BWL = pad(tokens_BW, (longest - 1, 0), value=-1).unfold(1, longest, 1)  # the tokens up to slot e
+    agree_BWL = (ending_BWL == suffix_BL.unsqueeze(1)) & (end_W < newest_B1).unsqueeze(2)
+    agreed_BW = agree_BWL.flip(2).cumprod(dim=2).sum(dim=2)
     end_B1 = (agreed_BW * end_W.numel() + end_W).argmax(dim=1, keepdim=True)  # the longest, and then the latest
     place_BN = end_B1 + 1 + torch.arange(count, device=tokens_BW.device)
     valid_BN = (place_BN <= newest_B1) & (agreed_BW.gather(1, end_B1) >= shortest)

@@ -124,7 +124,8 @@ def all_runs(wanted: argparse.Namespace) -> list[Run]:
     """Those of equal steps first, whose seconds the others need; seed by seed, as a study may be interrupted."""
     seeds = range(1, wanted.seeds + 1)
     equal = [one for one in EQUAL if one in wanted.equal or one == "steps"]
-    return [Run(each, *rest, seed) for each, seed, *rest in product(equal, seeds, wanted.variants, wanted.losses)]
+    turns = product(equal, seeds, wanted.variants, wanted.losses)
+    return [Run(each, variant, loss, seed) for each, seed, variant, loss in turns]
 
 
 def progress(runs: list[Run], wanted: argparse.Namespace) -> Iterator[Run]:

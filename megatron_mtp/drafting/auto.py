@@ -143,21 +143,21 @@ class AutoK:
 
     def _plan(self) -> tuple[int, int]:
         """K of the next step, and how many plain steps follow it without another choice."""
-        trials = self._trials()
-        if not self._rests:
-            if self._steps < len(trials):
-                return trials[self._steps], 0
-            if not self._draft:
-                return trials[0], 0  # the first draft's time is that of its catching up
-            best = self._best()
-            if best:
-                self._pause = FIRST_REST
-                return best, 0
-        elif (missing := self._missing_seconds()) <= 0:
+        if self._rests:
+            missing = self._missing_seconds()
+            if missing > 0:
+                return 0, max(self._pause - 1, int(min(missing / self._target_seconds(0), LONGEST_REST)))
             self._pause, self._rests = 2 * self._pause, False
             return 1, 0
-        else:
-            return 0, max(self._pause - 1, int(min(missing / self._target_seconds(0), LONGEST_REST)))
+        trials = self._trials()
+        if self._steps < len(trials):
+            return trials[self._steps], 0
+        if not self._draft:
+            return trials[0], 0  # the first draft's time is that of its catching up
+        best = self._best()
+        if best:
+            self._pause = FIRST_REST
+            return best, 0
         self._rests = True
         return 0, self._pause - 1
 

@@ -240,17 +240,12 @@ class GreedyDrafts:
     """Depths in turn in one call of compiled code: each drafts the most probable token, which the next one may read.
 
     Args:
+        compiled: the library.
         depths: compiled, by number.
-        head_VH: the rows of the tokens that may be drafted.
-
-    Raises:
-        NotImplementedError: there is no compiled code for this head.
+        head_VH: the rows of the tokens that may be drafted, of the depths' type.
     """
 
-    def __init__(self, depths: Sequence[FewRows], head_VH: Tensor) -> None:
-        compiled = library() if is_compiled(head_VH) else None
-        if compiled is None:
-            raise NotImplementedError("no compiled code")
+    def __init__(self, compiled: ctypes.CDLL, depths: Sequence[FewRows], head_VH: Tensor) -> None:
         self._depths, self._head_VH = depths, head_VH
         self._run = _function(compiled, "draft", head_VH.dtype, [_P, _N, _P, _N, _N, _N])
 
@@ -266,6 +261,15 @@ class GreedyDrafts:
             prepared.append(made)
         head_VH, threads = self._head_VH, torch.get_num_threads()
         self._run(array, len(passes), head_VH.data_ptr(), head_VH.size(0), drafted_BN.stride(0), threads)
+
+
+def greedy_drafts(depths: Sequence[FewRows | None], head_VH: Tensor) -> GreedyDrafts | None:
+    """`GreedyDrafts`; None where a depth or the head has no compiled code, or they are of different types."""
+    known = [one for one in depths if one is not None and one.dtype == head_VH.dtype]
+    compiled = library() if is_compiled(head_VH) else None
+    if compiled is None or not known or len(known) < len(depths):
+        return None
+    return GreedyDrafts(compiled, known, head_VH)
 
 
 def _where(rows: Rows) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,7 @@ from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.dense_layer import Angles, lean, short_norm, turns
 from megatron_mtp.drafting.experts import place_static_experts, reads_nothing_back
-from megatron_mtp.drafting.few_rows import MOST_ROWS, DepthPass, FewRows, GreedyDrafts, few_rows
+from megatron_mtp.drafting.few_rows import MOST_ROWS, DepthPass, FewRows, GreedyDrafts, few_rows, greedy_drafts
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.drafting.latent_attention import cache_latents
 from megatron_mtp.drafting.products import product
@@ -223,11 +223,9 @@ class Runner:
 
     def _make_greedy_drafts(self) -> GreedyDrafts | None:
         """None without compiled code for all depths and their head."""
-        depths = [one for one in self._few_rows[1:] if one is not None]
-        is_plain = self._has_whole_head() and not self.model.config.use_mup and self.model.draft_vocabulary is None
-        if not depths or len(depths) < len(self._mtp) or not is_plain:
+        if not self._has_whole_head() or self.model.config.use_mup or self.model.draft_vocabulary is not None:
             return None
-        return GreedyDrafts(depths, self._head_weight().detach()[: self.vocab_size])
+        return greedy_drafts(self._few_rows[1:], self._head_weight().detach()[: self.vocab_size])
 
     def _make_head(self) -> Callable[[Tensor], Tensor]:
         model, weight = self.model, self._head_weight()

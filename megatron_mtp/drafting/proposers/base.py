@@ -1,6 +1,6 @@
 """What every proposer is: it looks at the texts and offers a draft."""
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, override
 
 from torch import Tensor
 
@@ -80,6 +80,23 @@ class Proposer:
 
     def observe(self, sequences: "Sequences", draft: Draft, logits_BRV: Tensor) -> None:
         """The target's logits of the rows, before the verdict."""
+
+
+class OneCache(Proposer):
+    """A drafter whose rows are all in one cache, which may fall behind the texts."""
+
+    @override
+    def start(self, sequences: "Sequences") -> None:
+        self._seen = [0] * len(sequences.texts)
+
+    @override
+    def missed(self, sequences: "Sequences", count: int) -> int:
+        return sequences.growth_since(self._seen) if count else 0
+
+    @override
+    def mark_seen(self, sequences: "Sequences", count: int) -> None:
+        if count:
+            self._seen = sequences.lengths()
 
 
 def pick(logits_BV: Tensor, round: Round, position: int) -> tuple[Tensor, Tensor | None]:

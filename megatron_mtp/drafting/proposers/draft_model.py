@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.proposers.base import Proposer, pick
+from megatron_mtp.drafting.proposers.base import OneCache, pick
 from megatron_mtp.drafting.proposers.mtp import chain_of, windows
 from megatron_mtp.drafting.settings import Settings, setting
 from megatron_mtp.drafting.types import Draft, Round
@@ -34,7 +34,7 @@ class DraftModelSettings(Settings):
             raise ValueError("speculative config: 'draft_model' needs 'model', the draft model's checkpoint folder.")
 
 
-class DraftModel(Proposer):
+class DraftModel(OneCache):
     """`drafter` is the small model; it drafts without any state of the target.
 
     Raises:
@@ -52,17 +52,8 @@ class DraftModel(Proposer):
 
     @override
     def start(self, sequences: "Sequences") -> None:
+        super().start(sequences)
         self.cache = sequences.drafter_cache(self.drafter)
-        self._seen = [0] * len(sequences.texts)
-
-    @override
-    def missed(self, sequences: "Sequences", count: int) -> int:
-        return sequences.growth_since(self._seen) if count else 0
-
-    @override
-    def mark_seen(self, sequences: "Sequences", count: int) -> None:
-        if count:
-            self._seen = sequences.lengths()
 
     @torch.inference_mode()
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:

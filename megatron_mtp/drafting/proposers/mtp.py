@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_mtp.drafting.few_rows import DepthPass
 from megatron_mtp.drafting.kv_cache import Rows
-from megatron_mtp.drafting.proposers.base import Kind, Proposer, pick
+from megatron_mtp.drafting.proposers.base import Kind, OneCache, Proposer, pick
 from megatron_mtp.drafting.types import Draft, Round
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class TrunkStates(Vanilla):
         return count if prompts_are_run else max(sequences.growth_since(self._seen[0]), count)
 
 
-class Eagle(Proposer):
+class Eagle(OneCache):
     """The first module reused for any K: its own last state and the token just drafted make its next row.
 
     Provisional rows are overwritten in the next round, by rows with the trunk's states.
@@ -173,17 +173,8 @@ class Eagle(Proposer):
 
     @override
     def start(self, sequences: "Sequences") -> None:
+        super().start(sequences)
         (self.cache,) = sequences.depth_caches(1)
-        self._seen = [0] * len(sequences.texts)
-
-    @override
-    def missed(self, sequences: "Sequences", count: int) -> int:
-        return sequences.growth_since(self._seen) if count else 0
-
-    @override
-    def mark_seen(self, sequences: "Sequences", count: int) -> None:
-        if count:
-            self._seen = sequences.lengths()
 
     @torch.inference_mode()
     @override

@@ -17,9 +17,8 @@ Letters in names: S positions, B batch, N query heads, G key heads, C channels.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron_mtp.model.portable import PortableAttention
@@ -34,22 +33,13 @@ class SharingAttention(PortableAttention):
 
     passes: list[tuple[Tensor, Tensor]] | None = None
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
         """As of `PortableAttention`, with queries and keys rotated to the positions of their pass."""
         self.chain = ()
         if self.passes is not None:
             self.passes.append((key, value))
             (key, value), *self.chain = self.passes
-        return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        return super().forward(query, key, value, *others, **named)
 
 
 @contextmanager

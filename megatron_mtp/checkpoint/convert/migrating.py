@@ -21,12 +21,10 @@ from megatron_mtp.checkpoint.convert.writing import UNTRAINED, Group, keep_files
 from megatron_mtp.checkpoint.mcore.iterations import RELEASE
 from megatron_mtp.checkpoint.mcore.model import check_trainable
 from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
-from megatron_mtp.checkpoint.mcore.tensors import Chunk, DistReader, Shape, write_chunk
+from megatron_mtp.checkpoint.mcore.tensors import HEAD_STATE, Chunk, DistReader, Shape, write_chunk
 
 FILE_BYTES = 2**30
 """Size of a file, unless a single tensor is larger: what is made again at most after an interruption."""
-HEAD_STATE = "output_layer._extra_state/shard_0_1"
-"""State of a kernel that Megatron's hybrid expects, and its GPT does not."""
 BY_PARAMETER = (None, "fully_reshardable", "fully_sharded_model_space")
 """Formats of the optimizer's state with a tensor for every parameter; None is that of a plain optimizer."""
 BY_BUCKET = "dp_reshardable"
@@ -46,7 +44,7 @@ class Migration:
         reader: the source.
         pattern: the hybrid's layers.
         keys: the source's key of every tensor, and its keys in the other form.
-        objects: new key of everything else, and the source's key; None for the state of an unused kernel.
+        objects: new key of everything else, and the source's key.
         common: what the new checkpoint stores beside tensors.
         to_hybrid: whether the new one is the hybrid.
     """
@@ -54,7 +52,7 @@ class Migration:
     reader: DistReader
     pattern: str
     keys: dict[str, list[str]]
-    objects: dict[str, str | None]
+    objects: dict[str, str]
     common: dict[str, Any]
     to_hybrid: bool
 
@@ -109,7 +107,7 @@ def migrate(source: Path, target: Path, to_hybrid: bool, options: Options) -> Co
     plan = plan_migration(source, to_hybrid)
     reader = plan.reader
     folder = PartialFolder(target, {"source": reader.fingerprint(), "hybrid": to_hybrid}, options.resume)
-    objects = {key: None if old is None else reader.stored_bytes(old) for key, old in plan.objects.items()}
+    objects = {key: reader.stored_bytes(old) for key, old in plan.objects.items()}
     name = RELEASE if reader.folder.name == RELEASE else str(plan.common["iteration"])
     chunks = write_checkpoint(folder, _files(plan), plan.common, options, name, objects)
     keep_files(reader.folder.parent, folder.path)
@@ -152,8 +150,8 @@ def _new_keys(halves: Halves, keys: Iterable[str], to_hybrid: bool) -> dict[str,
     return found
 
 
-def _objects(halves: Halves, reader: DistReader, to_hybrid: bool) -> dict[str, str | None]:
-    found: dict[str, str | None] = {HEAD_STATE: None} if to_hybrid else {}
+def _objects(halves: Halves, reader: DistReader, to_hybrid: bool) -> dict[str, str]:
+    found: dict[str, str] = {}
     for key, stored in reader.objects.items():
         if to_hybrid or key != HEAD_STATE:
             found |= dict.fromkeys([halves.hybrid_key(key)] if to_hybrid else halves.gpt_keys(key), stored)

@@ -47,7 +47,7 @@ def write_checkpoint(
     common: dict[str, Any],
     options: Options,
     iteration: str = RELEASE,
-    objects: Mapping[str, bytes | None] = MappingProxyType({}),
+    objects: Mapping[str, bytes] = MappingProxyType({}),
 ) -> list[Chunk]:
     """Write the tensors of a checkpoint, its catalogue and its tracker; parts that are already there are kept.
 

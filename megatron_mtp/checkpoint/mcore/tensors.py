@@ -44,6 +44,8 @@ COMMON = "common_state/shard_0_1"
 _KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_proj)\.weight(?:\.\w+)?")
 HYBRID_NORM = "decoder.final_norm.weight"
 """A key that checkpoints of hybrids have, and those of GPTs have not."""
+HEAD_STATE = "output_layer._extra_state/shard_0_1"
+"""State of a kernel that Megatron's hybrid expects, and its GPT does not."""
 STATE = r"(?:chained_\d+\.)?optimizer\."
 """How the keys of the optimizer's tensors begin."""
 _STATE = re.compile(STATE)
@@ -315,8 +317,7 @@ def chunks_are_in(folder: Path, records: list[dict[str, Any]]) -> bool:
 
 def _kernel_states(tensors: dict[str, Any]) -> list[str]:
     """Keys of kernel states: Megatron expects one for every linear layer and attention, though only FP8 uses it."""
-    is_hybrid = HYBRID_NORM in tensors  # Megatron leaves out the head's state of a GPT alone
-    keys = ["output_layer._extra_state/shard_0_1"] * is_hybrid
+    keys = [HEAD_STATE] if HYBRID_NORM in tensors else []
     for key, entry in tensors.items():
         match = _KERNEL.fullmatch(key)
         if match is None or _STATE.match(key):
@@ -330,7 +331,7 @@ def _kernel_states(tensors: dict[str, Any]) -> list[str]:
 
 
 def write_catalogue(
-    folder: Path, chunks: Iterable[Chunk], common: dict[str, Any], objects: Mapping[str, bytes | None]
+    folder: Path, chunks: Iterable[Chunk], common: dict[str, Any], objects: Mapping[str, bytes]
 ) -> None:
     """Complete a folder of chunks: the common state, the catalogue, and last the file that names the format.
 
@@ -338,7 +339,7 @@ def write_catalogue(
         folder: folder of the iteration.
         chunks: all chunks in its files.
         common: what Megatron stores beside tensors.
-        objects: other objects by key, as `DistReader.stored_bytes` gives them; None for the state of an unused kernel.
+        objects: other objects by key, as `DistReader.stored_bytes` gives them.
     """
     tensors: dict[str, Any] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
@@ -352,7 +353,7 @@ def write_catalogue(
         places = {COMMON: _write_object(stream, file, [common])}
         empty = _write_object(stream, file, [None])  # one entry for all kernels
         places |= dict.fromkeys(_kernel_states(tensors), empty)
-        places |= {key: empty if held is None else _write_bytes(stream, file, held) for key, held in objects.items()}
+        places |= {key: _write_bytes(stream, file, held) for key, held in objects.items()}
         synced(stream)
     for name, place in places.items():
         tensors[name], where[MetadataIndex(name)] = BytesStorageMetadata(), place

@@ -4,6 +4,7 @@ The Python API is `load_runner` and `generate`, which are looked up when asked f
 platform, and the rules in this room (types, sampling, verifiers) do not.
 
     types.py             Draft (a tree), Verdict, Round, AcceptanceStats
+    requests.py          Request and Update: what passes between a continuous engine and its doors
     settings.py          settings of a method or verifier: kinds, defaults, ranges, meanings
     config.py            SpeculativeConfig: a method, a verifier and their settings, from JSON
     sampling.py          logits to probabilities to tokens; random numbers by seed and position

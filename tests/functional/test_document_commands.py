@@ -42,6 +42,9 @@ for run in mine one two; do cp -r runs/quickstart runs/$run; done
 """
 """A run like the quickstart's, of two steps, under all names that documents give to a run."""
 
+LONG = ("docs/hybrid.md",)
+"""Documents whose commands run with --all; their verbs have tests of their own."""
+
 FLAGS = (
     "--seq-length 64 --micro-batch-size 2 --global-batch-size 2 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
 )
@@ -95,7 +98,14 @@ def scene(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name, path in DOCUMENTS.items() if blocks(path.read_text(), *RUN)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.matrix] if name in LONG else [])
+        for name, path in DOCUMENTS.items()
+        if blocks(path.read_text(), *RUN)
+    ],
+)
 def test_the_commands_of_a_document_run(name: str, shell: Shell, scene: Path, tmp_path: Path) -> None:
     here = tmp_path / "here"
     shutil.copytree(scene, here, symlinks=True)

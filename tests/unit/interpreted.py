@@ -20,11 +20,11 @@ import numpy
 import torch
 
 
-def found_by(cases: str) -> dict[str, Any]:
-    """What a file beside this one prints as its last line; on the CPU, with torch's operations as the reference."""
+def found_by(cases: str, *parts: str) -> dict[str, Any]:
+    """What a file beside this one finds in its parts; on the CPU, with torch's operations as the reference."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"MEGATRON_MTP_COMPILED": "0", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, Path(__file__).parent / cases]
+    command = [sys.executable, Path(__file__).parent / cases, *parts]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])

@@ -1,11 +1,12 @@
 """The kernels of drafting in Triton's interpreter, against torch's operations: prints what was found as JSON.
 
-TRITON_INTERPRET=1 MEGATRON_MTP_COMPILED=0 python row_kernel_cases.py
+TRITON_INTERPRET=1 MEGATRON_MTP_COMPILED=0 python row_kernel_cases.py rows faults
 """
 
 import itertools
 import json
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,18 +46,18 @@ def kernels(used: bool = True) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def main() -> None:
+def main(wanted: list[str]) -> None:
     join_world_of_one()
     logging.disable()
     compute_bfloat16_as_a_gpu()
     fused_rows.WIDEST, fused_rows.GATED = 16, 16  # several parts a row
-    found = {
-        "rows": {str(dtype): differences(dtype) for dtype in (torch.float32, *HALVES)},
-        "texts": {name: same_texts(*given) for name, given in TEXTS.items()},
-        "launched": launched(),
-        "faults": {fault: faulty(*given) for fault, given in FAULTS.items()},
+    parts: dict[str, Callable[[], Any]] = {
+        "rows": lambda: {str(dtype): differences(dtype) for dtype in (torch.float32, *HALVES)},
+        "texts": lambda: {name: same_texts(*given) for name, given in TEXTS.items()},
+        "launched": launched,
+        "faults": lambda: {fault: faulty(*given) for fault, given in FAULTS.items()},
     }
-    print(json.dumps(found))
+    print(json.dumps({name: parts[name]() for name in wanted}))
 
 
 Pairs = Iterator[tuple[str, Tensor, Tensor]]
@@ -250,4 +251,4 @@ def faulty(cases: Callable[[torch.dtype], Pairs], old: str, new: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
-    return found_by("row_kernel_cases.py")
+    return found_by("row_kernel_cases.py", "rows", "launched")
 
 
 def test_numbers_are_those_of_torchs_operations(interpreted: dict[str, Any]) -> None:
@@ -37,10 +37,12 @@ def test_numbers_are_those_of_torchs_operations(interpreted: dict[str, Any]) -> 
         assert max(interpreted["rows"][dtype].values()) <= allowed, dtype
 
 
-def test_models_that_run_with_the_kernels_emit_the_same_tokens(interpreted: dict[str, Any]) -> None:
+@pytest.mark.matrix
+def test_models_that_run_with_the_kernels_emit_the_same_tokens() -> None:
     """In float32: dense layers, experts, and layers of which only the gate has a kernel."""
-    assert len(interpreted["texts"]) == 4
-    assert all(interpreted["texts"].values())
+    texts = found_by("row_kernel_cases.py", "texts")["texts"]
+    assert len(texts) == 4
+    assert all(texts.values())
 
 
 def test_a_layer_launches_fewer_kernels(interpreted: dict[str, Any]) -> None:
@@ -49,9 +51,11 @@ def test_a_layer_launches_fewer_kernels(interpreted: dict[str, Any]) -> None:
     assert sums == {"before": 26, "after": 10}
 
 
-def test_the_comparison_sees_a_wrong_kernel(interpreted: dict[str, Any]) -> None:
-    assert len(interpreted["faults"]) > 15
-    for fault, difference in interpreted["faults"].items():
+@pytest.mark.matrix
+def test_the_comparison_sees_a_wrong_kernel() -> None:
+    faults = found_by("row_kernel_cases.py", "faults")["faults"]
+    assert len(faults) > 15
+    for fault, difference in faults.items():
         assert difference > 1e-4, fault
 
 

@@ -20,7 +20,7 @@ from megatron_mtp.drafting import split_kernels
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
-    return found_by("split_kernel_cases.py")
+    return found_by("split_kernel_cases.py", "chains", "tree", "many rows", "one part")
 
 
 def test_parts_make_what_attention_over_all_slots_does(interpreted: dict[str, Any]) -> None:
@@ -37,13 +37,16 @@ def test_parts_make_what_attention_over_all_slots_does(interpreted: dict[str, An
         assert interpreted[case] <= 1e-6, case
 
 
-def test_a_model_that_splits_attention_emits_the_same_tokens(interpreted: dict[str, Any]) -> None:
-    assert interpreted["same texts"]
+@pytest.mark.matrix
+def test_a_model_that_splits_attention_emits_the_same_tokens() -> None:
+    assert found_by("split_kernel_cases.py", "same texts")["same texts"]
 
 
-def test_the_comparison_sees_a_wrong_kernel(interpreted: dict[str, Any]) -> None:
-    assert len(interpreted["faults"]) > 10
-    for fault, difference in interpreted["faults"].items():
+@pytest.mark.matrix
+def test_the_comparison_sees_a_wrong_kernel() -> None:
+    faults = found_by("split_kernel_cases.py", "faults")["faults"]
+    assert len(faults) > 10
+    for fault, difference in faults.items():
         assert difference > 1e-4, fault
 
 

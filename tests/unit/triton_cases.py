@@ -1,9 +1,11 @@
 """The Triton kernels in Triton's interpreter, against the losses' definitions: prints worst differences as JSON.
 
-TRITON_INTERPRET=1 python triton_cases.py
+TRITON_INTERPRET=1 python triton_cases.py losses faults
 """
 
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,19 +26,19 @@ CASES = [
 ]
 
 
-def main() -> None:
-    """Every loss, with all tokens and with a draft vocabulary, and every fault."""
+def main(wanted: list[str]) -> None:
+    """Every loss, with all tokens and with a draft vocabulary, or every fault."""
     triton_chunk.BLOCK = 32  # several blocks a row
     used: set[str] = set()
     triton_chunk.has_kernel = lambda loss, *_: used.add(type(loss).__name__) is None
-    found = {
-        "losses": {name: differences(MTPConfig(**SETTINGS[name])) for name in NAMES},
-        "rounded": {str(dtype): rounded(dtype) for dtype in (torch.bfloat16, torch.float16)},
-        "masked": masked(),
-        "faults": {fault: faulty(*given) for fault, given in FAULTS.items()},
-        "used": sorted(used),
+    parts: dict[str, Callable[[], Any]] = {
+        "losses": lambda: {name: differences(MTPConfig(**SETTINGS[name])) for name in NAMES},
+        "rounded": lambda: {str(dtype): rounded(dtype) for dtype in (torch.bfloat16, torch.float16)},
+        "masked": masked,
+        "faults": lambda: {fault: faulty(*given) for fault, given in FAULTS.items()},
+        "used": lambda: sorted(used),
     }
-    print(json.dumps(found))
+    print(json.dumps({name: parts[name]() for name in wanted}))
 
 
 def differences(settings: MTPConfig, cases: list[Case] = CASES) -> tuple[float, float]:
@@ -109,4 +111,4 @@ def faulty(name: str, old: str, new: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

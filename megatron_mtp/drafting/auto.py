@@ -78,9 +78,11 @@ class AutoK:
     _rest: int = 0
     _pause: int = FIRST_REST
     _rests: bool = False
+    _rested: list[float] = field(default_factory=list)
 
     def begin(self, rows: int, stats: AcceptanceStats) -> None:
         """Start a batch whose longest prompt has so many rows; the first draft has to run all of them."""
+        self._take_in_rest()
         self._behind, self._seen = rows, _copy(stats)
 
     @property
@@ -113,10 +115,12 @@ class AutoK:
 
     def learn(self, count: int, drafter: float, target: float, stats: AcceptanceStats) -> None:
         """Take in the seconds of one step with K = `count`, and what was accepted so far."""
-        self._steps += 1
+        if self._rest:
+            self._rested.append(target)
+            return
+        self._take_in_rest()
         self._elapsed += drafter + target
-        if self._steps > 1:
-            self._target[count].append(target)
+        self._time_step(count, target)
         if count == 0:
             self._behind += 1
             self._seen.target_forwards, self._seen.emitted = stats.target_forwards, stats.emitted
@@ -130,6 +134,20 @@ class AutoK:
         else:
             self._draft.append(drafter / count)
         self._behind, self._seen = 1, _copy(stats)
+
+    def _take_in_rest(self) -> None:
+        """The plain steps of a rest, which are only noted while it lasts: looking at each would cost more."""
+        self._elapsed += sum(self._rested)
+        self._behind += len(self._rested)
+        for target in self._rested:
+            self._time_step(0, target)
+        self._rested.clear()
+
+    def _time_step(self, count: int, target: float) -> None:
+        """The first step of all does not count: it takes longer."""
+        self._steps += 1
+        if self._steps > 1:
+            self._target[count].append(target)
 
     def rates(self) -> list[float]:
         """Tokens a second that K = 0 .. most promise."""

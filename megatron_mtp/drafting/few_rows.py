@@ -68,20 +68,32 @@ class _Pass(ctypes.Structure):
 
 def product_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
     """x [..., in] to x @ weight.T [..., out] by compiled code; None where there is none for this weight."""
+    outputs = weight.size(0)
+    return _with_weight("product", weight, lambda hidden: hidden.new_empty(*hidden.shape[:-1], outputs))
+
+
+def best_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """x [..., in] to the number of the largest entry of x @ weight.T [...], the first of equals; else None."""
+    return _with_weight("best", weight, lambda hidden: hidden.new_empty(hidden.shape[:-1], dtype=torch.long))
+
+
+def _with_weight(
+    name: str, weight: Tensor, make_result: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor] | None:
     compiled = library() if is_compiled(weight) else None
     if compiled is None:
         return None
-    function = _function(compiled, "product", weight.dtype, [_P, _P, _P, _N, _N, _N, _N])
+    function = _function(compiled, name, weight.dtype, [_P, _P, _P, _N, _N, _N, _N])
     outputs, inputs = weight.shape
 
-    def multiply(hidden: Tensor) -> Tensor:
+    def call(hidden: Tensor) -> Tensor:
         hidden = hidden.contiguous()
-        result = hidden.new_empty(*hidden.shape[:-1], outputs)
+        result = make_result(hidden)
         rows, threads = hidden.numel() // inputs, torch.get_num_threads()
         function(weight.data_ptr(), hidden.data_ptr(), result.data_ptr(), rows, inputs, outputs, threads)
         return result
 
-    return multiply
+    return call
 
 
 def is_compiled(weight: Tensor) -> bool:

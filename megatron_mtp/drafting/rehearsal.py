@@ -12,6 +12,8 @@ prompt is. The depth does not see what came before them, which makes it err a li
 Letters in names: S rows, B batch, W rows that are judged, H hidden, V vocabulary.
 """
 
+from operator import eq
+
 import torch
 from torch import Tensor
 
@@ -42,12 +44,14 @@ def rehearse(runner: Runner, sequences: Sequences, sampling: Sampling) -> tuple[
     cache = KVCache(runner.depth_layers, first_B.size(0), width)
     states_SBH = sequences.states_at(first_B, width + 1)
     drafted_SBH = runner.depth(1, states_SBH[:-1], sequences.tokens_at(first_B + 1, width), rows, cache)
-    drafts_BWV, trunk_BWV = runner.draft_logits(drafted_SBH), runner.logits(states_SBH[1:])
-    return float(_overlap_BW(sampling, drafts_BWV, trunk_BWV).mean()), width
+    return _overlap(runner, sampling, drafted_SBH, states_SBH[1:]), width
 
 
-def _overlap_BW(sampling: Sampling, draft_BWV: Tensor, trunk_BWV: Tensor) -> Tensor:
-    """Sum of min(p, q); 1 or 0 where both choose the most probable token."""
+def _overlap(runner: Runner, sampling: Sampling, drafted_SBH: Tensor, trunk_SBH: Tensor) -> float:
+    """Sum of min(p, q), the mean of all rows; of a row 1 or 0 where both choose the most probable token."""
     if sampling.greedy:
-        return (draft_BWV.argmax(dim=-1) == trunk_BWV.argmax(dim=-1)).float()
-    return torch.minimum(sampling.probabilities(trunk_BWV), sampling.probabilities(draft_BWV)).sum(dim=-1)
+        drafted = runner.most_probable(drafted_SBH, draft=True).flatten().tolist()
+        wanted = runner.most_probable(trunk_SBH).flatten().tolist()
+        return sum(map(eq, drafted, wanted)) / len(wanted)
+    p_BWV = sampling.probabilities(runner.logits(trunk_SBH))
+    return float(torch.minimum(p_BWV, sampling.probabilities(runner.draft_logits(drafted_SBH))).sum(dim=-1).mean())

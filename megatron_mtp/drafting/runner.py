@@ -14,7 +14,7 @@ from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.dense_layer import Angles, lean, short_norm, turns
 from megatron_mtp.drafting.experts import place_static_experts, reads_nothing_back
-from megatron_mtp.drafting.few_rows import MOST_ROWS, DepthPass, FewRows, GreedyDrafts, few_rows, greedy_drafts
+from megatron_mtp.drafting.few_rows import MOST_ROWS, DepthPass, FewRows, GreedyDrafts, best_of, few_rows, greedy_drafts
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.drafting.latent_attention import cache_latents
 from megatron_mtp.drafting.products import product
@@ -88,6 +88,7 @@ class Runner:
         self._draft_head, self.drafted = self._make_draft_head()
         self._few_rows = self._make_few_rows()
         self._greedy_drafts = self._make_greedy_drafts()
+        self._best = None if (head_VH := self._plain_head()) is None else best_of(head_VH)
 
     @property
     def device(self) -> torch.device:
@@ -141,6 +142,13 @@ class Runner:
     def draft_logits(self, hidden_SBH: Tensor) -> Tensor:
         """Logits of a depth's states, [B, R, V]; -inf for tokens that may not be drafted."""
         return self._draft_head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
+
+    def most_probable(self, hidden_SBH: Tensor, draft: bool = False) -> Tensor:
+        """The most probable token after every state, [S, B]; with `draft`, of those that may be drafted."""
+        if self._best is not None and hidden_SBH.numel() <= MOST_ROWS * self.hidden_size:
+            return self._best(hidden_SBH)
+        logits_BRV = self.draft_logits(hidden_SBH) if draft else self.logits(hidden_SBH)
+        return logits_BRV.argmax(dim=-1).transpose(0, 1)
 
     def drafts_at_once(self, rows: int) -> bool:
         """Whether `draft_greedily` takes depths of so many rows, of all texts together."""
@@ -223,9 +231,14 @@ class Runner:
 
     def _make_greedy_drafts(self) -> GreedyDrafts | None:
         """None without compiled code for all depths and their head."""
+        head_VH = self._plain_head()
+        return None if head_VH is None else greedy_drafts(self._few_rows[1:], head_VH)
+
+    def _plain_head(self) -> Tensor | None:
+        """The head's rows where logits are its product with a state, of the trunk and of the depths; else None."""
         if not self._has_whole_head() or self.model.config.use_mup or self.model.draft_vocabulary is not None:
             return None
-        return greedy_drafts(self._few_rows[1:], self._head_weight().detach()[: self.vocab_size])
+        return self._head_weight().detach()[: self.vocab_size]
 
     def _make_head(self) -> Callable[[Tensor], Tensor]:
         model, weight = self.model, self._head_weight()

@@ -1,6 +1,6 @@
 """Drafts with one model on one rank each and cut over both, from a checkpoint saved between; run under torchrun.
 
-python -m torch.distributed.run --nproc-per-node 2 drafting_ranks_worker.py FOLDER
+python -m torch.distributed.run --nproc-per-node 2 drafting_ranks_worker.py FOLDER KIND ...
 """
 
 import json
@@ -44,7 +44,7 @@ if __name__ == "__main__":
 
     torch.distributed.init_process_group("gloo")
     same = {}
-    for kind in ("gqa", "mha-tied-layernorm", "moe", "mla", "mla-moe", HYBRID):
+    for kind in sys.argv[2:]:
         folder = Path(sys.argv[1]) / kind.replace("/", "_")
         alone, cut = (texts(kind, ranks, folder) for ranks in (1, 2))
         same[kind] = [one == alone[0] for one in (*alone, *cut)]

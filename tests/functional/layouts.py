@@ -207,18 +207,16 @@ CASES = [(model, name) for name, layout in LAYOUTS.items() if name != SINGLE for
 """Model and layout of every comparison with a single process."""
 
 FIRST: dict[str, str] = {
-    "tp2": "tied-d3 latent-keys-d1 padded-vocabulary-d2 chained-d3",
-    "tp2-sp": "untied-d1 moe-d3 latent-d2 parallel-d2 distilled-d3 frozen-moe-d3",
-    "cp2": "tied-d3 documents-d3 padded-d1 padded-latent-d2 per-token-moe-d2 chained-padded-d3 mixed-documents-d3 "
-    "shared-padded-d1 "
-    "hybrid-padded-d1",
+    "tp2": "tied-d3 padded-vocabulary-d2 chained-d3",
+    "tp2-sp": "untied-d1 latent-d2 parallel-d2 frozen-moe-d3",
+    "cp2": "documents-d3 padded-d1 per-token-moe-d2 mixed-documents-d3 shared-padded-d1 hybrid-padded-d1",
     "pp2": "tied-d1 repeated-d3 ragged-d3 frozen-d3",
     "pp2-vpp2": "untied-d3",
     "pp2-unbalanced": "hybrid-mamba-d2",
     "dp2": "tied-d3 packed-d3 per-token-d3",
-    "ep2": "moe-d1 moe-alltoall-d1",
+    "ep2": "moe-d1",
     "tp2-pp2": "tied-d3",
-    "tp2-cp2": "moe-d3 mixed-padded-d3",
+    "tp2-cp2": "moe-d3",
     "cp2-pp2": "padded-d3",
     "cp2-dp2": "per-token-d3",
     "pp2-dp2": "tied-d3",
@@ -232,6 +230,7 @@ FIRST: dict[str, str] = {
 
 LATER = {
     *("pp2-vpp2-hybrid", "hybrid-d2", "hybrid-one-group-d1", "hybrid-delta-d1", "hybrid-moe-d2", "hybrid-frozen-d2"),
+    *("latent-keys-d1", "distilled-d3", "padded-latent-d2", "chained-padded-d3", "mixed-padded-d3", "moe-alltoall-d1"),
     *("unrolled-d1", "unrolled-moe-d1", "hybrid-unrolled-d1", "shared-d1", "shared-documents-d1"),
 }
 """Layouts and models of the matrix alone: the first tier has others with the same layers and the same cuts."""

@@ -1,6 +1,6 @@
 """The chunked losses over the ranks of this job, against their definitions in each of them: prints the worst of all.
 
-torchrun --nproc-per-node 2 linear_worker.py
+torchrun --nproc-per-node 2 linear_worker.py CASES
 """
 
 import sys
@@ -16,7 +16,7 @@ from linear_cases import SETTINGS, Case, worst
 
 from megatron_mtp.config import MTPConfig
 
-CASES = [Case.drawn(seed) for seed in range(6)]
+CASES = [Case.drawn(seed) for seed in range(int(sys.argv[1]))]
 
 
 def main() -> None:

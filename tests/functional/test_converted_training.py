@@ -45,11 +45,12 @@ CASES = {
     "glm4_moe": (3, ("single", "tp2", "ep2")),
     "qwen3_next": (1, ("single", "tp2", "pp2-even")),
     "qwen3_5_text": (1, ("single", "tp2")),
+    "qwen3_5_moe_text": (1, ("single", "ep2")),
     "nemotron_h": (3, ("single", "tp2")),
     "nemotron_h-latent": (1, ("single", "ep2")),
 }
 """Families, the depths of each, and layouts."""
-MATRIX = ("qwen3_5_text", "nemotron_h", "nemotron_h-latent")
+MATRIX = ("qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron_h-latent")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_a_killed_rank_ends_the_job_and_a_restart_resumes(rank: int, tmp_path: P
     assert steps(resumed) == list(range(INTERVAL + 1, STEPS + 1))
 
 
+@pytest.mark.matrix
 def test_damage_that_one_rank_finds_ends_all_ranks(tmp_path: Path) -> None:
     """In the second stage's file, which the second rank alone reads; the first would wait for it for ever."""
     two_steps = command(tmp_path, steps=2)

@@ -87,11 +87,13 @@ NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 BY_PARAMETER = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
 TP2 = Layout("--tensor-model-parallel-size 2 --sequence-parallel", 2)
 PP2 = Layout("--pipeline-model-parallel-size 2", 2)
+EP2 = Layout("--micro-batch-size 1 --expert-model-parallel-size 2", 2)
 LAYOUTS = {
     "one rank, then TP2": (f"{GPT} 2", "", Layout(), TP2),
     "a hybrid, one rank, then TP2": (f"{PATTERN} *-*-/*-", BY_PARAMETER, Layout(), TP2),
     "PP2, in buffers": (f"{GPT} 1", DISTRIBUTED, PP2, PP2),
     "a hybrid, PP2, in buffers": (f"{PATTERN} *-|*-/*-", DISTRIBUTED, PP2, PP2),
+    "a hybrid, EP2": (f"{PATTERN} *-*E/*E {EXPERTS}", DISTRIBUTED, EP2, EP2),
     "TP2, then PP2": (f"{GPT} 2", BY_PARAMETER, TP2, PP2),
 }
 

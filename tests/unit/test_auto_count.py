@@ -155,6 +155,7 @@ def test_while_drafting_rests_further_prompts_are_judged_and_a_good_one_ends_the
     assert not auto.may_rehearse
     _, counts = Machine(never).run(auto, 128)
     assert not any(counts)
+    auto.begin(1, AcceptanceStats())
     assert auto.may_rehearse
     auto.expect(0.9, 32, 0.5)
     cost, counts = Machine(lambda _, count: count).run(auto, 128)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from megatron_mtp.drafting import compiled, loop, products
 from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.few_rows import MOST_ROWS, product_of
+from megatron_mtp.drafting.few_rows import MOST_ROWS, best_of, product_of
 from megatron_mtp.drafting.kv_cache import KVCache, Rows, ancestors_of, chain_rows, tree_rows
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.types import Draft
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.portable import PortableNorm
 
 pytestmark = pytest.mark.usefixtures("megatron", "compiler")
@@ -195,6 +196,32 @@ def test_a_long_window_is_attended_to_up_to_the_last_visible_slot() -> None:
     tokens_BR, first_B = tokens_of(1, 5), torch.zeros(1, dtype=torch.long)
     short, long = (next(Forwards(runner, 1).run(tokens_BR, chain_rows(first_B, 5, one, SLOTS))) for one in (5, SLOTS))
     assert torch.equal(short, long)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_most_probable_token_is_that_of_the_logits(dtype: torch.dtype, rows: int) -> None:
+    """Of a weight whose largest outputs are the last one, the first of two equal ones, and those in between."""
+    weight_VH = torch.randn(101, 24, dtype=dtype)
+    weight_VH[50] = weight_VH[7]
+    state_SBH = torch.randn(rows, 2, 24, dtype=dtype)
+    state_SBH[0, 0], state_SBH[0, 1] = 9 * weight_VH[-1], 9 * weight_VH[7]
+    best = best_of(weight_VH)
+    assert best is not None
+    found_SB = best(state_SBH)
+    assert torch.equal(found_SB, (state_SBH.double() @ weight_VH.double().T).argmax(dim=-1))
+    assert found_SB[0].tolist() == [100, 7]
+
+
+@pytest.mark.parametrize("drafted", [None, torch.arange(3, 40)], ids=["all tokens", "a draft vocabulary"])
+def test_the_most_probable_token_is_one_that_may_be_drafted(drafted: Tensor | None) -> None:
+    model = model_of("gqa", dtype=torch.float32)
+    if drafted is not None:
+        model.draft_vocabulary = DraftVocabulary(drafted, VOCABULARY)
+    target = Runner(model)
+    state_SBH = torch.randn(9, 2, target.hidden_size, dtype=target.dtype)
+    assert torch.equal(target.most_probable(state_SBH), target.logits(state_SBH).argmax(dim=-1).T)
+    assert torch.equal(target.most_probable(state_SBH, draft=True), target.draft_logits(state_SBH).argmax(dim=-1).T)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,6 +8,7 @@ import torch
 from drafting_single import Agreeing, model_of, p_value_of, prompts_of, run, run_every_step_in_python, trained_forward
 from hybrid_single import drafting_hybrid
 from megatron_single import VOCABULARY
+from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.drafting import loop, recurrent_state
@@ -27,12 +28,8 @@ from megatron_mtp.drafting.types import Draft, Round
 pytestmark = pytest.mark.usefixtures("megatron")
 
 PATTERNS = ("M-M-/M-/M-", "G-G-/G-/G-", "M*EG/GM*/GM*", "M+-/+-", "*-*-/*-/*-")
-every_pattern = pytest.mark.parametrize(
-    "pattern", [*PATTERNS[:3], *(pytest.param(pattern, marks=pytest.mark.matrix) for pattern in PATTERNS[3:])]
-)
-all_kinds = pytest.mark.parametrize(
-    "pattern", [*(pytest.param(pattern, marks=pytest.mark.matrix) for pattern in PATTERNS[:2]), PATTERNS[2]]
-)
+every_pattern = pytest.mark.parametrize("pattern", tiered(PATTERNS, PATTERNS[2:3]))
+all_kinds = pytest.mark.parametrize("pattern", tiered(PATTERNS[:3], PATTERNS[2:3]))
 
 FLOAT32_GATE = 1e-6
 """Megatron's Gated DeltaNet has its output gate in float32, also where all else is float64."""
@@ -118,9 +115,10 @@ def test_identity(pattern: str, batch: int) -> None:
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("pattern", ["M-M-/M-/M-", "G-G-/G-/G-", "M*E-/M*/M*", "*-*-/*-/*-"])
-def test_identity_over_2000_tokens(pattern: str) -> None:
-    target, prompts = runner_of(pattern), prompts_of(4)
+def test_identity_over_2000_tokens(pattern: str, batch: int) -> None:
+    target, prompts = runner_of(pattern), prompts_of(batch)
     answers = plain(target, prompts, 2000)
     for settings in (MTP, EAGLE):
         texts, driven = run(target, prompts, 2000, settings, answers)
@@ -148,7 +146,7 @@ def test_lookahead_and_trees_where_nothing_is_recurrent() -> None:
         assert run(target, prompts, 40, settings, answers)[0].texts == answers
 
 
-@pytest.mark.parametrize("pattern", ["M-*-/M-/M-", "G-/*G/*G"])
+@pytest.mark.parametrize("pattern", tiered(["M-*-/M-/M-", "G-/*G/*G"], ("M-*-/M-/M-",)))
 @pytest.mark.parametrize("settings", [MTP, EAGLE | {"num_speculative_tokens": 2}], ids=["mtp", "mtp_eagle"])
 def test_sampled_texts_have_the_targets_distribution(pattern: str, settings: dict[str, Any]) -> None:
     """CHI, with the rule of rejection."""
@@ -259,7 +257,7 @@ def test_depths_may_be_asked_for_in_turns(pattern: str, method: str, monkeypatch
 
 
 @all_kinds
-@pytest.mark.parametrize("method", ["mtp_eagle", "draft_model", "ngram"])
+@pytest.mark.parametrize("method", tiered(["mtp_eagle", "draft_model", "ngram"], ("ngram",)))
 def test_a_text_gains_16_tokens_a_step_and_its_neighbour_one(
     pattern: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +279,7 @@ def test_a_text_gains_16_tokens_a_step_and_its_neighbour_one(
         assert_same_memory(driven.proposer.inner.cache, redone.proposer.cache, counts)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS[:3])
+@all_kinds
 @pytest.mark.parametrize("settings", [None, MTP, EAGLE], ids=["plain", "mtp", "mtp_eagle"])
 def test_neighbours_and_padding_change_nothing(pattern: str, settings: dict[str, Any] | None) -> None:
     """INV: prompts of 1, 70 and 200 tokens in a batch and alone; the trunk's states of all rows."""

@@ -13,6 +13,7 @@ from hf_models import make
 
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.migrating import migrate
 from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.convert.streaming import PLAN, RECORDS, PartialFolder
 
@@ -26,27 +27,51 @@ COMMANDS = {
 }
 """What each command is given."""
 
+MIGRATIONS = {"gpt-to-hybrid": ["mcore"], "hybrid-to-gpt": ["hybrid"]}
+
+Told = dict[str, dict[str, Any]]
+
 
 @pytest.fixture(scope="module", params=KILLS)
-def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What became of all commands, each killed so often."""
     folder = tmp_path_factory.mktemp("conversions")
-    for name, depths in (("mcore", 3), ("trunk", 0)):
-        hf = make(folder / ("hf" if depths else "hf-trunk"), "deepseek_v3", depths)
-        hf_to_mcore(hf, folder / name, Options(quiet=True, workers=1), megatron_arguments)
-    commands = [[command, str(folder / source), *flags] for command, (source, *flags) in COMMANDS.items()]
+    imported(folder, "deepseek_v3", "mcore", 3)
+    imported(folder, "deepseek_v3", "trunk", 0)
+    return killed(folder, COMMANDS, request.param)
+
+
+def imported(folder: Path, family: str, name: str, depths: int) -> None:
+    hf = make(folder / ("hf" if depths else "hf-trunk"), family, depths)
+    hf_to_mcore(hf, folder / name, Options(quiet=True, workers=1), megatron_arguments)
+
+
+def killed(folder: Path, commands: dict[str, list[str]], kills: int) -> Told:
+    given = [[command, str(folder / source), *flags] for command, (source, *flags) in commands.items()]
     seed = secrets.randbits(32)
     print(f"seed {seed}")
-    words = [sys.executable, str(WORKER), str(folder / "killed"), str(request.param), str(seed)]
-    done = fork_server.run(words, input=json.dumps(commands), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    words = [sys.executable, str(WORKER), str(folder / "killed"), str(kills), str(seed)]
+    done = fork_server.run(words, input=json.dumps(given), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr[-3000:]
-    return {"kills": request.param, **json.loads(done.stdout.splitlines()[-1])}
+    return {command: {"kills": kills, **found} for command, found in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_killed_conversion_is_resumed_to_the_same_bytes(command: str, told: dict[str, Any]) -> None:
-    assert told[command]["killed"] == told["kills"]
-    assert told[command]["wrong"] == []
+def test_a_killed_conversion_is_resumed_to_the_same_bytes(command: str, told: Told) -> None:
+    assert_resumed(told[command])
+
+
+def assert_resumed(told: dict[str, Any]) -> None:
+    assert told["killed"] == told["kills"]
+    assert told["wrong"] == []
+
+
+@pytest.mark.matrix
+def test_a_killed_migration_is_resumed_to_the_same_bytes(tmp_path: Path) -> None:
+    imported(tmp_path, "glm4_moe", "mcore", 2)
+    migrate(tmp_path / "mcore", tmp_path / "hybrid", True, Options(quiet=True, workers=1))
+    for told in killed(tmp_path, MIGRATIONS, 20).values():
+        assert_resumed(told)
 
 
 def test_a_run_killed_before_its_plan_was_written_is_as_if_it_had_not_been(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hf_models import make, read
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron_single import randomise
+from tiers import tiered
 
 from megatron_mtp.checkpoint import command
 from megatron_mtp.checkpoint.convert import migrating
@@ -93,7 +94,7 @@ def failed(checks: list[Check]) -> list[str]:
     return [check.name for check in checks if not check.ok]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, ("experts", "latent", "biases, LayerNorm, normalised heads")))
 def test_there_and_back_every_bit_is_the_same(case: str, tmp_path: Path) -> None:
     flags, pattern = CASES[case]
     source = trained(tmp_path / "gpt", flags)
@@ -250,7 +251,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", tiered(FAULTS, ("layers swapped", "a depth's state missing", "another router")))
 def test_verify_sees_a_planted_fault(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, seen = FAULTS[fault]
     source = trained(tmp_path / "gpt", f"{DEPTHS} 1")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hf_models import make
 from test_rotary_scaling import LLAMA3, YARN
+from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
@@ -102,9 +103,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.matrix) if name == "glm4_moe" else name for name in MODELS]
-)
+@pytest.mark.parametrize("name", tiered(MODELS, ("llama", "deepseek_v3", "nemotron_h")))
 def test_every_number_that_changes_a_logit_is_seen(name: str, tmp_path: Path) -> None:
     depths, rope, expected = MODELS[name]
     source = make(tmp_path / "hf", name, depths)

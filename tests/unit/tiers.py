@@ -1,0 +1,11 @@
+"""Which cases of a test are in the first tier."""
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import pytest
+
+
+def tiered(cases: Iterable[Any], first: Container[Any]) -> list[Any]:
+    """The cases for `parametrize`; those that are not among the `first` run with --all alone."""
+    return [case if case in first else pytest.param(case, marks=pytest.mark.matrix) for case in cases]

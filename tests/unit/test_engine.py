@@ -330,12 +330,15 @@ def soak(requests_count: int) -> ContinuousEngine:
     """Random requests, of which many go away while they wait, run or are put back."""
     chance, engine = random.Random(3), engine_of(running=6, blocks=9, chunk=48, waiting=1000)
     live: list[int] = []
+    left = 100 * requests_count  # steps; so many that none are left if a block is lost
     for number in range(requests_count):
         prompt = chance.choice([[], *PIECES]) + [chance.randrange(1, VOCABULARY) for _ in range(chance.randint(1, 30))]
         method = chance.choice(["plain", "mtp", "mtp_eagle", "ngram"])
         live.append(engine.add(request_of(prompt, chance.randint(1, 6), method)))
         while engine.load.waiting > 4 or (number == requests_count - 1 and engine.busy):
             engine.step()
+            left -= 1
+            assert left, "the engine does not come to an end"
             if chance.random() < 0.3:
                 engine.cancel(chance.choice(live[-12:]))
     return engine

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_mtp.drafting.kv_cache import KVCache, chain_rows
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.sampling import Sampling, SamplingByText
 from megatron_mtp.drafting.sequences import Sequences
 
 FEWEST, MOST = 8, 10
@@ -27,7 +27,7 @@ FEWEST, MOST = 8, 10
 errs at all of ten rows once in 35 prompts."""
 
 
-def rehearse(runner: Runner, sequences: Sequences, sampling: Sampling) -> tuple[float, int] | None:
+def rehearse(runner: Runner, sequences: Sequences, sampling: Sampling | SamplingByText) -> tuple[float, int] | None:
     """The chance that a first draft is accepted, sum of min(p, q), and the rows of a text it is the mean of.
 
     Args:
@@ -47,7 +47,7 @@ def rehearse(runner: Runner, sequences: Sequences, sampling: Sampling) -> tuple[
     return _overlap(runner, sampling, drafted_SBH, states_SBH[1:]), width
 
 
-def _overlap(runner: Runner, sampling: Sampling, drafted_SBH: Tensor, trunk_SBH: Tensor) -> float:
+def _overlap(runner: Runner, sampling: Sampling | SamplingByText, drafted_SBH: Tensor, trunk_SBH: Tensor) -> float:
     """Sum of min(p, q), the mean of all rows; of a row 1 or 0 where both choose the most probable token."""
     if sampling.greedy:
         drafted = runner.most_probable(drafted_SBH, draft=True).flatten().tolist()

@@ -1,0 +1,323 @@
+"""The texts of an engine while they live: one that is being prefilled, and groups of those that are decoded.
+
+A text's prompt runs alone, in chunks. While only a part of it has run, it is a text of so many tokens and one more: so
+drafters catch up chunk by chunk, by what they do for any text. Then it joins the group of texts that draft alike.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.drafting.auto import AutoK
+from megatron_mtp.drafting.blocks import Held
+from megatron_mtp.drafting.judged import NO_PENALTIES, Judge, logprobs_of, penalised
+from megatron_mtp.drafting.kv_cache import chain_rows, rounded
+from megatron_mtp.drafting.loop import Group, Limits, catch_up, emitted_of
+from megatron_mtp.drafting.method import Method
+from megatron_mtp.drafting.requests import Finish, Request, TokenLogprob, Update
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import RECOVER, draw, sampling_of
+from megatron_mtp.drafting.sequences import Progress, Sequences
+from megatron_mtp.drafting.types import AcceptanceStats, Draft, Emitted, End
+from megatron_mtp.drafting.verifiers import VERIFIERS
+
+FAR_BEHIND = 32
+"""Rows that a text's drafter may be behind to catch up with the others' rows; with more it runs them alone."""
+
+FINISH = {None: None, End.STOP: Finish.STOP, End.BUDGET: Finish.LENGTH}
+
+
+@dataclass
+class Text:
+    """A request while the engine has it.
+
+    Attributes:
+        number: what `add` returned; a smaller one came earlier.
+        tokens: the prompt and what was emitted.
+        held: its blocks.
+        sequences: the text alone, while it is being prefilled.
+        run: rows of the trunk that the prefill has done.
+        cached: tokens of the prompt whose rows were found; None before the text first had a place.
+        prompt_logprobs: as far as the prompt has run.
+    """
+
+    number: int
+    request: Request
+    method: Method
+    limits: Limits
+    tokens: list[int]
+    held: Held = field(default_factory=Held)
+    progress: Progress = field(default_factory=Progress)
+    sequences: Sequences | None = None
+    run: int = 0
+    cached: int | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has emitted a token."""
+        return len(self.tokens) > len(self.request.prompt)
+
+    @property
+    def rows(self) -> int:
+        """Rows to prefill; a text that was put back goes on with its newest token, whose row has not run."""
+        return len(self.tokens) - self.has_begun
+
+    @property
+    def slots(self) -> int:
+        """Slots that its next step may write, and the one before, whose tokens the host may not know."""
+        return len(self.tokens) + 2 + self.method.proposer.nodes(self.method.count) + self.method.count
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether more than a token is asked of the target."""
+        return self.request.logprobs is not None or self.request.penalties != NO_PENALTIES
+
+    def update(self, emitted: Emitted, logprobs: list[TokenLogprob]) -> Update:
+        """What a step gave it, for the one who asked."""
+        first = len(self.tokens) - len(emitted.tokens) == len(self.request.prompt)
+        return Update(
+            self.number,
+            emitted.tokens,
+            emitted.accepted,
+            emitted.offered,
+            FINISH[emitted.end],
+            logprobs,
+            self.prompt_logprobs if first else [],
+            self.cached or 0 if first else 0,
+        )
+
+
+class Prefill:
+    """A text whose prompt is being run.
+
+    Args:
+        drafts: whether its drafter should keep up.
+    """
+
+    def __init__(self, runner: Runner, text: Text, sequences: Sequences) -> None:
+        self.runner, self.text, self.sequences = runner, text, sequences
+        sequences.texts, sequences.prompt_lengths = [text.tokens], [len(text.request.prompt)]
+        sequences.progress = [text.progress]
+
+    def run(self, most: int) -> int:
+        """Run at most so many rows of the trunk; returns how many these were."""
+        text, sequences = self.text, self.sequences
+        count = min(most, text.rows - text.run)
+        first_B = torch.full_like(sequences.length_B, text.run)
+        window = min(rounded(text.run + count, sequences.few_shapes), sequences.capacity)
+        rows = chain_rows(first_B, count, window, sequences.capacity)
+        if count:
+            tokens_BR = sequences.tokens_at(first_B, count)
+            hidden_SBH = self.runner.trunk(tokens_BR, rows, sequences.cache)
+            sequences.put_states(hidden_SBH, rows)
+            if text.request.prompt_logprobs is not None:
+                self._read_prompt(hidden_SBH, text.request.prompt_logprobs)
+        text.run += count
+        self._show(min(text.run + 1, len(text.tokens)))
+        return count
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all rows have run."""
+        return self.text.run == self.text.rows
+
+    def begin(self) -> Emitted:
+        """Draw the first token."""
+        text, sequences = self.text, self.sequences
+        self._logits_RV = self.runner.logits(sequences.states_at(sequences.length_B - 1, 1))[0]
+        logits_RV = penalised(text.request.penalties, text.tokens, len(text.tokens), self._logits_RV)
+        probs_RV = text.request.sampling.probabilities(logits_RV)
+        sequences.append(draw(probs_RV, sequences.noise.uniform(RECOVER, 1)[:, 0]))
+        emitted = emitted_of(sequences, text.limits, 0, sequences.read_back()[0], 0, None)
+        sequences.settle(0, emitted.tokens, emitted.end is not None)
+        return emitted
+
+    def first_update(self, emitted: Emitted) -> Update:
+        """Of the first token."""
+        top = self.text.request.logprobs
+        return self.text.update(emitted, [] if top is None else logprobs_of(self._logits_RV, emitted.tokens, top))
+
+    def catch_up(self, method: Method) -> None:
+        """Let the drafter run the rows of all tokens so far."""
+        if method.proposer.missed(self.sequences, method.count) > 1:
+            catch_up(self.sequences, method, method.count)
+
+    def _show(self, length: int) -> None:
+        """Let the text be one of so many tokens."""
+        whole = self.text.tokens
+        self.sequences.texts = [whole if length == len(whole) else whole[:length]]
+        self.sequences.length_B.fill_(length)
+
+    def _read_prompt(self, hidden_SBH: torch.Tensor, top: int) -> None:
+        text = self.text
+        after = text.request.prompt[text.run + 1 :][: hidden_SBH.size(0)]
+        if after and len(text.prompt_logprobs) == text.run:
+            text.prompt_logprobs += logprobs_of(self.runner.logits(hidden_SBH)[0, : len(after)], after, top)
+
+
+class Late:
+    """What a step gave its texts, on its way to the host while the next step runs.
+
+    Args:
+        texts: in the rows of the step.
+        then_B: their lengths before it.
+    """
+
+    def __init__(self, texts: list[Text], sequences: Sequences, then_B: Tensor, draft: Draft) -> None:
+        self.texts, self.nodes = [*texts], draft.nodes
+        gained_B1 = (sequences.length_B - then_B).unsqueeze(1)
+        parts = [gained_B1, sequences.tokens_at(then_B, draft.nodes + 1), draft.valid()]
+        self._read = on_its_way(torch.cat(parts, dim=1))
+
+    def gained(self) -> Iterator[tuple[Text, list[int], int]]:
+        """Every text with its new tokens and the depth of its draft; waits for them."""
+        for text, (count, *values) in zip(self.texts, self._read(), strict=True):
+            valid = values[self.nodes + 1 :]
+            yield text, values[:count], next((n for n, ok in enumerate(valid) if not ok), self.nodes)
+
+
+def on_its_way(values_BX: Tensor) -> Callable[[], list[list[int]]]:
+    """Start to copy numbers to the host; what is returned waits for them, and for nothing that is begun later."""
+    if not values_BX.is_cuda:
+        return values_BX.tolist
+    held_BX = torch.empty(values_BX.shape, dtype=values_BX.dtype, pin_memory=True)
+    held_BX.copy_(values_BX, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[list[int]]:
+        copied.synchronize()
+        return held_BX.tolist()
+
+    return wait
+
+
+@dataclass
+class Shown:
+    """What steps have shown, for automatic K, of groups of one size."""
+
+    auto: AutoK | None
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+
+class LiveGroup(Group):
+    """Texts that draft alike. They join and leave between steps.
+
+    With overlap a step is started before the tokens of the last one are read. So the host learns one step late that a
+    text has ended; what the step in between gave it is dropped. Lengths that the host does not know are bounded by
+    `Sequences.ahead`.
+
+    Args:
+        overlap: whether to do so where a step reads nothing back.
+        shown: what was measured with so many texts.
+        hand: called with a text and its update.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        text: Text,
+        sequences: Sequences,
+        shown: Callable[[int], Shown],
+        hand: Callable[[Text, Update], None],
+        overlap: bool = False,
+    ) -> None:
+        super().__init__(runner, sequences, text.method, [text.limits], self._give)
+        self.texts, self._shown, self._hand, self._overlap = [text], shown, hand, overlap
+        self._late: Late | None = None
+        self._changed()
+
+    def join(self, text: Text, sequences: Sequences) -> None:
+        """One more text, which has its first token."""
+        self.sequences.join(sequences)
+        self.texts.append(text)
+        self._changed()
+
+    def leave(self, gone: list[Text]) -> None:
+        """Go on without these texts."""
+        rows = [row for row, text in enumerate(self.texts) if not any(text is one for one in gone)]
+        self.sequences.keep_texts(rows)
+        self.texts = [self.texts[row] for row in rows]
+        self._changed()
+
+    def place(self, text: Text) -> None:
+        """Tell the device of a text's new blocks."""
+        row = next(row for row, one in enumerate(self.texts) if one is text)
+        write_table(self.sequences, row, text.held.blocks)
+
+    def choose(self) -> int:
+        """K by what groups of about this size have shown."""
+        shown = self._shown(len(self.texts))
+        self.method = replace(self.method, auto=shown.auto, stats=shown.stats)
+        return super().choose()
+
+    def step(self) -> None:
+        """Take a step and hand out what it gave; with overlap, what the one before gave."""
+        if self._late is not None and not self._overlaps:
+            self._hand_out_late()
+        else:
+            super().step()
+
+    def hand_out(self, draft: Draft | None) -> None:
+        """Hand out this step, or the last one while this one's tokens are on their way."""
+        if not self._overlaps or draft is None:
+            return super().hand_out(draft)
+        taken = Late(self.texts, self.sequences, self._then_B, draft)
+        self._hand_out_late()
+        self._late = taken
+
+    def _hand_out_late(self) -> None:
+        late, self._late = self._late, None
+        rows = {id(text): row for row, text in enumerate(self.texts)}
+        for text, gained, depth in () if late is None else late.gained():
+            if id(text) in rows:  # else it was cancelled or put back
+                self.give(rows[id(text)], gained, depth, None)
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether steps of these texts read nothing back, and need no tokens that the host does not know."""
+        proposer, rule = self.method.proposer, VERIFIERS[str(self.method.config.verifier)]
+        reads = isinstance(self.method.verifier, Judge) or proposer.drafts_trees
+        return self._overlap and not reads and proposer.recordable and rule.recordable
+
+    def prepare(self, count: int) -> None:
+        """Texts that are far behind catch up alone, so that the others need not run as many rows."""
+        proposer, sequences = self.method.proposer, self.sequences
+        sequences.ahead = 0 if self._late is None else self.method.count + 1
+        if self._overlaps:
+            self._then_B = sequences.length_B.clone()
+        if count == 0 or proposer.missed(sequences, count) <= FAR_BEHIND:
+            return
+        for row in range(len(self.texts)):
+            alone = sequences.alone(row)
+            if proposer.missed(alone, count) > FAR_BEHIND:
+                catch_up(alone, self.method, count)
+
+    def _changed(self) -> None:
+        """What a step knows of its texts."""
+        self.limits = [text.limits for text in self.texts]
+        rule: Callable[..., object] = self.texts[0].method.verifier if self.texts else self.method.verifier
+        if any(text.reads_logits for text in self.texts):
+            penalties, prompts = [one.request.penalties for one in self.texts], self.sequences.prompt_lengths
+            rule = Judge(rule, penalties, prompts)  # type: ignore[arg-type]
+        if self.texts:
+            sampling = sampling_of([text.request.sampling for text in self.texts])
+            self.method = replace(self.method, sampling=sampling, verifier=rule)  # type: ignore[arg-type]
+
+    def _give(self, emitted: Emitted) -> None:
+        text, rule = self.texts[emitted.text], self.method.verifier
+        top = text.request.logprobs
+        logprobs = (
+            rule.logprobs(emitted.text, emitted.tokens, top) if isinstance(rule, Judge) and top is not None else []
+        )
+        self._hand(text, text.update(emitted, logprobs))
+
+
+def write_table(sequences: Sequences, row: int, blocks: list[int]) -> None:
+    """The blocks of a text's pages."""
+    pages = sequences.pages
+    assert pages is not None
+    pages.table_BL[row, : len(blocks)] = torch.tensor(blocks, device=pages.table_BL.device)

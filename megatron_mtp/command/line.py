@@ -122,6 +122,12 @@ def _attach(program: str, arguments: list[str]) -> int:
     return main(arguments, program)
 
 
+def _bench_serve(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.serving.bench.command import main
+
+    return main(arguments, program)
+
+
 def _report(program: str, arguments: list[str]) -> int:
     from megatron_mtp.report.command import main
 
@@ -158,6 +164,7 @@ VERBS = {
     "convert": Verb("convert between Hugging Face folders and Megatron checkpoints; inspect and verify them", _convert),
     "attach": Verb("add depths to a Hugging Face model: train on its frozen trunk, measure, export", _attach),
     "generate": Verb("generate text from a checkpoint, several tokens per forward", _generate),
+    "bench-serve": Verb("measure a server of OpenAI's API: waiting times, tokens a second, acceptance", _bench_serve),
     "evaluate": Verb("compute loss and acceptance by depth of a checkpoint on a text", _evaluate),
     "report": Verb("make one HTML page from one or several runs", _report),
     "doctor": Verb("show what this machine has, and what missing parts cost", _doctor),

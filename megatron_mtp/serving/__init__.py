@@ -13,4 +13,5 @@ answers.py      bodies to requests, updates to answers and event streams
 page.py         the page at /, with page.css and page.js in it
 app.py          the paths
 server.py       uvicorn, which drains
+    bench/          megatron-mtp bench-serve
 """

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -212,3 +213,41 @@ def test_the_page_asks_for_nothing_from_elsewhere(server: Running, tmp_path: Pat
     assert "http://" not in page.text
     assert "https://" not in page.text
     assert NAME in page.text
+
+
+@pytest.mark.matrix
+def test_5000_requests_with_random_disconnects_leak_nothing(codec: Words) -> None:
+    """Half of the clients leave: before the answer, or after some events."""
+    chosen = random.Random(0)
+
+    async def ask(client: httpx2.AsyncClient, url: str) -> None:
+        body = {"prompt": "abc", "max_tokens": chosen.randint(1, 30), "n": chosen.randint(1, 3), "stream": True}
+        patience = chosen.choice([10**9, chosen.randint(0, 8)])
+        async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            if not patience:
+                return
+            async for _ in answer.aiter_lines():
+                patience -= 1
+                if not patience:
+                    return
+
+    async def everyone(url: str) -> None:
+        left = iter(range(5000))
+        limits = httpx2.Limits(max_connections=40)
+
+        async def one_after_another(client: httpx2.AsyncClient) -> None:
+            for _ in left:
+                await ask(client, url)
+
+        async with httpx2.AsyncClient(limits=limits, timeout=60) as client:
+            await asyncio.gather(*(one_after_another(client) for _ in range(40)))
+
+    with running(Parrot(running=16, waiting=256), codec) as server:
+        asyncio.run(everyone(server.url))
+        until(lambda: server.service.idle and not server.engine.busy)
+        ended = [line for line in httpx2.get(f"{server.url}/metrics").text.splitlines() if "requests_total{" in line]
+        assert sum(float(line.split()[-1]) for line in ended) == server.engine._count > 5000
+        assert server.engine.cancelled > 500
+        assert server.engine.load.blocks_used == 0
+        assert not server.service._metrics._texts
+        assert len(server.server.server_state.tasks) <= 1

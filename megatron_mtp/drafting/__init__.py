@@ -4,13 +4,14 @@ The Python API is `load_runner` and `generate`, which are looked up when asked f
 platform, and the rules in this room (types, sampling, verifiers) do not.
 
     types.py             Draft (a tree), Verdict, Round, AcceptanceStats
-    requests.py          Request and Update: what passes between a continuous engine and its doors
+    requests.py          Request and Update: what passes between the engine and those who send it requests
     settings.py          settings of a method or verifier: kinds, defaults, ranges, meanings
     config.py            SpeculativeConfig: a method, a verifier and their settings, from JSON
     sampling.py          logits to probabilities to tokens; random numbers by seed and position
     proposers/           PROPOSERS: what drafts
     verifiers/           VERIFIERS: which drafts are accepted
     runner.py            a loaded model row by row: trunk, depths, head
+    pages.py             blocks of memory that texts share, and the tables that name them
     kv_cache.py          keys and values of rows, and the roll-back of rejected ones
     cached_attention.py  attention over the cache, in the place of a trained model's
     split_attention.py   on a GPU, few rows over a long cache in parts
@@ -26,9 +27,14 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     few_rows.py          few rows through all layers in one call of compiled code (native/few_rows.cpp)
     compiled.py          builds that code once for this CPU
     graphs.py            steps as CUDA graphs, kept for later prompts
+    memory.py            keys, values and states of texts, together
     sequences.py         the texts of a batch while they grow
     method.py            proposer, verifier and K, checked against each other and the model
     loop.py              run -> propose -> verify -> keep -> emit; a text ends at EOS, also inside a draft
+    blocks.py            which blocks are free, and which hold a beginning that texts share
+    judged.py            penalties and log-probabilities
+    live.py              a text that is prefilled, and groups of texts that are decoded
+    engine.py            continuous batching: requests join and leave between steps
     rehearsal.py         how often the first depth is right about the prompt
     auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
     load.py              a checkpoint folder to a runner

@@ -84,6 +84,11 @@ class AutoK:
         self._behind, self._seen = rows, _copy(stats)
 
     @property
+    def rests(self) -> bool:
+        """Whether drafting does not pay at present."""
+        return self._rests or self._rest > 0
+
+    @property
     def may_rehearse(self) -> bool:
         """Whether a batch is to begin with a rehearsal: the first one, and while drafting rests, within the share."""
         if not self._offers or not self._target:

@@ -233,17 +233,20 @@ def _place(attention: SelfAttention) -> Place:
 
 
 def _place_in_one(attention: SelfAttention) -> Place | None:
-    """The same in one kernel; None where there is none for the device, or for the norms."""
+    """The same in one kernel, of a cache without pages; None where there is none for the device, or for the norms."""
     norms = [norm for norm in (attention.q_layernorm, attention.k_layernorm) if norm is not None]
     fitting = fused_rows.has_kernels(attention.linear_qkv.weight)
     if not fitting or any(_rms_weight(norm) is None for norm in norms):
         return None
     core, groups = attention.core_attention, attention.num_query_groups_per_partition
+    in_pages = _place(attention)
     pair = attention.q_layernorm, attention.k_layernorm
     weights = [None if norm is None else _rms_weight(norm) for norm in pair]
     epsilons = [0.0 if norm is None else norm.eps for norm in pair]
 
     def place(mixed_SBGQC: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        if core.scope.cache.pages is not None:
+            return in_pages(mixed_SBGQC, angles)
         rows, turn = core.scope.rows, angles or (None, None)
         cache = core.scope.cache.take(core.layer, groups, mixed_SBGQC.size(-1), mixed_SBGQC)
         query_BNRC = fused_rows.place_rows(mixed_SBGQC, *turn, *weights, *epsilons, rows.slots_BR, *cache)

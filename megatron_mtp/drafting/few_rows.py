@@ -59,6 +59,8 @@ class _Rows(ctypes.Structure):
         ("tokens", _P),
         ("token_stride", _N),
         *((name, _P) for name in ("first", "positions", "places", "mask", "given", "states", "keys", "values")),
+        ("table", _P),
+        *((name, _N) for name in ("pages", "size")),
     )
 
 
@@ -137,7 +139,7 @@ class FewRows:
             *((self._norm(depth.enorm), self._norm(depth.hnorm)) if merges else (_Norm(), _Norm())),
             self._norm(last),
         )
-        self._cache: tuple[KVCache, Any, Any] | None = None
+        self._cache: tuple[list[Tensor | None], Any, Any] | None = None
 
     def __call__(self, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
         """States [S, B, H] of the rows, whose keys and values are added to the cache.
@@ -164,16 +166,17 @@ class FewRows:
             *(tokens_BR.data_ptr() if self._reads_tokens else None, tokens_BR.stride(0)),
             *(None if one is None else one.data_ptr() for one in (*where, given_SBH)),
             *(states_SBH.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values)),
+            *_division(cache),
         )
-        return Prepared(self._stack, call, states_SBH, (tokens_BR, given_SBH, *where, keys, values))
+        return Prepared(self._stack, call, states_SBH, (tokens_BR, given_SBH, *where, keys, values, cache.pages))
 
     def _pointers(self, cache: KVCache, like: Tensor) -> tuple[Any, Any]:
-        """Where the cache keeps the keys and the values of every layer; found once for a cache."""
-        if self._cache is None or self._cache[0] is not cache:
+        """Where the cache keeps the keys and the values of every layer; found once for its memory."""
+        if self._cache is None or self._cache[0] is not cache.keys:
             held = [cache.take(layer, self._groups, self._channels, like) for layer in range(len(self._layers))]
             array = _P * len(held)
             keys, values = (array(*(pair[side].data_ptr() for pair in held)) for side in (0, 1))
-            self._cache = cache, keys, values
+            self._cache = cache.keys, keys, values
         return self._cache[1], self._cache[2]
 
     def _layer(self, layer: Any) -> _Layer:
@@ -277,6 +280,13 @@ def _where(rows: Rows) -> tuple[Tensor | None, ...]:
     if isinstance(rows, Chain) and rows.live_BR is None:
         return rows.first_B.contiguous(), None, None, None
     return None, rows.positions_BR.contiguous(), rows.slots_BR.contiguous(), rows.mask_B1RW.float().contiguous()
+
+
+def _division(cache: KVCache) -> tuple[int | None, int, int]:
+    """How slots are divided into blocks: the table, its columns, and the slots of a block."""
+    if cache.pages is None:
+        return None, 0, cache.capacity + 1
+    return cache.pages.table_BL.data_ptr(), cache.pages.table_BL.size(1), cache.pages.size
 
 
 def few_rows(*given: Any) -> FewRows | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_mtp.drafting.pages import Pages
 from megatron_mtp.model.causal import causal_mask
 
 if TYPE_CHECKING:
@@ -160,16 +161,23 @@ class KVCache:
 
     Args:
         capacity: slots of a sequence; slot `capacity` is the scratch slot.
+        pages: where the texts' slots are in blocks that others use as well; None gives every text its own run of slots.
 
     Attributes:
         recurrence: what recurrent layers remember; None before one has run.
     """
 
-    def __init__(self, layers: int, batch: int, capacity: int) -> None:
-        self.batch, self.capacity = batch, capacity
+    def __init__(self, layers: int, batch: int, capacity: int, pages: Pages | None = None) -> None:
+        self.batch, self.capacity, self.pages = batch, capacity, pages
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
         self.recurrence: Recurrence | None = None
+
+    def through(self, pages: Pages) -> "KVCache":
+        """The same memory, for the texts of other pages."""
+        made = KVCache(len(self.keys), pages.table_BL.size(0), self.capacity, pages)
+        made.keys, made.values = self.keys, self.values
+        return made
 
     @property
     def scratch(self) -> int:
@@ -186,7 +194,10 @@ class KVCache:
         return key_BGWC, key_BGWC if value_BGRC is None else self._written(self.values, layer, value_BGRC, rows)
 
     def take(self, layer: int, heads: int, channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values in all slots, [B, G, capacity + 1, C] each, for code that writes them itself."""
+        """A layer's keys and values in all slots, [B, G, capacity + 1, C] each, for code that writes them itself.
+
+        With pages, they are of all blocks, [N, G, size, C].
+        """
         if self.keys[layer] is None:
             first_BGRC = like.new_empty(self.batch, heads, 0, channels)
             self.keys[layer], self.values[layer] = self._new(first_BGRC), self._new(first_BGRC)
@@ -199,8 +210,7 @@ class KVCache:
         """Move the rows at slots `source_BP` to slots `target_BP`, in every layer that has run."""
         for cache in (*self.keys, *self.values):
             if cache is not None:
-                index_BGPC = source_BP[:, None, :, None].expand(-1, cache.size(1), -1, cache.size(3))
-                write_rows(cache, cache.gather(2, index_BGPC), target_BP)
+                write_rows(cache, read_rows(cache, source_BP, self.pages), target_BP, self.pages)
 
     def clear(self) -> None:
         """Forget all rows and keep the memory, which then holds no number of an earlier text."""
@@ -213,17 +223,27 @@ class KVCache:
         cache = caches[layer]
         if cache is None:
             cache = caches[layer] = self._new(new_BGRC)
-        write_rows(cache, new_BGRC, rows.slots_BR)
-        return cache[:, :, : rows.window]
+        write_rows(cache, new_BGRC, rows.slots_BR, self.pages)
+        return cache[:, :, : rows.window] if self.pages is None else self.pages.first_slots(cache, rows.window)
 
     def _new(self, like_BGRC: Tensor) -> Tensor:
         batch, heads, _, channels = like_BGRC.shape
-        return like_BGRC.new_zeros(batch, heads, self.capacity + 1, channels)
+        blocks, size = (batch, self.capacity + 1) if self.pages is None else (self.pages.blocks, self.pages.size)
+        return like_BGRC.new_zeros(blocks, heads, size, channels)
 
 
-def write_rows(cache_BGLC: Tensor, new_BGRC: Tensor, slots_BR: Tensor) -> None:
+def read_rows(cache_BGLC: Tensor, slots_BR: Tensor, pages: Pages | None = None) -> Tensor:
+    """The rows [B, G, R, C] at some slots."""
+    if pages is not None:
+        return pages.read(cache_BGLC, slots_BR)
+    return cache_BGLC.gather(2, slots_BR[:, None, :, None].expand(-1, cache_BGLC.size(1), -1, cache_BGLC.size(3)))
+
+
+def write_rows(cache_BGLC: Tensor, new_BGRC: Tensor, slots_BR: Tensor, pages: Pages | None = None) -> None:
     """Put rows [B, G, R, C] at their slots, in place."""
-    if cache_BGLC.size(0) == 1:
+    if pages is not None:
+        pages.write(cache_BGLC, new_BGRC, slots_BR)
+    elif cache_BGLC.size(0) == 1:
         cache_BGLC.index_copy_(2, slots_BR[0], new_BGRC)
     else:
         cache_BGLC.scatter_(2, slots_BR[:, None, :, None].expand_as(new_BGRC), new_BGRC)

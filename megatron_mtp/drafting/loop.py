@@ -15,9 +15,9 @@ from megatron_mtp.drafting.graphs import GraphedStep
 from megatron_mtp.drafting.method import Method
 from megatron_mtp.drafting.rehearsal import rehearse
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import RECOVER, Sampling, draw
+from megatron_mtp.drafting.sampling import RECOVER, Sampling, SamplingByText, draw
 from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.types import Draft, Emitted, Round
+from megatron_mtp.drafting.types import Draft, Emitted, End, Round
 
 CHUNK = 512
 """Rows of a prompt that go through the model at once."""
@@ -47,28 +47,86 @@ class Limits:
         return self.new_tokens if self.positions is None else min(self.new_tokens, self.positions - prompt)
 
 
-@torch.inference_mode()
-def decode(runner: Runner, sequences: Sequences, method: Method, limits: Limits, emit: Emit | None = None) -> None:
-    """Grow every text to its end; `sequences.texts` and `method.stats` hold the outcome."""
-    sequences.growth = method.count + 1 if sequences.few_shapes else 1
-    sequences.reach = method.proposer.nodes(method.count) + 1 if sequences.few_shapes else 0
-    prefill(runner, sequences, method.sampling)
-    _hand_out(sequences, method, limits, emit, draft=None)
-    method.proposer.start(sequences)
-    if method.auto is not None:
-        method.auto.begin(max(sequences.lengths()), method.stats)
-        _rehearse(runner, sequences, method, method.auto)
-    graphed, stats = _graphed(runner, sequences, method), method.stats
-    while any(sequences.live):
-        count = method.count if method.auto is None else method.auto.choose()
+class Group:
+    """Texts that take their steps together: those of a batch, or those of an engine that draft alike.
+
+    Args:
+        method: how they draft; `stats` and `auto` learn from every step.
+        limits: of every text.
+        emit: called with what every step gave every text.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        sequences: Sequences,
+        method: Method,
+        limits: list[Limits],
+        emit: Emit | None = None,
+    ) -> None:
+        self.runner, self.sequences, self.method, self.limits, self.emit = runner, sequences, method, limits, emit
+        self._graphed = _graphed(runner, sequences, method)
+
+    def step(self) -> None:
+        """Draft, verify, keep and emit; with automatic K, learn what it took."""
+        count, graphed = self.choose(), self._graphed
+        method, stats = self.method, self.method.stats
         began, drafted_before = time.perf_counter(), stats.drafter_seconds
-        draft = step(runner, sequences, method, count) if graphed is None else graphed(count)
-        _hand_out(sequences, method, limits, emit, draft)
+        self.prepare(count)
+        draft = step(self.runner, self.sequences, method, count) if graphed is None else graphed(count)
+        self.hand_out(draft)
         drafter = stats.drafter_seconds - drafted_before
         target = time.perf_counter() - began - drafter
         stats.target_seconds += target
         if method.auto is not None and (graphed is None or graphed.is_steady):
             method.auto.learn(count, drafter, target, stats)
+
+    def choose(self) -> int:
+        """K of the next step."""
+        return self.method.count if self.method.auto is None else self.method.auto.choose()
+
+    def prepare(self, count: int) -> None:
+        """What goes before a step with K = `count`; nothing for a batch that began together."""
+
+    def hand_out(self, draft: Draft | None) -> None:
+        """Count and emit what a step gave each text, and end the texts that are complete."""
+        sequences = self.sequences
+        levels = [[]] * len(sequences.texts) if draft is None else draft.levels()
+        for text, gained in enumerate(sequences.read_back()):
+            if not sequences.live[text]:
+                continue
+            emitted = emitted_of(sequences, self.limits[text], text, gained, max([0, *levels[text]]), draft)
+            self.method.stats.count(emitted.offered, emitted.accepted, len(emitted.tokens))
+            sequences.settle(text, emitted.tokens, emitted.end is not None)
+            if self.emit is not None:
+                self.emit(emitted)
+
+
+@torch.inference_mode()
+def decode(
+    runner: Runner,
+    sequences: Sequences,
+    method: Method,
+    limits: Limits | list[Limits],
+    emit: Emit | None = None,
+) -> None:
+    """Grow every text to its end; `sequences.texts` and `method.stats` hold the outcome.
+
+    Args:
+        limits: of all texts, or of each.
+    """
+    sequences.growth = method.count + 1 if sequences.few_shapes else 1
+    sequences.reach = method.proposer.nodes(method.count) + 1 if sequences.few_shapes else 0
+    prefill(runner, sequences, method.sampling)
+    each = limits if isinstance(limits, list) else [limits] * len(sequences.texts)
+    group = Group(runner, sequences, method, each, emit)
+    group.hand_out(draft=None)
+    method.proposer.start(sequences)
+    if method.auto is not None:
+        method.auto.begin(max(sequences.lengths()), method.stats)
+        _rehearse(runner, sequences, method, method.auto)
+    while any(sequences.live):
+        group.step()
 
 
 def _rehearse(runner: Runner, sequences: Sequences, method: Method, auto: AutoK) -> None:
@@ -110,6 +168,14 @@ def propose(sequences: Sequences, method: Method, round: Round, count: int) -> D
 
 
 @torch.inference_mode()
+def catch_up(sequences: Sequences, method: Method, count: int) -> None:
+    """Run the rows that a drafter has missed before it can draft `count`; its draft is not used."""
+    began = time.perf_counter()
+    method.proposer.propose(sequences, Round(Sampling(), sequences.noise, method.config, sequences.texts), count)
+    method.stats.drafter_seconds += time.perf_counter() - began
+
+
+@torch.inference_mode()
 def verify(runner: Runner, sequences: Sequences, method: Method, draft: Draft, round: Round) -> None:
     """Score a draft, judge it and keep what is accepted; nothing is read back to the host."""
     rows = sequences.rows_of(draft)
@@ -122,7 +188,7 @@ def verify(runner: Runner, sequences: Sequences, method: Method, draft: Draft, r
 
 
 @torch.inference_mode()
-def prefill(runner: Runner, sequences: Sequences, sampling: Sampling) -> None:
+def prefill(runner: Runner, sequences: Sequences, sampling: Sampling | SamplingByText) -> None:
     """Run the prompts in chunks, and add the first token of each."""
     prompt_B = sequences.length_B
     longest = max(sequences.lengths())
@@ -136,39 +202,28 @@ def prefill(runner: Runner, sequences: Sequences, sampling: Sampling) -> None:
     sequences.append(draw(probs_BV, sequences.noise.uniform(RECOVER, 1)[:, 0]))
 
 
-def _hand_out(sequences: Sequences, method: Method, limits: Limits, emit: Emit | None, draft: Draft | None) -> None:
-    """Count and emit what a step gave each text, and end the texts that are complete."""
-    levels = [[]] * len(sequences.texts) if draft is None else draft.levels()
-    for text, gained in enumerate(sequences.read_back()):
-        if not sequences.live[text]:
-            continue
-        tokens, left, ended = _kept(sequences, limits, text, gained)
-        offered = min(max([0, *levels[text]]), left - 1)  # drafts beyond the budget count as never offered
-        emitted = Emitted(text, tokens, min(len(gained) - 1, len(tokens), offered), offered, draft)
-        method.stats.count(offered, emitted.accepted, len(tokens))
-        sequences.settle(text, tokens, ended)
-        if emit is not None:
-            emit(emitted)
-
-
-def _kept(sequences: Sequences, limits: Limits, text: int, gained: list[int]) -> tuple[list[int], int, bool]:
-    """The tokens that stay of those that a text gained, how many it could still take before, and whether it ends."""
+def emitted_of(
+    sequences: Sequences, limits: Limits, text: int, gained: list[int], depth: int, draft: Draft | None
+) -> Emitted:
+    """What stays of the tokens that a text gained from a draft of this depth."""
     prompt = sequences.prompt_lengths[text]
-    before = len(sequences.texts[text]) - prompt
-    budget = limits.budget(prompt)
-    end = _end(sequences.texts[text][prompt:] + gained, len(gained), budget, limits)
-    return gained if end is None else gained[: end - before], budget - before, end is not None
+    before, budget = len(sequences.texts[text]) - prompt, limits.budget(prompt)
+    ends = _ends(sequences.texts[text][prompt:] + gained, len(gained), budget, limits)
+    place, end = min(ends, default=(None, None))
+    tokens = gained if place is None else gained[: place - before]
+    offered = min(depth, budget - before - 1)  # drafts beyond the budget count as never offered
+    return Emitted(text, tokens, min(len(gained) - 1, len(tokens), offered), offered, draft, end)
 
 
-def _end(text: list[int], gained: int, budget: int, limits: Limits) -> int | None:
-    """How many of the emitted tokens stay, if the text ends among the last `gained` of them."""
+def _ends(text: list[int], gained: int, budget: int, limits: Limits) -> list[tuple[int, End]]:
+    """How many of the emitted tokens stay, and why, for every reason to end among the last `gained` of them."""
     ends = []
     for place in range(len(text) - gained, len(text)):
         if text[place] in limits.stop_ids:
-            ends.append(place + 1)
+            ends.append((place + 1, End.STOP))
             break
     if limits.cut is not None and (cut := limits.cut(text)) is not None:
-        ends.append(max(cut, len(text) - gained))
+        ends.append((max(cut, len(text) - gained), End.STOP))
     if len(text) >= budget:
-        ends.append(budget)
-    return min(ends, default=None)
+        ends.append((budget, End.BUDGET))
+    return ends

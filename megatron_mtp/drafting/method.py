@@ -8,7 +8,7 @@ from megatron_mtp.drafting.config import MOST_DRAFTED, SpeculativeConfig
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.sampling import Sampling, SamplingByText
 from megatron_mtp.drafting.types import AcceptanceStats
 from megatron_mtp.drafting.verifiers import VERIFIERS
 from megatron_mtp.drafting.verifiers.base import Rule, Verifier
@@ -31,7 +31,7 @@ class Method:
     proposer: Proposer
     verifier: Rule
     config: SpeculativeConfig
-    sampling: Sampling
+    sampling: Sampling | SamplingByText
     count: int
     auto: AutoK | None = None
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)

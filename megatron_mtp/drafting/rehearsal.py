@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_mtp.drafting.kv_cache import KVCache, chain_rows
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.sampling import Sampling, SamplingByText
 from megatron_mtp.drafting.sequences import Sequences
 
 FEWEST, MOST = 8, 10
@@ -25,7 +25,7 @@ FEWEST, MOST = 8, 10
 errs at all of ten rows once in 35 prompts."""
 
 
-def rehearse(runner: Runner, sequences: Sequences, sampling: Sampling) -> tuple[float, int] | None:
+def rehearse(runner: Runner, sequences: Sequences, sampling: Sampling | SamplingByText) -> tuple[float, int] | None:
     """The chance that a first draft is accepted, sum of min(p, q), and the rows of a text it is the mean of.
 
     Args:
@@ -46,7 +46,7 @@ def rehearse(runner: Runner, sequences: Sequences, sampling: Sampling) -> tuple[
     return float(_overlap_BW(sampling, drafts_BWV, trunk_BWV).mean()), width
 
 
-def _overlap_BW(sampling: Sampling, draft_BWV: Tensor, trunk_BWV: Tensor) -> Tensor:
+def _overlap_BW(sampling: Sampling | SamplingByText, draft_BWV: Tensor, trunk_BWV: Tensor) -> Tensor:
     """Sum of min(p, q); 1 or 0 where both choose the most probable token."""
     if sampling.greedy:
         return (draft_BWV.argmax(dim=-1) == trunk_BWV.argmax(dim=-1)).float()

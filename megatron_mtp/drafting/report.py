@@ -80,20 +80,3 @@ def _rounding(dtype: str) -> str:
 def _energy(figures: dict[str, Any]) -> str:
     joules = figures["energy_joules_per_token"]
     return f"not measured: {figures['energy_reason']}" if joules is None else f"{joules:.3g} J a token"
-
-
-def merged(parts: list[AcceptanceStats]) -> AcceptanceStats:
-    """The sums over batches."""
-    total = AcceptanceStats()
-    for part in parts:
-        for name in ("target_forwards", "emitted", "drafted", "accepted", "target_seconds", "drafter_seconds"):
-            setattr(total, name, getattr(total, name) + getattr(part, name))
-        total.accepted_at = _added(total.accepted_at, part.accepted_at)
-        total.offered_at = _added(total.offered_at, part.offered_at)
-    return total
-
-
-def _added(one: list[int], other: list[int]) -> list[int]:
-    longest = max(len(one), len(other))
-    pairs = zip(*(values + [0] * (longest - len(values)) for values in (one, other)), strict=True)
-    return [a + b for a, b in pairs]

@@ -74,6 +74,31 @@ class Sampling:
         return probs if self.min_p == 0 else _near_the_best(probs, self.min_p)
 
 
+@dataclass(frozen=True)
+class SamplingByText:
+    """How a token is chosen where the texts of a batch differ; takes the place of a `Sampling` above temperature 0.
+
+    Attributes:
+        each: of every text, in the order of the batch.
+    """
+
+    each: tuple[Sampling, ...]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether all texts take the most probable token."""
+        return all(one.greedy for one in self.each)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """[B, ..., V] to the same; every text as it would be alone."""
+        return torch.stack([one.probabilities(own) for one, own in zip(self.each, logits, strict=True)])
+
+
+def sampling_of(each: list[Sampling]) -> Sampling | SamplingByText:
+    """Of a batch; one for all where they do not differ, which takes fewer operations."""
+    return each[0] if len(set(each)) == 1 else SamplingByText(tuple(each))
+
+
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     """A token stays if the tokens that are more likely hold less than top_p together (arXiv:1904.09751)."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)

@@ -7,22 +7,52 @@ lists on the host with the same facts are updated between steps.
 Letters in names: B batch, R rows of a forward, P rows of a path, T slots, H hidden.
 """
 
+import copy
+from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.drafting.kv_cache import KVCache, Rows, ancestors_of, chain_rows, rounded, tree_rows, write_rows
+from megatron_mtp.drafting.kv_cache import (
+    KVCache,
+    Rows,
+    ancestors_of,
+    chain_rows,
+    read_rows,
+    rounded,
+    tree_rows,
+    write_rows,
+)
+from megatron_mtp.drafting.memory import Memory
+from megatron_mtp.drafting.pages import Pages
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Noise
 from megatron_mtp.drafting.types import Draft, Verdict
+
+HOST = ("texts", "prompt_lengths", "live", "progress")
+DEVICE = ("tokens_BT", "length_B", "live_B", "seed_B")
+"""What `Sequences` has of every text, in lists and in the rows of tensors."""
 
 
 def wants_few_shapes(device: torch.device) -> bool:
     """On a GPU, whose kernels and graphs are made for a shape; on a CPU more rows and slots take more time."""
     return device.type == "cuda"
+
+
+@dataclass
+class Progress:
+    """How far drafters have come with a text.
+
+    Attributes:
+        seen: tokens that the text had when rows of a drafter's cache last ran, by the number of the cache.
+        guesses: what a proposer without a cache has found out.
+    """
+
+    seen: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    guesses: Any = None
 
 
 class Sequences:
@@ -33,11 +63,13 @@ class Sequences:
         prompts: token ids of each, at least one.
         seeds: of each.
         capacity: slots of a text, with room for a draft beyond the longest.
+        memory: what the texts keep from step to step; their own if None.
 
     Attributes:
         texts: tokens of each on the host.
         prompt_lengths: how many of these are the prompt's.
         live: on the host, whether each goes on.
+        progress: of each, what proposers remember.
         few_shapes: whether shapes should be few rather than small; see `wants_few_shapes`.
         growth: rows that a drafter has missed are run so many at least. Where few shapes are wanted, these are the most
             tokens that a step may add, so that shapes do not follow what was accepted.
@@ -48,31 +80,39 @@ class Sequences:
         recorded: steps that were recorded on these tensors; see `graphs.py`.
     """
 
-    def __init__(self, runner: Runner, prompts: list[list[int]], seeds: list[int], capacity: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        prompts: list[list[int]],
+        seeds: list[int],
+        capacity: int,
+        memory: Memory | None = None,
+    ) -> None:
         device, batch = runner.device, len(prompts)
         self.few_shapes = wants_few_shapes(device)
         self.capacity = capacity
-        self.cache = KVCache(runner.trunk_layers, batch, capacity)
+        self._memory = Memory(runner, batch, capacity) if memory is None else memory
         self.records = False
         self.recorded: dict[Hashable, Any] = {}
-        self._depth_caches: list[KVCache] = []
-        self._drafter: tuple[Runner, KVCache] | None = None
         self._count_T = torch.arange(2 * capacity + 2, device=device)
-        self._depth_layers = runner.depth_layers
         self.tokens_BT = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
         self.length_B = torch.zeros(batch, dtype=torch.long, device=device)
         self.live_B = torch.ones(batch, dtype=torch.bool, device=device)
         self.seed_B = torch.zeros(batch, dtype=torch.long, device=device)
-        states = torch.zeros(batch, 1, capacity + 1, runner.hidden_size, dtype=runner.dtype, device=device)
-        self._states_B1TH = states
-        self.begin(prompts, seeds)
+        self._fill(prompts, seeds)
 
     @torch.inference_mode()
     def begin(self, prompts: list[list[int]], seeds: list[int]) -> None:
         """Other prompts, as many as before, in the same memory."""
+        self._fill(prompts, seeds)
+        self._memory.clear()
+
+    @torch.inference_mode()
+    def _fill(self, prompts: list[list[int]], seeds: list[int]) -> None:
         self.texts = [list(prompt) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.live = [True] * len(prompts)
+        self.progress = [Progress() for _ in prompts]
         self.growth, self.reach, self.fixed = 1, 0, False
         tokens_BT = torch.zeros(self.tokens_BT.shape, dtype=torch.long)
         for row, prompt in enumerate(prompts):
@@ -81,21 +121,63 @@ class Sequences:
         self.length_B.copy_(torch.tensor(self.prompt_lengths))
         self.live_B.fill_(True)
         self.seed_B.copy_(torch.tensor(seeds))
-        for cache in (self.cache, *self._depth_caches, *(self._drafter or ())[1:]):
-            cache.clear()
+
+    @property
+    def cache(self) -> KVCache:
+        """The trunk's keys and values."""
+        return self._memory.cache
+
+    @property
+    def pages(self) -> Pages | None:
+        """Where the texts' slots are, if they share blocks with others."""
+        return self._memory.pages
+
+    @property
+    def _states_B1TH(self) -> Tensor:
+        return self._memory.states_B1TH
 
     def depth_caches(self, depths: int) -> list[KVCache]:
         """Caches for a drafter's depths, in the same memory for every batch of prompts."""
-        while len(self._depth_caches) < depths:
-            self._depth_caches.append(KVCache(self._depth_layers, len(self.texts), self.capacity))
-        return self._depth_caches[:depths]
+        return self._memory.depth_caches(depths)
 
     def drafter_cache(self, drafter: Runner) -> KVCache:
         """A cache for a small model, in the same memory for every batch of prompts; of another model, a new one."""
-        if self._drafter is None or self._drafter[0] is not drafter:
-            self._drafter = drafter, KVCache(drafter.trunk_layers, len(self.texts), self.capacity)
+        if not self._memory.has_drafter(drafter):
             self.recorded.clear()
-        return self._drafter[1]
+        return self._memory.drafter_cache(drafter)
+
+    def join(self, other: "Sequences") -> None:
+        """Take in texts whose slots are in the same blocks, behind those that are here."""
+        for name in HOST:
+            getattr(self, name).extend(getattr(other, name))
+        for name in DEVICE:
+            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+        mine, theirs = self.pages, other.pages
+        assert mine is not None
+        assert theirs is not None
+        self._see(torch.cat([mine.table_BL, theirs.table_BL]))
+
+    def keep_texts(self, rows: list[int]) -> None:
+        """Only these texts stay, in this order; the others must have ended, or go on elsewhere."""
+        pages = self.pages
+        assert pages is not None
+        for name in HOST:
+            setattr(self, name, [getattr(self, name)[row] for row in rows])
+        index_B = torch.tensor(rows, dtype=torch.long, device=self.length_B.device)
+        for name in DEVICE:
+            setattr(self, name, getattr(self, name)[index_B])
+        self._see(pages.table_BL[index_B])
+
+    def alone(self, row: int) -> "Sequences":
+        """One of the texts as a batch of its own, for a forward that the others do not need."""
+        made = copy.copy(self)
+        made.keep_texts([row])
+        return made
+
+    def _see(self, table_BL: Tensor) -> None:
+        pages = self.pages
+        assert pages is not None
+        self._memory = self._memory.through(replace(pages, table_BL=table_BL))
 
     @property
     def newest_B(self) -> Tensor:
@@ -111,10 +193,19 @@ class Sequences:
         """Tokens of every text, the prompt included."""
         return [len(text) for text in self.texts]
 
-    def growth_since(self, lengths: list[int]) -> int:
-        """The most tokens that a live text has gained, or `growth` if that is more."""
-        gained = [len(text) - then for text, then, live in zip(self.texts, lengths, self.live, strict=True) if live]
-        return max([self.growth, *gained])
+    def growth_since(self, cache: int) -> int:
+        """The most tokens that a live text has gained since a drafter's cache last ran, or `growth` if that is more."""
+        behind = [
+            len(text) - one.seen[cache]
+            for text, one, live in zip(self.texts, self.progress, self.live, strict=True)
+            if live
+        ]
+        return max([self.growth, *behind])
+
+    def mark_seen(self, *caches: int) -> None:
+        """These caches of drafters have run the rows of all tokens so far."""
+        for text, one in zip(self.texts, self.progress, strict=True):
+            one.seen.update(dict.fromkeys(caches, len(text)))
 
     def window(self, beyond: int) -> int:
         """How many slots a forward looks at whose last row is `beyond` rows after the newest token; `rounded`."""
@@ -141,8 +232,7 @@ class Sequences:
     def states_at(self, first_B: Tensor, count: int) -> Tensor:
         """h_0 of `count` rows from `first_B` on, [S, B, H]."""
         place_BR = self._places(first_B, count).clamp(min=0)
-        index_BRH = place_BR.unsqueeze(2).expand(-1, -1, self._states_B1TH.size(3))
-        return self._states_B1TH[:, 0].gather(1, index_BRH).transpose(0, 1)
+        return read_rows(self._states_B1TH, place_BR, self.pages)[:, 0].transpose(0, 1)
 
     def put_tokens(self, first_B: Tensor, tokens_BN: Tensor) -> None:
         """Write tokens from position `first_B` on; a text that has ended keeps its own."""
@@ -153,7 +243,7 @@ class Sequences:
 
     def put_states(self, hidden_SBH: Tensor, rows: Rows) -> None:
         """Keep the trunk's hidden states [S, B, H] of the rows, from which depths draft."""
-        write_rows(self._states_B1TH, hidden_SBH.transpose(0, 1).unsqueeze(1), rows.slots_BR)
+        write_rows(self._states_B1TH, hidden_SBH.transpose(0, 1).unsqueeze(1), rows.slots_BR, self.pages)
 
     def rows_of(self, draft: Draft) -> Rows:
         """The newest token's row and those of the draft's nodes."""
@@ -219,5 +309,4 @@ class Sequences:
         source_BR = torch.where(live_B1, newest_B1 + path_BR, self.capacity)
         target_BR = torch.where(live_B1, self._places(self.newest_B, path_BR.size(1)), self.capacity)
         self.cache.keep(source_BR, target_BR)
-        index_B1RH = source_BR[:, None, :, None].expand(-1, -1, -1, self._states_B1TH.size(3))
-        write_rows(self._states_B1TH, self._states_B1TH.gather(2, index_B1RH), target_BR)
+        write_rows(self._states_B1TH, read_rows(self._states_B1TH, source_BR, self.pages), target_BR, self.pages)

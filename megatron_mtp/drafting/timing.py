@@ -11,11 +11,11 @@ from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.energy import Meter
 from megatron_mtp.drafting.loop import Emit, Limits
 from megatron_mtp.drafting.record import Record
-from megatron_mtp.drafting.report import Cost, merged
+from megatron_mtp.drafting.report import Cost
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.text import Stream
-from megatron_mtp.drafting.types import Emitted
+from megatron_mtp.drafting.types import Emitted, merged
 
 WARM_UP = 8
 """Tokens that are generated before the clock starts, so that no side pays for what is made only once."""

@@ -12,13 +12,14 @@ Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.sampling import Noise, Sampling
+from megatron_mtp.drafting.sampling import Noise, Sampling, SamplingByText
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,17 @@ class Round:
         texts: tokens of every text up to t_m, on the host; a recorded step has none.
     """
 
-    sampling: Sampling
+    sampling: Sampling | SamplingByText
     noise: Noise
     config: SpeculativeConfig
     texts: Sequence[list[int]] = ()
+
+
+class End(IntEnum):
+    """Why a text ended; of two reasons at one token, the first counts."""
+
+    STOP = 0
+    BUDGET = 1
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,7 @@ class Emitted:
         accepted: how many of these were drafted; they come first.
         offered: how many drafted tokens could have been accepted: the longest path, within the text's budget.
         draft: the batch's draft; None for the token that follows the prompt.
+        end: why the text ended; None while it goes on.
     """
 
     text: int
@@ -130,6 +139,7 @@ class Emitted:
     accepted: int
     offered: int
     draft: Draft | None
+    end: End | None = None
 
 
 @dataclass
@@ -176,3 +186,20 @@ class AcceptanceStats:
     def accepted_per_position(self) -> list[float]:
         """Acceptance: how often position k of a draft was accepted, among the drafts that had one."""
         return [hit / of if of else 0.0 for hit, of in zip(self.accepted_at, self.offered_at, strict=True)]
+
+
+def merged(parts: list[AcceptanceStats]) -> AcceptanceStats:
+    """The sums over batches."""
+    total = AcceptanceStats()
+    for part in parts:
+        for name in ("target_forwards", "emitted", "drafted", "accepted", "target_seconds", "drafter_seconds"):
+            setattr(total, name, getattr(total, name) + getattr(part, name))
+        total.accepted_at = _added(total.accepted_at, part.accepted_at)
+        total.offered_at = _added(total.offered_at, part.offered_at)
+    return total
+
+
+def _added(one: list[int], other: list[int]) -> list[int]:
+    longest = max(len(one), len(other))
+    pairs = zip(*(values + [0] * (longest - len(values)) for values in (one, other)), strict=True)
+    return [a + b for a, b in pairs]

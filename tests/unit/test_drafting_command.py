@@ -22,10 +22,10 @@ from megatron_mtp.drafting.config import parse_config
 from megatron_mtp.drafting.energy import Meter
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.record import Record, make_folder
-from megatron_mtp.drafting.report import Cost, merged, summary, table
+from megatron_mtp.drafting.report import Cost, summary, table
 from megatron_mtp.drafting.settings import keys
 from megatron_mtp.drafting.text import COLOUR, PLAIN, Stream, cutter, read_prompts
-from megatron_mtp.drafting.types import AcceptanceStats, Draft, Emitted
+from megatron_mtp.drafting.types import AcceptanceStats, Draft, Emitted, merged
 from megatron_mtp.drafting.verifiers import VERIFIERS
 
 pytestmark = pytest.mark.usefixtures("megatron")

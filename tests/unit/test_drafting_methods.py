@@ -15,6 +15,8 @@ from megatron_mtp.drafting.kv_cache import KVCache
 from megatron_mtp.drafting.loop import Limits
 from megatron_mtp.drafting.method import Method
 from megatron_mtp.drafting.proposers import PROPOSERS, mtp
+from megatron_mtp.drafting.proposers.base import Proposer
+from megatron_mtp.drafting.proposers.mtp import Vanilla
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import Draft, Emitted, Round
@@ -73,9 +75,11 @@ def test_a_method_drafts_chains_or_trees_as_it_says(name: str) -> None:
     assert {draft.is_chain for draft in drafts} == {not PROPOSERS[case.settings["method"]].drafts_trees}
 
 
-def caches_of(proposer: Any) -> list[KVCache]:
+def caches_of(proposer: Proposer, sequences: Sequences) -> list[KVCache]:
     """The drafter's, of depth 1, 2, ... where there are several."""
-    return proposer.caches if hasattr(proposer, "caches") else [proposer.cache]
+    if proposer.drafter is not None:
+        return [sequences.drafter_cache(proposer.drafter)]
+    return sequences.depth_caches(proposer.runner.depths if isinstance(proposer, Vanilla) else 1)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "mtp_trunk_states"])
@@ -92,9 +96,9 @@ def test_caches_are_those_of_a_fresh_prefill(name: str) -> None:
     assert_same_rows(used.cache, fresh.cache, [len(text) - 1 for text in used.texts])
     inner: Any = driven.proposer.inner  # type: ignore[attr-defined]
     if case.settings["method"] in ("ngram", "lookahead"):
-        assert not hasattr(inner, "cache")
+        assert not any(one.seen for one in used.progress)
         return
-    pairs = zip(caches_of(inner), caches_of(redone.proposer), strict=True)
+    pairs = zip(caches_of(inner, used), caches_of(redone.proposer, fresh), strict=True)
     for depth, (ours, theirs) in enumerate(pairs, start=1):
         # The drafter has not run the last step's tokens, and depth d is d - 1 rows behind.
         assert_same_rows(ours, theirs, [len(text) - 7 - depth for text in used.texts])

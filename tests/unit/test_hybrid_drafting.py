@@ -233,12 +233,12 @@ def test_caches_along_a_text_are_those_of_a_fresh_prefill(pattern: str, settings
     target, prompts = runner_of(pattern), prompts_of(3)
     used, driven = run(target, prompts, 150, settings, plain(target, prompts, 170))
     assert driven.stats.accepted > 100
-    fresh, redone = run(target, [text[:-1] for text in used.texts], 8, settings)
+    fresh, _ = run(target, [text[:-1] for text in used.texts], 8, settings)
     lengths = [len(text) for text in used.texts]
     assert_same_memory(used.cache, fresh.cache, [length - 1 for length in lengths])
     if settings is not NGRAM:
-        inner, others = driven.proposer.inner, redone.proposer  # type: ignore[attr-defined]
-        ours, theirs = (getattr(one, "caches", None) or [one.cache] for one in (inner, others))
+        depths = 1 if settings is EAGLE else target.depths
+        ours, theirs = (one.depth_caches(depths) for one in (used, fresh))
         for depth, (one, other) in enumerate(zip(ours, theirs, strict=True), start=1):
             # the drafter has not run the last step's tokens, and depth d is d - 1 rows behind
             assert_same_memory(one, other, [length - 7 - depth for length in lengths])
@@ -274,11 +274,14 @@ def test_a_text_gains_16_tokens_a_step_and_its_neighbour_one(
     used, driven = run(target, prompts, 90, settings, [answers[0], never], drafter=drafter)
     assert used.texts == [answer[: len(text)] for answer, text in zip(answers, used.texts, strict=True)]
     assert driven.stats.accepted_at[14] >= 1
-    fresh, redone = run(target, [text[:-1] for text in used.texts], 2, settings, drafter=drafter)
+    fresh, _ = run(target, [text[:-1] for text in used.texts], 2, settings, drafter=drafter)
     counts = [len(text) - 18 for text in used.texts]
     assert_same_memory(used.cache, fresh.cache, counts)
     if method != "ngram":
-        assert_same_memory(driven.proposer.inner.cache, redone.proposer.cache, counts)  # type: ignore[attr-defined]
+        ours, theirs = (
+            one.drafter_cache(drafter) if method == "draft_model" else one.depth_caches(1)[0] for one in (used, fresh)
+        )
+        assert_same_memory(ours, theirs, counts)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS[:3])

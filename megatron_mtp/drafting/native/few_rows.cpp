@@ -255,7 +255,9 @@ struct Rows {
     const float* mask;                  // [batch, 1, rows, window]; both null for a chain
     const void* given;                  // [rows, batch, hidden] that a depth continues; null for the trunk
     void* states;                       // [rows, batch, hidden], the result
-    void *const *keys, *const *values;  // of every layer, [batch, groups, slots, channels]
+    void *const *keys, *const *values;  // of every layer, [blocks, groups, size, channels]
+    const int64_t* table;               // [batch, pages]: the block of a text's first `size` slots, of the next ones, ...
+    int64_t pages, size;                // null: text b has block b, of all its slots
 };
 
 struct Pass {  // of a depth
@@ -299,34 +301,39 @@ inline void softmax(float* score, const float* mask, float scale, long count, lo
     for (long w = 0; w < seen; w++) score[w] *= factor;
 }
 
-// weights [count] times PARTS vectors of values [count, channels]. An addition waits for the one before, so TURNS sums
-// take turns.
-template <int PARTS, int TURNS, class Float, class Load>
-inline void mix_some(const float* weight, const Float* value, long count, long channels, Vector* sum, Load load_one) {
+// weights [count] times PARTS vectors of values, [size, channels] from `block(slot)` on for every `size` slots. An
+// addition waits for the one before, so TURNS sums take turns; `size` is a multiple of these where there are several
+// blocks, so a sum does not depend on how slots are divided.
+template <int PARTS, int TURNS, class Block, class Load>
+inline void mix_some(const float* weight, Block block, long size, long count, long channels, Vector* sum, Load load_one) {
     Vector turns[TURNS][PARTS] = {};
-    auto add = [&](int turn, long w) {
-        for (int part = 0; part < PARTS; part++)
-            turns[turn][part] += weight[w] * load_one(value + w * channels + part * LANES);
-    };
-    long w = 0;
-    for (; w + TURNS <= count; w += TURNS)
-        for (int turn = 0; turn < TURNS; turn++) add(turn, w + turn);
-    for (int turn = 0; w + turn < count; turn++) add(turn, w + turn);
+    for (long from = 0; from < count; from += size) {
+        auto value = block(from);
+        long w = 0, some = std::min(size, count - from);
+        auto add = [&](int turn, long w) {
+            for (int part = 0; part < PARTS; part++)
+                turns[turn][part] += weight[from + w] * load_one(value + w * channels + part * LANES);
+        };
+        for (; w + TURNS <= some; w += TURNS)
+            for (int turn = 0; turn < TURNS; turn++) add(turn, w + turn);
+        for (int turn = 0; w + turn < some; turn++) add(turn, w + turn);
+    }
     for (int part = 0; part < PARTS; part++) {
         sum[part] = turns[0][part];
         for (int turn = 1; turn < TURNS; turn++) sum[part] += turns[turn][part];
     }
 }
 
-template <class Float>
-void mix(const float* weight, const Float* value, long count, long channels, Float* out) {
+template <class Float, class Block>
+void mix(const float* weight, Block block, long size, long count, long channels, Float* out) {
     auto whole = [](const Float* from) { return load(from); };
     long c = 0;
+    auto from_channel = [&](long slot) { return block(slot) + c; };
     auto some = [&](auto parts) {
         constexpr int PARTS = decltype(parts)::value;
         Vector sum[PARTS];
         for (; c + PARTS * LANES <= channels; c += PARTS * LANES) {
-            mix_some<PARTS, 4 / PARTS>(weight, value + c, count, channels, sum, whole);
+            mix_some<PARTS, 4 / PARTS>(weight, from_channel, size, count, channels, sum, whole);
             for (int part = 0; part < PARTS; part++) store(out + c + part * LANES, sum[part]);
         }
     };
@@ -335,7 +342,8 @@ void mix(const float* weight, const Float* value, long count, long channels, Flo
     some(std::integral_constant<int, 1>());
     if (long rest = channels - c) {
         Vector sum;
-        mix_some<1, 4>(weight, value + c, count, channels, &sum, [&](const Float* from) { return load_part(from, rest); });
+        auto part = [&](const Float* from) { return load_part(from, rest); };
+        mix_some<1, 4>(weight, from_channel, size, count, channels, &sum, part);
         for (long lane = 0; lane < rest; lane++) put(out + c + lane, sum[lane]);
     }
 }
@@ -404,6 +412,11 @@ class Forward {
     long slot_of(long row) const {
         if (!r.first) return r.places[place_of(row)];
         return in_chain(row) < 0 ? r.slots - 1 : in_chain(row);
+    }
+    // Where a slot of a text is in a layer's keys or values.
+    long in_cache(long text, long group, long slot) const {
+        long block = r.table ? r.table[text * r.pages + slot / r.size] : text;
+        return ((block * s.groups + group) * r.size + slot % r.size) * s.channels;
     }
     const Float* embedded(long row) const {
         return (const Float*)s.embedding + r.tokens[text_of(row) * r.token_stride + row / r.batch] * s.hidden;
@@ -476,7 +489,7 @@ class Forward {
             long to = ((text * s.heads + group * each + head) * r.rows + row / r.batch) * s.channels;
             copy(from + head * s.channels, query + to);
         }
-        long slot = ((text * s.groups + group) * r.slots + slot_of(row)) * s.channels;
+        long slot = in_cache(text, group, slot_of(row));
         copy(from + each * s.channels, (Float*)r.keys[number] + slot);
         copy(from + (each + 1) * s.channels, (Float*)r.values[number] + slot);
     }
@@ -500,17 +513,20 @@ class Forward {
         const float* mask = r.first ? nullptr : r.mask + text * r.rows * r.window;
         long last = position_of((r.rows - 1) * r.batch + text);
         long seen = mask ? last_seen(mask) : std::min(last + 1, (long)r.window), group = head / (s.heads / s.groups);
-        const Float* keys = (const Float*)r.keys[number] + (text * s.groups + group) * r.slots * s.channels;
-        const Float* values = (const Float*)r.values[number] + (text * s.groups + group) * r.slots * s.channels;
+        auto values = [&](long slot) { return (const Float*)r.values[number] + in_cache(text, group, slot); };
         const Float* queries = query + (text * s.heads + head) * r.rows * s.channels;
-        product(keys, queries, r.rows, s.channels, 0, seen,
-                [&](long row, long slot, const float* four, int n) { keep(score + row * scores + slot, four, n); });
+        for (long from = 0; from < seen; from += r.size) {
+            const Float* keys = (const Float*)r.keys[number] + in_cache(text, group, from);
+            float* to = score + from;
+            product(keys, queries, r.rows, s.channels, 0, std::min(seen - from, (long)r.size),
+                    [&](long row, long slot, const float* four, int n) { keep(to + row * scores + slot, four, n); });
+        }
         for (long row = 0; row < r.rows; row++) {
             const float* own = mask ? mask + row * r.window : nullptr;
             long visible = mask ? seen : std::min(position_of(row * r.batch + text) + 1, seen);
             softmax(score + row * scores, own, s.layer[number].scale, visible, seen);
             Float* to = shared + (row * r.batch + text) * attended + head * s.channels;
-            mix(score + row * scores, values, seen, s.channels, to);
+            mix(score + row * scores, values, r.size, seen, s.channels, to);
         }
     }
 

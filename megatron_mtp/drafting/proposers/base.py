@@ -65,7 +65,7 @@ class Proposer:
         return count
 
     def start(self, sequences: "Sequences") -> None:
-        """A new batch, whose prompts the trunk has run."""
+        """A new batch, whose prompts the trunk has run. What is known of a text is in `Sequences.progress`."""
 
     def missed(self, sequences: "Sequences", count: int) -> int:
         """Tokens of a text whose rows the drafter has to run before it drafts `count`; 0 if it runs none."""
@@ -83,20 +83,22 @@ class Proposer:
 
 
 class OneCache(Proposer):
-    """A drafter whose rows are all in one cache, which may fall behind the texts."""
+    """A drafter whose rows are all in one cache, which may fall behind the texts.
 
-    @override
-    def start(self, sequences: "Sequences") -> None:
-        self._seen = [0] * len(sequences.texts)
+    Attributes:
+        own: the number of its cache, by which `Sequences.progress` knows it; depths have theirs, from 0 on.
+    """
+
+    own: ClassVar[int] = 0
 
     @override
     def missed(self, sequences: "Sequences", count: int) -> int:
-        return sequences.growth_since(self._seen) if count else 0
+        return sequences.growth_since(self.own) if count else 0
 
     @override
     def mark_seen(self, sequences: "Sequences", count: int) -> None:
         if count:
-            self._seen = sequences.lengths()
+            sequences.mark_seen(self.own)
 
 
 def pick(logits_BV: Tensor, round: Round, position: int) -> tuple[Tensor, Tensor | None]:

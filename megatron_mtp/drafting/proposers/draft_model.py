@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.kv_cache import KVCache
 from megatron_mtp.drafting.proposers.base import OneCache, pick
 from megatron_mtp.drafting.proposers.mtp import chain_of, windows
 from megatron_mtp.drafting.settings import Settings, setting
@@ -44,6 +45,7 @@ class DraftModel(OneCache):
     line = "a small checkpoint of the same vocabulary"
     settings_kind = DraftModelSettings
     recordable = True
+    own = -1
     drafter: "Runner"
 
     def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
@@ -52,13 +54,13 @@ class DraftModel(OneCache):
 
     @override
     def start(self, sequences: "Sequences") -> None:
-        super().start(sequences)
-        self.cache = sequences.drafter_cache(self.drafter)
+        sequences.drafter_cache(self.drafter)  # steps that were recorded with another model are forgotten
 
     @torch.inference_mode()
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         """Drafts also at positions beyond those that the small model was trained for."""
-        logits_BV = self._catch_up(sequences)
+        cache = sequences.drafter_cache(self.drafter)
+        logits_BV = self._catch_up(sequences, cache)
         picked = [pick(logits_BV, round, 0)]
         sure_B = torch.ones_like(sequences.live_B)
         valid = []
@@ -68,20 +70,20 @@ class DraftModel(OneCache):
             if position == count - 1:
                 break
             rows = sequences.chain(sequences.newest_B + 1 + position, 1, count)
-            hidden_SBH = self.drafter.trunk(picked[-1][0].unsqueeze(1), rows, self.cache)
+            hidden_SBH = self.drafter.trunk(picked[-1][0].unsqueeze(1), rows, cache)
             logits_BV = self.drafter.logits(hidden_SBH)[:, 0]
             picked.append(pick(logits_BV, round, position + 1))
         chain = chain_of(picked)
         return Draft(chain.tokens_BN, chain.probs_BNV, valid_BN=torch.stack(valid, dim=1))
 
-    def _catch_up(self, sequences: "Sequences") -> Tensor:
+    def _catch_up(self, sequences: "Sequences", cache: KVCache) -> Tensor:
         """Run the rows up to t_m; the small model's logits there, [B, V]."""
-        width = sequences.growth_since(self._seen) + 1
-        self._seen = sequences.lengths()
+        width = sequences.growth_since(self.own) + 1
+        sequences.mark_seen(self.own)
         for before_B, count, _ in windows(sequences, width):
             first_B = before_B + 1
             rows = sequences.chain(first_B, count, 0)
-            hidden_SBH = self.drafter.trunk(sequences.tokens_at(first_B, count), rows, self.cache)
+            hidden_SBH = self.drafter.trunk(sequences.tokens_at(first_B, count), rows, cache)
         return self.drafter.logits(hidden_SBH[-1:])[:, 0]
 
 

@@ -72,18 +72,10 @@ class Lookahead(Proposer):
     def nodes(self, count: int) -> int:
         return self._in_window + self.settings.guesses * self.most
 
-    def start(self, sequences: "Sequences") -> None:
-        """The first window repeats the prompt's last tokens."""
-        levels, columns = self.most, self.settings.window
-        self._windows = []
-        for text in sequences.texts:
-            tail = (text * (levels + columns))[-(levels + columns) :]
-            self._windows.append(Window([tail[level : level + columns] for level in range(levels)]))
-
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         tokens, parents, valid = [], [], []
-        for text, window in zip(sequences.texts, self._windows, strict=True):
+        for text, window in zip(sequences.texts, self._windows(sequences), strict=True):
             grams = [gram[:count] for gram in window.pool.get(text[-1], ())]
             guessed, below = _trie(grams, self._in_window)
             spare = self.nodes(count) - self._in_window - len(guessed)
@@ -100,8 +92,20 @@ class Lookahead(Proposer):
             return
         last = slice(1 + self._in_window - self.settings.window, 1 + self._in_window)
         after = logits_BRV[:, last].argmax(dim=-1).tolist()
-        for window, found in zip(self._windows, after, strict=True):
+        for window, found in zip(self._windows(sequences), after, strict=True):
             window.learn(found, self.settings.guesses)
+
+    def _windows(self, sequences: "Sequences") -> list[Window]:
+        """Of every text."""
+        for text, one in zip(sequences.texts, sequences.progress, strict=True):
+            one.guesses = one.guesses or self._first(text)
+        return [one.guesses for one in sequences.progress]
+
+    def _first(self, text: list[int]) -> Window:
+        """The first window repeats the text's last tokens."""
+        levels, columns = self.most, self.settings.window
+        tail = (text * (levels + columns))[-(levels + columns) :]
+        return Window([tail[level : level + columns] for level in range(levels)])
 
 
 def _window_parents(columns: int, levels: int) -> list[int]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.drafting.few_rows import DepthPass
-from megatron_mtp.drafting.kv_cache import Rows
+from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.drafting.proposers.base import Kind, OneCache, Proposer, pick
 from megatron_mtp.drafting.types import Draft, Round
 
@@ -45,46 +45,44 @@ class Vanilla(Proposer):
         return 1 if self.runner.shares_kv else self.runner.depths
 
     @override
-    def start(self, sequences: "Sequences") -> None:
-        self.caches = sequences.depth_caches(self.runner.depths)
-        self._seen = [[0] * len(sequences.texts)] * self.runner.depths
-
-    @override
     def missed(self, sequences: "Sequences", count: int) -> int:
-        return max((sequences.growth_since(seen) for seen in self._seen[:count]), default=0)
+        return max((sequences.growth_since(depth) for depth in range(count)), default=0)
 
     @override
     def mark_seen(self, sequences: "Sequences", count: int) -> None:
-        self._seen[:count] = [sequences.lengths()] * count
+        sequences.mark_seen(*range(count))
 
     @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         draft, run = None, self._depths_run(count)
+        caches = sequences.depth_caches(self.runner.depths)
         for first_B, width, is_last in self._windows(sequences, run):
             rows = sequences.chain(first_B, width, 0)
             trunk_SBH = sequences.states_at(first_B, width)
             tokens_BT = sequences.tokens_at(first_B + 1, width + run)
             if is_last and round.sampling.greedy and self.runner.drafts_at_once(tokens_BT.size(0) * width):
-                draft = self._at_once(trunk_SBH, tokens_BT, rows, count)
+                draft = self._at_once(trunk_SBH, tokens_BT, rows, caches, count)
             else:
-                draft = self._by_depth(trunk_SBH, tokens_BT, rows, round, count if is_last else 0)
+                draft = self._by_depth(trunk_SBH, tokens_BT, rows, caches, round, count if is_last else 0)
         assert draft is not None
         return draft
 
-    def _by_depth(self, trunk_SBH: Tensor, tokens_BT: Tensor, rows: Rows, round: Round, count: int) -> Draft | None:
+    def _by_depth(
+        self, trunk_SBH: Tensor, tokens_BT: Tensor, rows: Rows, caches: list[KVCache], round: Round, count: int
+    ) -> Draft | None:
         """Drafts of the first `count` depths; the others run, and with a count of 0 nothing is drafted."""
         picked, states_SBH, width = [], trunk_SBH, trunk_SBH.size(0)
         for depth in range(1, tokens_BT.size(1) - width + 1):
             given_SBH = states_SBH if self.runner.sequential else trunk_SBH
             tokens_BR = tokens_BT[:, depth - 1 : depth - 1 + width]
-            states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, self.caches[depth - 1])
+            states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, caches[depth - 1])
             if depth <= count:
                 picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], round, depth - 1))
                 tokens_BT[:, width + depth - 1] = picked[-1][0]
         return chain_of(picked) if picked else None
 
-    def _at_once(self, trunk_SBH: Tensor, tokens_BT: Tensor, rows: Rows, count: int) -> Draft:
+    def _at_once(self, trunk_SBH: Tensor, tokens_BT: Tensor, rows: Rows, caches: list[KVCache], count: int) -> Draft:
         """The same in one call."""
         width = trunk_SBH.size(0)
         passes = [
@@ -93,7 +91,7 @@ class Vanilla(Proposer):
                 trunk_SBH if depth == 1 or not self.runner.sequential else None,
                 tokens_BT[:, depth - 1 : depth - 1 + width],
                 rows,
-                self.caches[depth - 1],
+                caches[depth - 1],
             )
             for depth in range(1, count + 1)
         ]
@@ -110,7 +108,7 @@ class Vanilla(Proposer):
         self.mark_seen(sequences, count)
 
     def _width(self, sequences: "Sequences", count: int) -> int:
-        return max(sequences.growth_since(self._seen[depth]) + depth for depth in range(count))
+        return max(sequences.growth_since(depth) + depth for depth in range(count))
 
 
 class ParallelHeads(Vanilla):
@@ -140,6 +138,7 @@ class TrunkStates(Vanilla):
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         picked: list[tuple[Tensor, Tensor | None]] = []
+        caches = sequences.depth_caches(self.runner.depths)
         for first_B, width, is_last in self._windows(sequences, count):
             rows = sequences.chain(first_B, width, 0)
             tokens_BT = sequences.tokens_at(first_B + 1, width + count)
@@ -148,7 +147,7 @@ class TrunkStates(Vanilla):
                 trunk_SBH = sequences.states_at(first_B + depth - 1, width - len(drafted))
                 tokens_BR = tokens_BT[:, depth - 1 : depth - 1 + width]
                 given_SBH = torch.cat([trunk_SBH, *drafted])
-                states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, self.caches[depth - 1])
+                states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, caches[depth - 1])
                 if is_last:
                     picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], round, depth - 1))
                     tokens_BT[:, width + depth - 1] = picked[-1][0]
@@ -156,8 +155,8 @@ class TrunkStates(Vanilla):
         return chain_of(picked)
 
     def _width(self, sequences: "Sequences", count: int) -> int:
-        prompts_are_run = any(self._seen[0])
-        return count if prompts_are_run else max(sequences.growth_since(self._seen[0]), count)
+        prompts_are_run = any(one.seen[0] for one in sequences.progress)
+        return count if prompts_are_run else max(sequences.growth_since(0), count)
 
 
 class Eagle(OneCache):
@@ -171,47 +170,45 @@ class Eagle(OneCache):
     keeps_states = True
     recordable = True
 
-    @override
-    def start(self, sequences: "Sequences") -> None:
-        super().start(sequences)
-        (self.cache,) = sequences.depth_caches(1)
-
     @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        width = sequences.growth_since(self._seen)
+        width = sequences.growth_since(self.own)
         if round.sampling.greedy and self.runner.drafts_at_once(len(sequences.texts) * width):
             return self._at_once(sequences, width, count)
+        (cache,) = sequences.depth_caches(1)
         state_SBH = self.catch_up(sequences)
         picked = [pick(self.runner.draft_logits(state_SBH)[:, 0], round, 0)]
         for position in range(1, count):
             token_B1 = picked[-1][0].unsqueeze(1)
             rows = sequences.chain(sequences.newest_B - 1 + position, 1, count)
-            state_SBH = self.runner.depth(1, state_SBH, token_B1, rows, self.cache)
+            state_SBH = self.runner.depth(1, state_SBH, token_B1, rows, cache)
             picked.append(pick(self.runner.draft_logits(state_SBH)[:, 0], round, position))
         return chain_of(picked)
 
     def _at_once(self, sequences: "Sequences", width: int, count: int) -> Draft:
         """Catching up and all drafts in one call."""
         first_B, newest_B = sequences.newest_B - width, sequences.newest_B
+        (cache,) = sequences.depth_caches(1)
         tokens_BT = sequences.tokens_at(first_B + 1, width + count)
         given_SBH, rows = sequences.states_at(first_B, width), sequences.chain(first_B, width, 0)
-        passes = [DepthPass(1, given_SBH, tokens_BT[:, :width], rows, self.cache)]
+        passes = [DepthPass(1, given_SBH, tokens_BT[:, :width], rows, cache)]
         for place in range(width, width + count - 1):
             rows = sequences.chain(newest_B + (place - width), 1, count)
-            passes.append(DepthPass(1, None, tokens_BT[:, place : place + 1], rows, self.cache))
+            passes.append(DepthPass(1, None, tokens_BT[:, place : place + 1], rows, cache))
         self.runner.draft_greedily(passes, tokens_BT[:, width:])
-        self._seen = sequences.lengths()
+        sequences.mark_seen(self.own)
         return Draft(tokens_BT[:, width:])
 
     def catch_up(self, sequences: "Sequences") -> Tensor:
         """Run the rows whose trunk states are new; the module's state at row m - 1, [1, B, H]."""
-        width = sequences.growth_since(self._seen)
-        self._seen = sequences.lengths()
+        width = sequences.growth_since(self.own)
+        sequences.mark_seen(self.own)
+        (cache,) = sequences.depth_caches(1)
         for first_B, rows, _ in windows(sequences, width):
             where: Rows = sequences.chain(first_B, rows, 0)
             tokens_BR = sequences.tokens_at(first_B + 1, rows)
-            state_SBH = self.runner.depth(1, sequences.states_at(first_B, rows), tokens_BR, where, self.cache)
+            state_SBH = self.runner.depth(1, sequences.states_at(first_B, rows), tokens_BR, where, cache)
         return state_SBH[-1:]
 
 

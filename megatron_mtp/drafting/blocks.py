@@ -1,0 +1,163 @@
+"""Blocks of an engine's memory: which are free, who uses them, and which hold a beginning that other texts share.
+
+A full block is known by the block before it, its tokens and `ahead` tokens behind these: rows of a depth are made from
+tokens that far ahead. A text that begins with the same tokens uses the block as it is. Nobody writes other numbers into
+a known block, as all its rows are final.
+
+    size 4, ahead 1, tokens 7 8 9 1  2 3 4 5  6 7        known: (start, 7 8 9 1 2) and (that one, 2 3 4 5 6)
+
+A known block that no text uses keeps its rows, and counts as free; the one that was given back first is taken first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+START = 0
+"""What the first block of a text stands behind."""
+
+
+@dataclass
+class Known:
+    """A block whose rows other texts may use.
+
+    Attributes:
+        number: by which the block behind it knows it; never given twice.
+        caches: drafters' caches whose rows are complete in it too.
+    """
+
+    block: int
+    number: int
+    key: tuple[int, tuple[int, ...]]
+    caches: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Held:
+    """The blocks of a text.
+
+    Attributes:
+        blocks: in the order of its slots.
+        known: the first of these, as others know them; the block itself may be another with the same rows.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    known: list[Known] = field(default_factory=list)
+
+
+class BlockPool:
+    """Blocks 1 to `count`.
+
+    Args:
+        size: slots of a block.
+        ahead: tokens behind a block that its rows depend on.
+    """
+
+    def __init__(self, count: int, size: int, ahead: int) -> None:
+        self.count, self.size, self.ahead = count, size, ahead
+        self._unused = list(range(count, 0, -1))
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._uses = [0] * (count + 1)
+        self._known: dict[tuple[int, tuple[int, ...]], Known] = {}
+        self._known_block: dict[int, Known] = {}
+        self._last = START
+
+    @property
+    def free(self) -> int:
+        """Blocks that no text uses."""
+        return len(self._unused) + len(self._kept)
+
+    @property
+    def used(self) -> int:
+        """Blocks of texts."""
+        return self.count - self.free
+
+    def blocks_for(self, slots: int) -> int:
+        """How many blocks hold so many slots."""
+        return -(-slots // self.size)
+
+    def extend(self, held: Held, slots: int) -> bool:
+        """Give a text room for so many slots; False, and nothing is given, where too few blocks are free."""
+        missing = self.blocks_for(slots) - len(held.blocks)
+        if missing > self.free:
+            return False
+        held.blocks.extend(self._take() for _ in range(missing))
+        return True
+
+    def give_back(self, held: Held) -> None:
+        """A text has ended, or is put back; known blocks keep their rows while there are others to take."""
+        for block in reversed(held.blocks):  # the end of a text is forgotten before its beginning
+            self._uses[block] -= 1
+            if self._uses[block] == 0:
+                self._free_one(block)
+        held.blocks, held.known = [], []
+
+    def find(self, tokens: list[int]) -> Held:
+        """The longest known beginning of a text whose last token has not been run; its blocks are now used."""
+        held = Held()
+        for key_tokens in self._keys(tokens):
+            known = self._known.get((_number(held), key_tokens))
+            if known is None:
+                break
+            held.known.append(known)
+            held.blocks.append(known.block)
+            self._kept.pop(known.block, None)
+            self._uses[known.block] += 1
+        return held
+
+    def learn(self, held: Held, tokens: list[int], seen: dict[int, int]) -> None:
+        """Make those blocks of a text known that are full.
+
+        Args:
+            tokens: all but the last have been run.
+            seen: tokens that the text had when each cache of a drafter last ran (`sequences.Progress`).
+        """
+        for key_tokens in self._keys(tokens, len(held.known)):
+            self._add(held, held.blocks[len(held.known)], (_number(held), key_tokens))
+        for cache, then in seen.items():
+            complete = (then - 1 - max(cache, 0)) // self.size
+            for block, known in reversed([*zip(held.blocks, held.known, strict=False)][: max(complete, 0)]):
+                if cache in known.caches:
+                    break
+                if block == known.block:  # else it is another text's, which may not have run these rows
+                    known.caches.add(cache)
+
+    def seen_of(self, held: Held) -> dict[int, int]:
+        """What `seen` of a text that begins with known blocks is."""
+        made: dict[int, int] = {}
+        for cache in held.known[0].caches if held.known else ():
+            complete = next((n for n, one in enumerate(held.known) if cache not in one.caches), len(held.known))
+            made[cache] = complete * self.size + 1 + max(cache, 0)
+        return made
+
+    def _keys(self, tokens: list[int], first: int = 0) -> Iterator[tuple[int, ...]]:
+        """The tokens of every full block from one on, with those behind it that it depends on."""
+        last = len(tokens) - max(self.ahead, 1)
+        for end in range((first + 1) * self.size, last + 1, self.size):
+            yield tuple(tokens[end - self.size : end + self.ahead])
+
+    def _add(self, held: Held, block: int, key: tuple[int, tuple[int, ...]]) -> None:
+        known = self._known.get(key)
+        if known is None:
+            self._last += 1
+            known = self._known[key] = self._known_block[block] = Known(block, self._last, key)
+        held.known.append(known)
+
+    def _take(self) -> int:
+        if self._unused:
+            block = self._unused.pop()
+        else:
+            block, _ = self._kept.popitem(last=False)
+            del self._known[self._known_block.pop(block).key]
+        self._uses[block] = 1
+        return block
+
+    def _free_one(self, block: int) -> None:
+        if block in self._known_block:
+            self._kept[block] = None
+        else:
+            self._unused.append(block)
+
+
+def _number(held: Held) -> int:
+    return held.known[-1].number if held.known else START

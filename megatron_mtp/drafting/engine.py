@@ -1,0 +1,402 @@
+"""Continuous batching: requests join and leave between steps, and share one memory in blocks.
+
+A step takes one decode step of every running text, and runs at most one chunk of rows of prompts:
+
+    make room    blocks for what the texts may write; where there are too few, the youngest text is put back
+    decode       the texts in groups of those that draft alike (live.py); one that ends leaves its place
+    prefill      the oldest requests that have a place, up to a chunk of rows; beginnings that are known do not run
+
+A text that was put back loses its rows and nothing else: its tokens are run again when there is room, and its random
+numbers depend on its seed and positions. So a text depends on its request alone, whatever comes when.
+"""
+
+import heapq
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_mtp.drafting.auto import AutoK
+from megatron_mtp.drafting.blocks import BlockPool
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.live import LiveGroup, Prefill, Shown, Text, write_table
+from megatron_mtp.drafting.loop import CHUNK, Limits
+from megatron_mtp.drafting.memory import Memory
+from megatron_mtp.drafting.method import Method, make_method
+from megatron_mtp.drafting.pages import BLOCK, Pages
+from megatron_mtp.drafting.requests import Load, QueueFull, Request, Update
+from megatron_mtp.drafting.runner import BEYOND, Runner
+from megatron_mtp.drafting.sequences import Progress, Sequences
+from megatron_mtp.drafting.types import AcceptanceStats, merged
+
+SEEDS = range(-(2**63), 2**63)
+"""What a seed may be."""
+
+Kind = tuple[SpeculativeConfig, bool]
+"""Texts of one kind draft alike: their config, and whether they are greedy."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Sizes of an engine.
+
+    Attributes:
+        running: texts in its steps, at most.
+        waiting: requests that wait for a place, at most.
+        blocks: of its memory, of `pages.BLOCK` slots each; see `blocks_in`.
+        chunk: rows of prompts in a step, at most.
+        reuse: whether beginnings that texts share run once.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    running: int = 16
+    waiting: int = 256
+    blocks: int = 1024
+    chunk: int = CHUNK
+    reuse: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("running", "waiting", "blocks", "chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"the engine was given {name} {getattr(self, name)}; give 1 or more.")
+
+
+class ContinuousEngine:
+    """An engine as `requests.Engine` describes it.
+
+    Args:
+        runner: the target.
+        settings: its sizes.
+        speculative: how texts draft whose requests do not say; None decodes them plainly.
+        drafter: the small model of `draft_model`.
+
+    Raises:
+        ValueError: a model or config that it cannot serve.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        settings: EngineSettings | None = None,
+        speculative: SpeculativeConfig | None = None,
+        drafter: Runner | None = None,
+    ) -> None:
+        self.runner, self.settings, self.drafter = runner, settings or EngineSettings(), drafter
+        self.speculative = speculative or SpeculativeConfig("plain")
+        for one in (runner, drafter):
+            if one is not None and (one.recurrent_trunk or one.recurrent_depths):
+                raise ValueError(
+                    "the model has recurrent layers, whose states are not in blocks that texts share; run it with "
+                    "megatron-mtp generate."
+                )
+        self._methods: dict[Kind, Method] = {}
+        self._shown: dict[tuple[Kind, int], Shown] = {}
+        self._firsts = AcceptanceStats()
+        self._pool = BlockPool(self.settings.blocks, BLOCK, runner.depths)
+        self._capacity = -(-(runner.positions + BEYOND) // BLOCK) * BLOCK
+        self._memory = Memory(runner, 1, self._capacity, self._pages())
+        self._texts: dict[int, Text] = {}
+        self._waiting: list[int] = []
+        self._prefill: Prefill | None = None
+        self._groups: dict[Kind, LiveGroup] = {}
+        self._updates: list[Update] = []
+        self._added = self._preempted = self._prompt_tokens = self._cached_tokens = 0
+        self._method_of(Request([0], 1))
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns its number. Errors as `requests.Engine.add`."""
+        method = self._method_of(request)
+        check_request(self.runner, request)
+        limits = Limits(request.max_new_tokens, self.runner.positions, request.stop_ids, request.cut)
+        longest = len(request.prompt) + limits.budget(len(request.prompt))
+        text = Text(self._added, request, method, limits, list(request.prompt))
+        blocks = self._pool.blocks_for(longest + text.slots - len(text.tokens))
+        if blocks > self._pool.count:
+            raise ValueError(
+                f"the prompt of {len(request.prompt)} tokens and {longest - len(request.prompt)} new ones need "
+                f"{blocks} blocks of the cache, which has {self._pool.count}; ask for less, or give the cache more."
+            )
+        if len(self._waiting) >= self.settings.waiting:
+            raise QueueFull(f"{len(self._waiting)} requests wait already; try again later.")
+        self._added += 1
+        self._texts[text.number] = text
+        heapq.heappush(self._waiting, text.number)
+        return text.number
+
+    def cancel(self, request: int) -> None:
+        """Forget a request; see `requests.Engine.cancel`."""
+        text = self._texts.get(request)
+        if text is not None:
+            self._remove(text)
+            del self._texts[request]
+
+    @torch.inference_mode()
+    def step(self) -> list[Update]:
+        """One decode step of every running text, and at most one chunk of prompts."""
+        self._updates = []
+        self._make_room()
+        for group in [*self._groups.values()]:
+            group.step()
+            self._leave([text for text, live in zip(group.texts, group.sequences.live, strict=True) if not live])
+        rows = self.settings.chunk
+        while rows > 0 and (prefill := self._next_prefill()) is not None:
+            rows -= max(self._run(prefill, rows), 1)
+        return self._updates
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._texts)
+
+    @property
+    def load(self) -> Load:
+        """How busy it is."""
+        stats = merged([self._firsts, *(one.stats for one in self._shown.values())])
+        return Load(
+            running=len(self._texts) - len(self._waiting),
+            waiting=len(self._waiting),
+            blocks_used=self._pool.used,
+            blocks=self._pool.count,
+            preempted=self._preempted,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            stats=stats,
+        )
+
+    # ---- decoding
+
+    def _make_room(self) -> None:
+        """Blocks for what the next step of every text may write, the oldest text's first."""
+        decoded = sorted((text for group in self._groups.values() for text in group.texts), key=lambda one: one.number)
+        for text in decoded:
+            if text.number in self._waiting:  # it was put back for an older one
+                continue
+            before = len(text.held.blocks)
+            while not self._pool.extend(text.held, text.slots):
+                youngest = self._texts[max(set(self._texts) - set(self._waiting))]
+                self._put_back(youngest)
+                if youngest is text:
+                    break
+            if len(text.held.blocks) > before:
+                self._groups[_kind(text)].place(text)
+
+    def _put_back(self, text: Text) -> None:
+        """Let a text wait again; it comes before all that have not begun."""
+        self._remove(text)
+        text.progress = Progress(guesses=text.progress.guesses)
+        text.run = 0
+        heapq.heappush(self._waiting, text.number)
+        self._preempted += 1
+
+    def _remove(self, text: Text) -> None:
+        """Take a text out of where it is, and its blocks from it."""
+        if text.number in self._waiting:
+            self._waiting.remove(text.number)
+            heapq.heapify(self._waiting)
+        elif self._prefill is not None and self._prefill.text is text:
+            self._prefill = None
+        else:
+            self._learn(text)
+            self._take_out([text])
+        self._pool.give_back(text.held)
+
+    def _leave(self, texts: list[Text]) -> None:
+        """These texts of one group have ended."""
+        if texts:
+            self._take_out(texts)
+        for text in texts:
+            self._learn(text)
+            self._pool.give_back(text.held)
+            del self._texts[text.number]
+
+    def _take_out(self, texts: list[Text]) -> None:
+        kind = _kind(texts[0])
+        self._groups[kind].leave(texts)
+        if not self._groups[kind].texts:
+            del self._groups[kind]
+
+    # ---- prompts
+
+    def _next_prefill(self) -> Prefill | None:
+        """The one that goes on, or the oldest request that waits, if there are a place and blocks for it."""
+        if self._prefill is not None or not self._waiting:
+            return self._prefill
+        text = self._texts[self._waiting[0]]
+        if len(self._texts) - len(self._waiting) >= self.settings.running or not self._give_blocks(text):
+            return None
+        heapq.heappop(self._waiting)
+        pages = self._pages()
+        sequences = Sequences(
+            self.runner, [text.tokens], [text.request.seed], self._capacity, self._memory.through(pages)
+        )
+        write_table(sequences, 0, text.held.blocks)
+        self._few_shapes(text, sequences)
+        self._prefill = Prefill(self.runner, text, sequences)
+        return self._prefill
+
+    def _give_blocks(self, text: Text) -> bool:
+        """Blocks for a text that waits, those of a known beginning among them."""
+        held = text.held
+        if self.settings.reuse and text.request.prompt_logprobs is None:
+            held = self._pool.find(text.tokens)
+        found = len(held.blocks) * BLOCK
+        if not self._pool.extend(held, text.slots):
+            self._pool.give_back(held)
+            return False
+        text.held, text.run = held, found
+        text.progress.seen.update(self._pool.seen_of(held))
+        if text.cached is None:
+            text.cached = found
+            self._prompt_tokens += len(text.request.prompt)
+            self._cached_tokens += found
+        return True
+
+    def _run(self, prefill: Prefill, rows: int) -> int:
+        """Run a part of a prompt; a text whose prompt is over has its first token and joins its group."""
+        text = prefill.text
+        count = prefill.run(rows)
+        if not prefill.is_over:
+            self._keep_up(prefill)
+            self._learn(text, text.run + 1)
+            self._updates.append(Update(text.number, []))
+            return count
+        if not text.has_begun:
+            emitted = prefill.begin()
+            self._firsts.count(0, 0, len(emitted.tokens))
+            self._updates.append(prefill.first_update(emitted))
+            if emitted.end is not None:
+                self._learn(text)
+                self.cancel(text.number)
+                return count
+        self._prefill = None
+        self._keep_up(prefill)
+        self._learn(text)
+        self._join(text, prefill.sequences)
+        return count
+
+    def _keep_up(self, prefill: Prefill) -> None:
+        """Let the drafter run its rows of the prompt, unless drafting does not pay."""
+        text = prefill.text
+        shown = self._shown_by(_kind(text), len(self._texts) - len(self._waiting))
+        if text.method.count and not (shown.auto is not None and shown.auto.rests):
+            prefill.catch_up(text.method)
+
+    def _join(self, text: Text, sequences: Sequences) -> None:
+        kind = _kind(text)
+        if kind in self._groups:
+            self._groups[kind].join(text, sequences)
+        else:
+            self._groups[kind] = LiveGroup(
+                self.runner, text, sequences, lambda texts: self._shown_by(kind, texts), self._hand
+            )
+
+    # ---- what they share
+
+    def _hand(self, _: Text, update: Update) -> None:
+        self._updates.append(update)
+
+    def _learn(self, text: Text, length: int | None = None) -> None:
+        """Let other texts use the blocks that this one has filled."""
+        if self.settings.reuse:
+            self._pool.learn(text.held, text.tokens[:length], text.progress.seen)
+
+    def _pages(self) -> Pages:
+        table_BL = torch.zeros(1, self._capacity // BLOCK + 1, dtype=torch.long, device=self.runner.device)
+        return Pages(table_BL, self.settings.blocks + 1)
+
+    def _few_shapes(self, text: Text, sequences: Sequences) -> None:
+        if sequences.few_shapes:
+            sequences.growth = text.method.count + 1
+            sequences.reach = text.method.proposer.nodes(text.method.count) + 1
+
+    def _method_of(self, request: Request) -> Method:
+        """How a request drafts; errors as `make_method`."""
+        config = request.speculative or self.speculative
+        if config.method == "mtp_trunk_states":
+            raise ValueError(
+                "'mtp_trunk_states' leaves rows out as its steps come, which a text that is put back cannot repeat; "
+                "choose mtp."
+            )
+        kind = config, request.sampling.greedy
+        if kind not in self._methods:
+            self._methods[kind] = make_method(self.runner, config, request.sampling, self.drafter)
+        return replace(self._methods[kind], sampling=request.sampling)
+
+    def _shown_by(self, kind: Kind, texts: int) -> Shown:
+        """What groups of about so many texts have shown: the next power of two."""
+        size = 1 << max(texts - 1, 0).bit_length()
+        if (kind, size) not in self._shown:
+            method = next(one for one in self._methods.values() if (one.config, one.sampling.greedy) == kind)
+            self._shown[kind, size] = Shown(None if method.auto is None else AutoK(method.count))
+        return self._shown[kind, size]
+
+
+def _kind(text: Text) -> Kind:
+    return text.method.config, text.method.sampling.greedy
+
+
+def check_request(runner: Runner, request: Request) -> None:
+    """Raises ValueError, in one sentence, for what a model can never continue."""
+    prompt = request.prompt
+    if not prompt:
+        raise ValueError("the prompt is empty; give at least one token.")
+    if len(prompt) >= runner.positions:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, and the model has {runner.positions} positions; give at most "
+            f"{runner.positions - 1} tokens."
+        )
+    if not (min(prompt) >= 0 and max(prompt) < runner.vocab_size):
+        raise ValueError(
+            f"the prompt has token ids outside of the model's vocabulary; give 0 to {runner.vocab_size - 1}."
+        )
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {request.max_new_tokens}; give 1 or more.")
+    if request.seed not in SEEDS:
+        raise ValueError(f"the seed is {request.seed}; give a number of 64 bits, from -2^63 to 2^63 - 1.")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(request, name) or 0) < 0:
+            raise ValueError(f"{name} is {getattr(request, name)}; give 0 or more.")
+    _check_penalties(request)
+
+
+def _check_penalties(request: Request) -> None:
+    for name in ("presence", "frequency"):
+        value = getattr(request.penalties, name)
+        if not -2 <= value <= 2:
+            raise ValueError(f"the {name} penalty is {value}; give -2 to 2.")
+    repetition = request.penalties.repetition
+    if not 0 < repetition < float("inf"):
+        raise ValueError(f"the repetition penalty is {repetition}; give a number above 0, 1 for none.")
+
+
+def block_bytes(runner: Runner, drafter: Runner | None = None) -> int:
+    """Bytes of one block: keys and values of the trunk, of depths and of a small model, and the trunk's states."""
+    layers = runner.trunk_layers + runner.depths * runner.depth_layers
+    numbers = layers * _slot_numbers(runner) + runner.hidden_size
+    total = numbers * runner.dtype.itemsize
+    if drafter is not None:
+        total += drafter.trunk_layers * _slot_numbers(drafter) * drafter.dtype.itemsize
+    return total * BLOCK
+
+
+def blocks_in(gib: float, runner: Runner, drafter: Runner | None = None) -> int:
+    """Blocks that so much memory holds.
+
+    Raises:
+        ValueError: not even one.
+    """
+    blocks = int(gib * 2**30 / block_bytes(runner, drafter)) - 1  # one belongs to no text
+    if blocks < 1:
+        least = 2 * block_bytes(runner, drafter) / 2**30
+        raise ValueError(f"a cache of {gib} GiB holds no block of {BLOCK} tokens; give at least {least:.6f}.")
+    return blocks
+
+
+def _slot_numbers(runner: Runner) -> int:
+    """Numbers that a layer keeps of a token."""
+    config = runner.model.config
+    if config.multi_latent_attention:
+        return int(config.kv_lora_rank + config.qk_pos_emb_head_dim)
+    groups = config.num_query_groups or config.num_attention_heads
+    return int(2 * config.kv_channels * groups // config.tensor_model_parallel_size)

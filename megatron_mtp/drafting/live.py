@@ -1,0 +1,245 @@
+"""The texts of an engine while they live: one that is being prefilled, and groups of those that are decoded.
+
+A text's prompt runs alone, in chunks. While only a part of it has run, it is a text of so many tokens and one more: so
+drafters catch up chunk by chunk, by what they do for any text. Then it joins the group of texts that draft alike.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from megatron_mtp.drafting.auto import AutoK
+from megatron_mtp.drafting.blocks import Held
+from megatron_mtp.drafting.judged import NO_PENALTIES, Judge, logprobs_of, penalised
+from megatron_mtp.drafting.kv_cache import chain_rows, rounded
+from megatron_mtp.drafting.loop import Group, Limits, catch_up, emitted_of
+from megatron_mtp.drafting.method import Method
+from megatron_mtp.drafting.requests import Finish, Request, TokenLogprob, Update
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import RECOVER, draw, sampling_of
+from megatron_mtp.drafting.sequences import Progress, Sequences
+from megatron_mtp.drafting.types import AcceptanceStats, Emitted, End
+
+FAR_BEHIND = 32
+"""Rows that a text's drafter may be behind to catch up with the others' rows; with more it runs them alone."""
+
+FINISH = {None: None, End.STOP: Finish.STOP, End.BUDGET: Finish.LENGTH}
+
+
+@dataclass
+class Text:
+    """A request while the engine has it.
+
+    Attributes:
+        number: what `add` returned; a smaller one came earlier.
+        tokens: the prompt and what was emitted.
+        held: its blocks.
+        sequences: the text alone, while it is being prefilled.
+        run: rows of the trunk that the prefill has done.
+        cached: tokens of the prompt whose rows were found; None before the text first had a place.
+        prompt_logprobs: as far as the prompt has run.
+    """
+
+    number: int
+    request: Request
+    method: Method
+    limits: Limits
+    tokens: list[int]
+    held: Held = field(default_factory=Held)
+    progress: Progress = field(default_factory=Progress)
+    sequences: Sequences | None = None
+    run: int = 0
+    cached: int | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has emitted a token."""
+        return len(self.tokens) > len(self.request.prompt)
+
+    @property
+    def rows(self) -> int:
+        """Rows to prefill; a text that was put back goes on with its newest token, whose row has not run."""
+        return len(self.tokens) - self.has_begun
+
+    @property
+    def slots(self) -> int:
+        """Slots that its next step may write."""
+        return len(self.tokens) + 1 + self.method.proposer.nodes(self.method.count)
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether more than a token is asked of the target."""
+        return self.request.logprobs is not None or self.request.penalties != NO_PENALTIES
+
+    def update(self, emitted: Emitted, logprobs: list[TokenLogprob]) -> Update:
+        """What a step gave it, for the one who asked."""
+        first = len(self.tokens) - len(emitted.tokens) == len(self.request.prompt)
+        return Update(
+            self.number,
+            emitted.tokens,
+            emitted.accepted,
+            emitted.offered,
+            FINISH[emitted.end],
+            logprobs,
+            self.prompt_logprobs if first else [],
+            self.cached or 0 if first else 0,
+        )
+
+
+class Prefill:
+    """A text whose prompt is being run.
+
+    Args:
+        drafts: whether its drafter should keep up.
+    """
+
+    def __init__(self, runner: Runner, text: Text, sequences: Sequences) -> None:
+        self.runner, self.text, self.sequences = runner, text, sequences
+        sequences.texts, sequences.prompt_lengths = [text.tokens], [len(text.request.prompt)]
+        sequences.progress = [text.progress]
+
+    def run(self, most: int) -> int:
+        """Run at most so many rows of the trunk; returns how many these were."""
+        text, sequences = self.text, self.sequences
+        count = min(most, text.rows - text.run)
+        first_B = torch.full_like(sequences.length_B, text.run)
+        window = min(rounded(text.run + count, sequences.few_shapes), sequences.capacity)
+        rows = chain_rows(first_B, count, window, sequences.capacity)
+        if count:
+            tokens_BR = sequences.tokens_at(first_B, count)
+            hidden_SBH = self.runner.trunk(tokens_BR, rows, sequences.cache)
+            sequences.put_states(hidden_SBH, rows)
+            if text.request.prompt_logprobs is not None:
+                self._read_prompt(hidden_SBH, text.request.prompt_logprobs)
+        text.run += count
+        self._show(min(text.run + 1, len(text.tokens)))
+        return count
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all rows have run."""
+        return self.text.run == self.text.rows
+
+    def begin(self) -> Emitted:
+        """Draw the first token."""
+        text, sequences = self.text, self.sequences
+        self._logits_RV = self.runner.logits(sequences.states_at(sequences.length_B - 1, 1))[0]
+        logits_RV = penalised(text.request.penalties, text.tokens, len(text.tokens), self._logits_RV)
+        probs_RV = text.request.sampling.probabilities(logits_RV)
+        sequences.append(draw(probs_RV, sequences.noise.uniform(RECOVER, 1)[:, 0]))
+        emitted = emitted_of(sequences, text.limits, 0, sequences.read_back()[0], 0, None)
+        sequences.settle(0, emitted.tokens, emitted.end is not None)
+        return emitted
+
+    def first_update(self, emitted: Emitted) -> Update:
+        """Of the first token."""
+        top = self.text.request.logprobs
+        return self.text.update(emitted, [] if top is None else logprobs_of(self._logits_RV, emitted.tokens, top))
+
+    def catch_up(self, method: Method) -> None:
+        """Let the drafter run the rows of all tokens so far."""
+        if method.proposer.missed(self.sequences, method.count) > 1:
+            catch_up(self.sequences, method, method.count)
+
+    def _show(self, length: int) -> None:
+        """Let the text be one of so many tokens."""
+        whole = self.text.tokens
+        self.sequences.texts = [whole if length == len(whole) else whole[:length]]
+        self.sequences.length_B.fill_(length)
+
+    def _read_prompt(self, hidden_SBH: torch.Tensor, top: int) -> None:
+        text = self.text
+        after = text.request.prompt[text.run + 1 :][: hidden_SBH.size(0)]
+        if after and len(text.prompt_logprobs) == text.run:
+            text.prompt_logprobs += logprobs_of(self.runner.logits(hidden_SBH)[0, : len(after)], after, top)
+
+
+@dataclass
+class Shown:
+    """What steps have shown, for automatic K, of groups of one size."""
+
+    auto: AutoK | None
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+
+class LiveGroup(Group):
+    """Texts that draft alike. They join and leave between steps.
+
+    Args:
+        shown: what was measured with so many texts.
+        hand: called with a text and its update.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        text: Text,
+        sequences: Sequences,
+        shown: Callable[[int], Shown],
+        hand: Callable[[Text, Update], None],
+    ) -> None:
+        super().__init__(runner, sequences, text.method, [text.limits], self._give)
+        self.texts, self._shown, self._hand = [text], shown, hand
+        self._changed()
+
+    def join(self, text: Text, sequences: Sequences) -> None:
+        """One more text, which has its first token."""
+        self.sequences.join(sequences)
+        self.texts.append(text)
+        self._changed()
+
+    def leave(self, gone: list[Text]) -> None:
+        """Go on without these texts."""
+        rows = [row for row, text in enumerate(self.texts) if not any(text is one for one in gone)]
+        self.sequences.keep_texts(rows)
+        self.texts = [self.texts[row] for row in rows]
+        self._changed()
+
+    def place(self, text: Text) -> None:
+        """Tell the device of a text's new blocks."""
+        row = next(row for row, one in enumerate(self.texts) if one is text)
+        write_table(self.sequences, row, text.held.blocks)
+
+    def choose(self) -> int:
+        """K by what groups of about this size have shown."""
+        shown = self._shown(len(self.texts))
+        self.method = replace(self.method, auto=shown.auto, stats=shown.stats)
+        return super().choose()
+
+    def prepare(self, count: int) -> None:
+        """Texts that are far behind catch up alone, so that the others need not run as many rows."""
+        proposer, sequences = self.method.proposer, self.sequences
+        if count == 0 or proposer.missed(sequences, count) <= FAR_BEHIND:
+            return
+        for row in range(len(self.texts)):
+            alone = sequences.alone(row)
+            if proposer.missed(alone, count) > FAR_BEHIND:
+                catch_up(alone, self.method, count)
+
+    def _changed(self) -> None:
+        """What a step knows of its texts."""
+        self.limits = [text.limits for text in self.texts]
+        rule: Callable[..., object] = self.texts[0].method.verifier if self.texts else self.method.verifier
+        if any(text.reads_logits for text in self.texts):
+            penalties, prompts = [one.request.penalties for one in self.texts], self.sequences.prompt_lengths
+            rule = Judge(rule, penalties, prompts)  # type: ignore[arg-type]
+        if self.texts:
+            sampling = sampling_of([text.request.sampling for text in self.texts])
+            self.method = replace(self.method, sampling=sampling, verifier=rule)  # type: ignore[arg-type]
+
+    def _give(self, emitted: Emitted) -> None:
+        text, rule = self.texts[emitted.text], self.method.verifier
+        top = text.request.logprobs
+        logprobs = (
+            rule.logprobs(emitted.text, emitted.tokens, top) if isinstance(rule, Judge) and top is not None else []
+        )
+        self._hand(text, text.update(emitted, logprobs))
+
+
+def write_table(sequences: Sequences, row: int, blocks: list[int]) -> None:
+    """The blocks of a text's pages."""
+    pages = sequences.pages
+    assert pages is not None
+    pages.table_BL[row, : len(blocks)] = torch.tensor(blocks, device=pages.table_BL.device)

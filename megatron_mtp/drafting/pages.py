@@ -1,0 +1,49 @@
+"""Where the slots of texts are in blocks of memory that many texts share.
+
+A text's slots 0, 1, 2, ... are divided into pages of `size` slots. A table names the block of every page, so that a
+text takes memory as it grows, and texts that begin alike may read the same blocks. Block 0 belongs to no text: pages
+without a block point to it, and so does the scratch slot.
+
+    size 4, table of one text  5 2 0        slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2, no further ones yet
+
+Letters in names: B batch, L pages of a text, N blocks, G key heads, S slots of a block, C channels, R rows, W slots
+that are looked at.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+BLOCK = 32
+"""Slots of a block: as many as a window grows by, and a multiple of what compiled code adds up at once."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages of a batch.
+
+    Attributes:
+        table_BL: the block of every page; 0 where there is none.
+        blocks: N, block 0 included.
+        size: S.
+    """
+
+    table_BL: Tensor
+    blocks: int
+    size: int = BLOCK
+
+    def write(self, memory_NGSC: Tensor, new_BGRC: Tensor, slots_BR: Tensor) -> None:
+        """Put rows at their slots, in place."""
+        memory_NGSC[self._block(slots_BR), :, slots_BR % self.size] = new_BGRC.transpose(1, 2)
+
+    def read(self, memory_NGSC: Tensor, slots_BR: Tensor) -> Tensor:
+        """The rows at some slots, [B, G, R, C]."""
+        return memory_NGSC[self._block(slots_BR), :, slots_BR % self.size].transpose(1, 2)
+
+    def first_slots(self, memory_NGSC: Tensor, window: int) -> Tensor:
+        """A copy of every text's first slots, [B, G, W, C]."""
+        memory_BLGSC = memory_NGSC[self.table_BL[:, : -(-window // self.size)]]
+        return memory_BLGSC.transpose(1, 2).flatten(2, 3)[:, :, :window]
+
+    def _block(self, slots_BR: Tensor) -> Tensor:
+        return self.table_BL.gather(1, slots_BR // self.size)

@@ -1,0 +1,504 @@
+"""Continuous batching against `generate` in float32: the same tokens, whatever comes when."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from drafting_single import KINDS, method_of, model_of, prompts_of, trained_forward
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from megatron_single import VOCABULARY
+
+from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.config import config_from
+from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings, block_bytes, blocks_in
+from megatron_mtp.drafting.requests import Engine, Finish, Penalties, QueueFull, Request, Update
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import Sampling
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+CHAINS: dict[str, dict[str, Any]] = {
+    "plain": {"method": "plain"},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+    "mtp-1": {"method": "mtp", "num_speculative_tokens": 1},
+    "mtp_eagle": {"method": "mtp_eagle", "num_speculative_tokens": 4},
+    "mtp_beam": {"method": "mtp_beam", "num_speculative_tokens": 3},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+    "draft_model": {"method": "draft_model", "model": "-", "num_speculative_tokens": 3},
+}
+TREES: dict[str, dict[str, Any]] = {
+    "mtp_tree": {"method": "mtp_tree", "tree": [3, 2]},
+    "lookahead": {"method": "lookahead"},
+}
+METHODS = {**CHAINS, **TREES}
+SAMPLINGS = [Sampling(), Sampling(), Sampling(1.0), Sampling(0.7, top_k=20), Sampling(1.2, top_p=0.8, min_p=0.02)]
+KEPT: dict[str, Runner] = {}
+
+
+def runner_of(kind: str = "gqa") -> Runner:
+    """A model in float32; the same for all tests."""
+    if kind not in KEPT:
+        KEPT[kind] = Runner(model_of(kind, 2 if kind == "repeated" else 3, torch.float32))
+    return KEPT[kind]
+
+
+def engine_of(runner: Runner | None = None, **sizes: Any) -> ContinuousEngine:
+    drafter = runner_of("mha-tied-layernorm")
+    return ContinuousEngine(runner or runner_of(), EngineSettings(**sizes), drafter=drafter)
+
+
+def alone(request: Request, runner: Runner | None = None) -> list[int]:
+    """What `generate` gives for a request."""
+    return generate(
+        runner or runner_of(),
+        [request.prompt],
+        request.max_new_tokens,
+        request.sampling,
+        request.speculative,
+        [request.seed],
+        request.stop_ids,
+        runner_of("mha-tied-layernorm"),
+    ).token_ids[0]
+
+
+def drained(engine: ContinuousEngine, most: int = 2000) -> list[Update]:
+    updates = []
+    for _ in range(most):
+        if not engine.busy:
+            return updates
+        updates += engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def texts_of(updates: Iterable[Update]) -> dict[int, list[int]]:
+    made: dict[int, list[int]] = {}
+    for update in updates:
+        made.setdefault(update.request, []).extend(update.tokens)
+    return made
+
+
+def request_of(prompt: list[int], new: int = 12, method: str = "mtp", **changes: Any) -> Request:
+    return Request(prompt, new, speculative=config_from(METHODS[method]), **changes)
+
+
+def same_as_alone(engine: ContinuousEngine, requests: list[Request], runner: Runner | None = None) -> None:
+    numbers = [engine.add(request) for request in requests]
+    made = texts_of(drained(engine))
+    assert [made[number] for number in numbers] == [alone(request, runner) for request in requests]
+    assert engine.load.blocks_used == 0
+
+
+# ---- whatever comes when
+
+PIECES = [torch.randint(1, VOCABULARY, (40,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(3)]
+"""Beginnings that prompts share."""
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    shared = draw(st.sampled_from([[], *PIECES, PIECES[0] + PIECES[1]]))
+    own = draw(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=20))
+    return request_of(
+        shared + own,
+        draw(st.integers(1, 24)),
+        draw(st.sampled_from(sorted(METHODS))),
+        sampling=draw(st.sampled_from(SAMPLINGS)),
+        seed=draw(st.integers(0, 2**40)),
+        stop_ids=frozenset(draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=3))),
+    )
+
+
+@st.composite
+def days(draw: st.DrawFn) -> tuple[list[tuple[int, Request]], dict[int, int], EngineSettings]:
+    """When each request comes, when some are cancelled, and an engine whose blocks may be too few for all."""
+    came = draw(st.lists(st.tuples(st.integers(0, 12), requests()), min_size=2, max_size=7))
+    gone = draw(st.dictionaries(st.integers(0, len(came) - 1), st.integers(0, 20), max_size=2))
+    sizes = EngineSettings(
+        running=draw(st.integers(1, 5)),
+        blocks=draw(st.sampled_from([6, 8, 12, 64])),
+        chunk=draw(st.sampled_from([5, 32, 512])),
+        reuse=draw(st.booleans()),
+    )
+    return sorted(came, key=lambda one: one[0]), gone, sizes
+
+
+def check_day(day: tuple[list[tuple[int, Request]], dict[int, int], EngineSettings]) -> ContinuousEngine:
+    came, gone, sizes = day
+    engine = ContinuousEngine(runner_of(), sizes, drafter=runner_of("mha-tied-layernorm"))
+    numbers: list[int | None] = []
+    made: dict[int, list[int]] = {}
+    now = 0
+    while engine.busy or len(numbers) < len(came):
+        while len(numbers) < len(came) and came[len(numbers)][0] <= now:
+            numbers.append(engine.add(came[len(numbers)][1]))
+        for place, when in gone.items():
+            if when == now and place < len(numbers):
+                engine.cancel(numbers[place])  # type: ignore[arg-type]
+        for update in engine.step():
+            made.setdefault(update.request, []).extend(update.tokens)
+        now += 1
+        assert now < 3000
+    for place, (_, request) in enumerate(came):
+        right, own = alone(request), made.get(numbers[place], [])  # type: ignore[arg-type]
+        assert own == (right[: len(own)] if place in gone else right)
+    assert engine.load.blocks_used == 0
+    return engine
+
+
+QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+
+
+@settings(max_examples=25, **QUIET)
+@given(days())
+def test_tokens_are_those_of_generate_whatever_comes_when(day: Any) -> None:
+    check_day(day)
+
+
+@pytest.mark.matrix
+@settings(max_examples=200, **QUIET)
+@given(days())
+def test_tokens_are_those_of_generate_in_many_more_cases(day: Any) -> None:
+    check_day(day)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_texts_of_a_method_join_and_leave(method: str) -> None:
+    """More requests than places; greedy and sampled."""
+    every = zip(prompts_of(7, 50), [3, 30, 9, 1, 17, 24, 12], SAMPLINGS * 2, strict=False)
+    wanted = [request_of(p, n, method, sampling=s, seed=n) for p, n, s in every]
+    same_as_alone(engine_of(running=3, chunk=16), wanted)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mla"])
+def test_every_kind_of_model_is_served(kind: str) -> None:
+    runner = runner_of(kind)
+    speculative = config_from({"method": method_of(kind), "num_speculative_tokens": 2})
+    if kind == "repeated":
+        speculative = config_from({"method": "mtp_eagle", "num_speculative_tokens": 2})
+    wanted = [replace(request_of(prompt, 15), speculative=speculative) for prompt in prompts_of(5, 70)]
+    same_as_alone(engine_of(runner, running=3, blocks=14), wanted, runner)
+
+
+def test_it_is_an_engine() -> None:
+    engine: Engine = engine_of()
+    assert not engine.busy
+    assert engine.load.running == engine.load.waiting == engine.load.blocks_used == 0
+
+
+# ---- one step
+
+
+def test_a_long_prompt_does_not_stall_others() -> None:
+    """A text that is decoded gains tokens in every step in which the prompt of another runs."""
+    engine = engine_of(chunk=16)
+    short = engine.add(request_of([5], 40, "plain"))
+    engine.step()
+    long = engine.add(request_of(prompts_of(1, 1)[0] * 100, 4, "plain"))
+    steps = [engine.step() for _ in range(7)]
+    assert [[len(one.tokens) for one in updates if one.request == short] for updates in steps] == [[1]] * 7
+    assert [[len(one.tokens) for one in updates if one.request == long] for updates in steps] == [[0]] * 6 + [[1]]
+    drained(engine)
+
+
+def test_a_place_is_taken_in_the_step_in_which_it_is_left() -> None:
+    engine = engine_of(running=1)
+    first, second = (engine.add(request_of([3, 4], 2, "plain")) for _ in range(2))
+    engine.step()
+    assert (engine.load.running, engine.load.waiting) == (1, 1)
+    updates = engine.step()
+    assert [(one.request, len(one.tokens), one.finish) for one in updates] == [
+        (first, 1, Finish.LENGTH),
+        (second, 1, None),
+    ]
+
+
+@pytest.mark.parametrize("when", [0, 1, 2, 4])
+def test_what_is_cancelled_leaves_its_place_and_blocks(when: int) -> None:
+    """While it waits, while its prompt runs, and while it is decoded."""
+    engine = engine_of(running=1, chunk=16)
+    request = request_of(prompts_of(1, 1)[0] * 40, 30)
+    number = engine.add(request)
+    for _ in range(when):
+        engine.step()
+    engine.cancel(number)
+    assert not engine.busy
+    assert engine.load.blocks_used == engine.load.running == engine.load.waiting == 0
+    engine.cancel(number)
+    same_as_alone(engine, [request])
+
+
+def test_texts_are_put_back_and_lose_nothing() -> None:
+    """Three texts grow to 3 blocks each, and there are 6."""
+    engine = engine_of(blocks=6, reuse=False)
+    wanted = [request_of(prompt, 60, sampling=Sampling(1.0), seed=7) for prompt in prompts_of(3, 20)]
+    same_as_alone(engine, wanted)
+    assert engine.load.preempted > 0
+
+
+def test_the_oldest_text_is_never_put_back() -> None:
+    engine = engine_of(blocks=6, reuse=False)
+    oldest = engine.add(request_of([4, 5, 6], 60, "plain"))
+    for prompt in prompts_of(3, 20):
+        engine.add(request_of(prompt, 60, "plain"))
+    gains = [sum(len(one.tokens) for one in engine.step() if one.request == oldest) for _ in range(60)]
+    assert gains == [1] * 60
+
+
+# ---- known beginnings
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_known_beginning_gives_the_same_tokens_and_does_not_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 tokens of a prompt of 90 are known, which are two blocks of 32."""
+    rows: list[int] = []
+    trunk, runner = Runner.trunk, runner_of()
+
+    def counted(self: Runner, tokens_BR: torch.Tensor, *given: Any) -> torch.Tensor:
+        rows.extend([tokens_BR.size(1)] if self is runner else [])
+        return trunk(self, tokens_BR, *given)
+
+    engine, beginning = engine_of(), PIECES[0] + PIECES[1]
+    one, other = (
+        request_of(beginning + rest, 20, method, sampling=Sampling(1.0), seed=5) for rest in ([3] * 10, [4] * 10)
+    )
+    same_as_alone(engine, [one])
+    engine.add(other)
+    monkeypatch.setattr(Runner, "trunk", counted)
+    updates = engine.step()
+    assert [update.cached_tokens for update in updates] == [64]
+    assert rows == [26]
+    monkeypatch.undo()
+    made = texts_of([*updates, *drained(engine)])
+    assert [*made.values()] == [alone(other)]
+    assert engine.load.cached_tokens == 64
+
+
+def test_a_drafter_does_not_run_a_known_beginning_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it draft otherwise: acceptance is that of `generate`."""
+    engine, beginning = engine_of(), PIECES[0] + PIECES[1]
+    one, other = (request_of(beginning + rest, 20, sampling=Sampling(1.0), seed=5) for rest in ([3] * 10, [4] * 10))
+    same_as_alone(engine, [one])
+    rows: list[int] = []
+    depth = Runner.depth
+
+    def counted(self: Runner, number: int, hidden_SBH: torch.Tensor, *given: Any) -> torch.Tensor:
+        rows.append(hidden_SBH.size(0))
+        return depth(self, number, hidden_SBH, *given)
+
+    monkeypatch.setattr(Runner, "depth", counted)
+    before = engine.load.stats.accepted
+    engine.add(other)
+    drained(engine)
+    monkeypatch.undo()
+    alone_stats = generate(runner_of(), [other.prompt], 20, other.sampling, other.speculative, [5]).stats
+    assert max(rows) <= 90 - 64 + 3
+    assert engine.load.stats.accepted - before == alone_stats.accepted > 0
+
+
+def test_texts_that_go_on_alike_after_a_block_share_it_and_others_do_not() -> None:
+    """The rows of the last depth depend on three tokens behind the block."""
+    engine, beginning = engine_of(), PIECES[0][:32]
+    same_as_alone(engine, [request_of([*beginning, 1, 2, 3, 4], 3)])
+    for rest, cached in (([1, 2, 3, 9], 32), ([1, 2, 9, 9], 0)):
+        number = engine.add(request_of(beginning + rest, 3))
+        assert next(one.cached_tokens for one in drained(engine) if one.request == number) == cached
+
+
+def test_a_conversation_goes_on_from_what_was_emitted() -> None:
+    engine = engine_of()
+    first = request_of(PIECES[0], 40)
+    same_as_alone(engine, [first])
+    same_as_alone(engine, [request_of([*first.prompt, *alone(first), 7, 8], 9)])
+    assert engine.load.cached_tokens == 64
+
+
+def test_without_reuse_nothing_is_known() -> None:
+    engine = engine_of(reuse=False)
+    same_as_alone(engine, [request_of(PIECES[0], 3)])
+    same_as_alone(engine, [request_of(PIECES[0], 3)])
+    assert engine.load.cached_tokens == 0
+
+
+# ---- no block is lost
+
+
+def soak(requests_count: int) -> ContinuousEngine:
+    """Random requests, of which many go away while they wait, run or are put back."""
+    chance, engine = random.Random(3), engine_of(running=6, blocks=9, chunk=48, waiting=1000)
+    live: list[int] = []
+    for number in range(requests_count):
+        prompt = chance.choice([[], *PIECES]) + [chance.randrange(1, VOCABULARY) for _ in range(chance.randint(1, 30))]
+        method = chance.choice(["plain", "mtp", "mtp_eagle", "ngram"])
+        live.append(engine.add(request_of(prompt, chance.randint(1, 6), method)))
+        while engine.load.waiting > 4 or (number == requests_count - 1 and engine.busy):
+            engine.step()
+            if chance.random() < 0.3:
+                engine.cancel(chance.choice(live[-12:]))
+    return engine
+
+
+def check_soak(engine: ContinuousEngine) -> None:
+    pool, load = engine._pool, engine.load
+    assert load.blocks_used == 0
+    assert load.preempted > 0
+    assert load.cached_tokens > 0
+    assert sorted([*pool._unused, *pool._kept]) == list(range(1, pool.count + 1))
+    assert len(pool._known) == len(pool._known_block) == len(pool._kept)
+    assert not engine._texts
+
+
+def test_no_block_is_lost() -> None:
+    check_soak(soak(150))
+
+
+@pytest.mark.matrix
+def test_no_block_is_lost_by_thousands_of_requests() -> None:
+    check_soak(soak(5000))
+
+
+# ---- what a request asks beside tokens
+
+
+def test_a_text_ends_at_its_stops_and_cuts() -> None:
+    request = request_of([5, 6, 7], 20)
+    text = alone(request)
+    stopped = replace(request, stop_ids=frozenset(text[5:6]))
+    cut = replace(request, cut=lambda tokens: 4 if len(tokens) >= 6 else None)
+    engine = engine_of()
+    for one, length, finish in ((request, 20, Finish.LENGTH), (stopped, text.index(text[5]) + 1, Finish.STOP)):
+        engine.add(one)
+        updates = drained(engine)
+        assert [*texts_of(updates).values()] == [text[:length]]
+        assert [update.finish for update in updates] == [None] * (len(updates) - 1) + [finish]
+    engine.add(cut)
+    updates = drained(engine)
+    assert updates[-1].finish is Finish.STOP
+    (made,) = texts_of(updates).values()
+    assert made == text[: len(made)]
+    assert 4 <= len(made) <= 6
+
+
+@pytest.mark.parametrize("method", ["plain", "mtp", "mtp_tree", "lookahead"])
+def test_logprobs_are_those_of_a_forward_over_the_text(method: str) -> None:
+    request = request_of(PIECES[0], 15, method, logprobs=2, prompt_logprobs=1)
+    engine, runner = engine_of(chunk=16), runner_of()
+    same_as_alone(engine, [request_of(PIECES[0], 3, method)])
+    engine.add(request)
+    engine.add(request_of([3, 4], 15, method))
+    updates = [update for update in drained(engine) if update.request == 1]
+    text = PIECES[0] + texts_of(updates)[1]
+    twin = model_of("gqa", 3, torch.float32)
+    right_SV = trained_forward(twin, text)[0][:, : runner.vocab_size].log_softmax(-1)
+    given = [
+        *(one for update in updates for one in update.prompt_logprobs),
+        *(one for u in updates for one in u.logprobs),
+    ]
+    assert [one.token for one in given] == text[1:]
+    for row, one in enumerate(given):
+        assert one.logprob == pytest.approx(float(right_SV[row, text[row + 1]]), abs=1e-4)
+        top = 1 if row + 1 < len(PIECES[0]) else 2
+        assert [token for token, _ in one.top] == right_SV[row].topk(top).indices.tolist()
+        assert [value for _, value in one.top] == pytest.approx(right_SV[row].topk(top).values.tolist(), abs=1e-4)
+
+
+def penalised_by_hand(request: Request) -> list[int]:
+    """Greedy, by the definition, over the forward of training."""
+    twin, penalties, text = model_of("gqa", 3, torch.float32), request.penalties, list(request.prompt)
+    for _ in range(request.max_new_tokens):
+        logits = trained_forward(twin, text)[0][-1].tolist()
+        new = text[len(request.prompt) :]
+        for token in set(text):
+            by = penalties.repetition
+            logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
+        for token in set(new):
+            logits[token] -= penalties.presence + penalties.frequency * new.count(token)
+        text.append(max(range(len(logits)), key=logits.__getitem__))
+    return text[len(request.prompt) :]
+
+
+@pytest.mark.parametrize("method", ["plain", "mtp", "mtp_tree"])
+def test_penalties_are_those_of_their_definition(method: str) -> None:
+    every = [
+        Penalties(1.5, 0.0),
+        Penalties(0.0, 0.7),
+        Penalties(repetition=1.6),
+        Penalties(-1.0, 0.3, 0.8),
+        Penalties(),
+    ]
+    engine = engine_of()
+    wanted = [request_of([5, 6, 7, 5], 25, method, penalties=one) for one in every]
+    numbers = [engine.add(request) for request in wanted]
+    made = texts_of(drained(engine))
+    right = [penalised_by_hand(request) for request in wanted]
+    assert [made[number] for number in numbers] == right
+    assert len({tuple(text) for text in right}) == len(every)
+
+
+@pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "draft_model"])
+def test_automatic_k_changes_no_token(method: str) -> None:
+    settings = {**METHODS[method], "num_speculative_tokens": "auto"}
+    wanted = [replace(request_of(prompt, 40), speculative=config_from(settings)) for prompt in prompts_of(6, 40)]
+    same_as_alone(engine_of(running=4), wanted)
+
+
+# ---- what cannot be served
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"prompt": []}, "the prompt is empty; give at least one token"),
+        ({"prompt": [1] * 160}, "has 160 tokens, and the model has 160 positions; give at most 159"),
+        ({"prompt": [1, VOCABULARY]}, f"outside of the model's vocabulary; give 0 to {VOCABULARY - 1}"),
+        ({"prompt": [-1]}, "outside of the model's vocabulary"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; give 1 or more"),
+        ({"max_new_tokens": 120}, "4 blocks of the cache, which has 3; ask for less"),
+        ({"seed": 2**63}, "a number of 64 bits"),
+        ({"logprobs": -1}, "logprobs is -1; give 0 or more"),
+        ({"penalties": Penalties(presence=3)}, "the presence penalty is 3; give -2 to 2"),
+        ({"penalties": Penalties(frequency=float("nan"))}, "the frequency penalty is nan"),
+        ({"penalties": Penalties(repetition=0)}, "the repetition penalty is 0"),
+        ({"speculative": config_from({"method": "parallel_heads"})}, "whose depths are sequential; choose mtp"),
+        ({"speculative": config_from({"method": "mtp_trunk_states"})}, "cannot repeat; choose mtp"),
+    ],
+)
+def test_what_can_never_be_served_is_refused(changes: dict[str, Any], said: str) -> None:
+    engine = engine_of(blocks=3)
+    with pytest.raises(ValueError, match=said):
+        engine.add(replace(request_of([1, 2], 10), **changes))
+    assert not engine.busy
+
+
+def test_a_full_queue_says_so() -> None:
+    engine = engine_of(running=1, waiting=2)
+    for _ in range(2):
+        engine.add(request_of([1], 3))
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        engine.add(request_of([1], 3))
+    engine.step()
+    same = engine.add(request_of([1], 3))
+    assert len(texts_of(drained(engine))[same]) == 3
+
+
+@pytest.mark.parametrize("size", ["running", "waiting", "blocks", "chunk"])
+def test_sizes_below_one_are_refused(size: str) -> None:
+    with pytest.raises(ValueError, match=f"{size} 0; give 1 or more"):
+        EngineSettings(**{size: 0})
+
+
+def test_blocks_of_a_model_fill_the_memory_that_is_given() -> None:
+    """What a block takes is what its tensors have."""
+    engine = engine_of(blocks=5)
+    engine.add(request_of([1, 2, 3], 9))
+    drained(engine)
+    memory = engine._memory
+    caches = [memory.cache, *memory.depth_caches(3)]
+    held = sum(one.nbytes for cache in caches for one in (*cache.keys, *cache.values) if one is not None)
+    assert held + memory.states_B1TH.nbytes == 6 * block_bytes(runner_of())
+    assert blocks_in(6.5 * block_bytes(runner_of()) / 2**30, runner_of()) == 5
+    with pytest.raises(ValueError, match="holds no block of 32 tokens; give at least"):
+        blocks_in(1e-9, runner_of())

@@ -13,5 +13,7 @@ answers.py      bodies to requests, updates to answers and event streams
 page.py         the page at /, with page.css and page.js in it
 app.py          the paths
 server.py       uvicorn, which drains
-    bench/          megatron-mtp bench-serve
+flags.py        the flags of serve, parsed without torch
+command.py      megatron-mtp serve
+bench/          megatron-mtp bench-serve
 """

@@ -1,0 +1,95 @@
+"""`megatron-mtp serve`: a checkpoint behind OpenAI's HTTP API until a signal ends it."""
+
+import logging
+import math
+import socket
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+from megatron_mtp.drafting.command import drafter_of, named, tokenizer_of
+from megatron_mtp.drafting.config import parse_config
+from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings, blocks_in
+from megatron_mtp.drafting.load import load_checkpoint
+from megatron_mtp.drafting.pages import BLOCK
+from megatron_mtp.drafting.runner import BEYOND, Runner
+from megatron_mtp.errors import sentences
+from megatron_mtp.serving.answers import Served
+from megatron_mtp.serving.app import make_app
+from megatron_mtp.serving.metrics import Metrics
+from megatron_mtp.serving.server import Server, address_of, listener
+from megatron_mtp.serving.service import Service
+from megatron_mtp.serving.tokens import Ids, Words
+
+MOST_GIB = 4.0
+"""Cache that is taken unasked."""
+
+
+def main(program: str, args: Namespace) -> int:
+    """Serve; bad input ends with one sentence and exit status 2, a bug of the engine with status 1."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    with sentences(program):
+        return serve(args)
+
+
+def serve(args: Namespace) -> int:
+    """Load, listen, and serve until a signal ends it; ValueError for bad input, before anything is loaded if it can."""
+    _check(args)
+    config = None if args.speculative_config is None else parse_config(args.speculative_config)
+    listening = listener(args.host, args.port)
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code)
+    tokenizer = tokenizer_of(args, loaded)
+    drafter = drafter_of(config, dtype)
+    sizes = EngineSettings(args.max_running, args.max_waiting, _blocks(args, loaded.runner, drafter))
+    engine = ContinuousEngine(loaded.runner, sizes, config, drafter)
+    served = Served(
+        name=args.served_model_name or _model_name(Path(args.load)),
+        codec=Ids() if tokenizer is None else Words(tokenizer),
+        positions=loaded.runner.positions,
+        vocabulary=loaded.runner.vocab_size,
+        most_texts=args.max_running + args.max_waiting,
+        created=int(time.time()),
+    )
+    print(f"> {named(args.load, loaded.runner)}", flush=True)
+    return run(engine, served, listening, args.api_key)
+
+
+def run(engine: ContinuousEngine, served: Served, listening: socket.socket, key: str | None) -> int:
+    """Serve an engine at a socket; the exit status, 1 if the engine has failed."""
+    metrics = Metrics()
+    service = Service(engine, metrics)
+
+    def ready() -> None:
+        print(f"> '{served.name}' is served at {address_of(listening)}", flush=True)
+
+    Server(make_app(service, served, metrics, key), service, ready).run([listening])
+    sys.stdout.flush()
+    return int(service.broken)
+
+
+def _check(args: Namespace) -> None:
+    for name in ("max_running", "max_waiting"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give 1 or more.")
+    if args.cache_gib is not None and not 0 < args.cache_gib < math.inf:
+        raise ValueError(f"--cache-gib is {args.cache_gib}; give the GiB of memory that the cache may take.")
+    if args.api_key == "":
+        raise ValueError("--api-key is empty; give a key, or leave the flag out.")
+
+
+def _blocks(args: Namespace, runner: Runner, drafter: Runner | None) -> int:
+    """Of the cache: as many as were asked for, or else as all running texts can need."""
+    if args.cache_gib is not None:
+        return blocks_in(args.cache_gib, runner, drafter)
+    each = -(-(runner.positions + BEYOND) // BLOCK)
+    return min(args.max_running * each, blocks_in(MOST_GIB, runner, drafter))
+
+
+def _model_name(folder: Path) -> str:
+    """The folder's name; of a run's `checkpoint`, the run's."""
+    whole = folder.resolve()
+    return whole.parent.name if whole.name == "checkpoint" else whole.name

@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two depths after six steps, and a tokenizer with a chat template."""
     folder = tmp_path_factory.mktemp("trained")
     steps = f"--train-iters 6 --eval-interval 6 --eval-iters 1 --save-interval 6 --save {folder / 'checkpoint'} "
-    sizes = f"--vocab-size {ENTRIES - 1} --max-position-embeddings 256"
+    sizes = f"--vocab-size {ENTRIES} --max-position-embeddings 256"
     launch.run(launch.pretrain(*steps.split(), *sizes.split(), "--ckpt-format", "torch_dist"), folder / "log")
     train_bpe(["abc abd"], ENTRIES, folder / "tokenizer")
     config = json.loads((folder / "tokenizer/tokenizer_config.json").read_text())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import math
 from argparse import Namespace
 from typing import Any
@@ -22,6 +23,7 @@ KINDS = (".png", ".svg", ".pdf")
 def main(arguments: list[str], program: str) -> int:
     """Measure; bad input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # which has a line for every request
     return status_of(program, lambda: measure(args))
 
 

@@ -54,7 +54,8 @@ def _over_time(axes: Any, good: list[Answer]) -> None:
 
 
 def _positions(axes: Any, shares: list[float]) -> None:
-    names = [str(place) for place in range(1, len(shares) + 1)]
-    bars = axes.bar(names, shares)
+    places = range(1, len(shares) + 1)
+    bars = axes.bar(places, shares)
+    axes.set_xticks(places)
     axes.bar_label(bars, [f"{100 * share:.1f} %" for share in shares])
     axes.set(title="acceptance", xlabel="position in the draft", ylabel="share of drafts", ylim=(0, 1.08))

@@ -8,6 +8,7 @@ choices.py      a text of an answer while it grows
 completions.py  the form of /v1/completions
 chat.py         the form of /v1/chat/completions
 service.py      the thread that owns the engine
+ranks.py        the steps of rank 0 on the other ranks
 metrics.py      what Prometheus reads
 answers.py      bodies to requests, updates to answers and event streams
 page.py         the page at /, with page.css and page.js in it

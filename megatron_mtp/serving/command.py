@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import socket
 import sys
 import time
@@ -11,15 +12,17 @@ from pathlib import Path
 import torch
 
 from megatron_mtp.drafting.command import drafter_of, named, tokenizer_of
-from megatron_mtp.drafting.config import parse_config
+from megatron_mtp.drafting.config import SpeculativeConfig, parse_config
 from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings, blocks_in
-from megatron_mtp.drafting.load import load_checkpoint
+from megatron_mtp.drafting.load import Loaded, load_checkpoint
 from megatron_mtp.drafting.pages import BLOCK
+from megatron_mtp.drafting.requests import Engine
 from megatron_mtp.drafting.runner import BEYOND, Runner
 from megatron_mtp.errors import sentences
 from megatron_mtp.serving.answers import Served
 from megatron_mtp.serving.app import make_app
 from megatron_mtp.serving.metrics import Metrics
+from megatron_mtp.serving.ranks import Leader, check_count, follow, group_of_all
 from megatron_mtp.serving.server import Server, address_of, listener
 from megatron_mtp.serving.service import Service
 from megatron_mtp.serving.tokens import Ids, Words
@@ -36,29 +39,46 @@ def main(program: str, args: Namespace) -> int:
 
 
 def serve(args: Namespace) -> int:
-    """Load, listen, and serve until a signal ends it; ValueError for bad input, before anything is loaded if it can."""
-    _check(args)
-    config = None if args.speculative_config is None else parse_config(args.speculative_config)
-    listening = listener(args.host, args.port)
+    """Load, listen, and serve until a signal ends it; ValueError for bad input, before anything is loaded if it can.
+
+    Of several ranks, of torchrun, rank 0 speaks HTTP.
+    """
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    config = _check(args, ranks)
+    listening = listener(args.host, args.port) if rank == 0 else None
+    loaded, engine, served = _made(args, config)
+    group = group_of_all() if ranks > 1 else None
+    if listening is None:
+        follow(engine, served.codec, group)
+        return 0
+    print(f"> {named(args.load, loaded.runner)}", flush=True)
+    if group is None:
+        return run(engine, served, listening, args.api_key)
+    leader = Leader(engine, group)
+    status = run(leader, served, listening, args.api_key)
+    if status == 0:
+        leader.end()
+    return status
+
+
+def _made(args: Namespace, config: SpeculativeConfig | None) -> tuple[Loaded, ContinuousEngine, Served]:
+    """The checkpoint, its engine, and what clients are told of it."""
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code)
-    tokenizer = tokenizer_of(args, loaded)
-    drafter = drafter_of(config, dtype)
+    tokenizer, drafter = tokenizer_of(args, loaded), drafter_of(config, dtype)
     sizes = EngineSettings(args.max_running, args.max_waiting, _blocks(args, loaded.runner, drafter))
-    engine = ContinuousEngine(loaded.runner, sizes, config, drafter)
     served = Served(
         name=args.served_model_name or _model_name(Path(args.load)),
         codec=Ids() if tokenizer is None else Words(tokenizer),
         positions=loaded.runner.positions,
         vocabulary=loaded.runner.vocab_size,
-        most_texts=args.max_running + args.max_waiting,
+        most_texts=args.max_waiting,  # they wait for a step before they run
         created=int(time.time()),
     )
-    print(f"> {named(args.load, loaded.runner)}", flush=True)
-    return run(engine, served, listening, args.api_key)
+    return loaded, ContinuousEngine(loaded.runner, sizes, config, drafter), served
 
 
-def run(engine: ContinuousEngine, served: Served, listening: socket.socket, key: str | None) -> int:
+def run(engine: Engine, served: Served, listening: socket.socket, key: str | None) -> int:
     """Serve an engine at a socket; the exit status, 1 if the engine has failed."""
     metrics = Metrics()
     service = Service(engine, metrics)
@@ -71,7 +91,8 @@ def run(engine: ContinuousEngine, served: Served, listening: socket.socket, key:
     return int(service.broken)
 
 
-def _check(args: Namespace) -> None:
+def _check(args: Namespace, ranks: int) -> SpeculativeConfig | None:
+    """How texts draft; ValueError for flags that cannot be served."""
     for name in ("max_running", "max_waiting"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give 1 or more.")
@@ -79,6 +100,10 @@ def _check(args: Namespace) -> None:
         raise ValueError(f"--cache-gib is {args.cache_gib}; give the GiB of memory that the cache may take.")
     if args.api_key == "":
         raise ValueError("--api-key is empty; give a key, or leave the flag out.")
+    config = None if args.speculative_config is None else parse_config(args.speculative_config)
+    if ranks > 1:
+        check_count(config)
+    return config
 
 
 def _blocks(args: Namespace, runner: Runner, drafter: Runner | None) -> int:

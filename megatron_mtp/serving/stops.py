@@ -4,7 +4,6 @@ stops "\\n\\n"      arrives   "a\\n"   "b\\n"    "\\nc"
                     goes out  "a"     "\\nb"    ""       and the text has ended
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_mtp.serving.tokens import Reader
@@ -53,19 +52,24 @@ def _overlap(text: str, stop: str) -> int:
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
-def cutter(reader: Reader, stops: tuple[str, ...]) -> Callable[[list[int]], int | None]:
+class Cut:
     """For `Request.cut`: how many tokens to keep, up to the one that completes a stop string; None before.
 
     Every token is read once, so lists must grow from call to call.
+
+    Attributes:
+        stops: the stop strings.
     """
-    strings, seen, found = StopStrings(stops), 0, None
 
-    def cut(ids: list[int]) -> int | None:
-        nonlocal seen, found
-        while found is None and seen < len(ids):
-            seen += 1
-            if strings.add(reader.add(ids[seen - 1])).stop is not None:
-                found = seen
-        return found
+    def __init__(self, reader: Reader, stops: tuple[str, ...]) -> None:
+        self.stops, self._reader, self._strings = stops, reader, StopStrings(stops)
+        self._seen = 0
+        self._found: int | None = None
 
-    return cut
+    def __call__(self, ids: list[int]) -> int | None:
+        """Read the tokens that were emitted so far."""
+        while self._found is None and self._seen < len(ids):
+            self._seen += 1
+            if self._strings.add(self._reader.add(ids[self._seen - 1])).stop is not None:
+                self._found = self._seen
+        return self._found

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import httpx2
 import launch
 import openai
+import psutil
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -26,6 +28,7 @@ from parrot import TEMPLATE
 from megatron_mtp.data.tokenizer import train_bpe
 
 VERB = [sys.executable, "-m", "megatron_mtp"]
+WORKER = Path(__file__).parent / "serve_worker.py"
 ENTRIES = 258
 MTP = ["--speculative-config", '{"method": "mtp"}']
 PROMPTS = ["1,2,3", "9,8", "40,41,42,43,44,45,46,47,48,49,50", "7"]
@@ -70,9 +73,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(folder: Path, log: Path, *flags: str) -> Served:
+def flags_of(folder: Path) -> list[str]:
     given = ["--load", str(folder / "checkpoint"), "--tokenizer", str(folder / "tokenizer"), "--port", "0"]
-    process = launch.start([*VERB, "serve", *given, *MTP, "--served-model-name", "tiny", *flags], log)
+    return [*given, *MTP, "--served-model-name", "tiny"]
+
+
+def start(folder: Path, log: Path, *flags: str, ranks: int = 1) -> Served:
+    given = [*flags_of(folder), *flags]
+    process = launch.start([*VERB, "serve", *given] if ranks == 1 else launch.torchrun(ranks, WORKER, *given), log)
     until(lambda: "is served at" in log.read_text() or process.poll() is not None, launch.TIMEOUT)
     said = log.read_text()
     assert "> 'tiny' is served at http://127.0.0.1:" in said, said
@@ -231,6 +239,58 @@ def test_a_signal_drains_and_a_second_one_ends_at_once(folder: Path, tmp_path: P
         assert server.process.wait(TIMEOUT) == 128 + signal.SIGINT
     finally:
         server.process.kill()
+
+
+def answers(server: Served) -> list[Any]:
+    """Greedy and sampled, with a stop string, from several clients at once."""
+    bodies: list[dict[str, Any]] = [
+        {"prompt": [[int(one) for one in prompt.split(",")] for prompt in PROMPTS], "max_tokens": 30},
+        {"prompt": "ab", "temperature": 1, "seed": 3, "n": 3, "max_tokens": 30},
+        {"prompt": "ab", "temperature": 1, "seed": 9, "n": 6, "max_tokens": 100, "stop": ["a", "b", "c", "d"]},
+    ]
+    with ThreadPoolExecutor() as clients:
+        done = list(clients.map(lambda body: server.post(**body, return_token_ids=True).json(), bodies))
+    return [(choice["token_ids"], choice["finish_reason"]) for one in done for choice in one["choices"]]
+
+
+def test_two_ranks_serve_what_one_does(served: Served, folder: Path, tmp_path: Path) -> None:
+    """They idle, take requests, let one go whose client has gone, and end with the first rank's drain."""
+    server = start(folder, tmp_path / "log", ranks=2)
+    try:
+        expected = answers(served)
+        assert answers(server) == expected
+        assert any(reason == "stop" for _, reason in expected)
+        with httpx2.stream(
+            "POST", f"{server.url}/v1/completions", json={"prompt": "ab", "max_tokens": 200, "stream": True}
+        ):
+            pass
+        until(lambda: server.metric("num_requests_running") == 0)
+        assert answers(server) == expected
+        auto = server.post(prompt="ab", speculative_config={"method": "mtp", "num_speculative_tokens": "auto"})
+        assert auto.status_code == 400
+        assert "which several ranks do not serve" in auto.json()["error"]["message"]
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(TIMEOUT) == 0, server.log.read_text()
+    finally:
+        server.process.kill()
+
+
+@pytest.mark.matrix
+def test_a_killed_rank_ends_the_job(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = launch.start_torchrun(launch.torchrun(2, WORKER, *flags_of(folder)), log)
+    try:
+        until(lambda: "is served at" in log.read_text() or process.poll() is not None, launch.TIMEOUT)
+        url = log.read_text().split("is served at ")[1].split()[0]
+        assert httpx2.get(f"{url}/health").status_code == 200
+        workers = psutil.Process(process.pid).children(recursive=True)
+        (second,) = [worker for worker in workers if worker.environ().get("RANK") == "1"]
+        second.kill()
+        assert process.wait(TIMEOUT) != 0
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(f"{url}/health")
+    finally:
+        launch.kill(process)
 
 
 def test_bad_input_is_one_sentence(folder: Path, tmp_path: Path) -> None:

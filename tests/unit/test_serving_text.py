@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from parrot import tokenizer_in, words
 from tokenizers import Tokenizer, decoders, models
 
-from megatron_mtp.serving.stops import StopStrings, cutter
+from megatron_mtp.serving.stops import Cut, StopStrings
 from megatron_mtp.serving.tokens import Ids, Reader, Words
 
 LETTERS = st.text(alphabet="ab €🙂ü\n", max_size=12)
@@ -93,10 +93,10 @@ def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
 def test_the_cut_keeps_the_token_that_completes_a_stop_string(codec: Words, text: str, stop: str) -> None:
     ids = codec.encode(text, special=False)
     kept = next((end for end in range(1, len(ids) + 1) if stop in codec.decode(ids[:end])), None)
-    at_once = cutter(codec.reader([]), (stop,))
+    at_once = Cut(codec.reader([]), (stop,))
     assert at_once(ids) == kept
     assert at_once(ids) == kept, "asked again, it says the same"
-    growing = cutter(codec.reader([]), (stop,))
+    growing = Cut(codec.reader([]), (stop,))
     answers = [growing(ids[:end]) for end in range(1, len(ids) + 1)]
     assert next((answer for answer in answers if answer is not None), None) == kept
 

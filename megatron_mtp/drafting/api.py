@@ -39,7 +39,7 @@ def generate(
     seeds: list[int] | None = None,
     stop_ids: Iterable[int] = (),
     drafter: Runner | None = None,
-    limits: Limits | None = None,
+    limits: Limits | list[Limits] | None = None,
     emit: Emit | None = None,
 ) -> Generated:
     """Continue every prompt, all in one batch.
@@ -53,7 +53,7 @@ def generate(
         seeds: of each prompt; its number in the list if None. A text depends on its own seed alone.
         stop_ids: a text ends with the first of these.
         drafter: the small model of `draft_model`.
-        limits: more on when a text ends, in place of `max_new_tokens` and `stop_ids`.
+        limits: more on when a text ends, in place of `max_new_tokens` and `stop_ids`; for all texts, or for each.
         emit: called with what every step gave every text, as it comes.
 
     Raises:
@@ -65,13 +65,16 @@ def generate(
     method = make_method(runner, config, sampling, drafter)
     if method.auto is not None:  # what earlier batches of this size have shown still holds
         method = replace(method, auto=runner.auto_counts.setdefault((method.config, len(prompts)), method.auto))
-    limits = replace(limits or Limits(max_new_tokens, stop_ids=frozenset(stop_ids)), positions=runner.positions)
-    longest = max(len(prompt) + limits.budget(len(prompt)) for prompt in prompts)
+    limits = limits or Limits(max_new_tokens, stop_ids=frozenset(stop_ids))
+    each = limits if isinstance(limits, list) else [limits] * len(prompts)
     seeds = list(range(len(prompts))) if seeds is None else seeds
-    if len(seeds) != len(prompts):
-        raise ValueError(f"there are {len(seeds)} seeds for {len(prompts)} prompts; give one for each.")
+    for name, given in (("seeds", seeds), ("limits", each)):
+        if len(given) != len(prompts):
+            raise ValueError(f"there are {len(given)} {name} for {len(prompts)} prompts; give one for each.")
+    each = [replace(one, positions=runner.positions) for one in each]
+    longest = max(len(prompt) + one.budget(len(prompt)) for prompt, one in zip(prompts, each, strict=True))
     with kept_sequences(runner, method, prompts, seeds, longest + method.proposer.nodes(method.count) + 1) as sequences:
-        decode(runner, sequences, method, limits, emit)
+        decode(runner, sequences, method, each, emit)
     texts = [text[len(prompt) :] for text, prompt in zip(sequences.texts, prompts, strict=True)]
     return Generated(texts, method.stats)
 

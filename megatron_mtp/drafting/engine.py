@@ -17,16 +17,19 @@ import torch
 
 from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.blocks import BlockPool
-from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.config import MOST_DRAFTED, SpeculativeConfig
 from megatron_mtp.drafting.live import LiveGroup, Prefill, Shown, Text, write_table
 from megatron_mtp.drafting.loop import CHUNK, Limits
 from megatron_mtp.drafting.memory import Memory
 from megatron_mtp.drafting.method import Method, make_method
 from megatron_mtp.drafting.pages import BLOCK, Pages
 from megatron_mtp.drafting.requests import Load, QueueFull, Request, Update
-from megatron_mtp.drafting.runner import BEYOND, Runner
+from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sequences import Progress, Sequences
 from megatron_mtp.drafting.types import AcceptanceStats, merged
+
+BEYOND = 320
+"""Slots after the model's last position, which drafts may use."""
 
 SEEDS = range(-(2**63), 2**63)
 """What a seed may be."""
@@ -45,6 +48,8 @@ class EngineSettings:
         blocks: of its memory, of `pages.BLOCK` slots each; see `blocks_in`.
         chunk: rows of prompts in a step, at most.
         reuse: whether beginnings that texts share run once.
+        overlap: whether a step is started before the tokens of the last one are read; they come a step later then. A
+            GPU computes meanwhile; a CPU gains nothing.
 
     Raises:
         ValueError: a size below 1.
@@ -55,6 +60,7 @@ class EngineSettings:
     blocks: int = 1024
     chunk: int = CHUNK
     reuse: bool = True
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         for name in ("running", "waiting", "blocks", "chunk"):
@@ -288,7 +294,12 @@ class ContinuousEngine:
             self._groups[kind].join(text, sequences)
         else:
             self._groups[kind] = LiveGroup(
-                self.runner, text, sequences, lambda texts: self._shown_by(kind, texts), self._hand
+                self.runner,
+                text,
+                sequences,
+                lambda texts: self._shown_by(kind, texts),
+                self._hand,
+                self.settings.overlap,
             )
 
     # ---- what they share
@@ -320,7 +331,9 @@ class ContinuousEngine:
             )
         kind = config, request.sampling.greedy
         if kind not in self._methods:
-            self._methods[kind] = make_method(self.runner, config, request.sampling, self.drafter)
+            method = make_method(self.runner, config, request.sampling, self.drafter)
+            _check_rows(method)
+            self._methods[kind] = method
         return replace(self._methods[kind], sampling=request.sampling)
 
     def _shown_by(self, kind: Kind, texts: int) -> Shown:
@@ -334,6 +347,15 @@ class ContinuousEngine:
 
 def _kind(text: Text) -> Kind:
     return text.method.config, text.method.sampling.greedy
+
+
+def _check_rows(method: Method) -> None:
+    nodes, most = method.proposer.nodes(method.count), BEYOND - 2 * MOST_DRAFTED - 2
+    if nodes > most:
+        raise ValueError(
+            f"'{method.config.method}' adds {nodes} rows to a step with these settings, and a text of the engine has "
+            f"room for {most}; draft less."
+        )
 
 
 def check_request(runner: Runner, request: Request) -> None:

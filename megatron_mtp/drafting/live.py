@@ -4,10 +4,11 @@ A text's prompt runs alone, in chunks. While only a part of it has run, it is a 
 drafters catch up chunk by chunk, by what they do for any text. Then it joins the group of texts that draft alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.blocks import Held
@@ -19,7 +20,8 @@ from megatron_mtp.drafting.requests import Finish, Request, TokenLogprob, Update
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import RECOVER, draw, sampling_of
 from megatron_mtp.drafting.sequences import Progress, Sequences
-from megatron_mtp.drafting.types import AcceptanceStats, Emitted, End
+from megatron_mtp.drafting.types import AcceptanceStats, Draft, Emitted, End
+from megatron_mtp.drafting.verifiers import VERIFIERS
 
 FAR_BEHIND = 32
 """Rows that a text's drafter may be behind to catch up with the others' rows; with more it runs them alone."""
@@ -65,8 +67,8 @@ class Text:
 
     @property
     def slots(self) -> int:
-        """Slots that its next step may write."""
-        return len(self.tokens) + 1 + self.method.proposer.nodes(self.method.count)
+        """Slots that its next step may write, and the one before, whose tokens the host may not know."""
+        return len(self.tokens) + 2 + self.method.proposer.nodes(self.method.count) + self.method.count
 
     @property
     def reads_logits(self) -> bool:
@@ -156,6 +158,43 @@ class Prefill:
             text.prompt_logprobs += logprobs_of(self.runner.logits(hidden_SBH)[0, : len(after)], after, top)
 
 
+class Late:
+    """What a step gave its texts, on its way to the host while the next step runs.
+
+    Args:
+        texts: in the rows of the step.
+        then_B: their lengths before it.
+    """
+
+    def __init__(self, texts: list[Text], sequences: Sequences, then_B: Tensor, draft: Draft) -> None:
+        self.texts, self.nodes = [*texts], draft.nodes
+        gained_B1 = (sequences.length_B - then_B).unsqueeze(1)
+        parts = [gained_B1, sequences.tokens_at(then_B, draft.nodes + 1), draft.valid()]
+        self._read = on_its_way(torch.cat(parts, dim=1))
+
+    def gained(self) -> Iterator[tuple[Text, list[int], int]]:
+        """Every text with its new tokens and the depth of its draft; waits for them."""
+        for text, (count, *values) in zip(self.texts, self._read(), strict=True):
+            valid = values[self.nodes + 1 :]
+            yield text, values[:count], next((n for n, ok in enumerate(valid) if not ok), self.nodes)
+
+
+def on_its_way(values_BX: Tensor) -> Callable[[], list[list[int]]]:
+    """Start to copy numbers to the host; what is returned waits for them, and for nothing that is begun later."""
+    if not values_BX.is_cuda:
+        return values_BX.tolist
+    held_BX = torch.empty(values_BX.shape, dtype=values_BX.dtype, pin_memory=True)
+    held_BX.copy_(values_BX, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[list[int]]:
+        copied.synchronize()
+        return held_BX.tolist()
+
+    return wait
+
+
 @dataclass
 class Shown:
     """What steps have shown, for automatic K, of groups of one size."""
@@ -167,7 +206,12 @@ class Shown:
 class LiveGroup(Group):
     """Texts that draft alike. They join and leave between steps.
 
+    With overlap a step is started before the tokens of the last one are read. So the host learns one step late that a
+    text has ended; what the step in between gave it is dropped. Lengths that the host does not know are bounded by
+    `Sequences.ahead`.
+
     Args:
+        overlap: whether to do so where a step reads nothing back.
         shown: what was measured with so many texts.
         hand: called with a text and its update.
     """
@@ -179,9 +223,11 @@ class LiveGroup(Group):
         sequences: Sequences,
         shown: Callable[[int], Shown],
         hand: Callable[[Text, Update], None],
+        overlap: bool = False,
     ) -> None:
         super().__init__(runner, sequences, text.method, [text.limits], self._give)
-        self.texts, self._shown, self._hand = [text], shown, hand
+        self.texts, self._shown, self._hand, self._overlap = [text], shown, hand, overlap
+        self._late: Late | None = None
         self._changed()
 
     def join(self, text: Text, sequences: Sequences) -> None:
@@ -208,9 +254,41 @@ class LiveGroup(Group):
         self.method = replace(self.method, auto=shown.auto, stats=shown.stats)
         return super().choose()
 
+    def step(self) -> None:
+        """Take a step and hand out what it gave; with overlap, what the one before gave."""
+        if self._late is not None and not self._overlaps:
+            self._hand_out_late()
+        else:
+            super().step()
+
+    def hand_out(self, draft: Draft | None) -> None:
+        """Hand out this step, or the last one while this one's tokens are on their way."""
+        if not self._overlaps or draft is None:
+            return super().hand_out(draft)
+        taken = Late(self.texts, self.sequences, self._then_B, draft)
+        self._hand_out_late()
+        self._late = taken
+
+    def _hand_out_late(self) -> None:
+        late, self._late = self._late, None
+        rows = {id(text): row for row, text in enumerate(self.texts)}
+        for text, gained, depth in () if late is None else late.gained():
+            if id(text) in rows:  # else it was cancelled or put back
+                self.give(rows[id(text)], gained, depth, None)
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether steps of these texts read nothing back, and need no tokens that the host does not know."""
+        proposer, rule = self.method.proposer, VERIFIERS[str(self.method.config.verifier)]
+        reads = isinstance(self.method.verifier, Judge) or proposer.drafts_trees
+        return self._overlap and not reads and proposer.recordable and rule.recordable
+
     def prepare(self, count: int) -> None:
         """Texts that are far behind catch up alone, so that the others need not run as many rows."""
         proposer, sequences = self.method.proposer, self.sequences
+        sequences.ahead = 0 if self._late is None else self.method.count + 1
+        if self._overlaps:
+            self._then_B = sequences.length_B.clone()
         if count == 0 or proposer.missed(sequences, count) <= FAR_BEHIND:
             return
         for row in range(len(self.texts)):

@@ -95,11 +95,15 @@ class Group:
         for text, gained in enumerate(sequences.read_back()):
             if not sequences.live[text]:
                 continue
-            emitted = emitted_of(sequences, self.limits[text], text, gained, max([0, *levels[text]]), draft)
-            self.method.stats.count(emitted.offered, emitted.accepted, len(emitted.tokens))
-            sequences.settle(text, emitted.tokens, emitted.end is not None)
-            if self.emit is not None:
-                self.emit(emitted)
+            self.give(text, gained, max([0, *levels[text]]), draft)
+
+    def give(self, text: int, gained: list[int], depth: int, draft: Draft | None) -> None:
+        """The same for one text, which gained these tokens from a draft of this depth."""
+        emitted = emitted_of(self.sequences, self.limits[text], text, gained, depth, draft)
+        self.method.stats.count(emitted.offered, emitted.accepted, len(emitted.tokens))
+        self.sequences.settle(text, emitted.tokens, emitted.end is not None)
+        if self.emit is not None:
+            self.emit(emitted)
 
 
 @torch.inference_mode()

@@ -38,6 +38,9 @@ class Pages:
 
     def read(self, memory_NGSC: Tensor, slots_BR: Tensor) -> Tensor:
         """The rows at some slots, [B, G, R, C]."""
+        if memory_NGSC.size(1) == 1:  # as of states: whole rows, which are copied several times as fast
+            index_X = (self._block(slots_BR) * self.size + slots_BR % self.size).flatten()
+            return memory_NGSC.flatten(0, 2).index_select(0, index_X).view(*slots_BR.shape, -1).unsqueeze(1)
         return memory_NGSC[self._block(slots_BR), :, slots_BR % self.size].transpose(1, 2)
 
     def first_slots(self, memory_NGSC: Tensor, window: int) -> Tensor:

@@ -75,6 +75,7 @@ class Sequences:
             tokens that a step may add, so that shapes do not follow what was accepted.
         reach: so many slots after the newest token are looked at, at least. Where few shapes are wanted, these are all
             that any forward of a step needs, so that its forwards have one window.
+        ahead: tokens that a text may have beyond those that the host knows.
         fixed: whether a step must hold for texts of which any may have ended, and not for those that go on now.
         records: whether steps are recorded as CUDA graphs where that is possible; `graphs.kept_sequences` decides.
         recorded: steps that were recorded on these tensors; see `graphs.py`.
@@ -113,7 +114,7 @@ class Sequences:
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.live = [True] * len(prompts)
         self.progress = [Progress() for _ in prompts]
-        self.growth, self.reach, self.fixed = 1, 0, False
+        self.growth, self.reach, self.ahead, self.fixed = 1, 0, 0, False
         tokens_BT = torch.zeros(self.tokens_BT.shape, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
@@ -196,7 +197,7 @@ class Sequences:
     def growth_since(self, cache: int) -> int:
         """The most tokens that a live text has gained since a drafter's cache last ran, or `growth` if that is more."""
         behind = [
-            len(text) - one.seen[cache]
+            len(text) + self.ahead - one.seen[cache]
             for text, one, live in zip(self.texts, self.progress, self.live, strict=True)
             if live
         ]
@@ -210,7 +211,8 @@ class Sequences:
     def window(self, beyond: int) -> int:
         """How many slots a forward looks at whose last row is `beyond` rows after the newest token; `rounded`."""
         longest = max((len(text) for text, live in zip(self.texts, self.live, strict=True) if live), default=1)
-        return min(rounded(longest + max(beyond, self.growth, self.reach), self.few_shapes), self.capacity)
+        beyond = max(beyond, self.growth, self.reach) + self.ahead
+        return min(rounded(longest + beyond, self.few_shapes), self.capacity)
 
     def chain(self, first_B: Tensor, rows: int, beyond: int, end_B: Tensor | None = None) -> Rows:
         """Rows from slot `first_B` on; those of texts that have ended leave no trace.

@@ -301,3 +301,10 @@ def test_decoding_takes_llama_cpps_rate_from_its_own_benchmark(tmp_path: Path, m
     with pytest.raises(SystemExit, match=r"--gguf needs llama-bench on the PATH and .*large-float32.gguf"):
         decoding.llama_bench(tmp_path, "large-float32", 12)
     assert decoding.llama_bench(None, "large-float32", 12) is None
+
+
+def test_serving_compares_the_engine_with_batches_and_transformers() -> None:
+    summary = summary_of("serving.py")
+    rates = summary["results"]["tokens_per_second"]
+    assert list(rates) == ["engine", "batch", "engine plain", "batch plain", "transformers"]
+    assert [goal["goal"] for goal in summary["goals"]] == [1.5, 1.5, 3.0]

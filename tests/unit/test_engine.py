@@ -15,9 +15,11 @@ from megatron_single import VOCABULARY
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings, block_bytes, blocks_in
+from megatron_mtp.drafting.judged import Judge, penalised
 from megatron_mtp.drafting.requests import Engine, Finish, Penalties, QueueFull, Request, Update
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.sampling import Noise, Sampling
+from megatron_mtp.drafting.types import Draft, Round, Verdict
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -122,6 +124,7 @@ def days(draw: st.DrawFn) -> tuple[list[tuple[int, Request]], dict[int, int], En
         blocks=draw(st.sampled_from([6, 8, 12, 64])),
         chunk=draw(st.sampled_from([5, 32, 512])),
         reuse=draw(st.booleans()),
+        overlap=draw(st.booleans()),
     )
     return sorted(came, key=lambda one: one[0]), gone, sizes
 
@@ -248,6 +251,70 @@ def test_the_oldest_text_is_never_put_back() -> None:
     assert gains == [1] * 60
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_text_may_fill_all_positions(method: str) -> None:
+    """160 of them; the last steps draft beyond."""
+    prompt = (PIECES[0] + PIECES[1] + PIECES[2])[:101]
+    same_as_alone(engine_of(overlap=True), [request_of(prompt, 100, method), request_of(prompt[:3], 9, method)])
+
+
+# ---- the next step is started before the last one's tokens are read
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_overlap_changes_no_token(method: str) -> None:
+    """Ends at stops and budgets; texts that are put back; places that are taken over."""
+    every = zip(prompts_of(7, 50), [3, 30, 9, 1, 17, 24, 12], SAMPLINGS * 2, strict=False)
+    wanted = [request_of(p, n, method, sampling=s, seed=n, stop_ids=frozenset({7, 8})) for p, n, s in every]
+    same_as_alone(engine_of(running=3, chunk=16, overlap=True), wanted)
+    same_as_alone(engine_of(running=4, blocks=6, overlap=True), wanted)
+
+
+READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+"""Methods of a tensor that wait for the device."""
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("method", ["plain", "mtp", "mtp_eagle", "ngram", "draft_model"])
+def test_a_step_reads_once_and_what_it_reads_was_begun_before(
+    method: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is a fake one: it notes what is asked of its tensors, and when the trunk is started."""
+    engine, noted = engine_of(overlap=overlap), list[str]()
+    numbers = [engine.add(request_of(prompt, 30, method)) for prompt in prompts_of(3, 9)]
+
+    def noting(name: str) -> Any:
+        own = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, *given: Any, **named: Any) -> Any:
+            noted.append("read")
+            return own(self, *given, **named)
+
+        return read
+
+    for name in READS:
+        monkeypatch.setattr(torch.Tensor, name, noting(name))
+    trunk = Runner.trunk
+
+    def started(self: Runner, *given: Any) -> torch.Tensor:
+        noted.extend(["start"] if self is engine.runner else [])
+        return trunk(self, *given)
+
+    monkeypatch.setattr(Runner, "trunk", started)
+    for _ in range(3):
+        engine.step()
+    noted.clear()
+    updates = [engine.step() for _ in range(3)]
+    monkeypatch.undo()
+    assert all({one.request for one in each} == set(numbers) for each in updates)
+    if overlap:
+        assert noted == ["start", "read"] * 3
+    else:
+        assert noted.count("read") > 3
+    made = texts_of(drained(engine))
+    assert all(len(text) < 30 for text in made.values())
+
+
 # ---- known beginnings
 
 
@@ -330,12 +397,15 @@ def soak(requests_count: int) -> ContinuousEngine:
     """Random requests, of which many go away while they wait, run or are put back."""
     chance, engine = random.Random(3), engine_of(running=6, blocks=9, chunk=48, waiting=1000)
     live: list[int] = []
+    left = 100 * requests_count  # steps; so many that none are left if a block is lost
     for number in range(requests_count):
         prompt = chance.choice([[], *PIECES]) + [chance.randrange(1, VOCABULARY) for _ in range(chance.randint(1, 30))]
         method = chance.choice(["plain", "mtp", "mtp_eagle", "ngram"])
         live.append(engine.add(request_of(prompt, chance.randint(1, 6), method)))
         while engine.load.waiting > 4 or (number == requests_count - 1 and engine.busy):
             engine.step()
+            left -= 1
+            assert left, "the engine does not come to an end"
             if chance.random() < 0.3:
                 engine.cancel(chance.choice(live[-12:]))
     return engine
@@ -438,6 +508,26 @@ def test_penalties_are_those_of_their_definition(method: str) -> None:
     assert len({tuple(text) for text in right}) == len(every)
 
 
+@pytest.mark.parametrize("parents", [None, [0, 0, 2, 3]], ids=["chain", "tree"])
+def test_penalties_of_a_drafted_row_count_the_drafts_before_it(parents: list[int] | None) -> None:
+    """Every row is what it would be if the drafts on its way had been emitted."""
+    penalties, text, drafts = Penalties(0.5, 0.25, 1.5), [1, 2, 2, 3], [2, 4, 4, 5]
+    seen: list[torch.Tensor] = []
+
+    def rule(logits_BRV: torch.Tensor, draft: Draft, _: Round) -> Verdict:
+        seen.append(logits_BRV)
+        return Verdict(torch.ones(1, 5, dtype=torch.bool), draft.tokens_BN[:, 0])
+
+    logits_BRV = torch.randn(1, 5, 7, generator=torch.Generator().manual_seed(1))
+    draft = Draft(torch.tensor([drafts]), parents_BN=None if parents is None else torch.tensor([parents]))
+    noise = Noise(torch.tensor([0]), torch.tensor([4]))
+    Judge(rule, [penalties], [2])(logits_BRV, draft, Round(Sampling(), noise, config_from(METHODS["mtp"]), [text]))
+    ways = [[], drafts[:1], drafts[:2], drafts[:3], drafts] if parents is None else [[], [2], [4], [4, 4], [4, 4, 5]]
+    for row, way in enumerate(ways):
+        right_RV = penalised(penalties, text + way, 2, logits_BRV[0, row : row + 1])
+        torch.testing.assert_close(seen[0][0, row], right_RV[0])
+
+
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "draft_model"])
 def test_automatic_k_changes_no_token(method: str) -> None:
     settings = {**METHODS[method], "num_speculative_tokens": "auto"}
@@ -456,7 +546,7 @@ def test_automatic_k_changes_no_token(method: str) -> None:
         ({"prompt": [1, VOCABULARY]}, f"outside of the model's vocabulary; give 0 to {VOCABULARY - 1}"),
         ({"prompt": [-1]}, "outside of the model's vocabulary"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; give 1 or more"),
-        ({"max_new_tokens": 120}, "4 blocks of the cache, which has 3; ask for less"),
+        ({"max_new_tokens": 120}, "5 blocks of the cache, which has 3; ask for less"),
         ({"seed": 2**63}, "a number of 64 bits"),
         ({"logprobs": -1}, "logprobs is -1; give 0 or more"),
         ({"penalties": Penalties(presence=3)}, "the presence penalty is 3; give -2 to 2"),
@@ -464,6 +554,10 @@ def test_automatic_k_changes_no_token(method: str) -> None:
         ({"penalties": Penalties(repetition=0)}, "the repetition penalty is 0"),
         ({"speculative": config_from({"method": "parallel_heads"})}, "whose depths are sequential; choose mtp"),
         ({"speculative": config_from({"method": "mtp_trunk_states"})}, "cannot repeat; choose mtp"),
+        (
+            {"speculative": config_from({"method": "lookahead", "window": 32, "ngram_size": 16})},
+            "'lookahead' adds 525 rows to a step with these settings, and a text of the engine has room for 288",
+        ),
     ],
 )
 def test_what_can_never_be_served_is_refused(changes: dict[str, Any], said: str) -> None:

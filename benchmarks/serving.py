@@ -1,0 +1,151 @@
+"""Sixteen requests of mixed lengths at once: the continuous engine, `generate`'s batches, transformers' one by one.
+
+    python benchmarks/serving.py             the quickstart's checkpoint, or a model of its shape with random weights
+    python benchmarks/serving.py --quick     does it run? (the figures mean nothing)
+
+All sides emit the same number of tokens for each request, greedily: the engine as its texts come and go, `generate` in
+one batch in which ended texts keep their places, transformers text by text. Ours must emit the same tokens in float32,
+or the benchmark ends with an error. The sides take turns, run by run; figures are medians.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+
+from benchmarks.agreeing import agreeing_model
+from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interleave, limit_threads, report, table
+from benchmarks.llama import greedy, llama_of
+from megatron_mtp.drafting import generate, load_runner
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
+from megatron_mtp.drafting.loop import Limits
+from megatron_mtp.drafting.requests import Request
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.model.build import join_world
+from megatron_mtp.platform import prepare
+
+ON_CPU = prepare()
+
+SMALL: dict[str, Any] = {"layers": 4, "hidden": 192, "vocabulary": 1024, "heads": 6, "ffn": 512}
+"""The quickstart's model."""
+QUICK: dict[str, Any] = {"layers": 2, "hidden": 64, "vocabulary": 128}
+OVER_BATCHES, OVER_TRANSFORMERS = 1.5, 3.0
+
+
+def main() -> None:
+    """Measure, and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/quickstart/checkpoint"))
+    add_common_flags(parser, {"here": 7})
+    args = parser.parse_args()
+    limit_threads(args)
+    join_world()
+    runner = runner_of(args.checkpoint, args.quick)
+    requests = requests_of(runner, *((4, 12) if args.quick else (16, 256)))
+    sides = Sides(runner, requests)
+    named = sides.named()
+    spent = interleave(named, args.repeats or (1 if args.quick else 7), warm_up=1)
+    sides.check()
+    tokens = sum(request.max_new_tokens for request in requests)
+    results = {
+        "requests": len(requests),
+        "prompt_tokens": [len(request.prompt) for request in requests],
+        "new_tokens": [request.max_new_tokens for request in requests],
+        "tokens_per_second": {side: round(tokens / _seconds(one), 1) for side, one in spent.items()},
+        "wall_seconds": {side: [round(one.wall, 4) for one in rounds] for side, rounds in spent.items()},
+    }
+    rows = [[side, rate] for side, rate in results["tokens_per_second"].items()]
+    report("serving", hardware(ON_CPU), results, goals_of(spent), [table(["side", "tokens a second"], rows)])
+
+
+def runner_of(checkpoint: Path, quick: bool) -> Runner:
+    """The checkpoint's model, or a random one where there is none."""
+    if checkpoint.is_dir() and not quick:
+        return load_runner(checkpoint)
+    return Runner(agreeing_model(depths=2, noise=0.7, **(QUICK if quick else SMALL)))
+
+
+def requests_of(runner: Runner, count: int, longest: int) -> list[Request]:
+    """Prompts of an eighth to a half, and new tokens of a sixteenth to all of `longest`; the same in every run."""
+    chance, made = random.Random(1), []
+    for _ in range(count):
+        prompt = [chance.randrange(runner.vocab_size) for _ in range(chance.randint(longest // 8, longest // 2))]
+        new = min(chance.randint(max(longest // 16, 1), longest), runner.positions - len(prompt))
+        made.append(Request(prompt, new))
+    return made
+
+
+class Sides:
+    """What is compared, and the texts that each side made last."""
+
+    def __init__(self, runner: Runner, requests: list[Request]) -> None:
+        self.runner, self.requests = runner, requests
+        self.llama = llama_of(runner.model, runner.dtype)
+        self.texts: dict[str, list[list[int]]] = {}
+        self.engines: dict[str, ContinuousEngine] = {}
+
+    def named(self) -> dict[str, Callable[[], None]]:
+        """A run of every side, by its name."""
+        drafting = SpeculativeConfig("mtp", self.runner.depths)
+        return {
+            "engine": lambda: self._engine("engine", drafting),
+            "batch": lambda: self._batch("batch", drafting),
+            "engine plain": lambda: self._engine("engine plain", None),
+            "batch plain": lambda: self._batch("batch plain", None),
+            "transformers": self._transformers,
+        }
+
+    def check(self) -> None:
+        """End where one of ours emits other tokens than another."""
+        ours = [texts for side, texts in self.texts.items() if side != "transformers"]
+        if any(texts != ours[0] for texts in ours):
+            raise SystemExit("the engine and the batch do not emit the same tokens: there is nothing to compare.")
+
+    def _engine(self, side: str, config: SpeculativeConfig | None) -> None:
+        if side not in self.engines:  # without reuse, since every round has the same prompts
+            settings = EngineSettings(running=len(self.requests), reuse=False)
+            self.engines[side] = ContinuousEngine(self.runner, settings, config)
+        engine = self.engines[side]
+        texts = {engine.add(request): list[int]() for request in self.requests}
+        while engine.busy:
+            for update in engine.step():
+                texts[update.request] += update.tokens
+        self.texts[side] = list(texts.values())
+
+    def _batch(self, side: str, config: SpeculativeConfig | None) -> None:
+        limits = [Limits(request.max_new_tokens) for request in self.requests]
+        prompts = [request.prompt for request in self.requests]
+        longest = max(request.max_new_tokens for request in self.requests)
+        self.texts[side] = generate(self.runner, prompts, longest, speculative=config, limits=limits).token_ids
+
+    def _transformers(self) -> None:
+        trunk, _ = self.llama
+        texts = [greedy(trunk, None, request.prompt, request.max_new_tokens) for request in self.requests]
+        self.texts["transformers"] = texts
+
+
+def _seconds(rounds: list[Spent]) -> float:
+    return statistics.median(one.wall for one in rounds)
+
+
+def goals_of(spent: dict[str, list[Spent]]) -> list[Goal]:
+    """Ratios are medians over the rounds."""
+
+    def faster(side: str, than: str) -> float:
+        return statistics.median(slow.wall / fast.wall for slow, fast in zip(spent[than], spent[side], strict=True))
+
+    return [
+        Goal("engine over batches, drafting", faster("engine", "batch"), OVER_BATCHES, ">="),
+        Goal("engine over batches, plain", faster("engine plain", "batch plain"), OVER_BATCHES, ">="),
+        Goal("engine over transformers one by one", faster("engine", "transformers"), OVER_TRANSFORMERS, ">="),
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Rows in blocks that texts share: through tables they are what a run of slots for each text holds."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from drafting_single import model_of
+from megatron_single import VOCABULARY
+from torch import Tensor
+
+from megatron_mtp.drafting import compiled
+from megatron_mtp.drafting.blocks import BlockPool, Held
+from megatron_mtp.drafting.kv_cache import KVCache, Rows, ancestors_of, chain_rows, read_rows, tree_rows, write_rows
+from megatron_mtp.drafting.pages import Pages
+from megatron_mtp.drafting.runner import Runner
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+SIZE, SLOTS, TEXTS = 4, 40, 3
+
+
+def scattered(seed: int = 1) -> Pages:
+    """Every page of three texts in some block of its own; the page of the scratch slot in block 0."""
+    pages = SLOTS // SIZE
+    order = torch.randperm(TEXTS * pages, generator=torch.Generator().manual_seed(seed)) + 1
+    table_BL = torch.cat([order.view(TEXTS, pages), torch.zeros(TEXTS, 1, dtype=torch.long)], dim=1)
+    return Pages(table_BL, TEXTS * pages + 1, SIZE)
+
+
+def held_by(cache_NGSC: Tensor, pages: Pages | None) -> Tensor:
+    """All slots of the texts, [B, G, slots, C]."""
+    return cache_NGSC[:, :, :SLOTS] if pages is None else pages.first_slots(cache_NGSC, SLOTS)
+
+
+def test_a_table_by_hand() -> None:
+    """The example of pages.py: slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2."""
+    pages, memory = Pages(torch.tensor([[5, 2, 0]]), 6, 4), torch.zeros(6, 1, 4, 1)
+    pages.write(memory, torch.arange(1.0, 9).view(1, 1, 8, 1), torch.arange(8).unsqueeze(0))
+    assert memory.view(6, 4).tolist() == [[0] * 4, [0] * 4, [5, 6, 7, 8], [0] * 4, [0] * 4, [1, 2, 3, 4]]
+    assert pages.read(memory, torch.tensor([[7, 0]])).flatten().tolist() == [8, 1]
+    assert pages.first_slots(memory, 6).flatten().tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_rows_that_are_written_and_moved_are_those_of_runs_of_slots(heads: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for pages in (scattered(), scattered(5)):
+        both = KVCache(1, TEXTS, SLOTS), KVCache(1, TEXTS, SLOTS, pages)
+        for _ in range(20):
+            slots_BR = torch.stack([torch.randperm(SLOTS, generator=generator)[:5] for _ in range(TEXTS)])
+            to_BR = torch.stack([torch.randperm(SLOTS, generator=generator)[:5] for _ in range(TEXTS)])
+            new = torch.randn(TEXTS, heads, 5, 3, generator=generator)
+            rows = Rows(slots_BR, slots_BR, torch.zeros(TEXTS, 1, 5, 13))
+            windows = [cache.append(0, new, 2 * new, rows) for cache in both]
+            assert all(torch.equal(a, b) for a, b in zip(*windows, strict=True))
+            for cache in both:
+                cache.keep(slots_BR, to_BR)
+            held = [[held_by(one, cache.pages) for one in (*cache.keys, *cache.values)] for cache in both]
+            assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
+            read = [read_rows(cache.keys[0], slots_BR, cache.pages) for cache in both]
+            assert torch.equal(*read)
+
+
+def forwards() -> Iterator[tuple[Tensor, Rows]]:
+    """Prompts of different lengths with padding before them, single rows, a draft and a tree."""
+    first_B = torch.tensor([-3, 0, -6])
+    generator = torch.Generator().manual_seed(4)
+    for count in (9, 1, 4, 1, 3):
+        window = min(int(first_B.max()) + count + 5, SLOTS)
+        tokens_BR = torch.randint(VOCABULARY, (TEXTS, count), generator=generator)
+        yield tokens_BR, chain_rows(first_B, count, window, SLOTS)
+        first_B = first_B + count
+    ancestors_BRR, depth_BR = ancestors_of(torch.tensor([[0, 0, 2, 2, 1]]).expand(TEXTS, -1))
+    tokens_BR = torch.randint(VOCABULARY, (TEXTS, 6), generator=generator)
+    yield tokens_BR, tree_rows(first_B, depth_BR, ancestors_BRR, 33)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+@pytest.mark.parametrize("is_compiled", [True, False])
+@torch.inference_mode()
+def test_forwards_through_tables_are_bit_for_bit_those_of_runs_of_slots(
+    kind: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setenv(compiled.SWITCH, "0")
+    runner = Runner(model_of(kind, 1, torch.float32))
+    assert any(runner._few_rows) == (is_compiled and kind == "gqa")
+    pages = scattered()
+    dense, paged = ([KVCache(layers, TEXTS, SLOTS, one) for layers in (2, 1)] for one in (None, pages))
+    for tokens_BR, rows in forwards():
+        made = []
+        for trunk, depth in (dense, paged):
+            states_SBH = runner.trunk(tokens_BR, rows, trunk)
+            made.append((states_SBH, runner.depth(1, states_SBH, tokens_BR, rows, depth)))
+        real = rows.positions_BR.T.unsqueeze(2) > 0  # what a padding row attends to is arbitrary
+        for one, other in zip(*made, strict=True):
+            assert torch.equal(one * real, other * real)
+
+
+def test_rows_in_the_place_of_padding_leave_other_blocks_alone() -> None:
+    """All scratch slots are in block 0."""
+    pages, cache = scattered(), torch.zeros(TEXTS * SLOTS // SIZE + 1, 1, SIZE, 2)
+    write_rows(cache, torch.ones(TEXTS, 1, 2, 2), torch.full((TEXTS, 2), SLOTS), pages)
+    assert cache[1:].count_nonzero() == 0
+
+
+# ---- which blocks are free, and which are known
+
+
+def test_known_beginnings_by_hand() -> None:
+    """The example of blocks.py: blocks of 4, one token ahead, tokens 7 8 9 1  2 3 4 5  6 7."""
+    pool, tokens = BlockPool(5, 4, 1), [7, 8, 9, 1, 2, 3, 4, 5, 6, 7]
+    held = Held()
+    assert pool.extend(held, 10)
+    pool.learn(held, tokens, {0: 6})
+    assert [known.key for known in held.known] == [(0, (7, 8, 9, 1, 2)), (1, (2, 3, 4, 5, 6))]
+    found = pool.find([7, 8, 9, 1, 2, 3, 4, 5, 6])
+    assert found.blocks == held.blocks[:2]
+    assert pool.seen_of(found) == {0: 5}  # the drafter had run 5 rows: all of the first block
+    assert pool.find([7, 8, 9, 1, 2, 3, 4, 5]).blocks == held.blocks[:1]
+    assert pool.find([7, 8, 9, 1, 3]).blocks == []
+
+
+def test_blocks_that_are_given_back_first_are_taken_first_and_beginnings_stay_longest() -> None:
+    pool, tokens = BlockPool(4, 2, 0), [1, 2, 3, 4, 5]
+    held, other = Held(), Held()
+    pool.extend(held, 5)
+    pool.learn(held, tokens, {})
+    first, second, _ = held.blocks
+    pool.give_back(held)
+    assert (pool.free, pool.used) == (4, 0)
+    assert pool.extend(other, 6)
+    assert second in other.blocks
+    assert first not in other.blocks
+    assert pool.find(tokens).blocks == [first]
+
+
+def test_too_few_blocks_give_none() -> None:
+    pool, held = BlockPool(3, 4, 0), Held()
+    assert not pool.extend(held, 13)
+    assert held.blocks == []
+    assert pool.extend(held, 12)
+    assert pool.free == 0
+
+
+def test_what_a_text_has_not_filled_is_not_said_of_anothers_block() -> None:
+    """Two texts fill the same beginning at the same time; only the second's drafter has run."""
+    pool, tokens = BlockPool(4, 2, 0), [1, 2, 3]
+    one, other = Held(), Held()
+    for held in (one, other):
+        pool.extend(held, 3)
+    pool.learn(one, tokens, {})
+    pool.learn(other, tokens, {0: 3})
+    assert pool.seen_of(pool.find(tokens)) == {}
+    pool.learn(one, tokens, {0: 3})
+    assert pool.seen_of(pool.find(tokens)) == {0: 3}

@@ -70,6 +70,18 @@ def _generate(program: str) -> ArgumentParser:
     return parser(program)
 
 
+def _serve(program: str) -> ArgumentParser:
+    from megatron_mtp.serving.flags import parser
+
+    return parser(program)
+
+
+def _bench_serve(program: str) -> ArgumentParser:
+    from megatron_mtp.serving.bench.flags import parser
+
+    return parser(program)
+
+
 def _convert(program: str) -> ArgumentParser:
     from megatron_mtp.checkpoint.command import parser
 
@@ -104,6 +116,8 @@ PARSERS: dict[str, tuple[Callable[[str], ArgumentParser], ...]] = {
     "train": (_train,),
     "convert": (_convert,),
     "generate": (_generate,),
+    "serve": (_serve,),
+    "bench-serve": (_bench_serve,),
     "evaluate": (_train, _evaluate),
     "attach": (_train, _attach),
     "report": (_report,),

@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   torchrun --nproc-per-node 8 -m megatron_mtp train <the same flags>
   megatron-mtp evaluate --load runs/mine/checkpoint --text my_texts
   megatron-mtp generate --load runs/mine/checkpoint --prompt 'def ' --speculative-config '{"method": "mtp"}'
+  megatron-mtp serve --load runs/mine/checkpoint --speculative-config '{"method": "mtp"}'
   megatron-mtp report runs/mine
   megatron-mtp attach models/Qwen3-0.6B my_texts runs/attached
   megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported
@@ -122,6 +123,26 @@ def _attach(program: str, arguments: list[str]) -> int:
     return main(arguments, program)
 
 
+def _serve(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.serving.flags import parser
+
+    args = parser(program).parse_args(arguments)  # --help and unknown flags need not wait for torch
+
+    from megatron_mtp.checkpoint.command import quieten
+
+    quieten()
+
+    from megatron_mtp.serving.command import main
+
+    return main(program, args)
+
+
+def _bench_serve(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.serving.bench.command import main
+
+    return main(arguments, program)
+
+
 def _report(program: str, arguments: list[str]) -> int:
     from megatron_mtp.report.command import main
 
@@ -158,6 +179,8 @@ VERBS = {
     "convert": Verb("convert between Hugging Face folders and Megatron checkpoints; inspect and verify them", _convert),
     "attach": Verb("add depths to a Hugging Face model: train on its frozen trunk, measure, export", _attach),
     "generate": Verb("generate text from a checkpoint, several tokens per forward", _generate),
+    "serve": Verb("answer OpenAI's HTTP API with a checkpoint, many texts at once, each drafting", _serve),
+    "bench-serve": Verb("measure a server of OpenAI's API: waiting times, tokens a second, acceptance", _bench_serve),
     "evaluate": Verb("compute loss and acceptance by depth of a checkpoint on a text", _evaluate),
     "report": Verb("make one HTML page from one or several runs", _report),
     "doctor": Verb("show what this machine has, and what missing parts cost", _doctor),

@@ -49,12 +49,12 @@ def run(args: Namespace, answer: TextIO) -> None:
         raise ValueError(f"--batch-size is {args.batch_size}; give 1 or more.")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code)
-    tokenizer = _tokenizer(args, loaded)
+    tokenizer = tokenizer_of(args, loaded)
     prompts = read_prompts(args.prompt, args.prompt_file, args.prompt_ids, tokenizer)
     if not -(2**63) <= args.seed <= 2**63 - len(prompts):
         raise ValueError(f"--seed is {args.seed}, which 64 bits do not hold for every prompt; give a smaller one.")
     check_prompts(loaded.runner, prompts, args.max_new_tokens)
-    drafter = _drafter(config, dtype)
+    drafter = drafter_of(config, dtype)
     make_method(loaded.runner, config, sampling, drafter)
     limits = _limits(args, tokenizer)
     work = Work(loaded.runner, prompts, sampling, limits, drafter, args.batch_size, args.seed)
@@ -80,7 +80,7 @@ def run(args: Namespace, answer: TextIO) -> None:
     print(f"\n{table(figures, sampled=not sampling.greedy)}")
 
 
-def _drafter(config: SpeculativeConfig | None, dtype: torch.dtype | None) -> Runner | None:
+def drafter_of(config: SpeculativeConfig | None, dtype: torch.dtype | None) -> Runner | None:
     """The small model of `draft_model`."""
     if config is None or not isinstance(config.settings, DraftModelSettings):
         return None
@@ -100,14 +100,14 @@ def _announce(
     folder: str, runner: Runner, config: SpeculativeConfig | None, stream: Stream | None, prompt: list[int]
 ) -> None:
     """What stands before the text."""
-    print(f"> {_named(folder, runner)}")
+    print(f"> {named(folder, runner)}")
     if config is not None and not config.lossless:
         print(f"> the verifier '{config.verifier}' does not keep the model's distribution")
     if stream is not None:
         stream.echo(prompt)
 
 
-def _tokenizer(args: Namespace, loaded: Loaded) -> "PreTrainedTokenizerBase | None":
+def tokenizer_of(args: Namespace, loaded: Loaded) -> "PreTrainedTokenizerBase | None":
     """The one that was asked for, or else the one of the training; one without an end token is good as well."""
     folder: str | Path | None = args.tokenizer or loaded.tokenizer
     if folder is None:
@@ -149,7 +149,7 @@ def _is_first() -> bool:
     return torch.distributed.get_rank() == 0
 
 
-def _named(folder: str, runner: Runner) -> str:
+def named(folder: str, runner: Runner) -> str:
     """What was loaded, in a line."""
     size = sum(weight.numel() for weight in runner.model.parameters())
     ranks = torch.distributed.get_world_size()

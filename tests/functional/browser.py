@@ -52,10 +52,10 @@ class Browser:
         os.close(self._read)
         os.close(self._write)
 
-    def open(self, file: Path) -> None:
-        """Load a page, and wait until it has said what it has to say."""
+    def open(self, page: Path | str) -> None:
+        """Load a page, a file or an address, and wait until it has said what it has to say."""
         self.events.clear()
-        self.ask("Page.navigate", url=file.as_uri())
+        self.ask("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         deadline = time.monotonic() + TIMEOUT
         while not self.named("Page.loadEventFired"):
             self._take(deadline)

@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "training": LOW | {"data", "model", "losses", "checkpoint/mcore", "drafting"},
     "integrations": LOW | {"model", "training"},
     "report": {"errors", "files"},
-    "command": LOW | {"data", "checkpoint", "drafting", "training", "report"} | CHECKPOINT,
+    "serving": {"errors", "files", "drafting", "report"},
+    "command": LOW | {"data", "checkpoint", "drafting", "training", "report", "serving"} | CHECKPOINT,
     "__main__": {"command"},
 }
 """Room to the other rooms that its files may import from."""

@@ -1,0 +1,20 @@
+"""Serving: OpenAI's HTTP API in front of an engine that runs many texts at once.
+
+errors.py       errors in the API's form
+bodies.py       the fields of requests, checked
+tokens.py       text to tokens and back, letters as they come
+stops.py        stop strings
+choices.py      a text of an answer while it grows
+completions.py  the form of /v1/completions
+chat.py         the form of /v1/chat/completions
+service.py      the thread that owns the engine
+ranks.py        the steps of rank 0 on the other ranks
+metrics.py      what Prometheus reads
+answers.py      bodies to requests, updates to answers and event streams
+page.py         the page at /, with page.css and page.js in it
+app.py          the paths
+server.py       uvicorn, which drains
+flags.py        the flags of serve, parsed without torch
+command.py      megatron-mtp serve
+bench/          megatron-mtp bench-serve
+"""

@@ -1,0 +1,113 @@
+"""One text of an answer while it grows: the engine's updates in, letters and log-probabilities for the client out."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_mtp.drafting.requests import Finish, TokenLogprob, Update
+from megatron_mtp.serving.stops import StopStrings
+from megatron_mtp.serving.tokens import Ids
+
+LEAST = -9999.0
+"""Log-probability of what is impossible: JSON has no infinity."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What an update adds to a text.
+
+    Attributes:
+        text: letters that may go out; fewer than `pieces` have where a stop string may have begun.
+        tokens: the new ones.
+        pieces: the letters that each of them completes.
+        start: letters that the text had before.
+        logprobs: of the tokens, if they were asked for.
+        accepted, offered: as of the update.
+        finish: why the text ended.
+    """
+
+    text: str
+    tokens: list[int]
+    pieces: list[str]
+    start: int
+    logprobs: list[TokenLogprob]
+    accepted: int
+    offered: int
+    finish: Finish | None
+
+
+@dataclass
+class Choice:
+    """A text.
+
+    Attributes:
+        index: its place in the answer.
+        prompt: what it continues.
+        codec: reads its tokens.
+        stops: stop strings.
+        muted: the one token that is computed does not go out: the client wants the prompt's log-probabilities alone.
+    """
+
+    index: int
+    prompt: list[int]
+    codec: Ids
+    stops: tuple[str, ...]
+    muted: bool = False
+    deltas: list[Delta] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._reader, self._strings = self.codec.reader(self.prompt), StopStrings(self.stops)
+        self._letters, self._stopped = 0, False
+
+    def take(self, update: Update) -> Delta:
+        """Read an update, and keep what it adds."""
+        self.prompt_logprobs = self.prompt_logprobs or update.prompt_logprobs
+        self.cached_tokens += update.cached_tokens
+        delta = self._delta(update)
+        self.deltas.append(delta)
+        return delta
+
+    def _delta(self, update: Update) -> Delta:
+        if self.muted:
+            return Delta("", [], [], 0, [], 0, 0, update.finish)
+        pieces = [self._reader.add(token) for token in update.tokens]
+        start, text = self._letters, "".join(map(self._released, pieces))
+        self._letters += sum(map(len, pieces))
+        if update.finish is not None:
+            text += self._released(self._reader.rest())
+            text += "" if self._stopped else self._strings.rest()
+        counts = (update.accepted, update.offered)
+        return Delta(text, update.tokens, pieces, start, update.logprobs, *counts, update.finish)
+
+    def _released(self, piece: str) -> str:
+        if self._stopped:
+            return ""
+        released = self._strings.add(piece)
+        self._stopped = released.stop is not None
+        return released.text
+
+    @property
+    def text(self) -> str:
+        """All letters that have gone out."""
+        return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens that have gone out."""
+        return [token for delta in self.deltas for token in delta.tokens]
+
+    @property
+    def finish(self) -> Finish | None:
+        """Why the text ended."""
+        return self.deltas[-1].finish if self.deltas else None
+
+
+def finite(logprob: float) -> float:
+    """A log-probability for JSON."""
+    return max(logprob, LEAST)
+
+
+def drafts(delta: Delta) -> dict[str, Any]:
+    """For `return_drafts`: how the tokens of a step came about."""
+    return {"offered": delta.offered, "accepted": delta.accepted, "pieces": delta.pieces}

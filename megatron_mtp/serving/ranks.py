@@ -1,0 +1,98 @@
+"""Tensor parallelism: rank 0 speaks HTTP, and the other ranks take the same steps.
+
+    rank 0    add, cancel -> its own engine, and a list        step -> tell the list, then the step
+    others                                                     hear the list -> add, cancel, then the step
+
+Engines with the same requests in the same order do the same, so that their collectives meet.
+"""
+
+import signal
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.requests import Engine, Load, Request, Update
+from megatron_mtp.serving.stops import Cut
+from megatron_mtp.serving.tokens import Ids
+
+IDLE = timedelta(days=365)
+"""How long ranks wait for a request."""
+
+Told = list[tuple[Request, tuple[str, ...]] | int]
+"""Requests with their stop strings, and numbers of those that are cancelled."""
+
+
+class Leader:
+    """The engine of rank 0; see `requests.Engine`."""
+
+    def __init__(self, engine: Engine, group: Any) -> None:
+        self._engine, self._group = engine, group
+        self._new: Told = []
+
+    def add(self, request: Request) -> int:
+        """Queue a request, here and with the next step everywhere."""
+        check_count(request.speculative)
+        number = self._engine.add(request)
+        stops = request.cut.stops if isinstance(request.cut, Cut) else ()
+        self._new.append((replace(request, cut=None), stops))
+        return number
+
+    def cancel(self, request: int) -> None:
+        """Forget a request."""
+        self._engine.cancel(request)
+        self._new.append(request)
+
+    def step(self) -> list[Update]:
+        """Run one step on all ranks."""
+        new, self._new = self._new, []
+        _broadcast([new], self._group)
+        return self._engine.step()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request has not ended."""
+        return self._engine.busy
+
+    @property
+    def load(self) -> Load:
+        """How busy it is."""
+        return self._engine.load
+
+    def end(self) -> None:
+        """Let the other ranks end."""
+        _broadcast([None], self._group)
+
+
+def follow(engine: Engine, codec: Ids, group: Any) -> None:
+    """Take the steps of rank 0 until it ends; signals are for rank 0, which drains."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    while (new := _broadcast([None], group)) is not None:
+        for one in new:
+            if isinstance(one, int):
+                engine.cancel(one)
+            else:
+                request, stops = one
+                cut = Cut(codec.reader(request.prompt), stops) if stops else None
+                engine.add(replace(request, cut=cut))
+        engine.step()
+
+
+def check_count(config: SpeculativeConfig | None) -> None:
+    """Raises ValueError for what each rank would decide by its own clock."""
+    if config is not None and config.num_speculative_tokens == "auto":
+        raise ValueError("num_speculative_tokens is 'auto', which several ranks do not serve; give a number.")
+
+
+def group_of_all() -> Any:
+    """A group on the hosts, which may be idle for as long as nobody asks for anything."""
+    return torch.distributed.new_group(backend="gloo", timeout=IDLE)
+
+
+def _broadcast(told: list[Told | None], group: Any) -> Told | None:
+    """What rank 0 says."""
+    torch.distributed.broadcast_object_list(told, src=0, group=group, device=torch.device("cpu"))
+    return told[0]

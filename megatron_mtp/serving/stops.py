@@ -1,0 +1,75 @@
+"""Stop strings: a text ends before the first of them, and no letter goes out that may belong to one.
+
+stops "\\n\\n"      arrives   "a\\n"   "b\\n"    "\\nc"
+                    goes out  "a"     "\\nb"    ""       and the text has ended
+"""
+
+from dataclasses import dataclass
+
+from megatron_mtp.serving.tokens import Reader
+
+
+@dataclass(frozen=True)
+class Released:
+    """What may go out.
+
+    Attributes:
+        text: new letters.
+        stop: the stop string that has ended the text.
+    """
+
+    text: str
+    stop: str | None = None
+
+
+class StopStrings:
+    """The letters of one text in, those that may go out; cutting them into other pieces changes nothing."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops, self._held = stops, ""
+
+    def add(self, piece: str) -> Released:
+        """More letters."""
+        text = self._held + piece
+        found = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            _, start, stop = min(found)  # the one that is whole first
+            self._held = ""
+            return Released(text[:start], stop)
+        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - kept :]
+        return Released(text[: len(text) - kept])
+
+    def rest(self) -> str:
+        """What was held back, of a text that has ended otherwise."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Letters at the text's end that begin the stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+
+
+class Cut:
+    """For `Request.cut`: how many tokens to keep, up to the one that completes a stop string; None before.
+
+    Every token is read once, so lists must grow from call to call.
+
+    Attributes:
+        stops: the stop strings.
+    """
+
+    def __init__(self, reader: Reader, stops: tuple[str, ...]) -> None:
+        self.stops, self._reader, self._strings = stops, reader, StopStrings(stops)
+        self._seen = 0
+        self._found: int | None = None
+
+    def __call__(self, ids: list[int]) -> int | None:
+        """Read the tokens that were emitted so far."""
+        while self._found is None and self._seen < len(ids):
+            self._seen += 1
+            if self._strings.add(self._reader.add(ids[self._seen - 1])).stop is not None:
+                self._found = self._seen
+        return self._found

@@ -1,0 +1,313 @@
+"""`megatron-mtp serve` as clients meet it: a trained checkpoint, the official client, curl, hostile bodies, signals."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import launch
+import openai
+import psutil
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+from parrot import TEMPLATE
+
+from megatron_mtp.data.tokenizer import train_bpe
+
+VERB = [sys.executable, "-m", "megatron_mtp"]
+WORKER = Path(__file__).parent / "serve_worker.py"
+ENTRIES = 258
+MTP = ["--speculative-config", '{"method": "mtp"}']
+PROMPTS = ["1,2,3", "9,8", "40,41,42,43,44,45,46,47,48,49,50", "7"]
+TIMEOUT = 60
+
+
+@dataclass
+class Served:
+    """A server that runs.
+
+    Attributes:
+        url: where.
+        process: its process, which writes to `log`.
+    """
+
+    url: str
+    process: launch.Ranks
+    log: Path
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0)
+
+    def post(self, **fields: Any) -> httpx2.Response:
+        return httpx2.post(f"{self.url}/v1/completions", json={"temperature": 0, **fields}, timeout=TIMEOUT)
+
+    def metric(self, name: str) -> float:
+        lines = httpx2.get(f"{self.url}/metrics").text.splitlines()
+        (value,) = [line.split()[-1] for line in lines if line.startswith(f"megatron_mtp_{name} ")]
+        return float(value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two depths after six steps, and a tokenizer with a chat template."""
+    folder = tmp_path_factory.mktemp("trained")
+    steps = f"--train-iters 6 --eval-interval 6 --eval-iters 1 --save-interval 6 --save {folder / 'checkpoint'} "
+    sizes = f"--vocab-size {ENTRIES} --max-position-embeddings 256"
+    launch.run(launch.pretrain(*steps.split(), *sizes.split(), "--ckpt-format", "torch_dist"), folder / "log")
+    train_bpe(["abc abd"], ENTRIES, folder / "tokenizer")
+    config = json.loads((folder / "tokenizer/tokenizer_config.json").read_text())
+    (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    return folder
+
+
+def flags_of(folder: Path) -> list[str]:
+    given = ["--load", str(folder / "checkpoint"), "--tokenizer", str(folder / "tokenizer"), "--port", "0"]
+    return [*given, *MTP, "--served-model-name", "tiny"]
+
+
+def start(folder: Path, log: Path, *flags: str, ranks: int = 1) -> Served:
+    given = [*flags_of(folder), *flags]
+    process = launch.start([*VERB, "serve", *given] if ranks == 1 else launch.torchrun(ranks, WORKER, *given), log)
+    until(lambda: "is served at" in log.read_text() or process.poll() is not None, launch.TIMEOUT)
+    said = log.read_text()
+    assert "> 'tiny' is served at http://127.0.0.1:" in said, said
+    return Served(said.split("is served at ")[1].split()[0], process, log)
+
+
+def until(holds: Callable[[], bool], seconds: float = TIMEOUT) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Ends by SIGTERM, with status 0."""
+    server = start(folder, tmp_path_factory.mktemp("served") / "log", "--max-running", "8")
+    try:
+        yield server
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(TIMEOUT) == 0, server.log.read_text()
+    finally:
+        server.process.kill()
+
+
+def test_texts_and_acceptance_are_those_of_generate(served: Served, folder: Path, tmp_path: Path) -> None:
+    """All prompts at once here, one batch there."""
+    flags = [part for prompt in PROMPTS for part in ("--prompt-ids", prompt)]
+    given = ["--load", str(folder / "checkpoint"), *flags, "--max-new-tokens", "40", "--batch-size", "4", *MTP]
+    there = json.loads(launch.output([*VERB, "generate", *given, "--json"], tmp_path / "log"))
+    names = ("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total")
+    before = [served.metric(name) for name in names]
+    ids = [[int(one) for one in prompt.split(",")] for prompt in PROMPTS]
+    here = served.post(prompt=ids, max_tokens=40, return_token_ids=True, ignore_eos=True).json()
+    assert [choice["token_ids"] for choice in here["choices"]] == there["token_ids"]
+    counted = [served.metric(name) - start for name, start in zip(names, before, strict=True)]
+    assert counted == [there["drafted"], there["accepted"]]
+
+
+def test_the_official_client_chats_and_streams(served: Served) -> None:
+    client = served.client()
+    assert [model.id for model in client.models.list().data] == ["tiny"]
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 24}
+    asked |= {"temperature": 0, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].finish_reason in ("length", "stop")
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    parts = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(part.delta.content or "" for part in parts) == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert whole.choices[0].logprobs is not None
+    for entry in whole.choices[0].logprobs.content or []:
+        assert entry.logprob == entry.top_logprobs[0].logprob <= 0, "greedy takes the most probable token"
+        assert entry.top_logprobs[1].logprob <= entry.logprob
+    with pytest.raises(openai.BadRequestError, match="no manners"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "rude", "content": "x"}])  # type: ignore[typeddict-item]
+
+
+def test_a_sampled_text_depends_on_its_seed_alone(served: Served) -> None:
+    def texts(n: int) -> list[str]:
+        body = {"prompt": "ab", "temperature": 1, "max_tokens": 20, "seed": 5, "n": n, "return_token_ids": True}
+        return [choice["token_ids"] for choice in served.post(**body).json()["choices"]]
+
+    alone = [served.post(prompt="ab", temperature=1, max_tokens=20, seed=seed, return_token_ids=True).json()
+             ["choices"][0]["token_ids"] for seed in (5, 6, 7)]  # fmt: skip
+    assert texts(3) == alone
+    assert alone[0] != alone[1]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on the PATH; install it")
+def test_curl_reads_the_stream(served: Served) -> None:
+    body = json.dumps({"prompt": "ab", "max_tokens": 12, "stream": True, "temperature": 0})
+    words = ["curl", "-sN", f"{served.url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+    lines = subprocess.run(words, capture_output=True, text=True, check=True, timeout=TIMEOUT).stdout.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert events[-1]["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+def test_hostile_bodies_get_the_apis_error_and_the_server_goes_on(served: Served) -> None:
+    hostile: list[tuple[bytes, int]] = [
+        (b'{"prompt": "a', 400),
+        (b'{"prompt": "a", "temperature": NaN}', 400),
+        (json.dumps({"prompt": [1] * 10**6}).encode(), 400),
+        (b'{"prompt": "' + b"a" * 10**7 + b'"}', 413),
+        (b'{"prompt": "\\ud800"}', 400),
+        (b"[" * 10**5, 400),
+    ]
+    for body, status in hostile:
+        headers = {"Content-Type": "application/json"}
+        answer = httpx2.post(f"{served.url}/v1/completions", content=body, headers=headers, timeout=TIMEOUT)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+        assert served.post(prompt="🙂€", max_tokens=4).status_code == 200
+
+
+def test_64_connections_at_once(served: Served) -> None:
+    async def ask(client: httpx2.AsyncClient, number: int) -> list[int]:
+        body = {"prompt": [number + 1, 5], "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        answer = await client.post(f"{served.url}/v1/completions", json=body)
+        return answer.json()["choices"][0]["token_ids"]  # type: ignore[no-any-return]
+
+    async def everyone() -> list[list[int]]:
+        async with httpx2.AsyncClient(limits=httpx2.Limits(max_connections=64), timeout=TIMEOUT) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(64)))
+
+    together = asyncio.run(everyone())
+    prompts = [[number + 1, 5] for number in range(64)]
+    again = served.post(prompt=prompts, max_tokens=12, return_token_ids=True).json()["choices"]
+    assert together == [choice["token_ids"] for choice in again]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_texts(served: Served, stream: bool) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "ab", "n": 4, "max_tokens": 200, "ignore_eos": True, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    ended = served.metric('requests_total{finished_reason="length"}')
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        until(lambda: served.metric("num_requests_running") == 4)
+    until(lambda: served.metric("num_requests_running") == 0)
+    assert served.metric("cache_blocks_used") == 0
+    assert served.metric('requests_total{finished_reason="length"}') == ended
+
+
+def test_bench_serve_measures_it(served: Served, tmp_path: Path) -> None:
+    flags = ["--requests", "6", "--words", "2:3", "--max-tokens", "8", "--json", "--out", str(tmp_path / "out.png")]
+    found = json.loads(launch.output([*VERB, "bench-serve", served.url, *flags], tmp_path / "log"))
+    assert (found["answered"], found["failed"]) == (6, {})
+    assert len(found["acceptance"]["accepted_per_position"]) == 2
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+def test_a_signal_drains_and_a_second_one_ends_at_once(folder: Path, tmp_path: Path) -> None:
+    server = start(folder, tmp_path / "log")
+    try:
+        body = {"model": "tiny", "prompt": "ab", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+        stream = iter(server.client().completions.create(**body, stream=True))
+        next(stream)
+        os.kill(server.process.pid, signal.SIGTERM)
+        until(lambda: "ending when all texts have ended" in server.log.read_text())
+        *_, last = stream
+        assert last.choices[0].finish_reason == "length"
+        assert server.process.wait(TIMEOUT) == 0
+    finally:
+        server.process.kill()
+    server = start(folder, tmp_path / "log2", "--max-running", "1")
+    try:
+        body["n"] = 20
+        stream = iter(server.client().completions.create(**body, stream=True))
+        next(stream)
+        for _ in range(2):
+            os.kill(server.process.pid, signal.SIGINT)
+            time.sleep(0.1)
+        assert server.process.wait(TIMEOUT) == 128 + signal.SIGINT
+    finally:
+        server.process.kill()
+
+
+def answers(server: Served) -> list[Any]:
+    """Greedy and sampled, with a stop string, from several clients at once."""
+    bodies: list[dict[str, Any]] = [
+        {"prompt": [[int(one) for one in prompt.split(",")] for prompt in PROMPTS], "max_tokens": 30},
+        {"prompt": "ab", "temperature": 1, "seed": 3, "n": 3, "max_tokens": 30},
+        {"prompt": "ab", "temperature": 1, "seed": 9, "n": 6, "max_tokens": 100, "stop": ["a", "b", "c", "d"]},
+    ]
+    with ThreadPoolExecutor() as clients:
+        done = list(clients.map(lambda body: server.post(**body, return_token_ids=True).json(), bodies))
+    return [(choice["token_ids"], choice["finish_reason"]) for one in done for choice in one["choices"]]
+
+
+def test_two_ranks_serve_what_one_does(served: Served, folder: Path, tmp_path: Path) -> None:
+    """They idle, take requests, let one go whose client has gone, and end with the first rank's drain."""
+    server = start(folder, tmp_path / "log", ranks=2)
+    try:
+        expected = answers(served)
+        assert answers(server) == expected
+        assert any(reason == "stop" for _, reason in expected)
+        with httpx2.stream(
+            "POST", f"{server.url}/v1/completions", json={"prompt": "ab", "max_tokens": 200, "stream": True}
+        ):
+            pass
+        until(lambda: server.metric("num_requests_running") == 0)
+        assert answers(server) == expected
+        auto = server.post(prompt="ab", speculative_config={"method": "mtp", "num_speculative_tokens": "auto"})
+        assert auto.status_code == 400
+        assert "which several ranks do not serve" in auto.json()["error"]["message"]
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(TIMEOUT) == 0, server.log.read_text()
+    finally:
+        server.process.kill()
+
+
+@pytest.mark.matrix
+def test_a_killed_rank_ends_the_job(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = launch.start_torchrun(launch.torchrun(2, WORKER, *flags_of(folder)), log)
+    try:
+        until(lambda: "is served at" in log.read_text() or process.poll() is not None, launch.TIMEOUT)
+        url = log.read_text().split("is served at ")[1].split()[0]
+        assert httpx2.get(f"{url}/health").status_code == 200
+        workers = psutil.Process(process.pid).children(recursive=True)
+        (second,) = [worker for worker in workers if worker.environ().get("RANK") == "1"]
+        second.kill()
+        assert process.wait(TIMEOUT) != 0
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(f"{url}/health")
+    finally:
+        launch.kill(process)
+
+
+def test_bad_input_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+    load = ["--load", str(folder / "checkpoint")]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        bad = {
+            "taken": ([*load, "--port", port], f"--port {port} cannot be listened at (Address already in use)"),
+            "port": ([*load, "--port", "99999"], "--port is 99999; give 1 to 65535"),
+            "checkpoint": (["--load", "/nowhere", "--port", "0"], "--load: /nowhere does not exist"),
+            "method": ([*load, "--port", "0", "--speculative-config", "{}"], "'method' is missing"),
+            "cache": ([*load, "--port", "0", "--cache-gib", "nan"], "--cache-gib is nan"),
+            "running": ([*load, "--port", "0", "--max-running", "0"], "--max-running is 0; give 1 or more"),
+        }
+        for name, (flags, said) in bad.items():
+            process = launch.start([*VERB, "serve", *flags], tmp_path / name)
+            assert process.wait(launch.TIMEOUT) == 2, name
+            printed = (tmp_path / name).read_text()
+            assert printed.count("megatron-mtp serve: error: ") == 1, printed
+            assert said in printed

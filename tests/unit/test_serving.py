@@ -1,0 +1,369 @@
+"""The HTTP server as the official client and plain HTTP see it, in front of an engine that repeats its prompt."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from parrot import NAME, POSITIONS, Parrot, Running, running, words
+
+from megatron_mtp.serving.errors import LONGEST_BODY
+from megatron_mtp.serving.tokens import Ids
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(Parrot(), words(tmp_path_factory.mktemp("tokenizer"))) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return server.client()
+
+
+MESSAGES: Any = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "€"}]}]
+
+
+def completion(server: Running, **fields: Any) -> dict[str, Any]:
+    """The answer to a greedy body with fields that the client does not know."""
+    done = server.post("/v1/completions", {"prompt": "ab€", "temperature": 0, **fields})
+    assert done.status_code == 200, done.text
+    return done.json()  # type: ignore[no-any-return]
+
+
+def events(server: Running, path: str, **fields: Any) -> list[dict[str, Any]]:
+    """Of a stream, which must end with [DONE]."""
+    with httpx2.stream("POST", server.url + path, json={"stream": True, "temperature": 0, **fields}) as done:
+        assert done.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in done.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_a_completion_is_what_the_engine_emits(client: openai.OpenAI) -> None:
+    done = client.completions.create(model=NAME, prompt="ab€", max_tokens=7, temperature=0)
+    (choice,) = done.choices
+    assert (choice.text, choice.finish_reason, choice.index, choice.logprobs) == ("ab€ab", "length", 0, None)
+    assert (done.object, done.model) == ("text_completion", NAME)
+    usage = done.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 7, 12)
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 16
+
+
+def test_without_a_limit_a_completion_has_16_tokens_and_a_chat_all_positions(client: openai.OpenAI) -> None:
+    done = client.completions.create(model=NAME, prompt="ab", temperature=0)
+    assert done.choices[0].text == "ab" * 8
+    said = client.chat.completions.create(model=NAME, messages=MESSAGES, temperature=0)
+    assert said.usage is not None
+    assert said.usage.total_tokens == POSITIONS
+
+
+def test_prompts_are_texts_or_ids_or_lists_of_them(client: openai.OpenAI, server: Running) -> None:
+    ids = completion(server, return_token_ids=True)["choices"][0]["prompt_token_ids"]
+    assert len(ids) == 5
+    for prompt, texts in (("ab€", 1), (ids, 1), (["ab€", "ab€"], 2), ([ids, ids], 2), (["ab€", ids], 2)):
+        found = client.completions.create(model=NAME, prompt=prompt, max_tokens=5, temperature=0).choices
+        assert [choice.text for choice in found] == ["ab€"] * texts
+        assert [choice.index for choice in found] == list(range(texts))
+
+
+def test_a_stream_has_whole_letters_and_ends_with_usage_if_asked_for(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.completions.create(
+            model=NAME, prompt="ab€", max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    *texts, last = chunks
+    pieces = [chunk.choices[0].text for chunk in texts]
+    assert "".join(pieces) == "ab€ab�"
+    assert "�" not in "".join(pieces[:-1])
+    assert [chunk.choices[0].finish_reason for chunk in texts] == [None] * (len(texts) - 1) + ["length"]
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 8
+    assert all(chunk.usage is None for chunk in texts)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_chat_follows_the_template(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 8}
+    said = client.chat.completions.create(**asked)
+    assert said.object == "chat.completion"
+    message = said.choices[0].message
+    assert (message.role, message.content) == ("assistant", "user: a�")
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def test_n_texts_have_their_own_seeds(client: openai.OpenAI, server: Running) -> None:
+    """A sampled text of the stand-in begins as many tokens later as its seed says."""
+    done = client.completions.create(model=NAME, prompt=["abc", "xyz"], n=2, seed=1, max_tokens=3)
+    assert [choice.text for choice in done.choices] == ["bca", "cab", "xyz", "yzx"]
+    said = client.chat.completions.create(model=NAME, messages=MESSAGES, n=2, seed=0, max_tokens=3)
+    assert [choice.message.content for choice in said.choices] == ["use", "ser"]
+    streamed = events(server, "/v1/completions", prompt="abc", n=2, seed=4, temperature=1, max_tokens=3)
+    texts = ["", ""]
+    for event in streamed:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == ["bca", "cab"]
+    found = {client.completions.create(model=NAME, prompt="abcdefghijkl", max_tokens=5).choices[0].text
+             for _ in range(20)}  # fmt: skip
+    assert len(found) > 1
+
+
+def test_log_probabilities_of_completions_and_of_the_prompt(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": NAME, "prompt": "a€", "max_tokens": 5, "temperature": 0, "logprobs": 3}
+    (choice,) = client.completions.create(**asked).choices
+    listed = choice.logprobs
+    assert listed is not None
+    assert listed.tokens == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "a"]
+    assert listed.token_logprobs == [-0.5] * 5
+    assert listed.text_offset == [0, 1, 1, 1, 2]
+    assert listed.top_logprobs is not None
+    assert listed.top_logprobs[0] == {"a": -0.5, "!": -1.5, '"': -9999.0}
+    (echoed,) = client.completions.create(**asked, echo=True).choices
+    assert echoed.text == "a€a€a"
+    assert echoed.logprobs is not None
+    assert echoed.logprobs.tokens == [*listed.tokens[:4], *listed.tokens]
+    assert echoed.logprobs.token_logprobs == [None, *[-0.5] * 8]
+    assert echoed.logprobs.text_offset == [0, 1, 1, 1, 2, 3, 3, 3, 4]
+    (scored,) = client.completions.create(**{**asked, "max_tokens": 0}, echo=True).choices
+    assert scored.text == "a€"
+    assert scored.logprobs is not None
+    assert scored.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
+    pieces = list(client.completions.create(**asked, echo=True, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == echoed.text
+    assert [token for piece in pieces if (found := piece.choices[0].logprobs) for token in found.tokens or []] == (
+        echoed.logprobs.tokens
+    )
+
+
+def test_log_probabilities_of_chats(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
+    (choice,) = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3).choices
+    assert choice.logprobs is not None
+    content = choice.logprobs.content
+    assert content is not None
+    assert [entry.token for entry in content] == [*"user: a", "bytes:\\xe2"]
+    assert content[-1].bytes == [0xE2]
+    assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [("u", -0.5), ("!", -1.5), ('"', -9999.0)]
+    (plain,) = client.chat.completions.create(**asked, logprobs=True).choices
+    assert plain.logprobs is not None
+    assert plain.logprobs.content is not None
+    assert plain.logprobs.content[0].top_logprobs == []
+    streamed = list(client.chat.completions.create(**asked, logprobs=True, stream=True))
+    found = [entry.token for chunk in streamed if (one := chunk.choices[0].logprobs) for entry in one.content or []]
+    assert found == [entry.token for entry in content]
+
+
+def test_stop_strings_end_a_text_and_are_not_in_it(client: openai.OpenAI, server: Running) -> None:
+    (choice,) = client.completions.create(model=NAME, prompt="ab€xy", stop=["€x", "zz"], temperature=0).choices
+    assert (choice.text, choice.finish_reason) == ("ab", "stop")
+    streamed = events(server, "/v1/completions", prompt="ab€xy", stop="y", max_tokens=50)
+    assert "".join(event["choices"][0]["text"] for event in streamed) == "ab€x"
+    assert streamed[-1]["choices"][0]["finish_reason"] == "stop"
+    (choice,) = client.completions.create(model=NAME, prompt="ab", stop="ac", max_tokens=3, temperature=0).choices
+    assert choice.text == "aba", "what was held back for a stop string goes out at the end"
+
+
+def test_stop_tokens_and_the_end_of_text(server: Running) -> None:
+    ended = completion(server, prompt=[40, 41, 0, 42], max_tokens=8, return_token_ids=True)["choices"][0]
+    assert (ended["token_ids"], ended["finish_reason"]) == ([40, 41, 0], "stop")
+    assert "endoftext" not in ended["text"]
+    on = completion(server, prompt=[40, 41, 0, 42], max_tokens=8, return_token_ids=True, ignore_eos=True)["choices"][0]
+    assert on["token_ids"] == [40, 41, 0, 42] * 2
+    stopped = completion(server, prompt=[40, 41, 42], stop_token_ids=[41], return_token_ids=True)["choices"][0]
+    assert (stopped["token_ids"], stopped["finish_reason"]) == ([40, 41], "stop")
+
+
+def test_every_setting_reaches_the_engine(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    add = server.engine.add
+    monkeypatch.setattr(server.engine, "add", lambda request: (seen.append(request), add(request))[1])
+    completion(
+        server, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, presence_penalty=1, frequency_penalty=-1,
+        repetition_penalty=1.5, seed=9, max_tokens=3, user="me", logit_bias={}, best_of=1, suffix=None,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+    )  # fmt: skip
+    (request,) = seen
+    sampling, penalties = request.sampling, request.penalties
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
+    assert (penalties.presence, penalties.frequency, penalties.repetition) == (1, -1, 1.5)
+    assert (request.seed, request.max_new_tokens, request.stop_ids) == (9, 3, frozenset([0]))
+    assert request.speculative.num_speculative_tokens == 1
+    assert (request.logprobs, request.prompt_logprobs, request.cut) == (None, None, None)
+
+
+def test_drafts_of_each_step_for_those_who_ask(server: Running) -> None:
+    streamed = events(server, "/v1/completions", prompt="ab€", max_tokens=8, return_drafts=True, return_token_ids=True)
+    found = [draft for event in streamed for draft in event["choices"][0]["drafts"]]
+    assert "".join(piece for draft in found for piece in draft["pieces"]) == "ab€ab"
+    assert [(draft["offered"], draft["accepted"]) for draft in found][:3] == [(0, 0), (2, 1), (2, 0)]
+    assert streamed[0]["choices"][0]["prompt_token_ids"] is not None
+    assert streamed[1]["choices"][0]["prompt_token_ids"] is None
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.owned_by) == (NAME, "megatron-mtp")
+    assert client.models.retrieve(NAME).model_dump()["max_model_len"] == POSITIONS
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt' is not served; 'parrot' is"):
+        client.models.retrieve("gpt")
+
+
+BAD: dict[str, tuple[dict[str, Any], str, str | None]] = {
+    "nothing": ({"prompt": None}, "prompt: Field required", "prompt"),
+    "empty": ({"prompt": ""}, "a prompt is empty", "prompt"),
+    "no prompts": ({"prompt": []}, "give a text, a list of token ids", "prompt"),
+    "booleans": ({"prompt": [True]}, "neither a text nor a list of token ids", "prompt"),
+    "mixed": ({"prompt": [1, "a"]}, "neither a text nor a list of token ids", "prompt"),
+    "vocabulary": ({"prompt": [1, 258]}, "ids outside of the vocabulary; give 0 to 257", "prompt"),
+    "negative": ({"prompt": [-1]}, "ids outside of the vocabulary", "prompt"),
+    "long": ({"prompt": [1] * 10**6}, "has 1000000 tokens, and the model has 512 positions", "prompt"),
+    "long text": ({"prompt": "a" * 10**6}, "has 1000000 tokens", "prompt"),
+    "too many new": ({"max_tokens": 508}, "has 5 tokens, and the model has 512 positions", "prompt"),
+    "none new": ({"max_tokens": 0}, "max_tokens is 0; give 1 or more", "max_tokens"),
+    "surrogate": ({"prompt": "a\ud800"}, r"the text holds '\ud800' at letter 2", None),
+    "temperature": ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2", "temperature"),
+    "tiny": ({"temperature": 1e-9}, "temperature: give 0 (greedy) or at least 1e-06", "temperature"),
+    "text": ({"temperature": "1"}, "temperature: Input should be a valid number", "temperature"),
+    "top_p": ({"top_p": 0}, "top_p: Input should be greater than 0", "top_p"),
+    "seed": ({"seed": 2**63 - 1, "n": 2}, "which 64 bits do not hold for 2 texts", "seed"),
+    "huge seed": ({"seed": 10**30}, "seed: Input should be less than", "seed"),
+    "n": ({"n": 0}, "n: Input should be greater than or equal to 1", "n"),
+    "many": ({"prompt": ["a"] * 129}, "the request has 129 texts; this server takes 128 at once", None),
+    "stop": ({"stop": ""}, "stop: give at most 16 strings of 1 to 256 letters", "stop"),
+    "stops": ({"stop": ["a"] * 17}, "stop: give at most 16 strings", "stop"),
+    "logprobs": ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20", "logprobs"),
+    "misspelt": ({"temprature": 1}, "'temprature' is not served here; leave it out.", "temprature"),
+    "suffix": ({"suffix": "end"}, "'suffix' is not served here", "suffix"),
+    "best_of": ({"best_of": 3}, "'best_of' is not served here", "best_of"),
+    "method": ({"speculative_config": {"method": "medusa"}}, "choose one of mtp", "speculative_config"),
+    "folder": ({"speculative_config": {"method": "draft_model", "model": "x"}}, "no draft model", "speculative_config"),
+    "engine": ({"prompt": [7]}, "no prompt begins with token 7.", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_served_is_one_sentence(name: str, server: Running) -> None:
+    fields, said, param = BAD[name]
+    body = {"prompt": "ab€", **fields}
+    done = server.post("/v1/completions", json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+    error = done.json()["error"]
+    assert done.status_code == 400
+    assert said in error["message"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert completion(server, max_tokens=5)["choices"][0]["text"] == "ab€", "and the server goes on"
+
+
+CHATS: dict[str, tuple[dict[str, Any], str]] = {
+    "no messages": ({"messages": []}, "messages: List should have at least 1 item"),
+    "picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+    "template": ({"messages": [{"role": "rude", "content": "x"}]}, "template refuses these messages: no manners"),
+    "tools": ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "'tools' is not served here"),
+    "form": ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "'response_format' is not served"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chats_that_cannot_be_served(name: str, server: Running) -> None:
+    fields, said = CHATS[name]
+    done = server.post("/v1/chat/completions", fields)
+    assert done.status_code == 400
+    assert said in done.json()["error"]["message"]
+
+
+JSON = {"Content-Type": "application/json"}
+BODIES: dict[str, tuple[bytes, int, str]] = {
+    "cut off": (b'{"prompt": "ab', 400, "the body is no JSON (Unterminated string"),
+    "nothing": (b"", 400, "the body is no JSON object; send one"),
+    "list": (b"[1]", 400, "the body is no JSON object"),
+    "nan": (b'{"prompt": "ab", "temperature": NaN}', 400, "temperature: Input should be a finite number"),
+    "infinity": (b'{"prompt": "ab", "temperature": 1e999}', 400, "temperature: Input should be a finite number"),
+    "digits": (b'{"prompt": "ab", "seed": ' + b"1" * 5000 + b"}", 400, "error parsing the body"),
+    "nested": (b"[" * 100_000, 400, "pars"),
+    "not unicode": (b'{"prompt": "\xff"}', 400, "pars"),
+    "ten megabytes": (b'{"prompt": "' + b"a" * 10**7 + b'"}', 413, f"the body has more than {LONGEST_BODY} bytes"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_that_are_no_requests(name: str, server: Running) -> None:
+    content, status, said = BODIES[name]
+    done = server.post("/v1/completions", content, headers=JSON)
+    assert done.status_code == status
+    assert said in done.json()["error"]["message"]
+    assert completion(server, max_tokens=5)["choices"][0]["text"] == "ab€"
+
+
+def test_a_long_body_that_does_not_say_so(server: Running) -> None:
+    parts = (b"a" * 2**20 for _ in range(10))
+    done = httpx2.post(f"{server.url}/v1/completions", content=parts, headers=JSON)
+    assert done.status_code == 413
+    assert "the body has more than" in done.json()["error"]["message"]
+
+
+def test_paths_and_methods_that_are_not_there(server: Running, client: openai.OpenAI) -> None:
+    for answer, status, said in (
+        (httpx2.get(f"{server.url}/v1/nothing"), 404, "there is no GET /v1/nothing"),
+        (httpx2.get(f"{server.url}/v1/completions"), 405, "GET /v1/completions is not served; this path has POST."),
+        (server.post("/v1/completions", {"prompt": "a", "model": "gpt"}), 404, "the model 'gpt' is not served"),
+    ):
+        assert answer.status_code == status
+        assert said in answer.json()["error"]["message"]
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model=NAME, input="a")
+
+
+def test_the_text_is_json_of_the_right_form_for_curl(server: Running) -> None:
+    """Without Content-Type: application/json, as `curl -d` sends it, one sentence says what is missing."""
+    done = httpx2.post(f"{server.url}/v1/completions", content=b'{"prompt": "a"}')
+    assert done.status_code == 400
+    assert "with Content-Type: application/json" in done.json()["error"]["message"]
+
+
+def test_an_api_key(tmp_path: Path) -> None:
+    with running(Parrot(), words(tmp_path), key="sésame") as server:
+        headers = {"Authorization": "Bearer sésame".encode()}
+        assert server.post("/v1/completions", {"prompt": "a"}, headers=headers).status_code == 200
+        for key in ("", "wrong"):
+            with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
+                server.client(api_key=key or "none").models.list()
+        assert server.post("/v1/completions", b"[" * 10**7).status_code == 401, "before the body is read"
+        for path in ("/health", "/metrics", "/"):
+            assert httpx2.get(server.url + path).status_code == 200
+        assert "API key" in httpx2.get(server.url).text
+
+
+def test_without_a_tokenizer_token_ids_are_served() -> None:
+    with running(Parrot(), Ids()) as server:
+        done = completion(server, prompt=[5, 6], max_tokens=3, return_token_ids=True, logprobs=1)["choices"][0]
+        assert (done["text"], done["token_ids"]) == ("", [5, 6, 5])
+        assert done["logprobs"]["tokens"] == ["token_id:5", "token_id:6", "token_id:5"]
+        for path, body, said in (
+            ("/v1/completions", {"prompt": "a"}, "names no tokenizer; send token ids"),
+            ("/v1/completions", {"prompt": [5], "stop": "a"}, "no tokenizer to look for stop strings with"),
+            ("/v1/chat/completions", {"messages": MESSAGES}, "so it has no chat template"),
+        ):
+            answer = server.post(path, body)
+            assert answer.status_code == 400
+            assert said in answer.json()["error"]["message"]
+
+
+def test_without_a_chat_template_one_sentence(tmp_path: Path) -> None:
+    with running(Parrot(), words(tmp_path, template=None)) as server:
+        answer = server.post("/v1/chat/completions", {"messages": MESSAGES})
+        assert answer.status_code == 400
+        assert "has no chat template; use /v1/completions" in answer.json()["error"]["message"]

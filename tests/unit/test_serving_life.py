@@ -1,0 +1,253 @@
+"""How the server lives: full queues, clients that go away, drains, many connections, a broken engine, its metrics."""
+
+import asyncio
+import json
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+from parrot import NAME, Parrot, Running, running, words
+
+from megatron_mtp.serving.server import listener
+from megatron_mtp.serving.tokens import Words
+
+TIMEOUT = 20
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> Words:
+    return words(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def server(codec: Words) -> Iterator[Running]:
+    """Two texts run and two wait."""
+    with running(Parrot(running=2, waiting=2), codec) as served:
+        yield served
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def raw(server: Running, body: dict[str, object]) -> socket.socket:
+    """A connection on which a completion was asked for, and whose answer nobody has read."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    content = json.dumps(body).encode()
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Connection: close"]
+    head = "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""])
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def answer(connection: socket.socket) -> bytes:
+    """All of it."""
+    with connection.makefile("rb") as file:
+        return file.read()
+
+
+def live(server: Running) -> int:
+    load = server.engine.load
+    return load.running + load.waiting
+
+
+def test_a_full_queue_is_429_for_all_texts_of_a_request_or_none(server: Running) -> None:
+    server.engine.go.clear()
+    first = raw(server, {"prompt": "ab", "n": 3, "max_tokens": 4})
+    until(lambda: live(server) == 3)
+    server.engine.go.set()
+    assert b"200 OK" in answer(first)
+    server.engine.go.clear()
+    held = raw(server, {"prompt": "ab", "n": 1, "max_tokens": 4})
+    until(lambda: live(server) == 1)
+    waits = raw(server, {"prompt": "ab", "n": 4, "max_tokens": 4})
+    time.sleep(0.05)
+    server.engine.go.set()
+    said = answer(waits)
+    if b"429" in said:  # unless the one that was held ended first
+        assert b"retry-after: 1" in said.lower()
+    assert b"200 OK" in answer(held)
+    until(lambda: live(server) == 0)
+
+
+def test_a_request_with_more_texts_than_there_is_room_for(server: Running) -> None:
+    with pytest.raises(openai.RateLimitError, match="the queue is full; ask again later") as error:
+        server.client().completions.create(model=NAME, prompt="ab", n=5)
+    assert error.value.code == "queue_full"
+    assert error.value.response.headers["retry-after"] == "1"
+    assert live(server) == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_texts_in_the_next_step(stream: bool, server: Running) -> None:
+    server.engine.go.clear()
+    connection = raw(server, {"prompt": "ab", "n": 2, "max_tokens": 400, "stream": stream})
+    until(lambda: live(server) == 2)
+    connection.close()
+    until(lambda: server.service.idle)
+    steps = server.engine.steps
+    server.engine.go.set()
+    until(lambda: live(server) == 0)
+    assert server.engine.steps <= steps + 1, "the step that ran, and none after it"
+    assert server.engine.cancelled == 2
+    assert server.metric("num_requests_running") == 0
+    assert 'requests_total{finished_reason="cancelled"} 2.0' in httpx2.get(f"{server.url}/metrics").text
+
+
+def test_a_client_that_goes_away_before_its_request_is_queued(server: Running) -> None:
+    server.engine.go.clear()
+    first = raw(server, {"prompt": "ab", "max_tokens": 4})
+    until(lambda: live(server) == 1)
+    gone = raw(server, {"prompt": "ab", "max_tokens": 400})
+    until(lambda: len(server.service._asked) == 1)
+    gone.close()
+    until(lambda: not server.service._asked)
+    server.engine.go.set()
+    assert b"200 OK" in answer(first)
+    until(lambda: live(server) == 0)
+    assert server.engine.cancelled == 1
+
+
+def test_draining_ends_what_has_begun_and_refuses_the_rest(codec: Words) -> None:
+    with running(Parrot(), codec) as server:
+        server.engine.go.clear()
+        began = raw(server, {"prompt": "ab", "max_tokens": 4, "temperature": 0})
+        until(lambda: live(server) == 1)
+        server.server.handle_exit(15, None)
+        with pytest.raises(openai.InternalServerError, match="the server is ending; ask another one") as error:
+            server.client().completions.create(model=NAME, prompt="ab")
+        assert error.value.status_code == 503
+        health = httpx2.get(f"{server.url}/health")
+        assert (health.status_code, health.json()) == (503, {"status": "draining"})
+        server.engine.go.set()
+        assert b'"text":"abab"' in answer(began)
+
+
+def test_a_broken_engine_fails_all_texts_and_ends_the_server(codec: Words) -> None:
+    with running(Parrot(pace=0.01), codec) as server:
+        stream = server.client().completions.create(model=NAME, prompt="ab", max_tokens=400, stream=True)
+        assert next(iter(stream)).choices[0].text
+        server.engine.bug = RuntimeError("planted")
+        with pytest.raises(openai.APIError, match="the engine has failed"):
+            list(stream)
+        until(lambda: server.server.should_exit)
+        assert server.service.broken
+
+
+def test_a_request_that_the_engine_stumbles_over_fails_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.engine, "add", lambda request: 1 // 0)
+    done = server.post("/v1/completions", {"prompt": "ab"})
+    assert (done.status_code, done.json()["error"]["type"]) == (500, "server_error")
+    monkeypatch.undo()
+    assert server.post("/v1/completions", {"prompt": "ab"}).status_code == 200
+    assert httpx2.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+def test_64_connections_at_once(codec: Words) -> None:
+    """Streams and whole answers, each with its own text."""
+
+    async def ask(client: openai.AsyncOpenAI, number: int) -> str:
+        prompt, settings = f"[{number}]", {"model": NAME, "max_tokens": 40, "temperature": 0}
+        if number % 2:
+            return (await client.completions.create(prompt=prompt, **settings)).choices[0].text
+        parts = await client.completions.create(prompt=prompt, stream=True, **settings)
+        return "".join([part.choices[0].text async for part in parts])
+
+    async def everyone(url: str) -> list[str]:
+        limits = httpx2.Limits(max_connections=64)
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="x", max_retries=0, http_client=httpx2.AsyncClient(limits=limits, timeout=60)
+        ) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(64)))
+
+    with running(Parrot(running=16, waiting=64), codec) as server:
+        texts = asyncio.run(everyone(server.url))
+    assert texts == [(f"[{number}]" * 20)[:40] for number in range(64)]
+
+
+def test_metrics_are_the_engines_counts(codec: Words) -> None:
+    with running(Parrot(), codec) as server:
+        for prompt in ("ab", "abc"):
+            server.post("/v1/completions", {"prompt": prompt, "temperature": 0, "max_tokens": 20})
+        stats = server.engine.stats
+        assert server.metric("generation_tokens_total") == stats.emitted == 40
+        assert server.metric("prompt_tokens_total") == 5
+        assert server.metric("num_preemptions_total") == 3
+        assert server.metric("spec_decode_num_accepted_tokens_total") == stats.accepted > 0
+        for position in range(2):
+            for name, counts in (("accepted", stats.accepted_at), ("draft", stats.offered_at)):
+                label = f'{{position="{position}"}}'
+                assert server.metric(f"spec_decode_num_{name}_tokens_per_pos_total{label}") == counts[position]
+        assert server.metric("time_to_first_token_seconds_count") == 2
+        assert server.metric("time_per_output_token_seconds_count") == 40 - 2
+        assert server.metric("e2e_request_latency_seconds_count") == 2
+        assert server.metric('requests_total{finished_reason="length"}') == 2
+        assert server.metric("cache_blocks") == 1000
+
+
+def test_an_address_that_is_taken_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"--port {port} cannot be listened at \(Address already in use\)"):
+            listener("127.0.0.1", port)
+    for host, port, said in (
+        ("no.such.host.invalid", 80, "no.such.host.invalid"),
+        ("127.0.0.1", 70000, "70000"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            listener(host, port)
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(server: Running, tmp_path: Path) -> None:
+    page = httpx2.get(server.url)
+    assert page.headers["content-type"].startswith("text/html")
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+    assert NAME in page.text
+
+
+@pytest.mark.matrix
+def test_5000_requests_with_random_disconnects_leak_nothing(codec: Words) -> None:
+    """Half of the clients leave: before the answer, or after some events."""
+    chosen = random.Random(0)
+
+    async def ask(client: httpx2.AsyncClient, url: str) -> None:
+        body = {"prompt": "abc", "max_tokens": chosen.randint(1, 30), "n": chosen.randint(1, 3), "stream": True}
+        patience = chosen.choice([10**9, chosen.randint(0, 8)])
+        async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            if not patience:
+                return
+            async for _ in answer.aiter_lines():
+                patience -= 1
+                if not patience:
+                    return
+
+    async def everyone(url: str) -> None:
+        left = iter(range(5000))
+        limits = httpx2.Limits(max_connections=40)
+
+        async def one_after_another(client: httpx2.AsyncClient) -> None:
+            for _ in left:
+                await ask(client, url)
+
+        async with httpx2.AsyncClient(limits=limits, timeout=60) as client:
+            await asyncio.gather(*(one_after_another(client) for _ in range(40)))
+
+    with running(Parrot(running=16, waiting=256), codec) as server:
+        asyncio.run(everyone(server.url))
+        until(lambda: server.service.idle and not server.engine.busy)
+        ended = [line for line in httpx2.get(f"{server.url}/metrics").text.splitlines() if "requests_total{" in line]
+        assert sum(float(line.split()[-1]) for line in ended) == server.engine._count > 5000
+        assert server.engine.cancelled > 500
+        assert server.engine.load.blocks_used == 0
+        assert not server.service._metrics._texts
+        assert len(server.server.server_state.tasks) <= 1

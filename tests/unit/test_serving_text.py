@@ -1,0 +1,127 @@
+"""Letters as they come, and stop strings: the same however tokens arrive, and no letter is broken or too early."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from parrot import tokenizer_in, words
+from tokenizers import Tokenizer, decoders, models
+
+from megatron_mtp.serving.stops import Cut, StopStrings
+from megatron_mtp.serving.tokens import Ids, Reader, Words
+
+LETTERS = st.text(alphabet="ab €🙂ü\n", max_size=12)
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> Words:
+    return words(tmp_path_factory.mktemp("tokenizer"))
+
+
+def read(reader: Reader, ids: list[int]) -> list[str]:
+    return [reader.add(token) for token in ids] + [reader.rest()]
+
+
+@given(prompt=LETTERS, text=LETTERS, cut=st.integers(0, 60))
+@example(prompt="€", text="", cut=1)
+def test_letters_are_whole_wherever_the_prompt_ends(codec: Words, prompt: str, text: str, cut: int) -> None:
+    """Also where it ends in the middle of a letter, which then belongs to the text."""
+    ids = codec.encode(prompt + text, special=False)
+    cut = min(cut, len(ids))
+    whole = codec.decode(ids[:cut]).rstrip("�")
+    assert whole + "".join(read(codec.reader(ids[:cut]), ids[cut:])) == prompt + text
+
+
+def test_the_euro_sign_appears_with_its_last_byte(codec: Words) -> None:
+    ids = codec.encode("a€b", special=False)
+    assert read(codec.reader([]), ids) == ["a", "", "", "€", "b", ""]
+    assert read(codec.reader([]), ids[:3]) == ["a", "", "", "�"], "bytes without an end are said at the end"
+    assert read(codec.reader([]), [0, ids[0], 1]) == ["", "a", "", ""], "special tokens are no text"
+
+
+def test_a_leading_space_depends_on_the_prompt() -> None:
+    """A tokenizer like Llama's writes no space before a text's first word, but one before a later word."""
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁a", -1.0), ("b", -1.0)], unk_id=0))
+    backend.decoder = decoders.Metaspace()
+    assert read(Reader(backend, []), [1, 2, 1])[:3] == ["a", "b", " a"]
+    assert read(Reader(backend, [2]), [1, 2, 1])[:3] == [" a", "b", " a"]
+
+
+class Rewriting:
+    """A backend whose decoder takes back what it has given out."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "x" * len(ids)
+
+
+def test_a_decoder_that_takes_letters_back_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader(None, [])
+    monkeypatch.setattr(reader, "_backend", Rewriting())
+    assert read(reader, [1, 2]) == ["x", "x", ""]
+
+
+@given(text=st.text(alphabet="abc", max_size=20), stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4),
+       min_size=1, max_size=3), borders=st.lists(st.integers(0, 20)))  # fmt: skip
+@example(text="abcab", stops=["bcb", "ca"], borders=[1, 2, 3])
+def test_stop_strings_do_not_depend_on_the_pieces(text: str, stops: list[str], borders: list[int]) -> None:
+    """A text ends before the stop string that is whole first, and nothing of it went out earlier."""
+    edges = sorted({0, len(text), *(border for border in borders if border < len(text))})
+    strings, out, stop = StopStrings(tuple(stops)), "", None
+    for start, end in pairwise(edges):
+        released = strings.add(text[start:end])
+        out, stop = out + released.text, released.stop
+        if stop is not None:
+            break
+    else:
+        out += strings.rest()
+    ends = [(end, end - len(one), one) for one in stops for end in range(len(text) + 1) if text[:end].endswith(one)]
+    expected = min(ends, default=(0, len(text), None))
+    assert (out, stop) == (text[: expected[1]], expected[2])
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
+    strings = StopStrings(("\n\n", "END"))
+    out = [strings.add(piece).text for piece in ("a\n", "b\n", "cE", "N", "X", "\n")]
+    assert out == ["a", "\nb", "\nc", "", "ENX", ""]
+    assert strings.rest() == "\n"
+
+
+@given(text=st.text(alphabet="ab€", max_size=12), stop=st.text(alphabet="ab€", min_size=1, max_size=3))
+def test_the_cut_keeps_the_token_that_completes_a_stop_string(codec: Words, text: str, stop: str) -> None:
+    ids = codec.encode(text, special=False)
+    kept = next((end for end in range(1, len(ids) + 1) if stop in codec.decode(ids[:end])), None)
+    at_once = Cut(codec.reader([]), (stop,))
+    assert at_once(ids) == kept
+    assert at_once(ids) == kept, "asked again, it says the same"
+    growing = Cut(codec.reader([]), (stop,))
+    answers = [growing(ids[:end]) for end in range(1, len(ids) + 1)]
+    assert next((answer for answer in answers if answer is not None), None) == kept
+
+
+def test_single_tokens_as_text_and_bytes(codec: Words, tmp_path: Path) -> None:
+    a, *euro = codec.encode("a€", special=False)
+    assert codec.written(a) == ("a", [97])
+    assert [codec.written(token) for token in euro] == [
+        ("bytes:\\xe2", [0xE2]), ("bytes:\\x82", [0x82]), ("bytes:\\xac", [0xAC])
+    ]  # fmt: skip
+    assert codec.written(0) == ("<|endoftext|>", list(b"<|endoftext|>"))
+    assert Ids().written(5) == ("token_id:5", None)
+
+
+def test_byte_tokens_of_other_tokenizers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    codec = words(tmp_path)
+    pieces: dict[int, str] = {3: "▁word", 4: "<0xE2>"}
+    monkeypatch.setattr(codec, "_bytes", {})
+    monkeypatch.setattr(codec, "_backend", type("Backend", (), {"id_to_token": lambda self, token: pieces[token]})())
+    assert codec.written(3) == (" word", list(b" word"))
+    assert codec.written(4) == ("bytes:\\xe2", [0xE2])
+
+
+def test_a_tokenizer_without_a_compiled_part_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: Any = tokenizer_in(tmp_path)
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    with pytest.raises(ValueError, match=r"has no tokenizer.json; give one that has"):
+        Words(tokenizer)

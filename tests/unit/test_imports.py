@@ -29,10 +29,11 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint/proof": LOW | {"data", "model"} | CHECKPOINT,
     "checkpoint": LOW | {"model"} | CHECKPOINT,
     "drafting": LOW | {"data", "model", "losses", "checkpoint/mcore"},
+    "foretell": LOW | {"data", "model", "drafting", "checkpoint"} | CHECKPOINT,
     "training": LOW | {"data", "model", "losses", "checkpoint/mcore", "drafting"},
     "integrations": LOW | {"model", "training"},
     "report": {"errors", "files"},
-    "command": LOW | {"data", "checkpoint", "drafting", "training", "report"} | CHECKPOINT,
+    "command": LOW | {"data", "checkpoint", "drafting", "foretell", "training", "report"} | CHECKPOINT,
     "__main__": {"command"},
 }
 """Room to the other rooms that its files may import from."""

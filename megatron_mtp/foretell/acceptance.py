@@ -37,6 +37,11 @@ class Acceptance:
     rounds: int
     kept: tuple[int, ...]
 
+    @classmethod
+    def of(cls, kept: list[int], count: int) -> "Acceptance":
+        """From the drafts that every round keeps, of `count` each."""
+        return cls(len(kept), tuple(sum(one > place for one in kept) for place in range(count)))
+
     @property
     def by_position(self) -> list[float]:
         """Share of the rounds that accept each position."""
@@ -121,12 +126,11 @@ EXCHANGED = Difference(
 
 def accepted(model: MTPTrunk, text: Text, sample: Sample, count: int, feeding: Feeding) -> Acceptance:
     """Acceptance in the rounds that an engine would need for this text."""
-    made = drafts(model, text, count, feeding)
-    return rounds(made, sample)
+    return Acceptance.of(rounds(drafts(model, text, count, feeding), sample), count)
 
 
-def rounds(made: list[list[int]], sample: Sample) -> Acceptance:
-    """Rounds of a text.
+def rounds(made: list[list[int]], sample: Sample) -> list[int]:
+    """Drafts that every round of a text keeps.
 
     Args:
         made: draft d of the round that starts behind row i, for all i; it is for token i + d + 1.
@@ -135,14 +139,14 @@ def rounds(made: list[list[int]], sample: Sample) -> Acceptance:
     Six tokens, of which two are the prompt, and two drafts a round: the first round starts with tokens 0 .. 2 known, at
     row 1, and its drafts are for tokens 3 and 4.
     """
-    known, kept, count = sample.prompt + 1, [0] * len(made), 0
+    known, kept = sample.prompt + 1, []
     while known < sample.end:
         right = 0
         while right < len(made) and made[right][known - 2] == sample.tokens[known + right]:
-            kept[right] += 1
             right += 1
-        known, count = known + right + 1, count + 1
-    return Acceptance(count, tuple(kept))
+        known += right + 1
+        kept.append(right)
+    return kept
 
 
 def _plus(total: Acceptance | None, more: Acceptance) -> Acceptance:

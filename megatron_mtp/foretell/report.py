@@ -110,7 +110,7 @@ def _causes(case: Case, told: Foretold) -> str:
     lines = ["What differs from training, and the drafts a round that are gained if that rule alone is undone:"]
     for cause in told.causes:
         gained = cause.undone.per_round - told.engine.per_round
-        first, *more = wrap(f"{cause.difference.engine}; {cause.difference.trained} in training", WIDTH)
+        first, *more = wrap(f"{cause.difference.engine} (in training: {cause.difference.trained})", WIDTH)
         lines += [f"  {gained:+.3f}  {first}", *(f"          {line}" for line in more)]
         lines.append(f"          ({_source(case, cause)})")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.command import line
 from megatron_mtp.data.tokenizer import train_bpe
-from megatron_mtp.foretell.acceptance import Sample, accepted, foretell, rounds
+from megatron_mtp.foretell.acceptance import Acceptance, Sample, accepted, foretell, rounds
 from megatron_mtp.foretell.engines import ENGINES, SHARED_KEYS, TRAINED, WORDS, Feeding, differences
 from megatron_mtp.foretell.rows import Text, drafts, read_text
 from megatron_mtp.model.causal import square_mask
@@ -187,7 +187,8 @@ def test_rounds_by_hand() -> None:
     sample = Sample([0, 1, 2, 3, 4, 5, 6, 7], prompt=2, end=7)
     first = [9, 3, 9, 9, 6, 9]  # of the round behind row i: its first draft, for token i + 2
     second = [9, 4, 9, 9, 9, 9]
-    found = rounds([first, second], sample)
+    assert rounds([first, second], sample) == [2, 1]
+    found = Acceptance.of([2, 1], 2)
     assert (found.rounds, found.kept) == (2, (2, 1))
     assert found.by_position == [1.0, 0.5]
     assert found.per_round == 1.5
@@ -266,7 +267,7 @@ def test_the_command_answers_for_people_and_for_programs(folder: Path, capsys: p
     status, shown, _ = told(capsys, *given, "--engine", "vllm")
     assert status == 0
     assert "as trained" in shown
-    assert "every draft by depth 1; every draft by its own depth in training" in shown
+    assert "every draft by depth 1 (in training: every draft by its own depth)" in shown
     assert "(vllm-project/vllm: vllm/model_executor/models/glm4_moe_mtp.py)" in shown
     figures = json_of(told(capsys, *given, "--engine", "sglang", "--num-speculative-tokens", "3", "--json"))
     assert figures["depths_limit"] == 1

@@ -159,7 +159,9 @@ ENGINES: dict[str, Engine] = {
         families={
             "glm4_moe": FamilyRules(f"{_VLLM_MODELS}/glm4_moe_mtp.py", chained="before", zeroed=True),
             "deepseek_v3": FamilyRules(f"{_VLLM_MODELS}/deepseek_mtp.py", zeroed=True),
-            "mimo": FamilyRules(f"{_VLLM_MODELS}/mimo_mtp.py", embedding_first=False, trunk="before", zeroed=True),
+            "mimo": FamilyRules(
+                f"{_VLLM_MODELS}/mimo_mtp.py, mimo.py", embedding_first=False, trunk="before", zeroed=True
+            ),
         },
         evidence="run: tests/functional/test_vllm.py",
         counts="multiple",

@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.families import family_of
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
-from megatron_mtp.data.documents import find_files, list_documents, read_document
+from megatron_mtp.data.documents import TEXT_FILES, find_files, list_documents, read_document
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.load import Loaded, load_checkpoint
@@ -88,9 +88,9 @@ def cut_prompts(ids: list[int], count: int, length: int) -> list[list[int]]:
 
 
 def read_ids(files: list[str], folder: Path, trust_remote_code: bool) -> tuple[list[int], int | None]:
-    """Token ids of all text, and the id that ends a text; files of a folder are searched recursively."""
+    """Token ids of all text, and the id that ends a text; folders are searched as by preprocess."""
     tokenizer = read_tokenizer(folder, trust_remote_code)
-    documents = list_documents(find_files(files, ["*"]))
+    documents = list_documents(find_files(files, TEXT_FILES))
     texts = (read_document(document, "text") for document in documents)
     ids = [token for text in texts for token in tokenizer(text, add_special_tokens=False).input_ids]
     return ids, tokenizer.eos_token_id

@@ -17,7 +17,7 @@ from megatron_mtp.command import line
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.foretell.acceptance import Acceptance, Sample, accepted, foretell, rounds
 from megatron_mtp.foretell.engines import ENGINES, SHARED_KEYS, TRAINED, WORDS, Feeding, differences
-from megatron_mtp.foretell.rows import Text, drafts, read_text
+from megatron_mtp.foretell.rows import Text, drafts, read_text, trained_feeding
 from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPGPTModel
@@ -177,6 +177,14 @@ def test_differences_leave_out_what_a_single_draft_does_not_see() -> None:
     assert [each.rule for each in differences(TRAINED, feeding, 2)] == ["module", "chained", "zeroed", "keys"]
     assert [each.rule for each in differences(TRAINED, feeding, 1)] == ["zeroed"]
     assert [each.rule for each in differences(TRAINED, Feeding(keys="none"), 1)] == ["keys"]
+
+
+def test_who_makes_the_drafts_is_no_difference_where_there_is_one_layer() -> None:
+    feeding = ENGINES["sglang"].feeding("glm4_moe", 1)
+    assert [each.rule for each in differences(trained_feeding(our_model(1)), feeding, COUNT)] == ["keys"]
+    repeated = our_model(COUNT, mtp_use_repeated_layer=True, shares_kv=True)
+    assert differences(trained_feeding(repeated), feeding, COUNT) == []
+    assert [each.rule for each in differences(trained_feeding(our_model(2)), feeding, 2)] == ["module", "keys"]
 
 
 # --- acceptance ------------------------------------------------------------------------------------------------------

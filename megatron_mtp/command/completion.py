@@ -94,6 +94,12 @@ def _preprocess(program: str) -> ArgumentParser:
     return parser(program)
 
 
+def _foretell(program: str) -> ArgumentParser:
+    from megatron_mtp.foretell.flags import parser
+
+    return parser(program)
+
+
 def _attach(program: str) -> ArgumentParser:
     from megatron_mtp.command.attach import parser
 
@@ -119,6 +125,7 @@ PARSERS: dict[str, tuple[Callable[[str], ArgumentParser], ...]] = {
     "serve": (_serve,),
     "bench-serve": (_bench_serve,),
     "evaluate": (_train, _evaluate),
+    "foretell": (_foretell,),
     "attach": (_train, _attach),
     "report": (_report,),
     "doctor": (_doctor,),

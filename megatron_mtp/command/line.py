@@ -105,6 +105,20 @@ def _generate(program: str, arguments: list[str]) -> int:
     return 0
 
 
+def _foretell(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.foretell.flags import parser
+
+    parser(program).parse_args(arguments)  # --help and unknown flags need not wait for torch
+
+    from megatron_mtp.checkpoint.command import quieten
+
+    quieten()
+
+    from megatron_mtp.foretell.command import main
+
+    return main(arguments, program)
+
+
 def _convert(program: str, arguments: list[str]) -> int:
     from megatron_mtp.checkpoint.command import main
 
@@ -182,6 +196,7 @@ VERBS = {
     "serve": Verb("answer OpenAI's HTTP API with a checkpoint, many texts at once, each drafting", _serve),
     "bench-serve": Verb("measure a server of OpenAI's API: waiting times, tokens a second, acceptance", _bench_serve),
     "evaluate": Verb("compute loss and acceptance by depth of a checkpoint on a text", _evaluate),
+    "foretell": Verb("compute what another engine will accept of a checkpoint's drafts, and why", _foretell),
     "report": Verb("make one HTML page from one or several runs", _report),
     "doctor": Verb("show what this machine has, and what missing parts cost", _doctor),
     "preprocess": Verb("turn text into the .bin and .idx that train reads", _preprocess),

@@ -14,7 +14,14 @@ from typing import Any
 
 from megatron_mtp.data.checks import read_sidecar
 from megatron_mtp.data.corpus import write_corpus
-from megatron_mtp.data.documents import Document, choose_documents, find_files, list_documents, read_document
+from megatron_mtp.data.documents import (
+    TEXT_FILES,
+    Document,
+    choose_documents,
+    find_files,
+    list_documents,
+    read_document,
+)
 from megatron_mtp.data.tokenizer import SMALLEST_VOCAB, TOKENIZER_FILES, Encoder, train_bpe
 from megatron_mtp.errors import Parser, status_of
 from megatron_mtp.files import one_writer
@@ -112,7 +119,7 @@ def parser(program: str) -> Parser:
     add(
         "--include",
         nargs="+",
-        default=["*.txt", "*.md", "*.py", "*.jsonl"],
+        default=TEXT_FILES,
         metavar="GLOB",
         help="names of the files to read inside folders (default: *.txt *.md *.py *.jsonl)",
     )

@@ -15,6 +15,9 @@ from typing import NamedTuple
 # Longer files are encoded in parts of this size.
 PART_BYTES = 4 << 20
 
+TEXT_FILES = ["*.txt", "*.md", "*.py", "*.jsonl"]
+"""Names of the files that are read inside folders, unless others are given."""
+
 
 class Document(NamedTuple):
     """Where the text of a document is.

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.hybrid import hybrid_layer_specs
@@ -95,6 +96,9 @@ class MTPHybridModel(MTPTrunk, HybridModel):
     ) -> Any:
         """What `MTPGPTModel` returns; `others` are further arguments of Megatron's forward."""
         others["packed_seq_params"] = packed_seq_params
+        if InferenceMode.is_active():  # Megatron's engine takes the last logits, and drafts after it has verified
+            others["runtime_gather_output"] = runtime_gather_output
+            return super().forward(input_ids, position_ids, attention_mask, decoder_input, labels, **others)
         with self._ending_behind_decoder():
             hidden_SBH = super().forward(input_ids, position_ids, attention_mask, decoder_input, **others)
         inputs, self._decoder_inputs = self._decoder_inputs, {}

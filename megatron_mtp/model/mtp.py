@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -160,6 +161,53 @@ class MultiTokenPredictionLayer(MegatronModule):
         run = self._checkpointed if self._recomputes() else self._run
         return run(hidden_SBH, embedded_SBH, attention, padding_mask_BS)
 
+    def forward_single_position(
+        self,
+        hidden_states: Tensor,
+        next_token_ids: Tensor,
+        position_ids: Tensor,
+        embedding: Callable[..., Tensor],
+    ) -> Tensor:
+        """A draft of every request, as Megatron's `DynamicInferenceEngine` calls for it: without earlier positions.
+
+        That engine keeps no keys and values of the depths. A request attends to itself alone: in Megatron's own layer
+        the requests of a step attend to one another.
+
+        Args:
+            hidden_states: [N, B, H], the state of each request that its draft continues from.
+            next_token_ids: [B, N], the newest token of each.
+            position_ids: [B, N], of these tokens.
+            embedding: the shared embedding.
+
+        Returns:
+            The depth's states [N, B, H], after its final norm.
+
+        Raises:
+            ValueError: the depth is a parallel head or has layers with a state, or sequence parallelism cuts requests.
+        """
+        self._check_single_position()
+        embedded_NBH = embedding(input_ids=next_token_ids, position_ids=position_ids)
+        rows = 1, -1, hidden_states.size(-1)  # every request is a text of one position
+        made = self(hidden_states.reshape(rows), embedded_NBH.reshape(rows), AttentionInputs())
+        return made.view_as(hidden_states)
+
+    def _check_single_position(self) -> None:
+        if not hasattr(self, "eh_proj"):
+            raise ValueError(
+                "Megatron's inference engine drafts with sequential depths, and these are parallel heads; use "
+                "megatron-mtp generate."
+            )
+        if {Symbols.MAMBA, Symbols.GDN} & set(getattr(self.tf_layer, "layer_type_list", ())):
+            raise ValueError(
+                "Megatron's inference engine keeps no states of the depths, and these have Mamba or Gated DeltaNet "
+                "layers; use megatron-mtp generate."
+            )
+        if self.config.sequence_parallel:
+            raise ValueError(
+                "sequence parallelism would cut the requests that Megatron's inference engine drafts for; load the "
+                "model without --sequence-parallel."
+            )
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
@@ -279,6 +327,11 @@ class MultiTokenPredictionBlock(MegatronModule):
         if config.mtp_detach_heads:
             for parameter in self.parameters():
                 parameter.grad_norm_group = "mtp"  # Megatron's optimizer clips such gradients by themselves
+
+    @property
+    def mtp_use_repeated_layer(self) -> bool:
+        """Whether one layer serves all depths; Megatron's inference engine asks the block."""
+        return bool(self.config.mtp_use_repeated_layer)
 
     def forward(
         self,

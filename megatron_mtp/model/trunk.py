@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import distributed_data_parallel
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.quantization.utils import get_quant_config_or_none
@@ -170,6 +171,8 @@ class MTPTrunk(LanguageModule):
         **trunk_outputs: Any,
     ) -> Any:
         """Called after the decoder, with everything that the trunk's forward knows."""
+        if InferenceMode.is_active():  # Megatron's engine takes the last logits, and drafts after it has verified
+            return super()._postprocess(hidden_states, **trunk_outputs)
         if self._stage_input is not None:
             hidden_states = answer_with_zeros(hidden_states, self._stage_input)
         depth_hidden: list[Tensor] = []

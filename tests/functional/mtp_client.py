@@ -1,8 +1,9 @@
 """transformers as a client of an exported folder, in a process of its own: greedy generation with MTP drafts.
 
-    python mtp_client.py FOLDER TOKENS NEW
+    python mtp_client.py FOLDER TOKENS NEW [DEPTHS]
 
-Prints JSON: the tokens with and without drafts, and the drafts accepted in each round.
+Prints JSON: the tokens with and without drafts, and the drafts accepted in each round. A number of depths leaves out
+the others of the folder.
 """
 
 import json
@@ -14,9 +15,11 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 
-def main(folder: str, tokens: list[int], new: int) -> dict[str, Any]:
+def main(folder: str, tokens: list[int], new: int, depths: int | None = None) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     layers = model.config.num_hidden_layers
+    if depths is not None:
+        model.config.num_mtp_layers = depths
     # transformers finds the depths by this pattern, which it has for the published models' sizes alone.
     model._keys_to_ignore_on_load_unexpected = [
         rf"model\.layers\.{layers + depth}\." for depth in range(model.config.num_mtp_layers)
@@ -37,4 +40,4 @@ def main(folder: str, tokens: list[int], new: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(main(sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:]))))

@@ -35,12 +35,15 @@ def generate(folder: str, tokens: list[int], new: int, drafts: int) -> dict[str,
     )
     sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     [done] = llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
-    names = {"vllm:spec_decode_num_draft_tokens": "proposed", "vllm:spec_decode_num_accepted_tokens": "accepted"}
-    counters = {names[metric.name]: metric.value for metric in llm.get_metrics() if metric.name in names}
+    metrics = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
+    counts = {
+        "proposed": metrics["draft_tokens"].value,
+        "accepted_per_position": metrics["accepted_tokens_per_pos"].values[:drafts],
+    }
     llm.llm_engine.engine_core.shutdown()
     del llm
     cleanup_dist_env_and_memory()
-    return {"drafts": drafts, "tokens": [*tokens, *done.outputs[0].token_ids], **counters}
+    return {"drafts": drafts, "tokens": [*tokens, *done.outputs[0].token_ids], **counts}
 
 
 if __name__ == "__main__":

@@ -29,11 +29,12 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint/proof": LOW | {"data", "model"} | CHECKPOINT,
     "checkpoint": LOW | {"model"} | CHECKPOINT,
     "drafting": LOW | {"data", "model", "losses", "checkpoint/mcore"},
+    "foretell": LOW | {"data", "model", "drafting", "checkpoint"} | CHECKPOINT,
     "training": LOW | {"data", "model", "losses", "checkpoint/mcore", "drafting"},
     "integrations": LOW | {"model", "training"},
     "report": {"errors", "files"},
     "serving": {"errors", "files", "drafting", "report"},
-    "command": LOW | {"data", "checkpoint", "drafting", "training", "report", "serving"} | CHECKPOINT,
+    "command": LOW | {"data", "checkpoint", "drafting", "foretell", "training", "report", "serving"} | CHECKPOINT,
     "__main__": {"command"},
 }
 """Room to the other rooms that its files may import from."""

@@ -1,0 +1,128 @@
+"""The answer of `megatron-mtp foretell`: as a table, and as JSON with vLLM's synthetic acceptance.
+
+vLLM's `--speculative-config` takes `synthetic_acceptance_rates` with `rejection_sample_method` "synthetic": rate d is
+the share of rounds that accept the drafts 1 .. d. So a load test can run before the model is deployed.
+"""
+
+from dataclasses import dataclass
+from textwrap import wrap
+from typing import Any
+
+from megatron_mtp.foretell.acceptance import Acceptance, Cause, Foretold
+from megatron_mtp.foretell.engines import Engine, FamilyRules
+
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Case:
+    """What was foretold.
+
+    Attributes:
+        depths: physical depths of the export.
+        count: K, drafts a round.
+        prompts, new: texts and the tokens that were counted in all of them.
+    """
+
+    engine: Engine
+    family: str
+    depths: int
+    count: int
+    prompts: int
+    new: int
+
+    @property
+    def rules(self) -> FamilyRules:
+        """The engine's rules of the family."""
+        return self.engine.families[self.family]
+
+
+def as_json(case: Case, told: Foretold) -> dict[str, Any]:
+    """All figures; `speculative_config` is vLLM's."""
+    rates = [round(rate, 4) for rate in told.engine.by_position]
+    return {
+        "speculative_config": {
+            "method": "mtp",
+            "num_speculative_tokens": case.count,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": rates,
+        },
+        "engine": case.engine.title,
+        "evidence": case.engine.evidence,
+        "family": case.family,
+        "depths": case.depths,
+        "depths_limit": case.rules.limit,
+        "accepts": case.engine.accepts,
+        "prompts": case.prompts,
+        "new_tokens": case.new,
+        "rounds": told.engine.rounds,
+        "acceptance": rates,
+        "accepted_per_round": round(told.engine.per_round, 4),
+        "acceptance_as_trained": [round(rate, 4) for rate in told.trained.by_position],
+        "accepted_per_round_as_trained": round(told.trained.per_round, 4),
+        "causes": [_cause_json(case, told, cause) for cause in told.causes],
+    }
+
+
+def _cause_json(case: Case, told: Foretold, cause: Cause) -> dict[str, Any]:
+    return {
+        "rule": cause.difference.rule,
+        "engine": cause.difference.engine,
+        "trained": cause.difference.trained,
+        "source": _source(case, cause),
+        "acceptance_if_undone": [round(rate, 4) for rate in cause.undone.by_position],
+        "accepted_per_round_lost": round(cause.undone.per_round - told.engine.per_round, 4),
+    }
+
+
+def as_table(case: Case, told: Foretold) -> str:
+    """The same for a terminal."""
+    head = [f"{case.engine.title} ({case.engine.evidence})"]
+    head.append(f"{case.family} with {_number(case.depths, 'depth')}, {_number(case.count, 'draft')} a round")
+    head.append(f"{case.prompts} prompts, {case.new} greedy tokens behind them, {told.engine.rounds} rounds")
+    parts = ["\n".join(head), _rates(case, told)]
+    if case.rules.limit is not None and case.depths > case.rules.limit:
+        parts.append(
+            f"It loads {_number(case.rules.limit, 'depth')} at most: export that many "
+            f"(megatron-mtp convert drop-mtp CKPT DST --keep {case.rules.limit})."
+        )
+    parts.append(_causes(case, told))
+    return "\n\n".join(parts)
+
+
+def _rates(case: Case, told: Foretold) -> str:
+    """Acceptance by position: the engine's, training's."""
+    titles = [f"draft {place}" for place in range(1, case.count + 1)] + ["drafts a round"]
+    lines = [f"{'':<12}" + "".join(f"{title:>16}" for title in titles)]
+    for name, found in (("as trained", told.trained), ("foretold", told.engine)):
+        lines.append(f"{name:<12}" + "".join(f"{cell:>16}" for cell in _cells(found, case.count)))
+    return "\n".join(lines)
+
+
+def _cells(found: Acceptance, count: int) -> list[str]:
+    rates = [f"{100 * rate:.1f} %" for rate in found.by_position]
+    return [*rates, *["-"] * (count - len(rates)), f"{found.per_round:.3f}"]
+
+
+def _causes(case: Case, told: Foretold) -> str:
+    if not told.causes:
+        return "It feeds the depths as training does."
+    lines = ["What differs from training, and the drafts a round that are gained if that rule alone is undone:"]
+    for cause in told.causes:
+        gained = cause.undone.per_round - told.engine.per_round
+        first, *more = wrap(f"{cause.difference.engine} (in training: {cause.difference.trained})", WIDTH)
+        lines += [f"  {gained:+.3f}  {first}", *(f"          {line}" for line in more)]
+        lines.append(f"          ({_source(case, cause)})")
+    return "\n".join(lines)
+
+
+def _source(case: Case, cause: Cause) -> str:
+    return (
+        "the checkpoint"
+        if cause.difference.rule == "swapped"
+        else case.engine.source_of(cause.difference.rule, case.family)
+    )
+
+
+def _number(count: int, thing: str) -> str:
+    return f"{count} {thing}{'' if count == 1 else 's'}"

@@ -76,6 +76,12 @@ def _convert(program: str) -> ArgumentParser:
     return parser(program)
 
 
+def _audit(program: str) -> ArgumentParser:
+    from megatron_mtp.command.audit import parser
+
+    return parser(program)
+
+
 def _preprocess(program: str) -> ArgumentParser:
     from megatron_mtp.data.command import parser
 
@@ -103,6 +109,7 @@ def _doctor(program: str) -> ArgumentParser:
 PARSERS: dict[str, tuple[Callable[[str], ArgumentParser], ...]] = {
     "train": (_train,),
     "convert": (_convert,),
+    "audit": (_audit,),
     "generate": (_generate,),
     "evaluate": (_train, _evaluate),
     "attach": (_train, _attach),

@@ -104,8 +104,8 @@ def _figures(letter: str, found: Logits) -> Computed:
 def _differences(a: Logits, b: Logits) -> tuple[list[Finding], list[dict[str, Any]]]:
     """Compare what both sides have."""
     names = [name for name in ("trunk", *_depths(a)) if name in b]
-    width = min(a["trunk"].size(1), b["trunk"].size(1))  # without rows of padding
-    one, other = ({name: found[name][:, :width] for name in names} for found in (a, b))
+    sizes = {name: tuple(map(min, a[name].shape, b[name].shape)) for name in names}  # without padding of either side
+    one, other = ({n: found[n][:rows, :columns] for n, (rows, columns) in sizes.items()} for found in (a, b))
     checks = compare(one, other, "side B")
     rows = [{"name": check.name, "figure": check.figure, "ok": check.ok} for check in checks]
     wrong = [check for check in checks if not check.ok]

@@ -79,7 +79,7 @@ def compare(
     done.findings += _differing([one for one in differences if _name_in_b(one.pair) not in gone or one.guess.exact])
     origins = {move.origin for move in moved}
     names = Parts.of_side(a if isinstance(a, HFSide) else b)
-    shared = [pair.name for pair in paired.pairs]
+    shared = [pair.name for pair in paired.pairs if not pair.copy]
     done.findings += _one_sided(names, b, [*shared, *paired.only_a], paired.only_a, "B", origins)
     done.findings += _one_sided(names, a, [*shared, *paired.only_b], paired.only_b, "A", gone)
     return done

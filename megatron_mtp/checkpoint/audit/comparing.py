@@ -112,9 +112,19 @@ def _difference(pair: Pair, heads: Heads, ranges: tuple[Ranges, Ranges]) -> Diff
     if equal_bits(left, right) or (_is_padding(pair, left.shape, right.shape) and _same_rows(left, right)):
         return None
     guess = explain(left, right, pair.name, heads)
+    if guess.guess == "trained further":
+        guess = _quantised(pair) or guess
     if pair.copy and guess.guess not in ("rounded", "type"):
         guess = Guess("tied copy", f"is left out on one side as a copy of '{pair.copy}', whose numbers are others")
     return Difference(pair, guess, difference(left, right))
+
+
+def _quantised(pair: Pair) -> Guess | None:
+    """Numbers that are nearly the same since one side is FP8."""
+    for entry, side in ((pair.b, "B"), (pair.a, "A")):
+        if entry.dtype.startswith("float8"):
+            return Guess("rounded", f"differs by rounding: side {side} is {entry.dtype} with scales")
+    return None
 
 
 def _is_padding(pair: Pair, one: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -92,6 +92,8 @@ def meaning(origin: str, name: str, names: Parts) -> Guess:
         return Guess("tied copy", f"{says}: head and embedding are one there")
     if _NUMBER.sub("*", origin) == _NUMBER.sub("*", name):
         return _renumbered(one, other, says)
+    if one == other and _one_expert(origin) == _one_expert(name):
+        return _renumbered(one, other, says)
     if _rest(origin) == _rest(name) and one.kind == other.kind:
         return _renumbered(one, other, says) if one.index != other.index else Guess("renamed", says)
     return Guess("tensors exchanged", says)
@@ -109,6 +111,11 @@ def _renumbered(one: Part, other: Part, says: str) -> Guess:
         return Guess("depths swapped", f"{says}: depths are in another order")
     shift = "" if one.index is None or other.index is None else f" by {other.index - one.index:+d}"
     return Guess("layers shifted", f"{says}: layers are shifted{shift if one.kind == other.kind else ''}")
+
+
+def _one_expert(name: str) -> str:
+    """A name that all experts of a layer have, packed or single."""
+    return re.sub(r"\[\d+\]$|\.weight$", "", re.sub(r"experts\.\d+\.", "experts.", name))
 
 
 def _rest(name: str) -> str:

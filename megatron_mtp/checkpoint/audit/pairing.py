@@ -7,6 +7,7 @@
 A tensor that one side leaves out since it repeats another one is paired with the repeated one.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -25,6 +26,7 @@ from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.blocks import FUSED_NORM, OWN_NORM
 from megatron_mtp.checkpoint.families.rules import MinusOne, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
+from megatron_mtp.checkpoint.hf.shards import SCALE
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 OWN_KEYS = (("mtp_model_layer.", "transformer_layer."), ("tf_layer.", "transformer_layer."))
@@ -77,9 +79,21 @@ def pairing(a: Side, b: Side) -> Pairing:
 
 def _folders(a: HFSide, b: HFSide) -> Pairing:
     found = _by_name(a.tensors, b.tensors)
+    found.only_a, found.only_b = (
+        _without_scales(only, other) for only, other in ((found.only_a, b), (found.only_b, a))
+    )
     _pair_by_rules(a, b, found)
     _pair_copies(a, b, found)
     return found
+
+
+def _without_scales(only: dict[str, Entry], other: HFSide) -> dict[str, Entry]:
+    """Tensors without the scales of FP8 weights, which the other side stores in another type."""
+    return {
+        name: only[name]
+        for name in only
+        if name.removesuffix(SCALE) == name or name.removesuffix(SCALE) not in other.tensors
+    }
 
 
 def _by_name(a: dict[str, Entry], b: dict[str, Entry]) -> Pairing:
@@ -118,10 +132,16 @@ def _pair_by_rules(a: HFSide, b: HFSide, found: Pairing) -> None:
         if match is None or one.shape != match[1].shape:
             continue
         names_b, other = match
-        found.pairs.append(Pair(names_a[0], one, other, other=names_b[0]))
+        found.pairs.append(Pair(_label(names_a, unit), one, other, other=_label(names_b, unit)))
         for names, only in ((names_a, found.only_a), (names_b, found.only_b)):
             for name in names:
                 only.pop(name, None)
+
+
+def _label(names: list[str], unit: Unit) -> str:
+    """A name for messages: of packed experts with the index of one."""
+    packed = len(names) == 1 and unit[1] is not None and not re.search(r"experts\.\d+\.", names[0])
+    return f"{names[0]}[{unit[1]}]" if packed else names[0]
 
 
 def _units(side: HFSide, names: set[str]) -> dict[Unit, tuple[list[str], Entry]]:
@@ -246,7 +266,7 @@ def _across(a: Side, b: Side) -> Pairing:
 
 
 def _is_scale(folder: HFSide, name: str) -> bool:
-    return name.endswith("_scale_inv") and name.removesuffix("_scale_inv") in folder.tensors
+    return name.endswith(SCALE) and name.removesuffix(SCALE) in folder.tensors
 
 
 def _rules_across(folder: HFSide, saved: MegatronSide) -> list[Rule] | None:

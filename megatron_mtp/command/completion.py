@@ -88,6 +88,12 @@ def _convert(program: str) -> ArgumentParser:
     return parser(program)
 
 
+def _audit(program: str) -> ArgumentParser:
+    from megatron_mtp.command.audit import parser
+
+    return parser(program)
+
+
 def _preprocess(program: str) -> ArgumentParser:
     from megatron_mtp.data.command import parser
 
@@ -121,6 +127,7 @@ def _doctor(program: str) -> ArgumentParser:
 PARSERS: dict[str, tuple[Callable[[str], ArgumentParser], ...]] = {
     "train": (_train,),
     "convert": (_convert,),
+    "audit": (_audit,),
     "generate": (_generate,),
     "serve": (_serve,),
     "bench-serve": (_bench_serve,),

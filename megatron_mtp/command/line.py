@@ -26,6 +26,7 @@ EXAMPLES = """examples:
   megatron-mtp report runs/mine
   megatron-mtp attach models/Qwen3-0.6B my_texts runs/attached
   megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported
+  megatron-mtp audit runs/mine/checkpoint exported
 
 megatron-mtp VERB --help lists the flags of a verb, with examples of its own.
 """
@@ -137,6 +138,12 @@ def _attach(program: str, arguments: list[str]) -> int:
     return main(arguments, program)
 
 
+def _audit(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.command.audit import main
+
+    return main(arguments, program)
+
+
 def _serve(program: str, arguments: list[str]) -> int:
     from megatron_mtp.serving.flags import parser
 
@@ -191,6 +198,7 @@ class Verb:
 VERBS = {
     "train": Verb("pretrain a GPT, with Megatron's flags and --mtp-*", _train),
     "convert": Verb("convert between Hugging Face folders and Megatron checkpoints; inspect and verify them", _convert),
+    "audit": Verb("show what anyone's checkpoint holds, or what differs between two, and why", _audit),
     "attach": Verb("add depths to a Hugging Face model: train on its frozen trunk, measure, export", _attach),
     "generate": Verb("generate text from a checkpoint, several tokens per forward", _generate),
     "serve": Verb("answer OpenAI's HTTP API with a checkpoint, many texts at once, each drafting", _serve),

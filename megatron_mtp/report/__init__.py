@@ -6,5 +6,6 @@ charts.py    how a chart is drawn
 settings.py  how runs were started: dates, commands, hyperparameters
 drafts.py    drafts token by token
 page.py      the page, with page.css and page.js in it, written beside and renamed
+audited.py   the page of an audit
 command.py   megatron-mtp report
 """

@@ -53,8 +53,13 @@ def page(runs: list[Run]) -> str:
     )
 
 
-def write_page(text: str, target: Path) -> None:
+def write_page(text: str, target: Path, flag: str = "--output") -> None:
     """Write the page whole, or not at all.
+
+    Args:
+        text: the page.
+        target: the file.
+        flag: the flag that names it, for messages.
 
     Raises:
         ValueError: it cannot be written.
@@ -63,4 +68,4 @@ def write_page(text: str, target: Path) -> None:
         with written_beside(target, shared=True) as beside:
             beside.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{target} cannot be written ({error.strerror}); name another file with --output.") from error
+        raise ValueError(f"{target} cannot be written ({error.strerror}); name another file with {flag}.") from error

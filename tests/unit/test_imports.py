@@ -11,7 +11,7 @@ import megatron_mtp
 
 PACKAGE = Path(megatron_mtp.__file__).parent
 LOW = {"config", "errors", "files", "registry", "platform", "patches"}
-CHECKPOINT = {f"checkpoint/{room}" for room in ("hf", "mcore", "families", "convert", "proof")}
+CHECKPOINT = {f"checkpoint/{room}" for room in ("hf", "mcore", "families", "convert", "proof", "audit")}
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "errors": set(),
@@ -26,7 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint/mcore": LOW | {"data", "model", "checkpoint/hf"},
     "checkpoint/families": LOW | {"registry", "checkpoint/hf"},
     "checkpoint/convert": LOW | {"data", "model", "checkpoint/hf", "checkpoint/mcore", "checkpoint/families"},
-    "checkpoint/proof": LOW | {"data", "model"} | CHECKPOINT,
+    "checkpoint/proof": LOW | {"data", "model"} | CHECKPOINT - {"checkpoint/audit"},
+    "checkpoint/audit": LOW | {"data", "model"} | CHECKPOINT,
     "checkpoint": LOW | {"model"} | CHECKPOINT,
     "drafting": LOW | {"data", "model", "losses", "checkpoint/mcore"},
     "foretell": LOW | {"data", "model", "drafting", "checkpoint"} | CHECKPOINT,

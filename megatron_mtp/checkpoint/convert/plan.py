@@ -105,10 +105,10 @@ def stored_key(piece: Piece, reader: DistReader) -> str:
 
 def stored_layout(reader: DistReader, features: Iterable[str] = (), carried: Iterable[str] = ()) -> Layout:
     """The layout of a checkpoint's export: the depths that are stored, and the forms that the folder is to have."""
-    return Layout(StoredDepths.of(reader.keys).layers, frozenset(features) - _lost_features(reader), tuple(carried))
+    return Layout(StoredDepths.of(reader.keys).layers, frozenset(features) - lost_features(reader), tuple(carried))
 
 
-def _lost_features(reader: DistReader) -> frozenset[str]:
+def lost_features(reader: DistReader) -> frozenset[str]:
     """Forms that training takes away from a converted checkpoint: Megatron saves no originals of norms."""
     return frozenset() if any(key.startswith(ORIGINAL) for key in reader.keys) else frozenset({ORIGINAL_NORMS})
 
@@ -156,7 +156,7 @@ class HFModel:
 
     def beside(self, reader: DistReader) -> "HFModel":
         """The same model with rules for this checkpoint, which may lack biases that are zero in the folder."""
-        features = (self.layout.features | set(zero_features(reader))) - _lost_features(reader)
+        features = (self.layout.features | set(zero_features(reader))) - lost_features(reader)
         layout = replace(self.layout, features=features)
         return replace(self, layout=layout, rules=self.family.all_rules(self.config, layout))
 

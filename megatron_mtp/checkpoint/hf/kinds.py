@@ -62,15 +62,24 @@ def _check_links(folder: Path) -> None:
 
 
 def _check_quantisation(folder: Path, keys: dict[str, Any]) -> None:
-    text = keys.get("text_config")
-    named = next((_method(part) for part in (keys, text) if isinstance(part, dict) and _method(part)), None)
-    found = next((method for file, method in SIDE_FILES.items() if (folder / file).is_file()), None)
-    method = named or found
+    method = quantisation(folder, keys)
     if method is not None and method != READ_AS_BFLOAT16:
         raise ValueError(
             f"{folder} is quantised with {method!s:.40}, which is not read here; give the model in bfloat16, or in FP8 "
             "with block scales."
         )
+
+
+def quantisation(folder: Path, keys: dict[str, Any]) -> str | None:
+    """How a folder is quantised: its `quant_method`, or what the files of older releases show; None if it is not.
+
+    Args:
+        folder: the folder.
+        keys: of its `config.json`.
+    """
+    text = keys.get("text_config")
+    named = next((_method(part) for part in (keys, text) if isinstance(part, dict) and _method(part)), None)
+    return named or next((method for file, method in SIDE_FILES.items() if (folder / file).is_file()), None)
 
 
 def _method(keys: dict[str, Any]) -> str | None:

@@ -208,7 +208,22 @@ def _indexed(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, from its header; the safetensors library checks that the file is whole.
+    """The tensors of a safetensors file, from its header.
+
+    Raises:
+        ValueError: it is truncated, damaged or something else, or has a type that is not known here.
+    """
+    tensors = raw_header(file)
+    unknown = next((f"{name}' of type '{v['dtype']}" for name, v in tensors.items() if v["dtype"] not in DTYPES), None)
+    if unknown is not None:
+        raise ValueError(f"{file} has '{unknown}', which is not known here; known are {', '.join(DTYPES)}.")
+    return {name: Stored(file, tuple(v["shape"]), DTYPES[v["dtype"]]) for name, v in tensors.items()}
+
+
+def raw_header(file: Path) -> dict[str, dict[str, Any]]:
+    """The header of a safetensors file, by tensor: `dtype`, `shape`, `data_offsets`, and the `start` of all data.
+
+    The safetensors library checks that the file is whole.
 
     Raises:
         ValueError: it is truncated, damaged or something else.
@@ -222,11 +237,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     except (SafetensorError, ValueError, RecursionError) as error:
         what = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise ValueError(f"{file} is not a whole safetensors file ({what}); fetch it again.") from None
-    tensors = {name: value for name, value in header.items() if name != "__metadata__"}
-    unknown = next((f"{name}' of type '{v['dtype']}" for name, v in tensors.items() if v["dtype"] not in DTYPES), None)
-    if unknown is not None:
-        raise ValueError(f"{file} has '{unknown}', which is not known here; known are {', '.join(DTYPES)}.")
-    return {name: Stored(file, tuple(v["shape"]), DTYPES[v["dtype"]]) for name, v in tensors.items()}
+    return {name: {**value, "start": 8 + length} for name, value in header.items() if name != "__metadata__"}
 
 
 def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:

@@ -59,15 +59,17 @@ class DistReader:
 
     Args:
         folder: a folder that Megatron saves to, or of one iteration.
+        whole: whether to refuse a checkpoint whose files are missing or cut short.
 
     Raises:
         ValueError: the checkpoint is damaged, or is none of Megatron's.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, whole: bool = True) -> None:
         self.folder = iteration_folder(folder)
         catalogue = read_catalogue(self.folder)
-        check_files(self.folder, catalogue.storage_data)
+        if whole:
+            check_files(self.folder, catalogue.storage_data)
         self._where: dict[MetadataIndex, _StorageInfo] = catalogue.storage_data
         self._catalogue: dict[str, Any] = catalogue.state_dict_metadata
         self._checked: set[tuple[str, int]] = set()  # entries whose checksums were compared

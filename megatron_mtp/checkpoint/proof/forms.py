@@ -62,7 +62,7 @@ def verify_forms(one: Path, other: Path, seed: int = 0) -> list[Check]:
         return [*checks, Check("logits not compared", 0, False, str(error), made=False)]
     if sharding_type(gpt.common()) == BY_BUCKET:
         checks.append(_same_order(*models))
-    prompt = _prompt(gpt, seed)
+    prompt = prompt_of(gpt, seed)
     return [*checks, *_same_logits(*models, prompt), *_same_step(*models, prompt)]
 
 
@@ -143,11 +143,12 @@ def _equal(one: Any, other: Any) -> bool:
 def _same_settings(gpt: DistReader, hybrid: DistReader) -> Check:
     """Compare the arguments that say what is computed; the GPT's as those of its hybrid form."""
     theirs, ours = hybrid_arguments(_arguments(gpt), str(gpt.folder)), _arguments(hybrid)
-    wrong = differences(_settings(theirs), _settings(ours))
+    wrong = differences(settings_by_pattern(theirs), settings_by_pattern(ours))
     return _none_differs("settings that differ", wrong, "the other checkpoint's arguments")
 
 
-def _settings(args: Namespace) -> dict[str, Any]:
+def settings_by_pattern(args: Namespace) -> dict[str, Any]:
+    """The arguments of a hybrid that say what is computed: equal for equal computations."""
     found = {name: getattr(args, name, None) for name in MODEL_ARGUMENTS if name not in SHOWN_BY_PATTERN}
     pattern = args.hybrid_layer_pattern.replace("|", "")
     unused = ["num_query_groups"] * (not args.group_query_attention) + ["num_experts"] * ("E" not in pattern)
@@ -165,7 +166,7 @@ def _model(reader: DistReader) -> MTPTrunk:
     return model
 
 
-def _prompt(reader: DistReader, seed: int) -> Prompt:
+def prompt_of(reader: DistReader, seed: int) -> Prompt:
     """Random tokens, of the rows of the embedding that are not padding."""
     args = _arguments(reader)
     rows = getattr(args, "vocab_size", None) or args.padded_vocab_size

@@ -104,7 +104,7 @@ def verify(
     near_BS = (
         random_tokens(model.config, length, seed)
         if text is None
-        else _text_tokens(hf, text, 32 * length, trust_remote_code)
+        else text_tokens(hf, text, 32 * length, trust_remote_code)
     )
     prompt = Prompt.of(near_BS).stretched(model.config, seed)
     if flags_of(model)[0] is None:
@@ -226,7 +226,18 @@ def _same_both_ways(rule: Rule, model: HFModel, reader: DistReader) -> bool:
     return there and all(torch.equal(a, b) for a, b in zip(rule.to_hf(ours), theirs, strict=True))
 
 
-def _text_tokens(folder: Path, text: Path, length: int, trust_remote_code: bool) -> Tensor:
+def text_tokens(folder: Path, text: Path, length: int, trust_remote_code: bool) -> Tensor:
+    """The first tokens [1, S] of a text, by the tokenizer of a folder.
+
+    Args:
+        folder: holds the tokenizer.
+        text: the file.
+        length: number of tokens at most.
+        trust_remote_code: whether to run the folder's Python code.
+
+    Raises:
+        ValueError: there are less than 2 tokens.
+    """
     tokens = read_tokenizer(folder, trust_remote_code)(text.read_text(encoding="utf-8"))["input_ids"][:length]
     if len(tokens) < 2:
         raise ValueError(f"--text: {text} makes {len(tokens)} token(s); give a longer text.")

@@ -1,0 +1,154 @@
+"""A tensor of either side, and whether two are equal bit by bit: compared in pieces, so neither is in memory.
+
+Pieces are small enough for the processor's cache: a pair is compared almost as fast as it is read.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.checkpoint.families.rules import Shape
+
+PIECE = 2**20
+"""Bytes that are read at a time; a multiple of every type's size."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bytes of a file."""
+
+    file: Path
+    start: int
+    length: int
+
+    def pieces(self) -> Iterator[bytearray]:
+        """The bytes, some at a time; fewer if the file ends before."""
+        with open(self.file, "rb", buffering=0) as stream:
+            stream.seek(self.start)
+            left = self.length
+            while left:
+                piece = bytearray(min(left, PIECE))
+                if (count := stream.readinto(piece)) < len(piece):
+                    del piece[count:]
+                    left = count
+                left -= len(piece)
+                yield piece
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor.
+
+    Attributes:
+        shape: its shape.
+        dtype: name of its type, as stored: "bfloat16".
+        bytes: its size in the file.
+        read: reads it whole.
+        place: where its bytes are, if they are there as they are in memory.
+    """
+
+    shape: Shape
+    dtype: str
+    bytes: int
+    read: Callable[[], Tensor]
+    place: Place | None = None
+
+    @property
+    def kind(self) -> torch.dtype | None:
+        """The type, if torch has it."""
+        found = getattr(torch, self.dtype, None)
+        return found if isinstance(found, torch.dtype) else None
+
+
+@dataclass
+class Range:
+    """The smallest and largest number of a tensor and 0, gathered piece by piece.
+
+    Attributes:
+        low, high: the ends; not finite if a number is not.
+    """
+
+    low: float = 0.0
+    high: float = 0.0
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Range":
+        """The range of a tensor; of one whose type is not looked at, that of 0."""
+        found = cls()
+        if tensor.dtype in RANGED:
+            found.add(tensor)
+        return found
+
+    def add(self, numbers: Tensor) -> None:
+        """Widen the range by these numbers."""
+        if numbers.numel():
+            low, high = (end.item() for end in numbers.aminmax())
+            self.low, self.high = (
+                (low if not low >= self.low else self.low),
+                (high if not high <= self.high else self.high),
+            )
+
+    @property
+    def finite(self) -> bool:
+        """Whether all numbers were finite."""
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+    @property
+    def zero(self) -> bool:
+        """Whether all numbers were 0."""
+        return self.low == self.high == 0
+
+
+RANGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""Types whose ranges are looked at."""
+
+
+def range_of(entry: Entry) -> Range | None:
+    """The range of a tensor's numbers; None for types that are not looked at."""
+    if entry.kind not in RANGED:
+        return None
+    if entry.place is None:
+        return Range.of(entry.read())
+    found = Range()
+    for piece in entry.place.pieces():
+        _widen(found, piece, entry.kind)
+    return found
+
+
+def _widen(found: Range, piece: bytearray, dtype: torch.dtype | None) -> None:
+    assert dtype is not None
+    if len(piece) % dtype.itemsize == 0 and piece:
+        found.add(torch.frombuffer(piece, dtype=dtype))
+
+
+def same_bits(one: Entry, other: Entry, found: Range | None = None) -> bool:
+    """Whether two tensors of one shape and type are equal bit by bit.
+
+    Args:
+        one, other: the tensors.
+        found: widened by the numbers of `one`; complete if the tensors are equal.
+    """
+    if one.place is None or other.place is None or one.place.length != other.place.length:
+        return equal_bits(one.read(), other.read())
+    for mine, theirs in zip(one.place.pieces(), other.place.pieces(), strict=False):
+        if mine != theirs:
+            return False
+        if found is not None and one.kind in RANGED:
+            _widen(found, mine, one.kind)
+    return True
+
+
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, type and bits: a NaN is equal to itself, -0 is not 0."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(bits(one), bits(other))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A tensor's bytes [numel * itemsize]."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

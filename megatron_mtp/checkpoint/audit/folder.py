@@ -1,0 +1,223 @@
+"""A Hugging Face folder as a loader sees it: config, index and headers are read, each fault becomes a finding.
+
+Loaders follow the index. What the files hold beside it is not loaded, and is listed as hidden.
+"""
+
+import re
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_mtp.checkpoint.audit.entry import Entry, Place
+from megatron_mtp.checkpoint.audit.finding import NOTE, WARNING, Finding, counted, listed
+from megatron_mtp.checkpoint.audit.side import HFSide
+from megatron_mtp.checkpoint.families import FAMILIES
+from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
+from megatron_mtp.checkpoint.hf.kinds import ADAPTER, quantisation
+from megatron_mtp.checkpoint.hf.shards import COPY, DTYPES, INDEX, SCALE, SINGLE, block_of, dequantise, raw_header
+
+MTP = re.compile(r"(^|\.|_)mtp(_|\.)")
+"""Names of depths' tensors that say so."""
+REFETCH = "fetch or export that file again"
+Header = dict[str, dict[str, Any]]
+
+
+def open_folder(path: Path) -> HFSide:
+    """Open a folder."""
+    side = HFSide(path)
+    _read_config(side)
+    headers = _headers(side)
+    side.files = [file.name for file in headers]
+    weights = _weight_map(side)
+    visible = _visible(side, headers, weights)
+    for file, header in headers.items():
+        for name, value in header.items():
+            if file not in visible:
+                side.hidden[name] = file.name
+            elif name in side.tensors:
+                side.findings.append(_twice(name, side.tensors[name], file))
+            else:
+                side.tensors[name] = _entry(file, name, value)
+    _check_index(side, headers, weights)
+    _check_hidden(side)
+    _with_scales(side)
+    _check_kind(side)
+    return side
+
+
+def _read_config(side: HFSide) -> None:
+    try:
+        keys = read_json(side.path / CONFIG)
+        side.config = HFConfig.from_keys(keys, CONFIG)
+    except ValueError as error:
+        advice = f"copy the {CONFIG} of the model that this was made from"
+        side.findings.append(Finding("damaged config", f"The config cannot be read: {error}", advice, names=(CONFIG,)))
+        return
+    side.keys = keys
+    side.family = FAMILIES.get(side.config.model_type)
+    if side.family is not None:
+        side.config = side.config.with_defaults(side.family.defaults)
+    else:
+        says = f"The model_type '{side.config.model_type:.60}' is unknown here: tensors are described by their names."
+        side.findings.append(Finding("not compared", says, severity=NOTE))
+
+
+def _headers(side: HFSide) -> dict[Path, Header]:
+    """The header of every file of tensors that can be read."""
+    headers: dict[Path, Header] = {}
+    for file in sorted(side.path.glob("*.safetensors")):
+        try:
+            headers[file] = raw_header(file)
+        except ValueError as error:
+            says = f"No tensor of '{file.name}' can be read: {error}"
+            side.findings.append(Finding("damaged file", says, REFETCH, names=(file.name,)))
+    return headers
+
+
+def _weight_map(side: HFSide) -> dict[str, str] | None:
+    """The index; None without one that can be read."""
+    if not (side.path / INDEX).is_file():
+        return None
+    try:
+        index = read_json(side.path / INDEX)
+    except ValueError:
+        index = None
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if isinstance(weights, dict) and all(isinstance(file, str) for file in weights.values()):
+        return weights
+    says = f"'{INDEX}' is damaged: it has no 'weight_map' from tensors to files, so no loader finds them."
+    side.findings.append(Finding("damaged index", says, "write the index again from the files", names=(INDEX,)))
+    return None
+
+
+def _visible(side: HFSide, headers: dict[Path, Header], weights: dict[str, str] | None) -> set[Path]:
+    """The files that loaders open."""
+    if weights is not None:
+        return {side.path / file for file in weights.values()}
+    if side.path / SINGLE in headers:
+        return {side.path / SINGLE}
+    return {file for file in headers if not file.name.startswith(COPY)}
+
+
+def _entry(file: Path, name: str, value: dict[str, Any]) -> Entry:
+    dtype = DTYPES.get(value["dtype"])
+    start, end = value["data_offsets"]
+    return Entry(
+        tuple(value["shape"]),
+        value["dtype"] if dtype is None else str(dtype).removeprefix("torch."),
+        end - start,
+        partial(_read, file, name),
+        Place(file, value["start"] + start, end - start),
+    )
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt", backend="pread") as stream:
+        tensor: Tensor = stream.get_tensor(name)
+    return tensor
+
+
+def _twice(name: str, first: Entry, file: Path) -> Finding:
+    there = "" if first.place is None else first.place.file.name
+    says = f"'{name}' is in '{there}' and in '{file.name}': which of the two is loaded depends on the loader."
+    return Finding("duplicate tensor", says, "remove the file that does not belong", names=(name,))
+
+
+def _check_index(side: HFSide, headers: dict[Path, Header], weights: dict[str, str] | None) -> None:
+    """Compare the index with the files."""
+    if weights is None:
+        side.partial = any(found.guess == "damaged file" for found in side.findings)
+        return
+    where = {name: file.name for file, header in headers.items() for name in header}
+    gone: dict[str, list[str]] = defaultdict(list)
+    damaged = {name for found in side.findings if found.guess == "damaged file" for name in found.names}
+    for name, file in weights.items():
+        if file in damaged:
+            side.unread.add(name)
+        elif where.get(name) != file:
+            gone[file].append(name)
+    for file, names in gone.items():
+        side.findings += _gone(side, file, names, where)
+    unlisted = [name for name in side.tensors if name not in weights]
+    if unlisted:
+        says = f"The index leaves out {counted(len(unlisted), 'tensor')} of its files: {listed(unlisted)}."
+        advice = "write the index again from the files: loaders that follow it do not see these tensors"
+        side.findings.append(Finding("tensor not in the index", says, advice, names=tuple(unlisted)))
+
+
+def _gone(side: HFSide, file: str, names: list[str], where: dict[str, str]) -> list[Finding]:
+    """What is wrong with tensors that the index puts into a file which lacks them."""
+    if not (side.path / file).is_file():
+        says = f"'{file}' is not there, in which the index puts {counted(len(names), 'tensor')}: {listed(names)}."
+        side.unread |= set(names)
+        return [Finding("file missing", says, REFETCH, names=tuple(names))]
+    moved = [name for name in names if name in where]
+    lost = [name for name in names if name not in where]
+    found = []
+    if moved:
+        says = f"The index puts {listed(moved)} into '{file}', but they are in '{where[moved[0]]}'."
+        advice = "write the index again from the files"
+        found.append(Finding("tensor in another file", says, advice, names=tuple(moved)))
+    if lost:
+        says = f"'{file}' lacks {counted(len(lost), 'tensor')} that the index puts there: {listed(lost)}."
+        found.append(Finding("tensor missing", says, REFETCH, names=tuple(lost)))
+    return found
+
+
+def _check_hidden(side: HFSide) -> None:
+    """Find files that no loader opens."""
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for name, file in side.hidden.items():
+        by_file[file].append(name)
+    for file, names in by_file.items():
+        lost = [name for name in names if name not in side.tensors]
+        if file.startswith(COPY):
+            says = f"'{file}' repeats the model in another format, which is not looked at."
+            side.findings.append(Finding("unindexed file", says, severity=NOTE, names=(file,)))
+            continue
+        depths = sum(bool(MTP.search(name)) for name in lost)
+        of_depths = f", {depths} of them of depths" if depths else ""
+        says = f"No loader opens '{file}', which the index does not list: it holds {counted(len(lost), 'tensor')} that "
+        says += f"no other file has{of_depths}: {listed(lost)}."
+        advice = f"name its tensors in {INDEX}, or remove it"
+        severity = "error" if lost else WARNING
+        side.findings.append(Finding("unindexed file", says, advice, severity, tuple(lost)))
+
+
+def _with_scales(side: HFSide) -> None:
+    """Read FP8 weights with the scales of their blocks."""
+    block = block_of(side.keys)
+    for name, entry in list(side.tensors.items()):
+        scale = side.tensors.get(f"{name}{SCALE}")
+        if scale is not None:
+            read = partial(_dequantised, entry, scale, block)
+            side.tensors[name] = Entry(entry.shape, entry.dtype, entry.bytes, read, entry.place)
+
+
+def _dequantised(weight: Entry, scale: Entry, block: tuple[int, int]) -> Tensor:
+    return dequantise(weight.read(), scale.read(), block)
+
+
+def _check_kind(side: HFSide) -> None:
+    """Say what kind of folder it is, where it is no plain model."""
+    if (side.path / ADAPTER).is_file() and side.config is None:
+        says = f"The folder is an adapter (LoRA), whose tensors are no model: {counted(len(side.tensors), 'tensor')}."
+        advice = "merge it into its base model, and audit the result"
+        side.findings = [found for found in side.findings if found.guess != "damaged config"]
+        side.findings.append(Finding("not compared", says, advice, names=(ADAPTER,)))
+    method = quantisation(side.path, side.keys)
+    if method is not None:
+        says = f"The folder is quantised: quant_method '{method}'."
+        side.findings.append(Finding("quantised", says, severity=NOTE))
+    pickles = sorted(file.name for ending in ("*.bin", "*.pt", "*.pth") for file in side.path.glob(ending))
+    if not side.tensors and not side.files and pickles:
+        says = f"Its tensors are in pickles, which can run code and are never opened: {listed(pickles)}."
+        side.findings.append(Finding("not compared", says, "save the model as safetensors", names=tuple(pickles)))
+    links = [path.name for path in sorted(side.path.iterdir()) if path.is_symlink() and not path.exists()]
+    if links:
+        says = f"{listed(links)} lead nowhere."
+        side.findings.append(Finding("file missing", says, "fetch the folder again", names=tuple(links)))

@@ -1,0 +1,150 @@
+"""`megatron-mtp audit A [B]`: what is in a checkpoint, and whether two are the same model.
+
+Exit status 0: sound, or equal. 1: findings that are more than notes. 2: bad input.
+"""
+
+import json
+import sys
+from argparse import Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+from typing import Any
+
+from megatron_mtp.errors import Parser, status_of
+
+FOUND = 1
+"""Exit status where something was found."""
+
+EXAMPLES = """examples:
+  # what is there: trunk, depths, copies, types; does the config count what the files hold
+  megatron-mtp audit models/GLM-4.5-Air
+
+  # what an export has lost or changed: a folder against the checkpoint that it was made from
+  megatron-mtp audit runs/quickstart/checkpoint runs/quickstart/exported
+
+  # what both compute as well, and a page of it
+  megatron-mtp audit models/mine exported --logits --text held_out/a.txt --html audit.html
+
+  # in a script: status 0 if both are equal, 1 if not, 2 if one is no model
+  megatron-mtp audit models/mine exported --json > audit.json
+"""
+
+
+def main(arguments: list[str], program: str) -> int:
+    """Run the audit; bad input ends with one sentence and exit status 2."""
+    args = parser(program).parse_args(arguments)
+    return status_of(program, lambda: run(args))
+
+
+def parser(program: str) -> Parser:
+    """All flags."""
+    made = Parser(
+        program,
+        description="Show what a Hugging Face folder or Megatron checkpoint holds, whoever wrote it, or what differs "
+        "between two of them, each finding with its explanation and what to do. Tensors are read a pair at a time, "
+        "and pickles are never run. Exit status: 0 sound or equal, 1 findings, 2 bad input.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("a", type=Path, metavar="A", help="a Hugging Face folder, a name on the Hub, or a Megatron checkpoint")
+    add("b", type=Path, metavar="B", nargs="?", help="what to compare with A, of either form")
+    add("--logits", action="store_true", help="run both on the same tokens: logits of trunk and depths, acceptance")
+    add("--text", type=Path, metavar="FILE", help="with --logits: the tokens of this text, not random ones")
+    add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
+    add("--json", action="store_true", help="print one JSON object instead of lines")
+    add("--html", type=Path, metavar="FILE", help="write a page as well")
+    return made
+
+
+def run(args: Namespace) -> int:
+    """Audit, print, write the page; returns the exit status.
+
+    Raises:
+        ValueError: a path is no model, or a flag does not fit.
+    """
+    if args.text is not None and not args.logits:
+        raise ValueError(f"--text is {args.text}, whose tokens only --logits reads; add --logits, or leave --text out.")
+    if args.text is not None and not args.text.is_file():
+        raise ValueError(f"--text is {args.text}, which is no file; give a text.")
+
+    from megatron_mtp.checkpoint.command import quieten
+    from megatron_mtp.checkpoint.hf.hub import local_folder
+
+    quieten()
+
+    from megatron_mtp.checkpoint.audit.auditing import audit
+
+    result = audit(
+        local_folder(args.a),
+        None if args.b is None else local_folder(args.b),
+        with_logits=args.logits,
+        text=args.text,
+        trust_remote_code=args.trust_remote_code,
+        quiet=args.json or not sys.stderr.isatty(),
+    )
+    if args.html is not None:
+        _write_page(result, args.html)
+    print(json.dumps(result) if args.json else text_of(result), flush=True)
+    return 0 if result["ok"] else FOUND
+
+
+def _write_page(result: dict[str, Any], target: Path) -> None:
+    from megatron_mtp.report.audited import page
+    from megatron_mtp.report.page import write_page
+
+    write_page(page(result), target, flag="--html")
+
+
+def text_of(result: dict[str, Any]) -> str:
+    """The result for people: what each side is, the findings, and the verdict."""
+    lines = [line for side in result["sides"] for line in _side(side)]
+    for finding in result["findings"]:
+        where = f" of {finding['side']}" if finding["side"] and len(result["sides"]) > 1 else ""
+        lines.append(f"{finding['severity']:<8} {finding['guess']}{where}: {finding['says']}")
+        lines += [f"         To do: {finding['advice']}."] if finding["advice"] else []
+    lines += _computed(result.get("logits"))
+    return "\n".join([*lines, verdict(result)])
+
+
+def _side(side: dict[str, Any]) -> list[str]:
+    kind = side.get("model_type") or side.get("model") or "no model_type"
+    counts = " and ".join(f"{part} {_count(side[part])}" for part in ("layers", "depths"))
+    types = ", ".join(f"{count} {name}" for name, count in side["types"].items()) or "no tensors"
+    quantised = f", quant_method {side['quant_method']}" if side.get("quant_method") else ""
+    pattern = f", pattern {side['hybrid layer pattern']}" if side.get("hybrid layer pattern") else ""
+    copies = f", {side['copies']} of them copies" if side["copies"] else ""
+    return [
+        f"{side['side']}  {side['path']}: {side['form']}, {kind}{pattern}{quantised}",
+        f"   {counts}; {side['tensors']} tensors{copies}, {_size(side['bytes'])} ({types})",
+    ]
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"
+
+
+def _count(found: dict[str, Any]) -> str:
+    """`3`, or what config and files say where they differ."""
+    if found["config"] is None or found["config"] == found["files"]:
+        return str(found["files"])
+    return f"{found['files']} (config: {found['config']})"
+
+
+def _computed(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    lines = [f"logits   on {found['tokens']} tokens"]
+    lines += [f"         {row['name']}: {row['figure']:.3g}" for row in found.get("differences", ())]
+    for side in found["sides"]:
+        rates = ", ".join(f"depth {number}: {rate:.4f}" for number, rate in enumerate(side["acceptance"], start=1))
+        lines.append(f"         acceptance of {side['side']}: {rates or 'no depths'}")
+    return lines
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """The last line: sound, equal, or how much was found."""
+    counts = {kind: sum(one["severity"] == kind for one in result["findings"]) for kind in ("error", "warning")}
+    equal = f"{result['compared']['equal']} tensors are equal bit by bit; " if "compared" in result else ""
+    if result["ok"]:
+        return f"{equal}{'nothing that matters differs' if equal else 'sound: nothing is missing, damaged or stale'}."
+    return f"{equal}{counts['error']} error(s) and {counts['warning']} warning(s)."

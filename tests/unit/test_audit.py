@@ -1,0 +1,258 @@
+"""`megatron-mtp audit`: exit status, JSON and page; what other programs write; guesses on plain numbers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from audit_faults import blocks, config, drop, on, read, rewrite
+from hf_models import MODELS, make, write
+from judged_models import QUIET
+from torch import Tensor
+
+from megatron_mtp.checkpoint.audit.auditing import audit
+from megatron_mtp.checkpoint.audit.guesses import Heads, block_of, difference, explain, is_rotary
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.command import line
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("audit") / "glm", "glm4_moe", 1, shards=True)
+
+
+@pytest.fixture(scope="module")
+def saved(glm: Path) -> Path:
+    hf_to_mcore(glm, glm.with_name("saved"), QUIET, megatron_arguments)
+    return glm.with_name("saved")
+
+
+def guesses(result: dict[str, Any]) -> set[str]:
+    return {one["guess"] for one in result["findings"] if one["severity"] != "note"}
+
+
+def test_exit_status_json_and_page(glm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert line.main(["audit", str(glm)]) == 0
+    assert capsys.readouterr().out.endswith("sound: nothing is missing, damaged or stale.\n")
+    lost = Path(shutil.copytree(glm, tmp_path / "lost"))
+    drop(r"layers\.3\.")(lost)
+    assert line.main(["audit", str(glm), str(lost), "--json", "--html", str(tmp_path / "page.html")]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert not result["ok"]
+    assert [side["depths"] for side in result["sides"]] == [{"config": 1, "files": 1}, {"config": 1, "files": 0}]
+    page = (tmp_path / "page.html").read_text()
+    assert "The config says 1 depth, the files hold 0" in page
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere"], "nowhere does not exist; give the folder"),
+        (["empty"], "empty holds neither a config nor tensors of a model"),
+        (["glm", "empty"], "empty holds neither"),
+        (["glm", "--text", "text"], "add --logits, or leave --text out"),
+        (["glm", "--logits", "--text", "nowhere"], "which is no file; give a text"),
+        (["glm", "--html", "nowhere/page.html"], "name another file with --html"),
+    ],
+)
+def test_bad_input_is_one_sentence_with_status_2(
+    words: list[str], says: str, glm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    given = [word if word.startswith("--") else str(glm if word == "glm" else tmp_path / word) for word in words]
+    assert line.main(["audit", *given]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert says in said.err
+
+
+@pytest.mark.matrix
+def test_logits_of_both_sides(glm: Path, saved: Path, tmp_path: Path) -> None:
+    same = audit(saved, glm, with_logits=True)
+    assert same["ok"]
+    assert [side["depths"] for side in same["logits"]["sides"]] == [1, 1]
+    assert all(row["ok"] for row in same["logits"]["differences"])
+    changed = Path(shutil.copytree(glm, tmp_path / "changed"))
+    on("model.layers.3.eh_proj.weight", lambda tensor: torch.cat(tensor.chunk(2, 1)[::-1], 1))(changed)
+    other = audit(glm, changed, with_logits=True)
+    assert guesses(other) == {"halves swapped", "logits"}
+    assert [row["ok"] for row in other["logits"]["differences"]][:2] == [True, False]
+
+
+def test_an_export_that_skipped_a_file_is_described(glm: Path, tmp_path: Path) -> None:
+    """As AReaL's did: a file with MTP is not written, and the new index fits what is left."""
+    left = Path(shutil.copytree(glm, tmp_path / "left"))
+    gone = sorted(left.glob("*.safetensors"))[1]
+    names = set(json.loads((left / "model.safetensors.index.json").read_text())["weight_map"])
+    gone.unlink()
+    index = json.loads((left / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != gone.name}
+    (left / "model.safetensors.index.json").write_text(json.dumps(index))
+    lost = names - set(index["weight_map"])
+    result = audit(left)
+    told = {name for one in result["findings"] if one["severity"] == "error" for name in one["names"]}
+    assert lost - told <= {"model.layers.3.shared_head.head.weight"}  # a copy, which a folder may leave out
+    assert len(told) > 20
+    assert told <= lost
+    assert guesses(result) == {"depth incomplete", "tensor missing"}
+
+
+def test_a_checkpoint_of_megatron_bridge_is_described_by_its_own_file(saved: Path, tmp_path: Path) -> None:
+    """No arguments beside the tensors, and the model's settings in run_config.yaml."""
+    theirs = without_arguments(saved, tmp_path / "theirs")
+    assert guesses(audit(theirs)) == {"damaged config"}
+    model = {"num_layers": 3, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False, "_target_": "a.B"}
+    (theirs / "release" / "run_config.yaml").write_text(yaml.safe_dump({"model": model}))
+    result = audit(theirs)
+    assert result["sides"][0]["arguments from"] == "run_config.yaml"
+    assert result["sides"][0]["depths"] == {"config": 2, "files": 1}
+    assert guesses(result) == {"depth missing"}
+
+
+def without_arguments(source: Path, target: Path) -> Path:
+    """A copy of a checkpoint whose common state is something else."""
+    shutil.copytree(source, target)
+    shutil.rmtree(target / HF_FILES)
+    torch.save({"iteration": 3}, target / "release" / "common.pt")
+    return target
+
+
+def test_a_checkpoint_is_compared_with_its_arguments(saved: Path, tmp_path: Path) -> None:
+    theirs = Path(shutil.copytree(saved, tmp_path / "theirs"))
+    state = DistReader(theirs).state()
+    state["args"].mtp_num_layers, state["args"].num_layers = 3, 5
+    state["args"].rotary_base = 7
+    torch.save(state, theirs / "release" / "common.pt")
+    result = audit(saved, theirs)
+    assert {"depth missing", "layers missing", "config"} <= guesses(result)
+    assert any("'rotary_base'" in one["says"] for one in result["findings"])
+
+
+def test_a_checkpoint_whose_file_is_cut_lists_what_it_held(saved: Path, tmp_path: Path) -> None:
+    theirs = Path(shutil.copytree(saved, tmp_path / "theirs"))
+    file = max((theirs / "release").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-5000])
+    result = audit(theirs)
+    assert {"file missing", "damaged file"} <= guesses(result)
+    assert result["sides"][0]["tensors"] == audit(saved)["sides"][0]["tensors"]
+
+
+def test_an_older_checkpoint_is_named_and_not_opened(tmp_path: Path) -> None:
+    rank = tmp_path / "older" / "iter_0000005" / "mp_rank_00"
+    rank.mkdir(parents=True)
+    (rank / "model_optim_rng.pt").write_bytes(b"junk")
+    (tmp_path / "older" / TRACKER).write_text("5")
+    result = audit(tmp_path / "older")
+    assert guesses(result) == {"not compared"}
+    assert "never opened" in result["findings"][0]["says"]
+
+
+def test_an_unknown_family_is_compared_by_name(tmp_path: Path) -> None:
+    one = make(tmp_path / "one", "glm4_moe", 1)
+    config(model_type="glm6_unheard_of")(one)
+    assert audit(one)["sides"][0]["depths"] == {"config": 1, "files": 1}
+    assert guesses(audit(one)) == set()
+    two = Path(shutil.copytree(one, tmp_path / "two"))
+    rewrite(two, lambda tensors: {n: t for n, t in tensors.items() if "layers.3." not in n})
+    assert guesses(audit(one, two)) == {"MTP dropped"}
+
+
+def test_packed_experts_are_single_ones_in_another_form(tmp_path: Path) -> None:
+    """Two folders of one model, the experts of the depth in two tensors in one of them."""
+    name = "qwen3_5_moe_text"
+    single = make(tmp_path / "single", name, 1)
+    packed = Path(shutil.copytree(single, tmp_path / "packed"))
+    tensors = read(single)
+    experts = [f"mtp.layers.0.mlp.experts.{index}." for index in range(MODELS[name].config["num_experts"])]
+    both = [torch.cat([tensors.pop(f"{e}{part}_proj.weight") for part in ("gate", "up")]) for e in experts]
+    tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.stack(both)
+    downs = [tensors.pop(f"{e}down_proj.weight") for e in experts]
+    tensors["mtp.layers.0.mlp.experts.down_proj"] = torch.stack(downs)
+    write(packed, tensors)
+    assert guesses(audit(single, packed)) == set()
+    tensors["mtp.layers.0.mlp.experts.down_proj"] = torch.stack([downs[1], downs[0], *downs[2:]])
+    write(packed, tensors)
+    assert guesses(audit(single, packed)) == {"experts permuted"}
+
+
+def test_fp8_weights_are_read_with_their_scales(glm: Path, tmp_path: Path) -> None:
+    eight = Path(shutil.copytree(glm, tmp_path / "eight"))
+    name = "model.layers.0.mlp.down_proj.weight"
+    scale = {f"{name}_scale_inv": torch.full((1, 1), 0.5)}
+
+    def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**tensors, name: (tensors[name] * 2).to(torch.float8_e4m3fn), **scale}
+
+    whole = read(eight)
+    for file in eight.glob("*.safetensors*"):
+        file.unlink()
+    write(eight, quantise(whole))
+    config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})(eight)
+    result = audit(eight)
+    assert result["ok"]
+    assert result["sides"][0]["quant_method"] == "fp8"
+    hf_to_mcore(eight, tmp_path / "mcore", QUIET, megatron_arguments)
+    assert guesses(audit(eight, tmp_path / "mcore")) == set()
+    assert guesses(audit(glm, eight)) == {"rounded"}
+
+
+# --- guesses ---------------------------------------------------------------------------------------------------------
+
+FIVE = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 4], [3, 1, 4, 1], [5, 9, 2, 6], [5, 3, 5, 8]])
+HEADS = Heads((2,))
+
+
+@pytest.mark.parametrize(
+    ("guess", "change"),
+    [
+        ("halves swapped", lambda t: t[:, [2, 3, 0, 1]]),
+        ("heads permuted", lambda t: t[[4, 5, 0, 1, 2, 3]]),
+        ("transposed", lambda t: t.T),
+        ("reshaped", lambda t: t.reshape(3, 8)),
+        ("padding", lambda t: torch.cat([t, torch.zeros(2, 4)])),
+        ("rounded", lambda t: (t + 0.001).bfloat16()),
+        ("type", lambda t: t.double()),
+        ("scaled", lambda t: 3 * t),
+        ("negated", lambda t: -t),
+        ("zeros", lambda t: 0 * t),
+        ("ones", torch.ones_like),
+        ("rows permuted", lambda t: t[[5, 1, 2, 3, 4, 0]]),
+        ("columns permuted", lambda t: t[:, [3, 1, 2, 0]]),
+        ("not finite", lambda t: t / 0),
+        ("trained further", lambda t: t + torch.linspace(0, 0.5, 24).reshape(6, 4)),
+        ("other numbers", lambda t: torch.linspace(3, -3, 24).reshape(6, 4).sin()),
+        ("shape", lambda t: t[:, :3]),
+    ],
+)
+def test_a_guess_on_numbers_that_a_person_can_check(guess: str, change: Any) -> None:
+    a = FIVE + 0.001 if guess == "rounded" else FIVE
+    assert explain(a, change(FIVE).contiguous(), "layers.0.self_attn.q_proj.weight", HEADS).guess == guess
+
+
+def test_a_norm_plus_1_and_a_single_number() -> None:
+    norm = torch.tensor([0.9, 1.1, 1.3])
+    assert explain(norm, norm - 1, "norm.weight", HEADS).guess == "norm plus 1"
+    few = torch.arange(300.0)
+    other = few.clone()
+    other[7] = 40
+    assert explain(few, other, "a.weight", HEADS).guess == "few numbers differ"
+    assert difference(few, other) == 33
+
+
+def test_orders_of_rows() -> None:
+    assert block_of([2, 3, 0, 1, 6, 7, 4, 5]) == 2
+    assert block_of([4, 5, 6, 7, 0, 1, 2, 3]) == 4
+    assert is_rotary([0, 2, 1, 3, 4, 6, 5, 7], 4)
+    assert not is_rotary([0, 1, 2, 3], 4)
+    assert blocks(torch.arange(6.0).reshape(6, 1), 2).flatten().tolist() == [4, 5, 2, 3, 0, 1]

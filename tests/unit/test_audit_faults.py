@@ -1,0 +1,51 @@
+"""Every planted fault is found, and most with the right explanation first; sound pairs raise no alarm."""
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audit_faults import Fault, faults, sound, spoiled
+
+from megatron_mtp.checkpoint.audit.auditing import audit
+
+FAULTS = faults()
+LEAST_RIGHT = 0.8
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return sound(tmp_path_factory.mktemp("sound"))
+
+
+def first(result: dict[str, Any]) -> str:
+    return result["findings"][0]["guess"] if result["findings"] and not result["ok"] else "nothing"
+
+
+@pytest.fixture(scope="module")
+def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the audit says of a fault, by the fault; computed once."""
+    root = tmp_path_factory.mktemp("spoiled")
+
+    @cache
+    def result(fault: Fault) -> str:
+        return first(audit(folders[fault.family], spoiled(fault, folders[fault.family], root / str(fault))))
+
+    return result
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_planted_fault_is_found(fault: Fault, found: Any) -> None:
+    assert found(fault) != "nothing"
+
+
+def test_most_faults_are_explained_rightly(found: Any) -> None:
+    rows = [(fault.family, fault.kind, fault.what, fault.guess, found(fault)) for fault in FAULTS]
+    for family, kind, what, owed, said in rows:
+        print(f"{family:<12} {kind:<14} {what:<34} {said}{'' if said == owed else f' (not: {owed})'}")
+    right = sum(owed == said for *_, owed, said in rows)
+    print(f"{len(rows)} faults, {right} with the right explanation first")
+    assert len(rows) >= 60
+    assert len(Counter(fault.kind for fault in FAULTS)) == 6
+    assert right >= LEAST_RIGHT * len(rows)

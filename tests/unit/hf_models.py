@@ -259,6 +259,11 @@ def bailing_names(tensors: Tensors) -> Tensors:
     return out
 
 
+def hunyuan_names(tensors: Tensors) -> Tensors:
+    """The final norm of a depth as Hunyuan 3 calls it."""
+    return {name.replace("shared_head.norm", "final_layernorm"): tensor for name, tensor in tensors.items()}
+
+
 LINEAR: dict[str, Any] = {
     "num_hidden_layers": 4,
     "linear_num_value_heads": 4,
@@ -334,6 +339,20 @@ MODELS: dict[str, Model] = {
         keys={"model_type": "bailing_moe", "num_experts": 6, "num_shared_experts": 2},
         named=bailing_names,
     ),
+    "glm4_moe_lite": Model("glm4_moe_lite", {**EXPERTS, **LATENT}, (0, 1, 3), deepseek_depths()),
+    "hy_v3": Model(
+        "hy_v3",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "router_scaling_factor": 1.5,
+        },
+        (0, 1, 3),
+        deepseek_depths(False),
+        named=hunyuan_names,
+    ),
     "qwen3_next": Model("qwen3_next", {**LINEAR, **QWEN_EXPERTS}, (0, 1), under_mtp, depth_key=None),
     "qwen3_5_text": Model("qwen3_5_text", LINEAR, (1,), under_mtp, depth_key="mtp_num_hidden_layers"),
     "qwen3_5": Model(
@@ -392,7 +411,7 @@ CASES = [(name, depths) for name, model in MODELS.items() for depths in model.de
 
 def make(
     folder: Path,
-    name: str,
+    name: str | Model,
     depths: int,
     dtype: torch.dtype = torch.float32,
     shards: bool = False,
@@ -402,9 +421,11 @@ def make(
     """Write the folder of a model with random weights; norms lie around 1, and nothing is 0.
 
     Args:
-        changes: config keys that differ from those of MODELS.
+        name: of MODELS, or a model of another table.
+        changes: config keys that differ from those of the table.
     """
-    model = replace(MODELS[name], config={**MODELS[name].config, **(changes or {})})
+    model = MODELS[name] if isinstance(name, str) else name
+    model = replace(model, config={**model.config, **(changes or {})})
     torch.manual_seed(seed)
     trunk = trunk_of(model, depths)
     trunk.save_pretrained(folder, max_shard_size="100KB" if shards else "5GB")

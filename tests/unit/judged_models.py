@@ -30,6 +30,8 @@ TRAINED = {
     "glm4_moe": 3,
     "glm4_moe-lean": 1,
     "bailing_moe": 3,
+    "glm4_moe_lite": 3,
+    "hy_v3": 3,
     "qwen3_next": 1,
     "qwen3_5": 1,
     "qwen3_5_text": 1,

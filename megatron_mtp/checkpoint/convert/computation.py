@@ -45,7 +45,7 @@ def settings_of(args: Namespace) -> Settings:
         config = model_config(args)
     names = {field.name for field in fields(config)} - {field.name for field in fields(DepthFields)}
     found = {**vars(config.transformer), **{name: getattr(config, name) for name in sorted(names)}}
-    plain = {name: value for name, value in found.items() if isinstance(value, int | float | str | list | None)}
+    plain = {name: value for name, value in found.items() if isinstance(value, int | float | str | list | tuple | None)}
     plain["activation_func"] = getattr(found["activation_func"], "__name__", None)
     unread = {*ASIDE, *_unread(found)}
     return {name: value for name, value in {**plain, **_in_one_form(found)}.items() if name not in unread}

@@ -19,8 +19,13 @@ def flags_of(model: HFModel) -> tuple[list[str] | None, str | None]:
 
 
 def depth_flags_of(model: HFModel) -> list[str] | None:
-    """Megatron's flags for the depths of a model whose trunk it cannot run; None if it cannot run the depths either."""
+    """Megatron's flags for the depths of a model whose trunk it cannot run; None if it cannot run the depths either.
+
+    Without depths there are no flags: transformers runs all of such a model.
+    """
     depths = model.family.depths
+    if model.family.untrainable is not None and not model.layout.depths:
+        return []
     try:
         return None if depths is None or depths.flags is None else depths.flags(model.config, model.layout)
     except UntrainableError:

@@ -12,7 +12,13 @@ import torch
 
 from megatron_mtp.checkpoint.families import CARRIED, FAMILIES, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Shape
-from megatron_mtp.checkpoint.families.trunk import ORIGINAL, ORIGINAL_NORMS, ZERO_QKV_BIAS, ZERO_ROUTER_BIAS
+from megatron_mtp.checkpoint.families.trunk import (
+    ORIGINAL,
+    ORIGINAL_NORMS,
+    ORIGINAL_WEIGHTS,
+    ZERO_QKV_BIAS,
+    ZERO_ROUTER_BIAS,
+)
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.hf.kinds import check_kind
 from megatron_mtp.checkpoint.hf.shards import HFFolder, block_of
@@ -109,8 +115,9 @@ def stored_layout(reader: DistReader, features: Iterable[str] = (), carried: Ite
 
 
 def lost_features(reader: DistReader) -> frozenset[str]:
-    """Forms that training takes away from a converted checkpoint: Megatron saves no originals of norms."""
-    return frozenset() if any(key.startswith(ORIGINAL) for key in reader.keys) else frozenset({ORIGINAL_NORMS})
+    """Forms that training takes away from a converted checkpoint: Megatron saves no originals."""
+    kept = any(key.startswith(ORIGINAL) for key in reader.keys)
+    return frozenset() if kept else frozenset({ORIGINAL_NORMS, ORIGINAL_WEIGHTS})
 
 
 def zero_features(reader: DistReader) -> tuple[str, ...]:

@@ -15,9 +15,14 @@ depth_flags.py   flags of depths behind a trunk that Megatron cannot run
 trained.py       Megatron's arguments as a config.json: the form of a model that Megatron trained
 table.py         the families as tables, for docs/conversion.md
 llama.py         Llama, Qwen2, Qwen3
+carried.py       decoders whose layers Megatron cannot run: Gemma, OLMo 2, ...
+decoder.py       facts of a class as rules and flags
+dense.py         dense decoders without depths: Mistral, Granite, Phi-3, ...
+routed.py        decoders of experts without depths: Qwen3-MoE, Mixtral, ...
 qwen3_next.py    Qwen3-Next, Qwen3.5
-deepseek.py      DeepSeek-V3, Kimi-K2
+deepseek.py      DeepSeek-V3, Kimi-K2, GLM-4.7-Flash
 glm.py           GLM-4.5
+deepseek_v2.py   DeepSeek-V2, Youtu
 mimo.py          MiMo
 mimo_v2.py       MiMo-V2
 ernie.py         ERNIE-4.5
@@ -25,21 +30,27 @@ longcat.py       LongCat-Flash
 step.py          Step-3.5
 bailing.py       Ling, Ring
 exaone.py        EXAONE
+hunyuan.py       Hunyuan 3
 nemotron.py      Nemotron-H, Nemotron 3
 """
 
 from megatron_mtp.checkpoint.families.bailing import BAILING
-from megatron_mtp.checkpoint.families.deepseek import DEEPSEEK_V3
+from megatron_mtp.checkpoint.families.carried import CARRIED_TRUNKS
+from megatron_mtp.checkpoint.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE
+from megatron_mtp.checkpoint.families.deepseek_v2 import DEEPSEEK_V2, YOUTU
+from megatron_mtp.checkpoint.families.dense import DENSE
 from megatron_mtp.checkpoint.families.ernie import ERNIE
 from megatron_mtp.checkpoint.families.exaone import EXAONE_MOE
 from megatron_mtp.checkpoint.families.family import CARRIED, Family, Layout
 from megatron_mtp.checkpoint.families.glm import GLM4_MOE
+from megatron_mtp.checkpoint.families.hunyuan import HUNYUAN
 from megatron_mtp.checkpoint.families.llama import LLAMA, QWEN2, QWEN3
 from megatron_mtp.checkpoint.families.longcat import LONGCAT
 from megatron_mtp.checkpoint.families.mimo import MIMO
 from megatron_mtp.checkpoint.families.mimo_v2 import MIMO_V2
 from megatron_mtp.checkpoint.families.nemotron import NEMOTRON
 from megatron_mtp.checkpoint.families.qwen3_next import QWEN3_5, QWEN3_NEXT
+from megatron_mtp.checkpoint.families.routed import ROUTED
 from megatron_mtp.checkpoint.families.step import STEP
 from megatron_mtp.checkpoint.families.trained import TrainedForm
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -61,6 +72,13 @@ OWN: tuple[Family, ...] = (
     LONGCAT,
     STEP,
     NEMOTRON,
+    GLM4_MOE_LITE,
+    HUNYUAN,
+    DEEPSEEK_V2,
+    YOUTU,
+    *DENSE,
+    *ROUTED,
+    *CARRIED_TRUNKS,
 )
 """The families of this package, in the order of tables; the first that fits is the form of a trained model."""
 

@@ -100,6 +100,8 @@ class MoE:
         gated: whether the MLPs are gated, as SwiGLU is.
         latent: size of the experts' input and output, if it is not that of the hidden state.
         module: HF's name of the module that holds router and experts.
+        router: HF's name of the router.
+        parts: HF's names of an expert's gate, up and down projection.
     """
 
     hidden: int
@@ -114,6 +116,8 @@ class MoE:
     gated: bool = True
     latent: int | None = None
     module: str = "mlp"
+    router: str = "gate"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -215,18 +219,27 @@ def mlp_rules(hf: str, mcore: str, hidden: int, width: int, bias: bool = False) 
     return rules
 
 
-def plain_mlp_rules(hf: str, mcore: str, hidden: int, width: int) -> list[Rule]:
-    """Rules of an MLP without a gate."""
+def fused_mlp_rules(hf: str, mcore: str, hidden: int, width: int, bias: bool = False) -> list[Rule]:
+    """Rules of a SwiGLU MLP whose gate and up projection are one tensor, in Megatron's order; `bias` must be false."""
     return [
-        rename(f"{hf}up_proj.weight", f"{mcore}linear_fc1.weight", (width, hidden)),
+        rename(f"{hf}gate_up_proj.weight", f"{mcore}linear_fc1.weight", (2 * width, hidden)),
         rename(f"{hf}down_proj.weight", f"{mcore}linear_fc2.weight", (hidden, width)),
     ]
+
+
+def plain_mlp_rules(hf: str, mcore: str, hidden: int, width: int, bias: bool = False) -> list[Rule]:
+    """Rules of an MLP without a gate."""
+    sizes = {("up_proj", "linear_fc1"): (width, hidden), ("down_proj", "linear_fc2"): (hidden, width)}
+    rules = [rename(f"{hf}{one}.weight", f"{mcore}{other}.weight", shape) for (one, other), shape in sizes.items()]
+    if bias:
+        rules += [rename(f"{hf}{one}.bias", f"{mcore}{other}.bias", shape[:1]) for (one, other), shape in sizes.items()]
+    return rules
 
 
 def moe_rules(place: Place, m: MoE) -> list[Rule]:
     """Rules of router, routed experts and shared experts."""
     hf, mcore = f"{place.hf}{m.module}.", f"{place.mcore}mlp."
-    rules = [rename(f"{hf}gate.weight", f"{mcore}router.weight", (m.experts, m.hidden))]
+    rules = [rename(f"{hf}{m.router}.weight", f"{mcore}router.weight", (m.experts, m.hidden))]
     if m.bias is not None and m.zero_bias:
         rules.append(zeros(f"{hf}{m.bias}", (m.experts,)))
     elif m.bias is not None:
@@ -253,16 +266,17 @@ def _packed(hf: str, mcore: str, m: MoE) -> list[Rule]:
 
 def expert_rules(hf: str, mcore: str, m: MoE) -> list[Rule]:
     """Rules of single experts, so that only one is in memory: slabs of [E, 2F, H], or [E, F, H], and [E, H, F]."""
-    names, size = ("gate", "up") if m.gated else ("up",), m.latent or m.hidden
+    gate, up, down = m.parts
+    names, size = (gate, up) if m.gated else (up,), m.latent or m.hidden
     widths = (m.width,) * len(names)
     stacked = Then((Concat(widths), Axis())) if m.gated else Axis()
     rules = []
     for index in range(m.experts):
-        parts = tuple(HFTensor(f"{hf}{index}.{name}_proj.weight", (m.width, size)) for name in names)
+        parts = tuple(HFTensor(f"{hf}{index}.{name}.weight", (m.width, size)) for name in names)
         fc1 = _slab(f"{mcore}experts.linear_fc1.weight", index, (m.experts, sum(widths), size))
         fc2 = _slab(f"{mcore}experts.linear_fc2.weight", index, (m.experts, size, m.width))
         rules.append(Rule(parts, (fc1,), stacked))
-        rules.append(Rule((HFTensor(f"{hf}{index}.down_proj.weight", (size, m.width)),), (fc2,), Axis()))
+        rules.append(Rule((HFTensor(f"{hf}{index}.{down}.weight", (size, m.width)),), (fc2,), Axis()))
     return rules
 
 

@@ -1,6 +1,7 @@
-"""DeepSeek-V3, R1 and Kimi-K2: latent attention, experts, and depths as layers N, N+1, ... of the model."""
+"""DeepSeek-V3, R1, Kimi-K2, GLM-4.7-Flash: latent attention, experts, and depths as layers N, N+1, ... of the model."""
 
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import MLA, Place, mla_rules
@@ -89,5 +90,25 @@ DEEPSEEK_V3 = Family(
         "topk_group": 4,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
+    },
+)
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    title="GLM-4 MoE Lite",
+    published="GLM-4.7-Flash",
+    model_types=("glm4_moe_lite",),
+    features={**STORED_HEAD, **COPIES, **PACKED},
+    carried=(),
+    trained=None,
+    defaults={
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_interleave": True,
+        "q_lora_rank": 768,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
     },
 )

@@ -5,12 +5,12 @@ does not train.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA
 from megatron_mtp.checkpoint.families.trained import LARGEST_LATENT_EPSILON
-from megatron_mtp.checkpoint.families.trunk import is_dense, layers
+from megatron_mtp.checkpoint.families.trunk import is_dense, layers, sparse_layers
 from megatron_mtp.checkpoint.hf.config import LARGEST, HFConfig
 
 
@@ -64,13 +64,13 @@ def hybrid_flags(config: HFConfig, pattern: str, attention: GQA) -> list[str]:
     trunk, *depths = pattern.split("/")
     width = config.integer("intermediate_size", "moe_intermediate_size")
     return [
-        "--hybrid-layer-pattern", pattern, *_size_flags(config, len(depths), len(trunk), width), *gqa_flags(attention)
+        "--hybrid-layer-pattern", pattern, *size_flags(config, len(depths), len(trunk), width), *gqa_flags(attention)
     ]  # fmt: skip
 
 
 def common_flags(config: HFConfig, depths: int, count: int, width: int) -> list[str]:
-    """Flags for sizes, norms, gated MLP and rotary positions; arguments as of `_size_flags`."""
-    return [*_size_flags(config, depths, count, width), *swiglu_flags(config), "--position-embedding-type", "rope"]
+    """Flags for sizes, norms, gated MLP and rotary positions; arguments as of `size_flags`."""
+    return [*size_flags(config, depths, count, width), *swiglu_flags(config), "--position-embedding-type", "rope"]
 
 
 def swiglu_flags(config: HFConfig) -> list[str]:
@@ -81,7 +81,18 @@ def swiglu_flags(config: HFConfig) -> list[str]:
     return ["--swiglu"]
 
 
-def _size_flags(config: HFConfig, depths: int, count: int, width: int) -> list[str]:
+def squared_relu_flags(config: HFConfig) -> list[str]:
+    """Flags of an MLP without a gate, whose activation is the square of ReLU."""
+    activation = config.keys.get("hidden_act", "relu2")
+    if activation != "relu2":
+        raise UntrainableError(f"the activation '{activation!s:.40}'")
+    return ["--squared-relu"]
+
+
+RMS_NORM = ("--normalization", "RMSNorm")
+
+
+def size_flags(config: HFConfig, depths: int, count: int, width: int, norms: Sequence[str] = RMS_NORM) -> list[str]:
     """Flags for sizes and norms.
 
     Args:
@@ -89,6 +100,7 @@ def _size_flags(config: HFConfig, depths: int, count: int, width: int) -> list[s
         depths: number of MTP depths.
         count: number of layers.
         width: size of the MLP.
+        norms: flags of the norms.
     """
     longest = config.integer("max_position_embeddings")
     vocabulary = config.integer("vocab_size")
@@ -98,7 +110,7 @@ def _size_flags(config: HFConfig, depths: int, count: int, width: int) -> list[s
         "max-position-embeddings": longest, "norm-epsilon": config.number(*EPSILON),
         "vocab-size": vocabulary, "attention-dropout": 0.0, "hidden-dropout": 0.0,
     })  # fmt: skip
-    flags += ["--normalization", "RMSNorm", "--disable-bias-linear"]
+    flags += [*norms, "--disable-bias-linear"]
     if not config.flag("tie_word_embeddings"):
         flags.append("--untie-embeddings-and-output-weights")
     return flags + (pairs({"mtp-num-layers": depths}) if depths else [])
@@ -106,7 +118,7 @@ def _size_flags(config: HFConfig, depths: int, count: int, width: int) -> list[s
 
 CENTRED = ["--apply-layernorm-1p"]
 """Norms that multiply by 1 + w."""
-EPSILON = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
+EPSILON = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "layer_norm_eps", "norm_eps")
 
 
 def latent_flags(config: HFConfig, attention: MLA) -> list[str]:
@@ -235,15 +247,22 @@ def expert_flags(config: HFConfig) -> list[str]:
 
     The router has sigmoid scores, a correction bias for the choice, groups of experts, and normalised, scaled weights.
     """
-    dense, count = config.integer("first_k_dense_replace", default=0, least=0), layers(config)
     if is_dense(config):
         return []
-    flags = pairs({"moe-layer-freq": f"[{','.join(str(int(index >= dense)) for index in range(count))}]"})
+    return [*by_layer("moe-layer-freq", sparse_layers(config)), *shared_flags(config), *routed_flags(config)]
+
+
+def shared_flags(config: HFConfig) -> list[str]:
+    """Flags of shared experts, if there are some."""
     shared = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
-    if shared:
-        width = config.integer("moe_intermediate_size")
-        flags += pairs({"moe-shared-expert-intermediate-size": shared * width})
-    return flags + routed_flags(config)
+    if not shared:
+        return []
+    return pairs({"moe-shared-expert-intermediate-size": shared * config.integer("moe_intermediate_size")})
+
+
+def by_layer(flag: str, chosen: list[bool]) -> list[str]:
+    """A flag with 1 for every chosen layer and 0 for the others."""
+    return pairs({flag: f"[{','.join(str(int(one)) for one in chosen)}]"})
 
 
 def routed_flags(config: HFConfig) -> list[str]:
@@ -265,16 +284,22 @@ def routed_flags(config: HFConfig) -> list[str]:
 
 def softmax_expert_flags(config: HFConfig) -> list[str]:
     """Flags of experts with a softmax router, and a shared one with a gate."""
-    chosen, normed = config.integer("num_experts_per_tok"), config.flag("norm_topk_prob")
+    shared = {"moe-shared-expert-intermediate-size": config.integer("shared_expert_intermediate_size")}
+    return [*softmax_router_flags(config, config.flag("norm_topk_prob")), *pairs(shared), "--moe-shared-expert-gate"]
+
+
+def softmax_router_flags(config: HFConfig, normed: bool) -> list[str]:
+    """Flags of routed experts with a softmax router; `normed` if the weights of the chosen experts add up to 1."""
+    chosen = config.integer("num_experts_per_tok")
     if normed and chosen == 1:
         raise UntrainableError("router weights that are normed over one expert")
+    experts = config.integer("n_routed_experts", "num_experts", "num_local_experts")
     sizes = {
-        "num-experts": config.integer("num_experts"), "moe-router-topk": chosen,
-        "moe-ffn-hidden-size": config.integer("moe_intermediate_size"), "moe-router-score-function": "softmax",
-        "moe-router-load-balancing-type": "none", "moe-router-dtype": "fp32",
-        "moe-shared-expert-intermediate-size": config.integer("shared_expert_intermediate_size"),
+        "num-experts": experts, "moe-router-topk": chosen,
+        "moe-ffn-hidden-size": config.integer("moe_intermediate_size", "intermediate_size"),
+        "moe-router-score-function": "softmax", "moe-router-load-balancing-type": "none", "moe-router-dtype": "fp32",
     }  # fmt: skip
-    return [*pairs(sizes), "--moe-shared-expert-gate", *["--moe-router-pre-softmax"] * (not normed)]
+    return [*pairs(sizes), *["--moe-router-pre-softmax"] * (not normed)]
 
 
 def _check_router(config: HFConfig) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from megatron_mtp.checkpoint.families.blocks import (
     Frame,
+    MoE,
     Place,
     depth_frame,
     depth_layer,
@@ -14,7 +15,7 @@ from megatron_mtp.checkpoint.families.blocks import (
 )
 from megatron_mtp.checkpoint.families.family import Layout
 from megatron_mtp.checkpoint.families.rules import Rule
-from megatron_mtp.checkpoint.families.trunk import frame, is_dense, layers, moe, trunk_places
+from megatron_mtp.checkpoint.families.trunk import frame, is_dense, layers, moe, sparse_layers, trunk_places
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 Layer = Callable[[HFConfig, Layout, Place, bool], list[Rule]]
@@ -48,10 +49,10 @@ def numbered_layers(
         prefix: HF's prefix.
         final: HF's name of a depth's final norm.
     """
-    count, dense = layers(config), config.integer("first_k_dense_replace", default=0, least=0)
+    count = layers(config)
     rules: list[Rule] = []
-    for index, place in enumerate(trunk_places(count, prefix)):
-        rules += layer(config, layout, place, index >= dense)
+    for place, sparse in zip(trunk_places(count, prefix), sparse_layers(config), strict=True):
+        rules += layer(config, layout, place, sparse)
     for depth in range(layout.depths):
         hf = f"{prefix}layers.{count + depth}."
         rules += depth_frame(depth, config.integer("hidden_size"), Frame.under(hf, "enorm", "hnorm", "eh_proj", final))
@@ -60,7 +61,13 @@ def numbered_layers(
 
 
 def layer_around(
-    attention: list[Rule], config: HFConfig, layout: Layout, place: Place, has_experts: bool, mla: bool
+    attention: list[Rule],
+    config: HFConfig,
+    layout: Layout,
+    place: Place,
+    has_experts: bool,
+    mla: bool,
+    experts: Callable[[HFConfig, Layout], MoE] = moe,
 ) -> list[Rule]:
     """Rules of a layer: its attention, norms, and MLP or experts.
 
@@ -71,6 +78,7 @@ def layer_around(
         place: prefixes of the layer.
         has_experts: whether the layer has experts, which may be the parts of a dense MLP.
         mla: whether the attention is latent attention.
+        experts: names and sizes of the experts.
     """
     hidden = config.integer("hidden_size")
     one = has_experts and is_dense(config)
@@ -78,6 +86,6 @@ def layer_around(
     if one:
         return rules + split_mlp_rules(place, hidden, config.integer("intermediate_size"))
     if has_experts:
-        return rules + moe_rules(place, moe(config, layout))
+        return rules + moe_rules(place, experts(config, layout))
     width = config.integer("intermediate_size")
     return rules + mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width)

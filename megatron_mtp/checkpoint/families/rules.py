@@ -1,9 +1,9 @@
 """Rules between the tensors of a Hugging Face (HF) folder and those of a Megatron checkpoint, read in both directions.
 
 A rule names some HF tensors, the pieces of Megatron tensors that hold the same numbers, and the map between them. The
-inverse of a map is derived from the map; export is import read backwards. Every map but `MinusOne` moves numbers and
-never computes with them, so that a round trip is equal bit by bit. torch is imported when a tensor is moved: listing
-the families does not need it.
+inverse of a map is derived from the map; export is import read backwards. Every map but `MinusOne` and `Scaled` moves
+numbers and never computes with them, so that a round trip is equal bit by bit. torch is imported when a tensor is
+moved: listing the families does not need it.
 """
 
 from __future__ import annotations
@@ -235,6 +235,33 @@ class MinusOne:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """A weight with a factor in it that HF applies to the layer's output, and Megatron does not have.
+
+    The product is a float32 number. As for `MinusOne`, an import also stores the weight as it is.
+
+    Attributes:
+        factor: the factor.
+        original: whether the checkpoint has the weight without it as well; it is the first of both tensors.
+    """
+
+    factor: float
+    original: bool
+
+    @property
+    def what(self) -> str:
+        return f"times {self.factor:g}"
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (weight,) = tensors
+        product = (weight.double() * self.factor).float()
+        return [weight, product] if self.original else [product]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensors[0] if self.original else (tensors[0].double() / self.factor).float()]
+
+
+@dataclass(frozen=True)
 class Copies:
     """One tensor that HF stores several times; Megatron stores it once.
 
@@ -327,7 +354,7 @@ class Rule:
     @property
     def rounds(self) -> bool:
         """Whether `to_hf` makes float32 numbers from which `to_mcore` does not make the same bits again."""
-        return isinstance(self.map, MinusOne) and not self.map.original
+        return isinstance(self.map, MinusOne | Scaled) and not self.map.original
 
 
 def rename(name: str, key: str, shape: Shape | None, *aliases: str) -> Rule:

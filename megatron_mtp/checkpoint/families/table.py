@@ -1,9 +1,10 @@
 """The families as the tables of docs/conversion.md: `python -m megatron_mtp.checkpoint.families.table` prints them."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_mtp.checkpoint.families import all_families
-from megatron_mtp.checkpoint.families.family import Depths, Family
+from megatron_mtp.checkpoint.families import FAMILIES, all_families
+from megatron_mtp.checkpoint.families.family import Family
 
 
 def families_table(families: Iterable[Family]) -> str:
@@ -13,7 +14,7 @@ def families_table(families: Iterable[Family]) -> str:
             family.title,
             family.published,
             _code(family.model_types),
-            _depths(family.depths),
+            _depths(family),
             "yes" if family.untrainable is None else f"no: {family.untrainable}",
         )
         for family in families
@@ -31,10 +32,46 @@ def trained_table(families: Iterable[Family]) -> str:
     return _markdown(("model", "`model_type`", "for"), rows)
 
 
-def _depths(depths: Depths | None) -> str:
-    if depths is None:
-        return "none; `attach-mtp`"
-    return "any" if depths.limit is None else f"at most {depths.limit}"
+STANDINGS = {
+    "trainable": "Megatron runs trunk and depths",
+    "attachable": "Megatron runs the trunk; the class has no depths, `attach-mtp` makes them",
+    "carried": "Megatron cannot run the trunk's layers: they are stored unchanged",
+    "refused": "unknown here",
+}
+"""What a class of models can be here, and what that means."""
+
+
+def standing(model_type: str) -> str:
+    """What models of a type can be here: a key of `STANDINGS`."""
+    family = FAMILIES.get(model_type)
+    if family is None:
+        return "refused"
+    if family.untrainable is not None:
+        return "carried"
+    return "attachable" if family.depths is None else "trainable"
+
+
+def classes_table(classes: Mapping[str, Sequence[str]]) -> str:
+    """Markdown, a row per standing: the number of classes, and their names without those that are refused.
+
+    Args:
+        classes: the `model_type`s of every class; the first that is known counts.
+    """
+    best = {name: min(map(standing, types), key=list(STANDINGS).index) for name, types in classes.items()}
+    counts = Counter(best.values())
+    rows = [(kind, meaning, str(counts[kind]), _named(best, kind)) for kind, meaning in STANDINGS.items()]
+    return _markdown(("standing", "meaning", "classes", "names"), rows)
+
+
+def _named(best: Mapping[str, str], kind: str) -> str:
+    names = (name.removesuffix("ForCausalLM") for name, found in best.items() if found == kind)
+    return "all others" if kind == "refused" else ", ".join(sorted(names, key=str.lower))
+
+
+def _depths(family: Family) -> str:
+    if family.depths is None:
+        return "none; `attach-mtp`" if family.untrainable is None else "none"
+    return "any" if family.depths.limit is None else f"at most {family.depths.limit}"
 
 
 def _code(names: Sequence[str]) -> str:

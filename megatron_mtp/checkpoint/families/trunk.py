@@ -19,6 +19,8 @@ ZERO_QKV_BIAS, ZERO_ROUTER_BIAS = "zero biases of queries, keys and values", "ze
 """Forms of an export whose model has no such biases."""
 ORIGINAL_NORMS, ORIGINAL = "originals of norms", "original."
 """Form of a checkpoint that holds the weights of norms as in the folder, under keys with this prefix (`MinusOne`)."""
+ORIGINAL_WEIGHTS = "originals of scaled weights"
+"""Form of a checkpoint that also holds weights without the factor that Megatron's contain (`Scaled`)."""
 PACKED = {"packed experts": r"mlp\.experts\.gate_up_proj$"}
 
 MOST_LAYERS, MOST_EXPERTS, MOST_OF_BOTH = 10_000, 10_000, 200_000
@@ -74,7 +76,10 @@ def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
     Raises:
         ValueError: there are more experts than in any model.
     """
-    width, experts = config.integer("moe_intermediate_size"), config.integer("n_routed_experts", "num_experts")
+    width, experts = (
+        config.integer("moe_intermediate_size"),
+        config.integer("n_routed_experts", "num_experts", "num_local_experts"),
+    )
     if experts > MOST_EXPERTS:
         raise ValueError(f"{config.source}: {experts} experts are more than any model has.")
     shared = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
@@ -87,6 +92,26 @@ def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
         "zero_bias": layout.has(ZERO_ROUTER_BIAS),
     }
     return MoE(**{**sizes, **changes})  # type: ignore[arg-type]
+
+
+def sparse_layers(config: HFConfig) -> list[bool]:
+    """For each layer of the trunk whether it has experts, by `mlp_layer_types` or `first_k_dense_replace`.
+
+    A config without a number of experts has none.
+
+    Raises:
+        ValueError: a kind of layer is unknown.
+    """
+    count = layers(config)
+    dense = config.integer("first_k_dense_replace", default=0, least=0)
+    usual = [index >= dense and any(config.has(key) for key in _EXPERTS) for index in range(count)]
+    kinds = config.words("mlp_layer_types", count)
+    if kinds is None:
+        return usual
+    unknown = sorted(set(kinds) - {"dense", "sparse"})
+    if unknown:
+        raise ValueError(f"{config.source}: 'mlp_layer_types' has '{unknown[0]:.40}'; known are dense, sparse.")
+    return [kind == "sparse" for kind in kinds]
 
 
 def is_dense(config: HFConfig) -> bool:

@@ -10,7 +10,7 @@ TOKENS and OUTPUT are safetensors files. TOKENS holds `tokens` [1, S] and `posit
 where depth d is given the token d positions later:
 
     trunk, depth 1 ..   logits [S, V] of the trunk, [S - D, V] of the depths
-    given state         [S - D, H], the input of the first depth
+    given state         [S - D, H], the input of the first depth, in families with depths
     given 1 ..          [S - D, H], what a depth's attention adds, if Megatron cannot compute it
 
 Letters: B batch, S positions, D depths, H hidden, V vocabulary.
@@ -65,10 +65,12 @@ def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = Non
     if form is not None:
         tensors = form.named(config, tensors)
     model = _load(_class_of(config), config, tensors, PLAIN, str(folder))
+    if form is None:
+        return {"trunk": _whole(model, tokens_BS, positions_S)}
     words_VH, head_VH = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))
     trunk = _run(model.get_decoder(), words_VH[tokens_BS], positions_S)
     out = {"trunk": linear(trunk.after_BSH, head_VH)[0]}
-    depths = [] if form is None else _depths(form, model.get_decoder(), tensors, PLAIN, str(folder))
+    depths = _depths(form, model.get_decoder(), tensors, PLAIN, str(folder))
     length = tokens_BS.size(1) - len(depths)
     state_BSH = trunk.state(form)[:, :length]
     out["given state"] = state_BSH[0]
@@ -193,6 +195,14 @@ def _run(decoder: Any, hidden_BSH: Tensor, positions_S: Tensor, attention: bool 
     for hook in hooks:
         hook.remove()
     return Ran(*seen, *attended)
+
+
+def _whole(model: Any, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
+    """Logits [S, V] of a model as its class computes them, with factors of embedding and logits if it has them."""
+    mask_BS = torch.ones_like(tokens_BS)
+    out = model(tokens_BS, position_ids=positions_S.unsqueeze(0), attention_mask=mask_BS, use_cache=False)
+    logits_SV: Tensor = out.logits[0]
+    return logits_SV
 
 
 def _final_norm(decoder: Any) -> torch.nn.Module:

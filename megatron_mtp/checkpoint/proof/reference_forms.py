@@ -128,6 +128,10 @@ def _experts(config: Any, depth: int, tensors: Tensors) -> Changes:
     return {"first_k_dense_replace": 0}
 
 
+def _sparse(config: Any, depth: int, tensors: Tensors) -> Changes:
+    return {"mlp_layer_types": ["sparse"]}
+
+
 def _full_attention(config: Any, depth: int, tensors: Tensors) -> Changes:
     return {"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1}
 
@@ -235,6 +239,8 @@ _OWN = {
     "deepseek_v3": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts),
     "kimi_k2": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts, trunk_type="deepseek_v3"),
     "glm4_moe": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts),
+    "glm4_moe_lite": DepthForm(_NUMBERED, _DEEPSEEK, layers=_sparse),
+    "hy_v3": DepthForm(_NUMBERED, _under(_NUMBERED, **_HALVES, norm="final_layernorm"), layers=_sparse),
     "mimo": DepthForm(
         "model.mtp_layers.{k}.", _under("model.mtp_layers.{k}.", **_MIMO), hidden_first=True, trunk_type="qwen2"
     ),

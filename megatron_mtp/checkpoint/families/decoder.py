@@ -1,0 +1,195 @@
+"""Decoders of the usual kind, each class of transformers as a row of facts: what differs from Llama's layer.
+
+In:  `Decoder`, the facts of a class, and a model's config.
+Out: the rules of its tensors, and Megatron's flags. What Megatron cannot compute is refused by name.
+
+A layer is norm, attention, norm, MLP or experts, each of both added to the residual stream. Other layers (norms after
+attention, parallel branches) are in carried.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_mtp.checkpoint.families.blocks import (
+    GQA,
+    MoE,
+    Place,
+    gqa_rules,
+    mlp_norm_keys,
+    mlp_rules,
+    moe_rules,
+    norm_rules,
+)
+from megatron_mtp.checkpoint.families.family import Layout
+from megatron_mtp.checkpoint.families.flags import (
+    CENTRED,
+    RMS_NORM,
+    UntrainableError,
+    by_layer,
+    gqa_flags,
+    pairs,
+    rope_flags,
+    rotated_part,
+    size_flags,
+    swiglu_flags,
+)
+from megatron_mtp.checkpoint.families.rules import Piece, Rule, Scaled, rename
+from megatron_mtp.checkpoint.families.trunk import ORIGINAL, ORIGINAL_WEIGHTS, frame, layers, trunk_places
+from megatron_mtp.checkpoint.hf.config import HFConfig
+
+MLPRules = Callable[[str, str, int, int, bool], list[Rule]]
+ADDED = ("o_proj.weight", "down_proj.weight")
+"""Last projections of attention and MLP, whose output is added to the residual stream."""
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Factors of a model with muP (arXiv:2203.03466).
+
+    Attributes:
+        embedding, logits: factors of the embedding and of the logits.
+        residual: factor of what attention and MLP add; Megatron has none, so the projections before it hold it.
+        scores: factor of the attention scores.
+    """
+
+    embedding: float
+    logits: float
+    residual: float
+    scores: float
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What a class of transformers computes, where it differs from Llama.
+
+    Attributes:
+        attention: sizes and names of the attention.
+        mlp: rules of a dense MLP.
+        mlp_bias: config key of the MLP's biases.
+        activation: Megatron's flags of the MLP's activation.
+        norms: Megatron's flags of the norms.
+        partial: whether `partial_rotary_factor` rotates a part of each head; other classes ignore the key.
+        interleaved: whether rotary positions turn neighbouring channels, not those of both halves.
+        windows: for each layer whether it has a sliding window of `sliding_window` positions.
+        unplaced: for each layer whether it is without rotary positions.
+        experts: routed experts; None if all layers are dense.
+        sparse: for each layer whether it has experts.
+        expert_flags: Megatron's flags of the experts.
+        multipliers: factors of muP; None if the class has none.
+        refused: why Megatron cannot run this model, beside what this file finds; None if nothing else hinders it.
+    """
+
+    attention: Callable[[HFConfig], GQA]
+    mlp: MLPRules = mlp_rules
+    mlp_bias: str = "mlp_bias"
+    activation: Callable[[HFConfig], list[str]] = swiglu_flags
+    norms: Sequence[str] = RMS_NORM
+    partial: bool = False
+    interleaved: bool = False
+    windows: Callable[[HFConfig], list[bool]] = lambda config: []
+    unplaced: Callable[[HFConfig], list[bool]] = lambda config: []
+    experts: Callable[[HFConfig, Layout], MoE] | None = None
+    sparse: Callable[[HFConfig], list[bool]] = lambda config: [True] * layers(config)
+    expert_flags: Callable[[HFConfig], list[str]] = lambda config: []
+    multipliers: Callable[[HFConfig], Multipliers] | None = None
+    refused: Callable[[HFConfig], str | None] = lambda config: None
+
+    def rules(self, config: HFConfig, layout: Layout) -> list[Rule]:
+        """Rules of all tensors."""
+        rules = frame(config, layout)
+        if self._has_norm_biases:
+            rules.append(rename("model.norm.bias", "decoder.final_layernorm.bias", (config.integer("hidden_size"),)))
+        for place, sparse in zip(trunk_places(layers(config)), self._sparse(config), strict=True):
+            rules += self._layer(config, layout, place, sparse)
+        if self.multipliers is not None:
+            rules = [_scaled(rule, self.multipliers(config).residual, layout) for rule in rules]
+        return rules
+
+    def flags(self, config: HFConfig, layout: Layout) -> list[str]:
+        """Megatron's flags.
+
+        Raises:
+            UntrainableError: Megatron cannot run the model.
+        """
+        attention = self.attention(config)
+        self._check(config, attention)
+        width = config.integer("intermediate_size", "moe_intermediate_size")
+        flags = [*size_flags(config, layout.depths, layers(config), width, self.norms), *self.activation(config)]
+        flags += [*gqa_flags(attention), *pairs({"position-embedding-type": "rope"}), *rope_flags(config)]
+        flags += ["--rotary-interleaved"] * self.interleaved
+        flags += [*self._window_flags(config), *_where("no-rope-freq", self.unplaced(config))]
+        if self.experts is not None and any(self._sparse(config)):
+            flags += [*self.expert_flags(config), *by_layer("moe-layer-freq", self._sparse(config))]
+        return flags + self._multiplier_flags(config, attention)
+
+    def _layer(self, config: HFConfig, layout: Layout, place: Place, sparse: bool) -> list[Rule]:
+        hidden = config.integer("hidden_size")
+        rules = norm_rules(place, hidden, mla=False, moe=sparse) + gqa_rules(place, self.attention(config))
+        if self._has_norm_biases:
+            rules += _norm_biases(place, hidden, moe=sparse)
+        if sparse and self.experts is not None:
+            return rules + moe_rules(place, self.experts(config, layout))
+        names, width = (f"{place.hf}mlp.", f"{place.mcore}mlp."), config.integer("intermediate_size")
+        return rules + self.mlp(*names, hidden, width, config.flag(self.mlp_bias))
+
+    @property
+    def _has_norm_biases(self) -> bool:
+        return "LayerNorm" in self.norms
+
+    def _sparse(self, config: HFConfig) -> list[bool]:
+        return [False] * layers(config) if self.experts is None else self.sparse(config)
+
+    def _check(self, config: HFConfig, attention: GQA) -> None:
+        if attention.out_bias or config.flag(self.mlp_bias):
+            raise UntrainableError(
+                "biases of the output projection or the MLP, which Megatron has only together with all others"
+            )
+        if not self.partial and rotated_part(config) != 1:
+            raise UntrainableError(
+                "a 'partial_rotary_factor', which transformers ignores in this family and vLLM does not"
+            )
+        if (reason := self.refused(config)) is not None:
+            raise UntrainableError(reason)
+
+    def _window_flags(self, config: HFConfig) -> list[str]:
+        """Flags of sliding windows: transformers counts a query's own position, Megatron those before it."""
+        if not any(windows := self.windows(config)):
+            return []
+        before = config.integer("sliding_window") - 1
+        return [*pairs({"window-size": f"{before},0"}), *by_layer("window-attn-skip-freq", windows)]
+
+    def _multiplier_flags(self, config: HFConfig, attention: GQA) -> list[str]:
+        """Flags of muP: Megatron multiplies the scores by sqrt(base) / width, with a base that gives the factor."""
+        if self.multipliers is None:
+            return []
+        factors = self.multipliers(config)
+        base = (factors.scores * attention.widths[0]) ** 2
+        sizes = {"mup-embedding-mult": factors.embedding, "mup-output-mult": factors.logits, "mup-base-head-dim": base}
+        return ["--use-mup", *pairs(sizes)]
+
+
+def _where(flag: str, chosen: list[bool]) -> list[str]:
+    """`by_layer`, if a layer is chosen."""
+    return by_layer(flag, chosen) if any(chosen) else []
+
+
+def _norm_biases(place: Place, hidden: int, *, moe: bool) -> list[Rule]:
+    key, *aliases = (f"{place.mcore}{norm}bias" for norm in mlp_norm_keys(mla=False, moe=moe))
+    first = f"{place.mcore}self_attention.linear_qkv.layer_norm_bias"
+    return [
+        rename(f"{place.hf}input_layernorm.bias", first, (hidden,)),
+        rename(f"{place.hf}post_attention_layernorm.bias", key, (hidden,), *aliases),
+    ]
+
+
+def _scaled(rule: Rule, factor: float, layout: Layout) -> Rule:
+    """The rule with the factor in Megatron's tensor, if it is that of a projection into the residual stream."""
+    if factor == 1 or not rule.hf[0].name.endswith(ADDED):
+        return rule
+    original = layout.has(ORIGINAL_WEIGHTS)
+    kept = (Piece(f"{ORIGINAL}{rule.hf[0].name}", rule.hf[0].shape),) * original
+    return Rule(rule.hf, (*kept, replace(rule.mcore[0], wide=True)), Scaled(factor, original))
+
+
+CENTRED_LAYER_NORM = ["--normalization", "LayerNorm", *CENTRED]
+LAYER_NORM = ["--normalization", "LayerNorm"]

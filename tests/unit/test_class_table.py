@@ -1,0 +1,32 @@
+"""What becomes of the causal classes of the installed transformers: the table of docs/conversion.md, counted anew."""
+
+from collections import Counter
+
+import pytest
+from documents import ROOT
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megatron_mtp.checkpoint.families.table import classes_table, standing
+
+
+def classes() -> dict[str, list[str]]:
+    """The causal classes, each with its `model_type`s; encoders with a head are named otherwise."""
+    found: dict[str, list[str]] = {}
+    for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        for name in [names] if isinstance(names, str) else names:
+            if name.endswith("ForCausalLM"):
+                found.setdefault(name, []).append(model_type)
+    return found
+
+
+def test_the_table_of_the_page_counts_the_installed_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    table = classes_table(classes())
+    with capsys.disabled():
+        print(f"\n{table}")
+    assert f"\n{table}\n" in (ROOT / "docs/conversion.md").read_text(encoding="utf-8")
+
+
+def test_most_classes_with_rotary_positions_are_accepted() -> None:
+    counts = Counter("refused" if all(standing(t) == "refused" for t in types) else "" for types in classes().values())
+    assert len(classes()) == 167
+    assert counts[""] >= 70

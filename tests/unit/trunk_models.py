@@ -1,0 +1,125 @@
+"""Small random models of the classes that have no depths of their own, made by transformers with their quirks."""
+
+from typing import Any
+
+from hf_models import LATENT, Model
+
+NO_WIDTH: dict[str, Any] = {"head_dim": None}
+"""For classes that take `hidden_size // num_attention_heads`."""
+MUP: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.15,
+}
+QWEN_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEEP_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+
+V2: dict[str, Any] = {**LATENT, **DEEP_EXPERTS, "num_attention_heads": 4, "norm_topk_prob": False}
+
+
+def _trunk(model_type: str, **config: Any) -> Model:
+    return Model(model_type, config, depths=(0,), depth_key=None)
+
+
+def _windows(*kinds: str) -> list[str]:
+    return [f"{kind}_attention" for kind in kinds]
+
+
+TRUNKS: dict[str, Model] = {
+    "mistral": _trunk("mistral", sliding_window=None),
+    "mistral-windows": _trunk("mistral", sliding_window=6),
+    "ministral": _trunk("ministral", sliding_window=6, layer_types=_windows("sliding", "full", "sliding")),
+    "smollm3": _trunk("smollm3", no_rope_layers=[1, 0, 1], tie_word_embeddings=True),
+    "seed_oss": _trunk("seed_oss", attention_bias=True, attention_out_bias=False),
+    "granite": _trunk("granite", **MUP, tie_word_embeddings=True),
+    "phi3": _trunk("phi3", partial_rotary_factor=0.75, sliding_window=None),
+    "phi3-windows": _trunk("phi3", sliding_window=6),
+    "glm": _trunk("glm", attention_bias=True),
+    "helium": _trunk("helium", head_dim=12),
+    "ernie4_5": _trunk("ernie4_5", tie_word_embeddings=True),
+    "cwm": _trunk("cwm", sliding_window=6, layer_types=_windows("full", "sliding", "sliding")),
+    "internlm3": _trunk("internlm3"),
+    "iquestcoder": _trunk("iquestcoder"),
+    "arcee": _trunk("arcee"),
+    "nemotron": _trunk("nemotron"),
+    "stablelm": _trunk("stablelm", **NO_WIDTH, use_qkv_bias=True, partial_rotary_factor=0.5),
+    "qwen3_moe": _trunk("qwen3_moe", **QWEN_EXPERTS, norm_topk_prob=True, mlp_only_layers=[0]),
+    "qwen3_moe-unnormed": _trunk("qwen3_moe", **QWEN_EXPERTS, norm_topk_prob=False, decoder_sparse_step=1),
+    "qwen2_moe": _trunk("qwen2_moe", **QWEN_EXPERTS, shared_expert_intermediate_size=20),
+    "mixtral": _trunk("mixtral", num_local_experts=6, num_experts_per_tok=2),
+    "mixtral-windows": _trunk("mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=6),
+    "dots1": _trunk("dots1", **DEEP_EXPERTS, first_k_dense_replace=1, sliding_window=None),
+    "dots1-windows": _trunk("dots1", **DEEP_EXPERTS, sliding_window=6, max_window_layers=2),
+    "deepseek_v2": _trunk("deepseek_v2", **V2, first_k_dense_replace=1),
+    "deepseek_v2-groups": _trunk("deepseek_v2", **V2, topk_method="group_limited_greedy", n_group=3, topk_group=2),
+    # transformers zeroes the embedding of a padding token after loading this class, so the model has none.
+    "youtu": _trunk("youtu", **LATENT, num_attention_heads=4, tie_word_embeddings=True, pad_token_id=None),
+    "solar_open": _trunk("solar_open", **DEEP_EXPERTS),
+}
+"""Models that Megatron runs."""
+LARGER: dict[str, Any] = {
+    "vocab_size": 130,
+    "hidden_size": 64,
+    "intermediate_size": 72,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+"""What makes another size of each, where the table has no number of its own."""
+
+
+def larger(name: str) -> dict[str, Any]:
+    """The changes that make the larger size of a model."""
+    own = {"head_dim": 8} if name in ("bitnet", "helium", "olmoe", "phi") else {}  # its output projection is square
+    return {key: LARGER[key] for key in LARGER if key not in (TRUNKS | LEFT)[name].config} | own
+
+
+DEEP: dict[str, Any] = {**LATENT, **DEEP_EXPERTS, "num_attention_heads": 4}
+INDEXED: dict[str, Any] = {**DEEP, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
+LEFT: dict[str, Model] = {
+    "gemma": _trunk("gemma"),
+    "gemma2": _trunk("gemma2", sliding_window=6),
+    "gemma3_text": _trunk("gemma3_text", sliding_window=6),
+    "vaultgemma": _trunk("vaultgemma", sliding_window=6),
+    "olmo2": _trunk("olmo2"),
+    "olmo3": _trunk("olmo3", sliding_window=6),
+    "olmoe": _trunk("olmoe", head_dim=12, num_experts=6, num_experts_per_tok=2),
+    "flex_olmo": _trunk("flex_olmo", num_experts=6, num_experts_per_tok=2),
+    "glm4": _trunk("glm4"),
+    "exaone4": _trunk("exaone4", sliding_window=6),
+    "hunyuan_v1_dense": _trunk("hunyuan_v1_dense"),
+    "hunyuan_v1_moe": _trunk("hunyuan_v1_moe", num_experts=6, moe_topk=2),
+    "cohere": _trunk("cohere"),
+    "cohere2": _trunk("cohere2", sliding_window=6),
+    "phi": _trunk("phi", head_dim=12),
+    "persimmon": _trunk("persimmon", **NO_WIDTH),
+    "starcoder2": _trunk("starcoder2"),
+    "jais2": _trunk("jais2"),
+    "ministral3": _trunk("ministral3"),
+    "gpt_oss": _trunk("gpt_oss", num_local_experts=6, num_experts_per_tok=2, sliding_window=6),
+    "minimax_m2": _trunk("minimax_m2", num_local_experts=6, num_experts_per_tok=2),
+    "apertus": _trunk("apertus"),
+    "diffllama": _trunk("diffllama"),
+    "bitnet": _trunk("bitnet", head_dim=12),
+    "hyperclovax": _trunk("hyperclovax", **NO_WIDTH),
+    "granite_swa": _trunk("granite_swa", sliding_window=6),
+    "phimoe": _trunk("phimoe", num_local_experts=6, num_experts_per_tok=2),
+    "axk1": _trunk("axk1", **DEEP, n_group=2, topk_group=1),
+    "minicpm3": _trunk("minicpm3", **LATENT, num_attention_heads=4),
+    "afmoe": _trunk("afmoe", **QWEN_EXPERTS, num_shared_experts=1, num_dense_layers=1, sliding_window=6),
+    "kimi_linear": _trunk("kimi_linear", **DEEP, num_local_experts=6, linear_head_dim=8, linear_num_heads=4),
+    "deepseek_v32": _trunk("deepseek_v32", **INDEXED),
+    "glm_moe_dsa": _trunk("glm_moe_dsa", **INDEXED),
+    "mellum": _trunk("mellum", **QWEN_EXPERTS),
+    "laguna": _trunk("laguna", **QWEN_EXPERTS, shared_expert_intermediate_size=20, sliding_window=6),
+    "llama4_text": _trunk("llama4_text", num_local_experts=6, num_experts_per_tok=1, intermediate_size_mlp=56),
+}
+"""Models whose layers are carried."""

@@ -13,10 +13,9 @@ from megatron_mtp.drafting import generate, method
 from megatron_mtp.drafting.kv_cache import FORBIDDEN, KVCache, Rows, chain_rows
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.proposers.mtp import Vanilla
-from megatron_mtp.drafting.report import merged
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.types import AcceptanceStats, Draft, Round, Verdict
+from megatron_mtp.drafting.types import AcceptanceStats, Draft, Round, Verdict, merged
 from megatron_mtp.drafting.verifiers import VERIFIERS
 from megatron_mtp.drafting.verifiers.base import Rule
 from megatron_mtp.drafting.verifiers.block import block

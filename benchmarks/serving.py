@@ -1,7 +1,11 @@
 """Sixteen requests of mixed lengths at once: the continuous engine, `generate`'s batches, transformers' one by one.
 
-    python benchmarks/serving.py             the quickstart's checkpoint, or a model of its shape with random weights
-    python benchmarks/serving.py --quick     does it run? (the figures mean nothing)
+    python benchmarks/serving.py                     the quickstart's checkpoint, or a random model of its shape
+    python benchmarks/serving.py --lengths uniform   other lengths
+    python benchmarks/serving.py --quick             does it run? (the figures mean nothing)
+
+Prompts have 20 to 120 tokens. With `skewed`, new tokens are 8 to 128, as often 8 to 16 as 64 to 128, since most of the
+texts that servers write are short and a few long; with `uniform`, every number from 8 to 128 is as likely.
 
 All sides emit the same number of tokens for each request, greedily: the engine as its texts come and go, `generate` in
 one batch in which ended texts keep their places, transformers text by text. Ours must emit the same tokens in float32,
@@ -42,12 +46,13 @@ def main() -> None:
     """Measure, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/quickstart/checkpoint"))
+    parser.add_argument("--lengths", choices=["skewed", "uniform"], default="skewed")
     add_common_flags(parser, {"here": 7})
     args = parser.parse_args()
     limit_threads(args)
     join_world()
     runner = runner_of(args.checkpoint, args.quick)
-    requests = requests_of(runner, *((4, 12) if args.quick else (16, 256)))
+    requests = requests_of(runner, 4 if args.quick else 16, args.lengths)
     sides = Sides(runner, requests)
     named = sides.named()
     spent = interleave(named, args.repeats or (1 if args.quick else 7), warm_up=1)
@@ -55,6 +60,7 @@ def main() -> None:
     tokens = sum(request.max_new_tokens for request in requests)
     results = {
         "requests": len(requests),
+        "lengths": args.lengths,
         "prompt_tokens": [len(request.prompt) for request in requests],
         "new_tokens": [request.max_new_tokens for request in requests],
         "tokens_per_second": {side: round(tokens / _seconds(one), 1) for side, one in spent.items()},
@@ -71,13 +77,13 @@ def runner_of(checkpoint: Path, quick: bool) -> Runner:
     return Runner(agreeing_model(depths=2, noise=0.7, **(QUICK if quick else SMALL)))
 
 
-def requests_of(runner: Runner, count: int, longest: int) -> list[Request]:
-    """Prompts of an eighth to a half, and new tokens of a sixteenth to all of `longest`; the same in every run."""
+def requests_of(runner: Runner, count: int, lengths: str) -> list[Request]:
+    """Random prompts, the same in every run."""
     chance, made = random.Random(1), []
     for _ in range(count):
-        prompt = [chance.randrange(runner.vocab_size) for _ in range(chance.randint(longest // 8, longest // 2))]
-        new = min(chance.randint(max(longest // 16, 1), longest), runner.positions - len(prompt))
-        made.append(Request(prompt, new))
+        prompt = [chance.randrange(runner.vocab_size) for _ in range(chance.randint(20, 120))]
+        new = round(8 * 16 ** chance.random()) if lengths == "skewed" else chance.randint(8, 128)
+        made.append(Request(prompt, min(new, runner.positions - len(prompt))))
     return made
 
 

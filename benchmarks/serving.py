@@ -1,11 +1,16 @@
 """Sixteen requests of mixed lengths at once: the continuous engine, `generate`'s batches, transformers' one by one.
 
-    python benchmarks/serving.py             the quickstart's checkpoint, or a model of its shape with random weights
-    python benchmarks/serving.py --quick     does it run? (the figures mean nothing)
+    python benchmarks/serving.py                     the quickstart's checkpoint, or a random model of its shape
+    python benchmarks/serving.py --lengths uniform   other lengths
+    python benchmarks/serving.py --quick             does it run? (the figures mean nothing)
+
+Prompts have 20 to 120 tokens. With `skewed`, new tokens are 8 to 128, as often 8 to 16 as 64 to 128, since most of the
+texts that servers write are short and a few long; with `uniform`, every number from 8 to 128 is as likely.
 
 All sides emit the same number of tokens for each request, greedily: the engine as its texts come and go, `generate` in
 one batch in which ended texts keep their places, transformers text by text. Ours must emit the same tokens in float32,
-or the benchmark ends with an error. The sides take turns, run by run; figures are medians.
+or the benchmark ends with an error. The sides take turns, run by run; figures are medians, with one thread of the
+processor's time, which other load disturbs less, else of the clock's.
 """
 
 import argparse
@@ -17,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+
+import torch
 
 from benchmarks.agreeing import agreeing_model
 from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interleave, limit_threads, report, table
@@ -42,12 +49,13 @@ def main() -> None:
     """Measure, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/quickstart/checkpoint"))
+    parser.add_argument("--lengths", choices=["skewed", "uniform"], default="skewed")
     add_common_flags(parser, {"here": 7})
     args = parser.parse_args()
     limit_threads(args)
     join_world()
     runner = runner_of(args.checkpoint, args.quick)
-    requests = requests_of(runner, *((4, 12) if args.quick else (16, 256)))
+    requests = requests_of(runner, 4 if args.quick else 16, args.lengths)
     sides = Sides(runner, requests)
     named = sides.named()
     spent = interleave(named, args.repeats or (1 if args.quick else 7), warm_up=1)
@@ -55,9 +63,13 @@ def main() -> None:
     tokens = sum(request.max_new_tokens for request in requests)
     results = {
         "requests": len(requests),
+        "lengths": args.lengths,
         "prompt_tokens": [len(request.prompt) for request in requests],
         "new_tokens": [request.max_new_tokens for request in requests],
-        "tokens_per_second": {side: round(tokens / _seconds(one), 1) for side, one in spent.items()},
+        "clock": clock(),
+        "tokens_per_second": {
+            side: round(tokens / statistics.median(map(seconds, rounds)), 1) for side, rounds in spent.items()
+        },
         "wall_seconds": {side: [round(one.wall, 4) for one in rounds] for side, rounds in spent.items()},
     }
     rows = [[side, rate] for side, rate in results["tokens_per_second"].items()]
@@ -71,13 +83,13 @@ def runner_of(checkpoint: Path, quick: bool) -> Runner:
     return Runner(agreeing_model(depths=2, noise=0.7, **(QUICK if quick else SMALL)))
 
 
-def requests_of(runner: Runner, count: int, longest: int) -> list[Request]:
-    """Prompts of an eighth to a half, and new tokens of a sixteenth to all of `longest`; the same in every run."""
+def requests_of(runner: Runner, count: int, lengths: str) -> list[Request]:
+    """Random prompts, the same in every run."""
     chance, made = random.Random(1), []
     for _ in range(count):
-        prompt = [chance.randrange(runner.vocab_size) for _ in range(chance.randint(longest // 8, longest // 2))]
-        new = min(chance.randint(max(longest // 16, 1), longest), runner.positions - len(prompt))
-        made.append(Request(prompt, new))
+        prompt = [chance.randrange(runner.vocab_size) for _ in range(chance.randint(20, 120))]
+        new = round(8 * 16 ** chance.random()) if lengths == "skewed" else chance.randint(8, 128)
+        made.append(Request(prompt, min(new, runner.positions - len(prompt))))
     return made
 
 
@@ -130,15 +142,22 @@ class Sides:
         self.texts["transformers"] = texts
 
 
-def _seconds(rounds: list[Spent]) -> float:
-    return statistics.median(one.wall for one in rounds)
+def clock() -> str:
+    """Whose time counts: `Spent.cpu` or `Spent.wall`."""
+    return "cpu" if torch.get_num_threads() == 1 else "wall"
+
+
+def seconds(one: Spent) -> float:
+    """What a run took."""
+    return float(getattr(one, clock()))
 
 
 def goals_of(spent: dict[str, list[Spent]]) -> list[Goal]:
     """Ratios are medians over the rounds."""
 
     def faster(side: str, than: str) -> float:
-        return statistics.median(slow.wall / fast.wall for slow, fast in zip(spent[than], spent[side], strict=True))
+        pairs = zip(spent[than], spent[side], strict=True)
+        return statistics.median(seconds(slow) / seconds(fast) for slow, fast in pairs)
 
     return [
         Goal("engine over batches, drafting", faster("engine", "batch"), OVER_BATCHES, ">="),

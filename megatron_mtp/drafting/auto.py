@@ -87,8 +87,8 @@ class AutoK:
 
     @property
     def rests(self) -> bool:
-        """Whether drafting does not pay at present."""
-        return self._rests or self._rest > 0
+        """Whether the next step is plain whatever it would take; the same on all ranks."""
+        return self._rest > 0
 
     @property
     def may_rehearse(self) -> bool:

@@ -6,8 +6,8 @@ without a block point to it, and so does the scratch slot.
 
     size 4, table of one text  5 2 0        slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2, no further ones yet
 
-Letters in names: B batch, L pages of a text, N blocks, G key heads, S slots of a block, C channels, R rows, W slots
-that are looked at.
+Letters in names: B batch, L pages of a text, N blocks, G key heads, S slots of a block, C channels, R rows, X
+rows of all texts, W slots that are looked at.
 """
 
 from dataclasses import dataclass
@@ -34,19 +34,26 @@ class Pages:
 
     def write(self, memory_NGSC: Tensor, new_BGRC: Tensor, slots_BR: Tensor) -> None:
         """Put rows at their slots, in place."""
+        if memory_NGSC.size(1) == 1:  # as of states: whole rows, which are copied several times as fast
+            memory_NGSC.view(-1, memory_NGSC.size(3)).index_copy_(0, self._row(slots_BR), new_BGRC.flatten(0, 2))
+            return
         memory_NGSC[self._block(slots_BR), :, slots_BR % self.size] = new_BGRC.transpose(1, 2)
 
     def read(self, memory_NGSC: Tensor, slots_BR: Tensor) -> Tensor:
         """The rows at some slots, [B, G, R, C]."""
-        if memory_NGSC.size(1) == 1:  # as of states: whole rows, which are copied several times as fast
-            index_X = (self._block(slots_BR) * self.size + slots_BR % self.size).flatten()
-            return memory_NGSC.flatten(0, 2).index_select(0, index_X).view(*slots_BR.shape, -1).unsqueeze(1)
+        if memory_NGSC.size(1) == 1:
+            rows_XC = memory_NGSC.view(-1, memory_NGSC.size(3)).index_select(0, self._row(slots_BR))
+            return rows_XC.view(slots_BR.size(0), 1, slots_BR.size(1), -1)
         return memory_NGSC[self._block(slots_BR), :, slots_BR % self.size].transpose(1, 2)
 
     def first_slots(self, memory_NGSC: Tensor, window: int) -> Tensor:
         """A copy of every text's first slots, [B, G, W, C]."""
         memory_BLGSC = memory_NGSC[self.table_BL[:, : -(-window // self.size)]]
         return memory_BLGSC.transpose(1, 2).flatten(2, 3)[:, :, :window]
+
+    def _row(self, slots_BR: Tensor) -> Tensor:
+        """Where the slots are among all slots of all blocks, [X]."""
+        return (self._block(slots_BR) * self.size + slots_BR % self.size).flatten()
 
     def _block(self, slots_BR: Tensor) -> Tensor:
         return self.table_BL.gather(1, slots_BR // self.size)

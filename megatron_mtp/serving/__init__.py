@@ -5,12 +5,12 @@ bodies.py       the fields of requests, checked
 tokens.py       text to tokens and back, letters as they come
 stops.py        stop strings
 choices.py      a text of an answer while it grows
-completions.py  the form of /v1/completions
-chat.py         the form of /v1/chat/completions
+metrics.py      what Prometheus reads
 service.py      the thread that owns the engine
 ranks.py        the steps of rank 0 on the other ranks
-metrics.py      what Prometheus reads
 answers.py      bodies to requests, updates to answers and event streams
+completions.py  the form of /v1/completions
+chat.py         the form of /v1/chat/completions
 page.py         the page at /, with page.css and page.js in it
 app.py          the paths
 server.py       uvicorn, which drains

@@ -185,10 +185,14 @@ def _check_model(asked: str | None, name: str) -> None:
         raise APIError(404, f"the model '{asked}' is not served; '{name}' is.", "model", "model_not_found")
 
 
-def _choices(body: Body, served: Served, prompts: list[list[int]]) -> list[Choice]:
-    count = len(prompts) * body.n
+def check_texts(count: int, served: Served) -> None:
+    """Raises APIError where one request has more texts than the server ever takes."""
     if count > served.most_texts:
         raise refused(f"the request has {count} texts; this server takes {served.most_texts} at once, so send fewer.")
+
+
+def _choices(body: Body, served: Served, prompts: list[list[int]]) -> list[Choice]:
+    check_texts(len(prompts) * body.n, served)
     for prompt in prompts:
         _check_prompt(prompt, body.limit, served)
     all_prompts = [prompt for prompt in prompts for _ in range(body.n)]

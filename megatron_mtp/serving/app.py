@@ -79,11 +79,11 @@ def make_app(service: Service, served: Served, metrics: Metrics, key: str | None
 def _add_texts(app: FastAPI, service: Service, served: Served) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, asked: Request) -> Response:
-        return await answered(asked, service, Completions(body, served.codec), body, served)
+        return await answered(asked, service, Completions(body, served), body, served)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, asked: Request) -> Response:
-        return await answered(asked, service, Chat(body, served.codec), body, served)
+        return await answered(asked, service, Chat(body, served), body, served)
 
 
 def _add_facts(app: FastAPI, service: Service, served: Served, metrics: Metrics, keyed: bool) -> None:

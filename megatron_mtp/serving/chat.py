@@ -3,9 +3,9 @@
 from typing import Any
 
 from megatron_mtp.drafting.requests import TokenLogprob
+from megatron_mtp.serving.answers import Served
 from megatron_mtp.serving.bodies import ChatBody
 from megatron_mtp.serving.choices import Choice, Delta, drafts, finite
-from megatron_mtp.serving.tokens import Ids
 
 
 class Chat:
@@ -13,8 +13,8 @@ class Chat:
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, codec: Ids) -> None:
-        self._body, self._codec = body, codec
+    def __init__(self, body: ChatBody, served: Served) -> None:
+        self._body, self._codec = body, served.codec
 
     def prompts(self) -> list[list[int]]:
         """Token ids of the chat, up to where the answer begins. Raises APIError for what the template refuses."""

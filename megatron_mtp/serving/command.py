@@ -17,8 +17,9 @@ from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings, block
 from megatron_mtp.drafting.load import Loaded, load_checkpoint
 from megatron_mtp.drafting.pages import BLOCK
 from megatron_mtp.drafting.requests import Engine
-from megatron_mtp.drafting.runner import BEYOND, Runner
+from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.errors import sentences
+from megatron_mtp.platform import cpu
 from megatron_mtp.serving.answers import Served
 from megatron_mtp.serving.app import make_app
 from megatron_mtp.serving.metrics import Metrics
@@ -66,7 +67,8 @@ def _made(args: Namespace, config: SpeculativeConfig | None) -> tuple[Loaded, Co
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code)
     tokenizer, drafter = tokenizer_of(args, loaded), drafter_of(config, dtype)
-    sizes = EngineSettings(args.max_running, args.max_waiting, _blocks(args, loaded.runner, drafter))
+    blocks = _blocks(args, loaded.runner, drafter)
+    sizes = EngineSettings(args.max_running, args.max_waiting, blocks, overlap=not cpu.installed())
     served = Served(
         name=args.served_model_name or _model_name(Path(args.load)),
         codec=Ids() if tokenizer is None else Words(tokenizer),
@@ -110,7 +112,7 @@ def _blocks(args: Namespace, runner: Runner, drafter: Runner | None) -> int:
     """Of the cache: as many as were asked for, or else as all running texts can need."""
     if args.cache_gib is not None:
         return blocks_in(args.cache_gib, runner, drafter)
-    each = -(-(runner.positions + BEYOND) // BLOCK)
+    each = -(-runner.positions // BLOCK) + 1  # and the drafts behind the last position
     return min(args.max_running * each, blocks_in(MOST_GIB, runner, drafter))
 
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 from megatron_mtp.drafting.requests import TokenLogprob
+from megatron_mtp.serving.answers import Served, check_texts
 from megatron_mtp.serving.bodies import CompletionBody
 from megatron_mtp.serving.choices import Choice, Delta, drafts, finite
 from megatron_mtp.serving.errors import refused
-from megatron_mtp.serving.tokens import Ids
 
 
 class Completions:
@@ -14,8 +14,8 @@ class Completions:
 
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionBody, codec: Ids) -> None:
-        self._body, self._codec = body, codec
+    def __init__(self, body: CompletionBody, served: Served) -> None:
+        self._body, self._codec, self._served = body, served.codec, served
 
     def prompts(self) -> list[list[int]]:
         """Token ids of all prompts. Raises APIError for what is no prompt."""
@@ -24,6 +24,7 @@ class Completions:
             given = [given]
         if not isinstance(given, list) or not given:
             raise refused("prompt: give a text, a list of token ids, or a list of these.", "prompt")
+        check_texts(len(given) * self._body.n, self._served)  # before they are tokenised
         return [self._ids(one) for one in given]
 
     def _ids(self, prompt: object) -> list[int]:

@@ -10,11 +10,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megatron_mtp.drafting.requests import Load, Update
+from megatron_mtp.drafting.requests import Finish, Load, Update
 
 PREFIX = "megatron_mtp_"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Borders of the histograms."""
+
+GONE = "cancelled"
+"""Why a text ended whose client has gone."""
 
 Value = Callable[[Load], float]
 
@@ -87,6 +90,8 @@ class Metrics:
         self._ends = Counter(
             PREFIX + "requests", "texts that have ended, by reason", ["finished_reason"], registry=self._registry
         )
+        for reason in (*Finish, GONE):
+            self._ends.labels(reason)  # 0 before the first one
 
     def read(self, load: Callable[[], Load]) -> None:
         """Report the counts of an engine."""
@@ -113,8 +118,8 @@ class Metrics:
         times.last = now
 
     def ended(self, request: int, reason: str) -> None:
-        """A text has ended, also since its client has gone ("cancelled")."""
+        """A text has ended, also since its client has gone (`GONE`)."""
         times = self._texts.pop(request)
         self._ends.labels(reason).inc()
-        if times.last is not None and reason != "cancelled":
+        if times.last is not None and reason != GONE:
             self._whole.observe(times.last - times.asked)

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_mtp.drafting.requests import Engine, Load, QueueFull, Request, Update
 from megatron_mtp.serving.errors import APIError, failed
-from megatron_mtp.serving.metrics import Metrics
+from megatron_mtp.serving.metrics import GONE, Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Service:
         """Cancel what has not ended, since nobody waits for it."""
         live = [number for number in texts.numbers if self._owners.pop(number, None) is not None]
         for number in live:
-            self._metrics.ended(number, "cancelled")
+            self._metrics.ended(number, GONE)
         if live:
             self._commands.put(lambda: self._cancel(live))
 

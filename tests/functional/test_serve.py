@@ -196,15 +196,18 @@ def test_64_connections_at_once(served: Served) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_texts(served: Served, stream: bool) -> None:
     host, port = served.url.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": "ab", "n": 4, "max_tokens": 200, "ignore_eos": True, "stream": stream}).encode()
+    body = json.dumps({"prompt": "ab", "n": 96, "max_tokens": 200, "ignore_eos": True, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    ended = served.metric('requests_total{finished_reason="length"}')
+    reasons = [f'requests_total{{finished_reason="{reason}"}}' for reason in ("length", "cancelled")]
+    before = [served.metric(reason) for reason in reasons]
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
-        until(lambda: served.metric("num_requests_running") == 4)
+        until(lambda: served.metric("num_requests_running") == 8)
     until(lambda: served.metric("num_requests_running") == 0)
     assert served.metric("cache_blocks_used") == 0
-    assert served.metric('requests_total{finished_reason="length"}') == ended
+    ended, cancelled = (served.metric(reason) - start for reason, start in zip(reasons, before, strict=True))
+    assert ended + cancelled == 96
+    assert cancelled > 0
 
 
 def test_bench_serve_measures_it(served: Served, tmp_path: Path) -> None:

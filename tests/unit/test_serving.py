@@ -243,6 +243,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "huge seed": ({"seed": 10**30}, "seed: Input should be less than", "seed"),
     "n": ({"n": 0}, "n: Input should be greater than or equal to 1", "n"),
     "many": ({"prompt": ["a"] * 129}, "the request has 129 texts; this server takes 128 at once", None),
+    "a million": ({"prompt": ["a"] * 10**6}, "the request has 1000000 texts", None),
     "stop": ({"stop": ""}, "stop: give at most 16 strings of 1 to 256 letters", "stop"),
     "stops": ({"stop": ["a"] * 17}, "stop: give at most 16 strings", "stop"),
     "logprobs": ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20", "logprobs"),

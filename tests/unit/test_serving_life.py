@@ -80,6 +80,7 @@ def test_a_full_queue_is_429_for_all_texts_of_a_request_or_none(server: Running)
 
 
 def test_a_request_with_more_texts_than_there_is_room_for(server: Running) -> None:
+    server.engine.go.clear()
     with pytest.raises(openai.RateLimitError, match="the queue is full; ask again later") as error:
         server.client().completions.create(model=NAME, prompt="ab", n=5)
     assert error.value.code == "queue_full"
@@ -123,6 +124,7 @@ def test_draining_ends_what_has_begun_and_refuses_the_rest(codec: Words) -> None
         began = raw(server, {"prompt": "ab", "max_tokens": 4, "temperature": 0})
         until(lambda: live(server) == 1)
         server.server.handle_exit(15, None)
+        time.sleep(0.3)  # in which the server looks three times whether it may end
         with pytest.raises(openai.InternalServerError, match="the server is ending; ask another one") as error:
             server.client().completions.create(model=NAME, prompt="ab")
         assert error.value.status_code == 503

@@ -195,7 +195,7 @@ ENGINES: dict[str, Engine] = {
         repository="ggml-org/llama.cpp",
         source="common/speculative.cpp",
         families={"glm4_moe": FamilyRules("src/models/glm4-moe.cpp", limit=1)},
-        evidence="read in its source",
+        evidence="run by hand: docs/serving.md",
         first_row=True,
     ),
     "tensorrt-llm": Engine(

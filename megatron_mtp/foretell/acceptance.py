@@ -7,7 +7,7 @@ token; the trunk adds one more. "Acceptance" of position d is the share of round
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_mtp.foretell.engines import Difference, Feeding, differences
+from megatron_mtp.foretell.engines import WORDS, Difference, Feeding, differences
 from megatron_mtp.foretell.rows import Text, drafts, read_text, trained_feeding
 from megatron_mtp.model.trunk import MTPTrunk
 
@@ -118,8 +118,8 @@ def foretell(
 
 EXCHANGED = Difference(
     "swapped",
-    "eh_proj has the embedding's half first in Megatron, and where the family's class expects it in a folder",
-    "the halves of eh_proj are exchanged in this checkpoint",
+    WORDS["swapped", False],
+    f"{WORDS['swapped', True]} in this checkpoint",
 )
 """A fault of the given folder, not of an engine."""
 

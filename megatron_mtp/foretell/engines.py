@@ -8,8 +8,8 @@ engine that does otherwise still gives correct texts, because it verifies; it ac
     differences(TRAINED, feeding)          the rules that differ, with the words for both sides
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 
 EVERY_DEPTH = "every draft by its own depth"
 FIRST_DEPTH = "every draft by depth 1"
@@ -98,7 +98,7 @@ class Engine:
         counts: which numbers of drafts it takes: "any", "depths" (as many as depths), "multiple" (at most as many as
             depths, or a multiple of them).
         accepts: its rule for accepting drafts, where texts are greedy.
-        several: what changes where a folder has more than one depth.
+        several: its rules where a folder has more than one depth, from those for one.
     """
 
     title: str
@@ -111,7 +111,7 @@ class Engine:
     first_row: bool = False
     counts: str = "any"
     accepts: str = "a draft is accepted if it is the trunk's likeliest token, and all drafts before it are accepted"
-    several: Mapping[str, str] = field(default_factory=dict)
+    several: Callable[[Feeding], Feeding] = lambda feeding: feeding
 
     def feeding(self, family: str, depths: int) -> Feeding:
         """How the drafts of a folder of this family with so many depths are made.
@@ -125,8 +125,15 @@ class Engine:
                 "(--family chooses the form of the export)."
             )
         rules = self.families[family]
-        own = {"module": self.module, "keys": self.keys} | (dict(self.several) if depths > 1 else {})
-        return Feeding(trunk=rules.trunk, chained=rules.chained, zeroed=rules.zeroed, first_row=self.first_row, **own)
+        feeding = Feeding(
+            module=self.module,
+            trunk=rules.trunk,
+            chained=rules.chained,
+            zeroed=rules.zeroed,
+            keys=self.keys,
+            first_row=self.first_row,
+        )
+        return self.several(feeding) if depths > 1 else feeding
 
     def source_of(self, rule: str, family: str) -> str:
         """The file, in the engine's repository, in which a rule of `Feeding` can be read."""
@@ -195,7 +202,7 @@ ENGINES: dict[str, Engine] = {
         repository="ggml-org/llama.cpp",
         source="common/speculative.cpp",
         families={"glm4_moe": FamilyRules("src/models/glm4-moe.cpp", limit=1)},
-        evidence="read in its source",
+        evidence="run by hand: docs/serving.md",
         first_row=True,
     ),
     "tensorrt-llm": Engine(
@@ -207,7 +214,7 @@ ENGINES: dict[str, Engine] = {
             "deepseek_v3": FamilyRules(f"{_TENSORRT_MODELS}/modeling_deepseekv3.py"),
         },
         evidence="read in its source",
-        several={"module": "own", "keys": "window"},
+        several=lambda feeding: replace(feeding, module="own", keys="window"),
     ),
 }
 """Engines by the value of --engine."""

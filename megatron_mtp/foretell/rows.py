@@ -13,7 +13,7 @@ A depth is a layer with one attention, so its keys depend on its input rows alon
 Letters in names: S positions of the text, R starts, B batch (1), H hidden, V vocabulary, N rows of all blocks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,7 +106,9 @@ def drafts(model: MTPTrunk, text: Text, count: int, feeding: Feeding) -> list[li
         feeding: what they are made from.
     """
     starts = len(text.tokens) - count - 1
-    states_RBH, chain, made = text.states(feeding.trunk)[:starts], [], []
+    states_RBH = text.states(feeding.trunk)[:starts]
+    chain: list[Tensor] = []
+    made: list[list[int]] = []
     with _swapped(model, feeding.swapped):
         for number in range(1, count + 1):
             layer = _layer(model, number, feeding)
@@ -207,7 +209,7 @@ def _placed(layer: torch.nn.Module, positions: list[int]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in layer.modules():
             if hasattr(module, "get_emb"):  # only rotary modules have it, with and without YaRN
-                module.forward = _angles_at(module.forward, positions)  # type: ignore[method-assign]
+                module.forward = _angles_at(module.forward, positions)
                 stack.callback(module.__dict__.pop, "forward")
         yield
 
@@ -225,14 +227,18 @@ def _angles_at(forward: Any, positions: list[int]) -> Any:
 @contextmanager
 def _swapped(model: MTPTrunk, swapped: bool) -> Iterator[None]:
     """While this lasts, the halves of every eh_proj are exchanged."""
-    weights = [layer.eh_proj.weight for layer in model.mtp.layers] if swapped else []
-    for weight in weights:
-        weight.data = weight.data.roll(weight.size(1) // 2, dims=1)
+    layers = model.mtp.layers if swapped else []
+    _exchange_halves(layers)
     try:
         yield
     finally:
-        for weight in weights:
-            weight.data = weight.data.roll(weight.size(1) // 2, dims=1)
+        _exchange_halves(layers)
+
+
+def _exchange_halves(layers: Iterable[torch.nn.Module]) -> None:
+    for layer in layers:
+        weight = layer.get_parameter("eh_proj.weight")
+        weight.data = weight.data.roll(weight.size(1) // 2, dims=1)
 
 
 def _embed(model: MTPTrunk, tokens: list[int]) -> Tensor:

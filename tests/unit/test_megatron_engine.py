@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_single import our_hybrid
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron.core.inference.utils import InferenceMode
 from megatron_single import LATENT, MOE, join_world_of_one, our_model
@@ -17,6 +18,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from megatron_mtp.foretell.engines import Feeding
 from megatron_mtp.foretell.rows import drafts, read_text
+from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.trunk import MTPGPTModel
 
 WIDTH = 32
@@ -148,6 +150,18 @@ def test_the_trunk_keeps_its_states_for_the_controller() -> None:
     assert logits_BSV.shape == (1, 2, model.vocab_size)
     expected_SBV = model.head(None).project(states_SBH[[2, 5]])
     torch.testing.assert_close(logits_BSV[0], expected_SBV[:, 0])
+
+
+@pytest.mark.parametrize("pattern", [None, "*-/*-/*-"], ids=["gpt", "hybrid"])
+@torch.no_grad()
+def test_the_trunk_computes_the_same_for_the_engine(pattern: str | None) -> None:
+    model = (our_model(2) if pattern is None else our_hybrid(pattern)).eval()
+    tokens_BS, positions_BS = torch.arange(3, 11)[None], torch.arange(8)[None]
+    mask = square_mask(8, "cpu")
+    elsewhere_BSV = model(tokens_BS, positions_BS, mask)
+    with InferenceMode.active():
+        logits_BSV = model(tokens_BS, positions_BS, mask, runtime_gather_output=True)
+    torch.testing.assert_close(logits_BSV, elsewhere_BSV)
 
 
 def test_what_the_engine_cannot_draft_is_refused() -> None:

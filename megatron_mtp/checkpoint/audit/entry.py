@@ -25,18 +25,24 @@ class Place:
     start: int
     length: int
 
+    def first(self, count: int) -> bytes:
+        """The first bytes."""
+        with open(self.file, "rb", buffering=0) as stream:
+            stream.seek(self.start)
+            return stream.read(min(count, self.length))
+
     def pieces(self) -> Iterator[bytearray]:
-        """The bytes, some at a time; fewer if the file ends before."""
+        """The bytes, some at a time, in a buffer that the next piece overwrites; fewer if the file ends before."""
+        buffer = bytearray(min(self.length, PIECE))
         with open(self.file, "rb", buffering=0) as stream:
             stream.seek(self.start)
             left = self.length
-            while left:
-                piece = bytearray(min(left, PIECE))
-                if (count := stream.readinto(piece)) < len(piece):
-                    del piece[count:]
-                    left = count
-                left -= len(piece)
-                yield piece
+            while left >= len(buffer) > 0:
+                count = stream.readinto(buffer) or 0
+                yield buffer if count == len(buffer) else buffer[:count]
+                left = left - count if count == len(buffer) else 0
+            if left:
+                yield bytearray(stream.read(left))
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _largest(tensor: Tensor) -> float:
-    return max(abs(end) for end in (Range.of(tensor).low, Range.of(tensor).high))
+    return max(abs(end.item()) for end in tensor.aminmax()) if tensor.numel() else 0.0
 
 
 def _constant(a: Tensor, b: Tensor) -> Guess | None:

@@ -329,9 +329,7 @@ def _fits(entry: Entry, piece: Piece) -> bool:
 
 def _back(rule: Rule, pieces: list[tuple[str, Piece]], saved: MegatronSide) -> list[Tensor]:
     """The folder's tensors, made from the checkpoint's."""
-    assert saved.reader is not None
-    reader = saved.reader
-    return rule.to_hf([reader.read(key, piece.offset, piece.shape) for key, piece in pieces])
+    return rule.to_hf([saved.read(key, piece.offset, piece.shape) for key, piece in pieces])
 
 
 def _nth(back: Callable[[], list[Tensor]], index: int, kind: torch.dtype | None) -> Tensor:
@@ -352,8 +350,7 @@ def _derived(rule: Rule, pieces: list[tuple[str, Piece]], folder: HFSide, saved:
         return rule.to_mcore([mine.read()])[1]
 
     def read() -> Tensor:
-        assert saved.reader is not None
-        return saved.reader.read(key, piece.offset, piece.shape).float()
+        return saved.read(key, piece.offset, piece.shape).float()
 
     one, other = Entry(mine.shape, "float32", 0, expected), Entry(mine.shape, "float32", 0, read)
     return Pair(key, other, one) if turned else Pair(key, one, other)

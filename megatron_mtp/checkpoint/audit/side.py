@@ -8,15 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatron_mtp.checkpoint.audit.entry import Entry
 from megatron_mtp.checkpoint.audit.finding import Finding
 from megatron_mtp.checkpoint.families import Family, Layout
-from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.families.rules import Rule, Shape
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 
 DEPTH_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
 """Config keys that count depths, of families known here and of others."""
+
+
+NESTED = "language_model."
+"""What keys of the text model begin with in checkpoints of multimodal models; it is left out of `tensors`."""
 
 
 @dataclass
@@ -116,6 +122,16 @@ class MegatronSide:
     tensors: dict[str, Entry] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     form = "Megatron distributed checkpoint"
+
+    def read(self, key: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
+        """Read a tensor, or the slab of `shape` at `offset`, by its key in `tensors`.
+
+        Raises:
+            ValueError: a file is missing or damaged.
+        """
+        assert self.reader is not None
+        nested = f"{NESTED}{key}"
+        return self.reader.read(nested if self.reader.holds(nested) else key, offset, shape)
 
     def argument(self, *names: str) -> Any:
         """The first of these arguments that is there and not None."""

@@ -19,6 +19,8 @@ from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.audit.guesses import Heads, block_of, difference, explain, is_rotary
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.migrating import migrate
+from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.command import line
@@ -235,6 +237,21 @@ def test_a_norm_that_is_stored_twice_is_compared_twice(tmp_path: Path, monkeypat
     result = audit(folder, tmp_path / "mcore")
     assert [one["names"] for one in result["findings"] if one["severity"] == "error"] == [(key,)]
     assert guesses(result) == {"norm plus 1"}
+
+
+def test_inspect_describes_what_does_not_convert(glm: Path, saved: Path, tmp_path: Path) -> None:
+    unknown = Path(shutil.copytree(glm, tmp_path / "unknown"))
+    config(model_type="glm6_unheard_of")(unknown)
+    found = inspect(unknown)
+    assert found["depths"] == {"config": 1, "files": 1}
+    assert not found["trainable here"]
+    assert "is unknown here; known are" in found["why not"]
+    lost = Path(shutil.copytree(glm, tmp_path / "lost"))
+    drop(r"layers\.3\.")(lost)
+    assert inspect(lost)["findings"] == ["The config says 1 depth, the files hold 0: all tensors of MTP were dropped."]
+    assert not inspect(lost)["ok"]
+    migrate(saved, tmp_path / "hybrid", True, QUIET)
+    assert inspect(tmp_path / "hybrid")["hybrid layer pattern"] == "*-*E*E/*E"
 
 
 def test_fp8_weights_are_read_with_their_scales(glm: Path, tmp_path: Path) -> None:

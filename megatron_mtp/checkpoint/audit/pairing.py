@@ -59,7 +59,6 @@ class Pairing:
         pairs: those that both have.
         only_a, only_b: names of those that one side has alone.
         findings: what could not be paired, and why.
-        in_b: names of side B under which `only_a` would be found, and the other way round, for messages.
     """
 
     pairs: list[Pair] = field(default_factory=list)
@@ -103,18 +102,16 @@ def _by_name(a: dict[str, Entry], b: dict[str, Entry]) -> Pairing:
 
 
 def _pair_copies(a: Side, b: Side, found: Pairing) -> None:
-    """Pair tensors of one side alone with the tensor of the other side that they repeat."""
-    for name, entry in list(found.only_a.items()):
+    """Pair tensors of one side alone with the tensor that they repeat, of the other side if it has that."""
+    for name in list(found.only_a):
         base = base_of(b, name) or base_of(a, name)
-        if base is not None and base in b.tensors:
-            found.pairs.append(Pair(name, found.only_a.pop(name), b.tensors[base], copy=base))
-        elif base is not None and base in a.tensors:
-            found.pairs.append(Pair(name, found.only_a.pop(name), a.tensors[base], copy=base))
-            del entry
+        if base is not None and (base in b.tensors or base in a.tensors):
+            held = b.tensors if base in b.tensors else a.tensors
+            found.pairs.append(Pair(name, found.only_a.pop(name), held[base], copy=base))
     for name in list(found.only_b):
         base = base_of(a, name) or base_of(b, name)
-        held = a.tensors if base in a.tensors else b.tensors
-        if base is not None and base in held:
+        if base is not None and (base in a.tensors or base in b.tensors):
+            held = a.tensors if base in a.tensors else b.tensors
             found.pairs.append(Pair(name, held[base], found.only_b.pop(name), copy=base))
 
 

@@ -1,7 +1,8 @@
 """Convert checkpoints between Hugging Face and Megatron, look into them, and prove that both are the same model.
 
 The command line of the conversions: it reads the flags, calls this room and prints what was done. Exit status 2 is a
-user's mistake; `verify` exits with 1 for a difference, and with 3 if no logits were compared.
+user's mistake; `verify` exits with 1 for a difference, and with 3 if no logits were compared; `inspect` exits with 1
+for what is damaged in part.
 """
 
 import argparse

@@ -1,10 +1,14 @@
 """What a Hugging Face folder or a Megatron checkpoint holds, from names and shapes alone: no tensor is read."""
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_mtp.checkpoint.audit.auditing import facts, open_side
+from megatron_mtp.checkpoint.audit.contents import contents
+from megatron_mtp.checkpoint.audit.side import HFSide
 from megatron_mtp.checkpoint.convert.exporting import Export
 from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.importing import origin
@@ -22,20 +26,48 @@ from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 
 def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
-    """Facts by name.
+    """Facts by name; what does not convert is described as far as it can be read, with the reason.
 
     Args:
+        folder: a Hugging Face folder, or a checkpoint.
         check: read a checkpoint as a whole, and compare its entries with their checksums.
 
+    Returns:
+        The facts; `ok` is false for what is damaged, or does not hold what its config says.
+
     Raises:
-        ValueError: it is neither of the two, or is damaged.
+        ValueError: nothing of a model can be read, or the checksums of a checkpoint differ.
     """
+    try:
+        return _whole(folder, check)
+    except ValueError as error:
+        found = None if check else _described(folder, str(error))
+        if found is None:
+            raise
+        return found
+
+
+def _whole(folder: Path, check: bool) -> dict[str, Any]:
+    """Facts about what converts."""
     check_kind(folder, FAMILIES)
     if not (folder / CONFIG).is_file():
         return _megatron(folder) | (check_entries(iteration_folder(folder)) if check else {})
     if check:
         raise ValueError(f"--check was given, but {folder} is a Hugging Face folder, whose files have no checksums.")
     return _hf(folder)
+
+
+def _described(folder: Path, reason: str) -> dict[str, Any] | None:
+    """Facts about what does not convert; None if neither tensors nor a config can be read."""
+    try:
+        side = open_side(folder)
+    except ValueError:
+        return None
+    if not side.tensors and not (isinstance(side, HFSide) and side.keys):
+        return None
+    wrong = [found.says for found in (*side.findings, *contents(side)) if found.counts]
+    found = {**facts(side), "trainable here": False, "why not": reason}
+    return found | ({"findings": wrong, "ok": False} if wrong else {})
 
 
 def names(folder: Path, rows: bool = False) -> list[Any]:
@@ -81,6 +113,7 @@ def _megatron(folder: Path) -> dict[str, Any]:
     return {
         "form": "Megatron distributed checkpoint",
         "iteration": common.get("iteration", 0),
+        **_pattern(common["args"]),
         "depths": StoredDepths.of(reader.keys).layers,
         **({"draft vocabulary": reader.shape(DRAFT_VOCABULARY)[0]} if reader.holds(DRAFT_VOCABULARY) else {}),
         "tensors": len(sizes),
@@ -91,6 +124,12 @@ def _megatron(folder: Path) -> dict[str, Any]:
         **({"why not": reason} if isinstance(reason, str) else {}),
         **{name: value for name, value in common.get("megatron_mtp", {}).items() if name != "layout"},
     }
+
+
+def _pattern(args: Namespace) -> dict[str, str]:
+    """The layers of a hybrid; nothing for a GPT."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    return {} if pattern is None else {"hybrid layer pattern": pattern}
 
 
 def _names(dtypes: set[torch.dtype]) -> list[str]:

@@ -864,7 +864,7 @@ def damaged() -> Iterator[Case]:
             flips = [tuple(chance.randrange(10**6) for _ in range(count)) for count in (1, 1, 3)]
             for damage in (*DAMAGES, *((("flip", *places),) for places in flips)):
                 changes = tuple((name, file, *rest) for name, *rest in damage)
-                yield Case(reader, None, changes, statuses=(1,) if "verify" in reader else ())
+                yield Case(reader, None, changes, statuses=(1,) if "verify" in reader or "inspect" in reader else ())
 
 
 CONFIG_KEYS = (

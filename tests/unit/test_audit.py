@@ -1,7 +1,9 @@
 """`megatron-mtp audit`: exit status, JSON and page; what other programs write; guesses on plain numbers."""
 
 import json
+import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.audit.guesses import Heads, block_of, difference, explain, is_rotary
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.migrating import migrate
+from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.command import line
@@ -120,6 +124,27 @@ def test_a_checkpoint_of_megatron_bridge_is_described_by_its_own_file(saved: Pat
     assert guesses(result) == {"depth missing"}
 
 
+def test_a_multimodal_checkpoint_has_its_text_model_under_another_prefix(
+    glm: Path, saved: Path, tmp_path: Path
+) -> None:
+    theirs = Path(shutil.copytree(saved, tmp_path / "theirs"))
+    file = theirs / "release" / ".metadata"
+    catalogue = pickle.loads(file.read_bytes())
+    catalogue.state_dict_metadata = {nested(key): entry for key, entry in catalogue.state_dict_metadata.items()}
+    places = catalogue.storage_data.items()
+    catalogue.storage_data = {replace(index, fqn=nested(index.fqn)): place for index, place in places}
+    file.write_bytes(pickle.dumps(catalogue))
+    (theirs / "release" / "checksums.json").unlink()
+    assert any(key.startswith("language_model.mtp.") for key in DistReader(theirs).keys)
+    result = audit(glm, theirs)
+    assert result["ok"]
+    assert result["compared"]["equal"] == len(read(glm))
+
+
+def nested(key: str) -> str:
+    return f"language_model.{key}" if key.startswith(("decoder.", "mtp.", "embedding.", "output_layer.weight")) else key
+
+
 def without_arguments(source: Path, target: Path) -> Path:
     """A copy of a checkpoint whose common state is something else."""
     shutil.copytree(source, target)
@@ -184,6 +209,49 @@ def test_packed_experts_are_single_ones_in_another_form(tmp_path: Path) -> None:
     tensors["mtp.layers.0.mlp.experts.down_proj"] = torch.stack([downs[1], downs[0], *downs[2:]])
     write(packed, tensors)
     assert guesses(audit(single, packed)) == {"experts permuted"}
+
+
+def test_numbers_that_no_trained_weight_has(glm: Path, tmp_path: Path) -> None:
+    odd = Path(shutil.copytree(glm, tmp_path / "odd"))
+    on("model.layers.0.mlp.down_proj.weight", torch.zeros_like)(odd)
+    on("model.layers.2.input_layernorm.weight", lambda tensor: tensor / 0)(odd)
+    found = {one["guess"]: one["names"] for one in audit(odd)["findings"] if one["severity"] != "note"}
+    assert found == {
+        "not finite": ("model.layers.2.input_layernorm.weight",),
+        "zeros": ("model.layers.0.mlp.down_proj.weight",),
+    }
+
+
+def test_a_norm_that_is_stored_twice_is_compared_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import keeps w beside w - 1; Megatron trains the second, and an export alone would give back the first."""
+    folder = make(tmp_path / "hf", "qwen3_next", 1)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    original = DistReader.read
+    key = "decoder.layers.0.self_attention.out_norm.weight"
+
+    def planted(reader: DistReader, name: str, *rest: Any) -> Tensor:
+        return original(reader, name, *rest) + (1 if name == key else 0)
+
+    assert guesses(audit(folder, tmp_path / "mcore")) == set()
+    monkeypatch.setattr(DistReader, "read", planted)
+    result = audit(folder, tmp_path / "mcore")
+    assert [one["names"] for one in result["findings"] if one["severity"] == "error"] == [(key,)]
+    assert guesses(result) == {"norm plus 1"}
+
+
+def test_inspect_describes_what_does_not_convert(glm: Path, saved: Path, tmp_path: Path) -> None:
+    unknown = Path(shutil.copytree(glm, tmp_path / "unknown"))
+    config(model_type="glm6_unheard_of")(unknown)
+    found = inspect(unknown)
+    assert found["depths"] == {"config": 1, "files": 1}
+    assert not found["trainable here"]
+    assert "is unknown here; known are" in found["why not"]
+    lost = Path(shutil.copytree(glm, tmp_path / "lost"))
+    drop(r"layers\.3\.")(lost)
+    assert inspect(lost)["findings"] == ["The config says 1 depth, the files hold 0: all tensors of MTP were dropped."]
+    assert not inspect(lost)["ok"]
+    migrate(saved, tmp_path / "hybrid", True, QUIET)
+    assert inspect(tmp_path / "hybrid")["hybrid layer pattern"] == "*-*E*E/*E"
 
 
 def test_fp8_weights_are_read_with_their_scales(glm: Path, tmp_path: Path) -> None:

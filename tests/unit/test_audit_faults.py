@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 from audit_faults import Fault, faults, sound, spoiled
+from judged_models import QUIET
 
 from megatron_mtp.checkpoint.audit.auditing import audit
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 
 FAULTS = faults()
 LEAST_RIGHT = 0.8
@@ -42,10 +45,29 @@ def test_a_planted_fault_is_found(fault: Fault, found: Any) -> None:
 
 def test_most_faults_are_explained_rightly(found: Any) -> None:
     rows = [(fault.family, fault.kind, fault.what, fault.guess, found(fault)) for fault in FAULTS]
+    assert len(rows) >= 60
+    assert len(Counter(fault.kind for fault in FAULTS)) == 6
+    assert_right(rows)
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("megatron")
+def test_the_same_faults_are_found_against_a_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
+    saved = {name: tmp_path / f"{name}-saved" for name in folders}
+    for name, folder in folders.items():
+        hf_to_mcore(folder, saved[name], QUIET, megatron_arguments)
+    rows = []
+    for fault in FAULTS:
+        folder = spoiled(fault, folders[fault.family], tmp_path / str(fault))
+        rows.append((fault.family, fault.kind, fault.what, fault.guess, first(audit(saved[fault.family], folder))))
+    assert [row for row in rows if row[-1] == "nothing"] == []
+    assert_right(rows)
+
+
+def assert_right(rows: list[tuple[str, str, str, str, str]]) -> None:
+    """Print the table, and count the explanations that are right."""
     for family, kind, what, owed, said in rows:
         print(f"{family:<12} {kind:<14} {what:<34} {said}{'' if said == owed else f' (not: {owed})'}")
     right = sum(owed == said for *_, owed, said in rows)
     print(f"{len(rows)} faults, {right} with the right explanation first")
-    assert len(rows) >= 60
-    assert len(Counter(fault.kind for fault in FAULTS)) == 6
     assert right >= LEAST_RIGHT * len(rows)

@@ -127,12 +127,29 @@ def test_a_folder_that_cannot_be_read_is_named(
     spoil, words = KINDS[kind]
     folder = Path(shutil.copytree(published, tmp_path / "hf"))
     spoil(folder)
-    for arguments in (["hf-to-mcore", folder, tmp_path / "mcore"], ["inspect", folder]):
-        assert main([str(argument) for argument in arguments]) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1
-        assert words in said
+    assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert words in said
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+NO_TENSORS = ("gguf", "link of the weights", "truncated", "absurd header", "a folder as a file")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_that_does_not_convert_is_described(
+    kind: str, published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, words = KINDS[kind]
+    folder = Path(shutil.copytree(published, tmp_path / "hf"))
+    spoil(folder)
+    status = main(["inspect", str(folder), "--json"])
+    said = capsys.readouterr()
+    facts = json.loads(said.out)
+    assert words in facts["why not"]
+    assert status == int("findings" in facts)
+    assert (facts["layers"]["files"] == 3) == (kind not in NO_TENSORS)
 
 
 def test_a_copy_in_another_form_is_left_alone(published: Path, tmp_path: Path) -> None:

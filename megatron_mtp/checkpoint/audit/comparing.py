@@ -5,8 +5,10 @@ At most two tensors are in memory at a time. Differences with the same explanati
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.contents import LOST, missing_layers
@@ -19,6 +21,7 @@ from megatron_mtp.checkpoint.audit.parts import Parts
 from megatron_mtp.checkpoint.audit.side import HFSide, Side
 from megatron_mtp.checkpoint.audit.values import Ranges
 from megatron_mtp.checkpoint.convert.names import unnumbered
+from megatron_mtp.files import default_workers
 
 MILD = ("type", "trained further", "padding")
 """Guesses after which both sides may still be meant to be the same model."""
@@ -66,13 +69,17 @@ def compare(
         step: called after every pair with the bytes that were read.
     """
     done, differences, heads = Compared(findings=list(paired.findings)), [], heads_of(a, b)
-    for pair in paired.pairs:
-        found = _one(pair, heads, ranges, done)
-        if found is None:
-            done.equal += not pair.copy
-        else:
-            differences.append(found)
-        step(pair.a.bytes + pair.b.bytes)
+    with ThreadPoolExecutor(default_workers()) as pool:
+        for pair, found in zip(paired.pairs, pool.map(_streamed, paired.pairs), strict=True):
+            if found is None:
+                one = _one(pair, heads, ranges, done)
+                differences += [] if one is None else [one]
+                done.equal += one is None and not pair.copy
+            else:
+                ranges[0].keep(pair.name, found)
+                ranges[1].keep(_name_in_b(pair), found)
+                done.equal += not pair.copy
+            step(pair.a.bytes + pair.b.bytes)
     moved = _moves(a, b, differences, paired)
     done.findings += _moved(moved)
     gone = {move.name for move in moved}
@@ -99,14 +106,20 @@ def _one(pair: Pair, heads: Heads, ranges: tuple[Ranges, Ranges], done: Compared
         return None
 
 
-def _difference(pair: Pair, heads: Heads, ranges: tuple[Ranges, Ranges]) -> Difference | None:
-    one, other, found = pair.a, pair.b, Range()
-    streamed = one.place is not None and other.place is not None
-    if streamed and (one.shape, one.dtype) == (other.shape, other.dtype) and same_bits(one, other, found):
-        for name, own in zip((pair.name, _name_in_b(pair)), ranges, strict=True):
-            own.keep(name, found)
+def _streamed(pair: Pair) -> Range | None:
+    """The range of two tensors that are equal bit by bit; None if they are not, or have to be read whole."""
+    one, other = pair.a, pair.b
+    if one.place is None or other.place is None or (one.shape, one.dtype) != (other.shape, other.dtype):
         return None
-    left, right = one.read(), other.read()
+    found = Range(one.kind or torch.uint8)
+    try:
+        return found if same_bits(one, other, found) else None
+    except OSError:
+        return None  # reading it whole says why
+
+
+def _difference(pair: Pair, heads: Heads, ranges: tuple[Ranges, Ranges]) -> Difference | None:
+    left, right = pair.a.read(), pair.b.read()
     ranges[0].keep(pair.name, Range.of(left))
     ranges[1].keep(_name_in_b(pair), Range.of(right))
     if equal_bits(left, right) or (_is_padding(pair, left.shape, right.shape) and _same_rows(left, right)):

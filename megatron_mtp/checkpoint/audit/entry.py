@@ -3,11 +3,12 @@
 Pieces are small enough for the processor's cache: a pair is compared almost as fast as it is read.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,18 +26,24 @@ class Place:
     start: int
     length: int
 
+    def first(self, count: int) -> bytes:
+        """The first bytes."""
+        with open(self.file, "rb", buffering=0) as stream:
+            stream.seek(self.start)
+            return stream.read(min(count, self.length))
+
     def pieces(self) -> Iterator[bytearray]:
-        """The bytes, some at a time; fewer if the file ends before."""
+        """The bytes, some at a time, in a buffer that the next piece overwrites; fewer if the file ends before."""
+        buffer = bytearray(min(self.length, PIECE))
         with open(self.file, "rb", buffering=0) as stream:
             stream.seek(self.start)
             left = self.length
-            while left:
-                piece = bytearray(min(left, PIECE))
-                if (count := stream.readinto(piece)) < len(piece):
-                    del piece[count:]
-                    left = count
-                left -= len(piece)
-                yield piece
+            while left >= len(buffer) > 0:
+                count = stream.readinto(buffer) or 0
+                yield buffer if count == len(buffer) else buffer[:count]
+                left = left - count if count == len(buffer) else 0
+            if left:
+                yield bytearray(stream.read(left))
 
 
 @dataclass(frozen=True)
@@ -64,65 +71,65 @@ class Entry:
         return found if isinstance(found, torch.dtype) else None
 
 
+INFINITE = {
+    torch.float64: (np.uint64, 0x7FF0_0000_0000_0000),
+    torch.float32: (np.uint32, 0x7F80_0000),
+    torch.float16: (np.uint16, 0x7C00),
+    torch.bfloat16: (np.uint16, 0x7F80),
+}
+"""Types whose numbers are looked at: the integer type of their bits, and the bits of infinity."""
+
+
 @dataclass
 class Range:
-    """The smallest and largest number of a tensor and 0, gathered piece by piece.
+    """The largest magnitude of a tensor's numbers, as bits: those of NaN and infinity are the largest of all.
 
     Attributes:
-        low, high: the ends; not finite if a number is not.
+        kind: the tensor's type.
+        bits: of the largest magnitude.
     """
 
-    low: float = 0.0
-    high: float = 0.0
+    kind: torch.dtype
+    bits: int = 0
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Range":
         """The range of a tensor; of one whose type is not looked at, that of 0."""
-        found = cls()
-        if tensor.dtype in RANGED:
-            found.add(tensor)
+        found = cls(tensor.dtype)
+        if tensor.dtype in INFINITE:
+            for part in bits(tensor).split(PIECE):
+                found.add(part.numpy())
         return found
 
-    def add(self, numbers: Tensor) -> None:
-        """Widen the range by these numbers."""
-        if numbers.numel():
-            low, high = (end.item() for end in numbers.aminmax())
-            self.low, self.high = (
-                (low if not low >= self.low else self.low),
-                (high if not high <= self.high else self.high),
-            )
+    def add(self, piece: bytearray | np.ndarray[Any, Any]) -> None:
+        """Widen the range by the numbers of these bytes."""
+        if self.kind in INFINITE and len(piece) >= self.kind.itemsize and len(piece) % self.kind.itemsize == 0:
+            integers, _ = INFINITE[self.kind]
+            numbers = np.frombuffer(piece, integers)
+            sign = integers(1 << (8 * self.kind.itemsize - 1))
+            self.bits = max(self.bits, int((numbers & ~sign).max()))
 
     @property
     def finite(self) -> bool:
         """Whether all numbers were finite."""
-        return math.isfinite(self.low) and math.isfinite(self.high)
+        return self.kind not in INFINITE or self.bits < INFINITE[self.kind][1]
 
     @property
     def zero(self) -> bool:
         """Whether all numbers were 0."""
-        return self.low == self.high == 0
-
-
-RANGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-"""Types whose ranges are looked at."""
+        return self.kind in INFINITE and self.bits == 0
 
 
 def range_of(entry: Entry) -> Range | None:
     """The range of a tensor's numbers; None for types that are not looked at."""
-    if entry.kind not in RANGED:
+    if entry.kind not in INFINITE:
         return None
     if entry.place is None:
         return Range.of(entry.read())
-    found = Range()
+    found = Range(entry.kind)
     for piece in entry.place.pieces():
-        _widen(found, piece, entry.kind)
+        found.add(piece)
     return found
-
-
-def _widen(found: Range, piece: bytearray, dtype: torch.dtype | None) -> None:
-    assert dtype is not None
-    if len(piece) % dtype.itemsize == 0 and piece:
-        found.add(torch.frombuffer(piece, dtype=dtype))
 
 
 def same_bits(one: Entry, other: Entry, found: Range | None = None) -> bool:
@@ -137,8 +144,8 @@ def same_bits(one: Entry, other: Entry, found: Range | None = None) -> bool:
     for mine, theirs in zip(one.place.pieces(), other.place.pieces(), strict=False):
         if mine != theirs:
             return False
-        if found is not None and one.kind in RANGED:
-            _widen(found, mine, one.kind)
+        if found is not None:
+            found.add(mine)
     return True
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.entry import Entry, Place
 from megatron_mtp.checkpoint.audit.finding import NOTE, WARNING, Finding, counted, listed
-from megatron_mtp.checkpoint.audit.side import HFSide
+from megatron_mtp.checkpoint.audit.side import DEPTH_KEYS, HFSide
 from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.hf.kinds import ADAPTER, quantisation
@@ -58,6 +58,10 @@ def _read_config(side: HFSide) -> None:
         side.findings.append(Finding("damaged config", f"The config cannot be read: {error}", advice, names=(CONFIG,)))
         return
     side.keys = keys
+    odd = [name for name in (*DEPTH_KEYS, "num_hidden_layers") if side.config.has(name) and side.counts(name) is None]
+    if odd:
+        says = f"{listed(odd)} of the config: no number of layers or depths ({side.config.keys[odd[0]]!r:.40})."
+        side.findings.append(Finding("damaged config", says, "correct the config", names=tuple(odd)))
     side.family = FAMILIES.get(side.config.model_type)
     if side.family is not None:
         side.config = side.config.with_defaults(side.family.defaults)

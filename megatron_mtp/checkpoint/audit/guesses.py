@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.audit.entry import bits, equal_bits
+from megatron_mtp.checkpoint.audit.entry import Range, equal_bits
 
 FEW = 0.01
 """Largest part of a tensor's numbers that counts as few."""
@@ -110,13 +110,18 @@ def _of_shapes(a: Tensor, b: Tensor) -> Guess:
 def _of_types(a: Tensor, b: Tensor) -> Guess | None:
     """The same numbers in another type, or rounded to it."""
     kinds = f"is of type {_name(b.dtype)}, not {_name(a.dtype)}"
-    if equal_bits(a.double(), b.double()):
+    if _holds(a, b, lambda x, y: equal_bits(x.double(), y.double())):
         return Guess("type", f"{kinds}, with the same numbers")
-    if equal_bits(a.to(b.dtype), b):
+    if _holds(a, b, lambda x, y: equal_bits(x.to(y.dtype), y)):
         return Guess("rounded", f"{kinds}: rounded to it")
-    if equal_bits(b.to(a.dtype), a):
+    if _holds(a, b, lambda x, y: equal_bits(y.to(x.dtype), x)):
         return Guess("rounded", f"{kinds}, and side A was rounded")
     return None
+
+
+def _holds(a: Tensor, b: Tensor, test: Callable[[Tensor, Tensor], bool]) -> bool:
+    """Whether a test holds for all parts of two tensors of one shape; the first that fails ends it."""
+    return all(map(test, a.flatten().split(PART), b.flatten().split(PART)))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -126,11 +131,20 @@ def _name(dtype: torch.dtype) -> str:
 def _rounded(a: Tensor, b: Tensor) -> Guess | None:
     for one, other, side in ((a, b, "B"), (b, a, "A")):
         for narrow in NARROW:
-            if one.is_floating_point() and narrow.itemsize < one.element_size():
-                rounded = one.to(narrow).to(one.dtype)
-                if equal_bits(rounded, other) or (narrow == torch.bfloat16 and equal_bits(_cut(one), other)):
-                    return Guess("rounded", f"differs by rounding: side {side} went through {_name(narrow)}")
+            if not one.is_floating_point() or narrow.itemsize >= one.element_size():
+                continue
+            if _holds(one, other, _through(narrow)) or (narrow == torch.bfloat16 and _holds(one, other, _is_cut)):
+                return Guess("rounded", f"differs by rounding: side {side} went through {_name(narrow)}")
     return None
+
+
+def _through(narrow: torch.dtype) -> Callable[[Tensor, Tensor], bool]:
+    """A test whether the second tensor is the first one, rounded to a type and back."""
+    return lambda one, other: equal_bits(one.to(narrow).to(one.dtype), other)
+
+
+def _is_cut(one: Tensor, other: Tensor) -> bool:
+    return equal_bits(_cut(one), other)
 
 
 def _cut(tensor: Tensor) -> Tensor:
@@ -140,14 +154,14 @@ def _cut(tensor: Tensor) -> Tensor:
 
 def _halves(a: Tensor, b: Tensor) -> Guess | None:
     for dim in range(min(a.dim(), 2))[::-1]:
-        if a.size(dim) % 2 == 0 and equal_bits(torch.cat(a.chunk(2, dim)[::-1], dim), b):
+        if a.size(dim) % 2 == 0 and all(map(torch.equal, a.chunk(2, dim)[::-1], b.chunk(2, dim))):
             where = "columns" if dim else "rows"
             return Guess("halves swapped", f"has its two halves of {where} swapped")
     return None
 
 
 def _transposed(a: Tensor, b: Tensor) -> Guess | None:
-    if a.dim() == 2 and a.size(0) == a.size(1) and equal_bits(a.T.contiguous(), b):
+    if a.dim() == 2 and a.size(0) == a.size(1) and torch.equal(a.T, b):
         return Guess("transposed", "is transposed")
     return None
 
@@ -184,20 +198,21 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _largest(tensor: Tensor) -> float:
-    return tensor.float().abs().max().item() if tensor.numel() else 0.0
+    return max(abs(end.item()) for end in tensor.aminmax()) if tensor.numel() else 0.0
 
 
 def _constant(a: Tensor, b: Tensor) -> Guess | None:
     for one, side in ((b, "B"), (a, "A")):
-        if not one.any():
+        low, high = (end.item() for end in one.aminmax()) if one.numel() else (1, 0)
+        if low == high == 0:
             return Guess("zeros", f"is zero on side {side}")
-        if one.numel() > 1 and bool((one == 1).all()):
+        if low == high == 1 and one.numel() > 1:
             return Guess("ones", f"is 1 everywhere on side {side}, as a new norm")
     return None
 
 
 def _not_finite(a: Tensor, b: Tensor) -> Guess | None:
-    bad = [side for one, side in ((a, "A"), (b, "B")) if one.is_floating_point() and not one.float().isfinite().all()]
+    bad = [side for one, side in ((a, "A"), (b, "B")) if not Range.of(one).finite]
     return Guess("not finite", f"has numbers that are NaN or infinite on side {bad[0]}") if bad else None
 
 
@@ -220,20 +235,35 @@ def order_of(a: Tensor, b: Tensor, dim: int) -> list[int] | None:
     """For every slice of `b` along a dimension, the index of the same slice of `a`; None if one is not there."""
     if a.size(dim) > MOST_ROWS or a.size(dim) < 2:
         return None
-    places: dict[bytes, list[int]] = defaultdict(list)
-    for index, row in enumerate(_rows(a, dim)):
-        places[row].append(index)
+    places: dict[int, list[int]] = defaultdict(list)
+    for index, known in enumerate(checksums(a, dim).tolist()):
+        places[known].append(index)
     order = []
-    for row in _rows(b, dim):
-        if not places.get(row):
+    for known in checksums(b, dim).tolist():
+        if not places.get(known):
             return None
-        order.append(places[row].pop(0))
+        order.append(places[known].pop(0))
     return order
 
 
-def _rows(tensor: Tensor, dim: int) -> list[bytes]:
-    moved = tensor.movedim(dim, 0).contiguous()
-    return [row.tobytes() for row in bits(moved).reshape(moved.size(0), -1).numpy()]
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types by which numbers of so many bytes are read as integers."""
+
+
+def checksums(tensor: Tensor, dim: int) -> Tensor:
+    """A number for each slice along a dimension: the sum of its bits by random weights, modulo 2^64."""
+    before, after = math.prod(tensor.shape[:dim]), math.prod(tensor.shape[dim + 1 :])
+    grid = tensor.contiguous().view(INTEGERS[tensor.element_size()]).reshape(before, tensor.size(dim), after)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randint(-(2**62), 2**62, (before, 1, after), generator=generator)
+    sums = torch.zeros(tensor.size(dim), dtype=torch.int64)
+    slices = max(1, PART // max(1, after))
+    for index in range(0, before, step := max(1, slices // tensor.size(dim))):
+        part, own = grid[index : index + step], weights[index : index + step]
+        for start in range(0, tensor.size(dim), slices):
+            rows = part[:, start : start + slices]
+            sums[start : start + slices] += (rows.long() * own).sum((0, 2))
+    return sums
 
 
 _EXPERTS = re.compile(r"experts|router|(^|\.)gate\.|expert_bias|e_score_correction_bias")
@@ -280,7 +310,7 @@ def is_rotary(order: list[int], width: int) -> bool:
 
 
 def _few(a: Tensor, b: Tensor) -> Guess | None:
-    differing = int((a != b).sum())
+    differing = sum(int((x != y).sum()) for x, y in zip(a.flatten().split(PART), b.flatten().split(PART), strict=True))
     if differing <= max(1, int(FEW * a.numel())) and a.numel() > 1:
         return Guess("few numbers differ", f"differs in {differing} of {a.numel()} numbers: damage, or an edit")
     return None

@@ -15,7 +15,15 @@ from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
 from megatron_mtp.checkpoint.proof.forms import prompt_of
 from megatron_mtp.checkpoint.proof.precision import exact_float32
 from megatron_mtp.checkpoint.proof.prompt import Prompt, random_tokens
-from megatron_mtp.checkpoint.proof.verify import acceptance, compare, megatron_logits, reference_logits, text_tokens
+from megatron_mtp.checkpoint.proof.verify import (
+    acceptance,
+    compare,
+    megatron_logits,
+    reference_logits,
+    rounding,
+    text_tokens,
+)
+from megatron_mtp.model.hybrid import RECURRENT
 
 LENGTH = 512
 """Tokens of a text that are compared."""
@@ -60,7 +68,10 @@ def logits(sides: dict[str, Side], text: Path | None, trust_remote_code: bool) -
     figures = [asdict(_figures(letter, found)) for letter, found in computed.items()]
     if len(computed) < 2:
         return findings, {"tokens": prompt.tokens_BS.size(1), "sides": figures}
-    differing, rows = _differences(computed["A"], computed["B"])
+    enlarged = next(
+        (_rounding(side, prompt, computed[letter]) for letter, side in sides.items() if _recurs(side)), None
+    )
+    differing, rows = _differences(computed["A"], computed["B"], enlarged)
     return findings + differing, {"tokens": prompt.tokens_BS.size(1), "sides": figures, "differences": rows}
 
 
@@ -92,6 +103,16 @@ def _of(side: Side, prompt: Prompt) -> Logits:
     return reference_logits(side.path, prompt) if isinstance(side, HFSide) else megatron_logits(side.path, prompt)
 
 
+def _recurs(side: Side) -> bool:
+    """Whether a checkpoint has recurrent layers, which enlarge rounding."""
+    return isinstance(side, MegatronSide) and bool(set(side.pattern or "") & set(RECURRENT))
+
+
+@exact_float32()
+def _rounding(side: Side, prompt: Prompt, ours: Logits) -> dict[str, float]:
+    return rounding(side.path, prompt, ours)
+
+
 def _depths(found: Logits) -> list[str]:
     return sorted(name for name in found if name.startswith("depth "))
 
@@ -101,12 +122,12 @@ def _figures(letter: str, found: Logits) -> Computed:
     return Computed(letter, count, tuple(round(acceptance(found, depth), 4) for depth in range(1, count + 1)))
 
 
-def _differences(a: Logits, b: Logits) -> tuple[list[Finding], list[dict[str, Any]]]:
+def _differences(a: Logits, b: Logits, enlarged: dict[str, float] | None) -> tuple[list[Finding], list[dict[str, Any]]]:
     """Compare what both sides have."""
     names = [name for name in ("trunk", *_depths(a)) if name in b]
     sizes = {name: tuple(map(min, a[name].shape, b[name].shape)) for name in names}  # without padding of either side
     one, other = ({n: found[n][:rows, :columns] for n, (rows, columns) in sizes.items()} for found in (a, b))
-    checks = compare(one, other, "side B")
+    checks = compare(one, other, "side B", enlarged)
     rows = [{"name": check.name, "figure": check.figure, "ok": check.ok} for check in checks]
     wrong = [check for check in checks if not check.ok]
     findings = []

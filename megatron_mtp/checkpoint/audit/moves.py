@@ -14,8 +14,11 @@ from megatron_mtp.checkpoint.audit.copies import OF_EMBEDDING, OF_HEAD
 from megatron_mtp.checkpoint.audit.entry import Entry, bits
 from megatron_mtp.checkpoint.audit.guesses import Guess
 from megatron_mtp.checkpoint.audit.parts import DEPTH, EMBEDDING, HEAD, Part, Parts
+from megatron_mtp.checkpoint.families.rules import Shape
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+BEGINNING = 2**12
+"""Bytes by which tensors are told apart before they are read whole."""
 LEAST = 2
 """Tensors of fewer numbers are not looked for: a single number is found everywhere."""
 
@@ -44,10 +47,12 @@ def moves(wanted: Mapping[str, Entry], given: Mapping[str, Entry], first: Iterab
         first: names of side A that are preferred: those that nothing explains either.
         names: how names are read.
     """
-    kinds = {(entry.shape, entry.dtype) for entry in wanted.values() if _is_found(entry)}
+    kinds = {_beginning(entry) for entry in wanted.values() if _is_found(entry)}
+    shapes, placed = {kind[:2] for kind in kinds}, all(entry.place is not None for entry in wanted.values())
     places: dict[bytes, list[str]] = defaultdict(list)
     for name, entry in given.items():
-        if (entry.shape, entry.dtype) in kinds:
+        known = entry.place is not None and placed
+        if (entry.shape, entry.dtype) in shapes and (not known or _beginning(entry) in kinds):
             places[checksum(entry)].append(name)
     preferred, found = set(first), []
     for name, entry in wanted.items():
@@ -65,6 +70,11 @@ def _is_found(entry: Entry) -> bool:
     for length in entry.shape:
         size *= length
     return size >= LEAST
+
+
+def _beginning(entry: Entry) -> tuple[Shape, str, bytes]:
+    """Shape, type and first bytes: cheap to read, and different for most tensors."""
+    return entry.shape, entry.dtype, b"" if entry.place is None else entry.place.first(BEGINNING)
 
 
 def checksum(entry: Entry) -> bytes:

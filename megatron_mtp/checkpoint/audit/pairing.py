@@ -59,7 +59,6 @@ class Pairing:
         pairs: those that both have.
         only_a, only_b: names of those that one side has alone.
         findings: what could not be paired, and why.
-        in_b: names of side B under which `only_a` would be found, and the other way round, for messages.
     """
 
     pairs: list[Pair] = field(default_factory=list)
@@ -103,18 +102,16 @@ def _by_name(a: dict[str, Entry], b: dict[str, Entry]) -> Pairing:
 
 
 def _pair_copies(a: Side, b: Side, found: Pairing) -> None:
-    """Pair tensors of one side alone with the tensor of the other side that they repeat."""
-    for name, entry in list(found.only_a.items()):
+    """Pair tensors of one side alone with the tensor that they repeat, of the other side if it has that."""
+    for name in list(found.only_a):
         base = base_of(b, name) or base_of(a, name)
-        if base is not None and base in b.tensors:
-            found.pairs.append(Pair(name, found.only_a.pop(name), b.tensors[base], copy=base))
-        elif base is not None and base in a.tensors:
-            found.pairs.append(Pair(name, found.only_a.pop(name), a.tensors[base], copy=base))
-            del entry
+        if base is not None and (base in b.tensors or base in a.tensors):
+            held = b.tensors if base in b.tensors else a.tensors
+            found.pairs.append(Pair(name, found.only_a.pop(name), held[base], copy=base))
     for name in list(found.only_b):
         base = base_of(a, name) or base_of(b, name)
-        held = a.tensors if base in a.tensors else b.tensors
-        if base is not None and base in held:
+        if base is not None and (base in a.tensors or base in b.tensors):
+            held = a.tensors if base in a.tensors else b.tensors
             found.pairs.append(Pair(name, held[base], found.only_b.pop(name), copy=base))
 
 
@@ -329,9 +326,7 @@ def _fits(entry: Entry, piece: Piece) -> bool:
 
 def _back(rule: Rule, pieces: list[tuple[str, Piece]], saved: MegatronSide) -> list[Tensor]:
     """The folder's tensors, made from the checkpoint's."""
-    assert saved.reader is not None
-    reader = saved.reader
-    return rule.to_hf([reader.read(key, piece.offset, piece.shape) for key, piece in pieces])
+    return rule.to_hf([saved.read(key, piece.offset, piece.shape) for key, piece in pieces])
 
 
 def _nth(back: Callable[[], list[Tensor]], index: int, kind: torch.dtype | None) -> Tensor:
@@ -352,8 +347,7 @@ def _derived(rule: Rule, pieces: list[tuple[str, Piece]], folder: HFSide, saved:
         return rule.to_mcore([mine.read()])[1]
 
     def read() -> Tensor:
-        assert saved.reader is not None
-        return saved.reader.read(key, piece.offset, piece.shape).float()
+        return saved.read(key, piece.offset, piece.shape).float()
 
     one, other = Entry(mine.shape, "float32", 0, expected), Entry(mine.shape, "float32", 0, read)
     return Pair(key, other, one) if turned else Pair(key, one, other)

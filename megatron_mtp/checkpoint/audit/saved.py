@@ -14,7 +14,7 @@ import yaml
 
 from megatron_mtp.checkpoint.audit.entry import Entry
 from megatron_mtp.checkpoint.audit.finding import Finding, listed
-from megatron_mtp.checkpoint.audit.side import MegatronSide
+from megatron_mtp.checkpoint.audit.side import NESTED, MegatronSide
 from megatron_mtp.checkpoint.mcore.integrity import check_files
 from megatron_mtp.checkpoint.mcore.iterations import RELEASE
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
@@ -39,9 +39,8 @@ def open_saved(path: Path) -> MegatronSide:
     for key in reader.keys:
         dtype = reader.dtype(key)
         size = torch.Size(reader.shape(key)).numel() * dtype.itemsize
-        side.tensors[key] = Entry(
-            tuple(reader.shape(key)), str(dtype).removeprefix("torch."), size, partial(reader.read, key)
-        )
+        name, kind = key.removeprefix(NESTED), str(dtype).removeprefix("torch.")
+        side.tensors[name] = Entry(tuple(reader.shape(key)), kind, size, partial(reader.read, key))
     return side
 
 

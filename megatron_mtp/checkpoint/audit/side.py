@@ -8,15 +8,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatron_mtp.checkpoint.audit.entry import Entry
 from megatron_mtp.checkpoint.audit.finding import Finding
 from megatron_mtp.checkpoint.families import Family, Layout
-from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.families.rules import Rule, Shape
+from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 
 DEPTH_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
 """Config keys that count depths, of families known here and of others."""
+
+
+NESTED = "language_model."
+"""What keys of the text model begin with in checkpoints of multimodal models; it is left out of `tensors`."""
+
+
+def is_count(value: Any) -> bool:
+    """Whether a setting is a number of layers or depths that a model can have."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_LAYERS
+
+
+UNFIT = (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, OverflowError)
+"""What the rules of a family raise for a config that they do not fit."""
 
 
 @dataclass
@@ -52,7 +68,7 @@ class HFSide:
         """The first of these config keys that holds a number; None without one."""
         keys = {} if self.config is None else self.config.keys
         found = (keys.get(name) for name in names)
-        return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
+        return next((value for value in found if is_count(value)), None)
 
     @property
     def layers(self) -> int | None:
@@ -76,7 +92,7 @@ class HFSide:
             return None
         try:
             return self.family.all_rules(self.config, layout)
-        except (ValueError, TypeError, ZeroDivisionError):
+        except UNFIT:
             return None
 
     def layout(self, depths: int) -> Layout | None:
@@ -89,7 +105,7 @@ class HFSide:
                 keys[key] = self.family.depths.stored(self.tensors)
         try:
             found = self.family.layout(HFConfig(keys, self.config.model_type, self.config.source), self.tensors)
-        except (ValueError, TypeError, ZeroDivisionError):
+        except UNFIT:
             return None
         return Layout(depths, found.features, found.carried)
 
@@ -117,6 +133,16 @@ class MegatronSide:
     findings: list[Finding] = field(default_factory=list)
     form = "Megatron distributed checkpoint"
 
+    def read(self, key: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
+        """Read a tensor, or the slab of `shape` at `offset`, by its key in `tensors`.
+
+        Raises:
+            ValueError: a file is missing or damaged.
+        """
+        assert self.reader is not None
+        nested = f"{NESTED}{key}"
+        return self.reader.read(nested if self.reader.holds(nested) else key, offset, shape)
+
     def argument(self, *names: str) -> Any:
         """The first of these arguments that is there and not None."""
         return next((value for name in names if (value := getattr(self.args, name, None)) is not None), None)
@@ -131,13 +157,13 @@ class MegatronSide:
     def layers(self) -> int | None:
         """The number of the trunk's layers in the arguments."""
         found = self.argument("num_layers")
-        return found if isinstance(found, int) else None
+        return found if is_count(found) else None
 
     @property
     def said_depths(self) -> int | None:
         """The number of depths in the arguments; a repeated layer serves them all."""
         found = self.argument("mtp_num_layers")
-        if not isinstance(found, int):
+        if not is_count(found):
             return None if self.args is None else 0
         return min(found, 1) if self.argument("mtp_use_repeated_layer") else found
 

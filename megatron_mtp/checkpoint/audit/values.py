@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from megatron_mtp.checkpoint.audit.contents import rules_of
-from megatron_mtp.checkpoint.audit.entry import RANGED, Entry, Range, range_of
+from megatron_mtp.checkpoint.audit.entry import INFINITE, Entry, Range, range_of
 from megatron_mtp.checkpoint.audit.finding import WARNING, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.side import HFSide, Side
 from megatron_mtp.checkpoint.families.rules import Zeros
@@ -37,7 +37,7 @@ class Ranges:
 
     def keep(self, name: str, found: Range) -> None:
         """Keep the range of a tensor that was read elsewhere; other names are passed over."""
-        if name in self._side.tensors and self._side.tensors[name].kind in RANGED:
+        if name in self._side.tensors and self._side.tensors[name].kind in INFINITE:
             self.known[name] = found
 
     def findings(self) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from megatron_mtp.checkpoint.convert.importing import origin
 from megatron_mtp.checkpoint.convert.megatron_flags import flags_of
 from megatron_mtp.checkpoint.convert.names import name_lines, name_rows
 from megatron_mtp.checkpoint.convert.plan import HFModel
-from megatron_mtp.checkpoint.families import FAMILIES
+from megatron_mtp.checkpoint.families import known_types
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.kinds import check_kind
 from megatron_mtp.checkpoint.mcore.integrity import check_entries
@@ -49,7 +49,7 @@ def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
 
 def _whole(folder: Path, check: bool) -> dict[str, Any]:
     """Facts about what converts."""
-    check_kind(folder, FAMILIES)
+    check_kind(folder, known_types())
     if not (folder / CONFIG).is_file():
         return _megatron(folder) | (check_entries(iteration_folder(folder)) if check else {})
     if check:

@@ -12,7 +12,8 @@ from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.hf import shards
-from megatron_mtp.checkpoint.hf.shards import HFFolder, dequantise
+from megatron_mtp.checkpoint.hf.quantised import by_block
+from megatron_mtp.checkpoint.hf.shards import HFFolder
 from megatron_mtp.checkpoint.mcore import tensors
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 
@@ -24,12 +25,12 @@ def test_every_block_has_its_scale() -> None:
     weight = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]).to(torch.float8_e4m3fn)
     scale = torch.tensor([[1.0, 2.0], [10.0, 0.5]])
     expected = [[1.0, 2.0, 6.0], [4.0, 5.0, 12.0], [70.0, 80.0, 4.5]]
-    assert dequantise(weight, scale, (2, 2)).tolist() == expected
+    assert by_block(weight, scale, (2, 2)).tolist() == expected
 
 
 def test_scales_that_do_not_cover_the_weight_are_refused() -> None:
     with pytest.raises(ValueError, match="do not cover"):
-        dequantise(torch.ones(3, 3).to(torch.float8_e4m3fn), torch.ones(1, 1), (2, 2))
+        by_block(torch.ones(3, 3).to(torch.float8_e4m3fn), torch.ones(1, 1), (2, 2))
 
 
 def fp8_folder(folder: Path, scaled: bool = True) -> Path:

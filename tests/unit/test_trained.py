@@ -85,7 +85,9 @@ YARN = {"multi_latent_attention": True, "rope_type": "yarn", "rotary_scaling_fac
 
 @pytest.mark.parametrize("said", FOREIGN)
 def test_what_no_family_computes_is_named(said: str) -> None:
-    with pytest.raises(ValueError, match=rf"^the checkpoint was trained with {said}.*, which no family here has"):
+    with pytest.raises(
+        ValueError, match=rf"^the checkpoint was trained with {said}.*, which no form of a trained model here has"
+    ):
         check_computable(trained(**FOREIGN[said]))
 
 

@@ -10,8 +10,10 @@ import torch
 from hf_models import make, read, write
 from judged_models import PROMPT, QUIET, Logits
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from trunk_models import LEFT, TRUNKS, larger
 
+from megatron_mtp.checkpoint.command import main
 from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
@@ -20,6 +22,8 @@ from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, Then
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.proof.verify import all_reference_logits, compare, megatron_logits, verify
+from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.load import load_runner
 
 ALL = TRUNKS | LEFT
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -239,3 +243,47 @@ def test_verify_proves_a_model_with_multipliers_whole(tmp_path: Path, judged: di
         ("settings that differ", True),
         ("trunk logits, largest difference", True),
     ]
+
+
+DRAFTED = [name for name in TRUNKS if not name.endswith("windows") and name not in ("ministral", "cwm")]
+PROMPT_IDS, LENGTH = [5, 17, 44, 3, 60, 22, 9], 12
+
+
+def greedy(folder: Path) -> list[int]:
+    """The text by transformers, a forward for every token."""
+    model, ids = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), torch.tensor([PROMPT_IDS])
+    with torch.no_grad():
+        for _ in range(LENGTH):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0, len(PROMPT_IDS) :].tolist()
+
+
+def attached(folder: Path, at: Path) -> Path:
+    """A checkpoint of the model with two depths that repeat its last layer."""
+    (folder / "tokenizer.json").unlink()
+    hf_to_mcore(folder, at / "mcore", QUIET, megatron_arguments)
+    assert main([*f"attach-mtp {at}/mcore {at}/attached --mtp-num-layers 2 --mtp-init last-layer".split()]) == 0
+    return at / "attached"
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("granite", "smollm3") else pytest.param(name, marks=pytest.mark.matrix) for name in DRAFTED],
+)
+def test_a_text_drafted_by_attached_depths_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    folder = make(tmp_path / "hf", TRUNKS[name], 0)
+    theirs, runner = greedy(folder), load_runner(attached(folder, tmp_path))
+    drafted = generate(runner, [PROMPT_IDS], LENGTH, speculative={"method": "mtp", "num_speculative_tokens": 2})
+    assert drafted.token_ids == [theirs]
+
+
+@pytest.mark.usefixtures("megatron")
+def test_drafting_refuses_windows(tmp_path: Path) -> None:
+    folder = make(tmp_path / "hf", TRUNKS["mistral-windows"], 0)
+    with pytest.raises(ValueError, match="attends to a sliding window"):
+        load_runner_and_draft(attached(folder, tmp_path))
+
+
+def load_runner_and_draft(folder: Path) -> None:
+    generate(load_runner(folder), [PROMPT_IDS], LENGTH, speculative={"method": "mtp", "num_speculative_tokens": 2})

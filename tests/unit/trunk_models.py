@@ -123,3 +123,49 @@ LEFT: dict[str, Model] = {
     "llama4_text": _trunk("llama4_text", num_local_experts=6, num_experts_per_tok=1, intermediate_size_mlp=56),
 }
 """Models whose layers are carried."""
+EYE: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+DEEP_EYE: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "depth": 1,
+    "num_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "out_hidden_size": 48,
+}
+
+
+SECTIONS: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+
+
+def _seeing(model_type: str, text: str, eye: str, keys: dict[str, Any] | None = None, **vision: Any) -> Model:
+    around = {"vision_config": {"model_type": eye, **(vision or EYE)}}
+    return Model(model_type, {"model_type": text, **(keys or {})}, (0,), depth_key=None, around=around)
+
+
+SEEING: dict[str, Model] = {
+    "aya_vision": _seeing("aya_vision", "cohere2", "siglip_vision_model"),
+    "exaone4_5": _seeing("exaone4_5", "exaone4", "exaone4_5_vision", **DEEP_EYE),
+    "gemma3": _seeing("gemma3", "gemma3_text", "siglip_vision_model"),
+    "glm_ocr": _seeing("glm_ocr", "glm_ocr_text", "glm_ocr_vision", SECTIONS, **DEEP_EYE),
+    "got_ocr2": _seeing("got_ocr2", "qwen2", "got_ocr2_vision"),
+    "idefics3": _seeing("idefics3", "llama", "idefics3_vision"),
+    "internvl": _seeing(
+        "internvl", "qwen2", "internvl_vision", **{**EYE, "image_size": [28, 28], "patch_size": [14, 14]}
+    ),
+    "lighton_ocr": _seeing("lighton_ocr", "qwen3", "pixtral"),
+    "llava": _seeing("llava", "llama", "clip_vision_model"),
+    "llava_onevision": _seeing("llava_onevision", "qwen2", "siglip_vision_model"),
+    "mistral3": _seeing("mistral3", "mistral", "pixtral"),
+    "smolvlm": _seeing("smolvlm", "llama", "smolvlm_vision"),
+    "video_llava": _seeing("video_llava", "llama", "clip_vision_model"),
+    "vipllava": _seeing("vipllava", "llama", "clip_vision_model"),
+}
+"""Models around a text model."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_mtp.checkpoint.families import CARRIED, FAMILIES, Family, Layout, family_of
+from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of, known_types
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import (
     ORIGINAL,
@@ -151,7 +151,7 @@ class HFModel:
         Raises:
             ValueError: the folder is of a kind that does not convert, is damaged, or contradicts itself.
         """
-        check_kind(path, FAMILIES)
+        check_kind(path, known_types())
         config = HFConfig.read(path)
         family = family_of(config)
         config = config.with_defaults(family.defaults)

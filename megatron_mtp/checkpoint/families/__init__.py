@@ -9,6 +9,7 @@ family.py        Family, Depths and Layout: what a family states
 blocks.py        rules of attention, MLPs, experts and depths
 recurrent.py     rules of Gated DeltaNet and Mamba-2
 trunk.py         rules of a trunk
+wrapped.py       models around a text model of a known family
 numbered.py      depths stored as further numbered layers
 flags.py         a config.json as Megatron's flags
 depth_flags.py   flags of depths behind a trunk that Megatron cannot run
@@ -53,6 +54,7 @@ from megatron_mtp.checkpoint.families.qwen3_next import QWEN3_5, QWEN3_NEXT
 from megatron_mtp.checkpoint.families.routed import ROUTED
 from megatron_mtp.checkpoint.families.step import STEP
 from megatron_mtp.checkpoint.families.trained import TrainedForm
+from megatron_mtp.checkpoint.families.wrapped import WRAPPERS, wrapped
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.registry import Registry
 
@@ -89,18 +91,26 @@ FAMILIES: Registry[Family] = Registry(
 
 
 def family_of(config: HFConfig) -> Family:
-    """The family of a config.
+    """The family of a config; of an unknown model around a text model, the text model's.
 
     Raises:
         ValueError: no family has its `model_type`.
     """
     family = FAMILIES.get(config.model_type)
+    inner = FAMILIES.get(config.text_type) if config.text_type is not None else None
+    if inner is not None and config.model_type in WRAPPERS:
+        return wrapped(inner, config.model_type)
     if family is None:
         raise ValueError(
             f"{config.source}: the model_type '{config.model_type:.60}' is unknown here; known are "
             f"{', '.join(sorted(FAMILIES))}."
         )
     return family
+
+
+def known_types() -> set[str]:
+    """Every `model_type` that may convert: those of families, and of models around a text model."""
+    return {*FAMILIES, *WRAPPERS}
 
 
 def all_families() -> list[Family]:
@@ -113,4 +123,14 @@ def trained_forms() -> dict[str, TrainedForm]:
     return {family.model_types[0]: family.trained for family in all_families() if family.trained is not None}
 
 
-__all__ = ["CARRIED", "FAMILIES", "OWN", "Family", "Layout", "all_families", "family_of", "trained_forms"]
+__all__ = [
+    "CARRIED",
+    "FAMILIES",
+    "OWN",
+    "Family",
+    "Layout",
+    "all_families",
+    "family_of",
+    "known_types",
+    "trained_forms",
+]

@@ -46,7 +46,8 @@ def check_computable(args: Namespace) -> None:
     wrong = [text for is_wrong, text in _FOREIGN if is_wrong(args)]
     if wrong:
         raise ValueError(
-            f"the checkpoint was trained with {wrong[0]}, which no family here has; it cannot be exported."
+            f"the checkpoint was trained with {wrong[0]}, which no form of a trained model here has; it cannot be "
+            "exported."
         )
 
 

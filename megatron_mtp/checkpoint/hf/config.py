@@ -57,6 +57,12 @@ class HFConfig:
         """
         return cls.from_keys(read_json(folder / CONFIG), str(folder / CONFIG))
 
+    @property
+    def text_type(self) -> str | None:
+        """Type of the text model inside of a larger one; None if the model is the text model."""
+        found = self.keys.get("model_type") if isinstance(self.keys.get("text_config"), dict) else None
+        return found if isinstance(found, str) and found != self.model_type else None
+
     def with_defaults(self, defaults: Mapping[str, Any]) -> "HFConfig":
         """The same config with these values for absent keys; a key that is null is not absent."""
         return replace(self, keys={**defaults, **self.keys})

@@ -10,8 +10,8 @@ from typing import Any
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 
 ADAPTER = "adapter_config.json"
-READ_AS_BFLOAT16 = "fp8"
-"""The one quantisation that is read: DeepSeek's, FP8 with a scale per block."""
+READ_AS_BFLOAT16 = ("fp8", "mxfp4")
+"""Quantisations that are read: DeepSeek's FP8 and gpt-oss' MXFP4; compressed-tensors is read if all of it is FP8."""
 SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files that mark older quantised releases."""
 
@@ -63,10 +63,10 @@ def _check_links(folder: Path) -> None:
 
 def _check_quantisation(folder: Path, keys: dict[str, Any]) -> None:
     method = quantisation(folder, keys)
-    if method is not None and method != READ_AS_BFLOAT16:
+    if method is not None and method not in READ_AS_BFLOAT16:
         raise ValueError(
-            f"{folder} is quantised with {method!s:.40}, which is not read here; give the model in bfloat16, or in FP8 "
-            "with block scales."
+            f"{folder} is quantised with {method!s:.40}, which is not read here; give the model in bfloat16, FP8 or "
+            "MXFP4."
         )
 
 
@@ -89,7 +89,18 @@ def _method(keys: dict[str, Any]) -> str | None:
         return None
     if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
         return "bitsandbytes"
-    return str(settings.get("quant_method") or "an unnamed method")
+    method = str(settings.get("quant_method") or "an unnamed method")
+    return "fp8" if method == "compressed-tensors" and _is_fp8(settings) else method
+
+
+def _is_fp8(settings: dict[str, Any]) -> bool:
+    """Whether all weights that compressed-tensors has quantised are FP8."""
+    groups = settings.get("config_groups")
+    each = groups.values() if isinstance(groups, dict) else []
+    weights = [group.get("weights") if isinstance(group, dict) else None for group in each]
+    return bool(weights) and all(
+        isinstance(one, dict) and one.get("type") == "float" and one.get("num_bits") == 8 for one in weights
+    )
 
 
 def _check_wrapper(folder: Path, keys: dict[str, Any], known: Container[str]) -> None:

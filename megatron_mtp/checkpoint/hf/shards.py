@@ -1,7 +1,7 @@
 """Hugging Face folders of safetensors: tensors are found and checked by the headers, read and written one by one.
 
-Folders in pickle form are refused and never opened. FP8 tensors with block scales (`weight_scale_inv`) are read as
-bfloat16, and their scales are not listed as tensors.
+Folders in pickle form are refused and never opened. Quantised tensors are read as bfloat16 (quantised.py), and their
+scales are not listed as tensors.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,11 +20,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_mtp.checkpoint.hf.config import read_json
+from megatron_mtp.checkpoint.hf.quantised import (
+    ACTIVATION,
+    BLOCK_SCALE,
+    BLOCKS,
+    FP8,
+    SCALE,
+    SCALES,
+    by_block,
+    by_row,
+    from_mxfp4,
+    mxfp4_shape,
+)
 from megatron_mtp.patches.checksums import crc32_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-SCALE = "_scale_inv"
 COPY = "consolidated"
 """Prefix of files that repeat the model in another format (Mistral's); they are ignored."""
 NOT_KEPT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -45,7 +56,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Types by their names in safetensors headers."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,7 @@ class HFFolder:
         for file, names in _files(folder).items():
             self._add(file, names)
         self._scales = {name: self.tensors.pop(name) for name in list(self.tensors) if self._is_scale(name)}
+        self._packed = dict(self._unpack())
 
     def _add(self, file: Path, promised: Sequence[str] | None) -> None:
         found = read_header(file)
@@ -95,7 +106,19 @@ class HFFolder:
             self.tensors[name] = stored
 
     def _is_scale(self, name: str) -> bool:
-        return name.endswith(SCALE) and name.removesuffix(SCALE) in self.tensors
+        if name.endswith(BLOCK_SCALE):
+            return name.removesuffix(BLOCK_SCALE) in self.tensors
+        weight = name.removesuffix(ACTIVATION) + "weight" if name.endswith(ACTIVATION) else name.removesuffix(SCALE)
+        return weight != name and weight in self.tensors and self.tensors[weight].dtype in FP8
+
+    def _unpack(self) -> Iterator[tuple[str, tuple[Stored, Stored]]]:
+        """Replace the two tensors of a weight in MXFP4 by one with its name."""
+        for name in [name for name in self.tensors if name.endswith(BLOCKS)]:
+            weight = name.removesuffix(BLOCKS)
+            if f"{weight}{SCALES}" in self.tensors:
+                blocks, scales = self.tensors.pop(name), self.tensors.pop(f"{weight}{SCALES}")
+                self.tensors[weight] = Stored(blocks.file, mxfp4_shape(blocks.shape), torch.bfloat16)
+                yield weight, (blocks, scales)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
@@ -103,19 +126,25 @@ class HFFolder:
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of the tensor that `read` returns."""
-        return torch.bfloat16 if f"{name}{SCALE}" in self._scales else self.tensors[name].dtype
+        scaled = f"{name}{BLOCK_SCALE}" in self._scales or f"{name}{SCALE}" in self._scales
+        return torch.bfloat16 if scaled else self.tensors[name].dtype
 
     @property
     def quantised(self) -> bool:
-        """Whether the folder has FP8 tensors with scales."""
-        return bool(self._scales)
+        """Whether the folder has tensors that are read as bfloat16."""
+        return bool(self._scales or self._packed)
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor; FP8 with block scales is returned as bfloat16."""
+        """Read a tensor; a quantised one is returned as bfloat16."""
+        if name in self._packed:
+            blocks, scales = self._packed[name]
+            return from_mxfp4(self._read(blocks, f"{name}{BLOCKS}"), self._read(scales, f"{name}{SCALES}"))
         tensor = self._read(self.tensors[name], name)
-        scale = self._scales.get(f"{name}{SCALE}")
-        if scale is not None:
-            return dequantise(tensor, self._read(scale, f"{name}{SCALE}"), self._block)
+        if f"{name}{BLOCK_SCALE}" in self._scales:
+            scale = self._scales[f"{name}{BLOCK_SCALE}"]
+            return by_block(tensor, self._read(scale, f"{name}{BLOCK_SCALE}"), self._block)
+        if f"{name}{SCALE}" in self._scales:
+            return by_row(tensor, self._read(self._scales[f"{name}{SCALE}"], f"{name}{SCALE}"))
         return tensor
 
     def check_type(self, name: str, must_be_weight: bool) -> None:
@@ -131,7 +160,7 @@ class HFFolder:
         dtype, file = self.dtype(name), self.tensors[name].file
         if dtype in FP8:
             raise ValueError(
-                f"'{name}' in {file} is FP8 without a '{name}{SCALE}'; only block scales are known here, so give the "
+                f"'{name}' in {file} is FP8 without a '{name}{BLOCK_SCALE}' or '{name}{SCALE}'; give the "
                 "model in bfloat16."
             )
         if not dtype.is_floating_point and (must_be_weight or name.endswith(".weight")):
@@ -238,30 +267,6 @@ def raw_header(file: Path) -> dict[str, dict[str, Any]]:
         what = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise ValueError(f"{file} is not a whole safetensors file ({what}); fetch it again.") from None
     return {name: {**value, "start": 8 + length} for name, value in header.items() if name != "__metadata__"}
-
-
-def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Multiply FP8 values by the scales of their blocks (arXiv:2412.19437, section 3.3).
-
-    Args:
-        weight: values [..., rows, columns].
-        scale: one scale per block [..., rows / block[0], columns / block[1]], rounded up.
-        block: rows and columns of a block.
-
-    Returns:
-        bfloat16 [..., rows, columns].
-
-    Raises:
-        ValueError: the scales do not cover the weight.
-    """
-    rows, columns = (-(-size // step) for size, step in zip(weight.shape[-2:], block, strict=True))
-    if weight.dim() < 2 or tuple(scale.shape[-2:]) != (rows, columns):
-        raise ValueError(
-            f"scales of shape {tuple(scale.shape)} do not cover a weight of shape {tuple(weight.shape)} in blocks of "
-            f"{block[0]}x{block[1]}; give the model in bfloat16."
-        )
-    wide = scale.float().repeat_interleave(block[0], dim=-2).repeat_interleave(block[1], dim=-1)
-    return (weight.float() * wide[..., : weight.shape[-2], : weight.shape[-1]]).to(torch.bfloat16)
 
 
 class HFShards:

@@ -1,0 +1,60 @@
+"""Models that see around a text model of a known family: the text model converts, the rest is carried.
+
+In:  a `config.json` of one of `WRAPPERS` with a `text_config` of a known family.
+Out: that family, with the text model's names under the prefix that the folder uses, and all other tensors unchanged.
+"""
+
+from dataclasses import replace
+
+from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.hf.config import HFConfig
+
+WRAPPERS = (
+    "aya_vision exaone4_5 gemma3 glm_ocr got_ocr2 idefics3 internvl lighton_ocr llava llava_onevision mistral3 smolvlm "
+    "video_llava vipllava"
+).split()
+"""Types whose class runs a text alone as the text model's own class does, seen with small random models."""
+PREFIXES = {
+    "text under model.language_model": {"model.": "model.language_model."},
+    "text under model.text_model": {"model.": "model.text_model."},
+    "text under language_model": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+}
+"""Forms of a folder: beginnings of the text model's names alone, and inside of the larger model."""
+
+
+def wrapped(family: Family, model_type: str) -> Family:
+    """The family of models of this type around a text model of `family`."""
+    flags = family.flags
+
+    def rules(config: HFConfig, layout: Layout) -> list[Rule]:
+        form = next((prefixes for name, prefixes in PREFIXES.items() if layout.has(name)), {})
+        return [_inside(rule, form) for rule in family.rules(_tied(config, layout), layout)]
+
+    forms = {name: f"^{next(iter(prefixes.values()))}".replace(".", r"\.") for name, prefixes in PREFIXES.items()}
+    return replace(
+        family,
+        title=f"{family.title} inside of {model_type}",
+        model_types=(model_type,),
+        rules=rules,
+        features={**family.features, **forms},
+        carried=(r".",),
+        flags=None if flags is None else lambda config, layout: flags(_tied(config, layout), layout),
+        trained=None,
+    )
+
+
+def _tied(config: HFConfig, layout: Layout) -> HFConfig:
+    """The config with a head of its own if the folder stores one: the text model's key says nothing of the whole."""
+    return replace(config, keys={**config.keys, "tie_word_embeddings": not layout.has("head")})
+
+
+def _inside(rule: Rule, prefixes: dict[str, str]) -> Rule:
+    return replace(rule, hf=tuple(replace(tensor, name=_renamed(tensor.name, prefixes)) for tensor in rule.hf))
+
+
+def _renamed(name: str, prefixes: dict[str, str]) -> str:
+    for alone, inside in prefixes.items():
+        if name.startswith(alone):
+            return inside + name.removeprefix(alone)
+    return name

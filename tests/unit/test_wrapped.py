@@ -1,0 +1,100 @@
+"""Models around a text model: all tensors and keys come back, and Megatron's logits are those of the whole model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import make, read, write
+from judged_models import PROMPT, QUIET, Logits
+from trunk_models import SEEING
+
+from megatron_mtp.checkpoint.command import main
+from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import flags_of, megatron_arguments
+from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.families.wrapped import WRAPPERS
+from megatron_mtp.checkpoint.proof.verify import all_reference_logits, compare, megatron_logits, verify
+
+pytestmark = pytest.mark.usefixtures("forked_python")
+TRAINED = [name for name in SEEING if name not in ("aya_vision", "exaone4_5", "gemma3", "glm_ocr")]
+"""Those whose text model Megatron runs."""
+
+
+def there_and_back(folder: Path) -> Path:
+    mcore, back = folder.with_name(f"{folder.name}-mcore"), folder.with_name(f"{folder.name}-back")
+    hf_to_mcore(folder, mcore, QUIET, megatron_arguments)
+    form = kept_form(mcore)
+    assert form is not None
+    mcore_to_hf(mcore, back, QUIET, form)
+    return back
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Logits, Logits]]:
+    """A folder of every model, transformers' logits of it, and of what its checkpoint gives back."""
+    root = tmp_path_factory.mktemp("seeing")
+    folders = [make(root / name, model, 0) for name, model in SEEING.items()]
+    logits = all_reference_logits([*folders, *map(there_and_back, folders)], PROMPT)
+    each = zip(folders, logits[: len(folders)], logits[len(folders) :], strict=True)
+    return dict(zip(SEEING, each, strict=True))
+
+
+def test_every_type_is_tried() -> None:
+    assert sorted(WRAPPERS) == sorted(SEEING)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_the_whole_folder_comes_back(name: str, judged: dict[str, tuple[Path, Logits, Logits]]) -> None:
+    folder, theirs, ours = judged[name]
+    back = folder.with_name(f"{folder.name}-back")
+    before, after = read(folder), read(back)
+    assert before.keys() == after.keys()
+    assert [name for name, tensor in before.items() if not torch.equal(tensor, after[name])] == []
+    assert json.loads((folder / "config.json").read_text()) == json.loads((back / "config.json").read_text())
+    assert torch.equal(theirs["trunk"], ours["trunk"])
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("name", TRAINED)
+def test_megatrons_logits_are_those_of_the_whole_model(
+    name: str, judged: dict[str, tuple[Path, Logits, Logits]]
+) -> None:
+    folder, theirs, _ = judged[name]
+    ours = megatron_logits(folder.with_name(f"{folder.name}-mcore"), PROMPT)
+    assert [check.name for check in compare(theirs, ours) if not check.ok] == []
+
+
+@pytest.mark.usefixtures("megatron")
+def test_verify_sees_a_fault_of_the_text_model_and_of_the_eye(tmp_path: Path) -> None:
+    folder = make(tmp_path / "hf", SEEING["llava"], 0)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    tensors = read(folder)
+    for part in ("language_model.model.layers.1.mlp.up_proj.weight", "vision_tower"):
+        name = next(name for name in tensors if name.startswith(part) and tensors[name].dim() == 2)
+        write(folder, {**tensors, name: tensors[name].roll(1, 0)})
+        wrong = [check.name for check in verify(folder, tmp_path / "mcore") if not check.ok]
+        assert wrong[0] == "tensors that are equal bit by bit, there and back"
+        assert len(wrong) == (1 if part == "vision_tower" else 2)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_what_megatron_runs_is_what_it_runs_of_the_text_model(
+    name: str, judged: dict[str, tuple[Path, Logits, Logits]]
+) -> None:
+    assert (flags_of(HFModel.read(judged[name][0]))[0] is not None) == (name in TRAINED)
+
+
+def test_depths_are_attached_and_the_trunk_comes_back_whole(
+    judged: dict[str, tuple[Path, Logits, Logits]], tmp_path: Path
+) -> None:
+    folder = judged["llava"][0]
+    mcore, more, less = folder.with_name("llava-mcore"), tmp_path / "more", tmp_path / "less"
+    depths = ["--mtp-num-layers", "1", "--mtp-init", "last-layer"]
+    assert main(["attach-mtp", str(mcore), str(more), *depths]) == 0
+    assert main(["drop-mtp", str(more), str(less), "--keep", "0"]) == 0
+    assert main(["mcore-to-hf", str(less), str(tmp_path / "back")]) == 0
+    before, after = read(folder), read(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

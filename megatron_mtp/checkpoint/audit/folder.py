@@ -18,7 +18,8 @@ from megatron_mtp.checkpoint.audit.side import DEPTH_KEYS, HFSide
 from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.hf.kinds import ADAPTER, quantisation
-from megatron_mtp.checkpoint.hf.shards import COPY, DTYPES, INDEX, SCALE, SINGLE, block_of, dequantise, raw_header
+from megatron_mtp.checkpoint.hf.quantised import BLOCK_SCALE, by_block
+from megatron_mtp.checkpoint.hf.shards import COPY, DTYPES, INDEX, SINGLE, block_of, raw_header
 
 MTP = re.compile(r"(^|\.|_)mtp(_|\.)")
 """Names of depths' tensors that say so."""
@@ -196,14 +197,14 @@ def _with_scales(side: HFSide) -> None:
     """Read FP8 weights with the scales of their blocks."""
     block = block_of(side.keys)
     for name, entry in list(side.tensors.items()):
-        scale = side.tensors.get(f"{name}{SCALE}")
+        scale = side.tensors.get(f"{name}{BLOCK_SCALE}")
         if scale is not None:
             read = partial(_dequantised, entry, scale, block)
             side.tensors[name] = Entry(entry.shape, entry.dtype, entry.bytes, read, entry.place)
 
 
 def _dequantised(weight: Entry, scale: Entry, block: tuple[int, int]) -> Tensor:
-    return dequantise(weight.read(), scale.read(), block)
+    return by_block(weight.read(), scale.read(), block)
 
 
 def _check_kind(side: HFSide) -> None:

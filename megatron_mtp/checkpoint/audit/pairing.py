@@ -26,7 +26,7 @@ from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.blocks import FUSED_NORM, OWN_NORM
 from megatron_mtp.checkpoint.families.rules import MinusOne, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
-from megatron_mtp.checkpoint.hf.shards import SCALE
+from megatron_mtp.checkpoint.hf.quantised import BLOCK_SCALE
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 OWN_KEYS = (("mtp_model_layer.", "transformer_layer."), ("tf_layer.", "transformer_layer."))
@@ -91,7 +91,7 @@ def _without_scales(only: dict[str, Entry], other: HFSide) -> dict[str, Entry]:
     return {
         name: only[name]
         for name in only
-        if name.removesuffix(SCALE) == name or name.removesuffix(SCALE) not in other.tensors
+        if name.removesuffix(BLOCK_SCALE) == name or name.removesuffix(BLOCK_SCALE) not in other.tensors
     }
 
 
@@ -263,7 +263,7 @@ def _across(a: Side, b: Side) -> Pairing:
 
 
 def _is_scale(folder: HFSide, name: str) -> bool:
-    return name.endswith(SCALE) and name.removesuffix(SCALE) in folder.tensors
+    return name.endswith(BLOCK_SCALE) and name.removesuffix(BLOCK_SCALE) in folder.tensors
 
 
 def _rules_across(folder: HFSide, saved: MegatronSide) -> list[Rule] | None:

@@ -307,10 +307,17 @@ def test_a_step_reads_once_and_what_it_reads_was_begun_before(
     updates = [engine.step() for _ in range(3)]
     monkeypatch.undo()
     assert all({one.request for one in each} == set(numbers) for each in updates)
+    (group,) = engine._groups.values()
+    unknown = [
+        on_device - len(text.tokens)
+        for on_device, text in zip(group.sequences.length_B.tolist(), group.texts, strict=True)
+    ]
     if overlap:
         assert noted == ["start", "read"] * 3
+        assert min(unknown) > 0  # the last step's tokens
     else:
         assert noted.count("read") > 3
+        assert max(unknown) == 0
     made = texts_of(drained(engine))
     assert all(len(text) < 30 for text in made.values())
 
@@ -473,6 +480,18 @@ def test_logprobs_are_those_of_a_forward_over_the_text(method: str) -> None:
         top = 1 if row + 1 < len(PIECES[0]) else 2
         assert [token for token, _ in one.top] == right_SV[row].topk(top).indices.tolist()
         assert [value for _, value in one.top] == pytest.approx(right_SV[row].topk(top).values.tolist(), abs=1e-4)
+
+
+def test_logprobs_of_a_prompt_that_was_put_back_are_whole() -> None:
+    """The first text takes its third block while the second's prompt runs: 2 rows, 3, 3, ..., and later 3 from the start."""
+    engine = engine_of(blocks=4, chunk=3)
+    engine.add(request_of(PIECES[0] + PIECES[1][:9], 40, "plain"))
+    prompt = PIECES[1] + PIECES[2][:18]
+    number = engine.add(request_of(prompt, 3, "plain", prompt_logprobs=1))
+    updates = drained(engine)
+    assert engine.load.preempted > 0
+    given = [one.token for update in updates if update.request == number for one in update.prompt_logprobs]
+    assert given == prompt[1:]
 
 
 def penalised_by_hand(request: Request) -> list[int]:

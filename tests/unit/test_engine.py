@@ -483,7 +483,7 @@ def test_logprobs_are_those_of_a_forward_over_the_text(method: str) -> None:
 
 
 def test_logprobs_of_a_prompt_that_was_put_back_are_whole() -> None:
-    """The first text takes its third block while the second's prompt runs: 2 rows, 3, 3, ..., and later 3 from the start."""
+    """The first text takes a third block while the second's prompt runs: 2 rows, 3, 3, and later 3, 3, 3."""
     engine = engine_of(blocks=4, chunk=3)
     engine.add(request_of(PIECES[0] + PIECES[1][:9], 40, "plain"))
     prompt = PIECES[1] + PIECES[2][:18]

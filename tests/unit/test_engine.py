@@ -68,7 +68,7 @@ def alone(request: Request, runner: Runner | None = None) -> list[int]:
 
 
 def drained(engine: ContinuousEngine, most: int = 2000) -> list[Update]:
-    updates = []
+    updates: list[Update] = []
     for _ in range(most):
         if not engine.busy:
             return updates
@@ -152,7 +152,7 @@ def check_day(day: tuple[list[tuple[int, Request]], dict[int, int], EngineSettin
     return engine
 
 
-QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+QUIET: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 
 
 @settings(max_examples=25, **QUIET)
@@ -600,7 +600,7 @@ def test_a_full_queue_says_so() -> None:
 @pytest.mark.parametrize("size", ["running", "waiting", "blocks", "chunk"])
 def test_sizes_below_one_are_refused(size: str) -> None:
     with pytest.raises(ValueError, match=f"{size} 0; give 1 or more"):
-        EngineSettings(**{size: 0})
+        EngineSettings(**{size: 0})  # type: ignore[arg-type]
 
 
 def test_blocks_of_a_model_fill_the_memory_that_is_given() -> None:

@@ -100,7 +100,8 @@ class ContinuousEngine:
         self._shown: dict[tuple[Kind, int], Shown] = {}
         self._firsts = AcceptanceStats()
         self._pool = BlockPool(self.settings.blocks, BLOCK, runner.depths)
-        self._capacity = -(-(runner.positions + BEYOND) // BLOCK) * BLOCK
+        longest = min(runner.positions, self.settings.blocks * BLOCK)
+        self._capacity = -(-(longest + BEYOND) // BLOCK) * BLOCK
         self._memory = Memory(runner, 1, self._capacity, self._pages())
         self._texts: dict[int, Text] = {}
         self._waiting: list[int] = []
@@ -192,6 +193,8 @@ class ContinuousEngine:
         self._remove(text)
         text.progress = Progress(guesses=text.progress.guesses)
         text.run = 0
+        if not text.has_begun:
+            text.prompt_logprobs = []
         heapq.heappush(self._waiting, text.number)
         self._preempted += 1
 

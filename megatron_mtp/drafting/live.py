@@ -37,7 +37,6 @@ class Text:
         number: what `add` returned; a smaller one came earlier.
         tokens: the prompt and what was emitted.
         held: its blocks.
-        sequences: the text alone, while it is being prefilled.
         run: rows of the trunk that the prefill has done.
         cached: tokens of the prompt whose rows were found; None before the text first had a place.
         prompt_logprobs: as far as the prompt has run.
@@ -50,7 +49,6 @@ class Text:
     tokens: list[int]
     held: Held = field(default_factory=Held)
     progress: Progress = field(default_factory=Progress)
-    sequences: Sequences | None = None
     run: int = 0
     cached: int | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -154,7 +152,7 @@ class Prefill:
     def _read_prompt(self, hidden_SBH: torch.Tensor, top: int) -> None:
         text = self.text
         after = text.request.prompt[text.run + 1 :][: hidden_SBH.size(0)]
-        if after and len(text.prompt_logprobs) == text.run:
+        if after and not text.has_begun:
             text.prompt_logprobs += logprobs_of(self.runner.logits(hidden_SBH)[0, : len(after)], after, top)
 
 

@@ -68,7 +68,7 @@ def alone(request: Request, runner: Runner | None = None) -> list[int]:
 
 
 def drained(engine: ContinuousEngine, most: int = 2000) -> list[Update]:
-    updates = []
+    updates: list[Update] = []
     for _ in range(most):
         if not engine.busy:
             return updates
@@ -152,7 +152,7 @@ def check_day(day: tuple[list[tuple[int, Request]], dict[int, int], EngineSettin
     return engine
 
 
-QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+QUIET: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 
 
 @settings(max_examples=25, **QUIET)
@@ -307,10 +307,17 @@ def test_a_step_reads_once_and_what_it_reads_was_begun_before(
     updates = [engine.step() for _ in range(3)]
     monkeypatch.undo()
     assert all({one.request for one in each} == set(numbers) for each in updates)
+    (group,) = engine._groups.values()
+    unknown = [
+        on_device - len(text.tokens)
+        for on_device, text in zip(group.sequences.length_B.tolist(), group.texts, strict=True)
+    ]
     if overlap:
         assert noted == ["start", "read"] * 3
+        assert min(unknown) > 0  # the last step's tokens
     else:
         assert noted.count("read") > 3
+        assert max(unknown) == 0
     made = texts_of(drained(engine))
     assert all(len(text) < 30 for text in made.values())
 
@@ -475,6 +482,18 @@ def test_logprobs_are_those_of_a_forward_over_the_text(method: str) -> None:
         assert [value for _, value in one.top] == pytest.approx(right_SV[row].topk(top).values.tolist(), abs=1e-4)
 
 
+def test_logprobs_of_a_prompt_that_was_put_back_are_whole() -> None:
+    """The first text takes a third block while the second's prompt runs: 2 rows, 3, 3, and later 3, 3, 3."""
+    engine = engine_of(blocks=4, chunk=3)
+    engine.add(request_of(PIECES[0] + PIECES[1][:9], 40, "plain"))
+    prompt = PIECES[1] + PIECES[2][:18]
+    number = engine.add(request_of(prompt, 3, "plain", prompt_logprobs=1))
+    updates = drained(engine)
+    assert engine.load.preempted > 0
+    given = [one.token for update in updates if update.request == number for one in update.prompt_logprobs]
+    assert given == prompt[1:]
+
+
 def penalised_by_hand(request: Request) -> list[int]:
     """Greedy, by the definition, over the forward of training."""
     twin, penalties, text = model_of("gqa", 3, torch.float32), request.penalties, list(request.prompt)
@@ -581,7 +600,7 @@ def test_a_full_queue_says_so() -> None:
 @pytest.mark.parametrize("size", ["running", "waiting", "blocks", "chunk"])
 def test_sizes_below_one_are_refused(size: str) -> None:
     with pytest.raises(ValueError, match=f"{size} 0; give 1 or more"):
-        EngineSettings(**{size: 0})
+        EngineSettings(**{size: 0})  # type: ignore[arg-type]
 
 
 def test_blocks_of_a_model_fill_the_memory_that_is_given() -> None:

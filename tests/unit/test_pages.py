@@ -55,9 +55,9 @@ def test_rows_that_are_written_and_moved_are_those_of_runs_of_slots(heads: int) 
             assert all(torch.equal(a, b) for a, b in zip(*windows, strict=True))
             for cache in both:
                 cache.keep(slots_BR, to_BR)
-            held = [[held_by(one, cache.pages) for one in (*cache.keys, *cache.values)] for cache in both]
+            held = [[held_by(one, cache.pages) for one in cache.take(0, heads, 3, new)] for cache in both]
             assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
-            read = [read_rows(cache.keys[0], slots_BR, cache.pages) for cache in both]
+            read = [read_rows(cache.take(0, heads, 3, new)[0], slots_BR, cache.pages) for cache in both]
             assert torch.equal(*read)
 
 

@@ -202,7 +202,7 @@ ENGINES: dict[str, Engine] = {
         repository="ggml-org/llama.cpp",
         source="common/speculative.cpp",
         families={"glm4_moe": FamilyRules("src/models/glm4-moe.cpp", limit=1)},
-        evidence="run by hand: docs/serving.md",
+        evidence="run: tests/functional/test_llama_cpp.py",
         first_row=True,
     ),
     "tensorrt-llm": Engine(

@@ -227,7 +227,7 @@ def _angles_at(forward: Any, positions: list[int]) -> Any:
 @contextmanager
 def _swapped(model: MTPTrunk, swapped: bool) -> Iterator[None]:
     """While this lasts, the halves of every eh_proj are exchanged."""
-    layers = model.mtp.layers if swapped else []
+    layers: Iterable[torch.nn.Module] = model.mtp.layers if swapped else ()
     _exchange_halves(layers)
     try:
         yield

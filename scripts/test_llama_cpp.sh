@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Install llama.cpp's Python bindings into an environment of their own, and test exported folders with them:
+# tests/functional/test_llama_cpp.py.
+#   scripts/test_llama_cpp.sh [pytest arguments]
+# Where they cannot be installed, the script says so and ends with status 77, which test runners take for "skipped".
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+
+if [ ! -e .venv-llama/installed ]; then
+    python=$(readlink -f .venv/bin/python)
+    "$python" -m venv --clear .venv-llama
+    .venv-llama/bin/pip install --quiet 'xllamacpp==2026.10.*' 'gguf==0.19.*' safetensors ||
+        { echo "test_llama_cpp.sh: skipped, since xllamacpp and gguf cannot be installed here"; exit 77; }
+    touch .venv-llama/installed
+fi
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 tests/functional/test_llama_cpp.py "$@"

@@ -14,7 +14,8 @@ from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 
 FAULTS = faults()
-LEAST_RIGHT = 0.8
+LEAST_RIGHT = 0.95
+"""All are right where a folder is compared with its copy, and all but one against a checkpoint."""
 
 
 @pytest.fixture(scope="module")

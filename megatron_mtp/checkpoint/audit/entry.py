@@ -72,25 +72,28 @@ class Entry:
 
 
 INFINITE = {
-    torch.float64: (np.uint64, 0x7FF0_0000_0000_0000),
-    torch.float32: (np.uint32, 0x7F80_0000),
-    torch.float16: (np.uint16, 0x7C00),
-    torch.bfloat16: (np.uint16, 0x7F80),
+    torch.float64: (np.int64, np.uint64, 0x7FF0_0000_0000_0000),
+    torch.float32: (np.int32, np.uint32, 0x7F80_0000),
+    torch.float16: (np.int16, np.uint16, 0x7C00),
+    torch.bfloat16: (np.int16, np.uint16, 0x7F80),
 }
-"""Types whose numbers are looked at: the integer type of their bits, and the bits of infinity."""
+"""Types whose numbers are looked at: integers of their size, and the bits of infinity."""
 
 
 @dataclass
 class Range:
-    """The largest magnitude of a tensor's numbers, as bits: those of NaN and infinity are the largest of all.
+    """The largest bits of a tensor's positive and negative numbers: those of NaN and infinity are the largest of all.
+
+    Read as integers with a sign, positive numbers are the largest; read without one, negative numbers are.
 
     Attributes:
         kind: the tensor's type.
-        bits: of the largest magnitude.
+        positive, negative: the largest bits so, without the sign.
     """
 
     kind: torch.dtype
-    bits: int = 0
+    positive: int = 0
+    negative: int = 0
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Range":
@@ -104,20 +107,20 @@ class Range:
     def add(self, piece: bytearray | np.ndarray[Any, Any]) -> None:
         """Widen the range by the numbers of these bytes."""
         if self.kind in INFINITE and len(piece) >= self.kind.itemsize and len(piece) % self.kind.itemsize == 0:
-            integers, _ = INFINITE[self.kind]
-            numbers = np.frombuffer(piece, integers)
-            sign = integers(1 << (8 * self.kind.itemsize - 1))
-            self.bits = max(self.bits, int((numbers & ~sign).max()))
+            signed, unsigned, _ = INFINITE[self.kind]
+            sign = 1 << (8 * self.kind.itemsize - 1)
+            self.positive = max(self.positive, int(np.frombuffer(piece, signed).max()))
+            self.negative = max(self.negative, int(np.frombuffer(piece, unsigned).max()) - sign)
 
     @property
     def finite(self) -> bool:
         """Whether all numbers were finite."""
-        return self.kind not in INFINITE or self.bits < INFINITE[self.kind][1]
+        return self.kind not in INFINITE or max(self.positive, self.negative) < INFINITE[self.kind][2]
 
     @property
     def zero(self) -> bool:
         """Whether all numbers were 0."""
-        return self.kind in INFINITE and self.bits == 0
+        return self.kind in INFINITE and self.positive == self.negative == 0
 
 
 def range_of(entry: Entry) -> Range | None:

@@ -18,7 +18,7 @@ BESIDE = "attention and MLP side by side"
 TURNED = "norms of queries and keys after their rotation"
 SPARSE = "a sparse indexer of keys"
 TIED = {"tie_word_embeddings": True}
-FINAL = {"norm": "final_layernorm.weight"}
+FINAL = "final_layernorm.weight"
 
 
 def _family(
@@ -62,8 +62,8 @@ CARRIED_TRUNKS: tuple[Family, ...] = (
     _family("HunYuan, experts", "HunYuan A13B", "hunyuan_v1_moe", TURNED),
     _family("Cohere", "Command R", "cohere", BESIDE, TIED),
     _family("Cohere 2", "Command R7B, Command A", "cohere2", BESIDE, TIED),
-    _family("Phi", "Phi-1, 1.5, 2", "phi", BESIDE, **FINAL),
-    _family("Persimmon", "Persimmon", "persimmon", "norms of queries and keys with biases", **FINAL),
+    _family("Phi", "Phi-1, 1.5, 2", "phi", BESIDE, norm=FINAL),
+    _family("Persimmon", "Persimmon", "persimmon", "norms of queries and keys with biases", norm=FINAL),
     _family("StarCoder 2", "StarCoder 2", "starcoder2", "biases of the output projection and the MLP, and GELU", TIED),
     _family("Jais 2", "Jais 2", "jais2", "biases of the output projection and the MLP"),
     _family("Ministral 3", "Ministral 3", "ministral3", "YaRN outside of latent attention"),

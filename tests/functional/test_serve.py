@@ -293,7 +293,8 @@ def test_a_killed_rank_ends_the_job(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(httpx2.ConnectError):
             httpx2.get(f"{url}/health")
     finally:
-        launch.kill(process)
+        if process.poll() is None:
+            launch.kill(process)
 
 
 def test_bad_input_is_one_sentence(folder: Path, tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_5000_requests_with_random_disconnects_leak_nothing(codec: Words) -> Non
     chosen = random.Random(0)
 
     async def ask(client: httpx2.AsyncClient, url: str) -> None:
-        body = {"prompt": "abc", "max_tokens": chosen.randint(1, 30), "n": chosen.randint(1, 3), "stream": True}
+        body = {"prompt": "abc", "max_tokens": chosen.randint(1, 60), "n": chosen.randint(1, 3), "stream": True}
         patience = chosen.choice([10**9, chosen.randint(0, 8)])
         async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
             if not patience:
@@ -244,7 +244,7 @@ def test_5000_requests_with_random_disconnects_leak_nothing(codec: Words) -> Non
         async with httpx2.AsyncClient(limits=limits, timeout=60) as client:
             await asyncio.gather(*(one_after_another(client) for _ in range(40)))
 
-    with running(Parrot(running=16, waiting=256), codec) as server:
+    with running(Parrot(running=16, waiting=256, pace=0.004), codec) as server:
         asyncio.run(everyone(server.url))
         until(lambda: server.service.idle and not server.engine.busy)
         ended = [line for line in httpx2.get(f"{server.url}/metrics").text.splitlines() if "requests_total{" in line]

@@ -63,8 +63,8 @@ def _missing_depths(side: HFSide, parts: Parts, expected: list[str], lost: list[
     whole = _whole(wanted, gone)
     said = side.said_depths if side.said_depths is not None else len(wanted)
     if whole:
-        names = tuple(name for names in whole.values() for name in names)
-        yield _lost_depths(said, len(wanted) - len(whole), sorted(whole), names)
+        all_names = tuple(name for names in whole.values() for name in names)
+        yield _lost_depths(said, len(wanted) - len(whole), sorted(whole), all_names)
     for depth, names in gone.items():
         if depth not in whole:
             yield _incomplete(depth, names)

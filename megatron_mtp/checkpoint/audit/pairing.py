@@ -182,19 +182,14 @@ def _checkpoints(a: MegatronSide, b: MegatronSide) -> Pairing:
         return _by_other_names(a.tensors, b.tensors, a, b)
     pattern = (a.pattern or b.pattern or "").replace("|", "")
     halves = Halves.of(pattern)
-    renamed: list[dict[str, Entry]] = []
-    findings = []
-    for side in (a, b):
-        try:
-            renamed.append({_hybrid(halves, side, key): entry for key, entry in side.tensors.items()})
-        except (ValueError, IndexError) as error:
-            says = f"The GPT has no form with the hybrid's layers '{pattern}'; keys are compared as they are: {error}"
-            findings.append(Finding("not compared", says, "audit checkpoints of the same model", WARNING))
-            renamed = [a.tensors, b.tensors]
-            break
-    found = _by_other_names(*renamed, a, b)
-    found.findings += findings
-    return found
+    try:
+        one, other = ({_hybrid(halves, side, key): each for key, each in side.tensors.items()} for side in (a, b))
+    except (ValueError, IndexError) as error:
+        found = _by_other_names(a.tensors, b.tensors, a, b)
+        says = f"The GPT has no form with the hybrid's layers '{pattern}'; keys are compared as they are: {error}"
+        found.findings.append(Finding("not compared", says, "audit checkpoints of the same model", WARNING))
+        return found
+    return _by_other_names(one, other, a, b)
 
 
 def _hybrid(halves: Halves, side: MegatronSide, key: str) -> str:

@@ -98,7 +98,8 @@ def check_config(keys: Settings, layout: Layout, args: Namespace, source: str, r
         ValueError: they describe different computations.
     """
     config = HFConfig.from_keys(keys, source)
-    flags = family_of(config).flags
+    family = family_of(config)
+    flags, config = family.flags, config.with_defaults(family.defaults)
     if flags is None or getattr(args, "megatron_mtp_untrainable", False):
         return
     try:

@@ -33,10 +33,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("dense", marks=pytest.mark.matrix), pytest.param("experts", marks=pytest.mark.matrix), "latent"],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["dense", "experts", "latent"])
 def test_transformers_accepts_what_is_foretold(name: str, tmp_path: Path) -> None:
     (family, kind), checkpoint, exported = MODELS[name], tmp_path / "checkpoint", tmp_path / "exported"
     flags = [*RUN, *kind.split(), "--save", str(checkpoint)]

@@ -43,6 +43,7 @@ def check(parts: list[str], forked_python: Path, out: Path) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.matrix
 def test_short_parts_run_on_the_cpu(forked_python: Path, tmp_path: Path) -> None:
     results = check([name for name in PARTS if name not in LONG], forked_python, tmp_path)["results"]
     needs_cuda = {name for name, part in PARTS.items() if part.only_cuda}

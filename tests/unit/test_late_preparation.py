@@ -27,6 +27,7 @@ def ran(order: str, folder: Path, run: Callable[..., Any]) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.matrix
 def test_the_order_of_imports_changes_nothing(tmp_path: Path) -> None:
     """The server of forks has prepared before it imported Megatron; the other order is a process of its own."""
     early = ran("early", tmp_path / "early", fork_server.run)

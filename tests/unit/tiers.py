@@ -8,4 +8,9 @@ import pytest
 
 def tiered(cases: Iterable[Any], first: Container[Any]) -> list[Any]:
     """The cases for `parametrize`; those that are not among the `first` run with --all alone."""
-    return [case if case in first else pytest.param(case, marks=pytest.mark.matrix) for case in cases]
+    return [case if case in first else pytest.param(*_values(case), marks=pytest.mark.matrix) for case in cases]
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    """Of the parameters that a case has."""
+    return case if isinstance(case, tuple) else (case,)

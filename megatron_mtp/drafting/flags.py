@@ -54,11 +54,8 @@ def parser(program: str) -> Parser:
         epilog=f"{EXAMPLES}\n{_names()}",
         formatter_class=RawDescriptionHelpFormatter,
     )
+    add_checkpoint_flags(made)
     add = made.add_argument
-    add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to; the newest iteration is taken")
-    add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
-    add("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer folder; default: the one of the training")
-    add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     add("--prompt-file", metavar="F", help='one prompt; of a .jsonl every line, as {"prompt": ...}')
     add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="token ids; may be given several times")
@@ -76,3 +73,12 @@ def parser(program: str) -> Parser:
     add("--record", type=Path, metavar="DIR", help="write DIR/drafts.json, for the page of megatron-mtp report")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return made
+
+
+def add_checkpoint_flags(parser: Parser) -> None:
+    """The flags that say what is loaded, of every verb that runs a trained model."""
+    add = parser.add_argument
+    add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to; the newest iteration is taken")
+    add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
+    add("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer folder; default: the one of the training")
+    add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")

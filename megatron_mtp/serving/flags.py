@@ -2,7 +2,7 @@
 
 from argparse import RawDescriptionHelpFormatter
 
-from megatron_mtp.drafting.flags import DTYPES
+from megatron_mtp.drafting.flags import add_checkpoint_flags
 from megatron_mtp.errors import Parser
 
 EXAMPLES = """examples:
@@ -30,11 +30,8 @@ def parser(program: str) -> Parser:
         epilog=f"{EXAMPLES}\nSIGTERM or Ctrl-C ends the server when its texts have ended; a second one at once.\n",
         formatter_class=RawDescriptionHelpFormatter,
     )
+    add_checkpoint_flags(made)
     add = made.add_argument
-    add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to; the newest iteration is taken")
-    add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
-    add("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer folder; default: the one of the training")
-    add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
     add("--host", default="127.0.0.1", metavar="H", help="address to listen at; default: 127.0.0.1, this machine alone")
     add("--port", type=int, default=8000, metavar="N", help="0 for any that is free; default: 8000")
     add("--api-key", metavar="KEY", help="that clients must send; default: none is asked for")

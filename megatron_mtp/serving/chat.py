@@ -5,7 +5,7 @@ from typing import Any
 from megatron_mtp.drafting.requests import TokenLogprob
 from megatron_mtp.serving.answers import Served
 from megatron_mtp.serving.bodies import ChatBody
-from megatron_mtp.serving.choices import Choice, Delta, drafts, finite
+from megatron_mtp.serving.choices import Choice, Delta, ended, finite
 
 
 class Chat:
@@ -38,13 +38,7 @@ class Chat:
     def _entry(self, entry: dict[str, Any], choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
         listed = [self._logprob(one) for delta in deltas for one in delta.logprobs]
         entry["logprobs"] = {"content": listed, "refusal": None} if self._body.logprobs else None
-        entry["finish_reason"] = deltas[-1].finish
-        if self._body.return_token_ids:
-            entry["token_ids"] = [token for delta in deltas for token in delta.tokens]
-            entry["prompt_token_ids"] = choice.prompt if deltas[0] is choice.deltas[0] else None
-        if self._body.return_drafts:
-            entry["drafts"] = [drafts(delta) for delta in deltas]
-        return entry
+        return entry | ended(self._body, choice, deltas)
 
     def _logprob(self, one: TokenLogprob) -> dict[str, Any]:
         top = [self._token(token, logprob) for token, logprob in one.top]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_mtp.drafting.requests import Finish, TokenLogprob, Update
+from megatron_mtp.serving.bodies import Body
 from megatron_mtp.serving.stops import StopStrings
 from megatron_mtp.serving.tokens import Ids
 
@@ -92,22 +93,23 @@ class Choice:
         """All letters that have gone out."""
         return "".join(delta.text for delta in self.deltas)
 
-    @property
-    def tokens(self) -> list[int]:
-        """All tokens that have gone out."""
-        return [token for delta in self.deltas for token in delta.tokens]
-
-    @property
-    def finish(self) -> Finish | None:
-        """Why the text ended."""
-        return self.deltas[-1].finish if self.deltas else None
-
 
 def finite(logprob: float) -> float:
     """A log-probability for JSON."""
     return max(logprob, LEAST)
 
 
-def drafts(delta: Delta) -> dict[str, Any]:
-    """For `return_drafts`: how the tokens of a step came about."""
+def ended(body: Body, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
+    """What both endpoints say of some of a text's deltas beside the letters: why it ended, tokens and drafts."""
+    said: dict[str, Any] = {"finish_reason": deltas[-1].finish}
+    if body.return_token_ids:
+        said["token_ids"] = [token for delta in deltas for token in delta.tokens]
+        said["prompt_token_ids"] = choice.prompt if deltas[0] is choice.deltas[0] else None
+    if body.return_drafts:
+        said["drafts"] = [_draft(delta) for delta in deltas]
+    return said
+
+
+def _draft(delta: Delta) -> dict[str, Any]:
+    """How the tokens of a step came about."""
     return {"offered": delta.offered, "accepted": delta.accepted, "pieces": delta.pieces}

@@ -5,7 +5,7 @@ from typing import Any
 from megatron_mtp.drafting.requests import TokenLogprob
 from megatron_mtp.serving.answers import Served, check_texts
 from megatron_mtp.serving.bodies import CompletionBody
-from megatron_mtp.serving.choices import Choice, Delta, drafts, finite
+from megatron_mtp.serving.choices import Choice, Delta, ended, finite
 from megatron_mtp.serving.errors import refused
 
 
@@ -52,13 +52,7 @@ class Completions:
     def _entry(self, choice: Choice, text: str, deltas: list[Delta], echoed: bool) -> dict[str, Any]:
         entry: dict[str, Any] = {"index": choice.index, "text": text}
         entry["logprobs"] = None if self._body.logprobs is None else self._logprobs(choice, deltas, echoed)
-        entry["finish_reason"] = deltas[-1].finish
-        if self._body.return_token_ids:
-            entry["token_ids"] = [token for delta in deltas for token in delta.tokens]
-            entry["prompt_token_ids"] = choice.prompt if deltas[0] is choice.deltas[0] else None
-        if self._body.return_drafts:
-            entry["drafts"] = [drafts(delta) for delta in deltas]
-        return entry
+        return entry | ended(self._body, choice, deltas)
 
     def _logprobs(self, choice: Choice, deltas: list[Delta], echoed: bool) -> dict[str, Any]:
         listed: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}

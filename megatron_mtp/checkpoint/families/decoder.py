@@ -7,8 +7,9 @@ A layer is norm, attention, norm, MLP or experts, each of both added to the resi
 attention, parallel branches) are in carried.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import (
     GQA,
@@ -20,7 +21,7 @@ from megatron_mtp.checkpoint.families.blocks import (
     moe_rules,
     norm_rules,
 )
-from megatron_mtp.checkpoint.families.family import Layout
+from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import (
     CENTRED,
     RMS_NORM,
@@ -34,7 +35,7 @@ from megatron_mtp.checkpoint.families.flags import (
     swiglu_flags,
 )
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Scaled, rename
-from megatron_mtp.checkpoint.families.trunk import ORIGINAL, ORIGINAL_WEIGHTS, frame, layers, trunk_places
+from megatron_mtp.checkpoint.families.trunk import ORIGINAL, ORIGINAL_WEIGHTS, STORED_HEAD, frame, layers, trunk_places
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 MLPRules = Callable[[str, str, int, int, bool], list[Rule]]
@@ -193,3 +194,29 @@ def _scaled(rule: Rule, factor: float, layout: Layout) -> Rule:
 
 CENTRED_LAYER_NORM = ["--normalization", "LayerNorm", *CENTRED]
 LAYER_NORM = ["--normalization", "LayerNorm"]
+
+
+def trunk_family(
+    title: str,
+    published: str,
+    model_types: tuple[str, ...],
+    decoder: Decoder,
+    defaults: Mapping[str, Any],
+    **others: Any,
+) -> Family:
+    """A family without depths, whose rules and flags are those of its decoder.
+
+    Args:
+        defaults: of the class in transformers, for keys that a config leaves out.
+        others: what else a `Family` has; `features` beside a stored head.
+    """
+    return Family(
+        title,
+        published,
+        model_types,
+        decoder.rules,
+        features={**STORED_HEAD, **others.pop("features", {})},
+        flags=decoder.flags,
+        defaults={"rope_theta": 10000.0, **defaults},
+        **others,
+    )

@@ -1,16 +1,20 @@
 """Dense decoders without depths of their own, each as the facts of its class in transformers; depths are attached."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import GQA, fused_mlp_rules, plain_mlp_rules
-from megatron_mtp.checkpoint.families.decoder import CENTRED_LAYER_NORM, LAYER_NORM, Decoder, Multipliers
+from megatron_mtp.checkpoint.families.decoder import (
+    CENTRED_LAYER_NORM,
+    LAYER_NORM,
+    Decoder,
+    Multipliers,
+    trunk_family,
+)
 from megatron_mtp.checkpoint.families.family import Family
 from megatron_mtp.checkpoint.families.flags import squared_relu_flags
 from megatron_mtp.checkpoint.families.llama import llama_attention
-from megatron_mtp.checkpoint.families.trunk import ORIGINAL_WEIGHTS, STORED_HEAD, gqa, layers
+from megatron_mtp.checkpoint.families.trunk import ORIGINAL_WEIGHTS, gqa, layers
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
@@ -85,47 +89,26 @@ def _stablelm_refused(config: HFConfig) -> str | None:
     return "attention and MLP side by side ('use_parallel_residual')" if config.flag("use_parallel_residual") else None
 
 
-def _family(
-    title: str,
-    published: str,
-    model_types: tuple[str, ...],
-    decoder: Decoder,
-    defaults: Mapping[str, Any],
-    **others: Any,
-) -> Family:
-    """A family without depths."""
-    return Family(
-        title,
-        published,
-        model_types,
-        decoder.rules,
-        features={**STORED_HEAD, **others.pop("features", {})},
-        flags=decoder.flags,
-        defaults={"rope_theta": 10000.0, **defaults},
-        **others,
-    )
-
-
 _LLAMA = Decoder(llama_attention)
 _PLAIN = Decoder(gqa)
 _GLM = Decoder(_bias, fused_mlp_rules, partial=True, interleaved=True)
 
 DENSE: tuple[Family, ...] = (
-    _family(
+    trunk_family(
         "Mistral",
         "Mistral 7B, Nemo, Small",
         ("mistral",),
         replace(_PLAIN, windows=_all_windows),
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096},
     ),
-    _family(
+    trunk_family(
         "Ministral",
         "Ministral 8B",
         ("ministral",),
         replace(_PLAIN, windows=_ministral_windows),
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096},
     ),
-    _family(
+    trunk_family(
         "SmolLM3",
         "SmolLM3",
         ("smollm3",),
@@ -138,7 +121,7 @@ DENSE: tuple[Family, ...] = (
             "tie_word_embeddings": True,
         },
     ),
-    _family(
+    trunk_family(
         "Seed-OSS",
         "Seed-OSS",
         ("seed_oss",),
@@ -151,7 +134,7 @@ DENSE: tuple[Family, ...] = (
             "attention_bias": True,
         },
     ),
-    _family(
+    trunk_family(
         "Granite",
         "Granite 3",
         ("granite",),
@@ -165,7 +148,7 @@ DENSE: tuple[Family, ...] = (
         },
         features={ORIGINAL_WEIGHTS: r"\.o_proj\.weight$"},
     ),
-    _family(
+    trunk_family(
         "Phi-3",
         "Phi-3, Phi-4, Phi-4-mini",
         ("phi3",),
@@ -177,7 +160,7 @@ DENSE: tuple[Family, ...] = (
         ),
         {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     ),
-    _family(
+    trunk_family(
         "GLM-4, first form",
         "GLM-4-9B",
         ("glm",),
@@ -191,7 +174,7 @@ DENSE: tuple[Family, ...] = (
             "partial_rotary_factor": 0.5,
         },
     ),
-    _family(
+    trunk_family(
         "Helium",
         "Helium",
         ("helium",),
@@ -204,7 +187,7 @@ DENSE: tuple[Family, ...] = (
             "rope_theta": 100000.0,
         },
     ),
-    _family(
+    trunk_family(
         "ERNIE-4.5",
         "ERNIE-4.5, dense",
         ("ernie4_5",),
@@ -218,7 +201,7 @@ DENSE: tuple[Family, ...] = (
             "tie_word_embeddings": True,
         },
     ),
-    _family(
+    trunk_family(
         "CWM",
         "Code World Model",
         ("cwm",),
@@ -239,28 +222,28 @@ DENSE: tuple[Family, ...] = (
             "sliding_window": 8192,
         },
     ),
-    _family(
+    trunk_family(
         "InternLM3",
         "InternLM3",
         ("internlm3",),
         Decoder(partial(_bias, key="qkv_bias", out="qkv_bias"), mlp_bias="bias"),
         {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
     ),
-    _family(
+    trunk_family(
         "IQuest-Coder",
         "IQuest-Coder V1",
         ("iquestcoder",),
         _LLAMA,
         {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
     ),
-    _family(
+    trunk_family(
         "Arcee",
         "AFM-4.5B",
         ("arcee",),
         replace(_LLAMA, mlp=plain_mlp_rules, activation=squared_relu_flags),
         {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
     ),
-    _family(
+    trunk_family(
         "Nemotron",
         "Nemotron-4, Minitron",
         ("nemotron",),
@@ -272,7 +255,7 @@ DENSE: tuple[Family, ...] = (
             "hidden_act": "relu2",
         },
     ),
-    _family(
+    trunk_family(
         "StableLM",
         "StableLM 2, 3B",
         ("stablelm",),

@@ -3,12 +3,12 @@
 from functools import partial
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MoE
-from megatron_mtp.checkpoint.families.decoder import Decoder
+from megatron_mtp.checkpoint.families.decoder import Decoder, trunk_family
 from megatron_mtp.checkpoint.families.dense import windows_by_type
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import expert_flags, softmax_expert_flags, softmax_router_flags
 from megatron_mtp.checkpoint.families.llama import qwen3_attention
-from megatron_mtp.checkpoint.families.trunk import PACKED, STORED_HEAD, gqa, layers, moe, sparse_layers
+from megatron_mtp.checkpoint.families.trunk import PACKED, gqa, layers, moe, sparse_layers
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
@@ -83,46 +83,39 @@ _MIXTRAL = Decoder(
 )
 _DOTS = Decoder(qwen3_attention, windows=_dots_windows, experts=moe, sparse=sparse_layers, expert_flags=expert_flags)
 _SOLAR = Decoder(_solar_attention, experts=moe, sparse=sparse_layers, expert_flags=expert_flags)
-_FEATURES = {**STORED_HEAD, **PACKED}
 
 ROUTED: tuple[Family, ...] = (
-    Family(
+    trunk_family(
         "Qwen3-MoE",
         "Qwen3, with experts",
         ("qwen3_moe",),
-        _QWEN3_MOE.rules,
-        features=_FEATURES,
-        flags=_QWEN3_MOE.flags,
-        defaults={
+        _QWEN3_MOE,
+        {
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
             "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
         },
+        features=PACKED,
     ),
-    Family(
+    trunk_family(
         "Qwen2-MoE",
         "Qwen1.5-MoE, Qwen2-57B-A14B",
         ("qwen2_moe",),
-        _QWEN2_MOE.rules,
-        features=_FEATURES,
-        flags=_QWEN2_MOE.flags,
-        defaults={
+        _QWEN2_MOE,
+        {
             "num_key_value_heads": 16,
             "max_position_embeddings": 32768,
             "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
             "qkv_bias": True,
         },
+        features=PACKED,
     ),
-    Family(
+    trunk_family(
         "Mixtral",
         "Mixtral 8x7B, 8x22B",
         ("mixtral",),
-        _MIXTRAL.rules,
-        features=STORED_HEAD,
-        flags=_MIXTRAL.flags,
-        defaults={
+        _MIXTRAL,
+        {
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
@@ -131,30 +124,26 @@ ROUTED: tuple[Family, ...] = (
             "num_local_experts": 8,
         },
     ),
-    Family(
+    trunk_family(
         "dots.llm1",
         "dots.llm1",
         ("dots1",),
-        _DOTS.rules,
-        features=_FEATURES,
-        flags=_DOTS.flags,
-        defaults={
+        _DOTS,
+        {
             "num_key_value_heads": 32,
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
             "routed_scaling_factor": 1.0,
             "sliding_window": 4096,
         },
+        features=PACKED,
     ),
-    Family(
+    trunk_family(
         "Solar Open",
         "Solar Open",
         ("solar_open",),
-        _SOLAR.rules,
-        features=_FEATURES,
-        flags=_SOLAR.flags,
-        defaults={
+        _SOLAR,
+        {
             "num_key_value_heads": 8,
             "head_dim": 128,
             "max_position_embeddings": 131072,
@@ -166,6 +155,6 @@ ROUTED: tuple[Family, ...] = (
             "routed_scaling_factor": 1.0,
             "norm_topk_prob": True,
         },
+        features=PACKED,
     ),
 )
-"""Their rules and flags follow from `Decoder`; a default is that of the class, for a key that a config leaves out."""

@@ -173,24 +173,17 @@ class _Head:
         exact = torch.promote_types(weight_VH.dtype, torch.float32)
         sums = torch.zeros(1 + depths, dtype=exact, device=weight_VH.device)
         entries = max(self.vocabulary.widest, len(self.taught_by_VH) * (self.taught_by_VH is not weight_VH))
+        logits = _Rows(gradient_NV, weight_VH)
+        taught = _Rows(None, self.taught_by_VH)
         for chunk in chunks(len(states_NH), entries, is_cuda, self.most, depths):
-            logits_NV = None if gradient_NV is None else gradient_NV[chunk]
-            sums += self._add_chunk(states_NH[chunk], target, chunk, hidden_grad_NH, logits_NV)
+            teacher_NV = None if target.teacher_NH is None else taught.product(target.teacher_NH, chunk)
+            logits_NV = logits.product(states_NH, chunk)
+            sums += self._sums_(logits_NV, teacher_NV, target, chunk)
+            if hidden_grad_NH is not None:
+                torch.mm(logits_NV, weight_VH, out=hidden_grad_NH[chunk])
+            if self.sum_VH is not None:
+                add_product(self.sum_VH, logits_NV.t(), states_NH[chunk])
         return sums[0], sums[1:]
-
-    def _add_chunk(
-        self, states_NH: Tensor, target: Targets, chunk: slice, hidden_grad_NH: Tensor | None, logits_NV: Tensor | None
-    ) -> Tensor:
-        """A function of its own: its logits are released before those of the next chunk are made."""
-        teacher_NH = None if target.teacher_NH is None else target.teacher_NH[chunk]
-        teacher_NV = None if teacher_NH is None else _product(teacher_NH, self.taught_by_VH)
-        gradient_NV = _product(states_NH, self.weight_VH, logits_NV)
-        sums = self._sums_(gradient_NV, teacher_NV, target, chunk)
-        if hidden_grad_NH is not None:
-            torch.mm(gradient_NV, self.weight_VH, out=hidden_grad_NH[chunk])
-        if self.sum_VH is not None:
-            add_product(self.sum_VH, gradient_NV.t(), states_NH)
-        return sums
 
     def _sums_(self, product_NV: Tensor, teacher_NV: Tensor | None, target: Targets, chunk: slice) -> Tensor:
         """[1 + D], a chunk's part of the total and its masked sums; the product is overwritten with the gradient."""
@@ -250,8 +243,26 @@ def _targets_in_turn(targets: Sequence[Targets]) -> Targets:
     )
 
 
-def _product(states_NH: Tensor, weight_VH: Tensor, out: Tensor | None = None) -> Tensor:
-    return torch.matmul(states_NH.to(weight_VH.dtype), weight_VH.t(), out=out)
+class _Rows:
+    """A head's products with chunks of states, in the rows of `kept_NV`, or all in the memory of the first one.
+
+    Memory that is asked for anew is handed out page by page, which took a CPU a tenth of the loss's time.
+    """
+
+    def __init__(self, kept_NV: Tensor | None, weight_VH: Tensor) -> None:
+        self.kept_NV, self.weight_VH = kept_NV, weight_VH
+        self._first_NV: Tensor | None = None
+
+    def product(self, states_NH: Tensor, chunk: slice) -> Tensor:
+        """[N, V] of the chunk's positions."""
+        states_NH, weight_VH = states_NH[chunk].to(self.weight_VH.dtype), self.weight_VH
+        if self.kept_NV is not None:
+            out_NV = self.kept_NV[chunk]
+        elif self._first_NV is None:
+            out_NV = self._first_NV = weight_VH.new_empty(len(states_NH), len(weight_VH))
+        else:
+            out_NV = self._first_NV[: len(states_NH)]
+        return torch.matmul(states_NH, weight_VH.t(), out=out_NV)
 
 
 def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:

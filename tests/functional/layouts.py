@@ -208,30 +208,26 @@ CASES = [(model, name) for name, layout in LAYOUTS.items() if name != SINGLE for
 
 FIRST: dict[str, str] = {
     "tp2": "tied-d3 padded-vocabulary-d2 chained-d3",
-    "tp2-sp": "untied-d1 latent-d2 parallel-d2 frozen-moe-d3",
-    "cp2": "documents-d3 padded-d1 per-token-moe-d2 mixed-documents-d3 shared-padded-d1 hybrid-padded-d1",
-    "pp2": "tied-d1 repeated-d3 ragged-d3 frozen-d3",
+    "tp2-sp": "untied-d1 latent-d2 frozen-moe-d3",
+    "cp2": "documents-d3 padded-d1 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1",
+    "pp2": "tied-d1 repeated-d3 ragged-d3",
     "pp2-vpp2": "untied-d3",
     "pp2-unbalanced": "hybrid-mamba-d2",
-    "dp2": "tied-d3 packed-d3 per-token-d3",
+    "dp2": "packed-d3",
     "ep2": "moe-d1",
-    "tp2-pp2": "tied-d3",
-    "tp2-cp2": "moe-d3",
     "cp2-pp2": "padded-d3",
-    "cp2-dp2": "per-token-d3",
-    "pp2-dp2": "tied-d3",
-    "pp2-ep2": "moe-alltoall-d3",
-    "pp4": "documents-d3",
-    "pp4-vpp2": "tied-d3",
     "pp4-mtp-stage": "packed-d1",
-    "pp4-vpp2-mtp-stage": "untied-d3",
 }
-"""The cases of the first tier: every layout and every model, and the features that a layout has to treat as its own."""
+"""The cases of the first tier: every way to cut a model, most kinds of models, and what a layout treats as its own."""
 
 LATER = {
-    *("pp2-vpp2-hybrid", "hybrid-d2", "hybrid-one-group-d1", "hybrid-delta-d1", "hybrid-moe-d2", "hybrid-frozen-d2"),
+    *("pp2-vpp2-hybrid", "tp2-pp2", "tp2-cp2", "cp2-dp2", "pp2-dp2", "pp2-ep2"),
+    *("pp4", "pp4-vpp2", "pp4-vpp2-mtp-stage"),
+    *("hybrid-d2", "hybrid-one-group-d1", "hybrid-delta-d1", "hybrid-moe-d2", "hybrid-frozen-d2"),
     *("latent-keys-d1", "distilled-d3", "padded-latent-d2", "chained-padded-d3", "mixed-padded-d3", "moe-alltoall-d1"),
     *("unrolled-d1", "unrolled-moe-d1", "hybrid-unrolled-d1", "shared-d1", "shared-documents-d1"),
+    *("parallel-d2", "moe-d3", "moe-alltoall-d3", "per-token-d3", "mixed-documents-d3"),
+    "frozen-d3",
 }
 """Layouts and models of the matrix alone: the first tier has others with the same layers and the same cuts."""
 
@@ -262,8 +258,8 @@ MOVES = [
 ]
 """Model, the layout that saved a checkpoint, and the one that goes on training from it."""
 
-FIRST_MOVES = {("pp2", "tp2"), ("tp2", "cp2"), ("pp4-mtp-stage", "pp2-vpp2"), ("dp2", "cp2-dp2")}
-"""Those of the first tier: stages, slices of a tensor, a stage of depths, and slices of an optimizer."""
+FIRST_MOVES = {("pp2", "tp2"), ("dp2", "cp2-dp2")}
+"""Those of the first tier: stages, slices of a tensor, and slices of an optimizer."""
 
 
 def needs(job: str) -> list[str]:

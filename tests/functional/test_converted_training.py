@@ -50,7 +50,7 @@ CASES = {
     "nemotron_h-latent": (1, ("single", "ep2")),
 }
 """Families, the depths of each, and layouts."""
-MATRIX = ("qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron_h-latent")
+MATRIX = ("deepseek_v3", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron_h-latent")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,8 @@ def test_a_step_makes_the_same_weights_with_tensor_and_expert_parallelism(tmp_pa
 
 
 @pytest.mark.usefixtures("forked_python")
-@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
 def test_a_trained_hybrid_goes_back_to_its_family(family: str, tmp_path: Path) -> None:
     """Also in bfloat16: a norm that Megatron keeps as w - 1 has then more digits than w."""
     source = make(tmp_path / "source", family, 1, torch.bfloat16)

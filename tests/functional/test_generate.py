@@ -75,6 +75,7 @@ def test_two_ranks_draft_what_one_does(kinds: tuple[str, ...], tmp_path: Path) -
         assert outcomes == [True] * 6, kind
 
 
+@pytest.mark.matrix
 def test_a_hybrid_of_two_pipeline_stages_drafts_on_one(tmp_path: Path) -> None:
     """Greedily the plain text, and a sampled one in bfloat16; prompts of other lengths. Trees are refused."""
     pattern = "--hybrid-layer-pattern M-|*-/M-/M- --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 2"

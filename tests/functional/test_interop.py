@@ -5,7 +5,7 @@ from layouts import MEGATRONS_OWN
 from records import Records
 from torch import equal
 
-FIRST = ("tied-d3", "moe-alltoall-d3")
+FIRST = ("moe-alltoall-d3",)
 
 
 @pytest.mark.parametrize(

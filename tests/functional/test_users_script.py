@@ -27,7 +27,10 @@ def test_two_lines_are_changed_and_the_page_shows_them() -> None:
     assert f"-{STEP}" in page
 
 
-@pytest.mark.parametrize(("processes", "flags"), [(1, ""), (2, "--pipeline-model-parallel-size 2")])
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [pytest.param(1, "", marks=pytest.mark.matrix), (2, "--pipeline-model-parallel-size 2")],
+)
 def test_the_script_learns_what_ours_learns(processes: int, flags: str, tmp_path: Path) -> None:
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(with_our_depths(), encoding="utf-8")

@@ -69,7 +69,7 @@ EVERY = {**TRAIN, **READ, **REST}
 OF_MEGATRON = {**TRAIN, "evaluate": READ["evaluate"]}
 """Verbs that load by Megatron's own function."""
 
-READERS = ("train", "evaluate", "generate", "inspect", "mcore-to-hf", "own_loop")
+READERS = ("train", "generate", "inspect", "own_loop")
 """Of verbs that load by the same function, one; a catalogue and its arguments are read in more places."""
 
 
@@ -153,7 +153,7 @@ PLANTED: dict[str, tuple[Fault, dict[str, Words]]] = {
     "pickle: older format": (lambda folder: plant_object(older(folder), MARK), EVERY),
     "bare pickle: older format": (lambda folder: plant_bytes(older(folder), MARK), TRAIN),
 }
-READ_WIDELY = ("pickle: .metadata", "pickle: arguments in .distcp")
+READ_WIDELY = ("pickle: .metadata",)
 TENSORS_READ = {name: words for name, words in EVERY.items() if name not in ("inspect", "own_loop")}
 SOME = {name: EVERY[name] for name in ("train", "generate")}
 DAMAGED: dict[str, tuple[Fault, dict[str, Words]]] = {

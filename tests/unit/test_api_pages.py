@@ -30,6 +30,7 @@ def test_public_names_have_docstrings() -> None:
     assert undocumented("def f(): pass\nclass _A: pass\nclass B:\n    'doc'") == ["the module", "f"]
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("error:Found")
 def test_pages_of_all_modules_are_made(megatron: None, tmp_path: Path) -> None:
     runpy.run_path(str(ROOT / "tools/docs/api_pages.py"))["main"](tmp_path)

@@ -20,6 +20,7 @@ from drafting_single import (
     runner_of,
     trained_forward,
 )
+from tiers import tiered
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -72,7 +73,7 @@ def test_plain_decoding_is_the_argmax_of_the_training_forward() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("batch", tiered([1, 4, 16], (4,)))
 def test_identity(method: str, batch: int) -> None:
     """ID: what the drafter is right about, and what it is not, leaves the tokens as they are."""
     target, prompts = runner_of(), prompts_of(batch)
@@ -399,7 +400,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", tiered(SAMPLED, list(SAMPLED)[::2]))
 def test_sampled_texts_have_the_targets_distribution(name: str) -> None:
     """CHI through the whole engine: four tokens of 4,000 seeds over a vocabulary of three, against the exact joint."""
     assert p_value_of(SAMPLED[name]) > 0.001

@@ -17,7 +17,7 @@ from _pytest.mark import ParameterSet
 from fuzz_cases import ASSETS, every_case
 from fuzzing import Case, Cases, Ended, faults
 
-SAMPLES = {True: 75, False: 25}
+SAMPLES = {True: 35, False: 15}
 """Cases of the first tier, of those that once failed and of the others."""
 
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 from drafting_single import model_of, place_static_experts_everywhere, prompts_of, runner_of, want_few_shapes
+from tiers import tiered
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -272,7 +273,9 @@ def test_another_method_and_other_sampling_have_graphs_of_their_own(request: pyt
 
 
 @pytest.mark.usefixtures("narrow_windows")
-@pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "mtp_tree", "draft_model", "ngram", "plain"])
+@pytest.mark.parametrize(
+    "method", tiered(["mtp", "mtp_eagle", "mtp_tree", "draft_model", "ngram", "plain"], ("mtp", "mtp_tree"))
+)
 def test_a_text_that_outgrows_its_window_has_a_graph_for_the_next(method: str, request: pytest.FixtureRequest) -> None:
     target, prompts = runner_of(), prompts_of(2)
     count, drafter = 0 if method == "plain" else 2, drafter_of(method)

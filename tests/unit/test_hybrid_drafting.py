@@ -72,7 +72,7 @@ def test_plain_decoding_is_the_training_forward(pattern: str, dtype: torch.dtype
 
 
 @all_kinds
-@pytest.mark.parametrize("architecture", ["sequential", "parallel"])
+@pytest.mark.parametrize("architecture", tiered(["sequential", "parallel"], ("sequential",)))
 def test_drafts_are_the_training_forwards(pattern: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CONF: after drafts that were accepted and rejected, in a batch of texts that fared differently."""
     twin = drafting_hybrid(pattern, architecture=architecture)
@@ -147,7 +147,11 @@ def test_lookahead_and_trees_where_nothing_is_recurrent() -> None:
 
 
 @pytest.mark.parametrize("pattern", tiered(["M-*-/M-/M-", "G-/*G/*G"], ("M-*-/M-/M-",)))
-@pytest.mark.parametrize("settings", [MTP, EAGLE | {"num_speculative_tokens": 2}], ids=["mtp", "mtp_eagle"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(MTP, marks=pytest.mark.matrix), EAGLE | {"num_speculative_tokens": 2}],
+    ids=["mtp", "mtp_eagle"],
+)
 def test_sampled_texts_have_the_targets_distribution(pattern: str, settings: dict[str, Any]) -> None:
     """CHI, with the rule of rejection."""
     assert p_value_of(settings, pair=(drafting_hybrid(pattern, torch.float32), drafting_hybrid(pattern))) > 0.001
@@ -225,7 +229,7 @@ def test_states_after_every_accepted_prefix_are_those_of_a_fresh_prefill(pattern
 
 
 @every_pattern
-@pytest.mark.parametrize("settings", [MTP, EAGLE, NGRAM], ids=["mtp", "mtp_eagle", "ngram"])
+@pytest.mark.parametrize("settings", tiered([MTP, EAGLE, NGRAM], [EAGLE]), ids=["mtp", "mtp_eagle", "ngram"])
 def test_caches_along_a_text_are_those_of_a_fresh_prefill(pattern: str, settings: dict[str, Any]) -> None:
     """KV: the trunk's and the depths', after some hundred rows accepted and rejected at random."""
     target, prompts = runner_of(pattern), prompts_of(3)
@@ -243,7 +247,7 @@ def test_caches_along_a_text_are_those_of_a_fresh_prefill(pattern: str, settings
 
 
 @all_kinds
-@pytest.mark.parametrize("method", ["mtp", "parallel_heads"])
+@pytest.mark.parametrize("method", tiered(["mtp", "parallel_heads"], ("mtp",)))
 def test_depths_may_be_asked_for_in_turns(pattern: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As automatic K does: depth 1 alone for longer than states can go back, then both, and none for as long."""
     target = runner_of(pattern, architecture="parallel" if method == "parallel_heads" else "sequential")
@@ -283,7 +287,7 @@ def test_a_text_gains_16_tokens_a_step_and_its_neighbour_one(
 
 
 @all_kinds
-@pytest.mark.parametrize("settings", [None, MTP, EAGLE], ids=["plain", "mtp", "mtp_eagle"])
+@pytest.mark.parametrize("settings", tiered([None, MTP, EAGLE], [MTP]), ids=["plain", "mtp", "mtp_eagle"])
 def test_neighbours_and_padding_change_nothing(pattern: str, settings: dict[str, Any] | None) -> None:
     """INV: prompts of 1, 70 and 200 tokens in a batch and alone; the trunk's states of all rows."""
     target = runner_of(pattern)
@@ -297,6 +301,7 @@ def test_neighbours_and_padding_change_nothing(pattern: str, settings: dict[str,
         torch.testing.assert_close(of_one[:, 0], of_all[:, row], rtol=FLOAT32_GATE, atol=FLOAT32_GATE)
 
 
+@pytest.mark.matrix
 @all_kinds
 def test_the_size_of_chunks_and_pieces_changes_nothing(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = runner_of(pattern)

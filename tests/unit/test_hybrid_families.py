@@ -279,7 +279,7 @@ ALONE = {"a number of the config": None, "halves swapped": halves_swapped}
 CASES = [(name, fault) for name in FAMILIES for fault in (*PLANTED[name], *ALONE)]
 
 
-@pytest.mark.parametrize(("name", "fault"), tiered(CASES, CASES[::4]))
+@pytest.mark.parametrize(("name", "fault"), tiered(CASES, CASES[::7]))
 def test_a_planted_fault_is_seen(
     name: str,
     fault: str,
@@ -438,7 +438,7 @@ ATTACHED: list[tuple[str, dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize("init", tiered(["random", "last-layer"], ("random",)))
-@pytest.mark.parametrize(("name", "changes", "depths", "pattern"), ATTACHED)
+@pytest.mark.parametrize(("name", "changes", "depths", "pattern"), tiered(ATTACHED, ATTACHED[::2]))
 def test_attached_depths_are_exported_and_proved(
     name: str, changes: dict[str, Any], depths: int, pattern: str, init: str, tmp_path: Path
 ) -> None:

@@ -139,6 +139,7 @@ def test_the_gradient_of_a_global_batch_does_not_depend_on_its_cut(cut: Cut) -> 
     assert not differs(cut, ours)
 
 
+@pytest.mark.matrix
 def test_with_megatrons_own_depths_it_depends_on_it() -> None:
     """Megatron-core 0.19.2 divides by each microbatch's own count; without this the property might be one that holds
     of anything."""

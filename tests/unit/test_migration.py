@@ -94,7 +94,7 @@ def failed(checks: list[Check]) -> list[str]:
     return [check.name for check in checks if not check.ok]
 
 
-@pytest.mark.parametrize("case", tiered(CASES, ("experts", "latent", "biases, LayerNorm, normalised heads")))
+@pytest.mark.parametrize("case", tiered(CASES, ("latent",)))
 def test_there_and_back_every_bit_is_the_same(case: str, tmp_path: Path) -> None:
     flags, pattern = CASES[case]
     source = trained(tmp_path / "gpt", flags)
@@ -251,7 +251,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", tiered(FAULTS, ("layers swapped", "a depth's state missing", "another router")))
+@pytest.mark.parametrize("fault", tiered(FAULTS, ("layers swapped", "another router")))
 def test_verify_sees_a_planted_fault(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, seen = FAULTS[fault]
     source = trained(tmp_path / "gpt", f"{DEPTHS} 1")

@@ -120,6 +120,7 @@ def logits_of(proved: dict[str, Any]) -> list[str]:
     return [name.removesuffix(ends) for name in names if name.endswith(ends)]
 
 
+@pytest.mark.matrix
 def test_a_family_that_nobody_added_is_unknown(source: Path, tmp_path: Path) -> None:
     done = convert(tmp_path, ["hf-to-mcore", source, tmp_path / "mcore"])
     assert done.returncode == 2

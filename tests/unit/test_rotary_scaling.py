@@ -10,6 +10,7 @@ from hf_models import make
 from megatron_single import randomise
 from test_hf_form import save
 from test_random_models import drafted_logits, off
+from tiers import tiered
 
 from megatron_mtp.checkpoint.convert.depths import attach_depths
 from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
@@ -65,7 +66,7 @@ def published(folder: Path, name: str, depths: int, rope: dict[str, Any]) -> Pat
 
 
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", tiered(CASES, ("mimo", "qwen3")))
 def test_a_scaled_model_is_exported_as_it_was_trained(family: str, tmp_path: Path) -> None:
     name, depths, rope = CASES[family]
     source = published(tmp_path / "source", name, depths, rope)
@@ -105,7 +106,7 @@ def checkpoint(folder: Path, setting: str) -> Path:
 
 
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", tiered(SETTINGS, list(SETTINGS)[1::2]))
 def test_drafting_turns_by_the_angles_of_training(setting: str, tmp_path: Path) -> None:
     tokens_BS = torch.randint(0, 100, (1, SETTINGS[setting]), generator=torch.Generator().manual_seed(3))
     folder = checkpoint(tmp_path / "set", setting)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import JOBS, RECIPES, ROOT, Cluster
+from tiers import tiered
 
 NODE = JOBS / "node.sh"
 SCRIPTS = sorted([*(ROOT / "scripts").rglob("*.sh"), *JOBS.glob("*.sbatch"), *ROOT.glob(".ci/run")])
@@ -216,7 +217,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(("sent", "all_processes"), [(signal.SIGUSR1, False), (signal.SIGTERM, True)])
+@pytest.mark.parametrize(
+    ("sent", "all_processes"), tiered([(signal.SIGUSR1, False), (signal.SIGTERM, True)], [(signal.SIGUSR1, False)])
+)
 def test_ranks_save_at_a_signal(sent: signal.Signals, all_processes: bool, node: Node, tmp_path: Path) -> None:
     """It comes before the rank has a handler, to the shell alone or to torchrun and the rank as well."""
     (tmp_path / "rank.py").write_text(RANK)

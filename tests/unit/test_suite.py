@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fork_server
 import pytest
+from tiers import tiered
 
 ROOT = fork_server.ROOT
 CI = ROOT / ".ci" / "run"
@@ -53,7 +54,7 @@ def summary(folder: Path, *flags: str) -> str:
     return printed.split("[100%]")[1]
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", tiered(["0", "2"], ("0",)))
 def test_cases_of_the_matrix_are_left_out_and_counted(workers: str, two_tiers: Path) -> None:
     said = summary(two_tiers, "-n", workers)
     assert said.count("3 cases marked `matrix` were left out; --all runs them as well") == 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hf_models import make, read, write
 from judged_models import PROMPT, QUIET, Logits
+from tiers import tiered
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trunk_models import LEFT, TRUNKS, larger
@@ -38,7 +39,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Lo
     return {name: (folder, found) for (name, folder), found in zip(folders.items(), logits, strict=True)}
 
 
-@pytest.mark.parametrize("size", ["small", "larger"])
+@pytest.mark.parametrize("size", tiered(["small", "larger"], ("larger",)))
 @pytest.mark.parametrize("name", ALL)
 def test_a_round_trip_gives_back_every_bit_and_key(tmp_path: Path, name: str, size: str) -> None:
     changes = larger(name) if size == "larger" else {}
@@ -165,6 +166,7 @@ def there_and_back(folder: Path) -> Path:
     return back
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", LEFT)
 def test_transformers_computes_the_same_of_what_was_carried(
     name: str, carried: dict[str, tuple[Logits, Logits]]
@@ -269,7 +271,7 @@ def attached(folder: Path, at: Path) -> Path:
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("granite", "smollm3") else pytest.param(name, marks=pytest.mark.matrix) for name in DRAFTED],
+    tiered(DRAFTED, ("granite", "smollm3")),
 )
 def test_a_text_drafted_by_attached_depths_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     folder = make(tmp_path / "hf", TRUNKS[name], 0)

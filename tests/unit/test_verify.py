@@ -59,7 +59,7 @@ def test_logits_of_trunk_and_depths_are_those_of_transformers(name: str, judged:
 
 
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("name", WITH_DEPTHS)
+@pytest.mark.parametrize("name", tiered(WITH_DEPTHS, list(WITH_DEPTHS)[::3]))
 def test_every_draft_of_the_bigram_model_is_accepted(name: str, judged: AllJudged, tmp_path: Path) -> None:
     logits, theirs = our_logits(judged[name, True], tmp_path / "mcore"), judged[name, True].logits
     numbers = range(1, WITH_DEPTHS[name] + 1)

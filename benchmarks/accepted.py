@@ -159,15 +159,19 @@ def _perplexity(model: Trained, texts: list[list[int]]) -> float:
     """Of the emitted tokens under the target at temperature 1."""
     total, count = 0.0, 0
     for prompt, text in zip(model.prompts, texts, strict=True):
-        whole = torch.tensor([prompt + text], device=model.runner.device)
-        length = whole.size(1)
-        rows = chain_rows(torch.zeros_like(whole[:, 0]), length, length, length)
-        hidden_SBH = model.runner.trunk(whole, rows, KVCache(model.runner.trunk_layers, 1, length))
-        log_probs = model.runner.logits(hidden_SBH)[0].log_softmax(-1)
-        target = whole[0, len(prompt) :]
+        log_probs = trunk_logits(model.runner, prompt + text).log_softmax(-1)
+        target = torch.tensor(text, device=model.runner.device)
         total -= log_probs[len(prompt) - 1 : -1].gather(1, target.unsqueeze(1)).sum().item()
         count += len(text)
     return float(torch.tensor(total / count).exp())
+
+
+def trunk_logits(runner: Runner, text: list[int]) -> Tensor:
+    """[S, V] of all positions."""
+    whole = torch.tensor([text], device=runner.device)
+    length = whole.size(1)
+    rows = chain_rows(torch.zeros_like(whole[:, 0]), length, length, length)
+    return runner.logits(runner.trunk(whole, rows, KVCache(runner.trunk_layers, 1, length)))[0]
 
 
 def _texts(

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -115,6 +115,18 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise ArgumentTypeError(f"{text} was given; give 1 or more.")
     return int(text)
+
+
+def some_of(allowed: Collection[str]) -> Callable[[str], list[str]]:
+    """The type of a flag that takes names of these, with commas."""
+
+    def names(text: str) -> list[str]:
+        given = text.split(",")
+        if any(name not in allowed for name in given):
+            raise ArgumentTypeError(f"{text} was given; give names out of {','.join(allowed)}.")
+        return given
+
+    return names
 
 
 def hardware(on_cpu: bool) -> dict[str, Any]:

@@ -16,14 +16,12 @@ the run of equal steps. Finished runs are kept in --out, and the same command co
 """
 
 import argparse
-import json
 import shutil
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 from benchmarks.drafting import held_out
 from benchmarks.forced import drafted, forced_length
-from benchmarks.harness import Goal, count, hardware, report, table
+from benchmarks.harness import Goal, count, hardware, report, some_of, table
 from benchmarks.losses import ON_CPU, ROOT, command
+from benchmarks.study import EQUAL, Result, Study, step_seconds, steps_in_the_time
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.drafting import load_runner
-from megatron_mtp.files import written_beside
 
 LOSSES = ("ce", "kd", "tv", "nla", "lk", "e2e_tv")
 BASE = "kd"
@@ -45,7 +43,6 @@ BASE = "kd"
 
 MIXES, SHARES = "--mtp-hidden-state-mixing", "--mtp-repeated-layer-shares-kv"
 VARIANTS = {"plain": "", "mixed": MIXES, "shared": SHARES, "both": f"{SHARES} {MIXES}"}
-EQUAL = ("steps", "seconds")
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 GOALS = {"greedy": 1.05, "sampled": 1.10}
 
@@ -64,16 +61,15 @@ class Run:
         return f"{self.equal}-{self.variant}-{self.loss}-{self.seed}"
 
 
-Results = dict[Run, dict[str, Any]]
+Results = Mapping[Run, Result]
 
 
 def main() -> None:
     """Train, draft, compare, report."""
     wanted = parse(sys.argv[1:])
     start = first_depth(wanted)
-    results: Results = {}
-    for run in progress(all_runs(wanted), wanted):
-        results[run] = finished(run, start, steps_of(run, results, wanted), wanted)
+    study = Study[Run]("objectives", wanted.out, settings(wanted))
+    results = study.results(all_runs(wanted), lambda run, before: measured(run, before, start, wanted))
     report("objectives", hardware(ON_CPU), summary(results, wanted), goals(results, wanted), tables(results, wanted))
 
 
@@ -108,43 +104,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return wanted
 
 
-def some_of(allowed: Any) -> Any:
-    """The type of a flag that takes names of these, with commas."""
-
-    def names(text: str) -> list[str]:
-        given = text.split(",")
-        if not given or set(given) - set(allowed):
-            raise argparse.ArgumentTypeError(f"{text} was given; give names out of {','.join(allowed)}.")
-        return given
-
-    return names
-
-
 def all_runs(wanted: argparse.Namespace) -> list[Run]:
     """Those of equal steps first, whose seconds the others need; seed by seed, as a study may be interrupted."""
     seeds = range(1, wanted.seeds + 1)
     equal = [one for one in EQUAL if one in wanted.equal or one == "steps"]
     turns = product(equal, seeds, wanted.variants, wanted.losses)
     return [Run(each, variant, loss, seed) for each, seed, variant, loss in turns]
-
-
-def progress(runs: list[Run], wanted: argparse.Namespace) -> Iterator[Run]:
-    """The runs, with a line for each that is not kept: how many there are and how long the rest will take."""
-    seconds: list[float] = []
-    todo = [run for run in runs if not kept(run, wanted).exists()]
-    for run in runs:
-        began = time.perf_counter()
-        if run in todo:
-            left = f", {statistics.mean(seconds) * (len(todo) - len(seconds)) / 60:.0f} min left" if seconds else ""
-            print(f"objectives: {len(seconds) + 1} of {len(todo)}: {run.name}{left}", file=sys.stderr, flush=True)
-        yield run
-        if run in todo:
-            seconds.append(time.perf_counter() - began)
-
-
-def kept(run: Run, wanted: argparse.Namespace) -> Path:
-    """Where the result of a run is."""
-    return wanted.out / f"{run.name}.json"
 
 
 def first_depth(wanted: argparse.Namespace) -> Path:
@@ -161,27 +126,8 @@ def steps_of(run: Run, results: Results, wanted: argparse.Namespace) -> int:
     """Of equal seconds: as many of the run's own steps as fit into the time that kd took."""
     if run.equal == "steps":
         return int(wanted.steps)
-    own, base = (
-        results[Run("steps", variant, loss, run.seed)]["step_seconds"]
-        for variant, loss in ((run.variant, run.loss), ("plain", BASE))
-    )
-    return max(1, round(wanted.steps * base / own))
-
-
-def finished(run: Run, start: Path, steps: int, wanted: argparse.Namespace) -> dict[str, Any]:
-    """The result of a run, made unless it is kept; a run of as many steps as another is that one.
-
-    Ends the process with one sentence where the kept one has other settings.
-    """
-    path = kept(run, wanted)
-    if not path.exists():
-        made = measured(run, start, steps, wanted)
-        with written_beside(path) as beside:
-            beside.write_text(json.dumps(made) + "\n")
-    result: dict[str, Any] = json.loads(path.read_text())
-    if result["settings"] != settings(wanted):
-        raise SystemExit(f"{path} was made with other settings ({result['settings']}); give another --out.")
-    return result
+    own, base = (Run("steps", variant, loss, run.seed) for variant, loss in ((run.variant, run.loss), ("plain", BASE)))
+    return steps_in_the_time(wanted.steps, results[base], results[own])
 
 
 def settings(wanted: argparse.Namespace) -> dict[str, Any]:
@@ -190,14 +136,13 @@ def settings(wanted: argparse.Namespace) -> dict[str, Any]:
     return {"checkpoint": str(wanted.checkpoint), **{name: getattr(wanted, name) for name in names}}
 
 
-def measured(run: Run, start: Path, steps: int, wanted: argparse.Namespace) -> dict[str, Any]:
-    """Train and draft."""
-    same = kept(Run("steps", run.variant, run.loss, run.seed), wanted)
+def measured(run: Run, results: Results, start: Path, wanted: argparse.Namespace) -> Result:
+    """Train and draft; a run of as many steps as another is that one."""
+    steps = steps_of(run, results, wanted)
     if run.equal == "seconds" and steps == wanted.steps:
-        found: dict[str, Any] = json.loads(same.read_text())
-        return found
+        return results[replace(run, equal="steps")]
     folder = train(run, start, steps, wanted)
-    spent = {"settings": settings(wanted), "steps": steps, "step_seconds": step_seconds(folder)}
+    spent = {"steps": steps, "step_seconds": step_seconds(folder)}
     found = {**asdict(run), **spent, **lengths(folder, run, wanted)}
     shutil.rmtree(folder)
     return found
@@ -218,12 +163,6 @@ def train(run: Run, start: Path, steps: int, wanted: argparse.Namespace) -> Path
         words = command(run.loss, folder, argparse.Namespace(**flags))
         subprocess.run(words, check=True, stdout=listing, stderr=sys.stderr)
     return folder
-
-
-def step_seconds(folder: Path) -> float:
-    """The median of a run's rows."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(row["step seconds"] for row in rows if "step seconds" in row)
 
 
 def lengths(folder: Path, run: Run, wanted: argparse.Namespace) -> dict[str, Any]:

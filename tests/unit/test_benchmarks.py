@@ -251,6 +251,31 @@ def test_objectives_refuses_what_it_cannot_compare(flags: str, says: str, tmp_pa
     assert run.stderr.splitlines()[-1].endswith(says)
 
 
+def test_trunk_compares_trunks_with_and_without_depths(tmp_path: Path) -> None:
+    """Each factor less none, means over seeds; and what cannot be compared is refused."""
+    kept, data = tmp_path / "quick", tmp_path / "corpus"
+    kept.mkdir()
+    data.with_suffix(".idx").touch()
+    shared = {"data": str(data), "steps": 3, "windows": 2}
+    for factor, losses in {"0": (2.0, 2.2), "0.3": (1.9, 2.1)}.items():
+        for seed, loss in enumerate(losses, 1):
+            row = {"settings": shared, "steps": 3, "step_seconds": 1.0, "loss": loss, "accuracy": 0.5, "completed": 0.1}
+            (kept / f"steps-{factor}-{seed}.json").write_text(json.dumps(row))
+    flags = ["--data", str(data), "--out", str(tmp_path), "--seeds", "2", "--equal", "steps", "--factors"]
+    found = {
+        goal["what"]: (round(goal["value"], 6), goal["met"])
+        for goal in summary_of("trunk.py", *flags, "0,0.3")["goals"]
+    }
+    assert found == {
+        "loss of the trunk, factor 0.3 less none, equal steps": (-0.1, True),
+        "accuracy of the trunk, factor 0.3 less none, equal steps": (0.0, True),
+        "completed of the trunk, factor 0.3 less none, equal steps": (0.0, True),
+    }
+    other = fork_server.run([sys.executable, str(REPOSITORY / "benchmarks/trunk.py"), *flags, "0.3"])
+    assert other.returncode == 2
+    assert other.stderr.splitlines()[-1].endswith("is what the others are compared with; add it to --factors.")
+
+
 def test_shift_runs_and_ends_with_its_report() -> None:
     summary = summary_of("shift.py")
     assert summary["benchmark"] == "shift"

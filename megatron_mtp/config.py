@@ -238,6 +238,11 @@ class MTPConfig:
             raise ValueError(f"--mtp-loss-schedule-steps is {self.mtp_loss_schedule_steps}; give 1 or more.")
         if not 0 <= self.mtp_loss_final_factor < math.inf:
             raise ValueError(f"--mtp-loss-final-factor is {self.mtp_loss_final_factor}; give 0 or more.")
+        if self.mtp_loss_final_factor and self.mtp_loss_schedule == "constant":
+            raise ValueError(
+                f"--mtp-loss-final-factor is {self.mtp_loss_final_factor}, which a constant lambda never reaches; give "
+                "--mtp-loss-schedule step or cosine, or drop the flag."
+            )
 
 
 def trained_depths(args: Namespace) -> int:

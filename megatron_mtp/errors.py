@@ -69,6 +69,21 @@ def sentences(program: str, mistakes: Mistakes = ValueError, advice: str = "") -
         fail(program, said)
 
 
+def open_streams() -> None:
+    """Give a process that was started without some of its standard streams (`>&-`) the null device in their place.
+
+    Python has None for such a stream, and the next file that is opened would get its number: what a library prints
+    would then stand in a checkpoint.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115  # as long as the process
+
+
 def status_of(program: str, work: Callable[[], int], mistakes: Mistakes = ValueError, advice: str = "") -> int:
     """The exit status of `work`, or the one that it ends with by `sentences`."""
     try:

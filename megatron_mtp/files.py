@@ -7,6 +7,7 @@ with one_writer(output, "the corpus"):      a second process ends with a sentenc
     ...
 """
 
+import errno
 import os
 import shutil
 import socket
@@ -31,6 +32,8 @@ def written_beside(target: Path, shared: bool = False) -> Iterator[Path]:
     Raises:
         OSError: nothing can be written beside the target, or there is no space.
     """
+    if target.name in ("", ".."):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     beside = target.with_name(f"{target.name}.{os.getpid()}.partial" if shared else f"{target.name}.partial")
     try:
         remove(beside)  # of a killed run

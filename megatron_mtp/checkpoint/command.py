@@ -11,6 +11,7 @@ import errno
 import io
 import json
 import logging
+import math
 import sys
 import textwrap
 import time
@@ -257,7 +258,7 @@ def size(text: str) -> int:
     upper = text.upper().strip()
     unit = next((unit for unit in units if upper.endswith(unit)), "")
     number = upper.removesuffix(unit).strip()
-    if not number.replace(".", "", 1).isdigit() or float(number) * units.get(unit, 1) < 1:
+    if not number.replace(".", "", 1).isdecimal() or not 1 <= float(number) * units.get(unit, 1) < math.inf:
         raise ValueError(f"--max-shard-size is '{text}'; give a size such as 5GB or 500MB.")
     return int(float(number) * units.get(unit, 1))
 

@@ -4,6 +4,7 @@ Every step is a verb of this command line, in a process of its own. A finished s
 continues after an interruption.
 """
 
+import math
 import shlex
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
+from megatron_mtp.config import number_of
 from megatron_mtp.errors import Parser, sentences
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -47,6 +49,7 @@ def main(arguments: list[str], program: str) -> int:
         args.model = local_folder(args.model)
         if not (args.model / "config.json").is_file():
             raise ValueError(f"{args.model} has no config.json; give the folder of a Hugging Face model.")
+        _check(args)
     if args.only is not None:
         return _in_this_process(STEPS[args.only], args)
     for step in STEPS.values():
@@ -94,6 +97,30 @@ def parser(program: str) -> Parser:
     return made
 
 
+def _check(args: Namespace) -> None:
+    """Raises ValueError for what a later step would refuse, after those before it have taken their time."""
+    for name in ("depths", "steps", "sequence", "batch", "save_every"):
+        if (number := getattr(args, name)) is not None and number < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {number}; give 1 or more.")
+    if not 0 < number_of(args.learning_rate) < math.inf:
+        raise ValueError(f"--learning-rate is {args.learning_rate}; give a number above 0.")
+    if not 0 < number_of(args.token_fraction) <= 1:
+        raise ValueError(f"--token-fraction is {args.token_fraction}; give a number above 0, and at most 1.")
+    if not args.evaluated_batches.isdecimal() or int(args.evaluated_batches) < 1:
+        raise ValueError(f"--evaluated-batches is {args.evaluated_batches}; give 1 or more.")
+    if args.family not in trained_forms():
+        raise ValueError(f"--family is '{args.family}'; give one of {', '.join(trained_forms())}.")
+    if args.launch is not None and shutil.which((_words(args.launch) or [""])[0]) is None:
+        raise ValueError(f"--launch is '{args.launch}', which begins with no program of this machine; correct it.")
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"--launch is '{command}', which is no command ({error}); correct it.") from error
+
+
 def _in_this_process(step: "Step", args: Namespace) -> int:
     from megatron_mtp.command.line import PROGRAM, run
 
@@ -105,7 +132,7 @@ def _in_this_process(step: "Step", args: Namespace) -> int:
 
 def _in_own_process(step: "Step", command: list[str], args: Namespace) -> int:
     """Run a step in one process, or in the ranks that --launch starts; on Ctrl-C the step itself prints a line."""
-    launcher = shlex.split(args.launch) if step.on_ranks and args.launch else [sys.executable]
+    launcher = _words(args.launch) if step.on_ranks and args.launch else [sys.executable]
     try:
         return subprocess.run([*launcher, "-m", "megatron_mtp", *command]).returncode
     except KeyboardInterrupt:

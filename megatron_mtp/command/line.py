@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_mtp import __version__
-from megatron_mtp.errors import Parser, sentences
+from megatron_mtp.errors import Parser, open_streams, sentences
 
 PROGRAM = "megatron-mtp"
 
@@ -35,6 +35,7 @@ megatron-mtp VERB --help lists the flags of a verb, with examples of its own.
 def main(argv: list[str] | None = None) -> int:
     """Run the command line (None for sys.argv) and return its exit status: 2 for an unknown verb."""
     arguments = sys.argv[1:] if argv is None else argv
+    open_streams()
     with sentences(PROGRAM):
         verb = parser().parse_args(arguments[:1]).verb
     return run(verb, f"{PROGRAM} {verb}", arguments[1:])
@@ -48,6 +49,7 @@ def run(verb: str, program: str, arguments: list[str]) -> int:
         program: the name of the command in messages.
         arguments: the arguments after the verb.
     """
+    open_streams()
     with sentences(program, mistakes=()):  # each verb turns its own ValueErrors into messages
         return VERBS[verb].run(program, arguments)
 

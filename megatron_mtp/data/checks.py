@@ -130,7 +130,7 @@ def read_sidecar(prefix: str) -> dict[str, Any]:
     """Read PREFIX.json, which data/corpus.py writes beside a dataset; empty if it is absent or damaged."""
     try:
         sidecar = json.loads(Path(f"{prefix}.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return sidecar if isinstance(sidecar, dict) else {}
 
@@ -149,10 +149,11 @@ def check_tokenizer(prefixes: Sequence[str], folder: str) -> None:
     """
     own = vocabulary_digest(folder)
     for prefix in prefixes:
-        made_with = read_sidecar(prefix).get("vocabulary_sha256")
+        sidecar = read_sidecar(prefix)
+        made_with = sidecar.get("vocabulary_sha256")
         if own and made_with and own != made_with:
             raise ValueError(
-                f"--data-path: the dataset '{prefix}' was made with the tokenizer {read_sidecar(prefix)['tokenizer']}, "
+                f"--data-path: the dataset '{prefix}' was made with the tokenizer {sidecar.get('tokenizer')}, "
                 f"whose vocabulary is not that of --tokenizer-model {folder}; {REBUILD} --tokenizer {folder}."
             )
 

@@ -40,6 +40,7 @@ EXAMPLES = """examples:
 
 Then train with: --data-path PREFIX --tokenizer-type HuggingFaceTokenizer --tokenizer-model TOKENIZER_FOLDER
 """
+BYTES_PER_MB = 1_000_000
 TRAINING_BYTES = 20_000_000
 # One huge file must not fill the whole sample for the tokenizer, unless there are few files.
 TRAINING_BYTES_PER_FILE = 1_000_000
@@ -155,8 +156,8 @@ def parser(program: str) -> Parser:
 def _check_flags(args: argparse.Namespace) -> None:
     if args.workers < 1:
         raise ValueError(f"--workers: {args.workers} processes cannot work; give 1 or more.")
-    if args.max_mb is not None and not 0 < args.max_mb < math.inf:
-        raise ValueError(f"--max-mb: {args.max_mb} MB leaves nothing; give a number above 0 or leave the flag out.")
+    if args.max_mb is not None and not 0 < args.max_mb * BYTES_PER_MB < math.inf:
+        raise ValueError(f"--max-mb: {args.max_mb} MB is no size of text; give a number above 0 or leave the flag out.")
     if not args.output_prefix:
         raise ValueError("--output-prefix is empty; name the files to write, without their endings.")
     if not args.tokenizer and args.vocab_size < SMALLEST_VOCAB:
@@ -226,4 +227,4 @@ def _trained_tokenizer(args: argparse.Namespace, documents: Sequence[Document]) 
 
 
 def _bytes(megabytes: float | None) -> int | None:
-    return None if megabytes is None else int(megabytes * 1_000_000)
+    return None if megabytes is None else int(megabytes * BYTES_PER_MB)

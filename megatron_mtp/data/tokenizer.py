@@ -142,8 +142,11 @@ def entries(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def _has_code(folder: Path) -> bool:
-    path = folder / "tokenizer_config.json"
-    return path.is_file() and "AutoTokenizer" in (json.loads(path.read_text(encoding="utf-8")).get("auto_map") or {})
+    try:
+        auto_map = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["auto_map"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return False
+    return isinstance(auto_map, dict) and "AutoTokenizer" in auto_map
 
 
 @dataclass(frozen=True)

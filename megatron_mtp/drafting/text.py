@@ -59,7 +59,7 @@ def _texts_of(file: Path) -> list[str]:
         return [text]
     try:
         prompts = [json.loads(line)["prompt"] for line in text.splitlines() if line.strip()]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(
             f"--prompt-file: '{file}' has a line that is no JSON object with a key 'prompt' ({error!r}); correct it."
         ) from error

@@ -20,6 +20,7 @@ schedule.py              lambda (--mtp-loss-scaling-factor), step by step
 reference.py             all losses as their definitions read
 """
 
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from megatron_mtp.config import MTPConfig
@@ -44,6 +45,10 @@ LOSSES: "Registry[type[TokenLoss]]" = Registry(
 )
 
 
+READ_BY_LOSSES = ("mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss")
+"""Settings that some losses read."""
+
+
 def depth_loss(settings: MTPConfig) -> "TokenLoss":
     """The loss that `settings.mtp_loss` names.
 
@@ -53,6 +58,23 @@ def depth_loss(settings: MTPConfig) -> "TokenLoss":
     if settings.mtp_loss not in LOSSES:
         raise ValueError(f"--mtp-loss is '{settings.mtp_loss}'; choose one of {', '.join(LOSSES)}.")
     return LOSSES[settings.mtp_loss].of(settings)
+
+
+def check_loss(settings: MTPConfig) -> None:
+    """Check the name of the loss and its settings.
+
+    Raises:
+        ValueError: as `depth_loss`, or a setting was given that the loss does not read.
+    """
+    loss = depth_loss(settings)
+    for field in fields(settings):
+        if field.name in READ_BY_LOSSES and getattr(settings, field.name) != field.default:
+            without = depth_loss(replace(settings, **{field.name: field.default}))
+            if without == loss:
+                raise ValueError(
+                    f"--{field.name.replace('_', '-')} is {getattr(settings, field.name)}, which --mtp-loss "
+                    f"{settings.mtp_loss} does not read; drop the flag, or choose a loss that does."
+                )
 
 
 def listing() -> str:

@@ -1,7 +1,6 @@
 """`megatron-mtp serve`: a checkpoint behind OpenAI's HTTP API until a signal ends it."""
 
 import logging
-import math
 import os
 import socket
 import sys
@@ -30,6 +29,9 @@ from megatron_mtp.serving.tokens import Ids, Words
 
 MOST_GIB = 4.0
 """Cache that is taken unasked."""
+
+LARGEST_GIB = 2**20
+"""No machine has more; a larger number is a mistake."""
 
 
 def main(program: str, args: Namespace) -> int:
@@ -98,8 +100,10 @@ def _check(args: Namespace, ranks: int) -> SpeculativeConfig | None:
     for name in ("max_running", "max_waiting"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give 1 or more.")
-    if args.cache_gib is not None and not 0 < args.cache_gib < math.inf:
-        raise ValueError(f"--cache-gib is {args.cache_gib}; give the GiB of memory that the cache may take.")
+    if args.cache_gib is not None and not 0 < args.cache_gib <= LARGEST_GIB:
+        raise ValueError(
+            f"--cache-gib is {args.cache_gib}; give the GiB of memory that the cache may take, at most {LARGEST_GIB}."
+        )
     if args.api_key == "":
         raise ValueError("--api-key is empty; give a key, or leave the flag out.")
     config = None if args.speculative_config is None else parse_config(args.speculative_config)

@@ -16,7 +16,7 @@ from megatron_mtp.checkpoint.mcore.model import check_trainable
 from megatron_mtp.checkpoint.mcore.stored_depths import absent_layers
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses import check_loss
 from megatron_mtp.model.arguments import APEX, CUDA, MODEL_ARGUMENTS, TE, flags_without
 from megatron_mtp.model.build import MTPModelConfig, config_of
 from megatron_mtp.patches.unpickling import CATALOGUE
@@ -39,7 +39,7 @@ ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 def mtp_config_from_args(args: Namespace) -> MTPConfig:
     """Raises ValueError where a flag has a value that is not allowed."""
     settings = MTPConfig(**{field.name: getattr(args, field.name) for field in fields(MTPConfig)})
-    depth_loss(settings)  # checks its name and settings
+    check_loss(settings)
     return settings
 
 

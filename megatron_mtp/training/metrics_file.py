@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON object a line, whole lines alone, continued by a resumed run."""
 
 import json
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -27,14 +28,17 @@ def drop_rows_after(path: Path, iteration: int) -> None:
     if iteration == 0:
         path.replace(path.with_suffix(".old.jsonl"))
         return
-    rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = path.read_bytes().splitlines()
     with written_beside(path) as beside:
-        beside.write_text("".join(row for row in rows if _iteration(row) <= iteration), encoding="utf-8")
+        beside.write_bytes(b"".join(row + b"\n" for row in rows if _iteration(row) <= iteration))
 
 
-def _iteration(row: str) -> float:
-    """The step of a line; a half-written one of a killed run counts as taken again."""
+def _iteration(line: bytes) -> float:
+    """The step of a row; a line that a kill has cut short, or that is damaged, counts as taken again."""
     try:
-        return int(json.loads(row)["iteration"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")
+        row = json.loads(line)
+        figures = [value for name, value in row.items() if name not in ("iteration", "split")]
+    except (ValueError, AttributeError, RecursionError):
+        return math.inf
+    is_row = isinstance(row.get("split"), str) and all(type(value) in (int, float) for value in figures)
+    return row["iteration"] if is_row and type(row.get("iteration")) is int else math.inf

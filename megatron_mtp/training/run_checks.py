@@ -6,17 +6,26 @@ Every check raises ValueError with one sentence that names the flag, the value a
 import math
 import os
 from argparse import Namespace
+from dataclasses import fields
 from pathlib import Path
 
 from megatron.training.checkpointing import checkpoint_exists
 
 from megatron_mtp.config import MTPConfig, trained_depths
 from megatron_mtp.data.checks import split_weights
+from megatron_mtp.model.arguments import MODEL_ARGUMENTS
 from megatron_mtp.training.flag_checks import check_relations
+from megatron_mtp.training.flag_checks import flag as flag_of
 from megatron_mtp.training.hybrid_checks import check_hybrid
 from megatron_mtp.training.unsupported import check_supported
 
 SHARES = "--mtp-repeated-layer-shares-kv"
+
+WITHOUT_DEPTHS = ("mtp_metrics_dir", "mtp_linear_ce_main")
+"""Settings of ours that a run without depths has a use for."""
+
+MEGATRONS_SWITCHES = ("mtp_use_repeated_layer", "mtp_detach_heads")
+"""Megatron's own flags of depths, beside their number and lambda."""
 
 
 def check_flags(args: Namespace, settings: MTPConfig) -> None:
@@ -37,20 +46,21 @@ def check_flags(args: Namespace, settings: MTPConfig) -> None:
     _check_sequences(args)
     if args.mtp_num_layers is not None:
         _check_depths(args, settings)
-    elif settings.mtp_train_only:
-        raise ValueError("--mtp-train-only was given without --mtp-num-layers; say how many depths to train.")
-    elif settings.mtp_hidden_state_mixing:
-        raise ValueError("--mtp-hidden-state-mixing was given without --mtp-num-layers; give 2 depths or more.")
-    elif settings.mtp_unroll is not None:
-        raise ValueError(
-            f"--mtp-unroll is {settings.mtp_unroll}, but --mtp-num-layers is missing; give the depths that the "
-            "checkpoint is to have, such as 1."
-        )
-    elif settings.mtp_repeated_layer_shares_kv:
-        raise ValueError(f"{SHARES} was given without --mtp-num-layers; give the depths of the checkpoint, such as 1.")
-    elif settings.mtp_draft_vocab_size is not None or settings.mtp_draft_vocab_file is not None:
-        raise ValueError("a draft vocabulary was given without --mtp-num-layers; say how many depths draft from it.")
+    else:
+        _check_without_depths(args, settings)
     check_relations(args)
+
+
+def _check_without_depths(args: Namespace, settings: MTPConfig) -> None:
+    """Without depths, flags about them would do nothing; what a checkpoint's arguments say of the model may stay."""
+    stored = MODEL_ARGUMENTS if args.use_checkpoint_args else ()
+    given = [field.name for field in fields(MTPConfig) if getattr(settings, field.name) != field.default]
+    given += [name for name in MEGATRONS_SWITCHES if getattr(args, name)]
+    idle = [name for name in given if name not in (*WITHOUT_DEPTHS, *stored)]
+    if idle:
+        raise ValueError(
+            f"{flag_of(idle[0])} was given without --mtp-num-layers; say how many depths to train, or drop it."
+        )
 
 
 def _check_folder(flag: str, named: str | None) -> None:

@@ -38,7 +38,7 @@ def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
         if option.startswith("--")
     }
     words, seen = [], dict[str, int]()
-    for key, value in _entries(_read(file), file):
+    for key, value in _all_entries(file):
         name, where = key.value.replace("_", "-"), f"--config {file}, line {key.start_mark.line + 1}"
         if name in NOT_IN_A_FILE:
             raise ValueError(f"{where}: '{key.value}' cannot be in a file; give --{name} on the command line.")
@@ -66,6 +66,13 @@ def _read(file: Path) -> yaml.Node | None:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         said = " ".join(str(error).split())
         raise ValueError(f"--config is {file}, which cannot be read as YAML ({said}); correct it.") from error
+
+
+def _all_entries(file: Path) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
+    try:
+        return list(_entries(_read(file), file))
+    except RecursionError:  # a section may be an alias of one that it is in
+        raise ValueError(f"--config is {file}, whose sections are in each other too deeply; write fewer.") from None
 
 
 def _entries(node: yaml.Node | None, file: Path) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:

@@ -424,6 +424,7 @@ BAD_PREPROCESS = """
 --max-mb nan -> --max-mb
 ! --max-mb inf
 ! --max-mb 1e400
+! --max-mb 1e308
 --max-mb ''
 --seed abc
 --tokenizer nowhere

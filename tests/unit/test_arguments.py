@@ -63,7 +63,7 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             f"{ROPE} {MOCK} {DEPTHS} --mtp-architecture parallel --mtp-use-repeated-layer",
             "--mtp-use-repeated-layer was given with --mtp-architecture parallel",
         ),
-        (f"{ROPE} {MOCK} --mtp-unroll 3", "--mtp-unroll is 3, but --mtp-num-layers is missing"),
+        (f"{ROPE} {MOCK} --mtp-unroll 3", "--mtp-unroll was given without --mtp-num-layers"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-unroll 3", "--mtp-unroll is 3 without --mtp-use-repeated-layer"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-unroll 0 --mtp-use-repeated-layer", "--mtp-unroll is 0; give 1 or more passes"),
         (
@@ -99,6 +99,33 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             f"{ROPE} {MOCK} --sft --pipeline-model-parallel-size 2 --micro-batch-size 4",
             "--micro-batch-size is 4, but a pipeline takes one packed row at a time; give 1",
         ),
+        *(
+            (f"{ROPE} {MOCK} {given}", f"{given.split()[0]} was given without --mtp-num-layers; say how many")
+            for given in (
+                "--mtp-loss kd",
+                "--mtp-loss-weights 1",
+                "--mtp-loss-schedule step --mtp-loss-schedule-steps 3",
+                "--mtp-token-fraction 0.5",
+                "--mtp-architecture parallel",
+                "--mtp-acceptance-interval 1",
+                "--mtp-init random",
+                "--mtp-label-smoothing 0.1",
+                "--mtp-draft-vocab-file x",
+                "--mtp-hidden-state-mixing",
+                "--mtp-use-repeated-layer",
+                "--mtp-detach-heads",
+            )
+        ),
+        *(
+            (f"{ROPE} {MOCK} {DEPTHS} {given}", f"{given.split()[0]} is {given.split()[1]}, which --mtp-loss ")
+            for given in (
+                "--mtp-temperature 2.0",
+                "--mtp-lk-eta 2.0",
+                "--mtp-lk-eta 2.0 --mtp-loss tv",
+                "--mtp-label-smoothing 0.1 --mtp-loss kd",
+                "--mtp-z-loss 0.1 --mtp-loss mix --mtp-loss-mix ce=0,tv=1",
+            )
+        ),
         (f"{ROPE} {MOCK} --mtp-train-only", "--mtp-train-only was given without --mtp-num-layers"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-train-only", "there is no checkpoint of a trunk; give one that exists"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-weights 1,2,3", "--mtp-loss-weights is '1,2,3'; give 2 numbers"),
@@ -109,7 +136,7 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             "--mtp-draft-vocab-size is 1000, and the tokenizer has",
         ),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-draft-vocab-size 9", "counted in local .bin/.idx files (--data-path) alone"),
-        (f"{ROPE} {MOCK} --mtp-draft-vocab-size 9", "a draft vocabulary was given without --mtp-num-layers"),
+        (f"{ROPE} {MOCK} --mtp-draft-vocab-size 9", "--mtp-draft-vocab-size was given without --mtp-num-layers"),
         (
             f"{ROPE} {MOCK} {DEPTHS} --mtp-draft-vocab-file /nowhere",
             "--mtp-draft-vocab-file is /nowhere, which is no text",

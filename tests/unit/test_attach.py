@@ -87,6 +87,7 @@ def test_steps_are_processes_and_trainings_have_the_launcher(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = commands(monkeypatch)
+    monkeypatch.setattr(attach.shutil, "which", lambda name: name)
     flags = [str(model), "texts", str(tmp_path / "run"), "--launch", "torchrun --nproc-per-node 8"]
     assert line.main(["attach", *flags]) == 0
     assert [words[words.index("megatron_mtp") + 1] for words in started] == ORDER
@@ -210,3 +211,28 @@ def test_the_wheel_has_all_that_the_verbs_need(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == str(site / "megatron_mtp" / "__init__.py")
     assert "attach: error: nowhere has no config.json" in done.stderr
+
+
+BAD = {
+    "--depths 0": "--depths is 0; give 1 or more.",
+    "--steps -1": "--steps is -1; give 1 or more.",
+    "--save-every 0": "--save-every is 0; give 1 or more.",
+    "--learning-rate x": "--learning-rate is x; give a number above 0.",
+    "--token-fraction 2": "--token-fraction is 2; give a number above 0, and at most 1.",
+    "--evaluated-batches 0": "--evaluated-batches is 0; give 1 or more.",
+    "--family gpt5": "--family is 'gpt5'; give one of deepseek_v3, glm4_moe,",
+    "--launch a'b": "--launch is 'a'b', which is no command (No closing quotation); correct it.",
+    "--launch=": "--launch is '', which begins with no program of this machine; correct it.",
+    "--launch no-such-launcher": "--launch is 'no-such-launcher', which begins with no program",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_what_a_later_step_would_refuse_is_refused_before_the_first(
+    flags: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = commands(monkeypatch)
+    with pytest.raises(SystemExit, match="2"):
+        line.main(["attach", str(model), "texts", str(tmp_path / "run"), *flags.split(" ")])
+    assert BAD[flags] in capsys.readouterr().err
+    assert started == []

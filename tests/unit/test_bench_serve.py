@@ -111,6 +111,9 @@ def test_a_server_that_has_only_the_api(capsys: pytest.CaptureFixture[str]) -> N
 
 FLAGS: dict[str, tuple[list[str], str]] = {
     "url": (["localhost:8000"], "the URL is 'localhost:8000'; give one like http://127.0.0.1:8000."),
+    "no url": (["http://127.0.0.1:x"], "http://127.0.0.1:x does not answer (Invalid port: 'x')"),
+    "nested": (["URL", "--extra-body", "[" * 100_000], "--extra-body is not JSON"),
+    "nested line": (["URL", "--input", "deep.jsonl"], "which is no JSON object with a 'prompt'"),
     "nobody": (["http://127.0.0.1:9"], "http://127.0.0.1:9 does not answer ("),
     "requests": (["URL", "--requests", "0"], "--requests is 0; give 1 or more."),
     "rate": (["URL", "--rate", "nan"], "--rate is nan; give requests a second, above 0."),
@@ -133,6 +136,7 @@ def test_bad_input_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.jsonl").write_text('{"text": 1}\n')
+    Path("deep.jsonl").write_text("[" * 100_000)
     Path("empty.txt").write_text("\n\n")
     flags, said = FLAGS[name]
     assert line.main(["bench-serve", *(flag.replace("URL", server.url) for flag in flags)]) == 2

@@ -66,6 +66,11 @@ def test_allowed_settings(settings: dict[str, Any]) -> None:
             {"mtp_loss_schedule": "step", "mtp_loss_schedule_steps": -3},
             "--mtp-loss-schedule-steps is -3; give 1 or more.",
         ),
+        (
+            {"mtp_loss_final_factor": 0.5},
+            "--mtp-loss-final-factor is 0.5, which a constant lambda never reaches; give "
+            "--mtp-loss-schedule step or cosine, or drop the flag.",
+        ),
         ({"mtp_loss_final_factor": -0.1}, "--mtp-loss-final-factor is -0.1; give 0 or more."),
         (
             {"mtp_draft_vocab_size": 0},

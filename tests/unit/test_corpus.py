@@ -246,7 +246,7 @@ def test_choose_documents_samples_by_seed() -> None:
         (["--tokenizer", "{tmp}/sub"], "--tokenizer: '{tmp}/sub' holds no tokenizer that transformers can load"),
         (["--eod-token", "<end>"], "--eod-token: '<end>' is not in the vocabulary of '{tmp}/letters'"),
         (["--workers", "0"], "--workers: 0 processes"),
-        (["--max-mb", "0"], "--max-mb: 0.0 MB leaves nothing"),
+        (["--max-mb", "0"], "--max-mb: 0.0 MB is no size of text"),
         (["--tokenizer", "", "--vocab-size", "257"], "--vocab-size: 257 is too small; give 258 or more"),
         (["--tokenizer-output", "x"], "--tokenizer-output: 'x' would stay empty"),
     ],

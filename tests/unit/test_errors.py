@@ -115,3 +115,15 @@ def test_only_the_first_rank_says_that_it_was_interrupted(
     with pytest.raises(SystemExit), sentences("x"):
         raise KeyboardInterrupt
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_verb_that_is_started_without_a_standard_stream(closed: str) -> None:
+    """Neither a traceback, nor a file that gets the number of the stream and with it what is printed."""
+    code = (
+        "import sys; from megatron_mtp.command import line; status = line.main(['report', '/nowhere'])\n"
+        "sys.exit(0 if status == 2 and open('/dev/null').fileno() > 2 else 1)"
+    )
+    done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr

@@ -110,3 +110,13 @@ def test_processes_that_share_a_target_have_a_file_each(tmp_path: Path) -> None:
         assert beside.name == f"out.{os.getpid()}.partial"
         beside.write_text("whole")
     assert (tmp_path / "out").read_text() == "whole"
+
+
+@pytest.mark.parametrize("path", ["", ".", "/", "..", "a/.."])
+def test_a_path_that_names_no_file_is_a_folder(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    with pytest.raises(IsADirectoryError) as error, written_beside(Path(path)):
+        pass
+    assert error.value.filename == str(Path(path))
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a"]

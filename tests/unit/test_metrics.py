@@ -252,3 +252,30 @@ def test_a_full_disk_does_not_end_a_run(
     train(metrics, args, 7, 8)
     assert [row["iteration"] for row in rows(tmp_path)] == [2, 8]
     assert capsys.readouterr().out.count("metrics.jsonl cannot be written (No space left on device)") == 1
+
+
+DAMAGED_ROWS = (
+    b"\xff\xfe",
+    b"\0" * 8,
+    b"[1]",
+    b"[" * 100_000,
+    b'{"iteration": 1',
+    b'{"iteration": 1}',
+    b'{"iteration": "x", "split": "training"}',
+    b'{"iteration": NaN, "split": "training"}',
+    b'{"iteration": 1e999, "split": "training"}',
+    b'{"iteration": 1, "split": 3}',
+    b'{"iteration": 1, "split": "validation", "lm loss": "x"}',
+    b'{"iteration": 1, "split": "validation", "mtp_1 loss": ' + b"9" * 5000 + b"}",
+)
+
+
+@pytest.mark.parametrize("damaged", DAMAGED_ROWS, ids=lambda row: ascii(row[:40]))
+def test_a_damaged_row_does_not_end_a_resumed_run(damaged: bytes, args: Namespace, tmp_path: Path) -> None:
+    whole = b'{"iteration": 1, "split": "training", "lm loss": 1.0}'
+    (tmp_path / FILE).write_bytes(damaged + b"\n" + whole)  # whose end of the line a kill has cut off
+    args.iteration = 1
+    resumed = Metrics(tmp_path)
+    train(resumed, args, 2, 4)
+    resumed.close()
+    assert [row["iteration"] for row in rows(tmp_path)] == [1, 2, 4]

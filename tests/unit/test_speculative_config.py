@@ -34,6 +34,8 @@ def test_what_is_left_out_is_the_default() -> None:
     [
         ("{", "is not JSON"),
         ("[]", "not a JSON object"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"method": "mtp", "num_speculative_tokens": ' + "9" * 5000 + "}", "is not JSON"),
         ("{}", "'method' is missing"),
         ('{"method": "medusa"}', f"choose one of {', '.join(PROPOSERS)}"),
         ('{"method": "mtp", "k": 2}', "there is no key 'k'; known are method, num_speculative_tokens"),

@@ -279,7 +279,8 @@ def all_reference_logits(folders: list[Path], prompt: Prompt) -> list[dict[str, 
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
         if done.returncode:
             which = next(folder for folder, output in zip(folders, outputs, strict=True) if not output.exists())
-            raise ValueError(f"transformers cannot run {which}: {done.stderr.strip().splitlines()[-1].strip()[:300]}")
+            said = done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"]
+            raise ValueError(f"transformers cannot run {which}: {said[-1].strip()[:300]}")
         return [load_file(output) for output in outputs]
 
 

@@ -15,6 +15,9 @@ from megatron_mtp.serving.bench.workload import Body
 CONNECT = 10
 """Seconds that a connection may take; an answer may take any time."""
 
+UNSENT = httpx2.HTTPError, httpx2.InvalidURL
+"""What is raised where no answer comes, or the URL is none."""
+
 
 @dataclass
 class Answer:
@@ -55,7 +58,7 @@ class Server:
         """
         try:
             answer = await self.client.get(f"{self.root}/v1/models")
-        except httpx2.HTTPError as error:
+        except UNSENT as error:
             raise ValueError(
                 f"{self.root} does not answer ({error or type(error).__name__}); start a server, or give its URL."
             ) from error
@@ -71,7 +74,7 @@ class Server:
         """What it tells Prometheus, if it does."""
         try:
             answer = await self.client.get(f"{self.root}/metrics")
-        except httpx2.HTTPError:
+        except UNSENT:
             return None
         return answer.text if answer.status_code == httpx2.codes.OK else None
 
@@ -86,7 +89,7 @@ class Server:
                     return answer
                 async for line in response.aiter_lines():
                     self._read(line, answer)
-        except httpx2.HTTPError as error:
+        except UNSENT as error:
             answer.error = str(error) or type(error).__name__
         except (ValueError, KeyError, TypeError) as error:
             answer.error = f"the stream has an event that is not of OpenAI's form ({error!r})"

@@ -28,7 +28,7 @@ def bodies(args: Namespace, model: str) -> list[Body]:
 def _extra(text: str) -> Body:
     try:
         extra = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--extra-body is not JSON ({error}); give for example '{{\"top_k\": 20}}'.") from error
     if not isinstance(extra, dict):
         raise ValueError(f"--extra-body is {text}, not a JSON object; give for example '{{\"top_k\": 20}}'.")
@@ -66,7 +66,7 @@ def _of_a_file(file: Path) -> list[Body]:
 def _of_a_line(file: Path, line: str) -> Body:
     try:
         body = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict) or ("prompt" in body) == ("messages" in body):
         raise ValueError(

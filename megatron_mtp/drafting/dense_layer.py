@@ -68,6 +68,7 @@ WITHOUT_EFFECT = frozenset(
 """Settings that change nothing in the forward of a dense layer on one rank without gradients."""
 
 OTHER_PARTS = (
+    "yarn_",  # the rotary angles, and their factor
     *("moe_", "num_moe_experts", "mtp_", "expert_", "mamba_", "linear_", "dsa_"),  # other layers
     *("recompute_", "cpu_offloading", "_cpu_offloading", "offload", "fine_grained_", "activation_offload"),  # memory
     *("tp_comm_", "overlap_", "pipeline_model", "virtual_pipeline", "num_layers_in_", "account_for_"),  # ranks
@@ -118,14 +119,17 @@ def _sum_and_norm(norm: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]
     return run
 
 
-def turns(angles_L11C: Tensor, dtype: torch.dtype) -> Tensor:
+def turns(angles_L11C: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """Cosine and signed sine of every position, [L, 2, 1, 1, C]; Megatron's modules compute them in every layer.
 
     Turning (a, b) by an angle is (a, b) * cos + (b, a) * (-sin, sin), so the halves only change places.
+
+    Args:
+        scale: YaRN's factor of both.
     """
     sine = angles_L11C.sin()
     sine[..., : sine.size(-1) // 2].neg_()
-    return torch.stack((angles_L11C.cos(), sine), dim=1).to(dtype)
+    return (torch.stack((angles_L11C.cos(), sine), dim=1) * scale).to(dtype)
 
 
 def lean(layer: Any) -> Forward | None:
@@ -154,7 +158,6 @@ def _is_plain(layer: Any) -> bool:
         all(type(one) in (ColumnParallelLinear, RowParallelLinear) and one.bias is None for one in products)
         and layer.config.tensor_model_parallel_size == 1
         and isinstance(layer.cross_attention, IdentityOp)
-        and attention._yarn_concentration_factor == 1.0
     )
 
 

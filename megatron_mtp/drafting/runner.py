@@ -28,7 +28,7 @@ from megatron_mtp.model.trunk import MTPTrunk
 BEYOND = 64
 """Positions after the model's last one that drafts may have; no token is emitted there."""
 
-PLACES = ("rope", "none")
+PLACES = ("rope", "yarn", "none")
 """Position embeddings that can give every row the angles of its own position."""
 
 
@@ -175,11 +175,11 @@ class Runner:
         self.recurrent_trunk, self.recurrent_depths = recurrent[0] > 0, any(recurrent[1:])
         self.depth_layers = max(map(len, stacks[1:]), default=1)
         cache_latents(one for one in self._transformer_layers() if hasattr(one, "self_attention"))
-        has_angles = model.position_embedding_type == "rope" and not config.multi_latent_attention
+        has_angles = model.position_embedding_type != "none" and not config.multi_latent_attention
         self._angles_L11C: Tensor | None = None
         if has_angles:
-            self._angles_L11C = model.rotary_pos_emb(self.positions + BEYOND)
-            self._turns_L211C = turns(self._angles_L11C, self.dtype)
+            self._angles_L11C, scale = model.rotary_angles(self.positions + BEYOND)
+            self._turns_L211C = turns(self._angles_L11C, self.dtype, scale)
 
     @property
     def _is_hybrid(self) -> bool:

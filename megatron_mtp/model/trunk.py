@@ -227,7 +227,17 @@ class MTPTrunk(LanguageModule):
         is_packed = attention.packed_seq_params is not None
         ranks = 1 if is_packed else self.pg_collection.cp.size()
         whole = ranks * attention.rotary_pos_emb.size(0)
-        return lambda later: self.rotary_pos_emb(whole, offset=later, packed_seq=is_packed)
+        return lambda later: self.rotary_angles(whole, offset=later, packed_seq=is_packed)[0]
+
+    def rotary_angles(self, length: int, **others: Any) -> tuple[Tensor, float]:
+        """Angles [length, 1, 1, C] of the first positions, and YaRN's factor of their cosines and sines, else 1.
+
+        Args:
+            length: number of positions.
+            others: further arguments of Megatron's module.
+        """
+        made = self.rotary_pos_emb(length, **others)
+        return made if isinstance(made, tuple) else (made, 1.0)
 
     def _mixer(self, batch: DepthBatch) -> Mixer | None:
         """Of this rank's positions, which sequence parallelism cuts once more."""

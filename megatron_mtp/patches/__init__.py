@@ -7,6 +7,7 @@ compiled_helpers.py   datasets without a compiler
 experts.py            token counts of the MoE router
 head_gradients.py     fused weight gradients with TE and without Apex
 optimizer_slices.py   the distributed optimizer's slices behind padding
+positions.py          depths behind a trunk with YaRN
 torch_adam.py         a distributed optimizer that resumes without Apex and TE
 frozen_stages.py      checkpoints of pipeline stages that have nothing to train
 unpickling.py         catalogues and objects of checkpoints are read without running code

@@ -50,6 +50,17 @@ def compiles_without_makefile(compile_helpers: Function) -> bool:
     return "make" in names_in(compile_helpers) and not (folder / "Makefile").exists()
 
 
+# --- positions --------------------------------------------------------------------------------------------------------
+
+
+def refuses_yarn(validate_args: Function) -> bool:
+    """Whether depths are refused by the kind of positions; a wrapper's own code does not refuse them."""
+    code = cast(FunctionType, validate_args).__code__
+    return any(
+        isinstance(text, str) and text.startswith("Multi-Token Prediction (MTP) is not") for text in code.co_consts
+    )
+
+
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 

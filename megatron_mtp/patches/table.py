@@ -13,6 +13,7 @@ from megatron_mtp.patches import (
     frozen_stages,
     head_gradients,
     optimizer_slices,
+    positions,
     probes,
     saving,
     torch_adam,
@@ -50,6 +51,14 @@ PATCHES = (
         CORE,
         probes.sum_overwrites_count,
         experts.with_mean_count,
+    ),
+    Patch(
+        "megatron.training.arguments:validate_args",
+        "YaRN outside of latent attention is refused with depths, whose angles are those of the trunk.",
+        NONE,
+        CORE,
+        probes.refuses_yarn,
+        positions.with_yarn,
     ),
     Patch(
         "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__",

@@ -47,14 +47,31 @@ YARN = {
     "original_max_position_embeddings": 32,
 }
 """Kimi-K2's but for the positions."""
+WIDE_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
+"""Outside of latent attention, where the range of channels need not be rounded; gpt-oss' but for the positions."""
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 LENGTH = 100
 """Of 128: so far from the start, logits without the scaling are seen to differ."""
-CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "glm4_moe": ("llama", 0, LLAMA3),
-    "mimo": ("llama", 0, LLAMA3),
-    "qwen3": ("qwen3", 0, LLAMA3),
-    "deepseek_v3": ("deepseek_v3", 1, YARN),
+CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "llama3 with depths": ("glm4_moe", "llama", 0, LLAMA3),
+    "llama3 with MiMo's depths": ("mimo", "llama", 0, LLAMA3),
+    "llama3": ("qwen3", "qwen3", 0, LLAMA3),
+    "yarn in latent attention": ("deepseek_v3", "deepseek_v3", 1, YARN),
+    "yarn": ("qwen3", "qwen3", 0, WIDE_YARN),
+    "yarn, truncated": ("qwen2", "qwen2", 0, {**WIDE_YARN, "truncate": True}),
+    "yarn with depths": ("glm4_moe", "llama", 0, WIDE_YARN),
+    "linear": ("qwen2", "qwen2", 0, LINEAR),
+    "linear with depths": ("glm4_moe", "llama", 0, LINEAR),
 }
+"""The family of the export, the model, its depths and its positions."""
 
 
 def published(folder: Path, name: str, depths: int, rope: dict[str, Any]) -> Path:
@@ -66,9 +83,9 @@ def published(folder: Path, name: str, depths: int, rope: dict[str, Any]) -> Pat
 
 
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("family", tiered(CASES, ("mimo", "qwen3")))
-def test_a_scaled_model_is_exported_as_it_was_trained(family: str, tmp_path: Path) -> None:
-    name, depths, rope = CASES[family]
+@pytest.mark.parametrize("case", tiered(CASES, ("llama3 with MiMo's depths", "yarn", "linear with depths")))
+def test_a_scaled_model_is_exported_as_it_was_trained(case: str, tmp_path: Path) -> None:
+    family, name, depths, rope = CASES[case]
     source = published(tmp_path / "source", name, depths, rope)
     trained = tmp_path / "mcore"
     hf_to_mcore(source, trained, QUIET, megatron_arguments)
@@ -93,6 +110,7 @@ SETTINGS = {
     "--rotary-percent 0.5": 100,
     "--rotary-interleaved": 100,
     "--rotary-seq-len-interpolation-factor 4": 100,
+    "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 32": 100,
 }
 """Megatron's rotary settings outside of latent attention, and slots on which each one shows."""
 

@@ -71,7 +71,10 @@ FOREIGN: dict[str, dict[str, Any]] = {
         "rope_type": "rope",
         "rotary_percent": 0.5,
     },
-    "--rotary-seq-len-interpolation-factor": {"rotary_seq_len_interpolation_factor": 2},
+    "--rotary-seq-len-interpolation-factor beside another": {
+        "rotary_seq_len_interpolation_factor": 2,
+        "use_rope_scaling": True,
+    },
     "--no-rope-freq": {"no_rope_freq": [0, 1, 0]},
     "--use-mup": {"use_mup": True},
     "--apply-residual-connection-post-layernorm": {"apply_residual_connection_post_layernorm": True},

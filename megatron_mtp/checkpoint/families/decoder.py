@@ -116,8 +116,7 @@ class Decoder:
         self._check(config, attention)
         width = config.integer("intermediate_size", "moe_intermediate_size")
         flags = [*size_flags(config, layout.depths, layers(config), width, self.norms), *self.activation(config)]
-        flags += [*gqa_flags(attention), *pairs({"position-embedding-type": "rope"}), *rope_flags(config)]
-        flags += ["--rotary-interleaved"] * self.interleaved
+        flags += [*gqa_flags(attention), *rope_flags(config, self.interleaved)]
         flags += [*self._window_flags(config), *_where("no-rope-freq", self.unplaced(config))]
         if self.experts is not None and any(self._sparse(config)):
             flags += [*self.expert_flags(config), *by_layer("moe-layer-freq", self._sparse(config))]

@@ -31,8 +31,7 @@ def gqa_depths(config: HFConfig, layout: Layout, attention: GQA) -> list[str]:
 
 def rotary(config: HFConfig, interleaved: bool = False) -> list[str]:
     """Flags of rotary positions."""
-    flags = [*pairs({"position-embedding-type": "rope"}), *rope_flags(config)]
-    return flags + ["--rotary-interleaved"] * interleaved
+    return rope_flags(config, interleaved)
 
 
 def framed_depths(config: HFConfig, layout: Layout) -> list[str]:

@@ -5,7 +5,7 @@ does not train.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA
@@ -145,18 +145,57 @@ def gqa_flags(attention: GQA) -> list[str]:
     return flags + ["--add-qkv-bias"] * attention.bias + ["--qk-layernorm"] * attention.norms
 
 
-def rope_flags(config: HFConfig) -> list[str]:
-    """Flags of rotary positions in a part of every head or all of it."""
+def rope_flags(config: HFConfig, interleaved: bool = False) -> list[str]:
+    """Flags of rotary positions in a part of every head or all of it, with the scalings that Megatron computes.
+
+    Args:
+        config: the model's config.
+        interleaved: whether neighbouring channels are turned, not those of both halves.
+    """
     rope = _rope(config)
-    flags = pairs({"rotary-base": _base(rope), "rotary-percent": rotated_part(config)})
-    if rope["rope_type"] == "default":
-        return flags
-    if rope["rope_type"] != "llama3":
-        raise UntrainableError(f"the rotary scaling '{rope['rope_type']!s:.40}' outside of latent attention")
+    kind, part = str(rope["rope_type"]), rotated_part(config)
+    if kind not in SCALINGS:
+        raise UntrainableError(UNSCALED.get(kind, f"the rotary scaling '{kind:.40}'"))
+    if kind == "yarn" and (interleaved or part != 1):
+        raise UntrainableError("a YaRN scaling of interleaved positions, or of a part of each head")
+    flags = pairs({"position-embedding-type": "yarn" if kind == "yarn" else "rope"})
+    flags += pairs({"rotary-base": _base(rope), "rotary-percent": part})
+    return [*flags, *["--rotary-interleaved"] * interleaved, *SCALINGS[kind](rope)]
+
+
+def _linear_flags(rope: dict[str, Any]) -> list[str]:
+    """Megatron divides the positions and transformers the frequencies: a power of two is rounded alike."""
+    factor = _positive(rope, "factor")
+    if factor < 1 or math.log2(factor) % 1:
+        raise UntrainableError(f"a linear rotary scaling by {factor}, which is no power of two")
+    return pairs({"rotary-seq-len-interpolation-factor": int(factor)})
+
+
+def _llama3_flags(rope: dict[str, Any]) -> list[str]:
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if any(_number(rope, name) != value for name, value in fixed.items()):
         raise UntrainableError("a Llama 3 rotary scaling with other numbers than Megatron's")
-    return [*flags, "--use-rope-scaling", *pairs({"rope-scaling-factor": _positive(rope, "factor")})]
+    return ["--use-rope-scaling", *pairs({"rope-scaling-factor": _positive(rope, "factor")})]
+
+
+def _whole_head_yarn_flags(rope: dict[str, Any]) -> list[str]:
+    """Flags of YaRN (arXiv:2309.00071) outside of latent attention; with `truncate` its range is in whole channels."""
+    rounds = "" if rope.get("truncate", True) else "no-"
+    return [*_yarn_flags(rope, "yarn-"), f"--{rounds}yarn-correction-range-round-to-int"]
+
+
+SCALINGS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "default": lambda rope: [],
+    "linear": _linear_flags,
+    "llama3": _llama3_flags,
+    "yarn": _whole_head_yarn_flags,
+}
+"""Flags of the scalings of positions that Megatron computes outside of latent attention, by transformers' names."""
+UNSCALED = {
+    "longrope": "LongRoPE, in which every angle changes once a text is longer than the original context",
+    "dynamic": "the rotary scaling 'dynamic', in which every angle changes with the length of the text",
+}
+"""Reasons for scalings that Megatron does not compute, beside the name."""
 
 
 def _latent_rope_flags(config: HFConfig) -> list[str]:
@@ -171,22 +210,26 @@ def _latent_rope_flags(config: HFConfig) -> list[str]:
         raise UntrainableError(f"the rotary scaling '{rope['rope_type']!s:.40}'")
     if not rope.get("truncate", True):
         raise UntrainableError("a YaRN scaling with 'truncate' false")
+    return [*flags, "--rope-type", "yarn", *_yarn_flags(rope)]
+
+
+def _yarn_flags(rope: dict[str, Any], prefix: str = "") -> list[str]:
+    """Flags of YaRN's numbers; some have a prefix outside of latent attention."""
     factor, original = _positive(rope, "factor"), _positive(rope, "original_max_position_embeddings")
     if original != int(original):
         raise UntrainableError(f"a YaRN scaling with 'original_max_position_embeddings' {original}")
     mscale, mscale_all_dim = _mscales(rope, factor)
-    numbers = {
-        "rotary-scaling-factor": factor, "original-max-position-embeddings": int(original),
-        "beta-fast": _positive(rope, "beta_fast", 32.0), "beta-slow": _positive(rope, "beta_slow", 1.0),
-        "mscale": mscale, "mscale-all-dim": mscale_all_dim,
-    }  # fmt: skip
-    return [*flags, "--rope-type", "yarn", *pairs(numbers)]
+    return pairs({
+        "rotary-scaling-factor": factor, f"{prefix}original-max-position-embeddings": int(original),
+        f"{prefix}beta-fast": _positive(rope, "beta_fast", 32.0),
+        f"{prefix}beta-slow": _positive(rope, "beta_slow", 1.0), "mscale": mscale, "mscale-all-dim": mscale_all_dim,
+    })  # fmt: skip
 
 
 def _mscales(rope: dict[str, Any], factor: float) -> tuple[float, float]:
     """Values of Megatron's `mscale` and `mscale_all_dim` with which YaRN computes the same as in transformers.
 
-    With g(m) = 0.1 m ln(factor) + 1 and a = `mscale_all_dim`, both multiply the attention scores by g(a)^2. Megatron
+    With g(m) = 0.1 m ln(factor) + 1 and a = `mscale_all_dim`, latent attention has its scores times g(a)^2. Megatron
     multiplies cosine and sine by g(mscale) / g(a). transformers does the same if neither is 0; otherwise it multiplies
     them by `attention_factor`, or by g(1).
     """

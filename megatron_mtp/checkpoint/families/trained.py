@@ -75,7 +75,8 @@ _FOREIGN: list[tuple[Callable[[Namespace], bool], str]] = [
     (lambda args: args.layernorm_zero_centered_gamma, "--apply-layernorm-1p"),
     (lambda args: not args.swiglu, "another activation than --swiglu"),
     (lambda args: args.add_bias_linear, "biases (without --disable-bias-linear)"),
-    (lambda args: args.position_embedding_type != "rope", "other positions than --position-embedding-type rope"),
+    (lambda args: args.position_embedding_type not in ("rope", "yarn"),
+     "other positions than --position-embedding-type rope or yarn"),
     (lambda args: args.rotary_interleaved and not args.multi_latent_attention, "--rotary-interleaved"),
     (lambda args: args.window_size is not None, "--window-size"),
     (lambda args: bool(args.num_experts) and args.moe_router_score_function != "sigmoid",
@@ -89,8 +90,8 @@ _FOREIGN: list[tuple[Callable[[Namespace], bool], str]] = [
      f"--norm-epsilon above {LARGEST_LATENT_EPSILON} inside latent attention, where transformers has 1e-6"),
     (lambda args: _is_yarn(args) and not (args.mscale and args.mscale_all_dim)
      and (args.mscale, args.mscale_all_dim) != (1.0, 0.0), "one of --mscale and --mscale-all-dim without the other"),
-    (lambda args: getattr(args, "rotary_seq_len_interpolation_factor", None) not in (None, 1),
-     "--rotary-seq-len-interpolation-factor"),
+    (lambda args: _is_divided(args) and (args.multi_latent_attention or args.use_rope_scaling or _is_yarn(args)),
+     "--rotary-seq-len-interpolation-factor beside another scaling or latent attention"),
     (lambda args: getattr(args, "softmax_type", "vanilla") != "vanilla", "another --softmax-type than vanilla"),
     *((_is_set(name), f"--{name.replace('_', '-')}") for name in _ALWAYS_FOREIGN),
 ]  # fmt: skip
@@ -132,19 +133,36 @@ def rotary_keys(args: Namespace, **others: float) -> dict[str, Any]:
     """`rope_parameters` with `others`, and `rope_scaling` if positions are scaled, which older engines read."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rotary_base), **others}
     if _is_yarn(args):
-        mscales = {"mscale": args.mscale, "mscale_all_dim": args.mscale_all_dim}
-        usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
-        others = {name: getattr(args, name, value) for name, value in usual.items()}  # older checkpoints lack them
-        rope |= {"rope_type": "yarn", "factor": args.rotary_scaling_factor, **mscales, **others}
+        rope |= _yarn_keys(args)
     elif args.use_rope_scaling and not args.multi_latent_attention:
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         rope |= {"rope_type": "llama3", "factor": args.rope_scaling_factor, **fixed}
+    elif _is_divided(args):
+        rope |= {"rope_type": "linear", "factor": float(args.rotary_seq_len_interpolation_factor)}
     return {"rope_parameters": rope} | ({} if rope["rope_type"] == "default" else {"rope_scaling": rope})
 
 
+def _yarn_keys(args: Namespace) -> dict[str, Any]:
+    """YaRN's numbers; outside of latent attention Megatron's arguments have a prefix, and may be None."""
+    latent = args.multi_latent_attention
+    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
+    found = {name: getattr(args, name if latent else f"yarn_{name}", None) for name in usual}
+    numbers = {name: usual[name] if value is None else value for name, value in found.items()}
+    mscales = {"mscale": args.mscale, "mscale_all_dim": args.mscale_all_dim}
+    rounds = {} if latent else {"truncate": args.yarn_correction_range_round_to_int is not False}
+    return {"rope_type": "yarn", "factor": args.rotary_scaling_factor, **mscales, **numbers, **rounds}
+
+
 def _is_yarn(args: Namespace) -> bool:
-    """Whether latent attention scales its positions: YaRN is Megatron's default, and has no effect with factor 1."""
-    return args.multi_latent_attention and args.rope_type != "rope" and args.rotary_scaling_factor != 1.0
+    """Whether YaRN scales the positions: it is Megatron's default in latent attention, without effect by factor 1."""
+    if args.multi_latent_attention:
+        return args.rope_type != "rope" and args.rotary_scaling_factor != 1.0
+    return bool(args.position_embedding_type == "yarn")
+
+
+def _is_divided(args: Namespace) -> bool:
+    """Whether positions are divided by a number: linear scaling."""
+    return getattr(args, "rotary_seq_len_interpolation_factor", None) not in (None, 1)
 
 
 def is_dense_trunk(args: Namespace, depths: int) -> bool:

@@ -2,7 +2,7 @@
 
 The depths are the block that is trained, with Megatron's layers inside, loaded from the checkpoint by Megatron's keys
 without the rules of the conversion. The input of the first depth comes from transformers' trunk. If the checkpoint has
-no attention under Megatron's keys, the output that transformers computed replaces it.
+no attention under Megatron's keys, what transformers computed replaces it; if it has no MLP either, the whole layer.
 Letters: S positions, B batch (1), H hidden, V vocabulary.
 """
 
@@ -48,7 +48,7 @@ def depth_logits(
         source: family and config of the model.
         flags: Megatron's flags for such depths, from `depth_flags_of`.
         prompt: the tokens.
-        given: `given state` [S, H], and `given 1` .. for modules that Megatron lacks, from reference.py.
+        given: `given state` [S, H], and `given 1` .. for what Megatron cannot compute, from reference.py.
 
     Raises:
         ValueError: the checkpoint is damaged.
@@ -74,9 +74,16 @@ def _replace_absent(layer: Any, prefix: str, reader: DistReader, added_SH: Tenso
         layer.final_layernorm = torch.nn.Identity()
     if added_SH is None:
         return
-    if not any(key.startswith(f"{prefix}transformer_layer.self_attention.") for key in reader.keys):
+    if not _holds_any(reader, f"{prefix}transformer_layer.self_attention."):
         layer.tf_layer.input_layernorm = torch.nn.Identity()
         layer.tf_layer.self_attention = Given(added_SH.unsqueeze(1))
+    if not _holds_any(reader, f"{prefix}transformer_layer.mlp."):
+        layer.tf_layer.pre_mlp_layernorm = torch.nn.Identity()
+        layer.tf_layer.mlp = Given(torch.zeros_like(added_SH).unsqueeze(1))
+
+
+def _holds_any(reader: DistReader, prefix: str) -> bool:
+    return any(key.startswith(prefix) for key in reader.keys)
 
 
 def _scale(model: MTPTrunk, scales: dict[str, float]) -> None:
@@ -113,5 +120,5 @@ def _own(reader: DistReader, number: int, key: str, shared: Tensor) -> Tensor:
 def _attention_inputs(model: MTPTrunk, length: int) -> AttentionInputs:
     """A causal mask, and rotary angles, which latent attention computes itself."""
     mask = square_mask(length, "cuda")
-    rotary = model.position_embedding_type == "rope" and not model.config.multi_latent_attention
-    return AttentionInputs(mask, model.rotary_pos_emb(length) if rotary else None)
+    rotary = model.position_embedding_type in ("rope", "yarn") and not model.config.multi_latent_attention
+    return AttentionInputs(mask, model.rotary_angles(length)[0] if rotary else None)

@@ -180,9 +180,9 @@ class ContinuousEngine:
         """Blocks for what the next step of every text may write, the oldest text's first."""
         decoded = sorted((text for group in self._groups.values() for text in group.texts), key=lambda one: one.number)
         for text in decoded:
-            if text.number in self._waiting:  # it was put back for an older one
-                continue
             before = len(text.held.blocks)
+            if text.slots <= before * BLOCK or text.number in self._waiting:  # put back for an older one
+                continue
             while not self._pool.extend(text.held, text.slots):
                 youngest = self._texts[max(set(self._texts) - set(self._waiting))]
                 self._put_back(youngest)

@@ -283,12 +283,12 @@ class Sequences:
 
     def read_back(self) -> list[list[int]]:
         """The tokens of every text that the host does not know yet; a text that has ended has none."""
-        known, lengths = self.lengths(), self.length_B.tolist()
-        first = min(known)
-        tokens_BN = self.tokens_BT[:, first : max(lengths)].cpu()
+        gained = [now - then for then, now in zip(self.lengths(), self.length_B.tolist(), strict=True)]
+        most = max(gained)
+        newest = self.tokens_at(self.length_B - most, most).tolist()
         return [
-            tokens_BN[row, then - first : now - first].tolist() if live else []
-            for row, (then, now, live) in enumerate(zip(known, lengths, self.live, strict=True))
+            tokens[most - count :] if live else []
+            for tokens, count, live in zip(newest, gained, self.live, strict=True)
         ]
 
     def settle(self, row: int, gained: list[int], ended: bool) -> None:

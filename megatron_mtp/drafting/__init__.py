@@ -13,6 +13,7 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     runner.py            a loaded model row by row: trunk, depths, head
     pages.py             blocks of memory that texts share, and the tables that name them
     kv_cache.py          keys and values of rows, and the roll-back of rejected ones
+    packed.py            rows of several texts one behind the other, without padding
     cached_attention.py  attention over the cache, in the place of a trained model's
     split_attention.py   on a GPU, few rows over a long cache in parts
     split_kernels.py     its kernels

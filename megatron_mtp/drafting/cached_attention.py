@@ -19,6 +19,7 @@ from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
+from megatron_mtp.drafting.packed import Packed
 from megatron_mtp.drafting.split_attention import is_worth, split_attention
 
 
@@ -69,6 +70,13 @@ def attend(
 
 def attend_to_window(scope: Scope, query_BNRC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scale: float) -> Tensor:
     """The attention output over the cache's window, in which the rows' own keys and values already are."""
+    rows = scope.rows
+    if not isinstance(rows, Packed):
+        return _attended(scope, query_BNRC, key_BGWC, value_BGWC, scale)
+    return rows.packed_heads(_attended(scope, rows.heads(query_BNRC), key_BGWC, value_BGWC, scale))
+
+
+def _attended(scope: Scope, query_BNRC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scale: float) -> Tensor:
     if is_worth(query_BNRC, key_BGWC, value_BGWC):
         return split_attention(query_BNRC, key_BGWC, value_BGWC, scope.rows.mask_B1RW, scale)
     batch, heads, rows, channels = query_BNRC.shape

@@ -4,13 +4,15 @@ A step takes one decode step of every running text, and runs at most one chunk o
 
     make room    blocks for what the texts may write; where there are too few, the youngest text is put back
     decode       the texts in groups of those that draft alike (live.py); one that ends leaves its place
-    prefill      the oldest requests that have a place, up to a chunk of rows; beginnings that are known do not run
+    prefill      prompts of the requests that have a place, in one forward of up to a chunk of rows; beginnings that are
+                 known do not run
 
 A text that was put back loses its rows and nothing else: its tokens are run again when there is room, and its random
 numbers depend on its seed and positions. So a text depends on its request alone, whatever comes when.
 """
 
 import heapq
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,8 +20,8 @@ import torch
 from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.blocks import BlockPool
 from megatron_mtp.drafting.config import MOST_DRAFTED, SpeculativeConfig
-from megatron_mtp.drafting.live import LiveGroup, Prefill, Shown, Text, write_table
-from megatron_mtp.drafting.loop import CHUNK, Limits
+from megatron_mtp.drafting.live import LiveGroup, Prompts, Shown, Text
+from megatron_mtp.drafting.loop import CHUNK, Limits, catch_up
 from megatron_mtp.drafting.memory import Memory
 from megatron_mtp.drafting.method import Method, make_method
 from megatron_mtp.drafting.pages import BLOCK, Pages
@@ -102,10 +104,10 @@ class ContinuousEngine:
         self._pool = BlockPool(self.settings.blocks, BLOCK, runner.depths)
         longest = min(runner.positions, self.settings.blocks * BLOCK)
         self._capacity = -(-(longest + BEYOND) // BLOCK) * BLOCK
-        self._memory = Memory(runner, 1, self._capacity, self._pages())
+        self._memory = Memory(runner, 1, self._capacity, self._pages(1))
         self._texts: dict[int, Text] = {}
         self._waiting: list[int] = []
-        self._prefill: Prefill | None = None
+        self._prefilled: list[Text] = []
         self._groups: dict[Kind, LiveGroup] = {}
         self._updates: list[Update] = []
         self._added = self._preempted = self._prompt_tokens = self._cached_tokens = 0
@@ -147,8 +149,9 @@ class ContinuousEngine:
             group.step()
             self._leave([text for text, live in zip(group.texts, group.sequences.live, strict=True) if not live])
         rows = self.settings.chunk
-        while rows > 0 and (prefill := self._next_prefill()) is not None:
-            rows -= max(self._run(prefill, rows), 1)
+        while rows > 0 and (parts := self._next_parts(rows)):
+            self._run([text for text, _ in parts], [count for _, count in parts])
+            rows -= max(sum(count for _, count in parts), 1)
         return self._updates
 
     @property
@@ -177,9 +180,9 @@ class ContinuousEngine:
         """Blocks for what the next step of every text may write, the oldest text's first."""
         decoded = sorted((text for group in self._groups.values() for text in group.texts), key=lambda one: one.number)
         for text in decoded:
-            if text.number in self._waiting:  # it was put back for an older one
-                continue
             before = len(text.held.blocks)
+            if text.slots <= before * BLOCK or text.number in self._waiting:  # put back for an older one
+                continue
             while not self._pool.extend(text.held, text.slots):
                 youngest = self._texts[max(set(self._texts) - set(self._waiting))]
                 self._put_back(youngest)
@@ -203,8 +206,8 @@ class ContinuousEngine:
         if text.number in self._waiting:
             self._waiting.remove(text.number)
             heapq.heapify(self._waiting)
-        elif self._prefill is not None and self._prefill.text is text:
-            self._prefill = None
+        elif any(text is one for one in self._prefilled):
+            self._prefilled = [one for one in self._prefilled if one is not text]
         else:
             self._learn(text)
             self._take_out([text])
@@ -227,22 +230,39 @@ class ContinuousEngine:
 
     # ---- prompts
 
-    def _next_prefill(self) -> Prefill | None:
-        """The one that goes on, or the oldest request that waits, if there are a place and blocks for it."""
-        if self._prefill is not None or not self._waiting:
-            return self._prefill
+    def _next_parts(self, rows: int) -> list[tuple[Text, int]]:
+        """Prompts that run in a forward of at most so many rows, and how many rows of each.
+
+        The oldest prompt gets half of the rows. Of the others those with the fewest rows left go first, and the oldest
+        gets what they leave. So a short prompt does not wait for a long one, and a long one goes on whatever comes.
+        """
+        while self._wanted(rows) < rows and self._admit():
+            pass
+        if not self._prefilled:
+            return []
+        oldest, *others = self._prefilled
+        turns = [(oldest, -(-rows // 2)), *((text, rows) for text in sorted(others, key=_rows_left)), (oldest, rows)]
+        counts = dict.fromkeys((text.number for text in self._prefilled), 0)
+        for text, most in turns:
+            counts[text.number] += min(_rows_left(text) - counts[text.number], most, rows - sum(counts.values()))
+        parts = [(text, counts[text.number]) for text in self._prefilled]
+        return [(text, count) for text, count in parts if count or text.has_run]
+
+    def _wanted(self, rows: int) -> int:
+        """How many of a forward's rows the prompts take that have a place; of the oldest no more than half count."""
+        left = [_rows_left(text) for text in self._prefilled]
+        return min(left[0], -(-rows // 2)) + sum(left[1:]) if left else 0
+
+    def _admit(self) -> bool:
+        """Give the oldest request that waits a place, if there are one and blocks for it."""
+        if not self._waiting or len(self._texts) - len(self._waiting) >= self.settings.running:
+            return False
         text = self._texts[self._waiting[0]]
-        if len(self._texts) - len(self._waiting) >= self.settings.running or not self._give_blocks(text):
-            return None
+        if not self._give_blocks(text):
+            return False
         heapq.heappop(self._waiting)
-        pages = self._pages()
-        sequences = Sequences(
-            self.runner, [text.tokens], [text.request.seed], self._capacity, self._memory.through(pages)
-        )
-        write_table(sequences, 0, text.held.blocks)
-        self._few_shapes(text, sequences)
-        self._prefill = Prefill(self.runner, text, sequences)
-        return self._prefill
+        self._prefilled = sorted([*self._prefilled, text], key=lambda one: one.number)
+        return True
 
     def _give_blocks(self, text: Text) -> bool:
         """Blocks for a text that waits, those of a known beginning among them."""
@@ -261,44 +281,69 @@ class ContinuousEngine:
             self._cached_tokens += found
         return True
 
-    def _run(self, prefill: Prefill, rows: int) -> int:
-        """Run a part of a prompt; a text whose prompt is over has its first token and joins its group."""
-        text = prefill.text
-        count = prefill.run(rows)
-        if not prefill.is_over:
-            self._keep_up(prefill)
-            self._learn(text, text.run + 1)
-            self._updates.append(Update(text.number, []))
-            return count
-        if not text.has_begun:
-            emitted = prefill.begin()
-            self._firsts.count(0, 0, len(emitted.tokens))
-            self._updates.append(prefill.first_update(emitted))
-            if emitted.end is not None:
-                self._learn(text)
-                self.cancel(text.number)
-                return count
-        self._prefill = None
-        self._keep_up(prefill)
-        self._learn(text)
-        self._join(text, prefill.sequences)
-        return count
+    def _run(self, texts: list[Text], counts: list[int]) -> None:
+        """Run parts of prompts; texts whose prompts are over have their first tokens and join their groups."""
+        pages, seeds = self._pages(len(texts)), [text.request.seed for text in texts]
+        prompts = Prompts(
+            self.runner,
+            texts,
+            Sequences(self.runner, [text.tokens for text in texts], seeds, self._capacity, self._memory.through(pages)),
+        )
+        prompts.run(counts)
+        first = {update.request: update for update in prompts.begin()}
+        for update in first.values():
+            self._firsts.count(0, 0, len(update.tokens))
+        self._updates += [
+            first.get(text.number, Update(text.number, []))
+            for text in texts
+            if text.number in first or not text.has_run
+        ]
+        ended = [text for text in texts if text.number in first and first[text.number].finish is not None]
+        for text in ended:
+            self._learn(text)
+            self.cancel(text.number)
+        going: dict[Kind, list[Text]] = defaultdict(list)
+        for text in texts:
+            if text.number in self._texts:
+                going[_kind(text)].append(text)
+        for some in going.values():
+            self._go_on(prompts, some)
 
-    def _keep_up(self, prefill: Prefill) -> None:
-        """Let the drafter run its rows of the prompt, unless drafting does not pay."""
-        text = prefill.text
-        shown = self._shown_by(_kind(text), len(self._texts) - len(self._waiting))
-        if text.method.count and not (shown.auto is not None and shown.auto.rests):
-            prefill.catch_up(text.method)
+    def _go_on(self, prompts: Prompts, texts: list[Text]) -> None:
+        """Texts that draft alike, of whose prompts parts have run."""
+        self._keep_up(prompts, texts)
+        for text in texts:
+            self._learn(text, min(text.run + 1, len(text.tokens)))
+        over = [text for text in texts if text.has_run]
+        self._prefilled = [text for text in self._prefilled if not any(text is one for one in over)]
+        if over:
+            self._join(over, prompts.part(over))
 
-    def _join(self, text: Text, sequences: Sequences) -> None:
-        kind = _kind(text)
+    def _keep_up(self, prompts: Prompts, texts: list[Text]) -> None:
+        """Let the drafter run its rows of the prompts, unless drafting does not pay.
+
+        Texts of which it has run rows before go alone, since a forward begins at the first row that one of its texts
+        has missed.
+        """
+        method = texts[0].method
+        shown = self._shown_by(_kind(texts[0]), len(self._texts) - len(self._waiting))
+        if not method.count or (shown.auto is not None and shown.auto.rests):
+            return
+        new = [text for text in texts if not any(text.progress.seen.values())]
+        for some in [new, *([text] for text in texts if any(text.progress.seen.values()))]:
+            part = prompts.part(some)
+            if some and method.proposer.missed(part, method.count) > 1:
+                catch_up(part, method, method.count)
+
+    def _join(self, texts: list[Text], sequences: Sequences) -> None:
+        kind = _kind(texts[0])
+        sequences.packs = False
         if kind in self._groups:
-            self._groups[kind].join(text, sequences)
+            self._groups[kind].join(texts, sequences)
         else:
             self._groups[kind] = LiveGroup(
                 self.runner,
-                text,
+                texts,
                 sequences,
                 lambda texts: self._shown_by(kind, texts),
                 self._hand,
@@ -315,14 +360,9 @@ class ContinuousEngine:
         if self.settings.reuse:
             self._pool.learn(text.held, text.tokens[:length], text.progress.seen)
 
-    def _pages(self) -> Pages:
-        table_BL = torch.zeros(1, self._capacity // BLOCK + 1, dtype=torch.long, device=self.runner.device)
+    def _pages(self, texts: int) -> Pages:
+        table_BL = torch.zeros(texts, self._capacity // BLOCK + 1, dtype=torch.long, device=self.runner.device)
         return Pages(table_BL, self.settings.blocks + 1)
-
-    def _few_shapes(self, text: Text, sequences: Sequences) -> None:
-        if sequences.few_shapes:
-            sequences.growth = text.method.count + 1
-            sequences.reach = text.method.proposer.nodes(text.method.count) + 1
 
     def _method_of(self, request: Request) -> Method:
         """How a request drafts; errors as `make_method`."""
@@ -350,6 +390,10 @@ class ContinuousEngine:
 
 def _kind(text: Text) -> Kind:
     return text.method.config, text.method.sampling.greedy
+
+
+def _rows_left(text: Text) -> int:
+    return text.rows - text.run
 
 
 def _check_rows(method: Method) -> None:

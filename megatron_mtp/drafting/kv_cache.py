@@ -57,14 +57,19 @@ class Chain(Rows):
     Attributes:
         first_B: where the first row of every text stands; before 0, rows are padding.
         live_BR: False for padding; None where no text has ended.
+        packs: whether padding is to be left out where rows are many (packed.py).
     """
 
-    def __init__(self, first_B: Tensor, rows: int, window: int, scratch: int, live_BR: Tensor | None) -> None:
+    def __init__(
+        self, first_B: Tensor, rows: int, window: int, scratch: int, live_BR: Tensor | None, packs: bool = False
+    ) -> None:
         # a frozen dataclass refuses assignment
-        self.__dict__.update(first_B=first_B, live_BR=live_BR, _rows=rows, _window=window, _scratch=scratch)
+        self.__dict__.update(first_B=first_B, live_BR=live_BR, packs=packs)
+        self.__dict__.update(_rows=rows, _window=window, _scratch=scratch)
 
     first_B: Tensor
     live_BR: Tensor | None
+    packs: bool
     _rows: int
     _window: int
     _scratch: int
@@ -111,15 +116,18 @@ def rounded(slots: int, few: bool) -> int:
     return -(-slots // step) * step
 
 
-def chain_rows(first_B: Tensor, rows: int, window: int, scratch: int, live_BR: Tensor | None = None) -> Rows:
+def chain_rows(
+    first_B: Tensor, rows: int, window: int, scratch: int, live_BR: Tensor | None = None, packs: bool = False
+) -> Rows:
     """Consecutive rows from slot `first_B` on; each looks at its own slot and at all before it.
 
     Args:
         window: slots that are looked at; more than any sequence's last slot.
         scratch: the slot for rows that are not live, and for those before slot 0.
         live_BR: False for padding.
+        packs: whether padding is to be left out where rows are many.
     """
-    return Chain(first_B, rows, window, scratch, live_BR)
+    return Chain(first_B, rows, window, scratch, live_BR, packs)
 
 
 def tree_rows(base_B: Tensor, depth_BR: Tensor, ancestors_BRA: Tensor, window: int, start: int = 0) -> Rows:

@@ -1,7 +1,6 @@
 """The texts of an engine while they live: one that is being prefilled, and groups of those that are decoded.
 
-A text's prompt runs alone, in chunks. While only a part of it has run, it is a text of so many tokens and one more: so
-drafters catch up chunk by chunk, by what they do for any text. Then it joins the group of texts that draft alike.
+Prompts run together, in parts. A text whose prompt has run joins the group of texts that draft alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -64,6 +63,11 @@ class Text:
         return len(self.tokens) - self.has_begun
 
     @property
+    def has_run(self) -> bool:
+        """Whether all rows of its prompt have run."""
+        return self.run == self.rows
+
+    @property
     def slots(self) -> int:
         """Slots that its next step may write, and the one before, whose tokens the host may not know."""
         return len(self.tokens) + 2 + self.method.proposer.nodes(self.method.count) + self.method.count
@@ -88,72 +92,106 @@ class Text:
         )
 
 
-class Prefill:
-    """A text whose prompt is being run.
+class Prompts:
+    """Texts whose prompts are run, a part of each, in one forward.
+
+    Their parts end together, so a shorter one begins with padding. While only a part of a prompt has run, it is a text
+    of so many tokens and one more: so drafters catch up part by part, by what they do for any text.
 
     Args:
-        drafts: whether its drafter should keep up.
+        sequences: a row for each text.
     """
 
-    def __init__(self, runner: Runner, text: Text, sequences: Sequences) -> None:
-        self.runner, self.text, self.sequences = runner, text, sequences
-        sequences.texts, sequences.prompt_lengths = [text.tokens], [len(text.request.prompt)]
-        sequences.progress = [text.progress]
+    def __init__(self, runner: Runner, texts: list[Text], sequences: Sequences) -> None:
+        self.runner, self.texts, self.sequences = runner, texts, sequences
+        sequences.prompt_lengths = [len(text.request.prompt) for text in texts]
+        sequences.progress = [text.progress for text in texts]
+        sequences.packs = not sequences.few_shapes
+        for row, text in enumerate(texts):
+            write_table(sequences, row, text.held.blocks)
 
-    def run(self, most: int) -> int:
-        """Run at most so many rows of the trunk; returns how many these were."""
-        text, sequences = self.text, self.sequences
-        count = min(most, text.rows - text.run)
-        first_B = torch.full_like(sequences.length_B, text.run)
-        window = min(rounded(text.run + count, sequences.few_shapes), sequences.capacity)
-        rows = chain_rows(first_B, count, window, sequences.capacity)
-        if count:
-            tokens_BR = sequences.tokens_at(first_B, count)
-            hidden_SBH = self.runner.trunk(tokens_BR, rows, sequences.cache)
-            sequences.put_states(hidden_SBH, rows)
+    def run(self, counts: list[int]) -> None:
+        """Run so many rows of each text through the trunk."""
+        if any(counts):
+            self._forward(counts)
+        for text, count in zip(self.texts, counts, strict=True):
+            text.run += count
+        self._show()
+
+    def begin(self) -> list[Update]:
+        """Draw the first token of each text whose prompt has run, if it has none."""
+        sequences = self.sequences
+        begins = [text.has_run and not text.has_begun for text in self.texts]
+        if not any(begins):
+            return []
+        sequences.live = begins
+        sequences.live_B.copy_(self._tensor(begins))
+        logits_BV = self.runner.logits(sequences.states_at(sequences.length_B - 1, 1))[:, 0]
+        sequences.append(self._drawn(logits_BV))
+        made = [self._began(row, gained, logits_BV) for row, gained in enumerate(sequences.read_back()) if begins[row]]
+        sequences.live = [True] * len(self.texts)
+        sequences.live_B.fill_(True)
+        return made
+
+    def part(self, texts: list[Text]) -> Sequences:
+        """Some of the texts, which draft alike, as a batch of their own."""
+        rows = [row for row, text in enumerate(self.texts) if any(text is one for one in texts)]
+        part = self.sequences.only(rows)
+        if part.few_shapes:
+            method = texts[0].method
+            part.growth, part.reach = method.count + 1, method.proposer.nodes(method.count) + 1
+        return part
+
+    def _forward(self, counts: list[int]) -> None:
+        sequences, most = self.sequences, max(counts)
+        ends = [text.run + count for text, count in zip(self.texts, counts, strict=True)]
+        first_B = self._tensor(ends) - most
+        window = min(rounded(max(ends), sequences.few_shapes), sequences.capacity)
+        live_BR = self._not_yet_run(first_B, counts)
+        rows = chain_rows(first_B, most, window, sequences.capacity, live_BR, sequences.packs)
+        hidden_SBH = self.runner.trunk(sequences.tokens_at(first_B, most), rows, sequences.cache)
+        sequences.put_states(hidden_SBH, rows)
+        for row, (text, count) in enumerate(zip(self.texts, counts, strict=True)):
             if text.request.prompt_logprobs is not None:
-                self._read_prompt(hidden_SBH, text.request.prompt_logprobs)
-        text.run += count
-        self._show(min(text.run + 1, len(text.tokens)))
-        return count
+                self._read_prompt(text, hidden_SBH[most - count :, row : row + 1], text.request.prompt_logprobs)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all rows have run."""
-        return self.text.run == self.text.rows
+    def _not_yet_run(self, first_B: Tensor, counts: list[int]) -> Tensor | None:
+        """False for rows that have run; None where there are none beside those before slot 0."""
+        most = max(counts)
+        if all(text.run == 0 or count == most for text, count in zip(self.texts, counts, strict=True)):
+            return None
+        place_BR = first_B.unsqueeze(1) + torch.arange(most, device=first_B.device)
+        return place_BR >= self._tensor([text.run for text in self.texts]).unsqueeze(1)
 
-    def begin(self) -> Emitted:
-        """Draw the first token."""
-        text, sequences = self.text, self.sequences
-        self._logits_RV = self.runner.logits(sequences.states_at(sequences.length_B - 1, 1))[0]
-        logits_RV = penalised(text.request.penalties, text.tokens, len(text.tokens), self._logits_RV)
-        probs_RV = text.request.sampling.probabilities(logits_RV)
-        sequences.append(draw(probs_RV, sequences.noise.uniform(RECOVER, 1)[:, 0]))
-        emitted = emitted_of(sequences, text.limits, 0, sequences.read_back()[0], 0, None)
-        sequences.settle(0, emitted.tokens, emitted.end is not None)
-        return emitted
+    def _show(self) -> None:
+        """Let each text be one of its rows that have run, and one more."""
+        shown = [(text.tokens, min(text.run + 1, len(text.tokens))) for text in self.texts]
+        self.sequences.texts = [whole if length == len(whole) else whole[:length] for whole, length in shown]
+        self.sequences.length_B.copy_(self._tensor([length for _, length in shown]))
 
-    def first_update(self, emitted: Emitted) -> Update:
-        """Of the first token."""
-        top = self.text.request.logprobs
-        return self.text.update(emitted, [] if top is None else logprobs_of(self._logits_RV, emitted.tokens, top))
+    def _drawn(self, logits_BV: Tensor) -> Tensor:
+        """The token after each text."""
+        rows = [
+            penalised(text.request.penalties, text.tokens, len(text.request.prompt), own_1V)
+            for text, own_1V in zip(self.texts, logits_BV.split(1), strict=True)
+        ]
+        probs_BV = sampling_of([text.request.sampling for text in self.texts]).probabilities(torch.cat(rows))
+        return draw(probs_BV, self.sequences.noise.uniform(RECOVER, 1)[:, 0])
 
-    def catch_up(self, method: Method) -> None:
-        """Let the drafter run the rows of all tokens so far."""
-        if method.proposer.missed(self.sequences, method.count) > 1:
-            catch_up(self.sequences, method, method.count)
+    def _began(self, row: int, gained: list[int], logits_BV: Tensor) -> Update:
+        text = self.texts[row]
+        emitted = emitted_of(self.sequences, text.limits, row, gained, 0, None)
+        self.sequences.settle(row, emitted.tokens, emitted.end is not None)
+        top = text.request.logprobs
+        return text.update(emitted, [] if top is None else logprobs_of(logits_BV[row : row + 1], emitted.tokens, top))
 
-    def _show(self, length: int) -> None:
-        """Let the text be one of so many tokens."""
-        whole = self.text.tokens
-        self.sequences.texts = [whole if length == len(whole) else whole[:length]]
-        self.sequences.length_B.fill_(length)
-
-    def _read_prompt(self, hidden_SBH: torch.Tensor, top: int) -> None:
-        text = self.text
-        after = text.request.prompt[text.run + 1 :][: hidden_SBH.size(0)]
+    def _read_prompt(self, text: Text, hidden_S1H: Tensor, top: int) -> None:
+        after = text.request.prompt[text.run + 1 :][: hidden_S1H.size(0)]
         if after and not text.has_begun:
-            text.prompt_logprobs += logprobs_of(self.runner.logits(hidden_SBH)[0, : len(after)], after, top)
+            text.prompt_logprobs += logprobs_of(self.runner.logits(hidden_S1H)[0, : len(after)], after, top)
+
+    def _tensor(self, values: list[int] | list[bool]) -> Tensor:
+        return torch.tensor(values, device=self.runner.device)
 
 
 class Late:
@@ -217,21 +255,21 @@ class LiveGroup(Group):
     def __init__(
         self,
         runner: Runner,
-        text: Text,
+        texts: list[Text],
         sequences: Sequences,
         shown: Callable[[int], Shown],
         hand: Callable[[Text, Update], None],
         overlap: bool = False,
     ) -> None:
-        super().__init__(runner, sequences, text.method, [text.limits], self._give)
-        self.texts, self._shown, self._hand, self._overlap = [text], shown, hand, overlap
+        super().__init__(runner, sequences, texts[0].method, [text.limits for text in texts], self._give)
+        self.texts, self._shown, self._hand, self._overlap = texts, shown, hand, overlap
         self._late: Late | None = None
         self._changed()
 
-    def join(self, text: Text, sequences: Sequences) -> None:
-        """One more text, which has its first token."""
+    def join(self, texts: list[Text], sequences: Sequences) -> None:
+        """More texts, which have their first tokens."""
         self.sequences.join(sequences)
-        self.texts.append(text)
+        self.texts += texts
         self._changed()
 
     def leave(self, gone: list[Text]) -> None:

@@ -5,7 +5,7 @@ and the drafts in one forward of the trunk, keeps what the verifier accepts and 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -212,22 +212,19 @@ def emitted_of(
     """What stays of the tokens that a text gained from a draft of this depth."""
     prompt = sequences.prompt_lengths[text]
     before, budget = len(sequences.texts[text]) - prompt, limits.budget(prompt)
-    ends = _ends(sequences.texts[text][prompt:] + gained, len(gained), budget, limits)
+    ends = [*_own_ends(before, gained, budget, limits)]
+    if limits.cut is not None and (cut := limits.cut(sequences.texts[text][prompt:] + gained)) is not None:
+        ends.append((max(cut, before), End.STOP))
     place, end = min(ends, default=(None, None))
     tokens = gained if place is None else gained[: place - before]
     offered = min(depth, budget - before - 1)  # drafts beyond the budget count as never offered
     return Emitted(text, tokens, min(len(gained) - 1, len(tokens), offered), offered, draft, end)
 
 
-def _ends(text: list[int], gained: int, budget: int, limits: Limits) -> list[tuple[int, End]]:
-    """How many of the emitted tokens stay, and why, for every reason to end among the last `gained` of them."""
-    ends = []
-    for place in range(len(text) - gained, len(text)):
-        if text[place] in limits.stop_ids:
-            ends.append((place + 1, End.STOP))
-            break
-    if limits.cut is not None and (cut := limits.cut(text)) is not None:
-        ends.append((max(cut, len(text) - gained), End.STOP))
-    if len(text) >= budget:
-        ends.append((budget, End.BUDGET))
-    return ends
+def _own_ends(before: int, gained: list[int], budget: int, limits: Limits) -> Iterator[tuple[int, End]]:
+    """How many of the emitted tokens stay, and why, where a stop or the budget ends the text."""
+    stop = next((place for place, token in enumerate(gained, start=1) if token in limits.stop_ids), None)
+    if stop is not None:
+        yield before + stop, End.STOP
+    if before + len(gained) >= budget:
+        yield budget, End.BUDGET

@@ -10,7 +10,8 @@ Letters in names: B batch, L pages of a text, N blocks, G key heads, S slots of 
 rows of all texts, W slots that are looked at.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import override
 
 from torch import Tensor
 
@@ -57,3 +58,18 @@ class Pages:
 
     def _block(self, slots_BR: Tensor) -> Tensor:
         return self.table_BL.gather(1, slots_BR // self.size)
+
+
+@dataclass(frozen=True)
+class PackedPages(Pages):
+    """The same for rows of all texts one behind the other, [1, X]; see packed.py.
+
+    Attributes:
+        text_X: the text of each row.
+    """
+
+    text_X: Tensor = field(kw_only=True)
+
+    @override
+    def _block(self, slots_BR: Tensor) -> Tensor:
+        return self.table_BL[self.text_X, slots_BR[0] // self.size].unsqueeze(0)

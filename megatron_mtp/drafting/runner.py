@@ -17,6 +17,7 @@ from megatron_mtp.drafting.experts import place_static_experts, reads_nothing_ba
 from megatron_mtp.drafting.few_rows import MOST_ROWS, DepthPass, FewRows, GreedyDrafts, best_of, few_rows, greedy_drafts
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.drafting.latent_attention import cache_latents
+from megatron_mtp.drafting.packed import packed
 from megatron_mtp.drafting.products import product
 from megatron_mtp.drafting.recurrent_layers import attach_stack
 from megatron_mtp.drafting.recurrent_state import RecurrentScope
@@ -114,6 +115,11 @@ class Runner:
         """h_0 of the rows, after the final norm, [S, B, H]."""
         if (few := self._few_rows[0]) is not None and tokens_BR.numel() <= MOST_ROWS:
             return few(tokens_BR, None, rows, cache)
+        if (own := packed(rows, cache)) is not None:
+            return own.unpacked(self._run_trunk(own.tokens(tokens_BR), own, own.cache(cache)))
+        return self._run_trunk(tokens_BR, rows, cache)
+
+    def _run_trunk(self, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         self._scope.enter(cache, rows)
         hidden_SBH = self._embed(tokens_BR)
         rotary, angles = self._rotary(rows)
@@ -130,6 +136,12 @@ class Runner:
         number = (depth - 1) % len(self._mtp)
         if (few := self._few_rows[1 + number]) is not None and tokens_BR.numel() <= MOST_ROWS:
             return few(tokens_BR, hidden_SBH, rows, cache)
+        if (own := packed(rows, cache)) is not None:
+            given = number, own.states(hidden_SBH), own.tokens(tokens_BR)
+            return own.unpacked(self._run_depth(*given, own, own.cache(cache)))
+        return self._run_depth(number, hidden_SBH, tokens_BR, rows, cache)
+
+    def _run_depth(self, number: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         self._scope.enter(cache, rows)
         embedded_SBH = self._embed(tokens_BR) if self.sequential else None
         rotary, angles = self._rotary(rows)

@@ -77,6 +77,7 @@ class Sequences:
             that any forward of a step needs, so that its forwards have one window.
         ahead: tokens that a text may have beyond those that the host knows.
         fixed: whether a step must hold for texts of which any may have ended, and not for those that go on now.
+        packs: whether forwards of many rows leave out padding; the rows that are left are read back to the host.
         records: whether steps are recorded as CUDA graphs where that is possible; `graphs.kept_sequences` decides.
         recorded: steps that were recorded on these tensors; see `graphs.py`.
     """
@@ -115,6 +116,7 @@ class Sequences:
         self.live = [True] * len(prompts)
         self.progress = [Progress() for _ in prompts]
         self.growth, self.reach, self.ahead, self.fixed = 1, 0, 0, False
+        self.packs = False
         tokens_BT = torch.zeros(self.tokens_BT.shape, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
@@ -171,8 +173,12 @@ class Sequences:
 
     def alone(self, row: int) -> "Sequences":
         """One of the texts as a batch of its own, for a forward that the others do not need."""
+        return self.only([row])
+
+    def only(self, rows: list[int]) -> "Sequences":
+        """Some of the texts as a batch of their own."""
         made = copy.copy(self)
-        made.keep_texts([row])
+        made.keep_texts(rows)
         return made
 
     def _see(self, table_BL: Tensor) -> None:
@@ -225,7 +231,7 @@ class Sequences:
             place_BR = first_B.unsqueeze(1) + torch.arange(rows, device=first_B.device)
             inside_BR = place_BR < end_B.unsqueeze(1)
             live_BR = inside_BR if live_BR is None else inside_BR & live_BR
-        return chain_rows(first_B, rows, self.window(beyond), self.capacity, live_BR)
+        return chain_rows(first_B, rows, self.window(beyond), self.capacity, live_BR, self.packs)
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
         """Tokens at `count` positions from `first_B` on, [B, count]."""
@@ -277,12 +283,12 @@ class Sequences:
 
     def read_back(self) -> list[list[int]]:
         """The tokens of every text that the host does not know yet; a text that has ended has none."""
-        known, lengths = self.lengths(), self.length_B.tolist()
-        first = min(known)
-        tokens_BN = self.tokens_BT[:, first : max(lengths)].cpu()
+        gained = [now - then for then, now in zip(self.lengths(), self.length_B.tolist(), strict=True)]
+        most = max(gained)
+        newest = self.tokens_at(self.length_B - most, most).tolist()
         return [
-            tokens_BN[row, then - first : now - first].tolist() if live else []
-            for row, (then, now, live) in enumerate(zip(known, lengths, self.live, strict=True))
+            tokens[most - count :] if live else []
+            for tokens, count, live in zip(newest, gained, self.live, strict=True)
         ]
 
     def settle(self, row: int, gained: list[int], ended: bool) -> None:

@@ -219,6 +219,42 @@ def test_a_place_is_taken_in_the_step_in_which_it_is_left() -> None:
     ]
 
 
+@pytest.mark.parametrize("method", ["plain", "mtp"])
+def test_prompts_run_in_one_forward_and_their_padding_does_not(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100, 12 and 50 rows: through the trunk together, and through each of the three depths."""
+    runner, rows = runner_of(), list[int]()
+    embed = runner._embed
+
+    def counted(tokens_BR: torch.Tensor) -> torch.Tensor:
+        rows.append(tokens_BR.numel())
+        return embed(tokens_BR)
+
+    monkeypatch.setattr(runner, "_embed", counted)
+    engine = engine_of()
+    wanted = [request_of((PIECES[0] + PIECES[1] + PIECES[2])[:length], 5, method) for length in (100, 12, 50)]
+    numbers = [engine.add(request) for request in wanted]
+    updates = engine.step()
+    assert rows[0] == 100 + 12 + 50
+    assert len(rows) == (1 if method == "plain" else 4)
+    assert all(100 + 12 + 50 <= one < 3 * 100 for one in rows)
+    monkeypatch.undo()
+    made = texts_of([*updates, *drained(engine)])
+    assert [made[number] for number in numbers] == [alone(request) for request in wanted]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_and_holds_up_none() -> None:
+    """Rows a step: 8 of the long prompt; then 5 of the short one and 3; 8; 4 of the next short one and 4."""
+    engine, long, short = engine_of(chunk=8), request_of(PIECES[0], 4), request_of([1, 2, 3, 4, 5], 1)
+    first = engine.add(long)
+    engine.step()
+    second, third = engine.add(short), engine.add(replace(short, prompt=[1, 2, 3, 4, 5, 6, 7, 8]))
+    got: list[list[int]] = [[one.request for one in engine.step() if one.tokens] for _ in range(8)]
+    assert [numbers.index(second) if second in numbers else None for numbers in got[:2]] == [None, 0]
+    assert next(step for step, numbers in enumerate(got) if third in numbers) <= 4
+    assert next(step for step, numbers in enumerate(got) if first in numbers) <= 7
+    drained(engine)
+
+
 @pytest.mark.parametrize("when", [0, 1, 2, 4])
 def test_what_is_cancelled_leaves_its_place_and_blocks(when: int) -> None:
     """While it waits, while its prompt runs, and while it is decoded."""
@@ -483,8 +519,8 @@ def test_logprobs_are_those_of_a_forward_over_the_text(method: str) -> None:
 
 
 def test_logprobs_of_a_prompt_that_was_put_back_are_whole() -> None:
-    """The first text takes a third block while the second's prompt runs: 2 rows, 3, 3, and later 3, 3, 3."""
-    engine = engine_of(blocks=4, chunk=3)
+    """The first text takes a third block while the second's prompt runs, one row a step."""
+    engine = engine_of(blocks=4, chunk=1)
     engine.add(request_of(PIECES[0] + PIECES[1][:9], 40, "plain"))
     prompt = PIECES[1] + PIECES[2][:18]
     number = engine.add(request_of(prompt, 3, "plain", prompt_logprobs=1))

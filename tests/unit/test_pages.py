@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_mtp.drafting import compiled
 from megatron_mtp.drafting.blocks import BlockPool, Held
 from megatron_mtp.drafting.kv_cache import KVCache, Rows, ancestors_of, chain_rows, read_rows, tree_rows, write_rows
+from megatron_mtp.drafting.packed import packed
 from megatron_mtp.drafting.pages import Pages
 from megatron_mtp.drafting.runner import Runner
 
@@ -95,6 +96,33 @@ def test_forwards_through_tables_are_bit_for_bit_those_of_runs_of_slots(
         real = rows.positions_BR.T.unsqueeze(2) > 0  # what a padding row attends to is arbitrary
         for one, other in zip(*made, strict=True):
             assert torch.equal(one * real, other * real)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla", "moe", "bias-ungated-qknorm"])
+@torch.inference_mode()
+def test_rows_that_run_without_their_padding_are_those_that_run_with_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of 30, 7 and 20 rows, of which the last begins at slot 5."""
+    monkeypatch.setenv(compiled.SWITCH, "0")
+    runner, pages = Runner(model_of(kind, 1, torch.float32)), scattered()
+    first_B, begin_B = torch.tensor([0, -23, 10]), torch.tensor([0, 0, 15])
+    live_BR = first_B.unsqueeze(1) + torch.arange(30) >= begin_B.unsqueeze(1)
+    tokens_BR = torch.randint(VOCABULARY, (TEXTS, 30), generator=torch.Generator().manual_seed(3))
+    made, held = [], []
+    for packs in (True, False):
+        trunk, depth = (KVCache(layers, TEXTS, SLOTS, pages) for layers in (2, 1))
+        runner.trunk(tokens_BR[:, :15], chain_rows(torch.zeros(TEXTS, dtype=torch.long), 15, 15, SLOTS), trunk)
+        rows = chain_rows(first_B, 30, SLOTS, SLOTS, live_BR, packs)
+        assert (packed(rows, trunk) is not None) == packs
+        states_SBH = runner.trunk(tokens_BR, rows, trunk)
+        made.append((states_SBH, runner.depth(1, states_SBH, tokens_BR, rows, depth)))
+        held.append([one[1:] for cache in (trunk, depth) for one in cache.keys + cache.values if one is not None])
+    real = (live_BR & (first_B.unsqueeze(1) + torch.arange(30) >= 0)).T.unsqueeze(2)
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one * real, other * real)
+    for one, other in zip(*held, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_rows_in_the_place_of_padding_leave_other_blocks_alone() -> None:

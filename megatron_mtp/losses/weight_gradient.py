@@ -21,16 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_mtp.losses import chunks
+
 BLOCK_BYTES, BLOCK_BYTES_CUDA = 8 * 2**20, 128 * 2**20
 """Float32 rows of a gradient that are made at once."""
 
 BLOCKS = 16
 """A gradient is cut into at least so many blocks, so that small ones too need next to no memory beside them."""
 
-CHUNKS_BESIDE_SUM, CHUNKS_BESIDE_SUM_CUDA = 2, 4
-"""A chunk's float32 logits are at most such a part of the sum, or of a fourth of all logits where that is more. Every
-chunk costs a pass over the sum: on a CPU, with a sixth, head and loss took 2.7 s of one thread's time instead of 2.1
-(1,024 tokens, 65,536 entries, H 256, float32)."""
+MANY = 4
+"""From so many positions on, as multiples of H, a CPU needs a fourth of the memory of a head with all logits at most.
+With fewer, where the sum alone is more than that, a chunk's logits are at most half of the sum. Every chunk costs a pass
+over the sum."""
+
+CHUNKS_BESIDE_SUM_CUDA = 4
+"""On a GPU, a chunk's logits are at most such a part of the sum, or of a fourth of all logits where that is more."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,13 @@ def keeps_factors(positions: int, weight_VH: Tensor) -> bool:
 
 def positions_beside_sum(positions: int, weight_VH: Tensor) -> int:
     """The most positions of a chunk, given those of all depths."""
-    part = CHUNKS_BESIDE_SUM_CUDA if weight_VH.is_cuda else CHUNKS_BESIDE_SUM
-    return max(weight_VH.size(1), positions // 4) // part
+    entries, hidden = weight_VH.shape
+    if weight_VH.is_cuda:
+        return max(hidden, positions // 4) // CHUNKS_BESIDE_SUM_CUDA
+    if positions < MANY * hidden:
+        return hidden // 2
+    fourth = (positions + hidden) // 4  # of all logits and the weight's gradient; the sum and hidden gradients go off
+    return max(fourth - hidden - positions * hidden // entries, chunks.BLOCK_BYTES // (4 * entries))
 
 
 def add_product(total_XH: Tensor, left_XN: Tensor, right_NH: Tensor) -> None:

@@ -31,8 +31,8 @@ BLOCKS = 16
 
 MANY = 4
 """From so many positions on, as multiples of H, a CPU needs a fourth of the memory of a head with all logits at most.
-With fewer, where the sum alone is more than that, a chunk's logits are at most half of the sum. Every chunk costs a pass
-over the sum."""
+With fewer, where the sum alone is more than that, a chunk's logits are at most half of the sum. Every chunk costs a
+pass over the sum."""
 
 CHUNKS_BESIDE_SUM_CUDA = 4
 """On a GPU, a chunk's logits are at most such a part of the sum, or of a fourth of all logits where that is more."""

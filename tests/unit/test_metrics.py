@@ -175,7 +175,7 @@ def test_how_a_run_was_started_is_recorded(
     args.iteration = 0
     write_run_record(tmp_path, args)
     assert [start["iteration"] for start in record(tmp_path)["starts"]] == [0]
-    for damaged in ("", "[]", '{"starts": 3}', '{"starts": [9'):
+    for damaged in ("", "[]", '{"starts": 3}', '{"starts": [9', '{"starts": "abc"}', "[" * 100_000):
         args.iteration = 2
         (tmp_path / run_record.FILE).write_text(damaged)
         write_run_record(tmp_path, args)

@@ -63,7 +63,7 @@ def sentences(program: str, mistakes: Mistakes = ValueError, advice: str = "") -
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
         sys.exit(UNREAD)
     except Exception as error:
-        said = _one_line(error) if isinstance(error, mistakes) else _of_the_machine(error)
+        said = _of_the_output(error) or (_one_line(error) if isinstance(error, mistakes) else _of_the_machine(error))
         if said is None:
             raise
         fail(program, said)
@@ -109,6 +109,14 @@ def _say(program: str, message: str) -> None:
 
 def _rank() -> str:
     return os.environ.get("RANK", "0")
+
+
+def _of_the_output(error: Exception) -> str | None:
+    """Where a letter cannot be shown; UTF-8 has all of them."""
+    if not isinstance(error, UnicodeEncodeError) or error.encoding.lower().replace("-", "") == "utf8":
+        return None
+    letter = ascii(error.object[error.start])
+    return f"the output is in {error.encoding}, which has no {letter}; set PYTHONIOENCODING=utf-8, or unset it."
 
 
 def _of_the_machine(error: Exception) -> str | None:

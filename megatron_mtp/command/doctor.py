@@ -22,13 +22,16 @@ from typing import TYPE_CHECKING
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron_mtp.errors import Parser
+from megatron_mtp.errors import Parser, fail
 from megatron_mtp.platform import prepare
 
 if TYPE_CHECKING:
     from megatron_mtp.patches.patch import Patch
 
 DISTRIBUTION = "megatron-mtp"
+
+DAY = 86_400
+"""Seconds; no rank waits longer for others."""
 
 KNOWN, UNKNOWN = "known version", "unknown version"
 """States of a patch by the installed version alone."""
@@ -75,6 +78,8 @@ class Check:
 def main(arguments: list[str], program: str) -> int:
     """Print the checks; exit status 0 if training can run on this machine, 1 if not."""
     args = parser(program).parse_args(arguments)
+    if not 0 < args.timeout <= DAY:
+        fail(program, f"--timeout is {args.timeout:g}; give seconds above 0, and at most {DAY}.")
     if args.distributed:
         from megatron_mtp.command.doctor_distributed import main as examine_ranks
 

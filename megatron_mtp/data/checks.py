@@ -260,7 +260,7 @@ def _recorded_highest_id(prefix: str, index: Index) -> int | None:
     sidecar = read_sidecar(prefix)
     try:
         return int(sidecar["max_token_id"]) if sidecar["tokens"] == index.tokens else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

@@ -158,8 +158,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--workers: {args.workers} processes cannot work; give 1 or more.")
     if args.max_mb is not None and not 0 < args.max_mb * BYTES_PER_MB < math.inf:
         raise ValueError(f"--max-mb: {args.max_mb} MB is no size of text; give a number above 0 or leave the flag out.")
-    if not args.output_prefix:
-        raise ValueError("--output-prefix is empty; name the files to write, without their endings.")
+    if os.path.basename(args.output_prefix) in ("", ".", ".."):
+        raise ValueError(f"--output-prefix is '{args.output_prefix}'; name the files to write, such as data/corpus.")
     if not args.tokenizer and args.vocab_size < SMALLEST_VOCAB:
         raise ValueError(f"--vocab-size: {args.vocab_size} is too small; give {SMALLEST_VOCAB} or more.")
     if not args.tokenizer and args.vocab_size > TRAINING_BYTES:  # the text that a tokenizer is trained on
@@ -181,7 +181,7 @@ def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
         return False
     record = read_sidecar(prefix)
     whole = os.path.exists(f"{prefix}.bin") and os.path.getsize(f"{prefix}.bin") == record.get("bin_bytes")
-    whole = whole and os.path.isdir(record["tokenizer"])
+    whole = whole and _is_record(record)
     differing = [
         f"--{n.replace('_', '-')}" for n, value in settings.items() if whole and record["settings"].get(n) != value
     ]
@@ -196,6 +196,13 @@ def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
         "with these settings (--overwrite makes them again)"
     )
     return True
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    """Whether a sidecar has what a corpus of ours has said of itself, and the tokenizer is there."""
+    folder, settings = record.get("tokenizer"), record.get("settings")
+    is_there = isinstance(folder, str) and os.path.isdir(folder)
+    return is_there and isinstance(settings, dict) and {"documents", "tokens"} <= record.keys()
 
 
 def _trained_tokenizer(args: argparse.Namespace, documents: Sequence[Document]) -> str:

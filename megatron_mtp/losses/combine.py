@@ -36,7 +36,8 @@ class LossSum:
     def report(self) -> Tensor:
         """[2], float: total and tokens, which Megatron's logs add over microbatches and ranks, and then divide.
 
-        A tiny number replaces a count of 0, so that a depth without tokens logs 0 and not NaN.
+        A tiny number replaces a count of 0, so that a depth without tokens logs 0 and not NaN; the metrics
+        name such a depth.
         """
         return torch.stack([self.total.detach().float(), self.tokens.float().clamp(min=1e-20)])
 

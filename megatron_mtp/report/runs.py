@@ -171,6 +171,8 @@ def check_drafts(drafts: dict[str, Any]) -> None:
     """Raises KeyError, TypeError or ValueError unless it has the form that generate writes."""
     if not all(isinstance(drafts[key], dict) for key in ("figures", "pieces")):
         raise TypeError("figures and pieces are no objects")
+    if not all(isinstance(piece, str) for piece in drafts["pieces"].values()):
+        raise TypeError("pieces are no texts")
     if drafts["config"] is not None:
         str(drafts["config"]["method"])
     for text in drafts["texts"]:

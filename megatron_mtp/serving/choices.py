@@ -95,8 +95,8 @@ class Choice:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability for JSON."""
-    return max(logprob, LEAST)
+    """A log-probability for JSON, which has no NaN either: weights that have some make it."""
+    return logprob if logprob > LEAST else LEAST
 
 
 def ended(body: Body, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:

@@ -30,7 +30,8 @@ class APIError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, _sendable(message), code
+        self.param = None if param is None else _sendable(param)
 
     def response(self) -> JSONResponse:
         """The answer."""
@@ -41,6 +42,11 @@ class APIError(Exception):
         """The object that is sent."""
         error = {"message": self.message, "type": _kind(self.status), "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def _sendable(text: str) -> str:
+    """As UTF-8 can have it: JSON may name half of a surrogate pair, which a client has sent."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> APIError:

@@ -163,6 +163,19 @@ def _rotated_channels(args: Namespace) -> str | None:
     return None
 
 
+def _gated_width(args: Namespace) -> str | None:
+    """Megatron halves it where it warms its fused functions up, before it builds a model."""
+    if not args.swiglu or not _known(args, "ffn_hidden_size"):
+        return None
+    width = args.ffn_hidden_size // args.tensor_model_parallel_size
+    if width % 2:
+        return (
+            f"--ffn-hidden-size is {args.ffn_hidden_size}, of which a tensor-parallel rank has {width}, and Megatron "
+            "takes an odd number with --swiglu nowhere; give a multiple of 2 for every rank."
+        )
+    return None
+
+
 def _groups(args: Namespace) -> str | None:
     if not args.group_query_attention or not _known(args, "num_attention_heads", "num_query_groups"):
         return None
@@ -338,6 +351,7 @@ RELATIONS: tuple[Callable[[Namespace], str | None], ...] = (
     _precision,
     _heads,
     _rotated_channels,
+    _gated_width,
     _groups,
     _positions,
     _depths,

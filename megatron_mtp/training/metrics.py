@@ -45,6 +45,11 @@ class Window:
             stacked_4D = acceptance.stacked()
             self.acceptance_4D = stacked_4D if self.acceptance_4D is None else self.acceptance_4D + stacked_4D
 
+    @property
+    def idle(self) -> list[str]:
+        """Names of losses of which no position counted, on any rank; call `reduce` before."""
+        return [name for name, sum_and_tokens in self.losses.items() if sum_and_tokens[1] < 0.5]
+
     def reduce(self) -> tuple[dict[str, float], AcceptanceRates | None]:
         """Mean losses and rates over all data- and context-parallel ranks of this stage."""
         group = mpu.get_data_parallel_group(with_context_parallel=True)
@@ -124,6 +129,7 @@ class Metrics:
         self._skipped = 0  # steps since the last row whose gradients overflowed
         self._has_written, self._has_failed = False, False
         self._closing = False
+        self._idle = set[str]()  # losses of which it was said that nothing counts
 
     def add(self, report: dict[str, Tensor], acceptance: AcceptanceCounts | None) -> None:
         """Take in a microbatch, in training (where gradients are recorded) or in evaluation."""
@@ -179,6 +185,7 @@ class Metrics:
         if not window.losses:
             return
         losses, rates = window.reduce()
+        self._name_idle(window.idle)
         iteration = get_args().iteration if self._step is None else self._step.number
         row: dict[str, Any] = {"iteration": iteration, "split": split, **losses}
         if rates is not None:
@@ -190,6 +197,15 @@ class Metrics:
             self._report(row, rates)
         if rates is not None and not self._closing:
             _log_acceptance(rates, iteration, "" if split == "training" else f" {split}")
+
+    def _name_idle(self, names: list[str]) -> None:
+        """Say once of every loss that it is shown as 0 because nothing counts, not because all is learned."""
+        new, self._idle = set(names) - self._idle, self._idle | set(names)
+        if new and is_last_rank():
+            say(
+                f"> {', '.join(sorted(new))}: no position counts, so that 0 is shown; documents may be too short for "
+                "the depth, or masked as a whole"
+            )
 
     def _step_figures(self) -> dict[str, float]:
         """Figures of the last step, and how many steps since the last row were skipped, if any."""

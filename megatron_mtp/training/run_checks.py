@@ -95,6 +95,10 @@ def _check_depths(args: Namespace, settings: MTPConfig) -> None:
         )
     if factor is not None and not 0 <= factor < math.inf:
         raise ValueError(f"--mtp-loss-scaling-factor is {factor}; give 0 or more (0.1 is Megatron's default).")
+    if settings.mtp_train_only and factor == 0 and not settings.mtp_loss_final_factor:
+        raise ValueError(
+            "--mtp-loss-scaling-factor is 0, with which --mtp-train-only trains nothing; give more, such as 1."
+        )
     _check_passes(args, settings)
     if settings.mtp_repeated_layer_shares_kv:
         _check_sharing(args)

@@ -43,6 +43,7 @@ def write_run_record(folder: Path, args: Namespace) -> None:
 def _earlier(file: Path) -> list[Any]:
     """Starts of the run that is resumed; none where the file is not there or damaged."""
     try:
-        return list(json.loads(file.read_text(encoding="utf-8"))["starts"])
-    except (OSError, ValueError, KeyError, TypeError):
+        starts = json.loads(file.read_text(encoding="utf-8"))["starts"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
+    return starts if isinstance(starts, list) else []

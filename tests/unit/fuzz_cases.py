@@ -803,6 +803,7 @@ BAD_DRAFTS = (
     '{"config": 3, "figures": {}, "pieces": {}, "texts": []}',
     '{"config": null, "figures": [], "pieces": {}, "texts": []}',
     '{"config": null, "figures": {}, "pieces": 3, "texts": []}',
+    '{"config": null, "figures": {}, "pieces": {"1": 3}, "texts": [{"prompt": [1], "steps": []}]}',
     DRAFTS % "3",
     DRAFTS % "[3]",
     DRAFTS % '[{"prompt": ["x"], "steps": []}]',

@@ -126,6 +126,14 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
                 "--mtp-z-loss 0.1 --mtp-loss mix --mtp-loss-mix ce=0,tv=1",
             )
         ),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --mtp-train-only --mtp-loss-scaling-factor 0",
+            "--mtp-loss-scaling-factor is 0, with which --mtp-train-only trains nothing",
+        ),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --swiglu --ffn-hidden-size 37",
+            "--ffn-hidden-size is 37, of which a tensor-parallel rank has 37, and Megatron takes an odd number with",
+        ),
         (f"{ROPE} {MOCK} --mtp-train-only", "--mtp-train-only was given without --mtp-num-layers"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-train-only", "there is no checkpoint of a trunk; give one that exists"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-weights 1,2,3", "--mtp-loss-weights is '1,2,3'; give 2 numbers"),

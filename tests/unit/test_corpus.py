@@ -203,6 +203,14 @@ def test_done_is_skipped_and_other_settings_are_refused(
     assert "is already there, made with another --max-mb, --seed; add --overwrite" in capsys.readouterr().err
     assert (tmp_path / "c.idx").stat().st_mtime_ns == made
     assert run(*flags, "--seed", 5, "--overwrite") == 0
+    record = json.loads((tmp_path / "c.json").read_text())
+    for damaged in ({"settings": []}, {"tokenizer": 3}, {"tokenizer": None}, {"bin_bytes": "x"}):
+        (tmp_path / "c.json").write_text(json.dumps(record | damaged))
+        assert run(*flags) == 2
+        assert "made by something else, or is no longer whole" in capsys.readouterr().err
+    for lacking in ("documents", "tokens", "settings", "tokenizer"):
+        (tmp_path / "c.json").write_text(json.dumps({name: record[name] for name in record if name != lacking}))
+        assert run(*flags) == 2
     (tmp_path / "c.json").unlink()
     assert run(*flags) == 2
     assert "made by something else, or is no longer whole" in capsys.readouterr().err
@@ -247,6 +255,9 @@ def test_choose_documents_samples_by_seed() -> None:
         (["--eod-token", "<end>"], "--eod-token: '<end>' is not in the vocabulary of '{tmp}/letters'"),
         (["--workers", "0"], "--workers: 0 processes"),
         (["--max-mb", "0"], "--max-mb: 0.0 MB is no size of text"),
+        (["--max-mb", "1e308"], "--max-mb: 1e+308 MB is no size of text"),
+        (["--output-prefix", "{tmp}/new/"], "--output-prefix is '{tmp}/new/'; name the files to write"),
+        (["--output-prefix", "{tmp}/."], "--output-prefix is '{tmp}/.'; name the files to write"),
         (["--tokenizer", "", "--vocab-size", "257"], "--vocab-size: 257 is too small; give 258 or more"),
         (["--tokenizer-output", "x"], "--tokenizer-output: 'x' would stay empty"),
     ],

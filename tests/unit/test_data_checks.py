@@ -113,7 +113,8 @@ def test_sidecar_is_believed_only_if_it_belongs_to_the_bin(prefix: str) -> None:
     sidecar = Path(f"{prefix}.json")
     sidecar.write_text(json.dumps({"tokens": 5, "max_token_id": 70}))
     assert "token id 70" in refusal(prefix)
-    for other in (json.dumps({"tokens": 6, "max_token_id": 70}), "[]", "{", json.dumps({"tokens": 5})):
+    endless = '{"tokens": 5, "max_token_id": 1e999}'
+    for other in (json.dumps({"tokens": 6, "max_token_id": 70}), "[]", "{", json.dumps({"tokens": 5}), endless):
         sidecar.write_text(other)
         check_data_prefixes([prefix], vocab_size=10)
 
@@ -148,6 +149,9 @@ def test_a_corpus_of_another_vocabulary_is_refused(prefix: str, tmp_path: Path) 
     for fits in (own, same, str(tmp_path)):  # what has no tokenizer.json cannot be compared
         checks.check_tokenizer([prefix], fits)
     with pytest.raises(ValueError, match=r"^--data-path: the dataset .* whose vocabulary is not that of --tokenizer-m"):
+        checks.check_tokenizer([prefix], other)
+    Path(f"{prefix}.json").write_text(json.dumps({"vocabulary_sha256": "of another one"}))
+    with pytest.raises(ValueError, match=r"was made with the tokenizer None, whose vocabulary is not that of"):
         checks.check_tokenizer([prefix], other)
 
 

@@ -38,6 +38,24 @@ def test_no_part_of_a_dropped_depth_is_left(name: str, depths: int, keep: int, t
 
 
 @pytest.mark.parametrize(
+    "damaged",
+    ["[]", "3", '{"layout": 3}', '{"layout": {"features": 3}}', '{"layout": {"carried": [3]}}', '{"layout": null}'],
+)
+def test_a_damaged_record_of_an_import_is_one_sentence(damaged: str, tmp_path: Path) -> None:
+    kept = tmp_path / HF_FILES
+    kept.mkdir()
+    (kept / "config.json").write_text('{"model_type": "llama"}')
+    (kept / ORIGIN).write_text(damaged)
+    with pytest.raises(ValueError, match=rf"{ORIGIN} is no record of a conversion; fetch the checkpoint again"):
+        kept_form(tmp_path)
+    (kept / ORIGIN).unlink()
+    assert kept_form(tmp_path) is not None
+    (kept / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="has no 'model_type'"):
+        kept_form(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("model_type", "name", "depth"),
     [
         ("mimo_v2_flash", "model.mtp.layers.2.self_attn.q_proj.weight", 2),

@@ -30,6 +30,11 @@ def ended(error: BaseException, capsys: pytest.CaptureFixture[str], **settings: 
         (FULL, 2, "x: error: no space is left on the disk for 'runs/x'; free some, and run the command again.\n"),
         (PermissionError(errno.EACCES, "Permission denied", "y"), 2, "'y' cannot be used (Permission denied)"),
         (MemoryError(), 2, "not enough memory"),
+        (
+            UnicodeEncodeError("ascii", "a\xe9", 1, 2, "ordinal not in range(128)"),
+            2,
+            "x: error: the output is in ascii, which has no '\\xe9'; set PYTHONIOENCODING=utf-8, or unset it.\n",
+        ),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), 2, "you tried 9 bytes"),
         (KeyboardInterrupt(), 130, "x: interrupted\n"),
         (BrokenPipeError(), 141, ""),

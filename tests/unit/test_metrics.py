@@ -175,7 +175,7 @@ def test_how_a_run_was_started_is_recorded(
     args.iteration = 0
     write_run_record(tmp_path, args)
     assert [start["iteration"] for start in record(tmp_path)["starts"]] == [0]
-    for damaged in ("", "[]", '{"starts": 3}', '{"starts": [9'):
+    for damaged in ("", "[]", '{"starts": 3}', '{"starts": [9', '{"starts": "abc"}', "[" * 100_000):
         args.iteration = 2
         (tmp_path / run_record.FILE).write_text(damaged)
         write_run_record(tmp_path, args)
@@ -204,6 +204,20 @@ def test_a_new_run_keeps_the_old_file_beside(args: Namespace, tmp_path: Path) ->
         metrics.close()
     assert len(rows(tmp_path)) == 1
     assert (tmp_path / "metrics.old.jsonl").exists()
+
+
+def test_a_depth_without_a_position_is_named_once(
+    args: Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing = torch.tensor([0.0, 1e-20])
+    metrics = Metrics(tmp_path)
+    for step in range(1, 5):
+        metrics.begin_step()
+        metrics.add({**report(4.0, 4), "mtp_2 loss": nothing.clone()}, None)
+        metrics.end_step(Step(step))
+    metrics.close()
+    assert capsys.readouterr().out.count("> mtp_2 loss: no position counts, so that 0 is shown; documents may be") == 1
+    assert [row["mtp_2 loss"] for row in rows(tmp_path)] == [0.0, 0.0]
 
 
 def test_two_runs_in_one_process_do_not_see_each_other(args: Namespace, tmp_path: Path) -> None:

@@ -385,6 +385,7 @@ BROKEN_DRAFTS: dict[str, Any] = {
     "no texts": {"config": None, "figures": {}, "pieces": {}},
     "a parent below": {**drafts(), "texts": [{"prompt": [], "steps": [{**CHAIN, "parents": [2, 0]}]}]},
     "text for an id": {**drafts(), "texts": [{"prompt": ["3"], "steps": []}]},
+    "pieces that are no texts": {**drafts(), "pieces": {"3": ["a"]}},
     "too many accepted": {**drafts(), "texts": [{"prompt": [], "steps": [{**CHAIN, "accepted": 3}]}]},
 }
 

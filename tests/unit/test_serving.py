@@ -294,6 +294,8 @@ BODIES: dict[str, tuple[bytes, int, str]] = {
     "infinity": (b'{"prompt": "ab", "temperature": 1e999}', 400, "temperature: Input should be a finite number"),
     "digits": (b'{"prompt": "ab", "seed": ' + b"1" * 5000 + b"}", 400, "error parsing the body"),
     "nested": (b"[" * 100_000, 400, "pars"),
+    "no such letter": (b'{"prompt": "ab", "model": "\\ud800"}', 404, r"the model '\ud800' is not served"),
+    "no such key": (b'{"prompt": "a", "speculative_config": {"method": "mtp", "\\udfff": 1}}', 400, r"no key '\udfff'"),
     "not unicode": (b'{"prompt": "\xff"}', 400, "pars"),
     "ten megabytes": (b'{"prompt": "' + b"a" * 10**7 + b'"}', 413, f"the body has more than {LONGEST_BODY} bytes"),
 }

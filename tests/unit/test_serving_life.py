@@ -196,6 +196,11 @@ def test_metrics_are_the_engines_counts(codec: Words) -> None:
         assert server.metric("cache_blocks") == 1000
 
 
+def test_a_host_of_too_many_letters_is_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"^--host a{70}\.b --port 0 cannot be listened at \(.+\); give another one"):
+        listener(f"{'a' * 70}.b", 0)
+
+
 def test_an_address_that_is_taken_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

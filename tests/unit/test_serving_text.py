@@ -1,5 +1,6 @@
 """Letters as they come, and stop strings: the same however tokens arrive, and no letter is broken or too early."""
 
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from parrot import tokenizer_in, words
 from tokenizers import Tokenizer, decoders, models
 
+from megatron_mtp.serving.choices import finite
 from megatron_mtp.serving.stops import Cut, StopStrings
 from megatron_mtp.serving.tokens import Ids, Reader, Words
 
@@ -125,3 +127,8 @@ def test_a_tokenizer_without_a_compiled_part_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(ValueError, match=r"has no tokenizer.json; give one that has"):
         Words(tokenizer)
+
+
+@pytest.mark.parametrize(("logprob", "written"), [(-1.5, -1.5), (-math.inf, -9999.0), (math.nan, -9999.0)])
+def test_a_log_probability_is_a_number_of_json(logprob: float, written: float) -> None:
+    assert finite(logprob) == written

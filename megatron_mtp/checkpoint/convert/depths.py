@@ -19,12 +19,13 @@ import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from torch import Tensor
 
+from megatron_mtp.checkpoint.convert.exporting import kept_origin
 from megatron_mtp.checkpoint.convert.options import Converted, Options
 from megatron_mtp.checkpoint.convert.passes import SHARES, UNROLL
 from megatron_mtp.checkpoint.convert.streaming import PartialFolder
 from megatron_mtp.checkpoint.convert.writing import Group, keep_files, write_checkpoint
 from megatron_mtp.checkpoint.families import CARRIED, family_of
-from megatron_mtp.checkpoint.hf.config import HFConfig, read_json
+from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.model import check_trainable
 from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths, depth_of
@@ -195,19 +196,21 @@ def _copy(change: Change, target: Path, options: Options) -> Converted:
     groups = {name: [Group(entry.size, entry.write) for entry in entries] for name, entries in files.items()}
     chunks = write_checkpoint(folder, groups, change.common, options)
     keep_files(reader.folder.parent, folder.path)
-    _correct_origin(folder.path / HF_FILES / ORIGIN, change.depths, change.dropped)
+    _correct_origin(folder.path / HF_FILES, change.depths, change.dropped)
     folder.finish()
     return Converted("Megatron", change.depths, len(chunks), sum(chunk.length for chunk in chunks))
 
 
-def _correct_origin(path: Path, depths: int, dropped: frozenset[str]) -> None:
+def _correct_origin(kept: Path, depths: int, dropped: frozenset[str]) -> None:
     """Correct the record of the tensors in the kept files."""
-    if not path.is_file():
+    origin = kept_origin(kept)
+    if not origin:
         return
-    origin = read_json(path)
     layout = origin.get("layout", {})
     carried = [name for name in layout.get("carried", []) if name not in dropped]
-    path.write_text(json.dumps({**origin, "layout": {**layout, "depths": depths, "carried": carried}}, indent=2) + "\n")
+    (kept / ORIGIN).write_text(
+        json.dumps({**origin, "layout": {**layout, "depths": depths, "carried": carried}}, indent=2) + "\n"
+    )
 
 
 @dataclass(frozen=True)

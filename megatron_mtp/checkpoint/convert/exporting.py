@@ -43,17 +43,36 @@ class HFForm:
 
 
 def kept_form(folder: Path) -> HFForm | None:
-    """The form that an import kept beside its checkpoint; None if there is none."""
+    """The form that an import kept beside its checkpoint; None if there is none.
+
+    Raises:
+        ValueError: what it kept is damaged.
+    """
     kept = folder / HF_FILES
     if not (kept / CONFIG).is_file():
         return None
-    keys, layout, quantised = read_json(kept / CONFIG), {}, False
-    if (kept / ORIGIN).is_file():
-        origin = read_json(kept / ORIGIN)
-        layout, quantised = origin.get("layout", {}), origin.get("quantised", False)
-    if quantised:
+    keys, origin = read_json(kept / CONFIG), kept_origin(kept)
+    HFConfig.from_keys(keys, str(kept / CONFIG))
+    layout = origin.get("layout", {})
+    if origin.get("quantised", False):
         keys.pop("quantization_config", None)  # its tensors were read as bfloat16
     return HFForm(keys, tuple(layout.get("features", ())), tuple(layout.get("carried", ())), kept)
+
+
+def kept_origin(kept: Path) -> dict[str, Any]:
+    """The record of an import (`importing.origin`), beside the files that it kept; empty without one.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if not (kept / ORIGIN).is_file():
+        return {}
+    origin = read_json(kept / ORIGIN)
+    layout = origin.get("layout", {}) if isinstance(origin, dict) else None
+    lists = [layout.get(name, []) for name in ("features", "carried")] if isinstance(layout, dict) else [None]
+    if not all(isinstance(one, list) and all(isinstance(word, str) for word in one) for one in lists):
+        raise ValueError(f"{kept / ORIGIN} is no record of a conversion; fetch the checkpoint again, or convert anew.")
+    return dict(origin)
 
 
 def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> Converted:

@@ -18,6 +18,11 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.build import MTPGPTModelConfig, build
 from megatron_mtp.model.trunk import MTPGPTModel
 
+SMOLLM2: dict[str, Any] = {
+    "layers": 30, "hidden": 576, "vocabulary": 49152, "heads": 9, "groups": 3, "ffn": 1536, "tied": True
+}  # fmt: skip
+"""The shape of SmolLM2-135M."""
+
 
 def agreeing_model(
     layers: int,

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 import torch
 
-from benchmarks.agreeing import agreeing_model
+from benchmarks.agreeing import SMOLLM2, agreeing_model
 from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interleave, limit_threads, report, table
 from benchmarks.llama import llama_of
 from benchmarks.speeds import Generations, check_tokens
@@ -61,7 +61,7 @@ class Shape:
 
 SHAPES = {
     "large": Shape(
-        {"layers": 30, "hidden": 576, "vocabulary": 49152, "heads": 9, "groups": 3, "ffn": 1536, "tied": True},
+        SMOLLM2,
         0.5,
         64,
         4,

@@ -2,6 +2,7 @@
 
     python benchmarks/serving.py                     the quickstart's checkpoint, or a random model of its shape
     python benchmarks/serving.py --lengths uniform   other lengths
+    python benchmarks/serving.py --vllm PYTHON       against vLLM for CPU in PYTHON's environment (scripts/test_vllm.sh)
     python benchmarks/serving.py --quick             does it run? (the figures mean nothing)
 
 Prompts have 20 to 120 tokens. With `skewed`, new tokens are 8 to 128, as often 8 to 16 as 64 to 128, since most of the
@@ -11,6 +12,9 @@ All sides emit the same number of tokens for each request, greedily: the engine 
 one batch in which ended texts keep their places, transformers text by text. Ours must emit the same tokens in float32,
 or the benchmark ends with an error. The sides take turns, run by run; figures are medians, with one thread of the
 processor's time, which other load disturbs less, else of the clock's.
+
+The time to the first token is measured by first_token.py. With `--vllm` the model has the shape of SmolLM2-135M and
+random weights, each text has 64 new tokens, and the sides are the engine and vLLM; vLLM has no depths to draft with.
 """
 
 import argparse
@@ -18,6 +22,8 @@ import random
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 import torch
 
-from benchmarks.agreeing import agreeing_model
+from benchmarks.agreeing import SMOLLM2, agreeing_model
+from benchmarks.first_token import Waits, waits
 from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interleave, limit_threads, report, table
 from benchmarks.llama import greedy, llama_of
+from benchmarks.vllm_process import VLLM
 from megatron_mtp.drafting import generate, load_runner
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
@@ -42,7 +50,9 @@ ON_CPU = prepare()
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 192, "vocabulary": 1024, "heads": 6, "ffn": 512}
 """The quickstart's model."""
 QUICK: dict[str, Any] = {"layers": 2, "hidden": 64, "vocabulary": 128}
-OVER_BATCHES, OVER_TRANSFORMERS = 1.5, 3.0
+OVER_BATCHES, OVER_TRANSFORMERS, OVER_VLLM, STEPS_LATE = 1.5, 3.0, 1.0, 2.0
+NEW_OF_VLLM = 64
+"""New tokens of each text where vLLM is the other side."""
 
 
 def main() -> None:
@@ -50,30 +60,75 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/quickstart/checkpoint"))
     parser.add_argument("--lengths", choices=["skewed", "uniform"], default="skewed")
-    add_common_flags(parser, {"here": 7})
+    parser.add_argument(
+        "--vllm", type=Path, metavar="PYTHON", help="of the environment that vLLM for CPU is installed in"
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="with --vllm")
+    add_common_flags(parser, {"here": 7, "--vllm": 3})
     args = parser.parse_args()
     limit_threads(args)
     join_world()
+    if args.vllm is not None:
+        return against_vllm(args)
     runner = runner_of(args.checkpoint, args.quick)
     requests = requests_of(runner, 4 if args.quick else 16, args.lengths)
     sides = Sides(runner, requests)
     named = sides.named()
     spent = interleave(named, args.repeats or (1 if args.quick else 7), warm_up=1)
     sides.check()
-    tokens = sum(request.max_new_tokens for request in requests)
+    first = {
+        name: waits(runner, config, 3 if args.quick else 40)
+        for name, config in (("drafting", SpeculativeConfig("mtp", runner.depths)), ("plain", None))
+    }
     results = {
         "requests": len(requests),
         "lengths": args.lengths,
         "prompt_tokens": [len(request.prompt) for request in requests],
         "new_tokens": [request.max_new_tokens for request in requests],
+        **rates_of(spent, requests),
+        "first_token": {name: asdict(one) for name, one in first.items()},
+    }
+    goals = [*goals_of(spent), *first_goals(first)]
+    report("serving", hardware(ON_CPU), results, goals, [rates_table(results)])
+
+
+def against_vllm(args: argparse.Namespace) -> None:
+    """Measure the engine and vLLM on the same weights, and report."""
+    shape, count, new = (QUICK, 4, 8) if args.quick else (SMOLLM2, 16, NEW_OF_VLLM)
+    runner = Runner(agreeing_model(depths=2, noise=0.5, **shape).to(getattr(torch, args.dtype)))
+    requests = [replace(one, max_new_tokens=new) for one in requests_of(runner, count, "uniform")]
+    sides, theirs = Sides(runner, requests), VLLM(args.vllm, runner, count)
+    named = {name: run for name, run in sides.named().items() if name.startswith("engine")}
+    spent = interleave({**named, "vllm": lambda: theirs.run(requests)}, args.repeats or (1 if args.quick else 3), 1)
+    theirs.end()
+    results = {
+        "vllm": theirs.version,
+        "dtype": args.dtype,
+        "same_texts": sum(map(eq, sides.texts["engine plain"], theirs.texts)),
+        **rates_of(spent, requests),
+    }
+    goals = [
+        Goal(f"{side} over vLLM, {args.dtype}", faster(spent, side, "vllm"), OVER_VLLM, ">=")
+        for side in ("engine plain", "engine")
+    ]
+    report("serving", hardware(ON_CPU), results, goals, [rates_table(results)])
+
+
+def rates_of(spent: dict[str, list[Spent]], requests: list[Request]) -> dict[str, Any]:
+    """Tokens a second of every side, and what they are made of."""
+    tokens = sum(request.max_new_tokens for request in requests)
+    return {
         "clock": clock(),
         "tokens_per_second": {
             side: round(tokens / statistics.median(map(seconds, rounds)), 1) for side, rounds in spent.items()
         },
         "wall_seconds": {side: [round(one.wall, 4) for one in rounds] for side, rounds in spent.items()},
     }
-    rows = [[side, rate] for side, rate in results["tokens_per_second"].items()]
-    report("serving", hardware(ON_CPU), results, goals_of(spent), [table(["side", "tokens a second"], rows)])
+
+
+def rates_table(results: dict[str, Any]) -> str:
+    """A side a line."""
+    return table(["side", "tokens a second"], [[side, rate] for side, rate in results["tokens_per_second"].items()])
 
 
 def runner_of(checkpoint: Path, quick: bool) -> Runner:
@@ -153,17 +208,25 @@ def seconds(one: Spent) -> float:
 
 
 def goals_of(spent: dict[str, list[Spent]]) -> list[Goal]:
-    """Ratios are medians over the rounds."""
-
-    def faster(side: str, than: str) -> float:
-        pairs = zip(spent[than], spent[side], strict=True)
-        return statistics.median(seconds(slow) / seconds(fast) for slow, fast in pairs)
-
+    """What was aimed at in tokens a second."""
+    over_one_by_one = faster(spent, "engine", "transformers")
     return [
-        Goal("engine over batches, drafting", faster("engine", "batch"), OVER_BATCHES, ">="),
-        Goal("engine over batches, plain", faster("engine plain", "batch plain"), OVER_BATCHES, ">="),
-        Goal("engine over transformers one by one", faster("engine", "transformers"), OVER_TRANSFORMERS, ">="),
+        Goal("engine over batches, drafting", faster(spent, "engine", "batch"), OVER_BATCHES, ">="),
+        Goal("engine over batches, plain", faster(spent, "engine plain", "batch plain"), OVER_BATCHES, ">="),
+        Goal("engine over transformers one by one", over_one_by_one, OVER_TRANSFORMERS, ">="),
     ]
+
+
+def first_goals(first: dict[str, Waits]) -> list[Goal]:
+    """What was aimed at in waiting."""
+    what = "first token of long prompts, decode steps beside the own prefill, p95"
+    return [Goal(f"{what}, {name}", one.p95_steps, STEPS_LATE) for name, one in first.items()]
+
+
+def faster(spent: dict[str, list[Spent]], side: str, than: str) -> float:
+    """Median of the ratios within each round."""
+    pairs = zip(spent[than], spent[side], strict=True)
+    return statistics.median(seconds(slow) / seconds(fast) for slow, fast in pairs)
 
 
 if __name__ == "__main__":

@@ -212,11 +212,10 @@ def emitted_of(
     """What stays of the tokens that a text gained from a draft of this depth."""
     prompt = sequences.prompt_lengths[text]
     before, budget = len(sequences.texts[text]) - prompt, limits.budget(prompt)
-    ends = [*_own_ends(before, gained, budget, limits)]
-    if limits.cut is not None and (cut := limits.cut(sequences.texts[text][prompt:] + gained)) is not None:
-        ends.append((max(cut, before), End.STOP))
-    place, end = min(ends, default=(None, None))
+    place, end = min(_own_ends(before, gained, budget, limits), default=(None, None))
     tokens = gained if place is None else gained[: place - before]
+    if limits.cut is not None and (cut := limits.cut(sequences.texts[text][prompt:] + tokens)) is not None:
+        tokens, end = tokens[: max(cut - before, 0)], End.STOP
     offered = min(depth, budget - before - 1)  # drafts beyond the budget count as never offered
     return Emitted(text, tokens, min(len(gained) - 1, len(tokens), offered), offered, draft, end)
 

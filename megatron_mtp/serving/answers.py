@@ -23,7 +23,6 @@ from megatron_mtp.serving.bodies import Body
 from megatron_mtp.serving.choices import Choice, Delta
 from megatron_mtp.serving.errors import APIError, refused
 from megatron_mtp.serving.service import Service, Texts
-from megatron_mtp.serving.stops import Cut
 from megatron_mtp.serving.tokens import Ids
 
 GONE = 499
@@ -225,7 +224,7 @@ def _request(choice: Choice, seed: int, body: Body, served: Served) -> Request:
         seed=seed,
         penalties=body.penalties(),
         stop_ids=_stop_ids(body, served.codec),
-        cut=Cut(served.codec.reader(choice.prompt), body.stops) if body.stops else None,
+        cut=choice.reading if body.stops else None,
         logprobs=body.top,
         prompt_logprobs=body.top if body.echoes else None,
         speculative=body.speculative(),

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_mtp.drafting.requests import Finish, TokenLogprob, Update
 from megatron_mtp.serving.bodies import Body
-from megatron_mtp.serving.stops import StopStrings
+from megatron_mtp.serving.stops import Reading
 from megatron_mtp.serving.tokens import Ids
 
 LEAST = -9999.0
@@ -45,6 +45,7 @@ class Choice:
         prompt: what it continues.
         codec: reads its tokens.
         stops: stop strings.
+        reading: of its tokens; the engine's too where there are stop strings.
         muted: the one token that is computed does not go out: the client wants the prompt's log-probabilities alone.
     """
 
@@ -58,8 +59,8 @@ class Choice:
     cached_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._reader, self._strings = self.codec.reader(self.prompt), StopStrings(self.stops)
-        self._letters, self._stopped = 0, False
+        self.reading = Reading(self.codec.reader(self.prompt), self.stops)
+        self._letters = self._tokens = 0
 
     def take(self, update: Update) -> Delta:
         """Read an update, and keep what it adds."""
@@ -72,21 +73,14 @@ class Choice:
     def _delta(self, update: Update) -> Delta:
         if self.muted:
             return Delta("", [], [], 0, [], 0, 0, update.finish)
-        pieces = [self._reader.add(token) for token in update.tokens]
-        start, text = self._letters, "".join(map(self._released, pieces))
+        read = [self.reading.letters(place, token) for place, token in enumerate(update.tokens, self._tokens)]
+        start, text, pieces = self._letters, "".join(one.text for one in read), [one.piece for one in read]
+        self._tokens += len(read)
         self._letters += sum(map(len, pieces))
         if update.finish is not None:
-            text += self._released(self._reader.rest())
-            text += "" if self._stopped else self._strings.rest()
+            text += self.reading.rest()
         counts = (update.accepted, update.offered)
         return Delta(text, update.tokens, pieces, start, update.logprobs, *counts, update.finish)
-
-    def _released(self, piece: str) -> str:
-        if self._stopped:
-            return ""
-        released = self._strings.add(piece)
-        self._stopped = released.stop is not None
-        return released.text
 
     @property
     def text(self) -> str:

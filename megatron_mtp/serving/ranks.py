@@ -15,7 +15,7 @@ import torch
 
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.requests import Engine, Load, Request, Update
-from megatron_mtp.serving.stops import Cut
+from megatron_mtp.serving.stops import Reading
 from megatron_mtp.serving.tokens import Ids
 
 IDLE = timedelta(days=365)
@@ -36,7 +36,7 @@ class Leader:
         """Queue a request, here and with the next step everywhere."""
         check_count(request.speculative)
         number = self._engine.add(request)
-        stops = request.cut.stops if isinstance(request.cut, Cut) else ()
+        stops = request.cut.stops if isinstance(request.cut, Reading) else ()
         self._new.append((replace(request, cut=None), stops))
         return number
 
@@ -76,7 +76,7 @@ def follow(engine: Engine, codec: Ids, group: Any) -> None:
                 engine.cancel(one)
             else:
                 request, stops = one
-                cut = Cut(codec.reader(request.prompt), stops) if stops else None
+                cut = Reading(codec.reader(request.prompt), stops) if stops else None
                 engine.add(replace(request, cut=cut))
         engine.step()
 

@@ -52,10 +52,25 @@ def _overlap(text: str, stop: str) -> int:
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
-class Cut:
-    """For `Request.cut`: how many tokens to keep, up to the one that completes a stop string; None before.
+@dataclass(frozen=True)
+class Letters:
+    """What a token adds to a text.
 
-    Every token is read once, so lists must grow from call to call.
+    Attributes:
+        piece: the letters that it completes.
+        text: what may go out with it.
+    """
+
+    piece: str
+    text: str
+
+
+class Reading:
+    """The tokens of one text, each read once, by whoever comes first: the engine where there are stop strings, to end
+    the text, and else the answer.
+
+    As `Request.cut` it says how many tokens to keep, up to the one that completes a stop string; None before. Lists
+    must grow from call to call.
 
     Attributes:
         stops: the stop strings.
@@ -63,13 +78,31 @@ class Cut:
 
     def __init__(self, reader: Reader, stops: tuple[str, ...]) -> None:
         self.stops, self._reader, self._strings = stops, reader, StopStrings(stops)
-        self._seen = 0
-        self._found: int | None = None
+        self._read = list[Letters]()
+        self._end: int | None = None
 
     def __call__(self, ids: list[int]) -> int | None:
         """Read the tokens that were emitted so far."""
-        while self._found is None and self._seen < len(ids):
-            self._seen += 1
-            if self._strings.add(self._reader.add(ids[self._seen - 1])).stop is not None:
-                self._found = self._seen
-        return self._found
+        for place in range(len(self._read), len(ids)):
+            self.letters(place, ids[place])
+        return self._end
+
+    def letters(self, place: int, token: int) -> Letters:
+        """Of the token at a place of the text; places are read in their order."""
+        if place == len(self._read):
+            piece = self._reader.add(token)
+            self._read.append(Letters(piece, self._released(piece)))
+        return self._read[place]
+
+    def rest(self) -> str:
+        """What goes out at the text's end, after all tokens: letters whose bytes were not all there, and held ones."""
+        return self._released(self._reader.rest()) + ("" if self._end is not None else self._strings.rest())
+
+    def _released(self, piece: str) -> str:
+        """Nothing goes out behind a stop string."""
+        if self._end is not None:
+            return ""
+        released = self._strings.add(piece)
+        if released.stop is not None:
+            self._end = len(self._read) + 1
+        return released.text

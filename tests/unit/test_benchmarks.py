@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import decoding, harness
+from benchmarks.first_token import Waits
 from benchmarks.harness import Goal, Peak, compare, interleave, rounds
 
 REPOSITORY = Path(__file__).parents[2]
@@ -332,4 +333,11 @@ def test_serving_compares_the_engine_with_batches_and_transformers() -> None:
     summary = summary_of("serving.py")
     rates = summary["results"]["tokens_per_second"]
     assert list(rates) == ["engine", "batch", "engine plain", "batch plain", "transformers"]
-    assert [goal["goal"] for goal in summary["goals"]] == [1.5, 1.5, 3.0]
+    assert [goal["goal"] for goal in summary["goals"]] == [1.5, 1.5, 3.0, 2.0, 2.0]
+    assert all(len(one["first"]) == 3 for one in summary["results"]["first_token"].values())
+
+
+def test_late_first_tokens_are_counted_in_decode_steps() -> None:
+    """95 of 100 prompts wait 3 s in all, of which 1 s is their own; a decode step takes half a second."""
+    assert Waits(1.0, 0.5, [3.0] * 95 + [3.5] * 5).p95_steps == 5.0
+    assert Waits(1.0, 0.5, [3.0] * 96 + [3.5] * 4).p95_steps == 4.0

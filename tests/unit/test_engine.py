@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings, block_bytes, blocks_in
 from megatron_mtp.drafting.judged import Judge, penalised
+from megatron_mtp.drafting.loop import Limits, emitted_of
 from megatron_mtp.drafting.requests import Engine, Finish, Penalties, QueueFull, Request, Update
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Noise, Sampling
-from megatron_mtp.drafting.types import Draft, Round, Verdict
+from megatron_mtp.drafting.types import Draft, End, Round, Verdict
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -493,6 +495,19 @@ def test_a_text_ends_at_its_stops_and_cuts() -> None:
     (made,) = texts_of(updates).values()
     assert made == text[: len(made)]
     assert 4 <= len(made) <= 6
+
+
+@pytest.mark.parametrize("limits", [{"stop_ids": frozenset({9})}, {"new_tokens": 4}], ids=["stop", "budget"])
+def test_a_cut_is_shown_what_is_emitted_and_nothing_behind_it(limits: dict[str, Any]) -> None:
+    """So that it may keep what it has read. Prompt 1 2, text 3 4, and a step that brings 7 9 8, of which 8 goes."""
+    shown: list[list[int]] = []
+    sequences: Any = SimpleNamespace(texts=[[1, 2, 3, 4]], prompt_lengths=[2])
+    every = Limits(**{"new_tokens": 10, "cut": shown.append, **limits})
+    assert emitted_of(sequences, every, 0, [7, 9, 8], 2, None).tokens == [7, 9]
+    assert shown == [[3, 4, 7, 9]]
+    cut_before = replace(every, cut=lambda tokens: tokens.index(7) + 1)
+    emitted = emitted_of(sequences, cut_before, 0, [7, 9, 8], 2, None)
+    assert (emitted.tokens, emitted.end) == ([7], End.STOP)
 
 
 @pytest.mark.parametrize("method", ["plain", "mtp", "mtp_tree", "lookahead"])

@@ -12,7 +12,7 @@ from parrot import tokenizer_in, words
 from tokenizers import Tokenizer, decoders, models
 
 from megatron_mtp.serving.choices import finite
-from megatron_mtp.serving.stops import Cut, StopStrings
+from megatron_mtp.serving.stops import Reading, StopStrings
 from megatron_mtp.serving.tokens import Ids, Reader, Words
 
 LETTERS = st.text(alphabet="ab €🙂ü\n", max_size=12)
@@ -95,12 +95,27 @@ def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
 def test_the_cut_keeps_the_token_that_completes_a_stop_string(codec: Words, text: str, stop: str) -> None:
     ids = codec.encode(text, special=False)
     kept = next((end for end in range(1, len(ids) + 1) if stop in codec.decode(ids[:end])), None)
-    at_once = Cut(codec.reader([]), (stop,))
+    at_once = Reading(codec.reader([]), (stop,))
     assert at_once(ids) == kept
     assert at_once(ids) == kept, "asked again, it says the same"
-    growing = Cut(codec.reader([]), (stop,))
+    growing = Reading(codec.reader([]), (stop,))
     answers = [growing(ids[:end]) for end in range(1, len(ids) + 1)]
     assert next((answer for answer in answers if answer is not None), None) == kept
+
+
+@given(text=st.text(alphabet="ab€", max_size=12), stop=st.text(alphabet="ab€", min_size=1, max_size=3))
+def test_a_token_is_read_once_whoever_comes_first(codec: Words, text: str, stop: str) -> None:
+    """The engine reads a step before the answer does; what goes out is what an answer alone would read."""
+    ids = codec.encode(text, special=False)
+    alone, shared = (Reading(codec.reader([]), (stop,)) for _ in range(2))
+    reads: list[int] = []
+    add = shared._reader.add
+    shared._reader.add = lambda token: reads.append(token) or add(token)  # type: ignore[method-assign]
+    kept = shared(ids) or len(ids)
+    letters = [[one.letters(place, token) for place, token in enumerate(ids[:kept])] for one in (alone, shared)]
+    assert letters[0] == letters[1]
+    assert alone.rest() == shared.rest()
+    assert reads == ids
 
 
 def test_single_tokens_as_text_and_bytes(codec: Words, tmp_path: Path) -> None:

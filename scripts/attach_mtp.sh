@@ -8,6 +8,7 @@
 # Settings, as environment variables:
 #   DEPTHS 2   STEPS 600   SEQUENCE 512   BATCH 4   LR 5e-4   LOSS kd (ce, kd, ...)  FRACTION 1   PRECISION --bf16
 #   FAMILY glm4_moe (or mimo; deepseek_v3 for latent attention)   PROMPT a text to draft on   FLAGS more of pretrain_gpt.py
+#   SELF_GENERATED N texts of the model itself to train on   TEMPERATURE, NEW_TOKENS, PROMPT_TOKENS of these texts
 #   SAVE_INTERVAL STEPS   PYTHON, LAUNCH: commands to run programs and trainings with, in place of .venv (scripts/slurm)
 set -euo pipefail
 model=${1:?give the folder of a Hugging Face model}
@@ -26,9 +27,10 @@ attach=(
     --sequence "${SEQUENCE:-512}" --batch "${BATCH:-4}" --learning-rate "${LR:-5e-4}" --loss "${LOSS:-kd}"
     --token-fraction "${FRACTION:-1}" --family "${FAMILY:-glm4_moe}" --evaluated-batches "${EVAL_ITERS:-8}"
     --save-every "${SAVE_INTERVAL:-${STEPS:-600}}" --prompt "${PROMPT:-The state of the union is}"
-    --float32 ${PRECISION---bf16} ${FLAGS:-}
+    --temperature "${TEMPERATURE:-0.7}" --max-new-tokens "${NEW_TOKENS:-256}" --prompt-tokens "${PROMPT_TOKENS:-32}"
+    ${SELF_GENERATED:+--self-generated "${SELF_GENERATED:-}"} --float32 ${PRECISION---bf16} ${FLAGS:-}
 )
-for step in corpus trunk start before train export verify draft; do
+for step in corpus trunk start sample before train export verify draft; do
     case $step in
         before | train) $launch "${attach[@]}" --only "$step" ;;
         *) $python "${attach[@]}" --only "$step" ;;

@@ -4,6 +4,7 @@ Every step is a verb of this command line, in a process of its own. A finished s
 continues after an interruption.
 """
 
+import json
 import math
 import shlex
 import shutil
@@ -29,6 +30,9 @@ EXAMPLES = """examples:
   megatron-mtp attach models/Qwen3-0.6B my_texts runs/three --depths 3 --loss tv \\
       --launch 'torchrun --nproc-per-node 8' --batch 64 --micro-batch-size 8
 
+  # trained on 2,000 continuations of the corpus' documents by the model itself; what would be run, first
+  megatron-mtp attach models/Qwen3-0.6B my_texts runs/own --self-generated 2000 --temperature 0.6 --dry-run
+
 The same command continues after an interruption.
 """
 
@@ -50,16 +54,24 @@ def main(arguments: list[str], program: str) -> int:
         if not (args.model / "config.json").is_file():
             raise ValueError(f"{args.model} has no config.json; give the folder of a Hugging Face model.")
         _check(args)
+        _check_texts(args)
+    if args.dry_run:
+        return _plan(args)
     if args.only is not None:
-        return _in_this_process(STEPS[args.only], args)
-    for step in STEPS.values():
-        if (command := step.command(args)) is None:
+        return _only(args)
+    formless = None
+    for name, step in STEPS.items():
+        if name == AFTER_START:
+            formless = _warned(args)
+        if (formless and name in OF_THE_FOLDER) or (command := step.command(args)) is None:
             continue
         print(f"> {step.line}", flush=True)
         if status := _in_own_process(step, command, args):
             return status
     print(f"> before: {args.run}/before/metrics.jsonl; after: {args.run}/metrics.jsonl and metrics.png")
-    print(f"> Hugging Face folder: {args.run}/exported")
+    print(
+        f"> Megatron checkpoint: {args.run}/checkpoint" if formless else f"> Hugging Face folder: {args.run}/exported"
+    )
     return 0
 
 
@@ -92,8 +104,17 @@ def parser(program: str) -> Parser:
     forms = ", ".join(trained_forms())
     add("--family", default="glm4_moe", metavar="NAME", help=f"of the exported folder: {forms}; default: glm4_moe")
     add("--prompt", default="The state of the union is", metavar="TEXT", help="prompt for the drafting at the end")
+    own = made.add_argument_group("the model's own texts")
+    add = own.add_argument
+    add("--self-generated", type=int, metavar="N", help="train on N continuations of the corpus by the model itself")
+    add("--temperature", default="0.7", metavar="T", help="of these texts; 0 is greedy; default: 0.7")
+    add("--max-new-tokens", default="256", metavar="N", help="of each, at most; default: 256")
+    add("--prompt-tokens", default="32", metavar="N", help="tokens of a document that are continued; default: 32")
+    add("--anywhere", action="store_true", help="continue pieces from anywhere in documents; default: beginnings")
+    add = made.add_argument
     add("--launch", metavar="COMMAND", help="starts the ranks of a training: 'torchrun --nproc-per-node 8'")
     add("--only", choices=STEPS, help="run only this step, in this process; for job schedulers")
+    add("--dry-run", action="store_true", help="print the command of every step that is not finished, and run none")
     return made
 
 
@@ -119,6 +140,72 @@ def _words(command: str) -> list[str]:
         return shlex.split(command)
     except ValueError as error:
         raise ValueError(f"--launch is '{command}', which is no command ({error}); correct it.") from error
+
+
+def _check_texts(args: Namespace) -> None:
+    """Whether the flags of own texts fit, and an earlier training of this folder had the same data.
+
+    Raises:
+        ValueError: they do not, or it had other data.
+    """
+    count = args.self_generated
+    if count is not None and count < LEAST_TEXTS:
+        raise ValueError(f"--self-generated is {count}; give {LEAST_TEXTS} or more: 2 % of the texts are held out.")
+    file = args.run / "run.json"
+    trained = (args.run / "checkpoint" / TRACKER).exists() and file.is_file()
+    if not trained or "--data-path" in args.more:
+        return
+    given = json.loads(file.read_text(encoding="utf-8")).get("arguments", {}).get("data_path")
+    if given and Path(given[-1]).name != Path(_trained_on(args)).name:
+        raise ValueError(f"{args.run} was trained on {given[-1]}, not on {_trained_on(args)}; name another RUN.")
+
+
+LEAST_TEXTS = 25
+
+
+def _plan(args: Namespace) -> int:
+    """Print what would be run; nothing is written."""
+    for name, step in STEPS.items():
+        if args.only in (None, name):
+            command = step.command(args)
+            said = "finished" if command is None else shlex.join(["megatron-mtp", *command])
+            print(f"> {step.line}: {said}")
+    return 0
+
+
+def _only(args: Namespace) -> int:
+    """Run the step of --only; steps of a folder that there can be none of are left out."""
+    if args.only in OF_THE_FOLDER and _warned(args):
+        return 0
+    status = _in_this_process(STEPS[args.only], args)
+    if args.only == "start" and not status:
+        _warned(args)
+    return status
+
+
+def _warned(args: Namespace) -> bool:
+    """Whether the attached model has no Hugging Face form, which is printed, so that nobody finds out at the end."""
+    start = args.run / "start"
+    if not start.is_dir():
+        return False
+
+    from megatron_mtp.checkpoint.command import quieten
+
+    quieten()
+
+    from megatron_mtp.checkpoint.convert.hf_form import form_of
+
+    try:
+        form_of(start, family=args.family, tokenizer=args.model)
+    except ValueError as error:
+        print(
+            f"> warning: no Hugging Face folder can hold this model with depths ({error}) They are trained and draft "
+            "here as a Megatron checkpoint; export and proof are left out.",
+            file=sys.stderr,
+            flush=True,
+        )
+        return True
+    return False
 
 
 def _in_this_process(step: "Step", args: Namespace) -> int:
@@ -154,13 +241,44 @@ class Step:
     on_ranks: bool = False
 
 
-def _corpus(args: Namespace) -> list[str]:
+def _corpus(args: Namespace) -> list[str] | None:
+    if args.self_generated is not None and _is_chat(args.corpus):
+        return None
     flags = ["--input", args.corpus, "--tokenizer", str(args.model), "--output-prefix", _data(args)]
     return ["preprocess", *flags]
 
 
 def _data(args: Namespace) -> str:
     return str(args.run / "data" / "corpus")
+
+
+def _trained_on(args: Namespace) -> str:
+    return _data(args) if args.self_generated is None else str(args.run / "data" / "own")
+
+
+def _sample(args: Namespace) -> list[str] | None:
+    if args.self_generated is None:
+        return None
+    prompts = ["--chat", args.corpus] if _is_chat(args.corpus) else ["--data-path", _data(args)]
+    prompts += ["--anywhere"] if args.anywhere else []
+    texts = ["--texts", str(args.self_generated), "--temperature", args.temperature]
+    texts += ["--max-new-tokens", args.max_new_tokens, "--prompt-tokens", args.prompt_tokens]
+    model = ["--load", str(args.run / "trunk"), "--tokenizer", str(args.model)]
+    model += ["--dtype", "float32" if args.float32 and "--bf16" not in args.more else "bfloat16"]
+    return ["sample", *model, *prompts, *texts, "--output-prefix", _trained_on(args)]
+
+
+def _is_chat(corpus: str) -> bool:
+    """Whether it is a file of conversations."""
+    path = Path(corpus)
+    if path.suffix != ".jsonl" or not path.is_file():
+        return False
+    with open(path, encoding="utf-8", errors="replace") as file:
+        line = next((line for line in file if line.strip()), "")
+    try:
+        return "messages" in json.loads(line)
+    except (ValueError, TypeError):
+        return False
 
 
 def _trunk(args: Namespace) -> list[str] | None:
@@ -203,7 +321,7 @@ def _training(args: Namespace) -> list[str]:
         f"--split 98,2,0 --eval-iters {args.evaluated_batches} --no-create-attention-mask-in-dataloader "
         "--tokenizer-type HuggingFaceTokenizer"
     )
-    paths = ["--data-path", _data(args), "--tokenizer-model", str(args.model)]
+    paths = ["--data-path", _trained_on(args), "--tokenizer-model", str(args.model)]
     return [*flags.split(), *paths, *([] if args.float32 else ["--bf16"]), *args.more]
 
 
@@ -211,7 +329,7 @@ def _export(args: Namespace) -> list[str] | None:
     saved, target = args.run / "checkpoint", args.run / "exported"
     if not _is_older(target / "config.json", saved / TRACKER):
         return None
-    if target.is_dir():
+    if target.is_dir() and not args.dry_run:
         shutil.rmtree(target)
     flags = ["--family", args.family, "--tokenizer", str(args.model), "--resume"]
     return ["convert", "mcore-to-hf", str(saved), str(target), *flags]
@@ -236,9 +354,14 @@ STEPS = {
     "corpus": Step("the corpus", _corpus),
     "trunk": Step("the trunk in Megatron's form", _trunk),
     "start": Step("the depths, as copies of the last layer", _start),
+    "sample": Step("the model's own texts", _sample),
     "before": Step("loss and acceptance before the training", _before, on_ranks=True),
     "train": Step("the training", _train, on_ranks=True),
     "export": Step("the Hugging Face folder", _export),
     "verify": Step("the proof that folder and checkpoint are the same model", _verify),
     "draft": Step("drafting", _draft),
 }
+
+AFTER_START = "sample"
+"""The step before which it is known what the attached model is."""
+OF_THE_FOLDER = ("export", "verify")

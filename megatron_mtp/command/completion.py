@@ -70,6 +70,12 @@ def _generate(program: str) -> ArgumentParser:
     return parser(program)
 
 
+def _sample(program: str) -> ArgumentParser:
+    from megatron_mtp.drafting.own_texts.flags import parser
+
+    return parser(program)
+
+
 def _serve(program: str) -> ArgumentParser:
     from megatron_mtp.serving.flags import parser
 
@@ -129,6 +135,7 @@ PARSERS: dict[str, tuple[Callable[[str], ArgumentParser], ...]] = {
     "convert": (_convert,),
     "audit": (_audit,),
     "generate": (_generate,),
+    "sample": (_sample,),
     "serve": (_serve,),
     "bench-serve": (_bench_serve,),
     "evaluate": (_train, _evaluate),

@@ -146,6 +146,20 @@ def _audit(program: str, arguments: list[str]) -> int:
     return main(arguments, program)
 
 
+def _sample(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.drafting.own_texts.flags import parser
+
+    args = parser(program).parse_args(arguments)  # --help and unknown flags need not wait for torch
+
+    from megatron_mtp.checkpoint.command import quieten
+
+    quieten()
+
+    from megatron_mtp.drafting.own_texts.command import main
+
+    return main(args, program)
+
+
 def _serve(program: str, arguments: list[str]) -> int:
     from megatron_mtp.serving.flags import parser
 
@@ -203,6 +217,7 @@ VERBS = {
     "audit": Verb("show what anyone's checkpoint holds, or what differs between two, and why", _audit),
     "attach": Verb("add depths to a Hugging Face model: train on its frozen trunk, measure, export", _attach),
     "generate": Verb("generate text from a checkpoint, several tokens per forward", _generate),
+    "sample": Verb("continue a corpus' prompts by a checkpoint: data to train its depths on", _sample),
     "serve": Verb("answer OpenAI's HTTP API with a checkpoint, many texts at once, each drafting", _serve),
     "bench-serve": Verb("measure a server of OpenAI's API: waiting times, tokens a second, acceptance", _bench_serve),
     "evaluate": Verb("compute loss and acceptance by depth of a checkpoint on a text", _evaluate),

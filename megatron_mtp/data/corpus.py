@@ -59,19 +59,59 @@ def write_corpus(
         ValueError: a document cannot be read (`read_document`), there is no text at all, or a worker process died.
     """
     started = time.monotonic()
+    with _published(prefix) as partial:
+        record = _write_tokens(documents, encoder, partial, json_key, workers)
+        if not record["tokens"]:
+            raise ValueError("--input: the files hold no text, only blanks; give files with text.")
+        return _with_sidecar(record, encoder, partial, settings, started)
+
+
+def write_sequences(
+    sequences: Iterable[Sequence[int]], encoder: Encoder, prefix: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Write documents that are token ids already, each without its EOD, into PREFIX.bin, PREFIX.idx and PREFIX.json.
+
+    Args:
+        sequences: the documents.
+        encoder: the tokenizer that the ids are of.
+        prefix, settings: as in `write_corpus`.
+
+    Returns:
+        The contents of PREFIX.json.
+    """
+    started, lengths, highest = time.monotonic(), list[int](), 0
+    with _published(prefix) as partial:
+        builder = _dataset_builder(partial["bin"], encoder.vocab_size)
+        for ids in sequences:
+            sequence = np.array([*ids, encoder.eod_id], dtype=np.int32)
+            builder.add_document(sequence, [len(sequence)])
+            lengths.append(len(sequence))
+            highest = max(highest, int(sequence.max()))
+        builder.finalize(partial["idx"])
+        record = {"documents": len(lengths), "tokens": sum(lengths), "max_token_id": highest}
+        record["bin_bytes"] = os.path.getsize(partial["bin"])
+        return _with_sidecar(record, encoder, partial, settings, started)
+
+
+@contextmanager
+def _published(prefix: str) -> Iterator[dict[str, str]]:
+    """Paths to write the three files at, by their ending; they replace the old ones when the block ends well."""
     os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
     with ExitStack() as renamed:
         # Without its index a dataset is unreadable: the old index goes first, the new one, entered first, comes last.
         targets = {kind: Path(f"{prefix}.{kind}") for kind in ("idx", "json", "bin")}
-        partial = {kind: str(renamed.enter_context(written_beside(target))) for kind, target in targets.items()}
-        record = _write_tokens(documents, encoder, partial, json_key, workers)
-        if not record["tokens"]:
-            raise ValueError("--input: the files hold no text, only blanks; give files with text.")
-        record |= {"vocab_size": encoder.vocab_size, "eod_token": encoder.eod_token, "eod_id": encoder.eod_id}
-        record |= {"tokenizer": encoder.folder, "vocabulary_sha256": vocabulary_digest(encoder.folder)}
-        record |= {"seconds": round(time.monotonic() - started, 1), "settings": settings}
-        Path(partial["json"]).write_text(json.dumps(record, indent=2) + "\n")
+        yield {kind: str(renamed.enter_context(written_beside(target))) for kind, target in targets.items()}
         targets["idx"].unlink(missing_ok=True)
+
+
+def _with_sidecar(
+    record: dict[str, Any], encoder: Encoder, partial: dict[str, str], settings: dict[str, Any], started: float
+) -> dict[str, Any]:
+    """Write the sidecar, and return it: the counts, the tokenizer and the settings."""
+    record |= {"vocab_size": encoder.vocab_size, "eod_token": encoder.eod_token, "eod_id": encoder.eod_id}
+    record |= {"tokenizer": encoder.folder, "vocabulary_sha256": vocabulary_digest(encoder.folder)}
+    record |= {"seconds": round(time.monotonic() - started, 1), "settings": settings}
+    Path(partial["json"]).write_text(json.dumps(record, indent=2) + "\n")
     return record
 
 

@@ -48,6 +48,7 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     report.py            the tables of acceptance and speed
     record.py            drafts.json, of which the page of a run shows the drafts
     energy.py            joules a token
+    own_texts/           continuations of a corpus' prompts, as data to train on: megatron-mtp sample
 """
 
 from typing import TYPE_CHECKING, Any

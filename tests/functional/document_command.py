@@ -36,8 +36,8 @@ PARSED = {
 }
 """How a command begins that is not run, but looked up and parsed, to the reason."""
 
-SHORTER = {"train": ("--exit-interval", "2")}
-"""Flags that a verb gets beside those of the document, so that a training ends after two steps."""
+SHORTER = {"train": ("--exit-interval", "2"), "sample": ("--texts", "3", "--max-new-tokens", "8")}
+"""Flags that a verb gets beside those of the document, so that a training ends after two steps, a text after few."""
 
 
 def main(*command: str) -> None:

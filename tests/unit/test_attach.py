@@ -1,9 +1,11 @@
 """`megatron-mtp attach`: its steps are commands that the verbs take, in order; a finished one is not taken again."""
 
+import json
 import os
 import subprocess
 import sys
 from argparse import Namespace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,17 +32,97 @@ def settings(model: Path, run: Path, *flags: str) -> Namespace:
 
 def test_every_step_is_a_command_that_its_verb_takes(model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", "--depths", "3", "--float32", "--bf16", "--seed", "7")
-    steps = [step.command(args) for step in attach.STEPS.values()]
+    steps = [step.command(args) for name, step in attach.STEPS.items() if name != "sample"]
     for words in steps:
         assert words is not None
         parse("megatron-mtp", *words)
     assert [words[0] for words in steps if words] == ORDER
+    assert attach.STEPS["sample"].command(args) is None
     before, training = (words for words in steps if words and words[0] == "train")
     assert training[training.index("--load") + 1] == str(tmp_path / "run" / "start")
     for words in (before, training):
         assert words[words.index("--mtp-num-layers") + 1] == "3"
         assert words.count("--bf16") == 1  # the one that was given
         assert words[words.index("--bf16") :][:3] == ["--bf16", "--seed", "7"]
+
+
+def test_own_texts_are_sampled_from_the_trunk_and_trained_on(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    args = settings(model, run, "--self-generated", "200", "--temperature", "0", "--anywhere")
+    words = attach.STEPS["sample"].command(args)
+    assert words is not None
+    parse("megatron-mtp", *words)
+    given = dict(pairwise(words))
+    assert (given["--load"], given["--data-path"]) == (str(run / "trunk"), str(run / "data/corpus"))
+    assert (given["--texts"], given["--temperature"], given["--dtype"]) == ("200", "0", "bfloat16")
+    assert "--anywhere" in words
+    for name in ("before", "train"):
+        training = attach.STEPS[name].command(args)
+        assert training is not None
+        assert training[training.index("--data-path") + 1] == given["--output-prefix"] == str(run / "data/own")
+
+
+def test_conversations_are_answered(model: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    args = settings(model, tmp_path / "run", "--self-generated", "200")
+    args.corpus = str(chats)
+    words = attach.STEPS["sample"].command(args)
+    assert words is not None
+    assert words[words.index("--chat") + 1] == str(chats)
+    assert attach.STEPS["corpus"].command(args) is None
+
+
+def test_other_data_than_that_of_the_training_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish(tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"arguments": {"data_path": ["x/data/corpus"]}}))
+    given = ["attach", str(model), "texts", str(tmp_path / "run"), "--dry-run"]
+    assert line.main(given) == 0
+    with pytest.raises(SystemExit, match="2"):
+        line.main([*given, "--self-generated", "100"])
+    assert "was trained on x/data/corpus, not on" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        line.main([*given, "--self-generated", "9"])
+    assert "--self-generated is 9; give 25 or more" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_every_step_and_does_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = commands(monkeypatch)
+    finish(tmp_path / "run")
+    os.utime(tmp_path / "run" / "exported" / "config.json", (1, 1))
+    assert line.main(["attach", str(model), "texts", str(tmp_path / "run"), "--dry-run"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == len(attach.STEPS)
+    assert shown[1] == "> the trunk in Megatron's form: finished"
+    assert any("megatron-mtp train --use-checkpoint-args" in one for one in shown)
+    assert started == []
+    assert (tmp_path / "run" / "exported" / "config.json").exists()
+
+
+def test_a_trunk_without_a_form_is_told_before_the_training(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = commands(monkeypatch)
+    (tmp_path / "run" / "start").mkdir(parents=True)
+
+    def refused(*_: object, **__: object) -> None:
+        raise ValueError("no family has its norms.")
+
+    monkeypatch.setattr("megatron_mtp.checkpoint.convert.hf_form.form_of", refused)
+    given = ["attach", str(model), "texts", str(tmp_path / "run")]
+    assert line.main(given) == 0
+    assert [
+        words[words.index("megatron_mtp") + 1] for words in started
+    ] == "preprocess convert train train generate".split()
+    shown = capsys.readouterr()
+    assert "no Hugging Face folder can hold this model with depths (no family has its norms.)" in shown.err
+    assert f"> Megatron checkpoint: {tmp_path}/run/checkpoint" in shown.out
+    assert line.main([*given, "--only", "export"]) == 0
+    assert capsys.readouterr().err.startswith("> warning: ")
 
 
 def finish(run: Path) -> None:

@@ -1,0 +1,169 @@
+"""Prompts out of a corpus, drawn by seed: text i has the same prompt, however many texts there are.
+
+In:  the .bin and .idx of `megatron-mtp preprocess`, or JSON lines of conversations.
+Out: the token ids of text i's prompt.
+
+Text i takes the document i of a shuffled order; where all were taken, another order begins.
+"""
+
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_mtp.data.checks import PARTS, read_index, split_weights
+from megatron_mtp.data.documents import Document, find_files, list_documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Prompts(Protocol):
+    """What texts begin with.
+
+    Attributes:
+        documents: how many different documents there are.
+    """
+
+    documents: int
+
+    def prompt(self, number: int) -> list[int]:
+        """Token ids of a text's prompt."""
+
+
+class Beginnings:
+    """The first tokens of documents, or as many from anywhere in them.
+
+    Args:
+        prefix: of the .bin and .idx.
+        length: tokens of a prompt.
+        seed: of the draws.
+        split, part: which documents, as `part_of` takes them.
+        anywhere: whether a prompt may begin anywhere in its document.
+
+    Raises:
+        ValueError: there is no such corpus, or no document of the part is longer than a prompt.
+    """
+
+    def __init__(self, prefix: str, length: int, seed: int, split: str, part: str, anywhere: bool = False) -> None:
+        _check_corpus(prefix)
+        self._data = IndexedDataset(prefix)
+        self._length, self._seed, self._anywhere = length, seed, anywhere
+        every = part_of(len(self._data), split, part)
+        self._long = [number for number in every if self._data.sequence_lengths[number] > length]
+        self.documents = len(self._long)
+        if not self.documents:
+            raise ValueError(
+                f"--prompt-tokens is {length}, and none of the {len(every)} documents of '{prefix}' for {part} is "
+                "longer; give fewer."
+            )
+
+    def prompt(self, number: int) -> list[int]:
+        """Token ids of a text's prompt."""
+        document = self._long[drawn(self._seed, self.documents, number)]
+        start = 0
+        if self._anywhere:
+            last = int(self._data.sequence_lengths[document]) - self._length
+            start = int(np.random.default_rng([self._seed, number]).integers(0, last))
+        found: list[int] = self._data.get(document, offset=start, length=self._length).tolist()
+        return found
+
+
+class UserTurns:
+    """Conversations up to a turn of the user, by the tokenizer's chat template.
+
+    Args:
+        files: of JSON lines whose "messages" are [{"role": "user", "content": ...}, ...].
+        tokenizer: of the model.
+        seed: of the draws.
+        split, part: which conversations, as `part_of` takes them.
+
+    Raises:
+        ValueError: there is no such file, or the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self, files: list[str], tokenizer: "PreTrainedTokenizerBase", seed: int, split: str, part: str
+    ) -> None:
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                "--chat was given, but the tokenizer has no chat template; give text with --data-path, or the "
+                "tokenizer of a chat model."
+            )
+        every = list_documents(find_files(files, ["*.jsonl"]))
+        self._lines = [every[number] for number in part_of(len(every), split, part)]
+        self._tokenizer, self._seed, self.documents = tokenizer, seed, len(self._lines)
+
+    def prompt(self, number: int) -> list[int]:
+        """Token ids of a text's prompt. Raises ValueError for a line that is no conversation."""
+        line = self._lines[drawn(self._seed, self.documents, number)]
+        messages = _messages(line)
+        turns = [place for place, message in enumerate(messages) if message["role"] == "user"]
+        if not turns:
+            raise ValueError(f"--chat: {_place(line)} has no turn of the user; remove it.")
+        asked = messages[: turns[number // self.documents % len(turns)] + 1]
+        try:
+            text = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates refuse roles and orders by exceptions of Jinja
+            raise ValueError(f"--chat: the chat template refuses {_place(line)} ({error}); correct it.") from error
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+
+def part_of(count: int, split: str, part: str) -> range:
+    """The documents of a part of `--split`, out of so many, as Megatron cuts them.
+
+    Raises:
+        ValueError: the part is empty.
+    """
+    weights = np.array(split_weights(split))
+    ends = [0, *(round(end * count) for end in weights.cumsum() / weights.sum())]
+    place = PARTS.index(part)
+    found = range(*ends[place : place + 2]) if place + 1 < len(ends) else range(0)
+    if not found:
+        raise ValueError(
+            f"--split is {split}, which of {count} documents leaves none for {part}; give more text, or another "
+            "--split or --part."
+        )
+    return found
+
+
+def drawn(seed: int, documents: int, number: int) -> int:
+    """The document of a text, out of so many."""
+    return int(_order(seed, documents, number // documents)[number % documents])
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, documents: int, turn: int) -> np.ndarray:
+    return np.random.default_rng([seed, turn]).permutation(documents)
+
+
+def _check_corpus(prefix: str) -> None:
+    try:
+        read_index(prefix)
+    except FileNotFoundError:
+        raise ValueError(
+            f"--data-path: there is no dataset '{prefix}' ({prefix}.idx); make one with megatron-mtp preprocess."
+        ) from None
+
+
+def _messages(line: Document) -> list[dict[str, Any]]:
+    with open(line.path, "rb") as file:
+        file.seek(line.start)
+        raw = file.read(line.size)
+    try:
+        found: list[dict[str, Any]] = json.loads(raw)["messages"]
+        if all(isinstance(message["role"], str) for message in found):
+            return found
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(
+        f'--chat: {_place(line)} is no conversation; give lines such as {{"messages": [{{"role": "user", "content": '
+        '"..."}]}.'
+    )
+
+
+def _place(line: Document) -> str:
+    return f"'{line.path}', line {line.line}"

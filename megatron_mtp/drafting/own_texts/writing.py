@@ -1,0 +1,108 @@
+"""A model continues prompts, many at once, each as its number and the settings have it, whatever it shares a step with.
+
+In:  a runner, and the prompts of texts by number.
+Out: finished texts, in the order in which they end.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import batched
+
+from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings, blocks_in
+from megatron_mtp.drafting.own_texts.journal import Written
+from megatron_mtp.drafting.pages import BLOCK
+from megatron_mtp.drafting.requests import Finish, Request
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.types import AcceptanceStats, merged
+
+MOST_GIB = 4.0
+"""Cache that is taken at most."""
+MOST_SEED = 2**31 - 1
+Numbered = tuple[int, list[int]]
+"""A text's number and its prompt."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How texts are continued.
+
+    Attributes:
+        sampling: how a token is chosen.
+        new_tokens: of each text, at most.
+        seed: of all texts.
+        stop_ids: a text ends after any of these.
+        speculative: how they are drafted; None for plain decoding.
+        together: texts that run at once.
+    """
+
+    sampling: Sampling
+    new_tokens: int
+    seed: int
+    stop_ids: frozenset[int]
+    speculative: SpeculativeConfig | None
+    together: int
+
+    def seed_of(self, number: int) -> int:
+        """The seed of a text, which no other text of any seed has."""
+        return (self.seed << 32) + number
+
+
+def default_method(runner: Runner) -> SpeculativeConfig | None:
+    """Drafts of the depths as they were trained, where there are any; None for plain decoding."""
+    if not (runner.depths and runner.sequential):
+        return None
+    return SpeculativeConfig("mtp_eagle" if runner.shares_kv else "mtp")
+
+
+def write_texts(
+    runner: Runner, prompts: Iterable[Numbered], how: How, keep: Callable[[Written], object]
+) -> AcceptanceStats:
+    """Continue every prompt.
+
+    Args:
+        runner: the model.
+        prompts: numbers and prompts, taken as places become free.
+        how: the settings.
+        keep: called with every text when it has ended.
+
+    Returns:
+        What it cost.
+    """
+    if runner.recurrent_trunk or runner.recurrent_depths:
+        return _in_batches(runner, prompts, how, keep)
+    blocks = min(how.together * (-(-runner.positions // BLOCK) + 1), blocks_in(MOST_GIB, runner))
+    engine = ContinuousEngine(runner, EngineSettings(how.together, 2 * how.together, blocks), how.speculative)
+    live: dict[int, tuple[int, list[int], list[int]]] = {}
+    left = iter(prompts)
+    while True:
+        while len(live) < 2 * how.together and (following := next(left, None)) is not None:
+            number, prompt = following
+            asked = Request(prompt, how.new_tokens, how.sampling, how.seed_of(number), stop_ids=how.stop_ids)
+            live[engine.add(asked)] = number, prompt, []
+        if not live:
+            return engine.load.stats
+        for update in engine.step():
+            number, prompt, tokens = live[update.request]
+            tokens += update.tokens
+            if update.finish is not None:
+                del live[update.request]
+                keep(Written(number, prompt, tokens, update.finish))
+
+
+def _in_batches(
+    runner: Runner, prompts: Iterable[Numbered], how: How, keep: Callable[[Written], object]
+) -> AcceptanceStats:
+    """The same of a model with recurrent layers, whose states are not in blocks: batch by batch."""
+    spent = []
+    for batch in batched(prompts, how.together):
+        seeds = [how.seed_of(number) for number, _ in batch]
+        given = [prompt for _, prompt in batch]
+        made = generate(runner, given, how.new_tokens, how.sampling, how.speculative, seeds, how.stop_ids)
+        spent.append(made.stats)
+        for (number, prompt), tokens in zip(batch, made.token_ids, strict=True):
+            finish = Finish.STOP if tokens and tokens[-1] in how.stop_ids else Finish.LENGTH
+            keep(Written(number, prompt, tokens, finish))
+    return merged(spent)

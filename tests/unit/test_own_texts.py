@@ -1,0 +1,234 @@
+"""`megatron-mtp sample`: prompts by seed, texts that are `generate`'s, a journal that survives, a corpus of them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_models import make
+from judged_models import QUIET
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.command import line
+from megatron_mtp.data.checks import read_sidecar
+from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
+from megatron_mtp.drafting import generate, load_runner
+from megatron_mtp.drafting.own_texts.journal import Journal, Written
+from megatron_mtp.drafting.own_texts.prompts import Beginnings, UserTurns, part_of
+from megatron_mtp.drafting.sampling import Sampling
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+EOD, POSITIONS = 0, 64
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama without depths, a random GLM-4 MoE with two, a tokenizer, and a corpus of 50 documents."""
+    place = tmp_path_factory.mktemp("own")
+    texts = [f"{number:02} is a document of {number % 7} tokens and {'more ' * (number % 5)}\n" for number in range(50)]
+    train_bpe(texts, 258, place / "tokenizer")
+    for number, text in enumerate(texts):
+        (place / "texts").mkdir(exist_ok=True)
+        (place / "texts" / f"{number:02}.txt").write_text(text)
+    sizes = {"vocab_size": 258, "max_position_embeddings": POSITIONS}
+    for name, family, depths in (("plain", "llama", 0), ("drafting", "glm4_moe", 2)):
+        hf_to_mcore(make(place / f"hf-{name}", family, depths, changes=sizes), place / name, QUIET, megatron_arguments)
+    given = ["--input", str(place / "texts"), "--tokenizer", str(place / "tokenizer")]
+    assert line.main(["preprocess", *given, "--output-prefix", str(place / "corpus"), "--workers", "1"]) == 0
+    return place
+
+
+@pytest.fixture
+def sample(scene: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*flags: object, model: str = "plain", data: bool = True) -> tuple[int, str, str]:
+        given = ["--load", scene / model, "--tokenizer", scene / "tokenizer", "--output-prefix", tmp_path / "own"]
+        given += ["--data-path", scene / "corpus", "--prompt-tokens", 8] if data else []
+        status = line.main(["sample", *map(str, (*given, "--max-new-tokens", 12, *flags))])
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return run
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    return [ids.tolist() for ids in IndexedDataset(str(prefix))]
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_begin_documents_of_their_part_each_once_in_a_turn(scene: Path) -> None:
+    corpus = documents(scene / "corpus")
+    prompts = Beginnings(str(scene / "corpus"), 8, 1, "80,20,0", "validation")
+    drawn = [prompts.prompt(number) for number in range(20)]
+    assert prompts.documents == 10
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == sorted(document[:8] for document in corpus[40:])
+    assert drawn[:10] != drawn[10:]  # another order
+    again = Beginnings(str(scene / "corpus"), 8, 1, "80,20,0", "validation")
+    assert [again.prompt(number) for number in (7, 3)] == [drawn[7], drawn[3]]
+    assert [Beginnings(str(scene / "corpus"), 8, 2, "80,20,0", "validation").prompt(n) for n in range(20)] != drawn
+
+
+def test_prompts_from_anywhere_are_pieces_of_documents_without_their_end(scene: Path) -> None:
+    corpus = documents(scene / "corpus")
+    prompts = Beginnings(str(scene / "corpus"), 8, 1, "1", "training", anywhere=True)
+    drawn = [prompts.prompt(number) for number in range(60)]
+    pieces = {tuple(ids[start : start + 8]) for ids in corpus for start in range(len(ids) - 8)}
+    assert {tuple(prompt) for prompt in drawn} <= pieces
+    assert not any(EOD in prompt for prompt in drawn)
+    assert len({tuple(prompt) for prompt in drawn} - {tuple(document[:8]) for document in corpus}) > 30
+
+
+@pytest.mark.parametrize(
+    ("split", "part", "found"),
+    [("98,2,0", "training", (0, 49)), ("98,2,0", "validation", (49, 50)), ("1", "training", (0, 50))],
+)
+def test_parts_are_megatrons(split: str, part: str, found: tuple[int, int]) -> None:
+    assert part_of(50, split, part) == range(*found)
+
+
+def test_prompts_of_chats_end_where_the_answer_begins(scene: Path, tmp_path: Path) -> None:
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    tokenizer = read_tokenizer(scene / "tokenizer")
+    tokenizer.chat_template = TEMPLATE
+    prompts = UserTurns([str(tmp_path / "chats.jsonl")], tokenizer, 1, "1", "training")
+    said = [tokenizer.decode(prompts.prompt(number)) for number in range(3)]
+    assert said[0] == said[2] == "user: a\nassistant:"
+    assert said[1] == "user: a\nassistant: b\nuser: c\nassistant:"
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["plain", "drafting"])
+def test_texts_are_those_of_generate_by_number_and_become_documents(
+    model: str, sample: Callable[..., tuple[int, str, str]], scene: Path, tmp_path: Path
+) -> None:
+    status, shown, said = sample("--texts", 6, "--batch-size", 2, model=model)
+    assert status == 0, said
+    assert "6 texts, " in shown
+    assert ("tokens per forward" in shown) == (model == "drafting")
+    runner, sampling = load_runner(scene / model, 258), Sampling(0.7)
+    prompts = Beginnings(str(scene / "corpus"), 8, 1234, "98,2,0", "training")
+    config = {"method": "mtp"} if model == "drafting" else None
+    expected = []
+    for number in range(6):
+        prompt = prompts.prompt(number)
+        seeds = [(1234 << 32) + number]
+        (made,) = generate(runner, [prompt], 12, sampling, config, seeds, {EOD}).token_ids
+        ids = [*prompt, *made]
+        expected.append([*(ids[:-1] if ids[-1] == EOD else ids), EOD])
+    assert documents(tmp_path / "own") == expected
+    made_by = read_sidecar(str(tmp_path / "own"))
+    assert made_by["documents"] == 6
+    assert made_by["settings"]["texts"] == 6
+    assert {"load", "seed", "temperature", "data-path"} <= made_by["settings"].keys()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own.bin", "own.idx", "own.json", "own.texts.jsonl"]
+
+
+def test_a_killed_command_loses_no_finished_text_and_goes_on_with_the_same(
+    sample: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill leaves a beginning of the journal, and no corpus: here at the end of a line, and inside of others."""
+    assert sample("--texts", 6)[0] == 0
+    whole, journal = documents(tmp_path / "own"), tmp_path / "own.texts.jsonl"
+    data = journal.read_bytes()
+    lines = data.splitlines(keepends=True)
+    for cut, kept in ((len(data) // 2, None), (len(lines[0] + lines[1]), 1), (len(lines[0]) + 7, 0), (9, 0)):
+        for name in ("own.bin", "own.idx", "own.json"):
+            (tmp_path / name).unlink()
+        journal.write_bytes(data[:cut])
+        if kept is not None:
+            assert f"{kept} of them finished" in sample("--texts", 6, "--dry-run")[1] or cut == 9
+        if cut < len(lines[0]):
+            journal.unlink()  # which is written beside, so that no kill leaves a part of its first line
+        assert sample("--texts", 6)[0] == 0
+        assert documents(tmp_path / "own") == whole
+    status, shown, _ = sample("--texts", 6)
+    assert (status, "already there" in shown) == (0, True)
+    assert sample("--texts", 8)[0] == 0
+    assert documents(tmp_path / "own")[:6] == whole
+    assert len(documents(tmp_path / "own")) == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--temperature", 0.9], "another --temperature;"),
+        (["--seed", 3, "--top-k", 5], "another --seed, --top-k;"),
+        (["--max-new-tokens", 9], "another --max-new-tokens;"),
+    ],
+)
+def test_texts_of_other_settings_are_refused(
+    flags: list[object], named: str, sample: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    assert sample("--texts", 2)[0] == 0
+    before = (tmp_path / "own.texts.jsonl").read_bytes()
+    for dry in ([], ["--dry-run"]):
+        status, _, said = sample("--texts", 2, *flags, *dry)
+        assert (status, said.count("\n")) == (2, 1)
+        assert named in said
+    assert (tmp_path / "own.texts.jsonl").read_bytes() == before
+    assert sample("--texts", 2, *flags, "--overwrite")[0] == 0
+
+
+def test_another_model_is_refused(sample: Callable[..., tuple[int, str, str]]) -> None:
+    assert sample("--texts", 2)[0] == 0
+    status, _, said = sample("--texts", 2, model="drafting")
+    assert status == 2
+    assert "another --load;" in said
+
+
+def test_a_dry_run_writes_nothing(sample: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    status, shown, _ = sample("--texts", 5, "--dry-run")
+    assert status == 0
+    assert shown.startswith("5 texts of 49 documents, 0 of them finished\nat most 60 new tokens\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--texts", 0], "--texts is 0; give 1 or more"),
+        (["--texts", 2, "--seed", -1], "--seed is -1"),
+        (["--texts", 2, "--temperature", -1], "--temperature is -1.0"),
+        (["--texts", 60, "--temperature", 0], "repeat after these"),
+        (["--texts", 2, "--prompt-tokens", 5000], "none of the 49 documents"),
+        (["--texts", 2, "--part", "testing"], "leaves none for testing"),
+        (["--texts", 2, "--load", "nowhere"], "nowhere does not exist"),
+        (["--texts", 2, "--data-path", "nowhere"], "there is no dataset 'nowhere'"),
+        (["--texts", 2, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": "auto"}'], "the clock"),
+        (["--texts", 2, "--speculative-config", '{"method": "mtp"}'], "has no MTP weights"),
+    ],
+)
+def test_bad_input_is_one_sentence(flags: list[object], says: str, sample: Callable[..., tuple[int, str, str]]) -> None:
+    status, shown, said = sample(*flags)
+    assert (status, shown) == (2, "")
+    assert says in said
+    assert said.splitlines()[-1].startswith("megatron-mtp sample: error: ")
+    assert "Traceback" not in said
+
+
+def test_chat_without_a_template_is_refused(sample: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    status, _, said = sample("--texts", 2, "--chat", tmp_path / "chats.jsonl", data=False)
+    assert status == 2
+    assert "has no chat template" in said
+
+
+def test_a_damaged_line_of_a_journal_is_named(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"seed": 1}
+    file = tmp_path / "own.texts.jsonl"
+    with Journal(file, settings).keeping() as keep:
+        for number in range(3):
+            keep(Written(number, [1], [2], "stop"))
+    file.write_bytes(file.read_bytes().replace(b'"number":1', b'"nombre":1'))
+    with pytest.raises(ValueError, match="is damaged in line 3; remove the line"):
+        Journal(file, settings)

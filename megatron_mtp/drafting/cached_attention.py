@@ -21,6 +21,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.drafting.packed import Packed
 from megatron_mtp.drafting.split_attention import is_worth, split_attention
+from megatron_mtp.model.portable import with_sink
 
 
 class Scope:
@@ -57,31 +58,50 @@ class Scope:
 
 
 def attend(
-    scope: Scope, layer: int, query_BNRC: Tensor, key_BGRC: Tensor, value_BGRC: Tensor | None, scale: float
+    scope: Scope,
+    layer: int,
+    query_BNRC: Tensor,
+    key_BGRC: Tensor,
+    value_BGRC: Tensor | None,
+    scale: float,
+    sink_N: Tensor | None = None,
 ) -> Tensor:
     """The attention output, [B, N, R, C of the values]; adds the rows' keys and values to the cache.
 
     Args:
         value_BGRC: None where the keys are the values as well.
+        sink_N: scores of the heads' sinks; None without sinks.
     """
     key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, scope.rows)
-    return attend_to_window(scope, query_BNRC, key_BGWC, value_BGWC, scale)
+    return attend_to_window(scope, query_BNRC, key_BGWC, value_BGWC, scale, sink_N)
 
 
-def attend_to_window(scope: Scope, query_BNRC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scale: float) -> Tensor:
+def attend_to_window(
+    scope: Scope,
+    query_BNRC: Tensor,
+    key_BGWC: Tensor,
+    value_BGWC: Tensor,
+    scale: float,
+    sink_N: Tensor | None = None,
+) -> Tensor:
     """The attention output over the cache's window, in which the rows' own keys and values already are."""
     rows = scope.rows
     if not isinstance(rows, Packed):
-        return _attended(scope, query_BNRC, key_BGWC, value_BGWC, scale)
-    return rows.packed_heads(_attended(scope, rows.heads(query_BNRC), key_BGWC, value_BGWC, scale))
+        return _attended(scope, query_BNRC, key_BGWC, value_BGWC, scale, sink_N)
+    return rows.packed_heads(_attended(scope, rows.heads(query_BNRC), key_BGWC, value_BGWC, scale, sink_N))
 
 
-def _attended(scope: Scope, query_BNRC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scale: float) -> Tensor:
-    if is_worth(query_BNRC, key_BGWC, value_BGWC):
+def _attended(
+    scope: Scope, query_BNRC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scale: float, sink_N: Tensor | None
+) -> Tensor:
+    if sink_N is None and is_worth(query_BNRC, key_BGWC, value_BGWC):
         return split_attention(query_BNRC, key_BGWC, value_BGWC, scope.rows.mask_B1RW, scale)
+    mask_B1RW = scope.mask(query_BNRC.dtype, query_BNRC.size(1) // key_BGWC.size(1))
+    if sink_N is not None:
+        query_BNRC, key_BGWC, value_BGWC = with_sink(query_BNRC, key_BGWC, value_BGWC, sink_N, scale)
+        mask_B1RW = pad(mask_B1RW, (0, 1))
     batch, heads, rows, channels = query_BNRC.shape
     groups, value_channels = key_BGWC.size(1), value_BGWC.size(3)
-    mask_B1RW = scope.mask(query_BNRC.dtype, heads // groups)
     if heads != groups:  # the query heads of a group become further rows of one head
         query_BNRC = query_BNRC.reshape(batch, groups, heads // groups * rows, channels)
     if value_channels != channels:  # unequal channels would keep torch from its fast kernels
@@ -108,16 +128,16 @@ def _own_kernels(query_BNRC: Tensor) -> Iterator[None]:
 class CachedAttention(torch.nn.Module):
     """Megatron's core attention for a forward whose earlier rows are in a cache."""
 
-    def __init__(self, scope: Scope, layer: int, scale: float) -> None:
+    def __init__(self, scope: Scope, layer: int, scale: float, sink_N: Tensor | None = None) -> None:
         super().__init__()
-        self.scope, self.layer, self.scale = scope, layer, scale
+        self.scope, self.layer, self.scale, self.sink_N = scope, layer, scale, sink_N
 
     def forward(
         self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, attention_mask: None = None, **_: object
     ) -> Tensor:
         """[S, B, N * C]; the mask is the scope's."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBNC, key_SBGC, value_SBGC))
-        attended_BNSC = attend(self.scope, self.layer, query, key, value, self.scale)
+        attended_BNSC = attend(self.scope, self.layer, query, key, value, self.scale, self.sink_N)
         return attended_BNSC.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -159,12 +179,13 @@ def attach(layers: Iterable[torch.nn.Module], scope: Scope, config: TransformerC
                 "the model attends to a sliding window (--window-size), which drafting does not support; draft with "
                 "another model."
             )
-        if config.softmax_type != "vanilla":
+        if config.softmax_type != "vanilla" and isinstance(attention, MultiLatentAttention):
             raise ValueError(
-                f"the model's attention has sinks ({config.softmax_type}), which drafting does not support; draft with "
-                "another model."
+                f"the model's latent attention has sinks ({config.softmax_type}), which drafting does not support; "
+                "draft with another model."
             )
-        attention.core_attention = CachedAttention(scope, index, _scale_of(attention, config))
+        sink_N = getattr(attention.core_attention, "softmax_offset", None)
+        attention.core_attention = CachedAttention(scope, index, _scale_of(attention, config), sink_N)
         if isinstance(attention, MultiLatentAttention):
             attention.rotary_pos_emb = PositionedRotary(attention.rotary_pos_emb, scope, positions)
 

@@ -13,9 +13,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import moe_layer
@@ -23,7 +28,11 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, pad, rms_norm, scaled_dot_product_attention
 
@@ -109,6 +118,7 @@ class PortableAttention(torch.nn.Module):
     Attributes:
         chain: further keys and values, as `key` and `value` of the next call: a query attends to those of its own
             position too (`shared_keys.py`).
+        softmax_offset: score of a sink for each of this rank's heads [N]; None without sinks (`SinkAttention`).
     """
 
     chain: Sequence[tuple[Tensor, Tensor]] = ()
@@ -135,6 +145,7 @@ class PortableAttention(torch.nn.Module):
         self.sequence_parallel = config.sequence_parallel
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size if windowed else None
+        self.softmax_offset: Tensor | None = None
 
     def forward(
         self,
@@ -201,14 +212,19 @@ class PortableAttention(torch.nn.Module):
         queries, channels = query.size(2), value.size(-1)
         keys = key.size(2) - len(self.chain) * queries
         plain = mask is None and position_S is None and self.window is None and queries == keys and not self.chain
+        plain = plain and self.softmax_offset is None
         if position_S is None:
             position_S = torch.arange(keys - queries, keys, device=query.device)
+        visible = None if plain else self._visible(position_S, keys, mask)
+        if self.softmax_offset is not None and visible is not None:
+            query, key, value = with_sink(query, key, value, self.softmax_offset, self.scale)
+            visible = pad(visible, (0, 1), value=True)
         with self._rng_of_heads():
             attended = scaled_dot_product_attention(
                 query,
                 key,
                 pad(value, (0, query.size(-1) - channels)),  # unequal channels would keep torch from its fast kernels
-                attn_mask=None if plain else self._visible(position_S, keys, mask),
+                attn_mask=visible,
                 is_causal=plain and self.causal,
                 dropout_p=self.dropout if self.training else 0.0,
                 scale=self.scale,
@@ -240,11 +256,70 @@ class PortableAttention(torch.nn.Module):
         return nullcontext()
 
 
+def with_sink(
+    query_BNSC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, offset_N: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with a sink behind the last key: its score is the head's offset, and its value is zero.
+
+    A further channel makes the score. It is 1 in the sink's key and 0 in all others, and offset / scale in the queries:
+
+        (q, offset / scale) * (0, 1) * scale = offset
+    """
+    column_BNS1 = (offset_N / scale).to(query_BNSC.dtype).view(1, -1, 1, 1).expand(*query_BNSC.shape[:3], 1)
+    sink_BG1C = key_BGWC.new_zeros(*key_BGWC.shape[:2], 1, key_BGWC.size(-1) + 1)
+    sink_BG1C[..., -1] = 1
+    return (
+        torch.cat([query_BNSC, column_BNS1], dim=-1),
+        torch.cat([pad(key_BGWC, (0, 1)), sink_BG1C], dim=2),
+        pad(value_BGWC, (0, 0, 0, 1)),
+    )
+
+
+class SinkAttention(PortableAttention):
+    """The same with an attention sink in every head, whose score is trained or 0 (`--softmax-type`; arXiv:2309.17453).
+
+    The score's name and its part of a checkpoint are those of Megatron's `DotProductAttention`.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection | None = None, **others: Any
+    ) -> None:
+        super().__init__(config, *args, pg_collection=pg_collection, **others)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        self.tp_group = groups.tp
+        heads, device = config.num_attention_heads // self.tp_group.size(), torch.cuda.current_device()
+        offset_N = torch.zeros(heads, dtype=config.params_dtype, device=device)
+        self.softmax_offset = offset_N
+        if config.softmax_type == "learnable":
+            del self.softmax_offset
+            self.softmax_offset = torch.nn.Parameter(offset_N)
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+            if config.perform_initialization:
+                with get_cuda_rng_tracker().fork():
+                    config.init_method(self.softmax_offset)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """The scores, shared out by tensor-parallel rank."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
 def with_portable_modules(spec: Any, config: TransformerConfig) -> Any:
     """The spec (a module, a `ModuleSpec`, or a dataclass or list of such) with portable modules for Megatron's."""
-    swaps: dict[Any, Any] = {WrappedTorchNorm: PortableNorm, MLASelfAttention: PortableLatentAttention}
-    if config.softmax_type == "vanilla":  # attention sinks are left to Megatron's own module
-        swaps[DotProductAttention] = PortableAttention
+    attention = PortableAttention if config.softmax_type == "vanilla" else SinkAttention
+    swaps = {
+        WrappedTorchNorm: PortableNorm,
+        MLASelfAttention: PortableLatentAttention,
+        DotProductAttention: attention,
+    }
     return with_modules(spec, swaps)
 
 

@@ -171,7 +171,7 @@ def _check_sharing(args: Namespace) -> None:
         (args.multi_latent_attention, "--multi-latent-attention", "keys and values are made of latents"),
         (args.hybrid_layer_pattern is not None, "--hybrid-layer-pattern", "not all layers keep keys"),
         (args.window_size is not None, "--window-size", "a chain would leave the window of its keys"),
-        (args.softmax_type != "vanilla", f"--softmax-type {args.softmax_type}", "its attention is Megatron's own"),
+        (args.softmax_type != "vanilla", f"--softmax-type {args.softmax_type}", "a chain does not share sinks"),
         (args.spec not in (None, ["local"]), "--spec", "its attention may be any"),
         (args.transformer_impl != "local", "--transformer-impl transformer_engine", "its attention takes no chains"),
         (args.recompute_granularity is not None and recomputes, "recomputed attention", "keys of a pass would be lost"),

@@ -237,6 +237,21 @@ def step_depths(trunk: Tensors, depths: int) -> Tensors:
     return out
 
 
+def glm_ocr_depths(trunk: Tensors, depths: int) -> Tensors:
+    """DeepSeek's names behind the text model's layers, without copies of embedding and head."""
+    out: Tensors = {}
+    for k in range(depths):
+        hf = f"model.language_model.layers.{SIZES['num_hidden_layers'] + k}."
+        out |= {hf + name: tensor for name, tensor in layer_of(trunk, "model.language_model.layers.2.").items()}
+        out |= frame(
+            embedding=f"{hf}enorm.weight",
+            hidden=f"{hf}hnorm.weight",
+            projection=f"{hf}eh_proj.weight",
+            final=f"{hf}shared_head.norm.weight",
+        )
+    return out
+
+
 def bailing_names(tensors: Tensors) -> Tensors:
     """GLM-4 MoE's tensors by the names of Bailing-MoE V2, which computes the same: QKV fused, all queries first."""
     swaps = {
@@ -308,6 +323,16 @@ EYES: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
+DEEP_EYES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "depth": 1,
+    "num_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "out_hidden_size": HIDDEN,
+}
+"""Of EXAONE 4.5 and GLM-OCR."""
 QWEN_EYES: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 16,
@@ -367,6 +392,24 @@ MODELS: dict[str, Model] = {
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_shared_experts": 1},
         (0, 1),
         under_mtp,
+    ),
+    "exaone4_5": Model(
+        "exaone4_5",
+        {"model_type": "exaone4", "sliding_window": 6},
+        (0, 1),
+        under_mtp,
+        around={"vision_config": {"model_type": "exaone4_5_vision", **DEEP_EYES}},
+    ),
+    "glm_ocr": Model(
+        "glm_ocr",
+        {
+            "model_type": "glm_ocr_text",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+        },
+        (0, 1, 3),
+        glm_ocr_depths,
+        depth_key=None,
+        around={"vision_config": {"model_type": "glm_ocr_vision", **DEEP_EYES}},
     ),
     "ernie4_5_moe": Model(
         "ernie4_5_moe",

@@ -48,6 +48,8 @@ SPLIT = {
     "longcat_flash": 1,
     "step3p5": 1,
     "step3p7": 3,
+    "exaone4_5": 1,
+    "glm_ocr": 3,
 }
 """Families whose trunk is left to transformers."""
 HYBRID = tuple(name for name in TRAINED if name.startswith(("qwen3_", "nemotron_h")))

@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_single import transformer_config
 from torch import Tensor
 
-from megatron_mtp.model.portable import PortableAttention
+from megatron_mtp.model.portable import PortableAttention, SinkAttention
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -131,3 +131,45 @@ def test_dropout_is_in_training_alone_and_from_the_generator_of_heads() -> None:
 def test_a_bias_is_refused() -> None:
     with pytest.raises(ValueError, match="leave attention_bias out"):
         attention()(*tensors(LENGTH, ROWS), None, attention_bias=torch.zeros(1))
+
+
+def with_a_sink(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, offset_N: Tensor) -> Tensor:
+    """As `plain`, where every head's weights are a softmax over its scores and its sink's."""
+    rows = []
+    for row in range(query.size(1)):
+        heads = []
+        for head in range(HEADS):
+            group = head // (HEADS // GROUPS)
+            scores = query[:, row, head] @ key[:, row, group].T / CHANNELS**0.5
+            scores = scores.masked_fill(~visible[row], float("-inf"))
+            both = torch.cat([scores, offset_N[head].expand(len(scores), 1)], dim=-1)
+            heads.append(both.softmax(-1)[:, :-1] @ value[:, row, group])
+        rows.append(torch.cat(heads, -1))
+    return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize("changes", [{}, {"window_size": (3, 0)}])
+@pytest.mark.parametrize("kind", ["learnable", "off-by-one"])
+def test_a_sink_takes_its_part_of_every_softmax(kind: str, changes: dict[str, Any]) -> None:
+    config = transformer_config(1, softmax_type=kind, **changes)
+    ours = SinkAttention(config, 1, AttnMaskType.causal, "self").double()
+    inputs = tensors(LENGTH, ROWS)
+    offset_N = torch.zeros(HEADS, dtype=torch.float64).cuda()
+    if kind == "learnable":
+        ours.softmax_offset = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64).cuda())
+        offset_N = ours.softmax_offset
+        inputs = [*inputs, offset_N]
+    visible = torch.ones(LENGTH, LENGTH).tril().bool()
+    if changes:
+        visible &= torch.ones(LENGTH, LENGTH).triu(-3).bool()
+    expected = with_a_sink(*inputs[:3], visible.expand(ROWS, -1, -1).cuda(), offset_N)
+    assert_same(ours(*inputs[:3], None), expected, inputs)
+
+
+def test_a_trained_sink_is_stored_as_megatrons_is() -> None:
+    config = transformer_config(1, softmax_type="learnable")
+    ours, theirs = (kind(config, 1, AttnMaskType.causal, "self") for kind in (SinkAttention, DotProductAttention))
+    stored = [one.sharded_state_dict("core.", (), {"dp_cp_group": None}) for one in (ours, theirs)]
+    assert [{key: (value.key, value.global_shape) for key, value in one.items()} for one in stored] == [
+        {"core.softmax_offset": ("core.softmax_offset", (HEADS,))}
+    ] * 2

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import make, read, write
+from hf_models import HIDDEN, make, read, write
 from judged_models import PROMPT, QUIET, Logits
 from trunk_models import SEEING
 
@@ -84,6 +84,45 @@ def test_what_megatron_runs_is_what_it_runs_of_the_text_model(
     name: str, judged: dict[str, tuple[Path, Logits, Logits]]
 ) -> None:
     assert (flags_of(HFModel.read(judged[name][0]))[0] is not None) == (name in TRAINED)
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("name", ["llava", pytest.param("smolvlm", marks=pytest.mark.matrix), "lighton_ocr"])
+def test_attached_depths_are_exported_with_the_whole_folder(
+    name: str, judged: dict[str, tuple[Path, Logits, Logits]], tmp_path: Path
+) -> None:
+    folder, theirs, _ = judged[name]
+    more, back, again = (tmp_path / part for part in ("more", "back", "again"))
+    depths = ["--mtp-num-layers", "2", "--mtp-init", "random", "--seed", "3"]
+    assert main(["attach-mtp", str(folder.with_name(f"{name}-mcore")), str(more), *depths]) == 0
+    assert main(["mcore-to-hf", str(more), str(back)]) == 0
+    before, after = read(folder), read(back)
+    assert {key for key in after if key not in before and not key.startswith("mtp.layers.")} == set()
+    assert [key for key, tensor in before.items() if not torch.equal(tensor, after[key])] == []
+    config = json.loads((back / "config.json").read_text())
+    assert config["text_config"]["num_nextn_predict_layers"] == 2
+    assert torch.equal(all_reference_logits([back], PROMPT)[0]["trunk"], theirs["trunk"])
+    checks = verify(back, more)
+    assert [check.name for check in checks if not check.ok] == []
+    assert "depth 2 logits, largest difference" in {check.name for check in checks}
+    hf_to_mcore(back, again, QUIET, megatron_arguments)
+    assert main(["verify", str(back), str(again)]) == 0
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("part", ["0.eh_proj", "0.hnorm", "1.enorm", "1.self_attn.o_proj", "0.mlp.up_proj"])
+def test_verify_sees_a_fault_of_an_attached_depth(
+    part: str, judged: dict[str, tuple[Path, Logits, Logits]], tmp_path: Path
+) -> None:
+    mcore, more, back = judged["llava"][0].with_name("llava-mcore"), tmp_path / "more", tmp_path / "back"
+    assert main(["attach-mtp", str(mcore), str(more), "--mtp-num-layers", "2", "--mtp-init", "random"]) == 0
+    assert main(["mcore-to-hf", str(more), str(back)]) == 0
+    tensors = read(back)
+    name = f"mtp.layers.{part}.weight"
+    moved = tensors[name].roll(1, -1) + (0.1 * torch.arange(HIDDEN) if tensors[name].dim() == 1 else 0)
+    write(back, {**tensors, name: moved})
+    wrong = [check.name for check in verify(back, more) if not check.ok]
+    assert f"depth {int(part[0]) + 1} logits, largest difference" in wrong
 
 
 def test_depths_are_attached_and_the_trunk_comes_back_whole(

@@ -10,6 +10,7 @@ blocks.py        rules of attention, MLPs, experts and depths
 recurrent.py     rules of Gated DeltaNet and Mamba-2
 trunk.py         rules of a trunk
 wrapped.py       models around a text model of a known family
+attached.py      depths that were attached where a family has no names for them
 numbered.py      depths stored as further numbered layers
 flags.py         a config.json as Megatron's flags
 depth_flags.py   flags of depths behind a trunk that Megatron cannot run
@@ -22,7 +23,7 @@ dense.py         dense decoders without depths: Mistral, Granite, Phi-3, ...
 routed.py        decoders of experts without depths: Qwen3-MoE, Mixtral, ...
 qwen3_next.py    Qwen3-Next, Qwen3.5
 deepseek.py      DeepSeek-V3, Kimi-K2, GLM-4.7-Flash
-glm.py           GLM-4.5
+glm.py           GLM-4.5, GLM-OCR
 deepseek_v2.py   DeepSeek-V2, Youtu
 mimo.py          MiMo
 mimo_v2.py       MiMo-V2
@@ -41,9 +42,9 @@ from megatron_mtp.checkpoint.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE
 from megatron_mtp.checkpoint.families.deepseek_v2 import DEEPSEEK_V2, YOUTU
 from megatron_mtp.checkpoint.families.dense import DENSE
 from megatron_mtp.checkpoint.families.ernie import ERNIE
-from megatron_mtp.checkpoint.families.exaone import EXAONE_MOE
+from megatron_mtp.checkpoint.families.exaone import EXAONE_4, EXAONE_MOE
 from megatron_mtp.checkpoint.families.family import CARRIED, Family, Layout
-from megatron_mtp.checkpoint.families.glm import GLM4_MOE
+from megatron_mtp.checkpoint.families.glm import GLM4_MOE, GLM_OCR
 from megatron_mtp.checkpoint.families.hunyuan import HUNYUAN
 from megatron_mtp.checkpoint.families.llama import LLAMA, QWEN2, QWEN3
 from megatron_mtp.checkpoint.families.longcat import LONGCAT
@@ -76,6 +77,8 @@ OWN: tuple[Family, ...] = (
     NEMOTRON,
     GLM4_MOE_LITE,
     HUNYUAN,
+    EXAONE_4,
+    GLM_OCR,
     DEEPSEEK_V2,
     YOUTU,
     *DENSE,

@@ -56,8 +56,6 @@ CARRIED_TRUNKS: tuple[Family, ...] = (
     _family("OLMoE", "OLMoE", "olmoe", WHOLE),
     _family("FlexOlmo", "FlexOlmo", "flex_olmo", f"{AFTER}, and {WHOLE}"),
     _family("GLM-4, second form", "GLM-4-0414", "glm4", AFTER),
-    _family("GLM-OCR, text", "GLM-OCR, text", "glm_ocr_text", AFTER),
-    _family("EXAONE 4", "EXAONE 4.0", "exaone4", AFTER),
     _family("HunYuan, dense", "HunYuan 0.5B to 7B", "hunyuan_v1_dense", TURNED),
     _family("HunYuan, experts", "HunYuan A13B", "hunyuan_v1_moe", TURNED),
     _family("Cohere", "Command R", "cohere", BESIDE, TIED),

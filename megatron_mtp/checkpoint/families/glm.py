@@ -1,15 +1,21 @@
-"""GLM-4.5, 4.6 and 4.7: grouped-query attention and experts, with DeepSeek's names for the depths."""
+"""GLM-4.5, 4.6 and 4.7: grouped-query attention and experts, with DeepSeek's names for the depths.
+
+GLM-OCR's text model has the same names for its depths, and norms after attention and MLP: Megatron runs the parts
+around the layer of such a depth.
+"""
 
 from argparse import Namespace
 from typing import Any
 
-from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules
-from megatron_mtp.checkpoint.families.family import Depths, Family, Layout
+from megatron_mtp.checkpoint.families.blocks import GQA, Frame, Place, depth_frame, gqa_rules
+from megatron_mtp.checkpoint.families.carried import AFTER
+from megatron_mtp.checkpoint.families.depth_flags import framed_depths
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout, numbered_depth
 from megatron_mtp.checkpoint.families.flags import moe_flags
 from megatron_mtp.checkpoint.families.numbered import frame_with_copies, layer_around, numbered_layers
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import TrainedForm, expert_keys, rotary_keys
-from megatron_mtp.checkpoint.families.trunk import COPIES, PACKED, STORED_HEAD, gqa
+from megatron_mtp.checkpoint.families.trunk import COPIES, PACKED, STORED_HEAD, gqa, layers
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
@@ -38,6 +44,31 @@ def _trained_keys(args: Namespace) -> dict[str, Any]:
     }
 
 
+def _framed_rules(config: HFConfig, layout: Layout) -> list[Rule]:
+    rules, count = frame_with_copies(config, layout), layers(config)
+    for depth in range(layout.depths):
+        names = Frame.under(f"model.layers.{count + depth}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+        rules += depth_frame(depth, config.integer("hidden_size"), names)
+    return rules
+
+
+def _depth_of(config: HFConfig, name: str) -> int | None:
+    """Depths are numbered after the trunk's layers, whether the text model is alone or inside of a larger one."""
+    index = numbered_depth(r"model\.(?:language_model\.)?layers\.(\d+)\.")(config, name)
+    return None if index is None or index < layers(config) else index - layers(config)
+
+
+GLM_OCR = Family(
+    "GLM-OCR, text",
+    "GLM-OCR, text",
+    ("glm_ocr_text",),
+    _framed_rules,
+    depths=Depths(r"\.layers\.(\d+)\.eh_proj\.weight$", depth_of=_depth_of, flags=framed_depths),
+    features={**STORED_HEAD, **COPIES},
+    carried=(r"(model|lm_head)\.",),
+    untrainable=AFTER,
+    defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+)
 GLM4_MOE = Family(
     "GLM-4 MoE",
     "GLM-4.5, 4.6 and 4.7",

@@ -1,11 +1,14 @@
 """Models that see around a text model of a known family: the text model converts, the rest is carried.
 
 In:  a `config.json` of one of `WRAPPERS` with a `text_config` of a known family.
-Out: that family, with the text model's names under the prefix that the folder uses, and all other tensors unchanged.
+Out: that family, with the text model's names under the prefix that the folder uses, and all other tensors unchanged. If
+     the text model's family has no names for depths, attached ones have those of attached.py.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from megatron_mtp.checkpoint.families.attached import ATTACHED, attached_rules
 from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -25,11 +28,14 @@ PREFIXES = {
 
 def wrapped(family: Family, model_type: str) -> Family:
     """The family of models of this type around a text model of `family`."""
-    flags = family.flags
+    attaches = family.depths is None and family.flags is not None
+    depths = ATTACHED if attaches else family.depths
 
     def rules(config: HFConfig, layout: Layout) -> list[Rule]:
         form = next((prefixes for name, prefixes in PREFIXES.items() if layout.has(name)), {})
-        return [_inside(rule, form) for rule in family.rules(_tied(config, layout), layout)]
+        own = family.rules(_tied(config, layout), layout)
+        own += attached_rules(own, config, layout) if attaches else []
+        return [_inside(rule, form) for rule in own]
 
     forms = {name: f"^{next(iter(prefixes.values()))}".replace(".", r"\.") for name, prefixes in PREFIXES.items()}
     return replace(
@@ -39,9 +45,18 @@ def wrapped(family: Family, model_type: str) -> Family:
         rules=rules,
         features={**family.features, **forms},
         carried=(r".",),
-        flags=None if flags is None else lambda config, layout: flags(_tied(config, layout), layout),
+        depths=depths and replace(depths, flags=_of_whole(depths.flags)),
+        flags=_of_whole(family.flags),
         trained=None,
     )
+
+
+Flags = Callable[[HFConfig, Layout], list[str]]
+
+
+def _of_whole(flags: Flags | None) -> Flags | None:
+    """The same flags from a config whose head is that of the folder."""
+    return None if flags is None else lambda config, layout: flags(_tied(config, layout), layout)
 
 
 def _tied(config: HFConfig, layout: Layout) -> HFConfig:

@@ -10,8 +10,8 @@ from typing import Any
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 
 ADAPTER = "adapter_config.json"
-READ_AS_BFLOAT16 = ("fp8", "mxfp4")
-"""Quantisations that are read: DeepSeek's FP8 and gpt-oss' MXFP4; compressed-tensors is read if all of it is FP8."""
+READ_AS_BFLOAT16 = ("fp8", "fbgemm_fp8", "mxfp4")
+"""Quantisations that are read: FP8 of DeepSeek and Llama, MXFP4 of gpt-oss; compressed-tensors if all of it is FP8."""
 SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files that mark older quantised releases."""
 

@@ -2,22 +2,75 @@
 
     name                      with                        format
     X.weight  FP8             X.weight_scale_inv          a scale per block (DeepSeek; arXiv:2412.19437, section 3.3)
-    X.weight  FP8             X.weight_scale              a scale per tensor or row (compressed-tensors)
+    X.weight  FP8             X.weight_scale              a scale per tensor, row or block (compressed-tensors)
     X_blocks  4 bits each     X_scales                    MXFP4: a power of two per 32 numbers (gpt-oss)
 
-Scales of activations (`X.input_scale`) say nothing of a weight, and are dropped with the format.
+Scales of activations (`X.input_scale`) say nothing of a weight, and are dropped with the format. `coded_weights` finds
+the weights of a folder by its names, shapes and types, and says how each is made of what is stored.
 """
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 BLOCK_SCALE, SCALE, ACTIVATION = "_scale_inv", "_scale", "input_scale"
 BLOCKS, SCALES = "_blocks", "_scales"
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+"""Types of which a tensor is no weight by itself; the last is that of scales that are powers of two."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Numbers of 4 bits, E2M1."""
 BIAS = 127
 """What is subtracted from a stored exponent."""
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A weight that a folder holds as several tensors.
+
+    Attributes:
+        parts: names of the tensors.
+        shape: of the weight.
+        decode: makes the weight, in bfloat16, of the tensors in the order of `parts`.
+    """
+
+    parts: tuple[str, ...]
+    shape: Shape
+    decode: Callable[..., Tensor]
+
+
+def coded_weights(stored: Mapping[str, tuple[Shape, torch.dtype]], block: tuple[int, int]) -> dict[str, Coded]:
+    """The weights that are stored as several tensors, by their names.
+
+    Args:
+        stored: shape and type of every tensor of a folder.
+        block: rows and columns that share a scale.
+
+    Raises:
+        ValueError: the tensors of a weight are of a shape that no weight has.
+    """
+    return dict(_coded(stored, block))
+
+
+def activation_scales(names: Collection[str]) -> list[str]:
+    """Those of the names that are scales of activations beside a weight."""
+    return [name for name in names if name.endswith(ACTIVATION) and f"{name.removesuffix(ACTIVATION)}weight" in names]
+
+
+def _coded(stored: Mapping[str, tuple[Shape, torch.dtype]], block: tuple[int, int]) -> Iterator[tuple[str, Coded]]:
+    for name, (shape, dtype) in stored.items():
+        weight = name.removesuffix(BLOCKS)
+        if name.endswith(BLOCKS) and f"{weight}{SCALES}" in stored:
+            yield weight, Coded((name, f"{weight}{SCALES}"), mxfp4_shape(shape), from_mxfp4)
+        elif f"{name}{BLOCK_SCALE}" in stored:
+            yield name, Coded((name, f"{name}{BLOCK_SCALE}"), shape, partial(by_block, block=block))
+        elif dtype in FP8 and f"{name}{SCALE}" in stored:
+            yield name, Coded((name, f"{name}{SCALE}"), shape, partial(by_scale, block=block))
 
 
 def by_block(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
@@ -56,6 +109,18 @@ def by_row(weight: Tensor, scale: Tensor) -> Tensor:
             f"{tuple(weight.shape)}; give the model in bfloat16."
         )
     return (weight.float() * scale.float()).to(torch.bfloat16)
+
+
+def by_scale(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """Multiply FP8 values [rows, columns] by a scale of the tensor, of each row or of each block; bfloat16.
+
+    Raises:
+        ValueError: the scales are none of these.
+    """
+    blocks = tuple(-(-size // step) for size, step in zip(weight.shape[-2:], block, strict=True))
+    if scale.dim() == 2 and scale.numel() > 1 and scale.size(1) > 1 and tuple(scale.shape) == blocks:
+        return by_block(weight, scale, block)
+    return by_row(weight, scale)
 
 
 def mxfp4_shape(blocks: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,18 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_mtp.checkpoint.hf.config import read_json
-from megatron_mtp.checkpoint.hf.quantised import (
-    ACTIVATION,
-    BLOCK_SCALE,
-    BLOCKS,
-    FP8,
-    SCALE,
-    SCALES,
-    by_block,
-    by_row,
-    from_mxfp4,
-    mxfp4_shape,
-)
+from megatron_mtp.checkpoint.hf.quantised import BLOCK_SCALE, FP8, SCALE, activation_scales, coded_weights
 from megatron_mtp.patches.checksums import crc32_of
 
 INDEX = "model.safetensors.index.json"
@@ -47,6 +36,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -84,13 +74,14 @@ class HFFolder:
     """
 
     def __init__(self, folder: Path, block: tuple[int, int] = (128, 128)) -> None:
-        self.folder, self._block = folder, block
+        self.folder = folder
         self._open = _OpenFiles()
         self.tensors: dict[str, Stored] = {}
         for file, names in _files(folder).items():
             self._add(file, names)
-        self._scales = {name: self.tensors.pop(name) for name in list(self.tensors) if self._is_scale(name)}
-        self._packed = dict(self._unpack())
+        coded = coded_weights({name: (one.shape, one.dtype) for name, one in self.tensors.items()}, block)
+        self._coded = {name: (one, [self.tensors[part] for part in one.parts]) for name, one in coded.items()}
+        self._take_apart()
 
     def _add(self, file: Path, promised: Sequence[str] | None) -> None:
         found = read_header(file)
@@ -105,20 +96,14 @@ class HFFolder:
                 )
             self.tensors[name] = stored
 
-    def _is_scale(self, name: str) -> bool:
-        if name.endswith(BLOCK_SCALE):
-            return name.removesuffix(BLOCK_SCALE) in self.tensors
-        weight = name.removesuffix(ACTIVATION) + "weight" if name.endswith(ACTIVATION) else name.removesuffix(SCALE)
-        return weight != name and weight in self.tensors and self.tensors[weight].dtype in FP8
-
-    def _unpack(self) -> Iterator[tuple[str, tuple[Stored, Stored]]]:
-        """Replace the two tensors of a weight in MXFP4 by one with its name."""
-        for name in [name for name in self.tensors if name.endswith(BLOCKS)]:
-            weight = name.removesuffix(BLOCKS)
-            if f"{weight}{SCALES}" in self.tensors:
-                blocks, scales = self.tensors.pop(name), self.tensors.pop(f"{weight}{SCALES}")
-                self.tensors[weight] = Stored(blocks.file, mxfp4_shape(blocks.shape), torch.bfloat16)
-                yield weight, (blocks, scales)
+    def _take_apart(self) -> None:
+        """List weights in the place of the tensors that hold them, and leave out scales of activations."""
+        for name, (coded, (first, *_)) in self._coded.items():
+            for part in coded.parts:
+                del self.tensors[part]
+            self.tensors[name] = first if name in coded.parts else Stored(first.file, coded.shape, torch.bfloat16)
+        for name in activation_scales(self.tensors.keys()) if self._coded else ():
+            del self.tensors[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
@@ -126,26 +111,19 @@ class HFFolder:
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of the tensor that `read` returns."""
-        scaled = f"{name}{BLOCK_SCALE}" in self._scales or f"{name}{SCALE}" in self._scales
-        return torch.bfloat16 if scaled else self.tensors[name].dtype
+        return torch.bfloat16 if name in self._coded else self.tensors[name].dtype
 
     @property
     def quantised(self) -> bool:
         """Whether the folder has tensors that are read as bfloat16."""
-        return bool(self._scales or self._packed)
+        return bool(self._coded)
 
     def read(self, name: str) -> Tensor:
         """Read a tensor; a quantised one is returned as bfloat16."""
-        if name in self._packed:
-            blocks, scales = self._packed[name]
-            return from_mxfp4(self._read(blocks, f"{name}{BLOCKS}"), self._read(scales, f"{name}{SCALES}"))
-        tensor = self._read(self.tensors[name], name)
-        if f"{name}{BLOCK_SCALE}" in self._scales:
-            scale = self._scales[f"{name}{BLOCK_SCALE}"]
-            return by_block(tensor, self._read(scale, f"{name}{BLOCK_SCALE}"), self._block)
-        if f"{name}{SCALE}" in self._scales:
-            return by_row(tensor, self._read(self._scales[f"{name}{SCALE}"], f"{name}{SCALE}"))
-        return tensor
+        if name not in self._coded:
+            return self._read(self.tensors[name], name)
+        coded, stored = self._coded[name]
+        return coded.decode(*map(self._read, stored, coded.parts))
 
     def check_type(self, name: str, must_be_weight: bool) -> None:
         """Check that a weight has a floating-point type.
@@ -188,11 +166,20 @@ def _open(file: Path) -> Any:
 
 def block_of(keys: dict[str, Any]) -> tuple[int, int]:
     """Rows and columns that share a scale in an FP8 release, from the config's keys; 128 and 128 by default."""
-    quantisation = keys.get("quantization_config")
-    block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
-    if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
-        return block[0], block[1]
+    for block in _named_blocks(keys.get("quantization_config")):
+        if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
+            return block[0], block[1]
     return 128, 128
+
+
+def _named_blocks(settings: Any) -> Iterator[Any]:
+    """Sizes of a block where DeepSeek's configs have them, and where those of compressed-tensors do."""
+    if isinstance(settings, dict):
+        yield settings.get("weight_block_size")
+        groups = settings.get("config_groups")
+        for group in groups.values() if isinstance(groups, dict) else ():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            yield weights.get("block_structure") if isinstance(weights, dict) else None
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:

@@ -11,7 +11,7 @@ where depth d is given the token d positions later:
 
     trunk, depth 1 ..   logits [S, V] of the trunk, [S - D, V] of the depths
     given state         [S - D, H], the input of the first depth, in families with depths
-    given 1 ..          [S - D, H], what a depth's attention adds, if Megatron cannot compute it
+    given 1 ..          [S - D, H], what a depth's attention or layer adds, if Megatron cannot compute it
 
 Letters: B batch, S positions, D depths, H hidden, V vocabulary.
 """
@@ -136,7 +136,7 @@ class Ran:
 
     Attributes:
         before_BSH, after_BSH: hidden states before and after the final norm.
-        added_BSH: what the attention added to the residual stream; None if not asked for.
+        added_BSH: what the attention or the layer added to the residual stream; None if not asked for.
     """
 
     before_BSH: Tensor
@@ -174,7 +174,7 @@ class Depth:
         """
         halves = [self._norm("enorm")(embedded_BSH), self._norm("hnorm")(state_BSH)]
         both_BS2H = torch.cat(halves[::-1] if self.form.hidden_first else halves, dim=-1)
-        return _run(self.model, linear(both_BS2H, self.tensors["eh_proj"]), positions_S, self.form.given_attention)
+        return _run(self.model, linear(both_BS2H, self.tensors["eh_proj"]), positions_S, self.form.given)
 
     def _norm(self, part: str) -> torch.nn.Module:
         norm = copy.deepcopy(self.norm)
@@ -182,19 +182,19 @@ class Depth:
         return norm
 
 
-def _run(decoder: Any, hidden_BSH: Tensor, positions_S: Tensor, attention: bool = False) -> Ran:
-    """Run a model from the input of its first layer, without embedding and head; `attention` keeps the first's."""
+def _run(decoder: Any, hidden_BSH: Tensor, positions_S: Tensor, given: str | None = None) -> Ran:
+    """Run a model from the input of its first layer, without embedding and head; `given` is as in `DepthForm`."""
     seen: list[Tensor] = []
     attended: list[Tensor] = []
     hooks = [_final_norm(decoder).register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))]
-    if attention:
+    if given == "attention":
         hooks.append(decoder.layers[0].self_attn.register_forward_hook(lambda _, args, out: attended.append(out[0])))
     # Without a mask, transformers treats a gap between positions as the start of another sequence.
     mask_BS, positions_BS = torch.ones_like(positions_S).unsqueeze(0), positions_S.unsqueeze(0)
     decoder(inputs_embeds=hidden_BSH, position_ids=positions_BS, attention_mask=mask_BS, use_cache=False)
     for hook in hooks:
         hook.remove()
-    return Ran(*seen, *attended)
+    return Ran(*seen, *([seen[0] - hidden_BSH] if given == "layer" else attended))
 
 
 def _whole(model: Any, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class DepthForm:
         renames: prefixes of a layer's tensors to the prefixes in a trunk layer.
         layers: config changes that make the depth's layers, from the config, the depth and the layers' tensors.
         rest_is_zero: whether a trunk layer has further tensors, which have no effect if they are zero.
-        given_attention: whether only transformers can compute the attention.
+        given: the part of a depth's layer that only transformers can compute, "attention" or "layer"; None for none.
         trunk_type: `model_type` of the trunk's class in transformers; None for the family's own.
         keys: the family's config keys to the keys of that class.
         absent: values of keys that a config may leave out, if they differ from the defaults of that class.
@@ -52,7 +52,7 @@ class DepthForm:
     renames: dict[str, str] = field(default_factory=dict)
     layers: Callable[[Any, int, Tensors], Changes] = lambda config, depth, tensors: {}
     rest_is_zero: bool = False
-    given_attention: bool = False
+    given: str | None = None
     trunk_type: str | None = None
     keys: dict[str, str] = field(default_factory=dict)
     absent: dict[str, Any] = field(default_factory=dict)
@@ -141,6 +141,11 @@ def _exaone(config: Any, depth: int, tensors: Tensors) -> Changes:
     kinds = getattr(config, "mtp_layer_types", None) or ["full_attention"]
     mlp = "sparse" if _has_experts(tensors) else "dense"
     return {"layer_types": [kinds[depth]], "mlp_layer_types": [mlp]}
+
+
+def _first_kind(config: Any, depth: int, tensors: Tensors) -> Changes:
+    """vLLM numbers the layers of EXAONE 4.5's depths from 0, so they are of the kind of the trunk's first."""
+    return {"layer_types": [config.layer_types[depth]]}
 
 
 def _ernie(config: Any, depth: int, tensors: Tensors) -> Changes:
@@ -233,7 +238,8 @@ _LONGCAT_LAYER = {
 _STEP = {**_HALVES, "norm": "transformer.shared_head.norm", "head": "transformer.shared_head.output"}
 _NEMOTRON = {**_under("mtp.layers.{first}.", **_HALVES), "norm": "mtp.layers.{last}.final_layernorm.weight"}
 _QWEN_FORM = DepthForm("mtp.layers.{k}.", _QWEN, layers=_full_attention)
-_STEP_FORM = DepthForm(_NUMBERED, _under(_NUMBERED, **_STEP), before_norm=True, layers=_step, given_attention=True)
+_STEP_FORM = DepthForm(_NUMBERED, _under(_NUMBERED, **_STEP), before_norm=True, layers=_step, given="attention")
+_OCR = "model.language_model.layers.{n}."
 
 _OWN = {
     "deepseek_v3": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts),
@@ -258,13 +264,23 @@ _OWN = {
     ),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN_FORM),
     "exaone_moe": DepthForm("mtp.layers.{k}.", _QWEN, layers=_exaone),
+    **dict.fromkeys(
+        ("got_ocr2 idefics3 internvl lighton_ocr llava llava_onevision mistral3 smolvlm video_llava vipllava").split(),
+        DepthForm("mtp.layers.{k}.", _under("mtp.layers.{k}.", **_HALVES, norm="final_layernorm")),
+    ),
+    "exaone4_5": DepthForm("mtp.layers.{k}.", _QWEN, layers=_first_kind, given="layer"),
+    "glm_ocr": DepthForm(
+        _OCR,
+        _under(_OCR, **_HALVES, norm="shared_head.norm", embedding="embed_tokens", head="shared_head.head"),
+        given="layer",
+    ),
     "ernie4_5_moe": DepthForm("model.mtp_block.{k}.", _under("model.", **_ERNIE), layers=_ernie),
     "mimo_v2_flash": DepthForm(
         "model.mtp.layers.{k}.",
         _under("model.mtp.layers.{k}.", **_HALVES, norm="final_layernorm"),
         renames={"pre_mlp_layernorm.": "post_attention_layernorm."},
         layers=_mimo_v2,
-        given_attention=True,
+        given="attention",
     ),
     "longcat_flash": DepthForm(
         "model.mtp.layers.{k}.", _LONGCAT, renames=_LONGCAT_LAYER, layers=_longcat, rest_is_zero=True

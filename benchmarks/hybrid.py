@@ -9,7 +9,8 @@ train    A trunk of Mamba-2, attention and MLP, with D = 1 and 2 depths of atten
          its kernels both have the same portable layers. They take turns step by step, and their first step must agree.
 decode   A trunk of Mamba-2 alone: seconds of a token around the 200th and around the 2,000th, plain decoding. What is
          remembered of a text does not grow, so neither should the time. States take in rows once in 96 tokens, and the
-         windows are a multiple of that. The median of several texts.
+         windows are a multiple of that. The median of several texts. The same weights by Megatron's modules, which take
+         turns with ours text by text, and must give the same tokens.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
@@ -55,6 +57,7 @@ from benchmarks.sides import (
     Side,
     Sizes,
     check_same,
+    copy_weights,
     make_batches,
     megatron_forward_step,
     place,
@@ -63,6 +66,7 @@ from benchmarks.sides import (
 )
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.drafting import generate
+from megatron_mtp.drafting import runner as runner_module
 from megatron_mtp.drafting.recurrent_state import KEPT, ROLLED_BACK
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.build import MTPHybridModelConfig, build
@@ -71,6 +75,7 @@ from megatron_mtp.model.portable import PortableNorm
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import Metrics
 
+MODULES = "Megatron's modules"
 STEP_GOAL, TOKEN_GOAL = 1.0, 1.1
 """A step of ours costs at most so many of Megatron's; a late token at most so many early ones."""
 
@@ -180,39 +185,55 @@ def megatrons_config() -> Any:
 
 def decode(where: str, wanted: argparse.Namespace) -> Found:
     """Seconds of a token early and late in a text, of several texts."""
-    runner = mamba_runner()
-    early, late, texts = EARLY, LATE, []
-    if where == "quick":
-        early, late = WINDOW // 2, 3 * WINDOW // 2
+    runners = mamba_runners()
+    early, late = (EARLY, LATE) if where != "quick" else (WINDOW // 2, 3 * WINDOW // 2)
+    texts: dict[str, list[list[float]]] = {name: [] for name in runners}
     for _ in range(TEXTS[where]):
-        seconds = seconds_of_tokens(runner, late + WINDOW // 2 + 1)
-        texts.append([statistics.median(seconds[at - WINDOW // 2 : at + WINDOW // 2]) for at in (early, late)])
-    ratio = statistics.median(after / before for before, after in texts)
+        told = {}
+        for name, runner in runners.items():
+            told[name], seconds = seconds_of_tokens(runner, late + WINDOW // 2 + 1)
+            texts[name].append(
+                [statistics.median(seconds[at - WINDOW // 2 : at + WINDOW // 2]) for at in (early, late)]
+            )
+        if told[OURS] != told[MODULES]:
+            raise RuntimeError("the two ways of decoding give different tokens.")
+    ratio = statistics.median(after / before for before, after in texts[OURS])
     results = {
         "pattern": MAMBA_TRUNK,
         "window": WINDOW,
-        "milliseconds": [[round(1e3 * one, 4) for one in text] for text in texts],
+        "milliseconds": {
+            name: [[round(1e3 * one, 4) for one in text] for text in each] for name, each in texts.items()
+        },
         "ratio": round(ratio, 4),
     }
-    rows = [(number, *(1e3 * one for one in text)) for number, text in enumerate(texts, start=1)]
+    rows = [
+        (name, number, *(1e3 * one for one in text))
+        for name, each in texts.items()
+        for number, text in enumerate(each, start=1)
+    ]
     goal = Goal(f"seconds of token {late} / of token {early}, plain decoding of {MAMBA_TRUNK}", ratio, TOKEN_GOAL)
-    return results, [goal], table(("text", f"ms at {early}", f"ms at {late}"), rows)
+    return results, [goal], table(("by", "text", f"ms at {early}", f"ms at {late}"), rows)
 
 
-def mamba_runner() -> Runner:
-    """A trunk of Mamba-2 and MLP without depths."""
+def mamba_runners() -> dict[str, Runner]:
+    """A trunk of Mamba-2 and MLP without depths: as drafting runs it, and by Megatron's modules."""
     args = get_args()
     args.mtp_num_layers, args.hybrid_layer_pattern = None, MAMBA_TRUNK
-    model = build(hybrid_config_from_args(args, model_config_cls=MTPHybridModelConfig)).cuda()
-    model.max_sequence_length = LATE + WINDOW
-    return Runner(model)
+    config = hybrid_config_from_args(args, model_config_cls=MTPHybridModelConfig)
+    models = [build(config).cuda() for _ in range(2)]
+    copy_weights(*models)
+    for model in models:
+        model.max_sequence_length = LATE + WINDOW
+    with mock.patch.object(runner_module, "lean", return_value=None):
+        modules = Runner(models[1])
+    return {OURS: Runner(models[0]), MODULES: modules}
 
 
-def seconds_of_tokens(runner: Runner, count: int) -> list[float]:
-    """Of every token of a text after its first."""
+def seconds_of_tokens(runner: Runner, count: int) -> tuple[list[list[int]], list[float]]:
+    """A text, and the seconds of each of its tokens after the first."""
     times: list[float] = []
-    generate(runner, [list(range(5, 37))], count, emit=lambda _: times.append(time.perf_counter()))
-    return [after - before for before, after in itertools.pairwise(times)]
+    made = generate(runner, [list(range(5, 37))], count, emit=lambda _: times.append(time.perf_counter()))
+    return made.token_ids, [after - before for before, after in itertools.pairwise(times)]
 
 
 PARTS: dict[str, Callable[[str, argparse.Namespace], Found]] = {"train": train, "decode": decode}

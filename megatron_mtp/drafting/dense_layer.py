@@ -1,8 +1,9 @@
-"""A dense transformer layer with little between its matrix products: the same modules' weights, fewer steps of Python.
+"""A dense layer with little between its matrix products: the same modules' weights, fewer steps of Python.
 
 A step of drafting has few rows. On a small model Megatron's bookkeeping around each product then takes longer than the
-product; on a large one the product takes as long as reading its weight. `lean` returns a forward for one kind of layer:
-one tensor-parallel rank, no biases, rotary halves, no quantisation. All others run as Megatron's modules.
+product; on a large one the product takes as long as reading its weight. `lean` returns a forward for a transformer
+layer, and for a hybrid's layer of attention, MLP, Mamba-2 or Gated DeltaNet: one tensor-parallel rank, no biases,
+rotary halves, no quantisation. All others run as Megatron's modules.
 
 The settings that this file knows are listed. Where another one differs from Megatron's default, the layer runs as
 Megatron's module, and a warning names the setting. So a new switch of Megatron makes drafting slower, and never wrong.
@@ -17,6 +18,8 @@ from functools import cache
 from typing import Any
 
 import torch
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -30,6 +33,7 @@ from torch.nn.functional import silu
 from megatron_mtp.drafting import fused_rows
 from megatron_mtp.drafting.cached_attention import CachedAttention, attend_to_window
 from megatron_mtp.drafting.products import product
+from megatron_mtp.drafting.recurrent_layers import CachedRecurrence, attention_of, mixer_of, mlp_of, norm_before
 from megatron_mtp.model.portable import PortableNorm
 
 Forward = Callable[[Tensor, "Angles | None"], Tensor]
@@ -51,6 +55,8 @@ WITHOUT_EFFECT = frozenset(
     "disable_bf16_reduced_precision_matmul cross_entropy_loss_fusion cross_entropy_fusion_impl cp_comm_type "
     # the dtype, which the weights have
     "fp16 bf16 params_dtype pipeline_dtype autocast_dtype "
+    # which layers a stack has
+    "is_hybrid_model "
     # before and after the layers; the scale of muP's attention is `softmax_scale`
     "use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim "
     "mup_attn_scale_power clone_scatter_output_in_embedding "
@@ -136,6 +142,12 @@ def lean(layer: Any) -> Forward | None:
     """The layer's forward, hidden [S, B, H] to the same; None for a layer of another kind."""
     if not _is_plain(layer) or not _is_known(layer.config):
         return None
+    if (mixer := mixer_of(layer)) is not None:
+        return _alone(norm_before(layer), _mixed(mixer))
+    if mlp_of(layer) is None:
+        return _alone(layer.input_layernorm, _attention(layer.self_attention))
+    if attention_of(layer) is None:
+        return _alone(layer.pre_mlp_layernorm, _mlp_alone(layer.mlp))
     attention, add_mlp = _attention(layer.self_attention), _mlp(layer.mlp)
     before_attention, before_mlp = short_norm(layer.input_layernorm), _sum_and_norm(layer.pre_mlp_layernorm)
 
@@ -146,19 +158,43 @@ def lean(layer: Any) -> Forward | None:
     return forward
 
 
+def _alone(norm: Any, part: Forward) -> Forward:
+    """A layer of one part, as a hybrid's are: its output is added to the states."""
+    normalise = short_norm(norm)
+    return lambda hidden_SBH, angles: hidden_SBH + part(normalise(hidden_SBH), angles)
+
+
 def _is_plain(layer: Any) -> bool:
     """Whether the layer has the modules that `lean` knows, and nothing beside them."""
-    if type(layer) is not TransformerLayer or type(layer.self_attention) is not SelfAttention:
+    if layer.config.tensor_model_parallel_size > 1 or type(layer) not in (TransformerLayer, MLPLayer, MambaLayer):
         return False
-    attention, mlp = layer.self_attention, layer.mlp
-    if type(mlp) is not MLP or not isinstance(attention.core_attention, CachedAttention):
-        return False
-    products = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+    if type(layer) is MambaLayer:
+        return _is_plain_mixer(layer.mixer)
     return bool(
-        all(type(one) in (ColumnParallelLinear, RowParallelLinear) and one.bias is None for one in products)
-        and layer.config.tensor_model_parallel_size == 1
-        and isinstance(layer.cross_attention, IdentityOp)
+        isinstance(layer.cross_attention, IdentityOp)
+        and (type(layer.mlp) is IdentityOp or _is_plain_mlp(layer.mlp))
+        and (_is_plain_attention(layer.self_attention) or _is_plain_mixer(layer.self_attention))
     )
+
+
+def _is_plain_attention(attention: Any) -> bool:
+    return type(attention) is IdentityOp or bool(
+        type(attention) is SelfAttention
+        and isinstance(attention.core_attention, CachedAttention)
+        and _are_plain(attention.linear_qkv, attention.linear_proj)
+    )
+
+
+def _is_plain_mixer(mixer: Any) -> bool:
+    return isinstance(mixer, CachedRecurrence) and _are_plain(mixer.own.in_proj, mixer.own.out_proj)
+
+
+def _is_plain_mlp(mlp: Any) -> bool:
+    return type(mlp) is MLP and _are_plain(mlp.linear_fc1, mlp.linear_fc2)
+
+
+def _are_plain(*products: Any) -> bool:
+    return all(type(one) in (ColumnParallelLinear, RowParallelLinear) and one.bias is None for one in products)
 
 
 def _is_known(config: TransformerConfig) -> bool:
@@ -265,6 +301,17 @@ def _rotated(both: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
     front, rest = (both, None) if turned == both.size(-1) else (both[..., :turned], both[..., turned:])
     front = torch.addcmul(front * cosine, front.roll(turned // 2, -1), signed_sine)
     return front if rest is None else torch.cat((front, rest), dim=-1)
+
+
+def _mixed(mixer: CachedRecurrence) -> Forward:
+    widen, narrow = product(mixer.own.in_proj.weight), product(mixer.own.out_proj.weight)
+    return lambda hidden_SBH, _: narrow(mixer.between(widen(hidden_SBH)))
+
+
+def _mlp_alone(mlp: MLP) -> Forward:
+    widen, narrow = product(mlp.linear_fc1.weight), product(mlp.linear_fc2.weight)
+    activate = activation(mlp.config, mlp.linear_fc2.weight)
+    return lambda hidden_SBH, _: narrow(activate(widen(hidden_SBH)))
 
 
 def _mlp(mlp: MLP) -> Callable[[Tensor, Tensor], Tensor]:

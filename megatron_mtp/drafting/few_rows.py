@@ -1,9 +1,9 @@
-"""Few rows through a stack of dense layers in one call of compiled code (native/few_rows.cpp).
+"""Few rows through a stack of layers in one call of compiled code (native/few_rows.cpp).
 
 A forward of few rows takes as long as reading the weights; on a small model, as long as calling its operations. The
 compiled code reads the weights of the modules where they are, and computes what `dense_layer` computes, for the layers
 that `dense_layer` knows: with RMSNorm and a gated SiLU, in float32 or bfloat16. All others run as before, and so do
-more rows than `MOST_ROWS`.
+more rows than `MOST_ROWS`. Recurrent layers keep their rows' inputs where `recurrent_state` does.
 
 Sums, norms, softmax and the residual stream are in float32 also in bfloat16, where torch rounds after each operation. A
 row's result does not depend on the rows that run beside it, so bfloat16 drafts as plain decoding does.
@@ -21,6 +21,9 @@ from torch import Tensor
 
 from megatron_mtp.drafting.compiled import library
 from megatron_mtp.drafting.kv_cache import Chain, KVCache, Rows
+from megatron_mtp.drafting.recurrent_layers import CachedRecurrence, attention_of, mixer_of, mlp_of, norm_before
+from megatron_mtp.drafting.recurrent_state import Memory, Recurrence, recurrence_of
+from megatron_mtp.model.mamba import GatedNorm
 from megatron_mtp.model.portable import PortableNorm
 
 MOST_ROWS = 64
@@ -36,12 +39,25 @@ class _Norm(ctypes.Structure):
     _fields_ = (("weight", _P), ("eps", ctypes.c_float))
 
 
+class _Recurrent(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("in", "out", "convolution", "bias", "decay", "step_bias", "skip")),
+        ("norm", _Norm),
+        *((name, _N) for name in ("heads", "groups", "key", "value", "width", "normed", "unit_keys")),
+    )
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("qkv", "proj", "fc1", "fc2")),
-        *((name, _Norm) for name in ("attention", "mlp", "query", "key")),
+        *((name, _Norm) for name in ("mixing", "mlp", "query", "key")),
         ("scale", ctypes.c_float),
+        ("recurrent", ctypes.POINTER(_Recurrent)),
     )
+
+
+class _Remembered(ctypes.Structure):
+    _fields_ = tuple((name, _P) for name in ("state", "keys", "values", "sums", "mixed"))
 
 
 class _Stack(ctypes.Structure):
@@ -61,6 +77,8 @@ class _Rows(ctypes.Structure):
         *((name, _P) for name in ("first", "positions", "places", "mask", "given", "states", "keys", "values")),
         ("table", _P),
         *((name, _N) for name in ("pages", "size")),
+        *((name, _P) for name in ("remembered", "start", "end")),
+        ("kept", _N),
     )
 
 
@@ -132,18 +150,16 @@ class FewRows:
         self.dtype, self._held = embedding.dtype, list[Tensor]()
         self._run = _function(compiled, "forward", self.dtype, [_P, _P, _N])
         self._layers = (_Layer * len(layers))(*map(self._layer, layers))
-        attention, first = layers[0].self_attention, layers[0]
-        self._groups, self._channels = (
-            attention.num_query_groups_per_partition,
-            attention.hidden_size_per_attention_head,
-        )
+        self._mixers = [mixer_of(layer) for layer in layers]
+        self._caches = [None if (one := attention_of(layer)) is None else one.core_attention.layer for layer in layers]
+        heads, self._groups, self._channels = _heads_of(layers)
         self._reads_tokens = depth is None or hasattr(depth, "eh_proj")
         merges = depth is not None and self._reads_tokens
         turns = None if turns_L211C is None else turns_L211C.float().flatten(1).contiguous()
         self._stack = _Stack(
-            *(len(layers), embedding.size(1), attention.num_attention_heads_per_partition),
+            *(len(layers), embedding.size(1), heads),
             *(self._groups, self._channels, 0 if turns is None else turns.size(1) // 2),
-            first.mlp.linear_fc2.weight.size(1),
+            next((mlp.linear_fc2.weight.size(1) for mlp in map(mlp_of, layers) if mlp is not None), 0),
             self._layers,
             None if turns is None else self._pointer(turns),
             self._pointer(embedding),
@@ -152,6 +168,7 @@ class FewRows:
             self._norm(last),
         )
         self._cache: tuple[list[Tensor | None], Any, Any] | None = None
+        self._remembered: tuple[Recurrence, Any] | None = None
 
     def __call__(self, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
         """States [S, B, H] of the rows, whose keys and values are added to the cache.
@@ -179,27 +196,74 @@ class FewRows:
             *(None if one is None else one.data_ptr() for one in (*where, given_SBH)),
             *(states_SBH.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values)),
             *_division(cache),
+            *self._memories(cache, rows, count, like),
         )
-        return Prepared(self._stack, call, states_SBH, (tokens_BR, given_SBH, *where, keys, values, cache.pages))
+        held = tokens_BR, given_SBH, *where, keys, values, cache.pages, cache.recurrence, self._remembered
+        return Prepared(self._stack, call, states_SBH, held)
+
+    def room_for(self, cache: KVCache, rows: Rows, count: int) -> None:
+        """Before calls of `count` rows in all are prepared, from the first of `rows` on: see `Recurrence.make_room`."""
+        if any(self._mixers):
+            recurrence_of(cache, torch.device("cpu")).make_room(rows, count)
+
+    def _memories(self, cache: KVCache, rows: Rows, count: int, like: Tensor) -> tuple[int | None, ...]:
+        """What recurrent layers remember: their pointers, those of the slots' start and end, and the slots."""
+        if not any(self._mixers):
+            return None, None, 0, 0
+        self.room_for(cache, rows, count)
+        recurrence = recurrence_of(cache, like.device)
+        recurrence.held += count
+        if self._remembered is None or self._remembered[0] is not recurrence:
+            made = [self._memory(recurrence, mixer, like) for mixer in self._mixers]
+            self._remembered = recurrence, (_Remembered * len(made))(*made)
+        memory = next(iter(recurrence.layers.values()))
+        start, end = recurrence.start_B.data_ptr(), recurrence.end_B.data_ptr()
+        return ctypes.addressof(self._remembered[1]), start, end, memory.kept
+
+    def _memory(self, recurrence: Recurrence, mixer: CachedRecurrence | None, like: Tensor) -> _Remembered:
+        if mixer is None:
+            return _Remembered()
+        sizes, batch = mixer.sizes, recurrence.start_B.numel()
+        memory = recurrence.memory(mixer.layer, lambda: Memory(sizes, batch, like))
+        parts = memory.state_BHNP, memory.keys_BGTN, memory.values_BHTP, memory.sums_BHT1, memory.mixed_B1TC
+        return _Remembered(*(one.data_ptr() for one in parts))
 
     def _pointers(self, cache: KVCache, like: Tensor) -> tuple[Any, Any]:
         """Where the cache keeps the keys and the values of every layer; found once for its memory."""
         if self._cache is None or self._cache[0] is not cache.keys:
-            held = [cache.take(layer, self._groups, self._channels, like) for layer in range(len(self._layers))]
+            sizes = self._groups, self._channels, like
+            held = [None if layer is None else cache.take(layer, *sizes) for layer in self._caches]
             array = _P * len(held)
-            keys, values = (array(*(pair[side].data_ptr() for pair in held)) for side in (0, 1))
+            keys, values = (array(*(pair and pair[side].data_ptr() for pair in held)) for side in (0, 1))
             self._cache = cache.keys, keys, values
         return self._cache[1], self._cache[2]
 
     def _layer(self, layer: Any) -> _Layer:
-        attention, mlp = layer.self_attention, layer.mlp
-        if not mlp.config.gated_linear_unit or mlp.config.activation_func is not torch.nn.functional.silu:
-            raise NotImplementedError("another activation")
-        return _Layer(
-            *map(self._weight, (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)),
-            *map(self._norm, (layer.input_layernorm, layer.pre_mlp_layernorm)),
-            *map(self._norm, (attention.q_layernorm, attention.k_layernorm)),
-            attention.core_attention.scale,
+        made = _Layer()
+        if (attention := attention_of(layer)) is not None:
+            made.qkv, made.proj = map(self._weight, (attention.linear_qkv, attention.linear_proj))
+            made.query, made.key = map(self._norm, (attention.q_layernorm, attention.k_layernorm))
+            made.scale = attention.core_attention.scale
+        if (mixer := mixer_of(layer)) is not None:
+            made.recurrent = ctypes.pointer(self._recurrent(mixer))
+        if made.qkv or made.recurrent:
+            made.mixing = self._norm(norm_before(layer))
+        if (mlp := mlp_of(layer)) is not None:
+            if not mlp.config.gated_linear_unit or mlp.config.activation_func is not torch.nn.functional.silu:
+                raise NotImplementedError("another activation")
+            made.fc1, made.fc2 = map(self._weight, (mlp.linear_fc1, mlp.linear_fc2))
+            made.mlp = self._norm(layer.pre_mlp_layernorm)
+        return made
+
+    def _recurrent(self, mixer: CachedRecurrence) -> _Recurrent:
+        parts, sizes = mixer.parts(), mixer.sizes
+        tensors = parts.convolution_CW.t(), parts.bias_C, parts.decay_H, parts.step_bias_H, parts.skip_H
+        return _Recurrent(
+            *map(self._weight, (mixer.own.in_proj, mixer.own.out_proj)),
+            *(None if one is None else self._pointer(one.detach().float().contiguous()) for one in tensors),
+            self._norm(parts.norm),
+            *(sizes.heads, sizes.groups, sizes.key_channels, sizes.value_channels, sizes.width),
+            *(parts.normed, parts.has_unit_keys),
         )
 
     def _weight(self, module: Any) -> int:
@@ -211,6 +275,8 @@ class FewRows:
     def _norm(self, norm: Any) -> _Norm:
         if norm is None:
             return _Norm()
+        if type(norm) is GatedNorm:
+            return _Norm(self._pointer(norm.weight.detach().float()), norm.eps)
         if type(norm) is not PortableNorm or norm.bias is not None:
             raise NotImplementedError("another norm")
         weight = norm.weight.detach() + (1 if norm.centred else 0)
@@ -267,15 +333,25 @@ class GreedyDrafts:
     def __call__(self, passes: Sequence[DepthPass], drafted_BN: Tensor) -> None:
         """Write the token after the last row of every pass to `drafted_BN`."""
         array, prepared = (_Pass * len(passes))(), list[Prepared]()
+        self._make_room(passes)
         for number, one in enumerate(passes):
             given_SBH = prepared[-1].states_SBH[-one.tokens_BR.size(1) :] if one.given_SBH is None else one.given_SBH
-            depth = self._depths[(one.depth - 1) % len(self._depths)]
+            depth = self._depth(one)
             made = depth.prepared(one.tokens_BR, given_SBH, one.rows, one.cache)
             place = drafted_BN.data_ptr() + number * drafted_BN.element_size()
             array[number] = _Pass(ctypes.pointer(made.stack), ctypes.pointer(made.call), place)
             prepared.append(made)
         head_VH, threads = self._head_VH, torch.get_num_threads()
         self._run(array, len(passes), head_VH.data_ptr(), head_VH.size(0), drafted_BN.stride(0), threads)
+
+    def _make_room(self, passes: Sequence[DepthPass]) -> None:
+        """For all passes over a cache before the first of them runs: states take in rows only between calls."""
+        for first in {id(one.cache): one for one in reversed(passes)}.values():
+            count = sum(one.tokens_BR.size(1) for one in passes if one.cache is first.cache)
+            self._depth(first).room_for(first.cache, first.rows, count)
+
+    def _depth(self, one: DepthPass) -> FewRows:
+        return self._depths[(one.depth - 1) % len(self._depths)]
 
 
 def greedy_drafts(depths: Sequence[FewRows | None], head_VH: Tensor) -> GreedyDrafts | None:
@@ -285,6 +361,15 @@ def greedy_drafts(depths: Sequence[FewRows | None], head_VH: Tensor) -> GreedyDr
     if compiled is None or not known or len(known) < len(depths):
         return None
     return GreedyDrafts(compiled, known, head_VH)
+
+
+def _heads_of(layers: Sequence[Any]) -> tuple[int, int, int]:
+    """Query heads, key heads and channels of a stack's attention; 0 where it has none."""
+    for attention in map(attention_of, layers):
+        if attention is not None:
+            heads, groups = attention.num_attention_heads_per_partition, attention.num_query_groups_per_partition
+            return heads, groups, attention.hidden_size_per_attention_head
+    return 0, 0, 0
 
 
 def _where(rows: Rows) -> tuple[Tensor | None, ...]:

@@ -23,6 +23,7 @@ from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.arguments import TE, arguments_without, completed
 from megatron_mtp.model.build import build, config_of, join_world
+from megatron_mtp.model.hybrid import without_stages
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.platform.kernels import transformer_engine_works
 
@@ -149,7 +150,7 @@ def _adapted(args: Namespace) -> Namespace:
     if args.transformer_impl == "local" or ranks == 1 or not transformer_engine_works():
         changes |= arguments_without(TE)
     if (pattern := getattr(args, "hybrid_layer_pattern", None)) is not None:
-        changes["hybrid_layer_pattern"] = pattern.replace(Symbols.PIPE, "")
+        changes["hybrid_layer_pattern"] = without_stages(pattern)
     return Namespace(**{**vars(args), **changes})
 
 

@@ -7,12 +7,15 @@ Letters in names: as in recurrent_state.py, and S rows of a forward.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, override
 
 import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu, softplus
@@ -20,6 +23,32 @@ from torch.nn.functional import silu, softplus
 from megatron_mtp.drafting.cached_attention import attach
 from megatron_mtp.drafting.recurrent_state import Memory, Piece, RecurrentScope, Sizes
 from megatron_mtp.model.delta import of_length_one
+from megatron_mtp.model.mamba import GatedNorm
+
+NOT_COMPILED = "no compiled code for this recurrent layer"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a recurrent layer computes with between its projections.
+
+    Attributes:
+        convolution_CW, bias_C: of the causal convolution.
+        decay_H, step_bias_H: exp(A_log), dt_bias.
+        skip_H: Mamba-2's D; None for the delta rule.
+        norm: of the output; None for none.
+        normed: channels that it takes together.
+        has_unit_keys: whether queries and keys are divided by their length.
+    """
+
+    convolution_CW: Tensor
+    bias_C: Tensor | None
+    decay_H: Tensor
+    step_bias_H: Tensor
+    skip_H: Tensor | None
+    norm: Any
+    normed: int
+    has_unit_keys: bool
 
 
 class CachedRecurrence(torch.nn.Module):
@@ -38,6 +67,24 @@ class CachedRecurrence(torch.nn.Module):
     def sizes_of_own(self) -> Sizes:
         """Of this rank's heads."""
         raise NotImplementedError
+
+    def parts(self) -> Parts:
+        """What compiled code reads.
+
+        Raises:
+            NotImplementedError: there is none for this layer.
+        """
+        raise NotImplementedError
+
+    def between(self, projected_SBC: Tensor) -> Tensor:
+        """From the first projection to what the second one takes, [S, B, inner]."""
+        raise NotImplementedError
+
+    def forward(self, hidden_SBH: Tensor, attention_mask: None = None, **_: object) -> tuple[Tensor, Tensor | None]:
+        """The output [S, B, H], and a bias to add; there is no mask to read."""
+        projected_SBC, _bias = self.own.in_proj(hidden_SBH)
+        output: tuple[Tensor, Tensor | None] = self.own.out_proj(self.between(projected_SBC))
+        return output
 
     def run(self, memory: Memory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
         """A piece of the rows: [B, R, H * P] of what is convolved, and of what decays and step sizes come from."""
@@ -64,15 +111,21 @@ class CachedMamba(CachedRecurrence):
         convolved, _, width = own.conv1d_weight.shape
         return Sizes(own.nheads_local_tp, own.ngroups_local_tp, own.d_state, own.headdim, convolved, width)
 
-    def forward(self, hidden_SBH: Tensor, **_: object) -> tuple[Tensor, Tensor | None]:
-        """The output [S, B, H], and a bias to add."""
+    @override
+    def parts(self) -> Parts:
+        own, norm = self.own, self.own.norm if self.own.rmsnorm else None
+        if not (type(own.act) is torch.nn.SiLU and type(norm) in (GatedNorm, type(None)) and not own.D_has_hdim):
+            raise NotImplementedError(NOT_COMPILED)
+        normed = own.d_inner_local_tp if norm is None else norm.group_size
+        weight_CW, decay_H = own.conv1d_weight.squeeze(1), own.A_log.float().exp()
+        return Parts(weight_CW, own.conv1d_bias, decay_H, own.dt_bias, own.D, norm, normed, has_unit_keys=False)
+
+    @override
+    def between(self, projected_SBC: Tensor) -> Tensor:
         own, sizes = self.own, self.sizes
-        projected_SBC, _bias = own.in_proj(hidden_SBH)
         z_SBC, mixed_SBC, steps_SBH = projected_SBC.split([own.d_inner_local_tp, sizes.convolved, sizes.heads], dim=-1)
         y_SBC = self.run_all(mixed_SBC, steps_SBH)
-        y_SBC = own.norm(y_SBC, z_SBC) if own.rmsnorm else y_SBC * silu(z_SBC)
-        output: tuple[Tensor, Tensor | None] = own.out_proj(y_SBC)
-        return output
+        return own.norm(y_SBC, z_SBC) if own.rmsnorm else y_SBC * silu(z_SBC)
 
     @override
     def run(self, memory: Memory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
@@ -103,17 +156,25 @@ class CachedDelta(CachedRecurrence):
         groups = own.qk_dim_local_tp // own.key_head_dim
         return Sizes(own.num_v_heads_local_tp, groups, own.key_head_dim, own.value_head_dim, convolved, width)
 
-    def forward(self, hidden_SBH: Tensor, attention_mask: None = None, **_: object) -> tuple[Tensor, Tensor | None]:
-        """The output [S, B, H], and a bias to add; there is no mask to read."""
+    @override
+    def parts(self) -> Parts:
+        own = self.own
+        if own.act_fn is not silu:
+            raise NotImplementedError(NOT_COMPILED)
+        convolution, decay_H = own.conv1d, own.A_log.float().exp()
+        weight_CW, normed = convolution.weight.squeeze(1), self.sizes.value_channels
+        unit = bool(own.use_qk_l2norm)
+        return Parts(weight_CW, convolution.bias, decay_H, own.dt_bias, None, own.out_norm, normed, unit)
+
+    @override
+    def between(self, projected_SBC: Tensor) -> Tensor:
         own, sizes = self.own, self.sizes
-        projected_SBC, _bias = own.in_proj(hidden_SBH)
         parts = [sizes.convolved, own.v_dim_local_tp, 2 * sizes.heads]
         mixed_SBC, gate_SBC, steps_SBC = projected_SBC.split(parts, dim=-1)
         out_SBC = self.run_all(mixed_SBC, steps_SBC)
         heads_last = -1, sizes.value_channels
         gated = own._apply_gated_norm(out_SBC.unflatten(-1, heads_last), gate_SBC.unflatten(-1, heads_last))
-        output: tuple[Tensor, Tensor | None] = own.out_proj(gated.view_as(gate_SBC))
-        return output
+        return gated.view_as(gate_SBC)
 
     @override
     def run(self, memory: Memory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
@@ -152,6 +213,29 @@ def solved(overlap_BHRR: Tensor, wanted_BHRP: Tensor) -> Tensor:
 def by_heads(values_BRC: Tensor, heads: int) -> Tensor:
     """[B, R, heads * channels] as [B, heads, R, channels]."""
     return values_BRC.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def mixer_of(layer: Any) -> CachedRecurrence | None:
+    """The recurrence of a layer; None for a layer of another kind."""
+    mixer = layer.mixer if isinstance(layer, MambaLayer) else layer.self_attention
+    return mixer if isinstance(mixer, CachedRecurrence) else None
+
+
+def norm_before(layer: Any) -> Any:
+    """The norm before a layer's recurrence or attention."""
+    return layer.norm if isinstance(layer, MambaLayer) else layer.input_layernorm
+
+
+def attention_of(layer: Any) -> Any:
+    """The attention of a layer; None for a layer without."""
+    found = getattr(layer, "self_attention", None)
+    return found if isinstance(found, Attention) else None
+
+
+def mlp_of(layer: Any) -> Any:
+    """The MLP of a layer; None for a layer without."""
+    found = getattr(layer, "mlp", None)
+    return found if isinstance(found, MLP) else None
 
 
 def attach_stack(

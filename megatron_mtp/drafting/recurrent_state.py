@@ -29,7 +29,6 @@ from torch.nn.functional import pad
 
 from megatron_mtp.drafting.cached_attention import Scope
 from megatron_mtp.drafting.kv_cache import Chain, KVCache, Rows, write_rows
-from megatron_mtp.model.recurrence import causal_convolution
 
 ROLLED_BACK = 32
 """How far behind the rows of one forward the next may begin: 15 drafts are rejected, and as many rows that another text
@@ -112,10 +111,21 @@ class Recurrence:
         Raises:
             ValueError: the rows are no chain.
         """
-        if not isinstance(rows, Chain):
-            raise ValueError("recurrent layers run chains alone, since a state has no branches; draft chains.")
-        count = rows.counts_BR.size(1)
-        return [self._piece(rows, slice(at, min(at + PIECE, count))) for at in range(0, count, PIECE)]
+        chain = _chain(rows)
+        count = chain.counts_BR.size(1)
+        return [self._piece(chain, slice(at, min(at + PIECE, count))) for at in range(0, count, PIECE)]
+
+    def make_room(self, rows: Rows, count: int) -> None:
+        """Before compiled code runs `count` rows from the first of these on: states take in rows where slots end.
+
+        Raises:
+            ValueError: the rows are no chain.
+        """
+        chain = _chain(rows)
+        if self.held + count > KEPT:
+            dropped_B = self._dropped(self._lead(chain.counts_BR, chain.places_BR))
+            for memory in self.layers.values():
+                memory.drop(dropped_B)
 
     def memory(self, layer: int, make: Callable[[], "Memory"]) -> "Memory":
         """Of a layer; made if there is none."""
@@ -125,15 +135,36 @@ class Recurrence:
 
     def _piece(self, rows: Chain, part: slice) -> Piece:
         live_BR, place_BR = rows.counts_BR[:, part], rows.places_BR[:, part]
-        lead_B = torch.where(live_BR.any(dim=1), place_BR[:, 0] + live_BR.int().argmax(dim=1), self.end_B)
+        lead_B = self._lead(live_BR, place_BR)
         self.end_B = lead_B + live_BR.sum(dim=1)
-        dropped_B, count = None, part.stop - part.start
-        if self.held + count > KEPT:
-            dropped_B = (lead_B - ROLLED_BACK - self.start_B).clamp(min=0)
-            self.start_B = self.start_B + dropped_B
-            self.held = ROLLED_BACK
+        count = part.stop - part.start
+        dropped_B = self._dropped(lead_B) if self.held + count > KEPT else None
         before, self.held = self.held, self.held + count
         return Piece(part, dropped_B, place_BR[:, 0] - self.start_B, lead_B - self.start_B, live_BR, before)
+
+    def _lead(self, live_BR: Tensor, place_BR: Tensor) -> Tensor:
+        """The position of every text's first row that counts; where none does, of the one that would come next."""
+        return torch.where(live_BR.any(dim=1), place_BR[:, 0] + live_BR.int().argmax(dim=1), self.end_B)
+
+    def _dropped(self, lead_B: Tensor) -> Tensor:
+        """How many rows the states take in before the one at `lead_B` runs; the slots begin behind them."""
+        dropped_B = (lead_B - ROLLED_BACK - self.start_B).clamp(min=0)
+        self.start_B = self.start_B + dropped_B
+        self.held = ROLLED_BACK
+        return dropped_B
+
+
+def _chain(rows: Rows) -> Chain:
+    if not isinstance(rows, Chain):
+        raise ValueError("recurrent layers run chains alone, since a state has no branches; draft chains.")
+    return rows
+
+
+def recurrence_of(cache: KVCache, device: torch.device) -> Recurrence:
+    """That of a cache, which is made when a first recurrent layer runs."""
+    if cache.recurrence is None:
+        cache.recurrence = Recurrence(cache.batch, device)
+    return cache.recurrence
 
 
 class Memory:
@@ -159,9 +190,15 @@ class Memory:
         self.sums_BHT1 = zeros(sizes.heads, KEPT + 1, 1)
         self.mixed_B1TC = zeros(1, KEPT + sizes.width, sizes.convolved, dtype=like.dtype)
 
+    @property
+    def kept(self) -> int:
+        """Slots."""
+        return self.keys_BGTN.size(2) - 1
+
     def drop(self, dropped_B: Tensor) -> None:
         """Take rows from the first slots into the state, and move those behind them to the front."""
-        self.state_BHNP, total_BH11 = self.state_after(dropped_B), self._sum_before(dropped_B)
+        total_BH11 = self._sum_before(dropped_B)
+        self.state_BHNP.copy_(self.state_after(dropped_B))
         for slots in (self.keys_BGTN, self.values_BHTP, self.sums_BHT1):
             _move(slots, dropped_B, ROLLED_BACK)
         _move(self.mixed_B1TC, dropped_B, ROLLED_BACK + self.sizes.width - 1)
@@ -180,11 +217,14 @@ class Memory:
         before = self.sizes.width - 1
         slots_BR = torch.where(piece.live_BR, piece.places_BR, KEPT) + before
         write_rows(self.mixed_B1TC, mixed_BRC.unsqueeze(1), slots_BR)
-        place_BQ = piece.first_B.unsqueeze(1) + torch.arange(mixed_BRC.size(1) + before, device=mixed_BRC.device)
+        rows = mixed_BRC.size(1)
+        place_BQ = piece.first_B.unsqueeze(1) + torch.arange(rows + before, device=mixed_BRC.device)
         index_BQC = place_BQ.clamp(0, KEPT + before).unsqueeze(2).expand(-1, -1, mixed_BRC.size(2))
         read_BQC = self.mixed_B1TC[:, 0].gather(1, index_BQC)
-        one_document_11 = torch.zeros(1, 1, dtype=torch.long, device=mixed_BRC.device).expand(1, read_BQC.size(1))
-        return causal_convolution(read_BQC, weight_CW, bias_C, one_document_11)[:, before:]
+        made_BRC = read_BQC[:, before:] * weight_CW[:, -1]
+        for back in range(1, self.sizes.width):
+            made_BRC = made_BRC + read_BQC[:, before - back : before - back + rows] * weight_CW[:, -1 - back]
+        return made_BRC if bias_C is None else made_BRC + bias_C
 
     def sums(self, decay_BHR: Tensor, piece: Piece) -> Tensor:
         """g summed from the first slot to every row, [B, H, R, 1]; that of rows that do not count is 0."""
@@ -246,6 +286,4 @@ class RecurrentScope(Scope):
     @property
     def recurrence(self) -> Recurrence:
         """That of the cache."""
-        if self.cache.recurrence is None:
-            self.cache.recurrence = Recurrence(self.cache.batch, self.rows.slots_BR.device)
-        return self.cache.recurrence
+        return recurrence_of(self.cache, self.rows.slots_BR.device)

@@ -82,9 +82,11 @@ class Runner:
         self._layers = [(lean(layer), layer) for layer in model.decoder.layers]
         self._mtp = [_Depth(layer) for layer in model.mtp.layers] if self.depths else []
         self.all_short = all(one is not None for one, _ in self._layers) and all(one.short for one in self._mtp)
-        self.recordable = self.all_short or all(map(reads_nothing_back, self._transformer_layers()))
-        norm = model.decoder.final_norm if self._is_hybrid else model.decoder.final_layernorm
-        self._final_norm = None if norm is None else short_norm(norm)
+        self.recordable = not (self.recurrent_trunk or self.recurrent_depths) and (
+            self.all_short or all(map(reads_nothing_back, self._transformer_layers()))
+        )
+        self._last_norm = model.decoder.final_norm if self._is_hybrid else model.decoder.final_layernorm
+        self._final_norm = None if self._last_norm is None else short_norm(self._last_norm)
         self._embed, self._head = self._make_embedding(), self._make_head()
         self._draft_head, self.drafted = self._make_draft_head()
         self._few_rows = self._make_few_rows()
@@ -199,11 +201,8 @@ class Runner:
 
     def _stacks(self) -> list[list[torch.nn.Module]]:
         """The layers of the trunk, and of every depth."""
-        depths = [layer.tf_layer for layer in self.model.mtp.layers] if self.depths else []
-        return [
-            list(self.model.decoder.layers),
-            *([*one.layers] if isinstance(one, DepthStack) else [one] for one in depths),
-        ]
+        depths = self.model.mtp.layers if self.depths else []
+        return [list(self.model.decoder.layers), *map(_layers_of, depths)]
 
     def _transformer_layers(self) -> list[Any]:
         """Those of the trunk and of the depths; of a hybrid, layers of all kinds."""
@@ -237,7 +236,7 @@ class Runner:
         weight, layers = model.embedding.word_embeddings.weight.detach(), list(model.decoder.layers)
         all_lean = all(short is not None for short, _ in self._layers)
         return [
-            few_rows(layers, model.decoder.final_layernorm, weight, turns_L211C) if all_lean else None,
+            few_rows(layers, self._last_norm, weight, turns_L211C) if all_lean else None,
             *(one.few_rows(weight, turns_L211C) for one in self._mtp),
         ]
 
@@ -292,30 +291,38 @@ class Runner:
         return self.model.config.tensor_model_parallel_size == 1 and self.model.output_layer.bias is None
 
 
+def _layers_of(depth: Any) -> list[Any]:
+    """The layers of a depth: one, or those of its stack."""
+    return [*depth.tf_layer.layers] if isinstance(depth.tf_layer, DepthStack) else [depth.tf_layer]
+
+
 class _Depth:
-    """One MTP layer: short where its transformer layer is, else as its module runs it."""
+    """One MTP layer: short where all its layers are, else as its module runs it."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        self.short = lean(layer.tf_layer)
+        found = [lean(one) for one in _layers_of(layer)]
+        self.short = [one for one in found if one is not None] if all(found) else []
         sequential = hasattr(layer, "eh_proj")
-        self.merge = product(layer.eh_proj.weight) if sequential and self.short is not None else None
+        self.merge = product(layer.eh_proj.weight) if sequential and self.short else None
         self.norms = [short_norm(norm) for norm in (layer.enorm, layer.hnorm)] if sequential else []
         self.final_norm = short_norm(layer.final_layernorm)
 
     def few_rows(self, embedding: Tensor, turns_L211C: Tensor | None) -> FewRows | None:
         """The layer as compiled code."""
-        if self.short is None:
+        if not self.short:
             return None
-        return few_rows([self.layer.tf_layer], self.layer.final_layernorm, embedding, turns_L211C, self.layer)
+        return few_rows(_layers_of(self.layer), self.layer.final_layernorm, embedding, turns_L211C, self.layer)
 
     def __call__(
         self, hidden_SBH: Tensor, embedded_SBH: Tensor | None, rotary: Tensor | None, angles: Angles | None
     ) -> Tensor:
-        if self.short is None:
+        if not self.short:
             return self.layer(hidden_SBH, embedded_SBH, AttentionInputs(rotary_pos_emb=rotary))
         if embedded_SBH is not None:
             assert self.merge is not None
             enorm, hnorm = self.norms
             hidden_SBH = self.merge(torch.cat((enorm(embedded_SBH), hnorm(hidden_SBH)), dim=-1))
-        return self.final_norm(self.short(hidden_SBH, angles))
+        for short in self.short:
+            hidden_SBH = short(hidden_SBH, angles)
+        return self.final_norm(hidden_SBH)

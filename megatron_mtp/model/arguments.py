@@ -8,6 +8,7 @@ from typing import Any
 from megatron.training.arguments import parse_args, validate_args
 
 from megatron_mtp.config import add_yarn_arguments
+from megatron_mtp.model.hybrid import without_stages
 
 CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
 """What a machine may lack."""
@@ -112,6 +113,6 @@ def completed(stored: Namespace) -> Namespace:
         if getattr(stored, name, None) is not None:
             setattr(args, name, getattr(stored, name))
     if args.hybrid_layer_pattern is not None:
-        args.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("|", "")  # pipeline stages of the run
+        args.hybrid_layer_pattern = without_stages(args.hybrid_layer_pattern)
     validate_args(args)
     return args

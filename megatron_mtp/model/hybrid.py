@@ -58,6 +58,17 @@ SHARDED_STACK = "mtp_model_layer"
 """The name of a depth's stack in checkpoints, which Megatron's own MTP uses too."""
 
 
+def without_stages(pattern: str) -> str:
+    """The pattern without the ends of its pipeline stages: Megatron cuts such a trunk evenly."""
+    return pattern.replace(Symbols.PIPE, "")
+
+
+def trunk_and_depths(pattern: str) -> tuple[str, list[str]]:
+    """The layers of the trunk, without stages, and those of every depth."""
+    trunk, *depths = without_stages(pattern).split(Symbols.MTP_SEPARATOR)
+    return trunk, depths
+
+
 class MTPHybridModel(MTPTrunk, HybridModel):
     """Megatron's hybrid model, whose forward ends with its own head and loss: it is called without them."""
 

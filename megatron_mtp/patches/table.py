@@ -221,6 +221,13 @@ LOOP = (
     _of_loop("load_checkpoint", _REFUSES, probes.called_by_name()),
     _of_loop("build_train_valid_test_data_iterators", _REFUSES, probes.called_by_name()),
     _of_loop("save_checkpoint", _REFUSES, probes.called_by_name()),
+    Patch(
+        "megatron.training.training:num_floating_point_operations",
+        "The log counts the depths of a repeated layer, and not the passes that --mtp-unroll makes of it.",
+        NONE,
+        CORE,
+        probes.called_by_name(),
+    ),
 )
 """Each run makes the replacements of these, and takes them back at its end."""
 

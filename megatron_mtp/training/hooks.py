@@ -4,13 +4,16 @@ The loop has no callbacks. It looks its own functions up by name in its module, 
 functions are rows of `patches.table.LOOP`.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from megatron.training import get_args
 
+from megatron_mtp.config import trained_depths
 from megatron_mtp.errors import InputError
+from megatron_mtp.model.hybrid import trunk_and_depths
 from megatron_mtp.patches.patch import State, installed, state_of, while_replaced
 from megatron_mtp.patches.table import CORE, LOOP
 from megatron_mtp.training.console import say
@@ -31,6 +34,7 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None
         "train_step": _steps,
         "training_log": _logged_steps,
         "evaluate_and_print_results": _evaluations,
+        "num_floating_point_operations": _operations,
     }
     if shows_checkpoints:
         wrappers["save_checkpoint_and_time"] = _saves
@@ -81,6 +85,27 @@ def _evaluations(evaluate_and_print_results: Function, metrics: Metrics) -> Func
         evaluate_and_print_results(prefix, *rest, **named)
 
     return announced
+
+
+def _operations(num_floating_point_operations: Function, _: Metrics) -> Function:
+    """Megatron's count for its log: of every pass of a repeated layer, and not of --mtp-num-layers."""
+
+    def counted(args: Namespace, *rest: Any, **named: Any) -> Any:
+        return num_floating_point_operations(with_passes(args), *rest, **named)
+
+    return counted
+
+
+def with_passes(args: Namespace) -> Namespace:
+    """The arguments of a model that has a depth for every pass of a repeated layer."""
+    passes = trained_depths(args)
+    if passes == (args.mtp_num_layers or 0):
+        return args
+    changes: dict[str, Any] = {"mtp_num_layers": passes}
+    if args.hybrid_layer_pattern is not None:
+        trunk, depths = trunk_and_depths(args.hybrid_layer_pattern)
+        changes["hybrid_layer_pattern"] = "/".join([trunk, *depths[:1] * passes])
+    return Namespace(**{**vars(args), **changes})
 
 
 def _saves(save_checkpoint_and_time: Function, metrics: Metrics) -> Function:

@@ -9,7 +9,7 @@ from argparse import Namespace
 from megatron.core.models.hybrid.hybrid_layer_allocation import ParsedHybridPattern, Symbols, parse_hybrid_pattern
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.model.hybrid import KINDS, RECURRENT
+from megatron_mtp.model.hybrid import KINDS, RECURRENT, without_stages
 
 FLAG = "--hybrid-layer-pattern"
 
@@ -37,7 +37,7 @@ def set_depths(args: Namespace) -> None:
 def _read(pattern: str) -> ParsedHybridPattern:
     trunk, *depths = pattern.split(Symbols.MTP_SEPARATOR)
     known = ", ".join(f"{symbol} ({kind})" for symbol, kind in KINDS.items())
-    for part in (trunk.replace(Symbols.PIPE, ""), *depths):
+    for part in (without_stages(trunk), *depths):
         if not part or set(part) - KINDS.keys():
             raise ValueError(
                 f"{FLAG} is {pattern}, whose part '{part}' is no sequence of layers; give '<trunk>/<depth>/...' of "
@@ -57,7 +57,7 @@ def _read(pattern: str) -> ParsedHybridPattern:
 
 def in_stages(pattern: str, stages: int) -> str:
     """The pattern of a checkpoint for another number of pipeline stages: without |, Megatron cuts the trunk evenly."""
-    return pattern if pattern.count(Symbols.PIPE) + 1 == stages else pattern.replace(Symbols.PIPE, "")
+    return pattern if pattern.count(Symbols.PIPE) + 1 == stages else without_stages(pattern)
 
 
 def check_hybrid(args: Namespace, settings: MTPConfig) -> None:

@@ -15,6 +15,7 @@ from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoi
 from megatron_mtp.checkpoint.mcore.integrity import read_errors
 from megatron_mtp.checkpoint.mcore.iterations import RELEASE, named_iteration, repair_tracker
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.model.hybrid import trunk_and_depths
 from megatron_mtp.patches.saving import FORMAT
 from megatron_mtp.patches.unpickling import read_catalogue
 from megatron_mtp.training.console import say
@@ -153,8 +154,7 @@ def _check_gpt_as_hybrid(pattern: str, stored: Namespace, said: str) -> None:
 
 def _fits(own: str, theirs: str) -> bool:
     """Whether a run's pattern has the layers of a checkpoint's; --mtp-init makes depths for one without any."""
-    parts = [pattern.replace("|", "").split("/") for pattern in (own, theirs)]
-    (trunk, *depths), (stored_trunk, *stored_depths) = parts
+    (trunk, depths), (stored_trunk, stored_depths) = map(trunk_and_depths, (own, theirs))
     return trunk == stored_trunk and (not stored_depths or depths[:1] == stored_depths[:1])
 
 

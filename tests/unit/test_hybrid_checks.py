@@ -1,6 +1,5 @@
 """training/hybrid_checks.py: patterns that cannot be trained with; what verbs say of a hybrid's checkpoint."""
 
-import contextlib
 import re
 import sys
 from argparse import Namespace
@@ -40,6 +39,7 @@ MAMBA = "--mamba-head-dim 8 --mamba-state-dim 8"
         (f"{PATTERN} *-|*-/*-", "whose trunk has 2 stages, but there is one pipeline stage; drop the |"),
         ("--hybrid-override-pattern *-", f"--hybrid-override-pattern is deprecated; give {PATTERN}"),
         ("--mtp-hybrid-override-pattern *-", f"--mtp-hybrid-override-pattern is deprecated; give {PATTERN}"),
+        (f"{PATTERN} D-/D-", f"{PATTERN} has D, whose layers need Transformer Engine, which is not here; give * or +."),
         (f"{PATTERN} *E/*E", f"{PATTERN} has E, but --num-experts is missing; give it, or - for an MLP"),
         (f"{PATTERN} *G/*- {HEADS}", f"{PATTERN} has G, whose layers take SiLU for their convolution and gate"),
         (f"{PATTERN} *-/*- --use-rope-scaling", f"--use-rope-scaling was given with {PATTERN}"),
@@ -219,15 +219,6 @@ def test_more_depths_than_the_checkpoints_come_by_mtp_init(gpt: Path, monkeypatc
     assert (args.mtp_num_layers, config.absent_mtp_layers) == (3, (1, 2))
 
 
-def test_a_hybrid_without_a_folder_to_come_from_has_no_hugging_face_form(
-    hybrid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with contextlib.suppress(SystemExit):
-        assert line.main(["convert", "mcore-to-hf", str(hybrid), str(tmp_path / "new")]) == 2
-    assert "trained with --hybrid-layer-pattern" in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "new").exists()
-
-
 @pytest.mark.parametrize("init", ["random", "last-layer"])
 def test_attached_depths_are_in_the_pattern_too(init: str, hybrid: Path, tmp_path: Path) -> None:
     """A depth is the trunk's last attention and its last MLP, whose weights `last-layer` copies."""
@@ -254,3 +245,21 @@ def test_dropped_depths_leave_the_pattern_too(hybrid: Path, tmp_path: Path) -> N
     args = DistReader(tmp_path / "one").common()["args"]
     assert (args.hybrid_layer_pattern, args.mtp_num_layers) == ("M-*-/*-", 1)
     assert line.main(["convert", "inspect", str(tmp_path / "one")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern", "remedy"),
+    [
+        ("", "*-*-/*-", "apply hybrid-to-gpt to it, and export what that makes."),
+        (MAMBA, "M-*-/*-", "give a folder of such a model (--like)."),
+    ],
+)
+@pytest.mark.usefixtures("megatron")
+def test_a_hybrid_without_its_config_says_how_it_can_be_exported(
+    flags: str, pattern: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = stored(tmp_path / "run", flags, pattern)
+    assert line.main(["convert", "mcore-to-hf", str(source), str(tmp_path / "folder")]) == 2
+    said = f"the checkpoint is a hybrid model of layers {pattern}, which no form of a trained model here has; {remedy}"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "folder").exists()

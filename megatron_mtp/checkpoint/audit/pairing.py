@@ -28,6 +28,7 @@ from megatron_mtp.checkpoint.families.rules import MinusOne, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.hf.quantised import BLOCK_SCALE
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.model.hybrid import without_stages
 
 OWN_KEYS = (("mtp_model_layer.", "transformer_layer."), ("tf_layer.", "transformer_layer."))
 """Other names of a depth's layer, which some versions have written."""
@@ -180,7 +181,7 @@ def _checkpoints(a: MegatronSide, b: MegatronSide) -> Pairing:
     """Pair by key: the other names of Transformer Engine are made one, and a GPT's become its hybrid's."""
     if (a.pattern is None) == (b.pattern is None):
         return _by_other_names(a.tensors, b.tensors, a, b)
-    pattern = (a.pattern or b.pattern or "").replace("|", "")
+    pattern = without_stages(a.pattern or b.pattern or "")
     halves = Halves.of(pattern)
     try:
         one, other = ({_hybrid(halves, side, key): each for key, each in side.tensors.items()} for side in (a, b))

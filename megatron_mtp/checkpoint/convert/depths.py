@@ -31,7 +31,7 @@ from megatron_mtp.checkpoint.mcore.model import check_trainable
 from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths, depth_of
 from megatron_mtp.checkpoint.mcore.tensors import Chunk, DistReader, write_chunk
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
-from megatron_mtp.model.hybrid import SHARDED_STACK
+from megatron_mtp.model.hybrid import SHARDED_STACK, without_stages
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 from megatron_mtp.model.random_weights import RandomWeights
 
@@ -246,13 +246,13 @@ class Template:
     def with_depths(self, depths: int) -> str:
         """The pattern of the hybrid trunk with so many depths."""
         assert self.pattern is not None
-        kinds = self.pattern.replace(Symbols.PIPE, "")
+        kinds = without_stages(self.pattern)
         return Symbols.MTP_SEPARATOR.join([self.pattern, *["".join(kinds[layer] for layer in self.stack)] * depths])
 
 
 def _last_of_kinds(pattern: str) -> list[int]:
     """Indices of a trunk's last attention and its last MLP or MoE, those that exist; else of its last layer."""
-    kinds = pattern.replace(Symbols.PIPE, "")
+    kinds = without_stages(pattern)
     attention = Symbols.ATTENTION + Symbols.MLA + Symbols.DS_ATTENTION
     last = [max(map(kinds.rfind, group)) for group in (attention, Symbols.MLP + Symbols.MOE)]
     return [index for index in last if index >= 0] or [len(kinds) - 1]

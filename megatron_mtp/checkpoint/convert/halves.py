@@ -14,7 +14,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from megatron_mtp.checkpoint.families.blocks import FUSED_NORM, OWN_NORM, mlp_norm_keys
 from megatron_mtp.checkpoint.mcore.tensors import STATE
-from megatron_mtp.model.hybrid import SHARDED_STACK
+from megatron_mtp.model.hybrid import SHARDED_STACK, trunk_and_depths
 
 _STATE = rf"((?:{STATE}state\.\w+\.)?)"
 _GPT_LAYER = re.compile(_STATE + r"decoder\.layers\.(\d+)\.(.+)")
@@ -49,7 +49,7 @@ class Halves:
     @classmethod
     def of(cls, pattern: str) -> "Halves":
         """The layers that a hybrid's pattern names."""
-        trunk, *depths = pattern.replace(Symbols.PIPE, "").split(Symbols.MTP_SEPARATOR)
+        trunk, depths = trunk_and_depths(pattern)
         return cls(trunk, depths[0] if depths else "")
 
     def hybrid_key(self, key: str) -> str:

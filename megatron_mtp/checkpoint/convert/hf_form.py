@@ -4,12 +4,14 @@ A trained model takes the first form that fits it (`Family.trained`). With depth
 which transformers, vLLM and SGLang load with MTP; a dense model fits into them too (`split_mlp_rules`).
 """
 
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_mtp.checkpoint.convert.computation import check_config
 from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, pattern_of, with_depths
 from megatron_mtp.checkpoint.convert.hf_tokens import Tokens
+from megatron_mtp.checkpoint.convert.pattern import gpt_arguments
 from megatron_mtp.checkpoint.convert.plan import HFModel, stored_layout, zero_features
 from megatron_mtp.checkpoint.families import FAMILIES, family_of, trained_forms
 from megatron_mtp.checkpoint.families.trained import check_computable, common_keys
@@ -88,6 +90,20 @@ def hf_folder_form(folder: Path) -> HFForm:
     return HFForm(keys, tuple(model.layout.features), model.layout.carried, folder)
 
 
+def _check_is_gpt(args: Namespace) -> None:
+    """Raises ValueError for a hybrid, with what there is to do about it."""
+    if (pattern := getattr(args, "hybrid_layer_pattern", None)) is None:
+        return
+    remedy = "apply hybrid-to-gpt to it, and export what that makes."
+    try:
+        gpt_arguments(args, "")
+    except ValueError:
+        remedy = "give a folder of such a model (--like)."
+    raise ValueError(
+        f"the checkpoint is a hybrid model of layers {pattern}, which no form of a trained model here has; {remedy}"
+    )
+
+
 def _holds(form: HFForm, depths: int) -> bool:
     """Whether the form's family can hold so many depths: any family holds none."""
     return not depths or family_of(HFConfig.from_keys(form.keys)).depths is not None
@@ -108,6 +124,7 @@ def trained_form(
         ValueError: no family supports the model, or `family` does not.
     """
     args = reader.common()["args"]
+    _check_is_gpt(args)
     check_computable(args)
     depths = StoredDepths.of(reader.keys).layers
     forms = trained_forms()

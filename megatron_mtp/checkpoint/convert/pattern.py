@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
-from megatron_mtp.model.hybrid import KINDS
+from megatron_mtp.model.hybrid import KINDS, trunk_and_depths
 
 ATTENTION = (Symbols.ATTENTION, Symbols.MLA)
 CHANNELS = (Symbols.MLP, Symbols.MOE)
@@ -65,7 +65,7 @@ def gpt_arguments(args: Namespace, source: str) -> Namespace:
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
         raise ValueError(f"{source} is a GPT already; gpt-to-hybrid is the other way.")
-    trunk, *depths = pattern.replace(Symbols.PIPE, "").split(Symbols.MTP_SEPARATOR)
+    trunk, depths = trunk_and_depths(pattern)
     _check_order(trunk, f"{source} has the layers {pattern}")
     if depths and depths[0] != trunk[-2:]:
         raise ValueError(

@@ -70,7 +70,6 @@ _ALWAYS_FOREIGN = (
 """Arguments that no family supports, with any value."""
 
 _FOREIGN: list[tuple[Callable[[Namespace], bool], str]] = [
-    (lambda args: getattr(args, "hybrid_layer_pattern", None) is not None, "--hybrid-layer-pattern"),
     (lambda args: args.normalization != "RMSNorm", "another norm than --normalization RMSNorm"),
     (lambda args: args.layernorm_zero_centered_gamma, "--apply-layernorm-1p"),
     (lambda args: not args.swiglu, "another activation than --swiglu"),

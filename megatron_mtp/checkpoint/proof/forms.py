@@ -25,6 +25,7 @@ from megatron_mtp.checkpoint.proof.precision import exact_float32
 from megatron_mtp.checkpoint.proof.prompt import Prompt
 from megatron_mtp.checkpoint.proof.verify import Check, logits_of
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS
+from megatron_mtp.model.hybrid import without_stages
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.patches.checksums import DamagedError
 
@@ -150,7 +151,7 @@ def _same_settings(gpt: DistReader, hybrid: DistReader) -> Check:
 def settings_by_pattern(args: Namespace) -> dict[str, Any]:
     """The arguments of a hybrid that say what is computed: equal for equal computations."""
     found = {name: getattr(args, name, None) for name in MODEL_ARGUMENTS if name not in SHOWN_BY_PATTERN}
-    pattern = args.hybrid_layer_pattern.replace("|", "")
+    pattern = without_stages(args.hybrid_layer_pattern)
     unused = ["num_query_groups"] * (not args.group_query_attention) + ["num_experts"] * ("E" not in pattern)
     return {**found, **dict.fromkeys(unused), "hybrid_layer_pattern": pattern}
 

@@ -1,8 +1,8 @@
-// Few rows through dense layers: every weight is read once, as fast as memory gives it, and nothing else takes time.
+// Few rows through a stack of layers: every weight is read once, as fast as memory gives it, and nothing else takes time.
 //
 // In:  a Stack (sizes and pointers, filled by ../few_rows.py, which mirrors the structs below), tokens or states of some
-//      rows, where they stand, and the caches of keys and values.
-// Out: states of the rows after the last norm; the rows' keys and values in the caches.
+//      rows, where they stand, the caches of keys and values, and what recurrent layers remember.
+// Out: states of the rows after the last norm; the rows' keys, values and inputs of recurrent layers in their slots.
 //
 // Float is the type of weights, states and caches: float, or bfloat16. Sums, norms, softmax and the residual stream are
 // in float32 in both. A bfloat16 model is rounded where a product reads a value or a cache keeps it, and at the end. The
@@ -230,10 +230,43 @@ struct Norm {
     float eps;
 };
 
-struct Layer {
+// Mamba-2 or Gated DeltaNet. A row's projection is the gate, what is convolved (x, keys, queries of Mamba-2; queries, keys,
+// values of the delta rule, before the gate), and the steps of every head (of the delta rule beta, then alpha).
+struct Recurrent {
+    const void *in, *out;             // projections
+    const float *convolution, *bias;  // [width, convolved], [convolved]; no bias: null
+    const float *decay, *step_bias;   // [heads]: exp(A_log), dt_bias
+    const float* skip;                // [heads], D of Mamba-2; null: the delta rule
+    Norm norm;                        // of `normed` channels together; null: none
+    int64_t heads, groups, key, value, width, normed;
+    int64_t unit_keys;  // queries and keys are divided by their length
+
+    bool is_delta() const { return !skip; }
+    long inner() const { return heads * value; }
+    long shared() const { return groups * key; }
+    long convolved() const { return inner() + 2 * shared(); }
+    long columns() const { return inner() + convolved() + (is_delta() ? 2 : 1) * heads; }
+    long mixed_at() const { return is_delta() ? 0 : inner(); }
+    long gate_at() const { return is_delta() ? convolved() : 0; }
+    long steps_at() const { return inner() + convolved(); }
+    long value_at() const { return is_delta() ? 2 * shared() : 0; }
+    long key_at() const { return is_delta() ? shared() : inner(); }
+    long query_at() const { return is_delta() ? 0 : inner() + shared(); }
+};
+
+struct Layer {  // of the parts that are not null
     const void *qkv, *proj, *fc1, *fc2;
-    Norm attention, mlp, query, key;
+    Norm mixing, mlp, query, key;  // `mixing` is before attention or the recurrence
     float scale;
+    const Recurrent* recurrent;
+};
+
+struct Remembered {  // of a recurrent layer, as ../recurrent_state.py has it
+    float* state;   // [batch, heads, key, value]
+    float* keys;    // [batch, groups, kept + 1, key]
+    float* values;  // [batch, heads, kept + 1, value]
+    float* sums;    // [batch, heads, kept + 1]
+    void* mixed;    // [batch, kept + width, convolved]
 };
 
 struct Stack {
@@ -258,6 +291,10 @@ struct Rows {
     void *const *keys, *const *values;  // of every layer, [blocks, groups, size, channels]
     const int64_t* table;               // [batch, pages]: the block of a text's first `size` slots, of the next ones, ...
     int64_t pages, size;                // null: text b has block b, of all its slots
+    const Remembered* remembered;       // of every layer; null where none is recurrent
+    const int64_t* start;               // [batch], the position of the first slot that recurrent layers keep
+    int64_t* end;                       // [batch], the position after the last row that has run
+    int64_t kept;                       // these slots
 };
 
 struct Pass {  // of a depth
@@ -367,6 +404,9 @@ class Forward {
         attended = s.heads * s.channels;
         widest = std::max({2 * s.hidden, s.ffn, attended});
         scores = r.window + LANES;
+        for (long layer = 0; layer < s.layers; layer++)
+            if (const Recurrent* one = s.layer[layer].recurrent) most.cover(*one, r.kept);
+        widest = std::max(widest, most.inner);
         static thread_local Memory memory;
         for (int pass = 0; pass < 2; pass++) {  // the first finds how much is needed
             memory.used = 0;
@@ -376,17 +416,27 @@ class Forward {
             shared = memory.take<Float>(all * widest);
             own = memory.take<Float>(threads * all * widest);
             score = memory.take<float>(threads * r.rows * scores);
+            slot = memory.take<long>(all);
+            projected = memory.take<float>(all * most.columns);
+            convolved = memory.take<float>(all * most.convolved);
+            made = memory.take<float>(all * most.inner);
+            asked = memory.take<float>(2 * all * most.shared);
+            overlap = memory.take<float>(2 * all * most.overlaps);
+            scratch = memory.take<float>(threads * most.scratch);
             halves = memory.take<float>(threads * all * 2 * 8 * WIDE);
             if (memory.bytes.size() < memory.used) memory.bytes.resize(memory.used);
         }
+        if (r.remembered)
+            for (long text = 0; text < r.batch; text++) count_rows(text);
     }
 
     void run(long thread, long threads) {
         Float* x = own + thread * all * widest;
         start(x, thread, threads);
         for (long layer = 0; layer < s.layers; layer++) {
-            attention(layer, x, thread, threads);
-            mlp(s.layer[layer], x, thread, threads);
+            if (s.layer[layer].recurrent) recurrent(layer, x, thread, threads);
+            if (s.layer[layer].qkv) attention(layer, x, thread, threads);
+            if (s.layer[layer].fc1) mlp(s.layer[layer], x, thread, threads);
         }
         Share mine(all, thread, threads);
         for (long row = mine.first; row < mine.last; row++) {
@@ -402,6 +452,20 @@ class Forward {
     long all, mixed, attended, widest, scores;
     float *residual, *qkv, *score, *halves;
     Float *query, *shared, *own;
+
+    struct {  // of the recurrent layers, the most that any needs for a row, or a thread
+        long columns = 0, convolved = 0, inner = 0, shared = 0, overlaps = 0, scratch = 0;
+        void cover(const Recurrent& one, long kept) {
+            columns = std::max(columns, one.columns());
+            convolved = std::max(convolved, one.convolved());
+            inner = std::max(inner, one.inner());
+            shared = std::max(shared, one.shared());
+            overlaps = std::max<long>(overlaps, one.groups * kept);
+            scratch = std::max<long>(scratch, std::max<long>(kept, one.key) + one.value + 2 * LANES);
+        }
+    } most;
+    long* slot;  // of every row, where recurrent layers keep it; -1 for padding
+    float *projected, *convolved, *made, *asked, *overlap, *scratch;
 
     long text_of(long row) const { return row % r.batch; }
     long place_of(long row) const { return text_of(row) * r.rows + row / r.batch; }
@@ -459,7 +523,7 @@ class Forward {
 
     void attention(long number, Float* x, long thread, long threads) {
         const Layer& layer = s.layer[number];
-        normalised(layer.attention, x);
+        normalised(layer.mixing, x);
         Share outputs(mixed, thread, threads, WIDE);
         product((const Float*)layer.qkv, x, all, s.hidden, outputs.first, outputs.last,
                 [&](long row, long out, const float* four, int n) { keep(qkv + row * mixed + out, four, n); });
@@ -560,8 +624,171 @@ class Forward {
         add_product(layer.fc2, shared, s.ffn, thread, threads);
     }
 
+    // Where a text's rows stand for recurrent layers, and that they have run.
+    void count_rows(long text) {
+        long last = -1, count = 0;
+        for (long row = text; row < all; row += r.batch) {
+            long place = r.first ? in_chain(row) : r.places[place_of(row)];
+            bool is_live = r.first ? place >= 0 : place != r.slots - 1;
+            slot[row] = is_live ? place - r.start[text] : -1;
+            if (is_live) last = place, count++;
+        }
+        if (count) r.end[text] = last + 1;
+    }
+
+    void recurrent(long number, Float* x, long thread, long threads) {
+        const Recurrent& one = *s.layer[number].recurrent;
+        const Remembered& memory = r.remembered[number];
+        const long columns = one.columns();
+        normalised(s.layer[number].mixing, x);
+        Share outputs(columns, thread, threads, WIDE);
+        product((const Float*)one.in, x, all, s.hidden, outputs.first, outputs.last,
+                [&](long row, long out, const float* four, int n) { keep(projected + row * columns + out, four, n); });
+#pragma omp barrier
+        Share channels(one.convolved(), thread, threads, LANES);
+        for (long row = 0; row < all; row++) convolve(one, (Float*)memory.mixed, row, channels);
+#pragma omp barrier
+        Share groups(one.groups * r.batch, thread, threads);
+        for (long unit = groups.first; unit < groups.last; unit++)
+            ask(one, memory.keys, unit % one.groups, unit / one.groups);
+#pragma omp barrier
+        Share heads(one.heads * r.batch, thread, threads);
+        for (long unit = heads.first; unit < heads.last; unit++)
+            recall(one, memory, unit % one.heads, unit / one.heads, scratch + thread * most.scratch);
+#pragma omp barrier
+        const long blocks = one.inner() / one.normed;
+        Share parts(blocks * all, thread, threads);
+        for (long unit = parts.first; unit < parts.last; unit++) gate(one, unit / blocks, unit % blocks);
+#pragma omp barrier
+        add_product(one.out, shared, one.inner(), thread, threads);
+    }
+
+    // Some channels of a row, convolved with the rows before it, and their SiLU.
+    void convolve(const Recurrent& one, Float* memory, long row, Share mine) {
+        const long channels = one.convolved();
+        float* to = convolved + row * channels;
+        if (slot[row] < 0) {
+            std::fill(to + mine.first, to + std::max(mine.first, mine.last), 0.0f);
+            return;
+        }
+        Float* first = memory + (text_of(row) * (r.kept + one.width) + slot[row]) * channels;
+        const float* from = projected + row * one.columns() + one.mixed_at();
+        for (long c = mine.first; c < mine.last; c++) put(first + (one.width - 1) * channels + c, from[c]);
+        for (long c = mine.first; c < mine.last; c += LANES) {
+            const long count = std::min<long>(LANES, mine.last - c);
+            auto read = [count](auto* values) { return count == LANES ? load(values) : load_part(values, count); };
+            Vector sum = one.bias ? read(one.bias + c) : Vector{};
+            for (long w = one.width - 1; w >= 0; w--)
+                sum += read((const Float*)first + w * channels + c) * read(one.convolution + w * channels + c);
+            sum = sum / (1 + exponential(-sum));
+            if (count == LANES) store(to + c, sum);
+            else for (long lane = 0; lane < count; lane++) to[c + lane] = sum[lane];
+        }
+    }
+
+    // The queries of a group to `asked`, its keys to their slots, and all products of them to `overlap`.
+    void ask(const Recurrent& one, float* memory, long group, long text) {
+        const long key = one.key, unit = text * one.groups + group;
+        const float shorter = one.is_delta() ? 1 / std::sqrt((float)key) : 1;
+        float *queries = asked + 2 * unit * r.rows * key, *own = queries + r.rows * key;
+        float* keys = memory + unit * (r.kept + 1) * key;
+        long seen = 0;
+        for (long i = 0; i < r.rows; i++) {
+            const long row = i * r.batch + text;
+            const float* from = convolved + row * one.convolved() + group * key;
+            scale(from + one.query_at(), key, shorter * unit_factor(one, from + one.query_at()), queries + i * key);
+            scale(from + one.key_at(), key, unit_factor(one, from + one.key_at()), own + i * key);
+            if (slot[row] < 0) continue;
+            memcpy(keys + slot[row] * key, own + i * key, key * sizeof(float));
+            seen = std::max(seen, slot[row] + 1);
+        }
+        for (long side = 0; side < (one.is_delta() ? 2 : 1); side++) {
+            float* to = overlaps(unit, side);
+            product((const float*)keys, (const float*)queries + side * r.rows * key, r.rows, key, 0, seen,
+                    [&](long i, long at, const float* four, int n) { keep(to + i * r.kept + at, four, n); });
+        }
+    }
+
+    // Of the queries (side 0) or keys (1) of a text's group with the keys in all slots, [rows, kept].
+    float* overlaps(long unit, long side) const { return overlap + (2 * unit + side) * r.rows * r.kept; }
+
+    static float unit_factor(const Recurrent& one, const float* x) {
+        if (!one.unit_keys) return 1;
+        float sum = 0;
+        for (long c = 0; c < one.key; c++) sum += x[c] * x[c];
+        return 1 / std::sqrt(sum + 1e-6f);
+    }
+
+    static void scale(const float* from, long count, float factor, float* to) {
+        for (long c = 0; c < count; c++) to[c] = from[c] * factor;
+    }
+
+    // The rows of one head of a text: their values and decays to the slots, and what they see to `made`.
+    void recall(const Recurrent& one, const Remembered& memory, long head, long text, float* scratch) {
+        const long group = head / (one.heads / one.groups), unit = text * one.groups + group, here = text * one.heads + head;
+        const float *queries = asked + 2 * unit * r.rows * one.key, *own = queries + r.rows * one.key;
+        float *sums = memory.sums + here * (r.kept + 1), *values = memory.values + here * (r.kept + 1) * one.value;
+        const float* state = memory.state + here * one.key * one.value;
+        auto see = [&](const float* query, const float* score, long i, long at, long count, float* out) {
+            const float left = std::exp(sums[at]);
+            for (long n = 0; n < one.key; n++) scratch[n] = query[i * one.key + n] * left;
+            mix(scratch, [&](long n) { return state + n * one.value; }, one.key, one.key, one.value, out);
+            decayed(score + i * r.kept, sums, sums[at], count, scratch);
+            float* more = scratch + std::max<long>(r.kept, one.key) + LANES;
+            mix(scratch, [&](long w) { return (const float*)values + w * one.value; }, count, count, one.value, more);
+            for (long p = 0; p < one.value; p++) out[p] += more[p];
+        };
+        for (long i = 0; i < r.rows; i++) {
+            const long row = i * r.batch + text, at = slot[row];
+            float* out = made + row * one.inner() + head * one.value;
+            if (at < 0) {
+                std::fill(out, out + one.value, 0.0f);
+                continue;
+            }
+            const float* steps = projected + row * one.columns() + one.steps_at() + head;
+            const float* from = convolved + row * one.convolved() + one.value_at() + head * one.value;
+            float step = softplus(steps[one.is_delta() ? one.heads : 0] + one.step_bias[head]);
+            sums[at] = (at ? sums[at - 1] : 0) - step * one.decay[head];
+            if (one.is_delta()) {
+                see(own, overlaps(unit, 1), i, at, at, out);
+                step = 1 / (1 + std::exp(-steps[0]));
+                for (long p = 0; p < one.value; p++) values[at * one.value + p] = (from[p] - out[p]) * step;
+            } else
+                scale(from, one.value, step, values + at * one.value);
+            see(queries, overlaps(unit, 0), i, at, at + 1, out);
+            if (one.skip)
+                for (long p = 0; p < one.value; p++) out[p] += one.skip[head] * from[p];
+        }
+    }
+
+    static float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
+    // Scores times what is left of their slots where the decays sum up to `sum`.
+    static void decayed(const float* score, const float* sums, float sum, long count, float* to) {
+        long at = 0;
+        for (; at + LANES <= count; at += LANES) store(to + at, load(score + at) * exponential(sum - load(sums + at)));
+        for (; at < count; at++) to[at] = score[at] * std::exp(sum - sums[at]);
+    }
+
+    // Norm and gate of a block of a row's outputs, in this layer's order, to `shared`.
+    void gate(const Recurrent& one, long row, long block) {
+        const long inner = one.inner(), first = block * one.normed;
+        float* values = made + row * inner + first;
+        const float* gates = projected + row * one.columns() + one.gate_at() + first;
+        Float* to = shared + row * inner + first;
+        if (one.is_delta()) {
+            normalise(values, one.norm, one.normed, values);
+            gated(gates, values, one.normed, to);
+        } else if (one.norm.weight) {
+            gated(gates, values, one.normed, values);
+            normalise(values, Norm{one.norm.weight + first, one.norm.eps}, one.normed, to);
+        } else
+            gated(gates, values, one.normed, to);
+    }
+
     // silu(gate) * up
-    static void gated(const float* gate, const float* up, long count, Float* to) {
+    template <class To>
+    static void gated(const float* gate, const float* up, long count, To* to) {
         for (long at = 0; at < count; at += LANES) {  // the halves have room for whole vectors
             Vector g = load(gate + at), value = g / (1 + exponential(-g)) * load(up + at);
             if (at + LANES <= count) store(to + at, value);

@@ -83,7 +83,7 @@ class Vanilla(Proposer):
         return chain_of(picked) if picked else None
 
     def _at_once(self, trunk_SBH: Tensor, tokens_BT: Tensor, rows: Rows, caches: list[KVCache], count: int) -> Draft:
-        """The same in one call."""
+        """The same in one call; the others draft too."""
         width = trunk_SBH.size(0)
         passes = [
             DepthPass(
@@ -93,10 +93,10 @@ class Vanilla(Proposer):
                 rows,
                 caches[depth - 1],
             )
-            for depth in range(1, count + 1)
+            for depth in range(1, tokens_BT.size(1) - width + 1)
         ]
         self.runner.draft_greedily(passes, tokens_BT[:, width:])
-        return Draft(tokens_BT[:, width:])
+        return Draft(tokens_BT[:, width : width + count])
 
     def _depths_run(self, count: int) -> int:
         """All depths where they have states: one that falls behind would need rows that the others cannot run anew."""

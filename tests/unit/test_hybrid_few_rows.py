@@ -1,0 +1,159 @@
+"""Few rows of hybrid stacks in compiled code, and by short layers, are what the modules compute."""
+
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from drafting_single import prompts_of
+from hybrid_single import drafting_hybrid
+from megatron_single import VOCABULARY
+from test_few_rows import compiler, drafts_of, untimed  # noqa: F401
+from torch import Tensor
+
+from megatron_mtp.drafting import compiled, runner
+from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.auto import AutoK
+from megatron_mtp.drafting.few_rows import MOST_ROWS
+from megatron_mtp.drafting.kv_cache import KVCache, Rows, chain_rows
+from megatron_mtp.drafting.recurrent_state import KEPT
+from megatron_mtp.drafting.runner import Runner
+
+pytestmark = pytest.mark.usefixtures("megatron", "compiler")
+
+SLOTS = 400
+WIDE = {"mamba_state_dim": 24, "mamba_head_dim": 20, "linear_key_head_dim": 40, "linear_value_head_dim": 36}
+TAKEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mamba-2": ("M-M-/M-/M-", {}),
+    "Gated DeltaNet": ("G-G/G-/G-", {}),
+    "all kinds": ("*M-G-/-M*G/-M*G", {}),
+    "wider than a vector": ("M-G*/GM-/GM-", WIDE),
+    "attention and MLP": ("*-*-/*-", {}),
+    "norms around zero, one group": ("MG-/M-", {"layernorm_zero_centered_gamma": True, "mamba_num_groups": 1}),
+    "parallel heads": ("MG-/M-/M-", {"architecture": "parallel"}),
+}
+WAYS = {"compiled": {}, "short layers": {"compiled": False}, "modules": {"compiled": False, "short": False}}
+"""How a runner computes few rows."""
+
+
+def runner_of(kind: str, way: str, dtype: torch.dtype = torch.float32) -> Runner:
+    pattern, changes = TAKEN[kind]
+    model, asked = drafting_hybrid(pattern, dtype, **changes), WAYS[way]
+    with pytest.MonkeyPatch.context() as patch:
+        if not asked.get("compiled", True):
+            patch.setenv(compiled.SWITCH, "0")
+        if not asked.get("short", True):
+            patch.setattr(runner, "lean", lambda _: None)
+        made = Runner(model)
+    assert made.all_short == asked.get("short", True)
+    assert all(made._few_rows) == asked.get("compiled", True)
+    return made
+
+
+def tokens_of(batch: int, rows: int) -> Tensor:
+    return torch.randint(VOCABULARY, (batch, rows), generator=torch.Generator().manual_seed(rows))
+
+
+def chains(batch: int) -> Iterator[tuple[Tensor, Rows]]:
+    """Texts of different lengths that grow and go back; slots end several times; a text ends."""
+    first_B = torch.arange(batch) - batch + 1  # the others begin with padding
+    counts = [MOST_ROWS // batch + 1, *[1, 2, 5, 3] * 12, 17, MOST_ROWS // batch, *[4] * 30]
+    for number, count in enumerate(counts):
+        window = min(int(first_B.max()) + count, SLOTS)
+        live_BR = (torch.arange(batch) < 2).unsqueeze(1).expand(-1, count) if number == 20 else None
+        yield tokens_of(batch, count), chain_rows(first_B, count, window, SLOTS, live_BR)
+        first_B = first_B + count - (torch.arange(batch) + number) % 3 * (count > 2)
+
+
+@torch.inference_mode()
+def logits_of(target: Runner, steps: Iterator[tuple[Tensor, Rows]], batch: int) -> Iterator[Tensor]:
+    """Of the trunk and of every depth, as the rows come."""
+    cache = KVCache(target.trunk_layers, batch, SLOTS)
+    depth_caches = [KVCache(target.depth_layers, batch, SLOTS) for _ in range(target.depths)]
+    for tokens_BR, rows in steps:
+        trunk_SBH = states_SBH = target.trunk(tokens_BR, rows, cache)
+        yield counted(target.logits(trunk_SBH), rows)
+        for depth, depth_cache in enumerate(depth_caches, start=1):
+            given_SBH = states_SBH if target.sequential else trunk_SBH
+            states_SBH = target.depth(depth, given_SBH, tokens_BR, rows, depth_cache)
+            yield counted(target.draft_logits(states_SBH), rows)
+
+
+def counted(logits_BRV: Tensor, rows: Rows) -> Tensor:
+    """Without padding."""
+    return logits_BRV[rows.slots_BR != SLOTS]
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_logits_are_those_of_the_modules(kind: str) -> None:
+    """Against float64, where rounding moves the logits of some of these models by 1e-5: as near as the modules are."""
+    runners = {way: runner_of(kind, way) for way in WAYS}
+    exact = runner_of(kind, "modules", torch.float64)
+    for batch in (1, 3):
+        errors: dict[str, list[float]] = {way: [] for way in WAYS}
+        steps = zip(*(logits_of(one, chains(batch), batch) for one in (exact, *runners.values())), strict=True)
+        for right, *found in steps:
+            for way, logits in zip(WAYS, found, strict=True):
+                errors[way].append(float((logits - right).abs().max() / right.abs().max()))
+        largest = {way: max(each) for way, each in errors.items()}
+        assert max(largest.values()) <= max(1e-5, 4 * largest["modules"]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_texts_and_drafts_are_those_of_the_modules(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the slots of recurrent layers; depths in one call draft what they do one by one."""
+    ours, theirs = (runner_of(kind, way) for way in ("compiled", "modules"))
+    methods = ["mtp", "mtp_eagle"] if ours.sequential else ["parallel_heads"]
+    settings = [{"method": method, "num_speculative_tokens": 1} for method in methods]
+    right = generate(theirs, prompts_of(3), KEPT + 30).token_ids
+    for each in (None, *settings):
+        assert generate(ours, prompts_of(3), KEPT + 30, speculative=each).token_ids == right
+    at_once = [drafts_of(ours, 3, each) for each in settings]
+    monkeypatch.setattr(Runner, "drafts_at_once", lambda *_: False)
+    assert at_once == [drafts_of(ours, 3, each) for each in settings]
+
+
+def test_depths_with_states_run_in_every_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where depth 1 alone drafts for a while, depth 2 has not fallen behind: its drafts are those of depth by depth."""
+    drafts = list[Any]()
+    for at_once in (True, False):
+        order = cycle([1, 1, 1, 2, 2])
+        monkeypatch.setattr(AutoK, "choose", lambda _, order=order: next(order))
+        monkeypatch.setattr(Runner, "drafts_at_once", lambda *_, at_once=at_once: at_once)
+        settings = {"method": "mtp", "num_speculative_tokens": "auto"}
+        drafts.append(drafts_of(runner_of("Mamba-2", "compiled"), 2, settings))
+    assert drafts[0] == drafts[1]
+    assert sum(len(one[0]) == 2 for one in drafts[0]) > 3
+
+
+def test_bfloat16_differs_by_its_rounding() -> None:
+    runners = [runner_of("wider than a vector", way, torch.bfloat16) for way in ("compiled", "modules")]
+    for mine, right in zip(*(logits_of(one, chains(2), 2) for one in runners), strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine - right).abs().max() <= 0.1 * right.abs().max()
+
+
+def test_rows_before_the_first_leave_no_trace() -> None:
+    target = runner_of("all kinds", "compiled")
+    cache, first_B = KVCache(target.trunk_layers, 1, SLOTS), torch.zeros(1, dtype=torch.long)
+    target.trunk(tokens_of(1, 3), chain_rows(first_B, 3, 3, SLOTS), cache)
+    assert cache.recurrence is not None
+    held = [one for each in cache.recurrence.layers.values() for one in vars(each).values() if isinstance(one, Tensor)]
+    before = [one.clone() for one in [*held, cache.recurrence.end_B]]
+    target.trunk(tokens_of(1, 2), chain_rows(first_B - 2, 2, 3, SLOTS), cache)
+    assert len(before) == 11
+    assert all(map(torch.equal, before, [*held, cache.recurrence.end_B]))
+
+
+def test_other_layers_leave_their_stack_to_modules() -> None:
+    """Experts are not compiled; the layers around them are short."""
+    target = Runner(drafting_hybrid("M*E-/M-", torch.float32))
+    assert [one is not None for one in target._few_rows] == [False, True]
+    assert [short is not None for short, _ in target._layers] == [True, True, False, True]
+    assert generate(target, prompts_of(1), 4).token_ids
+
+
+@pytest.mark.parametrize(("pattern", "recordable"), [("*-*-/*-", True), ("M-*-/*-", False), ("*-/G-", False)])
+def test_states_keep_steps_from_being_recorded(pattern: str, recordable: bool) -> None:
+    assert Runner(drafting_hybrid(pattern)).recordable == recordable

@@ -21,7 +21,7 @@ reference.py             all losses as their definitions read
 """
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.registry import Imported, Registry
@@ -69,8 +69,8 @@ def check_loss(settings: MTPConfig) -> None:
     loss = depth_loss(settings)
     for field in fields(settings):
         if field.name in READ_BY_LOSSES and getattr(settings, field.name) != field.default:
-            without = depth_loss(replace(settings, **{field.name: field.default}))
-            if without == loss:
+            by_default: dict[str, Any] = {field.name: field.default}
+            if depth_loss(replace(settings, **by_default)) == loss:
                 raise ValueError(
                     f"--{field.name.replace('_', '-')} is {getattr(settings, field.name)}, which --mtp-loss "
                     f"{settings.mtp_loss} does not read; drop the flag, or choose a loss that does."

@@ -156,7 +156,7 @@ def _graphed(runner: Runner, sequences: Sequences, method: Method) -> GraphedSte
 
 def step(runner: Runner, sequences: Sequences, method: Method, count: int) -> Draft:
     """All of a step that the device does: draft K = `count` tokens, score, judge and keep them."""
-    round = Round(method.sampling, sequences.noise, method.config, sequences.texts)
+    round = Round(method.sampling, sequences.noise, method.config, sequences.texts, sequences.tokens_BT)
     began = time.perf_counter()
     draft = propose(sequences, method, round, count)
     method.stats.drafter_seconds += time.perf_counter() - began

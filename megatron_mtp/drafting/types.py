@@ -106,12 +106,14 @@ class Round:
         noise: this round's random numbers of every request.
         config: the settings of the method and of the verifier.
         texts: tokens of every text up to t_m, on the host; a recorded step has none.
+        tokens_BT: the same on the device, and behind t_m anything; `noise.position_B` says how many they are.
     """
 
     sampling: Sampling | SamplingByText
     noise: Noise
     config: SpeculativeConfig
     texts: Sequence[list[int]] = ()
+    tokens_BT: Tensor | None = None
 
 
 class End(IntEnum):

@@ -29,7 +29,7 @@ from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.training.arguments import checked_model_config, parse_run_args
 from megatron_mtp.training.data_flags import check_data
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
-from megatron_mtp.training.memory import PARTS, Memory, Parameter, memory_of, sizes
+from megatron_mtp.training.memory import PARTS, Memory, Parameter, memory_of, sizes, symbols_of
 
 GIB = 2**30
 RESOLVED = ("ffn_hidden_size", "global_batch_size", "kv_channels", "padded_vocab_size")
@@ -109,7 +109,15 @@ def _stage(args: Namespace, config: MTPModelConfig, rank: int) -> Stage:
         models = [_chunk(config, chunk) for chunk in (range(chunks) if chunks else [None])]
         parameters = [one for model in models for one in sizes(model, args)]
         layers = sum(len(model.decoder.layers) for model in models)
-        return Stage(parameters, layers, memory_of(args, parameters, layers, groups.pp.rank()))
+        kinds = _symbols(args, models, layers)
+        return Stage(parameters, layers, memory_of(args, parameters, kinds, groups.pp.rank()))
+
+
+def _symbols(args: Namespace, models: list[MTPTrunk], layers: int) -> str:
+    """The layers of a stage, by the symbols of a pattern."""
+    if args.hybrid_layer_pattern is None:
+        return symbols_of(args, layers)
+    return "".join(symbol for model in models for symbol in model.decoder.layer_type_list)
 
 
 def _chunk(config: MTPModelConfig, chunk: int | None) -> MTPTrunk:

@@ -1,12 +1,15 @@
 """The memory that a rank needs: parameters are counted, activations estimated."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from megatron_mtp.config import trained_depths
+from megatron_mtp.model.hybrid import trunk_and_depths
 
 PARTS = {"trunk": "decoder.", "depths": "mtp.", "embedding": "embedding.", "head": "output_layer."}
 """The parts of a model, and how the names of their parameters begin."""
@@ -72,8 +75,13 @@ def _data_group() -> torch.distributed.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def memory_of(args: Namespace, parameters: list[Parameter], layers: int, stage: int) -> Memory:
-    """Of a rank of this stage, which holds so many layers of the trunk."""
+def symbols_of(args: Namespace, layers: int) -> str:
+    """So many layers of a GPT as those of a hybrid: attention, and an MLP or experts."""
+    return ("*-" if args.num_experts is None else "*E") * layers
+
+
+def memory_of(args: Namespace, parameters: list[Parameter], layers: str, stage: int) -> Memory:
+    """Of a rank of this stage, whose layers of the trunk these symbols name (model/hybrid.py)."""
     is_half = args.bf16 or args.fp16
     reduced_in_float32 = not is_half or args.accumulate_allreduce_grads_in_fp32
     weights = sum(one.local for one in parameters) * (2 if is_half else 4)
@@ -86,31 +94,81 @@ def memory_of(args: Namespace, parameters: list[Parameter], layers: int, stage: 
     return Memory(weights, gradients, optimizer, activations(args, layers, depths, stage))
 
 
-def activations(args: Namespace, layers: int, depths: int, stage: int) -> float:
+def activations(args: Namespace, layers: str, depths: int, stage: int) -> float:
     """Bytes that a stage keeps for its backward pass: of its layers for every microbatch in flight (stage p of P has
     P - p of them), of its depths, and of the trunk's logits on the last stage.
 
-    A layer keeps 10 + 24/t bytes an element of the hidden state, or 34/t with sequence parallelism, where its MLP is 4
-    hidden sizes wide (Korthikanti et al., arXiv:2205.05198, table 2, without attention scores); the part that
-    grows with the MLP's width is scaled. Under full recomputation it keeps its input alone.
+    Attention and MLP together keep 10 + 24/t bytes an element of the hidden state, or 34/t with sequence parallelism,
+    where the MLP is 4 hidden sizes wide (Korthikanti et al., arXiv:2205.05198, table 2, without attention scores); what
+    is inside a layer is scaled by its width. Under full recomputation a GPT's layer keeps its input alone, and so does
+    each symbol of a hybrid, which Megatron recomputes one by one.
     """
     tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     tokens = args.seq_length * args.micro_batch_size / args.context_parallel_size
     hidden = tokens * args.hidden_size
-    width = 4 * _mlp_width(args) / args.hidden_size  # in place of 16 where it is 4 hidden sizes
-    shared = 10 / tensor if args.sequence_parallel else 10
-    layer = hidden * (shared + (8 + width) / tensor)
-    if args.recompute_granularity == "full":
-        layer = hidden * 2 / (tensor if args.sequence_parallel else 1)
     in_flight = stages - stage
     logits = 0.0
     if stage == stages - 1 and not args.mtp_linear_ce_main:
         logits = tokens * args.padded_vocab_size / tensor * (4 + 2)  # in float32, and as the head makes them
-    return layer * (layers * in_flight + depths) + 4 * hidden * depths + logits
+    trunk, depth = (tokens * _kept(args, symbols) for symbols in (layers, _symbols_of_depth(args)))
+    return trunk * in_flight + depth * depths + 4 * hidden * depths + logits
+
+
+def _symbols_of_depth(args: Namespace) -> str:
+    if (pattern := getattr(args, "hybrid_layer_pattern", None)) is None:
+        return symbols_of(args, 1)
+    _, depths = trunk_and_depths(pattern)
+    return depths[0] if depths else ""
+
+
+def _kept(args: Namespace, symbols: str) -> float:
+    """Bytes that these layers keep of a token."""
+    tensor = args.tensor_model_parallel_size
+    whole = args.hidden_size / (tensor if args.sequence_parallel else 1)
+    if args.recompute_granularity == "full":
+        is_hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
+        return 2 * whole * len(symbols) / (1 if is_hybrid else 2)
+    # of every layer the input of its norm (2) and of its projections (2), and a mask of dropout (1)
+    return sum(5 * whole + INSIDE[symbol](args) / tensor for symbol in symbols)
+
+
+def _of_attention(args: Namespace) -> float:
+    """Queries, keys, values (6) and the output (2)."""
+    return 8.0 * args.hidden_size
+
+
+def _of_mamba(args: Namespace) -> float:
+    """What `mamba_ssm` keeps, by hand: the projection, the scan's output, and what the second projection takes."""
+    heads = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
+    inner = heads * args.mamba_head_dim
+    projected = 2 * inner + 2 * args.mamba_num_groups * args.mamba_state_dim + heads
+    return 2.0 * (projected + 2 * inner)
+
+
+def _of_delta_rule(args: Namespace) -> float:
+    """What `fla` keeps, by hand: the projection; queries, keys and values after the convolution, queries and keys once
+    more for every value head; the matrix of corrections of a chunk of 64; the output before and behind norm and gate,
+    which is in float32.
+    """
+    heads = args.linear_num_value_heads
+    keys, values = args.linear_num_key_heads * args.linear_key_head_dim, heads * args.linear_value_head_dim
+    projected, convolved = 2 * keys + 2 * values + 2 * heads, 2 * keys + values
+    repeated = 2 * heads * args.linear_key_head_dim
+    return 2.0 * (projected + convolved + repeated + 64 * heads + 2 * values) + 4.0 * values
+
+
+INSIDE: dict[str, Callable[[Namespace], float]] = {
+    Symbols.ATTENTION: _of_attention,
+    Symbols.MLA: _of_attention,
+    Symbols.DS_ATTENTION: _of_attention,
+    Symbols.MLP: lambda args: 4.0 * args.ffn_hidden_size,
+    Symbols.MOE: lambda args: 4.0 * _mlp_width(args),
+    Symbols.MAMBA: _of_mamba,
+    Symbols.GDN: _of_delta_rule,
+}
+"""By symbol: bytes that a layer keeps of a token inside of it, which tensor parallelism cuts."""
 
 
 def _mlp_width(args: Namespace) -> float:
-    """Of the MLP that a token goes through; of a layer with experts, of all that the token is sent to."""
-    if args.num_experts is None:
-        return float(args.ffn_hidden_size)
+    """Of all experts that a token is sent to."""
     return float(args.moe_ffn_hidden_size * args.moe_router_topk + (args.moe_shared_expert_intermediate_size or 0))

@@ -175,6 +175,19 @@ def test_repeated_steps_sample_the_same_texts(
     assert Counted.replays > 10
 
 
+def test_repeated_steps_see_where_the_thinking_phase_begins_and_ends(request: pytest.FixtureRequest) -> None:
+    """`relaxed` reads the texts that grow on the device."""
+    target, prompts = Runner(model_of("gqa"), vocab_size=8), [[1, 2], [1], [5, 3]]
+    settings = settings_of("mtp", 2) | {"verifier": "relaxed", "delta": 1.0, "think_start": 3, "think_end": 6}
+    strict = generate(target, prompts, 60, speculative=settings_of("mtp", 2))
+    usual = generate(target, prompts, 60, speculative=settings)
+    request.getfixturevalue("on_tape")
+    again = generate(target, prompts, 60, speculative=settings)
+    assert again.token_ids == usual.token_ids != strict.token_ids
+    assert again.stats.accepted == usual.stats.accepted
+    assert Counted.replays > 10
+
+
 def test_another_small_model_is_recorded_anew(request: pytest.FixtureRequest) -> None:
     target, settings = Runner(model_of("gqa"), vocab_size=3), settings_of("draft_model", 2)
     drafters = [Runner(model_of(kind), vocab_size=3) for kind in ("mha-tied-layernorm", "gqa", "mha-tied-layernorm")]
@@ -480,7 +493,7 @@ def test_only_steps_made_for_it_are_recorded() -> None:
     assert can_record(on_cuda, tree, 0, "greedy")
     assert can_record(on_cuda, tree, 2, "greedy")
     assert can_record(on_cuda, vanilla, 2, "block")
-    assert not can_record(on_cuda, vanilla, 2, "relaxed")
+    assert can_record(on_cuda, vanilla, 2, "relaxed")
     window = PROPOSERS["lookahead"](target, SpeculativeConfig("lookahead"))
     assert can_record(on_cuda, window, 0, "greedy")
     assert not can_record(on_cuda, window, 2, "greedy")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mtp.training.memory import Memory, Parameter, activations, memory_of
+from megatron_mtp.training.memory import Memory, Parameter, activations, memory_of, symbols_of
 
 
 def args(**others: Any) -> Namespace:
@@ -48,18 +48,48 @@ HIDDEN, LOGITS = 100 * 2 * 10, 100 * 2 * 1000 * 6
     ],
 )
 def test_activations(others: dict[str, Any], layers: int, depths: int, stage: int, expected: float) -> None:
-    assert activations(args(**others), layers, depths, stage) == expected
+    assert activations(args(**others), "*-" * layers, depths, stage) == pytest.approx(expected)
 
 
 def test_a_token_goes_through_the_experts_that_it_is_sent_to() -> None:
     experts = {"num_experts": 8, "moe_ffn_hidden_size": 10, "moe_router_topk": 3}
-    assert activations(args(**experts, moe_shared_expert_intermediate_size=10), 1, 0, 0) == activations(args(), 1, 0, 0)
-    assert activations(args(**experts, moe_shared_expert_intermediate_size=None), 1, 0, 0) == 30 * HIDDEN + LOGITS
+    shared, alone = (args(**experts, moe_shared_expert_intermediate_size=size) for size in (10, None))
+    assert activations(shared, symbols_of(shared, 1), 0, 0) == activations(args(), "*-", 0, 0)
+    assert activations(alone, symbols_of(alone, 1), 0, 0) == 30 * HIDDEN + LOGITS
+
+
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 5, "mamba_num_groups": 2, "mamba_state_dim": 3}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+}
+
+
+@pytest.mark.parametrize(
+    ("others", "layers", "depths", "expected"),
+    [
+        ({"hybrid_layer_pattern": "*-*-/*-"}, "*-*-", 1, (3 * 34 + 4) * HIDDEN),  # as a GPT
+        ({"hybrid_layer_pattern": "*-*-/*-", "recompute_granularity": "full"}, "*-*-", 1, (6 * 2 + 4) * HIDDEN),
+        ({"hybrid_layer_pattern": "*-"}, "-", 0, (5 + 16) * HIDDEN),
+        # x and z 20 each, B and C 6 each, dt 4; the output twice
+        ({"hybrid_layer_pattern": "M", **MAMBA}, "M", 0, 5 * HIDDEN + 200 * 2 * (56 + 40)),
+        ({"hybrid_layer_pattern": "M", **MAMBA, "tensor_model_parallel_size": 2}, "M", 0, 5 * HIDDEN + 200 * 96),
+        # q, k 6 each, v and gate 20 each, beta and alpha 4 each; q, k, v convolved; q, k of 4 heads; 4 rows of 64; out
+        ({"hybrid_layer_pattern": "G", **DELTA}, "G", 0, 5 * HIDDEN + 200 * (2 * (60 + 32 + 24 + 256 + 40) + 80)),
+    ],
+)
+def test_a_hybrids_layers_are_estimated_by_their_kinds(
+    others: dict[str, Any], layers: str, depths: int, expected: float
+) -> None:
+    given = args(**others, mtp_linear_ce_main=True)
+    assert activations(given, layers, depths, 0) == expected
 
 
 def test_a_repeated_layer_keeps_the_activations_of_every_pass() -> None:
     once, passes = ({"mtp_num_layers": 1, "mtp_unroll": unroll} for unroll in (None, 3))
-    one, three = (memory_of(args(**each), PARAMETERS, 3, 0) for each in (once, passes))
+    one, three = (memory_of(args(**each), PARAMETERS, "*-" * 3, 0) for each in (once, passes))
     assert three.activations - one.activations == 2 * (34 + 4) * HIDDEN
     assert three.weights == one.weights
 
@@ -79,6 +109,6 @@ PARAMETERS = [Parameter("trunk", 1000, 1000, 4, False), Parameter("depths", 100,
 def test_weights_gradients_and_optimizer(
     others: dict[str, Any], weights: float, gradients: float, optimizer: float
 ) -> None:
-    memory = memory_of(args(**others), PARAMETERS, layers=0, stage=0)
+    memory = memory_of(args(**others), PARAMETERS, layers="", stage=0)
     assert memory == Memory(weights, gradients, optimizer, LOGITS)
     assert memory.total == weights + gradients + optimizer + LOGITS

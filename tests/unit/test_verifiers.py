@@ -200,10 +200,12 @@ def _one_hot_logits(*best: int) -> Tensor:
 
 
 def _round(**settings: object) -> Round:
-    noise = Noise(torch.tensor([1]), torch.tensor([1]))
-    text = settings.pop("text", [])
+    text = torch.tensor([settings.pop("text", [0])], dtype=torch.long)
+    noise = Noise(torch.tensor([1]), torch.tensor([text.size(1)]))
     temperature = float(str(settings.pop("temperature", 0.0)))
-    return Round(Sampling(temperature), noise, config_from({"method": "mtp", **settings}), [text])  # type: ignore[list-item]
+    beyond = torch.tensor([[3, 4, 3]])  # what a drafter has left there is no part of the text
+    tokens_BT = torch.cat([text, beyond], dim=1)
+    return Round(Sampling(temperature), noise, config_from({"method": "mtp", **settings}), tokens_BT=tokens_BT)
 
 
 @pytest.mark.parametrize("verifier", ["greedy", "rejection", "specinfer", "spectr"])

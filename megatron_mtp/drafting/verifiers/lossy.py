@@ -54,6 +54,7 @@ class BildSettings(Settings):
     line="in the thinking phase accept what is among the top_n and within delta of the best; else greedy",
     lossless=False,
     greedy_only=True,
+    recordable=True,
     settings_kind=RelaxedSettings,
 )
 def relaxed(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
@@ -69,7 +70,7 @@ def relaxed(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     floor_BR = probs_BRV.amax(dim=-1) - settings.delta
     top = min(settings.top_n, logits_BRV.size(-1))
     nth_BR = probs_BRV.topk(top, dim=-1).values[..., -1]
-    thinking_B = torch.tensor([_is_thinking(text, settings) for text in round.texts], device=best_BR.device)
+    thinking_B = _are_thinking(round, settings)
 
     def is_near_the_best(node: int, here_B: Tensor, tried_B: Tensor) -> Tensor:
         nonlocal thinking_B
@@ -86,10 +87,16 @@ def relaxed(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     return Verdict(kept_BR, chosen(best_BR, last_B))
 
 
-def _is_thinking(text: list[int], settings: RelaxedSettings) -> bool:
-    """Whether its newest token stands in the thinking phase: after its start, and not after its end."""
-    bounds = [token for token in text if token in (settings.think_start, settings.think_end)]
-    return bool(bounds) and bounds[-1] == settings.think_start
+def _are_thinking(round: Round, settings: RelaxedSettings) -> Tensor:
+    """Whether the newest token of each text stands in the thinking phase: after its start, and not after its end."""
+    tokens_BT = round.tokens_BT
+    assert tokens_BT is not None
+    place_T = torch.arange(1, 1 + tokens_BT.size(1), device=tokens_BT.device)
+    place_BT = torch.where(place_T <= round.noise.position_B.unsqueeze(1), place_T, 0)
+    starts_B, ends_B = (
+        torch.where(tokens_BT == bound, place_BT, 0).amax(dim=1) for bound in (settings.think_start, settings.think_end)
+    )
+    return starts_B > ends_B
 
 
 @partial(

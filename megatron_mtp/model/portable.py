@@ -281,11 +281,9 @@ class SinkAttention(PortableAttention):
     The score's name and its part of a checkpoint are those of Megatron's `DotProductAttention`.
     """
 
-    def __init__(
-        self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection | None = None, **others: Any
-    ) -> None:
-        super().__init__(config, *args, pg_collection=pg_collection, **others)
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+    def __init__(self, config: TransformerConfig, *args: Any, **others: Any) -> None:
+        super().__init__(config, *args, **others)
+        groups = others.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
         self.tp_group = groups.tp
         heads, device = config.num_attention_heads // self.tp_group.size(), torch.cuda.current_device()
         offset_N = torch.zeros(heads, dtype=config.params_dtype, device=device)

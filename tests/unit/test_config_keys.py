@@ -12,7 +12,8 @@ from megatron_mtp.checkpoint.families import FAMILIES
 
 NAMES = (
     "llama qwen2 qwen3 mistral ministral smollm3 seed_oss granite phi3 glm helium ernie4_5 cwm internlm3 iquestcoder "
-    "arcee nemotron stablelm qwen3_moe qwen2_moe mixtral dots1 solar_open deepseek_v2 youtu glm4_moe_lite hy_v3"
+    "arcee nemotron stablelm qwen3_moe qwen2_moe mixtral dots1 solar_open deepseek_v2 youtu glm4_moe_lite hy_v3 "
+    "gpt_oss granite_swa jais2 granitemoe granitemoeshared"
 ).split()
 SIZES = set(
     "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads num_experts "
@@ -27,7 +28,8 @@ READ = SIZES | set(
     "embedding_multiplier logits_scaling residual_multiplier attention_multiplier qk_layernorm use_parallel_residual "
     "decoder_sparse_step mlp_only_layers mlp_layer_types norm_topk_prob first_k_dense_replace n_shared_experts "
     "num_shared_experts n_group topk_group topk_method routed_scaling_factor router_scaling_factor q_lora_rank "
-    "rope_interleave original_max_position_embeddings".split()
+    "rope_interleave original_max_position_embeddings swiglu_alpha swiglu_limit layer_rope_theta "
+    "shared_intermediate_size".split()
 )
 """Keys that rules or flags read, or with which a model is refused."""
 INERT = set(

@@ -9,7 +9,7 @@ from hf_models import Tensors, make, read, write
 from judged_models import QUIET
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from trunk_models import LEFT, TRUNKS
+from trunk_models import TRUNKS
 
 from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
@@ -117,7 +117,7 @@ def rows_folder(folder: Path) -> Path:
 def mxfp4_folder(folder: Path) -> Path:
     """gpt-oss with random bytes for its experts; a group has 32 numbers, so sizes are multiples of 32."""
     sizes = {"hidden_size": 64, "intermediate_size": 32}
-    tensors = read(make(folder, LEFT["gpt_oss"], 0, torch.bfloat16, changes=sizes))
+    tensors = read(make(folder, TRUNKS["gpt_oss"], 0, torch.bfloat16, changes=sizes))
     for name in [name for name in tensors if name.endswith(PACKED)]:
         experts, columns, rows = tensors.pop(name).shape
         tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16)).byte()

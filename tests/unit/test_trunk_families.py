@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.families import Family, Layout
-from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, Then
+from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, Then, Transposed
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.proof.verify import all_reference_logits, compare, megatron_logits, verify
 from megatron_mtp.drafting.api import generate
@@ -138,13 +138,41 @@ FAULTS: dict[str, Callable[[Rule], Rule]] = {
 def test_a_planted_fault_is_seen(
     name: str, fault: str, judged: dict[str, tuple[Path, Logits]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rules, plant = Family.all_rules, FAULTS[fault]
+    plant_in_rules(FAULTS[fault], monkeypatch)
+    assert failed(*judged[name], tmp_path / "mcore") == ["trunk logits, largest difference"]
+
+
+def plant_in_rules(plant: Callable[[Rule], Rule], monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = Family.all_rules
 
     def faulty(family: Family, config: HFConfig, layout: Layout) -> list[Rule]:
         return [plant(rule) for rule in rules(family, config, layout)]
 
     monkeypatch.setattr(Family, "all_rules", faulty)
-    assert failed(*judged[name], tmp_path / "mcore") == ["trunk logits, largest difference"]
+
+
+def in_halves(rule: Rule) -> Rule:
+    """Gate and up taken for halves, as other families have them."""
+    wrong = rule.mcore and rule.mcore[0].key.endswith("experts.linear_fc1.weight")
+    return replace(rule, map=Transposed()) if wrong else rule
+
+
+OWN_FAULTS: dict[str, Callable[[Rule], Rule]] = {
+    "sinks of other heads": rolled(("softmax_offset",), 0),
+    "gate and up in halves": in_halves,
+    "biases of other channels": rolled(("experts.linear_fc1.bias",), 1),
+    "biases of other experts": rolled(("experts.linear_fc2.bias",), 0),
+    "the router's bias moved": rolled(("router.bias",), 0),
+}
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("fault", OWN_FAULTS)
+def test_a_fault_of_what_gpt_oss_alone_has_is_seen(
+    fault: str, judged: dict[str, tuple[Path, Logits]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_in_rules(OWN_FAULTS[fault], monkeypatch)
+    assert failed(*judged["gpt_oss"], tmp_path / "mcore") == ["trunk logits, largest difference"]
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +299,7 @@ def attached(folder: Path, at: Path) -> Path:
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize(
     "name",
-    tiered(DRAFTED, ("granite", "smollm3")),
+    tiered(DRAFTED, ("granite", "smollm3", "gpt_oss")),
 )
 def test_a_text_drafted_by_attached_depths_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     folder = make(tmp_path / "hf", TRUNKS[name], 0)

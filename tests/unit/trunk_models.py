@@ -22,6 +22,7 @@ DEEP_EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
+OSS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 V2: dict[str, Any] = {**LATENT, **DEEP_EXPERTS, "num_attention_heads": 4, "norm_topk_prob": False}
 
 
@@ -63,6 +64,13 @@ TRUNKS: dict[str, Model] = {
     # transformers zeroes the embedding of a padding token after loading this class, so the model has none.
     "youtu": _trunk("youtu", **LATENT, num_attention_heads=4, tie_word_embeddings=True, pad_token_id=None),
     "solar_open": _trunk("solar_open", **DEEP_EXPERTS),
+    "gpt_oss": _trunk("gpt_oss", **OSS, layer_types=_windows("full", "full", "full")),
+    "gpt_oss-windows": _trunk("gpt_oss", **OSS, sliding_window=6),
+    "granite_swa": _trunk("granite_swa", **MUP, layer_types=_windows("full", "full", "full")),
+    "granite_swa-windows": _trunk("granite_swa", **MUP, sliding_window=6, layer_rope_theta=[10000.0, 0.0, 10000.0]),
+    "jais2": _trunk("jais2"),
+    "granitemoe": _trunk("granitemoe", head_dim=12, **MUP, **OSS, tie_word_embeddings=True),
+    "granitemoeshared": _trunk("granitemoeshared", head_dim=12, **MUP, **OSS, shared_intermediate_size=20),
 }
 """Models that Megatron runs."""
 LARGER: dict[str, Any] = {
@@ -76,9 +84,13 @@ LARGER: dict[str, Any] = {
 """What makes another size of each, where the table has no number of its own."""
 
 
+SQUARE = ("bitnet", "helium", "olmoe", "phi", "granitemoe", "granitemoeshared")
+"""Models whose heads together are as wide as the hidden state."""
+
+
 def larger(name: str) -> dict[str, Any]:
     """The changes that make the larger size of a model."""
-    own = {"head_dim": 8} if name in ("bitnet", "helium", "olmoe", "phi") else {}  # its output projection is square
+    own = {"head_dim": 8} if name in SQUARE else {}
     return {key: LARGER[key] for key in LARGER if key not in (TRUNKS | LEFT)[name].config} | own
 
 
@@ -102,15 +114,12 @@ LEFT: dict[str, Model] = {
     "phi": _trunk("phi", head_dim=12),
     "persimmon": _trunk("persimmon", **NO_WIDTH),
     "starcoder2": _trunk("starcoder2"),
-    "jais2": _trunk("jais2"),
     "ministral3": _trunk("ministral3"),
-    "gpt_oss": _trunk("gpt_oss", num_local_experts=6, num_experts_per_tok=2, sliding_window=6),
     "minimax_m2": _trunk("minimax_m2", num_local_experts=6, num_experts_per_tok=2),
     "apertus": _trunk("apertus"),
     "diffllama": _trunk("diffllama"),
     "bitnet": _trunk("bitnet", head_dim=12),
     "hyperclovax": _trunk("hyperclovax", **NO_WIDTH),
-    "granite_swa": _trunk("granite_swa", sliding_window=6),
     "phimoe": _trunk("phimoe", num_local_experts=6, num_experts_per_tok=2),
     "axk1": _trunk("axk1", **DEEP, n_group=2, topk_group=1),
     "minicpm3": _trunk("minicpm3", **LATENT, num_attention_heads=4),

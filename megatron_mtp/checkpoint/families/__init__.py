@@ -19,8 +19,10 @@ table.py         the families as tables, for docs/conversion.md
 llama.py         Llama, Qwen2, Qwen3
 carried.py       decoders whose layers Megatron cannot run: Gemma, OLMo 2, ...
 decoder.py       facts of a class as rules and flags
-dense.py         dense decoders without depths: Mistral, Granite, Phi-3, ...
+dense.py         dense decoders without depths: Mistral, SmolLM3, Phi-3, ...
 routed.py        decoders of experts without depths: Qwen3-MoE, Mixtral, ...
+gpt_oss.py       gpt-oss
+granite.py       Granite
 qwen3_next.py    Qwen3-Next, Qwen3.5
 deepseek.py      DeepSeek-V3, Kimi-K2, GLM-4.7-Flash
 glm.py           GLM-4.5, GLM-OCR
@@ -45,6 +47,8 @@ from megatron_mtp.checkpoint.families.ernie import ERNIE
 from megatron_mtp.checkpoint.families.exaone import EXAONE_4, EXAONE_MOE
 from megatron_mtp.checkpoint.families.family import CARRIED, Family, Layout
 from megatron_mtp.checkpoint.families.glm import GLM4_MOE, GLM_OCR
+from megatron_mtp.checkpoint.families.gpt_oss import GPT_OSS
+from megatron_mtp.checkpoint.families.granite import GRANITE
 from megatron_mtp.checkpoint.families.hunyuan import HUNYUAN
 from megatron_mtp.checkpoint.families.llama import LLAMA, QWEN2, QWEN3
 from megatron_mtp.checkpoint.families.longcat import LONGCAT
@@ -82,7 +86,9 @@ OWN: tuple[Family, ...] = (
     DEEPSEEK_V2,
     YOUTU,
     *DENSE,
+    *GRANITE,
     *ROUTED,
+    GPT_OSS,
     *CARRIED_TRUNKS,
 )
 """The families of this package, in the order of tables; the first that fits is the form of a trained model."""

@@ -39,7 +39,7 @@ from megatron_mtp.checkpoint.families.trunk import ORIGINAL, ORIGINAL_WEIGHTS, S
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 MLPRules = Callable[[str, str, int, int, bool], list[Rule]]
-ADDED = ("o_proj.weight", "down_proj.weight")
+ADDED = ("o_proj.weight", "down_proj.weight", "output_linear.weight")
 """Last projections of attention and MLP, whose output is added to the residual stream."""
 
 
@@ -66,11 +66,13 @@ class Decoder:
     Attributes:
         attention: sizes and names of the attention.
         mlp: rules of a dense MLP.
-        mlp_bias: config key of the MLP's biases.
+        mlp_bias: config key of the MLP's biases. Megatron has biases of all projections, of queries, keys and values
+            alone, or none.
         activation: Megatron's flags of the MLP's activation.
         norms: Megatron's flags of the norms.
         partial: whether `partial_rotary_factor` rotates a part of each head; other classes ignore the key.
         interleaved: whether rotary positions turn neighbouring channels, not those of both halves.
+        sinks: whether every head has an attention sink (`self_attn.sinks`), whose score is trained.
         windows: for each layer whether it has a sliding window of `sliding_window` positions.
         unplaced: for each layer whether it is without rotary positions.
         experts: routed experts; None if all layers are dense.
@@ -87,6 +89,7 @@ class Decoder:
     norms: Sequence[str] = RMS_NORM
     partial: bool = False
     interleaved: bool = False
+    sinks: bool = False
     windows: Callable[[HFConfig], list[bool]] = lambda config: []
     unplaced: Callable[[HFConfig], list[bool]] = lambda config: []
     experts: Callable[[HFConfig, Layout], MoE] | None = None
@@ -115,22 +118,31 @@ class Decoder:
         attention = self.attention(config)
         self._check(config, attention)
         width = config.integer("intermediate_size", "moe_intermediate_size")
-        flags = [*size_flags(config, layout.depths, layers(config), width, self.norms), *self.activation(config)]
+        norms = [*self.norms, *["--disable-bias-linear"] * (not self._has_all_biases(config, attention))]
+        flags = [*size_flags(config, layout.depths, layers(config), width, norms), *self.activation(config)]
         flags += [*gqa_flags(attention), *rope_flags(config, self.interleaved)]
+        flags += ["--softmax-type", "learnable"] * self.sinks
         flags += [*self._window_flags(config), *_where("no-rope-freq", self.unplaced(config))]
         if self.experts is not None and any(self._sparse(config)):
             flags += [*self.expert_flags(config), *by_layer("moe-layer-freq", self._sparse(config))]
         return flags + self._multiplier_flags(config, attention)
 
     def _layer(self, config: HFConfig, layout: Layout, place: Place, sparse: bool) -> list[Rule]:
-        hidden = config.integer("hidden_size")
-        rules = norm_rules(place, hidden, mla=False, moe=sparse) + gqa_rules(place, self.attention(config))
+        attention = self.attention(config)
+        rules = norm_rules(place, attention.hidden, mla=False, moe=sparse) + gqa_rules(place, attention)
+        if self.sinks:
+            key = f"{place.mcore}self_attention.core_attention.softmax_offset"
+            rules.append(rename(f"{place.hf}self_attn.sinks", key, (attention.heads,)))
         if self._has_norm_biases:
-            rules += _norm_biases(place, hidden, moe=sparse)
+            rules += _norm_biases(place, attention.hidden, moe=sparse)
+        return rules + self.mlp_or_experts(config, layout, place, sparse)
+
+    def mlp_or_experts(self, config: HFConfig, layout: Layout, place: Place, sparse: bool) -> list[Rule]:
+        """Rules of a layer's MLP, or of its experts if it is sparse."""
         if sparse and self.experts is not None:
-            return rules + moe_rules(place, self.experts(config, layout))
-        names, width = (f"{place.hf}mlp.", f"{place.mcore}mlp."), config.integer("intermediate_size")
-        return rules + self.mlp(*names, hidden, width, config.flag(self.mlp_bias))
+            return moe_rules(place, self.experts(config, layout))
+        hidden, width = config.integer("hidden_size"), config.integer("intermediate_size")
+        return self.mlp(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width, config.flag(self.mlp_bias))
 
     @property
     def _has_norm_biases(self) -> bool:
@@ -139,8 +151,12 @@ class Decoder:
     def _sparse(self, config: HFConfig) -> list[bool]:
         return [False] * layers(config) if self.experts is None else self.sparse(config)
 
+    def _has_all_biases(self, config: HFConfig, attention: GQA) -> bool:
+        return attention.bias and attention.out_bias and config.flag(self.mlp_bias)
+
     def _check(self, config: HFConfig, attention: GQA) -> None:
-        if attention.out_bias or config.flag(self.mlp_bias):
+        some = attention.out_bias or config.flag(self.mlp_bias)
+        if some and not self._has_all_biases(config, attention):
             raise UntrainableError(
                 "biases of the output projection or the MLP, which Megatron has only together with all others"
             )

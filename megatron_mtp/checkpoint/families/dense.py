@@ -1,4 +1,7 @@
-"""Dense decoders without depths of their own, each as the facts of its class in transformers; depths are attached."""
+"""Dense decoders without depths of their own, each as the facts of its class in transformers; depths are attached.
+
+Granite's are in granite.py.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -8,13 +11,12 @@ from megatron_mtp.checkpoint.families.decoder import (
     CENTRED_LAYER_NORM,
     LAYER_NORM,
     Decoder,
-    Multipliers,
     trunk_family,
 )
 from megatron_mtp.checkpoint.families.family import Family
 from megatron_mtp.checkpoint.families.flags import squared_relu_flags
 from megatron_mtp.checkpoint.families.llama import llama_attention
-from megatron_mtp.checkpoint.families.trunk import ORIGINAL_WEIGHTS, gqa, layers
+from megatron_mtp.checkpoint.families.trunk import gqa, layers
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
@@ -50,7 +52,7 @@ def _ministral_windows(config: HFConfig) -> list[bool]:
     return windows if config.has("sliding_window") else [False] * len(windows)
 
 
-def _cwm_windows(config: HFConfig) -> list[bool]:
+def three_windows(config: HFConfig) -> list[bool]:
     """Three windows after each full attention, unless the config says otherwise."""
     return windows_by_type(config, [bool(index % 4) for index in range(layers(config))])
 
@@ -72,15 +74,6 @@ def _unplaced(config: HFConfig) -> list[bool]:
 
 def _smollm3_refused(config: HFConfig) -> str | None:
     return "sliding windows" if config.flag("use_sliding_window") else None
-
-
-def _granite_multipliers(config: HFConfig) -> Multipliers:
-    return Multipliers(
-        embedding=config.number("embedding_multiplier"),
-        logits=1 / config.number("logits_scaling"),
-        residual=config.number("residual_multiplier"),
-        scores=config.number("attention_multiplier"),
-    )
 
 
 def _stablelm_refused(config: HFConfig) -> str | None:
@@ -135,18 +128,17 @@ DENSE: tuple[Family, ...] = (
         },
     ),
     trunk_family(
-        "Granite",
-        "Granite 3",
-        ("granite",),
-        replace(_LLAMA, multipliers=_granite_multipliers),
+        "Jais 2",
+        "Jais 2",
+        ("jais2",),
+        Decoder(partial(_bias, out="attention_bias"), plain_mlp_rules, activation=squared_relu_flags, norms=LAYER_NORM),
         {
-            "max_position_embeddings": 2048,
-            "rms_norm_eps": 1e-6,
-            **dict.fromkeys(
-                ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0
-            ),
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "relu2",
         },
-        features={ORIGINAL_WEIGHTS: r"\.o_proj\.weight$"},
     ),
     trunk_family(
         "Phi-3",
@@ -205,7 +197,7 @@ DENSE: tuple[Family, ...] = (
         "CWM",
         "Code World Model",
         ("cwm",),
-        replace(_PLAIN, windows=_cwm_windows),
+        replace(_PLAIN, windows=three_windows),
         {
             "num_key_value_heads": 8,
             "head_dim": 128,

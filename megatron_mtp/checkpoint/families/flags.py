@@ -90,17 +90,19 @@ def squared_relu_flags(config: HFConfig) -> list[str]:
 
 
 RMS_NORM = ("--normalization", "RMSNorm")
+PLAIN = (*RMS_NORM, "--disable-bias-linear")
+"""RMSNorm, and no biases."""
 
 
-def size_flags(config: HFConfig, depths: int, count: int, width: int, norms: Sequence[str] = RMS_NORM) -> list[str]:
-    """Flags for sizes and norms.
+def size_flags(config: HFConfig, depths: int, count: int, width: int, norms: Sequence[str] = PLAIN) -> list[str]:
+    """Flags for sizes, norms and biases.
 
     Args:
         config: the model's config.
         depths: number of MTP depths.
         count: number of layers.
         width: size of the MLP.
-        norms: flags of the norms.
+        norms: flags of the norms, and of the projections' biases.
     """
     longest = config.integer("max_position_embeddings")
     vocabulary = config.integer("vocab_size")
@@ -110,7 +112,7 @@ def size_flags(config: HFConfig, depths: int, count: int, width: int, norms: Seq
         "max-position-embeddings": longest, "norm-epsilon": config.number(*EPSILON),
         "vocab-size": vocabulary, "attention-dropout": 0.0, "hidden-dropout": 0.0,
     })  # fmt: skip
-    flags += [*norms, "--disable-bias-linear"]
+    flags += norms
     if not config.flag("tie_word_embeddings"):
         flags.append("--untie-embeddings-and-output-weights")
     return flags + (pairs({"mtp-num-layers": depths}) if depths else [])

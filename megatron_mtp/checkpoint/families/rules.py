@@ -187,6 +187,39 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Transposed:
+    """The last two dimensions exchanged, for projections that HF stores as [input, output]; its own inverse."""
+
+    what = "transposed"
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.transpose(-1, -2).contiguous() for tensor in tensors]
+
+    backward = forward
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """Rows of two kinds that stand in turn along `dim`, to all of the first kind and all of the second.
+
+    Gates and ups of three channels:   g1 u1 g2 u2 g3 u3   to   g1 g2 g3 u1 u2 u3
+    """
+
+    dim: int
+    what = "gates, then ups"
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self._exchanged(tensor, (-1, 2)) for tensor in tensors]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self._exchanged(tensor, (2, -1)) for tensor in tensors]
+
+    def _exchanged(self, tensor: Tensor, sizes: tuple[int, int]) -> Tensor:
+        pairs = tensor.unflatten(self.dim, sizes).transpose(self.dim, self.dim + 1)
+        return pairs.flatten(self.dim, self.dim + 1)
+
+
+@dataclass(frozen=True)
 class ByKind:
     """One HF tensor whose rows stand group by group into a tensor for each kind of row.
 

@@ -94,7 +94,7 @@ def _are_thinking(round: Round, settings: RelaxedSettings) -> Tensor:
     place_T = torch.arange(1, 1 + tokens_BT.size(1), device=tokens_BT.device)
     place_BT = torch.where(place_T <= round.noise.position_B.unsqueeze(1), place_T, 0)
     starts_B, ends_B = (
-        torch.where(tokens_BT == bound, place_BT, 0).amax(dim=1) for bound in (settings.think_start, settings.think_end)
+        place_BT.where(tokens_BT.eq(bound), 0).amax(dim=1) for bound in (settings.think_start, settings.think_end)
     )
     return starts_B > ends_B
 

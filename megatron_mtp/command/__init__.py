@@ -3,6 +3,7 @@
 line.py        megatron-mtp: VERBS is the table
 evaluate.py    loss and acceptance of a checkpoint on a text
 audit.py       what is in a checkpoint, and what differs between two
+tabulate.py    a table of acceptance for many checkpoints, row by row
 attach.py      depths for a Hugging Face model, step by step
 doctor.py      what this machine has, and what the absence of a thing costs
 doctor_distributed.py  the same of all ranks of a job: alike, within reach, and computing as one

@@ -112,6 +112,12 @@ def _foretell(program: str) -> ArgumentParser:
     return parser(program)
 
 
+def _tabulate(program: str) -> ArgumentParser:
+    from megatron_mtp.foretell.table.flags import parser
+
+    return parser(program)
+
+
 def _attach(program: str) -> ArgumentParser:
     from megatron_mtp.command.attach import parser
 
@@ -140,6 +146,7 @@ PARSERS: dict[str, tuple[Callable[[str], ArgumentParser], ...]] = {
     "bench-serve": (_bench_serve,),
     "evaluate": (_train, _evaluate),
     "foretell": (_foretell,),
+    "tabulate": (_tabulate,),
     "attach": (_train, _attach),
     "report": (_report,),
     "doctor": (_doctor,),

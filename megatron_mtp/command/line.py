@@ -122,6 +122,20 @@ def _foretell(program: str, arguments: list[str]) -> int:
     return main(arguments, program)
 
 
+def _tabulate(program: str, arguments: list[str]) -> int:
+    from megatron_mtp.foretell.table.flags import parser
+
+    args = parser(program).parse_args(arguments)  # --help and unknown flags need not wait for torch
+
+    from megatron_mtp.checkpoint.command import quieten
+
+    quieten()
+
+    from megatron_mtp.command.tabulate import main
+
+    return main(args, program)
+
+
 def _convert(program: str, arguments: list[str]) -> int:
     from megatron_mtp.checkpoint.command import main
 
@@ -222,6 +236,7 @@ VERBS = {
     "bench-serve": Verb("measure a server of OpenAI's API: waiting times, tokens a second, acceptance", _bench_serve),
     "evaluate": Verb("compute loss and acceptance by depth of a checkpoint on a text", _evaluate),
     "foretell": Verb("compute what another engine will accept of a checkpoint's drafts, and why", _foretell),
+    "tabulate": Verb("fill a table of acceptance for many checkpoints, here and in engines", _tabulate),
     "report": Verb("make one HTML page from one or several runs", _report),
     "doctor": Verb("show what this machine has, and what missing parts cost", _doctor),
     "preprocess": Verb("turn text into the .bin and .idx that train reads", _preprocess),

@@ -7,4 +7,5 @@ source.py      the given folder: a Megatron checkpoint or a Hugging Face one, it
 report.py      the answer as a table and as JSON, with the form of vLLM's synthetic acceptance
 flags.py       the flags, for a parser that must not wait for torch
 command.py     megatron-mtp foretell
+table/         megatron-mtp tabulate: acceptance of many checkpoints, here and by engines' rules
 """

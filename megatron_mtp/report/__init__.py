@@ -7,5 +7,6 @@ settings.py  how runs were started: dates, commands, hyperparameters
 drafts.py    drafts token by token
 page.py      the page, with page.css and page.js in it, written beside and renamed
 audited.py   the page of an audit
+tabulated.py  the page of a table of acceptance
 command.py   megatron-mtp report
 """

@@ -3,6 +3,8 @@
 import json
 import pickle
 import shutil
+import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,21 @@ import yaml
 from audit_faults import blocks, config, drop, on, read, rewrite
 from hf_models import MODELS, make, write
 from judged_models import QUIET
+from test_quantised import fp8_folder, mxfp4_folder
 from torch import Tensor
+from trunk_models import SEEING
 
-from megatron_mtp.checkpoint.audit.auditing import audit
+from megatron_mtp.checkpoint.audit.auditing import _states, audit
 from megatron_mtp.checkpoint.audit.guesses import Heads, block_of, difference, explain, is_rotary
+from megatron_mtp.checkpoint.audit.side import MegatronSide
+from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 from megatron_mtp.checkpoint.convert.migrating import migrate
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.command import audit as command
 from megatron_mtp.command import line
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -273,6 +280,118 @@ def test_fp8_weights_are_read_with_their_scales(glm: Path, tmp_path: Path) -> No
     hf_to_mcore(eight, tmp_path / "mcore", QUIET, megatron_arguments)
     assert guesses(audit(eight, tmp_path / "mcore")) == set()
     assert guesses(audit(glm, eight)) == {"rounded"}
+
+
+@pytest.mark.parametrize("make_folder", [fp8_folder, mxfp4_folder])
+def test_quantised_weights_are_compared_as_transformers_reads_them(
+    make_folder: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """A release of compressed-tensors or MXFP4, its checkpoint, and the export in bfloat16 are one model."""
+    folder, mcore = make_folder(tmp_path / "hf"), tmp_path / "mcore"
+    hf_to_mcore(folder, mcore, QUIET, megatron_arguments)
+    form = kept_form(mcore)
+    assert form is not None
+    mcore_to_hf(mcore, tmp_path / "back", QUIET, form)
+    alone = audit(folder)
+    assert alone["ok"], alone["findings"]
+    for other in (mcore, tmp_path / "back"):
+        result = audit(folder, other)
+        assert guesses(result) - {"config"} == set(), result["findings"]
+        assert result["compared"]["equal"] == len(read(tmp_path / "back"))
+    name = next(name for name in read(tmp_path / "back") if "down_proj" in name and not name.endswith("bias"))
+    on(name, lambda tensor: tensor * 2)(tmp_path / "back")
+    assert guesses(audit(folder, tmp_path / "back")) - {"config"} == {"scaled"}
+
+
+def test_a_lost_scale_is_seen(tmp_path: Path) -> None:
+    folder = fp8_folder(tmp_path / "hf")
+    lost = Path(shutil.copytree(folder, tmp_path / "lost"))
+    name = "model.layers.1.self_attn.q_proj.weight_scale"
+    rewrite(lost, lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name})
+    assert "tensor missing" in guesses(audit(folder, lost))
+
+
+def test_a_model_around_a_text_model_is_audited_by_its_rules(tmp_path: Path) -> None:
+    folder = make(tmp_path / "hf", SEEING["llava"], 0)
+    (side,) = audit(folder)["sides"]
+    assert side["family"].endswith("inside of llava")
+    assert audit(folder)["ok"]
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    assert guesses(audit(folder, tmp_path / "mcore")) == set()
+    lost = "language_model.model.layers.1.mlp.up_proj.weight"
+    assert lost in read(folder)
+    rewrite(folder, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != lost})
+    (found,) = [one for one in audit(folder)["findings"] if one["severity"] == "error"]
+    assert (found["guess"], found["names"]) == ("tensor missing", (lost,))
+
+
+def test_the_optimizers_state_is_described_and_its_absence_noted(tmp_path: Path, saved: Path) -> None:
+    one, other = MegatronSide(tmp_path), MegatronSide(tmp_path)
+    one.optimizer = {"tensors": 4, "bytes": 64, "kinds": {"exp_avg": 2, "exp_avg_sq": 2}, "types": {"float32": 4}}
+    (note,) = _states(one, other)
+    assert (note.severity, note.says) == (
+        "note",
+        "The optimizer has stored 4 tensors (2 exp_avg, 2 exp_avg_sq) on side A and nothing on side B; its numbers are "
+        "not compared.",
+    )
+    assert _states(one, one) == []
+    assert command._optimizer(one.optimizer) == [
+        "   optimizer: 4 tensors (2 exp_avg, 2 exp_avg_sq), 6.4e-05 MB (4 float32)"
+    ]
+    assert audit(saved)["sides"][0]["optimizer"] is None
+
+
+def second_index(folder: Path) -> None:
+    (folder / "model.fp16.safetensors.index.json").write_text('{"weight_map": {"a": "nowhere.safetensors"}}')
+
+
+def empty_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[0].write_bytes(b"")
+
+
+def loop(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    file.unlink()
+    file.symlink_to(file.name)
+
+
+def odd_names(folder: Path) -> None:
+    rewrite(folder, lambda tensors: {**tensors, "model.\u202e\u2028\U0001f9ea.weight": torch.ones(2, 2)})
+
+
+def list_of_keys(folder: Path) -> None:
+    (folder / "config.json").write_text("[1, 2]")
+
+
+def huge_header(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[0].write_bytes(struct.pack("<Q", 2 * 10**9) + b"{}")
+
+
+def deep_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"a":' * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (second_index, set()),
+        (empty_shard, {"damaged file"}),
+        (loop, {"damaged file", "file missing"}),
+        (odd_names, {"tensor left over", "tensor not in the index"}),
+        (list_of_keys, {"damaged config"}),
+        (huge_header, {"damaged file"}),
+        (deep_config, {"damaged config"}),
+    ],
+)
+def test_odd_folders_are_described_in_sentences(
+    change: Callable[[Path], None], found: set[str], glm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = Path(shutil.copytree(glm, tmp_path / "odd \u00e9\u202e"))
+    change(odd)
+    assert line.main(["audit", str(odd), "--html", str(tmp_path / "page.html")]) == (1 if found else 0)
+    assert "Traceback" not in "".join(capsys.readouterr())
+    assert found <= guesses(audit(odd))
+    assert line.main(["audit", str(glm), str(odd), "--json"]) == (1 if found else 0)
 
 
 # --- guesses ---------------------------------------------------------------------------------------------------------

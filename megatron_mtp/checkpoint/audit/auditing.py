@@ -14,7 +14,7 @@ from tqdm import tqdm
 from megatron_mtp.checkpoint.audit.comparing import Compared, compare
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.copies import check_copies, copies_of
-from megatron_mtp.checkpoint.audit.finding import Finding, ordered
+from megatron_mtp.checkpoint.audit.finding import NOTE, Finding, ordered
 from megatron_mtp.checkpoint.audit.folder import open_folder
 from megatron_mtp.checkpoint.audit.logits import logits
 from megatron_mtp.checkpoint.audit.pairing import Pairing, pairing
@@ -102,7 +102,21 @@ def _compare(a: Side, b: Side, ranges: tuple[Ranges, Ranges], bar: Any) -> tuple
     paired = pairing(a, b)
     compared = compare(a, b, paired, ranges, bar.update)
     same = not any(one.guess in ("tied copy", "stale copy") for one in compared.findings)
-    return compared, compared.findings + settings(a, b, same and _shares_head(paired))
+    return compared, compared.findings + settings(a, b, same and _shares_head(paired)) + _states(a, b)
+
+
+def _states(a: Side, b: Side) -> list[Finding]:
+    """A note where two checkpoints do not have the same optimizer's tensors, by number and type; none are read."""
+    if not (isinstance(a, MegatronSide) and isinstance(b, MegatronSide)) or a.optimizer == b.optimizer:
+        return []
+    each = " and ".join(f"{_stored(side)} on side {letter}" for letter, side in (("A", a), ("B", b)))
+    says = f"The optimizer has stored {each}; its numbers are not compared."
+    return [Finding("not compared", says, severity=NOTE)]
+
+
+def _stored(side: MegatronSide) -> str:
+    kinds = ", ".join(f"{count} {name}" for name, count in side.optimizer.get("kinds", {}).items())
+    return f"{side.optimizer['tensors']} tensors ({kinds})" if side.optimizer else "nothing"
 
 
 def _shares_head(paired: Pairing) -> bool:
@@ -162,5 +176,5 @@ def _of_saved(side: MegatronSide) -> dict[str, Any]:
         "iteration": side.iteration,
         **({"hybrid layer pattern": side.pattern} if side.pattern is not None else {}),
         "arguments from": side.args_from or None,
-        "optimizer": side.reader is not None and bool(side.reader.state_keys),
+        "optimizer": side.optimizer or None,
     }

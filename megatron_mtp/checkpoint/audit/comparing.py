@@ -18,7 +18,7 @@ from megatron_mtp.checkpoint.audit.guesses import Guess, Heads, difference, expl
 from megatron_mtp.checkpoint.audit.moves import Move, moves
 from megatron_mtp.checkpoint.audit.pairing import Pair, Pairing
 from megatron_mtp.checkpoint.audit.parts import Parts
-from megatron_mtp.checkpoint.audit.side import HFSide, Side
+from megatron_mtp.checkpoint.audit.side import MXFP4, HFSide, Side
 from megatron_mtp.checkpoint.audit.values import Ranges
 from megatron_mtp.checkpoint.convert.names import unnumbered
 from megatron_mtp.files import default_workers
@@ -133,9 +133,9 @@ def _difference(pair: Pair, heads: Heads, ranges: tuple[Ranges, Ranges]) -> Diff
 
 
 def _quantised(pair: Pair) -> Guess | None:
-    """Numbers that are nearly the same since one side is FP8."""
+    """Numbers that are nearly the same since one side is FP8 or MXFP4."""
     for entry, side in ((pair.b, "B"), (pair.a, "A")):
-        if entry.dtype.startswith("float8"):
+        if entry.dtype.startswith("float8") or entry.dtype == MXFP4:
             return Guess("rounded", f"differs by rounding: side {side} is {entry.dtype} with scales")
     return None
 

@@ -11,7 +11,6 @@ from megatron_mtp.checkpoint.audit.parts import DEPTH, PROJECTION, TRUNK, Parts
 from megatron_mtp.checkpoint.audit.side import HFSide, MegatronSide, Side
 from megatron_mtp.checkpoint.convert.names import unnumbered
 from megatron_mtp.checkpoint.families.rules import Rule, Shape
-from megatron_mtp.checkpoint.hf.quantised import BLOCK_SCALE
 
 LOST = "export the depths as well, or set the number of depths in the config to what the files hold"
 AGAIN = "export or fetch the tensors again"
@@ -107,10 +106,7 @@ def missing_layers(wanted: dict[int, list[str]], gone: dict[int, list[str]]) -> 
 
 def _left_over(side: HFSide, rules: list[Rule]) -> Iterator[Finding]:
     expected = {tensor.name for rule in rules for tensor in rule.hf}
-    scales = {
-        name for name in side.tensors if name.endswith(BLOCK_SCALE) and name.removesuffix(BLOCK_SCALE) in side.tensors
-    }
-    left = [name for name in side.tensors if name not in expected and name not in scales]
+    left = [name for name in side.tensors if name not in expected and side.scaled(name) is None]
     if left:
         of = f"a '{side.config.model_type}' model" if side.config is not None else "the model"
         says = f"{counted(len(left), 'tensor')} of the files are no part of {of} as its config says: {listed(left)}."

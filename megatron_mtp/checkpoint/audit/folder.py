@@ -5,6 +5,7 @@ Loaders follow the index. What the files hold beside it is not loaded, and is li
 
 import re
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,21 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.entry import Entry, Place
 from megatron_mtp.checkpoint.audit.finding import NOTE, WARNING, Finding, counted, listed
-from megatron_mtp.checkpoint.audit.side import DEPTH_KEYS, HFSide
-from megatron_mtp.checkpoint.families import FAMILIES
+from megatron_mtp.checkpoint.audit.side import DEPTH_KEYS, MXFP4, HFSide
+from megatron_mtp.checkpoint.families import family_of
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.hf.kinds import ADAPTER, quantisation
-from megatron_mtp.checkpoint.hf.quantised import BLOCK_SCALE, by_block
+from megatron_mtp.checkpoint.hf.quantised import (
+    BLOCK_SCALE,
+    BLOCKS,
+    FP8,
+    SCALE,
+    SCALES,
+    by_block,
+    by_row,
+    from_mxfp4,
+    mxfp4_shape,
+)
 from megatron_mtp.checkpoint.hf.shards import COPY, DTYPES, INDEX, SINGLE, block_of, raw_header
 
 MTP = re.compile(r"(^|\.|_)mtp(_|\.)")
@@ -63,10 +74,10 @@ def _read_config(side: HFSide) -> None:
     if odd:
         says = f"{listed(odd)} of the config: no number of layers or depths ({side.config.keys[odd[0]]!r:.40})."
         side.findings.append(Finding("damaged config", says, "correct the config", names=tuple(odd)))
-    side.family = FAMILIES.get(side.config.model_type)
-    if side.family is not None:
+    try:
+        side.family = family_of(side.config)
         side.config = side.config.with_defaults(side.family.defaults)
-    else:
+    except ValueError:
         says = f"The model_type '{side.config.model_type:.60}' is unknown here: tensors are described by their names."
         side.findings.append(Finding("not compared", says, severity=NOTE))
 
@@ -194,17 +205,39 @@ def _check_hidden(side: HFSide) -> None:
 
 
 def _with_scales(side: HFSide) -> None:
-    """Read FP8 weights with the scales of their blocks."""
+    """Read quantised weights with their scales, as the conversion does; the two tensors of MXFP4 become one."""
     block = block_of(side.keys)
     for name, entry in list(side.tensors.items()):
-        scale = side.tensors.get(f"{name}{BLOCK_SCALE}")
-        if scale is not None:
-            read = partial(_dequantised, entry, scale, block)
-            side.tensors[name] = Entry(entry.shape, entry.dtype, entry.bytes, read, entry.place)
+        of_blocks, of_rows = (side.tensors.get(f"{name}{ending}") for ending in (BLOCK_SCALE, SCALE))
+        if of_blocks is not None:
+            side.tensors[name] = replace(entry, read=partial(_by_block, entry, of_blocks, block))
+        elif of_rows is not None and entry.kind in FP8:
+            side.tensors[name] = replace(entry, read=partial(_by_row, entry, of_rows))
+        elif name.endswith(BLOCKS):
+            _unpack(side, name)
 
 
-def _dequantised(weight: Entry, scale: Entry, block: tuple[int, int]) -> Tensor:
+def _by_block(weight: Entry, scale: Entry, block: tuple[int, int]) -> Tensor:
     return by_block(weight.read(), scale.read(), block)
+
+
+def _by_row(weight: Entry, scale: Entry) -> Tensor:
+    return by_row(weight.read(), scale.read())
+
+
+def _unpack(side: HFSide, name: str) -> None:
+    """Put a weight in the place of its blocks and scales of MXFP4."""
+    weight = name.removesuffix(BLOCKS)
+    blocks, scales = side.tensors[name], side.tensors.get(f"{weight}{SCALES}")
+    if scales is None or len(blocks.shape) != 4:
+        return
+    del side.tensors[name], side.tensors[f"{weight}{SCALES}"]
+    read = partial(_from_mxfp4, blocks, scales)
+    side.tensors[weight] = Entry(mxfp4_shape(blocks.shape), MXFP4, blocks.bytes + scales.bytes, read)
+
+
+def _from_mxfp4(blocks: Entry, scales: Entry) -> Tensor:
+    return from_mxfp4(blocks.read(), scales.read())
 
 
 def _check_kind(side: HFSide) -> None:

@@ -26,7 +26,7 @@ from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.blocks import FUSED_NORM, OWN_NORM
 from megatron_mtp.checkpoint.families.rules import MinusOne, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
-from megatron_mtp.checkpoint.hf.quantised import BLOCK_SCALE
+from megatron_mtp.checkpoint.hf.quantised import FP8
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 from megatron_mtp.model.hybrid import without_stages
 
@@ -80,20 +80,21 @@ def pairing(a: Side, b: Side) -> Pairing:
 def _folders(a: HFSide, b: HFSide) -> Pairing:
     found = _by_name(a.tensors, b.tensors)
     found.only_a, found.only_b = (
-        _without_scales(only, other) for only, other in ((found.only_a, b), (found.only_b, a))
+        _without_scales(only, own, other) for only, own, other in ((found.only_a, a, b), (found.only_b, b, a))
     )
     _pair_by_rules(a, b, found)
     _pair_copies(a, b, found)
     return found
 
 
-def _without_scales(only: dict[str, Entry], other: HFSide) -> dict[str, Entry]:
+def _without_scales(only: dict[str, Entry], own: HFSide, other: HFSide) -> dict[str, Entry]:
     """Tensors without the scales of FP8 weights, which the other side stores in another type."""
-    return {
-        name: only[name]
-        for name in only
-        if name.removesuffix(BLOCK_SCALE) == name or name.removesuffix(BLOCK_SCALE) not in other.tensors
-    }
+
+    def needless(name: str) -> bool:
+        weight = own.scaled(name)
+        return weight in other.tensors and other.tensors[weight].kind not in FP8
+
+    return {name: only[name] for name in only if not needless(name)}
 
 
 def _by_name(a: dict[str, Entry], b: dict[str, Entry]) -> Pairing:
@@ -250,16 +251,12 @@ def _across(a: Side, b: Side) -> Pairing:
         _pair_rule(rule, folder, saved, left, found, turned)
         covered |= {tensor.name for tensor in rule.hf}
     extra = {
-        name: entry for name, entry in folder.tensors.items() if name not in covered and not _is_scale(folder, name)
+        name: entry for name, entry in folder.tensors.items() if name not in covered and folder.scaled(name) is None
     }
     of_folder, of_saved = (found.only_b, found.only_a) if turned else (found.only_a, found.only_b)
     of_folder |= extra
     of_saved |= left
     return found
-
-
-def _is_scale(folder: HFSide, name: str) -> bool:
-    return name.endswith(BLOCK_SCALE) and name.removesuffix(BLOCK_SCALE) in folder.tensors
 
 
 def _rules_across(folder: HFSide, saved: MegatronSide) -> list[Rule] | None:

@@ -4,7 +4,9 @@ The arguments of its model are in the checkpoint itself, or in Megatron-Bridge's
 tensors are described by their keys alone.
 """
 
+import re
 from argparse import Namespace
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from megatron_mtp.checkpoint.mcore.iterations import RELEASE
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.patches.unpickling import read_catalogue
 
+_STATE = re.compile(r"optimizer\.state\.(\w+)\.")
+"""Keys of the optimizer's tensors that say what they are: exp_avg, exp_avg_sq, fp32_param."""
 RUN_CONFIG = "run_config.yaml"
 SIMPLE = (int, float, str, bool, list)
 
@@ -41,7 +45,20 @@ def open_saved(path: Path) -> MegatronSide:
         size = torch.Size(reader.shape(key)).numel() * dtype.itemsize
         name, kind = key.removeprefix(NESTED), str(dtype).removeprefix("torch.")
         side.tensors[name] = Entry(tuple(reader.shape(key)), kind, size, partial(reader.read, key))
+    side.optimizer = _optimizer(reader)
     return side
+
+
+def _optimizer(reader: DistReader) -> dict[str, Any]:
+    """What the optimizer has stored: how many tensors, their bytes, and how many of each kind and type."""
+    keys = reader.state_keys
+    if not keys:
+        return {}
+    named = (_STATE.search(key) for key in keys)
+    types = Counter(str(reader.dtype(key)).removeprefix("torch.") for key in keys)
+    size = sum(torch.Size(reader.shape(key)).numel() * reader.dtype(key).itemsize for key in keys)
+    kinds = Counter("others" if match is None else match.group(1) for match in named)
+    return {"tensors": len(keys), "bytes": size, "kinds": dict(kinds), "types": dict(types)}
 
 
 def _check_files(side: MegatronSide, reader: DistReader) -> None:

@@ -16,12 +16,15 @@ from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS
 from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.quantised import ACTIVATION, BLOCK_SCALE, FP8, SCALE
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 
 DEPTH_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
 """Config keys that count depths, of families known here and of others."""
 
 
+MXFP4 = "mxfp4"
+"""The type of a weight of two tensors: numbers of 4 bits and their exponents."""
 NESTED = "language_model."
 """What keys of the text model begin with in checkpoints of multimodal models; it is left out of `tensors`."""
 
@@ -86,6 +89,15 @@ class HFSide:
         """Whether the config says that embedding and head are one."""
         return self.config is not None and self.config.keys.get("tie_word_embeddings") is True
 
+    def scaled(self, name: str) -> str | None:
+        """The quantised weight whose scale this tensor is; None for other tensors."""
+        if name.endswith(BLOCK_SCALE):
+            weight = name.removesuffix(BLOCK_SCALE)
+            return weight if weight in self.tensors else None
+        weight = name.removesuffix(ACTIVATION) + "weight" if name.endswith(ACTIVATION) else name.removesuffix(SCALE)
+        quantised = weight != name and weight in self.tensors and self.tensors[weight].kind in FP8
+        return weight if quantised else None
+
     def rules(self, layout: Layout) -> list[Rule] | None:
         """The family's rules for a layout; None if there is no family, or the config does not fit it."""
         if self.family is None or self.config is None:
@@ -103,8 +115,9 @@ class HFSide:
         if self.family.depths is not None:
             for key in self.family.depths.keys:
                 keys[key] = self.family.depths.stored(self.tensors)
+        names = [name for name in self.tensors if self.scaled(name) is None]
         try:
-            found = self.family.layout(HFConfig(keys, self.config.model_type, self.config.source), self.tensors)
+            found = self.family.layout(HFConfig(keys, self.config.model_type, self.config.source), names)
         except UNFIT:
             return None
         return Layout(depths, found.features, found.carried)
@@ -122,6 +135,7 @@ class MegatronSide:
         iteration: the number of its iteration.
         tensors: the model's tensors by key, without the optimizer's.
         findings: what was found when it was opened.
+        optimizer: the optimizer's tensors: how many, their bytes, and their numbers by kind and type; empty if none.
     """
 
     path: Path
@@ -131,6 +145,7 @@ class MegatronSide:
     iteration: int | None = None
     tensors: dict[str, Entry] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    optimizer: dict[str, Any] = field(default_factory=dict)
     form = "Megatron distributed checkpoint"
 
     def read(self, key: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:

@@ -43,10 +43,11 @@ def tabulate(args: Namespace, program: str) -> int:
                 failed.append({"checkpoint": checkpoint, "reason": reason})
                 tqdm.write(f"{program}: {checkpoint}: {reason}", file=sys.stderr)
             bar.update(number * args.prompts - bar.n)
-    result = {"rows": all_rows(args.output), "failed": failed, "ok": not failed}
+    rows = all_rows(args.output)
+    result = {"rows": rows, "failed": failed, "ok": not failed}
     if args.html is not None:
         _write_page(result, args)
-    print(json.dumps(result) if args.json else text_of(result["rows"], failed), flush=True)
+    print(json.dumps(result) if args.json else text_of(rows, failed), flush=True)
     return INCOMPLETE if failed else 0
 
 

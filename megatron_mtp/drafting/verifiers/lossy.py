@@ -91,11 +91,10 @@ def _are_thinking(round: Round, settings: RelaxedSettings) -> Tensor:
     """Whether the newest token of each text stands in the thinking phase: after its start, and not after its end."""
     tokens_BT = round.tokens_BT
     assert tokens_BT is not None
+    bounds = [bound for bound in (settings.think_start, settings.think_end) if bound is not None]
     place_T = torch.arange(1, 1 + tokens_BT.size(1), device=tokens_BT.device)
     place_BT = torch.where(place_T <= round.noise.position_B.unsqueeze(1), place_T, 0)
-    starts_B, ends_B = (
-        place_BT.where(tokens_BT.eq(bound), 0).amax(dim=1) for bound in (settings.think_start, settings.think_end)
-    )
+    starts_B, ends_B = (place_BT.where(tokens_BT.eq(bound), 0).amax(dim=1) for bound in bounds)
     return starts_B > ends_B
 
 

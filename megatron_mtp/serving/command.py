@@ -22,7 +22,7 @@ from megatron_mtp.platform import cpu
 from megatron_mtp.serving.answers import Served
 from megatron_mtp.serving.app import make_app
 from megatron_mtp.serving.metrics import Metrics
-from megatron_mtp.serving.ranks import Leader, check_count, follow, group_of_all
+from megatron_mtp.serving.ranks import Leader, follow, group_of_all
 from megatron_mtp.serving.server import Server, address_of, listener
 from megatron_mtp.serving.service import Service
 from megatron_mtp.serving.tokens import Ids, Words
@@ -47,7 +47,7 @@ def serve(args: Namespace) -> int:
     Of several ranks, of torchrun, rank 0 speaks HTTP.
     """
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    config = _check(args, ranks)
+    config = _check(args)
     listening = listener(args.host, args.port) if rank == 0 else None
     loaded, engine, served = _made(args, config)
     group = group_of_all() if ranks > 1 else None
@@ -95,7 +95,7 @@ def run(engine: Engine, served: Served, listening: socket.socket, key: str | Non
     return int(service.broken)
 
 
-def _check(args: Namespace, ranks: int) -> SpeculativeConfig | None:
+def _check(args: Namespace) -> SpeculativeConfig | None:
     """How texts draft; ValueError for flags that cannot be served."""
     for name in ("max_running", "max_waiting"):
         if getattr(args, name) < 1:
@@ -106,10 +106,7 @@ def _check(args: Namespace, ranks: int) -> SpeculativeConfig | None:
         )
     if args.api_key == "":
         raise ValueError("--api-key is empty; give a key, or leave the flag out.")
-    config = None if args.speculative_config is None else parse_config(args.speculative_config)
-    if ranks > 1:
-        check_count(config)
-    return config
+    return None if args.speculative_config is None else parse_config(args.speculative_config)
 
 
 def _blocks(args: Namespace, runner: Runner, drafter: Runner | None) -> int:

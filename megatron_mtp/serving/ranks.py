@@ -3,7 +3,8 @@
     rank 0    add, cancel -> its own engine, and a list        step -> tell the list, then the step
     others                                                     hear the list -> add, cancel, then the step
 
-Engines with the same requests in the same order do the same, so that their collectives meet.
+Engines with the same requests in the same order do the same, so that their collectives meet. Where K is automatic, rank
+0 chooses it for all (`AutoK.choose`), since each rank has a clock of its own.
 """
 
 import signal
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.requests import Engine, Load, Request, Update
 from megatron_mtp.serving.stops import Reading
 from megatron_mtp.serving.tokens import Ids
@@ -34,7 +34,6 @@ class Leader:
 
     def add(self, request: Request) -> int:
         """Queue a request, here and with the next step everywhere."""
-        check_count(request.speculative)
         number = self._engine.add(request)
         stops = request.cut.stops if isinstance(request.cut, Reading) else ()
         self._new.append((replace(request, cut=None), stops))
@@ -79,12 +78,6 @@ def follow(engine: Engine, codec: Ids, group: Any) -> None:
                 cut = Reading(codec.reader(request.prompt), stops) if stops else None
                 engine.add(replace(request, cut=cut))
         engine.step()
-
-
-def check_count(config: SpeculativeConfig | None) -> None:
-    """Raises ValueError for what each rank would decide by its own clock."""
-    if config is not None and config.num_speculative_tokens == "auto":
-        raise ValueError("num_speculative_tokens is 'auto', which several ranks do not serve; give a number.")
 
 
 def group_of_all() -> Any:

@@ -50,7 +50,7 @@ CASES = {
     "nemotron_h-latent": (1, ("single", "ep2")),
 }
 """Families, the depths of each, and layouts."""
-MATRIX = ("deepseek_v3", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron_h-latent")
+MATRIX = ("deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron_h-latent")
 
 
 @pytest.mark.parametrize(

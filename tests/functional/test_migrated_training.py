@@ -25,9 +25,9 @@ HALF, STEPS = 10, 20
 
 CASES = {
     "a GPT with experts, distributed optimizer": (f"{GPT} 2 {EXPERTS} --moe-layer-freq [0,1]", DISTRIBUTED),
-    "a hybrid of latent attention": (f"{PATTERN} +-+-/+- {LATENT} --untie-embeddings-and-output-weights", ""),
 }
 MORE = {
+    "a hybrid of latent attention": (f"{PATTERN} +-+-/+- {LATENT} --untie-embeddings-and-output-weights", ""),
     "a GPT": (f"{GPT} 1", ""),
     "a GPT in bfloat16": (f"{GPT} 2", "--bf16"),
     "a GPT in bfloat16, distributed optimizer": (f"{GPT} 2", f"--bf16 {DISTRIBUTED}"),

@@ -1,4 +1,6 @@
-"""Trained checkpoints in vLLM for CPU: it emits the tokens that we compute, and accepts the drafts that we foretell.
+"""Trained checkpoints in vLLM for CPU: it loads what an audit calls sound, and emits the tokens that we compute.
+
+It accepts the drafts that we foretell.
 
 Optional: `scripts/test_vllm.sh` installs vLLM into an environment of its own and runs this; else it is skipped.
 
@@ -7,12 +9,14 @@ modules on the tokens that vLLM emitted, and on those that our greedy decoding a
 """
 
 import json
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import launch
 import pytest
 
+from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
 from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.importing import Options
@@ -69,6 +73,7 @@ def test_vllm_accepts_what_was_trained(name: str, tmp_path: Path) -> None:
     flags = [*RUN.split(), *case.flags.split(), "--save", str(checkpoint)]
     launch.run(launch.pretrain(*flags), tmp_path / "train.log")
     mcore_to_hf(checkpoint, exported, Options(quiet=True), form_of(checkpoint, family=case.family))
+    assert audit(exported)["ok"]
     command = [str(PYTHON), str(CLIENT), str(exported), json.dumps(PROMPT), str(NEW), json.dumps(DRAFTS)]
     served = [json.loads(line) for line in launch.run(command, tmp_path / "vllm.log").splitlines() if line[:1] == "{"]
     assert [each["drafts"] for each in served] == list(DRAFTS)
@@ -84,3 +89,19 @@ def test_vllm_accepts_what_was_trained(name: str, tmp_path: Path) -> None:
         assert each["proposed"] == ours.rounds * drafts
         assert each["accepted_per_position"] == list(ours.kept)
         assert 0.05 < ours.per_round / drafts < 0.95  # all or none accepted would say nothing of the drafts
+
+
+def test_vllm_does_not_start_with_a_file_that_an_audit_misses(tmp_path: Path) -> None:
+    """The two agree on what is no whole folder: an index that names a file which is not there."""
+    checkpoint, exported = tmp_path / "checkpoint", tmp_path / "exported"
+    flags = [*RUN.split(), *CASES["dense"].flags.split(), "--save", str(checkpoint)]
+    launch.run(launch.pretrain(*flags), tmp_path / "train.log")
+    small = Options(quiet=True, shard_bytes=200_000)
+    mcore_to_hf(checkpoint, exported, small, form_of(checkpoint, family="glm4_moe"))
+    assert audit(exported)["ok"]
+    gone = sorted(exported.glob("*.safetensors"))[-1]
+    gone.unlink()
+    (found,) = [one for one in audit(exported)["findings"] if one["guess"] == "file missing"]
+    assert gone.name in found["says"]
+    command = [str(PYTHON), str(CLIENT), str(exported), json.dumps(PROMPT), "8", "[1]"]
+    assert subprocess.run(command, capture_output=True).returncode != 0

@@ -78,7 +78,8 @@ def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_the_fuzzed_configs_are_whole_without_changes() -> None:
-    for model in MODELS.values():
+    known = (model for model in MODELS.values() if model.model_type in FAMILIES)  # the others need their text_config
+    for model in known:
         keys = {**SIZES, **model.config, "model_type": model.model_type, **model.keys}
         config = HFConfig.from_keys(json.loads(json.dumps(keys)))
         family = family_of(config)

@@ -315,7 +315,7 @@ RECORDED: list[tuple[str, str, float]] = [
     *((method, "greedy", 0.0) for method in ("mtp", "mtp_eagle", "mtp_tree", "mtp_beam", "draft_model", "ngram")),
     *((method, "rejection", 1.0) for method in ("mtp", "mtp_eagle", "mtp_tree", "mtp_beam", "draft_model", "ngram")),
     *(("mtp", "block", 1.0), ("mtp_tree", "specinfer", 1.0), ("mtp_tree", "spectr", 1.0)),
-    *(("mtp_beam", "joint", 1.0), ("draft_model", "bild", 1.0)),
+    *(("mtp_beam", "joint", 1.0), ("draft_model", "bild", 1.0), ("mtp", "relaxed", 0.0)),
 ]
 """Methods and verifiers whose steps can be CUDA graphs, and a temperature."""
 
@@ -330,7 +330,8 @@ def test_every_step_that_may_be_recorded_is_checked() -> None:
 def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, verifier: str, temperature: float) -> None:
     """Under FakeTensorMode, which refuses reads of data; drafting, verifying and keeping, two steps on end."""
     own = {"mtp_tree": {"tree": [3, 2, 1]}, "draft_model": {"model": "-"}}.get(method, {})
-    config = config_from({"method": method, "verifier": verifier, "num_speculative_tokens": 3, **own})
+    thinking = {"think_start": 3, "think_end": 6} if verifier == "relaxed" else {}
+    config = config_from({"method": method, "verifier": verifier, "num_speculative_tokens": 3, **own, **thinking})
     target, drafter, prompts = runner_of(), runner_of("mha-tied-layernorm"), prompts_of(3)
     with FakeTensorMode(allow_non_fake_inputs=True):
         sequences = Sequences(target, prompts, [1, 2, 3], 60)

@@ -10,6 +10,7 @@ from drafting_single import prompts_of
 from hybrid_single import drafting_hybrid
 from megatron_single import VOCABULARY
 from test_few_rows import compiler, drafts_of, untimed  # noqa: F401
+from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.drafting import compiled, runner
@@ -85,7 +86,7 @@ def counted(logits_BRV: Tensor, rows: Rows) -> Tensor:
     return logits_BRV[rows.slots_BR != SLOTS]
 
 
-@pytest.mark.parametrize("kind", TAKEN)
+@pytest.mark.parametrize("kind", tiered(TAKEN, ("all kinds", "wider than a vector")))
 def test_logits_are_those_of_the_modules(kind: str) -> None:
     """Against float64, where rounding moves the logits of some of these models by 1e-5: as near as the modules are."""
     runners = {way: runner_of(kind, way) for way in WAYS}

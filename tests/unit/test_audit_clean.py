@@ -171,6 +171,7 @@ PAIRS: dict[str, Sides] = {**OUT, **BACK, **OTHERS}
 SLOW = (
     "kimi_k2, imported", "bailing_moe, imported", "longcat_flash, imported", "qwen3_5, imported", "qwen2, imported",
     "qwen3, imported", "depths attached and dropped", "step3p7, exported", "seven files, hybrid",
+    "nemotron_h, imported", "mimo, imported", "step3p7, imported", "a hybrid and its GPT",
 )  # fmt: skip
 
 

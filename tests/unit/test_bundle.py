@@ -111,6 +111,7 @@ def place(tmp_path: Path) -> Place:
 ALPHA, BETA = "alpha-1.0-py3-none-any.whl", "beta-2.0-py3-none-any.whl"
 
 
+@pytest.mark.matrix
 def test_a_checkout_installs_from_a_bundle_alone(place: Place) -> None:
     """From the bundle's wheels, not from an index that pip is set up with; and a wheel left out is named."""
     place.run("bundle.sh", place.bundle)

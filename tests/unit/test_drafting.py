@@ -86,7 +86,7 @@ def test_identity(method: str, batch: int) -> None:
             assert driven.stats.accepted_length > 1.4
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "mla"])
+@pytest.mark.parametrize("kind", tiered([*KINDS, "mla"], ("gqa", "moe", "mla")))
 def test_identity_for_every_kind_of_model(kind: str) -> None:
     target, prompts = runner_of(kind), prompts_of(4)
     answers = plain(target, prompts, 40)

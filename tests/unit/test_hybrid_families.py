@@ -279,7 +279,7 @@ ALONE = {"a number of the config": None, "halves swapped": halves_swapped}
 CASES = [(name, fault) for name in FAMILIES for fault in (*PLANTED[name], *ALONE)]
 
 
-@pytest.mark.parametrize(("name", "fault"), tiered(CASES, CASES[::7]))
+@pytest.mark.parametrize(("name", "fault"), tiered(CASES, CASES[::12]))
 def test_a_planted_fault_is_seen(
     name: str,
     fault: str,

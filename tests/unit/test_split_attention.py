@@ -60,9 +60,9 @@ NUMBERS = """
     ("dtype", "channels", "block", "each"),
     [
         ("bf16", 128, 16, 128),
-        ("bf16", 256, 64, 128),
+        pytest.param("bf16", 256, 64, 128, marks=pytest.mark.matrix),
         ("fp16", 64, 64, 1024),
-        ("fp32", 64, 16, 128),
+        pytest.param("fp32", 64, 16, 128, marks=pytest.mark.matrix),
         pytest.param("fp32", 128, 64, 128, marks=pytest.mark.matrix),
     ],
 )

@@ -65,6 +65,7 @@ def test_a_row_is_what_drafting_accepts_and_what_foretell_says(
     assert folder["foretold"]["vllm"]["accepted_length"] == pytest.approx(1 + foretold["accepted_per_round"], abs=1e-3)
 
 
+@pytest.mark.matrix
 def test_finished_rows_are_kept_and_other_settings_are_other_rows(
     told: Callable[..., tuple[int, dict[str, Any], str]], scene: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

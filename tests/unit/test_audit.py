@@ -15,7 +15,7 @@ import yaml
 from audit_faults import blocks, config, drop, on, read, rewrite
 from hf_models import MODELS, make, write
 from judged_models import QUIET
-from test_quantised import fp8_folder, mxfp4_folder
+from test_quantised import blocked_folder, fp8_folder, mxfp4_folder
 from torch import Tensor
 from trunk_models import SEEING
 
@@ -282,7 +282,7 @@ def test_fp8_weights_are_read_with_their_scales(glm: Path, tmp_path: Path) -> No
     assert guesses(audit(glm, eight)) == {"rounded"}
 
 
-@pytest.mark.parametrize("make_folder", [fp8_folder, mxfp4_folder])
+@pytest.mark.parametrize("make_folder", [fp8_folder, blocked_folder, mxfp4_folder])
 def test_quantised_weights_are_compared_as_transformers_reads_them(
     make_folder: Callable[[Path], Path], tmp_path: Path
 ) -> None:

@@ -19,17 +19,7 @@ from megatron_mtp.checkpoint.audit.side import DEPTH_KEYS, MXFP4, HFSide
 from megatron_mtp.checkpoint.families import family_of
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.hf.kinds import ADAPTER, quantisation
-from megatron_mtp.checkpoint.hf.quantised import (
-    BLOCK_SCALE,
-    BLOCKS,
-    FP8,
-    SCALE,
-    SCALES,
-    by_block,
-    by_row,
-    from_mxfp4,
-    mxfp4_shape,
-)
+from megatron_mtp.checkpoint.hf.quantised import BLOCKS, Coded, coded_weights
 from megatron_mtp.checkpoint.hf.shards import COPY, DTYPES, INDEX, SINGLE, block_of, raw_header
 
 MTP = re.compile(r"(^|\.|_)mtp(_|\.)")
@@ -206,38 +196,25 @@ def _check_hidden(side: HFSide) -> None:
 
 def _with_scales(side: HFSide) -> None:
     """Read quantised weights with their scales, as the conversion does; the two tensors of MXFP4 become one."""
-    block = block_of(side.keys)
-    for name, entry in list(side.tensors.items()):
-        of_blocks, of_rows = (side.tensors.get(f"{name}{ending}") for ending in (BLOCK_SCALE, SCALE))
-        if of_blocks is not None:
-            side.tensors[name] = replace(entry, read=partial(_by_block, entry, of_blocks, block))
-        elif of_rows is not None and entry.kind in FP8:
-            side.tensors[name] = replace(entry, read=partial(_by_row, entry, of_rows))
-        elif name.endswith(BLOCKS):
-            _unpack(side, name)
+    stored = {name: (entry.shape, entry.kind) for name, entry in side.tensors.items() if _has_a_form(name, entry)}
+    for name, coded in coded_weights(stored, block_of(side.keys)).items():
+        parts = [side.tensors[part] for part in coded.parts]
+        read = partial(_decoded, coded, parts)
+        if name in coded.parts:
+            side.tensors[name] = replace(parts[0], read=read)
+            continue
+        for part in coded.parts:
+            del side.tensors[part]
+        side.tensors[name] = Entry(coded.shape, MXFP4, sum(part.bytes for part in parts), read)
 
 
-def _by_block(weight: Entry, scale: Entry, block: tuple[int, int]) -> Tensor:
-    return by_block(weight.read(), scale.read(), block)
+def _has_a_form(name: str, entry: Entry) -> bool:
+    """Not blocks of MXFP4 with other dimensions than a weight's: they are listed as they are."""
+    return not name.endswith(BLOCKS) or len(entry.shape) == 4
 
 
-def _by_row(weight: Entry, scale: Entry) -> Tensor:
-    return by_row(weight.read(), scale.read())
-
-
-def _unpack(side: HFSide, name: str) -> None:
-    """Put a weight in the place of its blocks and scales of MXFP4."""
-    weight = name.removesuffix(BLOCKS)
-    blocks, scales = side.tensors[name], side.tensors.get(f"{weight}{SCALES}")
-    if scales is None or len(blocks.shape) != 4:
-        return
-    del side.tensors[name], side.tensors[f"{weight}{SCALES}"]
-    read = partial(_from_mxfp4, blocks, scales)
-    side.tensors[weight] = Entry(mxfp4_shape(blocks.shape), MXFP4, blocks.bytes + scales.bytes, read)
-
-
-def _from_mxfp4(blocks: Entry, scales: Entry) -> Tensor:
-    return from_mxfp4(blocks.read(), scales.read())
+def _decoded(coded: Coded, parts: list[Entry]) -> Tensor:
+    return coded.decode(*(part.read() for part in parts))
 
 
 def _check_kind(side: HFSide) -> None:

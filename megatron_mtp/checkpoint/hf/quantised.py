@@ -44,11 +44,11 @@ class Coded:
     decode: Callable[..., Tensor]
 
 
-def coded_weights(stored: Mapping[str, tuple[Shape, torch.dtype]], block: tuple[int, int]) -> dict[str, Coded]:
+def coded_weights(stored: Mapping[str, tuple[Shape, torch.dtype | None]], block: tuple[int, int]) -> dict[str, Coded]:
     """The weights that are stored as several tensors, by their names.
 
     Args:
-        stored: shape and type of every tensor of a folder.
+        stored: shape and type of every tensor of a folder; None for a type that torch lacks.
         block: rows and columns that share a scale.
 
     Raises:
@@ -62,7 +62,9 @@ def activation_scales(names: Collection[str]) -> list[str]:
     return [name for name in names if name.endswith(ACTIVATION) and f"{name.removesuffix(ACTIVATION)}weight" in names]
 
 
-def _coded(stored: Mapping[str, tuple[Shape, torch.dtype]], block: tuple[int, int]) -> Iterator[tuple[str, Coded]]:
+def _coded(
+    stored: Mapping[str, tuple[Shape, torch.dtype | None]], block: tuple[int, int]
+) -> Iterator[tuple[str, Coded]]:
     for name, (shape, dtype) in stored.items():
         weight = name.removesuffix(BLOCKS)
         if name.endswith(BLOCKS) and f"{weight}{SCALES}" in stored:

@@ -11,7 +11,7 @@ import errno
 import os
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn, override
@@ -91,6 +91,13 @@ def status_of(program: str, work: Callable[[], int], mistakes: Mistakes = ValueE
             return work()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def check_counts(args: Namespace, *names: str) -> None:
+    """Raises ValueError where a flag that counts something was given, and is below 1."""
+    for name in names:
+        if (number := getattr(args, name)) is not None and number < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {number}; give 1 or more.")
 
 
 def fail(program: str, error: ValueError | str) -> NoReturn:

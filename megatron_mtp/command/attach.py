@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.config import number_of
-from megatron_mtp.errors import Parser, sentences
+from megatron_mtp.errors import Parser, check_counts, sentences
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -120,9 +120,7 @@ def parser(program: str) -> Parser:
 
 def _check(args: Namespace) -> None:
     """Raises ValueError for what a later step would refuse, after those before it have taken their time."""
-    for name in ("depths", "steps", "sequence", "batch", "save_every"):
-        if (number := getattr(args, name)) is not None and number < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {number}; give 1 or more.")
+    check_counts(args, "depths", "steps", "sequence", "batch", "save_every")
     if not 0 < number_of(args.learning_rate) < math.inf:
         raise ValueError(f"--learning-rate is {args.learning_rate}; give a number above 0.")
     if not 0 < number_of(args.token_fraction) <= 1:

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_mtp.drafting.config import MOST_DRAFTED
-from megatron_mtp.errors import status_of
+from megatron_mtp.errors import check_counts, status_of
 from megatron_mtp.foretell.table.measuring import measure
 from megatron_mtp.foretell.table.rows import Asked, all_rows, digest_of, file_of, keep, kept
 from megatron_mtp.foretell.table.shown import text_of
@@ -53,10 +53,7 @@ def tabulate(args: Namespace, program: str) -> int:
 
 def _check(args: Namespace) -> None:
     """Raises ValueError for a number that is out of range."""
-    given = {"--prompts": args.prompts, "--prompt-tokens": args.prompt_tokens, "--new-tokens": args.new_tokens}
-    for flag, number in given.items():
-        if number < 1:
-            raise ValueError(f"{flag} is {number}; give 1 or more.")
+    check_counts(args, "prompts", "prompt_tokens", "new_tokens")
     for count in args.num_speculative_tokens or ():
         if not 1 <= count <= MOST_DRAFTED:
             raise ValueError(f"--num-speculative-tokens is {count}; give 1 to {MOST_DRAFTED}.")

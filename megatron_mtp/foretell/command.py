@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.drafting.config import MOST_DRAFTED
-from megatron_mtp.errors import sentences
+from megatron_mtp.errors import check_counts, sentences
 from megatron_mtp.foretell.acceptance import Foretold, Sample, foretell
 from megatron_mtp.foretell.engines import ENGINES, Feeding
 from megatron_mtp.foretell.flags import parser
@@ -42,10 +42,7 @@ def main(arguments: list[str], program: str) -> int:
 
 def _check(args: Namespace) -> None:
     """Raises ValueError for a number that is out of range."""
-    given = {"--prompts": args.prompts, "--prompt-tokens": args.prompt_tokens, "--new-tokens": args.new_tokens}
-    for flag, number in given.items():
-        if number < 1:
-            raise ValueError(f"{flag} is {number}; give 1 or more.")
+    check_counts(args, "prompts", "prompt_tokens", "new_tokens")
     count = args.num_speculative_tokens
     if count is not None and not 1 <= count <= MOST_DRAFTED:
         raise ValueError(f"--num-speculative-tokens is {count}; give 1 to {MOST_DRAFTED}.")

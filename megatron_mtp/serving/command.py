@@ -17,7 +17,7 @@ from megatron_mtp.drafting.load import Loaded, load_checkpoint
 from megatron_mtp.drafting.pages import BLOCK
 from megatron_mtp.drafting.requests import Engine
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.errors import sentences
+from megatron_mtp.errors import check_counts, sentences
 from megatron_mtp.platform import cpu
 from megatron_mtp.serving.answers import Served
 from megatron_mtp.serving.app import make_app
@@ -97,9 +97,7 @@ def run(engine: Engine, served: Served, listening: socket.socket, key: str | Non
 
 def _check(args: Namespace) -> SpeculativeConfig | None:
     """How texts draft; ValueError for flags that cannot be served."""
-    for name in ("max_running", "max_waiting"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give 1 or more.")
+    check_counts(args, "max_running", "max_waiting")
     if args.cache_gib is not None and not 0 < args.cache_gib <= LARGEST_GIB:
         raise ValueError(
             f"--cache-gib is {args.cache_gib}; give the GiB of memory that the cache may take, at most {LARGEST_GIB}."

@@ -25,7 +25,7 @@ from megatron_mtp.drafting.requests import Finish
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.types import AcceptanceStats
-from megatron_mtp.errors import status_of
+from megatron_mtp.errors import check_counts, status_of
 from megatron_mtp.files import one_writer, remove
 
 OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed".split()
@@ -69,9 +69,7 @@ def sample(args: Namespace) -> int:
 
 def _check(args: Namespace) -> tuple[Sampling, SpeculativeConfig | None]:
     """How texts are sampled and drafted; ValueError for a value that is not allowed."""
-    for name in ("texts", "prompt_tokens", "max_new_tokens", "batch_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give 1 or more.")
+    check_counts(args, "texts", "prompt_tokens", "max_new_tokens", "batch_size")
     if not 0 <= args.seed <= MOST_SEED:
         raise ValueError(f"--seed is {args.seed}; give a number from 0 to {MOST_SEED}.")
     if args.anywhere and args.chat:

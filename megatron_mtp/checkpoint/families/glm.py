@@ -10,9 +10,9 @@ from typing import Any
 from megatron_mtp.checkpoint.families.blocks import GQA, Frame, Place, depth_frame, gqa_rules
 from megatron_mtp.checkpoint.families.carried import AFTER
 from megatron_mtp.checkpoint.families.depth_flags import framed_depths
-from megatron_mtp.checkpoint.families.family import Depths, Family, Layout, numbered_depth
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import moe_flags
-from megatron_mtp.checkpoint.families.numbered import frame_with_copies, layer_around, numbered_layers
+from megatron_mtp.checkpoint.families.numbered import depth_after, frame_with_copies, layer_around, numbered_layers
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import TrainedForm, expert_keys, rotary_keys
 from megatron_mtp.checkpoint.families.trunk import COPIES, PACKED, STORED_HEAD, gqa, layers
@@ -52,18 +52,16 @@ def _framed_rules(config: HFConfig, layout: Layout) -> list[Rule]:
     return rules
 
 
-def _depth_of(config: HFConfig, name: str) -> int | None:
-    """Depths are numbered after the trunk's layers, whether the text model is alone or inside of a larger one."""
-    index = numbered_depth(r"model\.(?:language_model\.)?layers\.(\d+)\.")(config, name)
-    return None if index is None or index < layers(config) else index - layers(config)
-
-
 GLM_OCR = Family(
     "GLM-OCR, text",
     "GLM-OCR, text",
     ("glm_ocr_text",),
     _framed_rules,
-    depths=Depths(r"\.layers\.(\d+)\.eh_proj\.weight$", depth_of=_depth_of, flags=framed_depths),
+    depths=Depths(
+        r"\.layers\.(\d+)\.eh_proj\.weight$",
+        depth_of=depth_after(r"model\.(?:language_model\.)?layers\.(\d+)\."),
+        flags=framed_depths,
+    ),
     features={**STORED_HEAD, **COPIES},
     carried=(r"(model|lm_head)\.",),
     untrainable=AFTER,

@@ -13,7 +13,7 @@ from megatron_mtp.checkpoint.families.blocks import (
     norm_rules,
     split_mlp_rules,
 )
-from megatron_mtp.checkpoint.families.family import Layout
+from megatron_mtp.checkpoint.families.family import Layout, numbered_depth
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trunk import frame, is_dense, layers, moe, sparse_layers, trunk_places
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -35,6 +35,17 @@ def frame_with_copies(
         embedding_copies=lambda k: f"{prefix}layers.{count + k}.embed_tokens.weight",
         head_copies=lambda k: f"{prefix}layers.{count + k}.shared_head.head.weight",
     )
+
+
+def depth_after(pattern: str) -> Callable[[HFConfig, str], int | None]:
+    """`Depths.depth_of` for names whose match has the number of a layer as the group, counted on from the trunk's."""
+    number_of = numbered_depth(pattern)
+
+    def depth_of(config: HFConfig, name: str) -> int | None:
+        number, count = number_of(config, name), layers(config)
+        return None if number is None or number < count else number - count
+
+    return depth_of
 
 
 def numbered_layers(

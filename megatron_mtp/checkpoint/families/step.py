@@ -2,8 +2,9 @@
 
 from megatron_mtp.checkpoint.families.blocks import Frame, Place, depth_frame, depth_layer, mlp_norm, mlp_rules
 from megatron_mtp.checkpoint.families.depth_flags import framed_depths
-from megatron_mtp.checkpoint.families.family import Depths, Family, Layout, numbered_depth
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import CENTRED
+from megatron_mtp.checkpoint.families.numbered import depth_after
 from megatron_mtp.checkpoint.families.rules import Rule, rename
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, layers
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -24,12 +25,6 @@ def _rules(config: HFConfig, layout: Layout) -> list[Rule]:
     return rules
 
 
-def _depth_of(config: HFConfig, name: str) -> int | None:
-    """Depths are numbered after the trunk's layers."""
-    index = numbered_depth(r"model\.layers\.(\d+)\.")(config, name)
-    return None if index is None or index < layers(config) else index - layers(config)
-
-
 STEP = Family(
     "Step-3.5",
     "Step-3.5, Step-3.7",
@@ -37,7 +32,7 @@ STEP = Family(
     _rules,
     depths=Depths(
         r"^model\.layers\.(\d+)\.eh_proj\.weight$",
-        depth_of=_depth_of,
+        depth_of=depth_after(r"model\.layers\.(\d+)\."),
         before_norm=True,
         flags=lambda config, layout: [*framed_depths(config, layout), *CENTRED],
     ),

@@ -189,9 +189,8 @@ class Runner:
         self.recurrent_trunk, self.recurrent_depths = recurrent[0] > 0, any(recurrent[1:])
         self.depth_layers = max(map(len, stacks[1:]), default=1)
         cache_latents(one for one in self._transformer_layers() if hasattr(one, "self_attention"))
-        has_angles = model.position_embedding_type != "none" and not config.multi_latent_attention
         self._angles_L11C: Tensor | None = None
-        if has_angles:
+        if model.turns_heads:
             self._angles_L11C, scale = model.rotary_angles(self.positions + BEYOND)
             self._turns_L211C = turns(self._angles_L11C, self.dtype, scale)
 

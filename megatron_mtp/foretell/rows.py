@@ -198,8 +198,7 @@ def _with_first(visible_NN: Tensor) -> Tensor:
 
 def _attention(model: MTPTrunk, mask: Tensor, positions: list[int]) -> AttentionInputs:
     """Mask and rotary angles; latent attention makes its own (`_placed`)."""
-    turned = model.position_embedding_type in ("rope", "yarn") and not model.config.multi_latent_attention
-    angles = model.rotary_angles(max(positions) + 1)[0][positions] if turned else None
+    angles = model.rotary_angles(max(positions) + 1)[0][positions] if model.turns_heads else None
     return AttentionInputs(attention_mask=mask, rotary_pos_emb=angles)
 
 

@@ -229,6 +229,11 @@ class MTPTrunk(LanguageModule):
         whole = ranks * attention.rotary_pos_emb.size(0)
         return lambda later: self.rotary_angles(whole, offset=later, packed_seq=is_packed)[0]
 
+    @property
+    def turns_heads(self) -> bool:
+        """Whether attention is given rotary angles; latent attention makes its own."""
+        return self.position_embedding_type in ("rope", "yarn") and not self.config.multi_latent_attention
+
     def rotary_angles(self, length: int, **others: Any) -> tuple[Tensor, float]:
         """Angles [length, 1, 1, C] of the first positions, and YaRN's factor of their cosines and sines, else 1.
 

@@ -120,5 +120,4 @@ def _own(reader: DistReader, number: int, key: str, shared: Tensor) -> Tensor:
 def _attention_inputs(model: MTPTrunk, length: int) -> AttentionInputs:
     """A causal mask, and rotary angles, which latent attention computes itself."""
     mask = square_mask(length, "cuda")
-    rotary = model.position_embedding_type in ("rope", "yarn") and not model.config.multi_latent_attention
-    return AttentionInputs(mask, model.rotary_angles(length)[0] if rotary else None)
+    return AttentionInputs(mask, model.rotary_angles(length)[0] if model.turns_heads else None)

@@ -62,10 +62,7 @@ def parser(program: str) -> Parser:
     add("--speculative-config", metavar="JSON", help="how to draft, see below; default: plain decoding")
     add("--list-methods", action=_ListMethods, nargs=0, default=SUPPRESS, help="say what can be chosen there, and end")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy; default: 0")
-    add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens; default: 0, all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="and among those holding this probability; default: 1")
-    add("--min-p", type=float, default=0.0, metavar="P", help="and with this share of the likeliest's; default: 0, all")
+    add_sampling_flags(made, temperature=0.0)
     add("--seed", type=int, default=0, metavar="N", help="of the first prompt; the others count on; default: 0")
     add("--batch-size", type=int, default=1, metavar="N", help="prompts that run together; default: 1")
     add("--stop", action="append", default=[], metavar="TEXT", help="end a text after this; may be given several times")
@@ -82,3 +79,13 @@ def add_checkpoint_flags(parser: Parser) -> None:
     add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
     add("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer folder; default: the one of the training")
     add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
+
+
+def add_sampling_flags(parser: Parser, temperature: float) -> None:
+    """The flags that say which distribution tokens are drawn from; `temperature` is the default of its flag."""
+    add = parser.add_argument
+    said = f"0 is greedy; default: {temperature:g}"
+    add("--temperature", type=float, default=temperature, metavar="T", help=said)
+    add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens; default: 0, all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="and among those holding this probability; default: 1")
+    add("--min-p", type=float, default=0.0, metavar="P", help="and with this share of the likeliest's; default: 0, all")

@@ -3,7 +3,7 @@
 from argparse import RawDescriptionHelpFormatter
 
 from megatron_mtp.data.checks import PARTS
-from megatron_mtp.drafting.flags import add_checkpoint_flags
+from megatron_mtp.drafting.flags import add_checkpoint_flags, add_sampling_flags
 from megatron_mtp.errors import Parser
 
 EXAMPLES = """examples:
@@ -39,10 +39,7 @@ def parser(program: str) -> Parser:
     add("--split", default="98,2,0", metavar="W,W,W", help="parts of the corpus, as in train; default: 98,2,0")
     add("--part", choices=PARTS, default=PARTS[0], help="the part that prompts come from; default: training")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="of each text; default: 256")
-    add("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy; default: 0.7")
-    add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens; default: 0, all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="and among those holding this probability; default: 1")
-    add("--min-p", type=float, default=0.0, metavar="P", help="and with this share of the likeliest's; default: 0, all")
+    add_sampling_flags(made, temperature=0.7)
     add("--seed", type=int, default=1234, metavar="N", help="of prompts and texts; default: 1234")
     add("--speculative-config", metavar="JSON", help="how to draft, as in generate; default: mtp if there are depths")
     add("--batch-size", type=int, default=16, metavar="N", help="texts that run together; default: 16")

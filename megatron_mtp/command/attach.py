@@ -19,6 +19,7 @@ from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.config import number_of
 from megatron_mtp.errors import Parser, check_counts, sentences
+from megatron_mtp.report.runs import STARTED, check_started, read_checked
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -149,11 +150,10 @@ def _check_texts(args: Namespace) -> None:
     count = args.self_generated
     if count is not None and count < LEAST_TEXTS:
         raise ValueError(f"--self-generated is {count}; give {LEAST_TEXTS} or more: 2 % of the texts are held out.")
-    file = args.run / "run.json"
-    trained = (args.run / "checkpoint" / TRACKER).exists() and file.is_file()
-    if not trained or "--data-path" in args.more:
+    if "--data-path" in args.more or not (args.run / "checkpoint" / TRACKER).exists():
         return
-    given = json.loads(file.read_text(encoding="utf-8")).get("arguments", {}).get("data_path")
+    started = read_checked(args.run / STARTED, check_started, "remove it to go on without comparing the data")
+    given = started and started["arguments"].get("data_path")
     if given and Path(given[-1]).name != Path(_trained_on(args)).name:
         raise ValueError(f"{args.run} was trained on {given[-1]}, not on {_trained_on(args)}; name another RUN.")
 

@@ -75,8 +75,8 @@ def read_runs(folders: list[Path]) -> list[Run]:
         Run(
             str(folder),
             _rows(folder),
-            _checked(folder / STARTED, check_started, "remove it to make the page without it"),
-            _checked(folder / DRAFTS, check_drafts, "remove it, or write it again with generate --record"),
+            read_checked(folder / STARTED, check_started, "remove it to make the page without it"),
+            read_checked(folder / DRAFTS, check_drafts, "remove it, or write it again with generate --record"),
         )
         for folder in dict.fromkeys(folders)
     ]
@@ -140,7 +140,7 @@ def _todays(name: str) -> str:
     return name
 
 
-def _checked(file: Path, check: Callable[[dict[str, Any]], None], remedy: str) -> dict[str, Any] | None:
+def read_checked(file: Path, check: Callable[[dict[str, Any]], None], remedy: str) -> dict[str, Any] | None:
     """The object of a file; None if there is no file.
 
     Raises:

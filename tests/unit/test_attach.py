@@ -77,7 +77,9 @@ def test_other_data_than_that_of_the_training_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finish(tmp_path / "run")
-    (tmp_path / "run" / "run.json").write_text(json.dumps({"arguments": {"data_path": ["x/data/corpus"]}}))
+    start = {"date": "2026-01-01T00:00:00+00:00", "iteration": 0, "versions": {}, "command": ["pretrain_gpt.py"]}
+    started = {"starts": [start], "arguments": {"data_path": ["x/data/corpus"]}}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(started))
     given = ["attach", str(model), "texts", str(tmp_path / "run"), "--dry-run"]
     assert line.main(given) == 0
     with pytest.raises(SystemExit, match="2"):
@@ -86,6 +88,19 @@ def test_other_data_than_that_of_the_training_is_refused(
     with pytest.raises(SystemExit, match="2"):
         line.main([*given, "--self-generated", "9"])
     assert "--self-generated is 9; give 25 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damaged", ["[]", "{", '{"starts": [1], "arguments": {}}'])
+def test_a_damaged_record_of_the_training_is_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: str
+) -> None:
+    finish(tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text(damaged)
+    with pytest.raises(SystemExit, match="2"):
+        line.main(["attach", str(model), "texts", str(tmp_path / "run"), "--dry-run", "--self-generated", "100"])
+    said = capsys.readouterr().err
+    assert "run.json is damaged" in said
+    assert "remove it to go on without comparing the data" in said
 
 
 def test_a_dry_run_prints_every_step_and_does_nothing(

@@ -63,7 +63,7 @@ CARRIED_TRUNKS: tuple[Family, ...] = (
     _family("Phi", "Phi-1, 1.5, 2", "phi", BESIDE, norm=FINAL),
     _family("Persimmon", "Persimmon", "persimmon", "norms of queries and keys with biases", norm=FINAL),
     _family("StarCoder 2", "StarCoder 2", "starcoder2", "GELU by tanh, which Megatron only has fused", TIED),
-    _family("Ministral 3", "Ministral 3", "ministral3", "YaRN outside of latent attention"),
+    _family("Ministral 3", "Ministral 3", "ministral3", "queries scaled by their position"),
     _family("MiniMax-M2", "MiniMax-M2", "minimax_m2", WHOLE),
     _family("Apertus", "Apertus", "apertus", "the activation xIELU"),
     _family("DiffLlama", "DiffLlama", "diffllama", "differences of two attentions"),

@@ -172,10 +172,11 @@ def lengths(folder: Path, run: Run, wanted: argparse.Namespace) -> dict[str, Any
     found: dict[str, Any] = {}
     for kind, temperature in TEMPERATURES.items():
         for passes in range(1, wanted.passes + 1):
-            eagle, trained = (
-                drafted(runner, prompts, wanted.new_tokens, config, temperature, 1000 * run.seed)
-                for config in (_method("mtp_eagle", passes), _method(_as_trained(run), passes))
-            )
+            made = {
+                name: drafted(runner, prompts, wanted.new_tokens, _method(name, passes), temperature, 1000 * run.seed)
+                for name in dict.fromkeys(("mtp_eagle", _as_trained(run)))
+            }
+            eagle, trained = made["mtp_eagle"], made[_as_trained(run)]
             found.setdefault(kind, {})[str(passes)] = {
                 "mtp_eagle": eagle.accepted_length,
                 "trained": trained.accepted_length,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quicker import collect_new_objects_alone
 
 LONGEST = """
     tests/functional/test_layouts.py tests/functional/test_document_commands.py tests/unit/test_fuzz.py
@@ -41,6 +42,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workeroutput"):
         config.workeroutput["left out"] = len(left_out)
+
+
+def pytest_collection_finish() -> None:
+    collect_new_objects_alone()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -346,6 +346,7 @@ def import_all() -> None:
     prepare()
     import transformers
     from megatron.training.arguments import parse_args
+    from quicker import parse_sources_once
 
     ours = (name for _, name, _ in pkgutil.walk_packages(megatron_mtp.__path__, "megatron_mtp."))
     for name in (*LATE, *(name for name in ours if not name.endswith("__main__"))):
@@ -353,7 +354,8 @@ def import_all() -> None:
             import_module(name)
     transformers.AutoTokenizer, transformers.AutoModelForCausalLM  # noqa: B018  imported when it is named
     sys.argv = ["pretrain_gpt.py"]
-    parse_args()  # reads the sources of Megatron's classes, for the texts of --help
+    parse_sources_once()
+    parse_args()  # once, so that forks know them
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"a fork would lack {threads - 1} threads of this process"
 

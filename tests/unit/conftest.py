@@ -2,10 +2,12 @@
 
 import pytest
 from megatron_single import join_world_of_one
+from quicker import parse_sources_once
 
 from megatron_mtp.platform import prepare
 
 prepare()
+parse_sources_once()
 
 
 @pytest.fixture(scope="session")

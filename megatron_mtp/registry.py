@@ -7,9 +7,10 @@ adds a loss `focal` to the table of losses. Packages are asked when a name is lo
 or when the table is listed; so a name of ours costs nothing and cannot be replaced.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
-from functools import cached_property
-from importlib.metadata import EntryPoint, entry_points
+from functools import cache, cached_property
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 
 
 class Registry[T](Mapping[str, T]):
@@ -28,7 +29,7 @@ class Registry[T](Mapping[str, T]):
 
     def names(self) -> list[str]:
         """All names; imports nothing, so that a help text need not wait."""
-        others = (point.name for point in entry_points(group=self.group))
+        others = (point.name for point in _points(self.group))
         return list(dict.fromkeys((*self._own, *others)))
 
     def __getitem__(self, name: str) -> T:
@@ -44,7 +45,7 @@ class Registry[T](Mapping[str, T]):
     @cached_property
     def _registered(self) -> dict[str, T]:
         rows: dict[str, T] = {}
-        for point in entry_points(group=self.group):
+        for point in _points(self.group):
             if point.name in self._own or point.name in rows:
                 raise ValueError(
                     f"'{_package(point)}' registers '{point.name}' in {self.group}; that name is taken, so rename it."
@@ -61,6 +62,17 @@ class Registry[T](Mapping[str, T]):
                 f"({error}); mend or uninstall that package."
             ) from error
         return part
+
+
+def _points(group: str) -> EntryPoints:
+    """What installed packages register."""
+    return _all_points(tuple(sys.path)).select(group=group)
+
+
+@cache
+def _all_points(path: tuple[str, ...]) -> EntryPoints:
+    """Of the packages on this path, of which every one has a file to read."""
+    return entry_points()
 
 
 def _package(point: EntryPoint) -> str:

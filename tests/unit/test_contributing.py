@@ -10,6 +10,7 @@ import pytest
 import torch
 from documents import ROOT, blocks
 from drafting_single import prompts_of, runner_of
+from installed import ask_again
 from torch import Tensor
 
 from megatron_mtp.drafting.api import generate
@@ -63,7 +64,7 @@ def add(
 
     def forget() -> None:
         for table in (PROPOSERS, VERIFIERS):
-            table.__dict__.pop("_registered", None)
+            ask_again(table)
 
     def adding() -> None:
         request.param(monkeypatch, tmp_path)

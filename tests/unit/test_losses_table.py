@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from documents import ROOT, blocks
+from installed import ask_again
 from megatron_single import make_batch, our_model
 
 from megatron_mtp.config import MTPConfig
@@ -34,7 +35,7 @@ def added_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.syspath_prepend(str(tmp_path))
     yield file
     sys.modules.pop("added_focal", None)
-    LOSSES.__dict__.pop("_registered", None)  # what other packages have registered is read once
+    ask_again(LOSSES)
 
 
 def add_by_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def add_by_entry_point(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.mkdir()
     (package / "METADATA").write_text("Name: outside\nVersion: 1.0\n", encoding="utf-8")
     (package / "entry_points.txt").write_text(f"[{LOSSES.group}]\n{point}\n", encoding="utf-8")
-    LOSSES.__dict__.pop("_registered", None)
+    ask_again(LOSSES)
 
 
 @pytest.mark.usefixtures("megatron")

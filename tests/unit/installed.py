@@ -1,0 +1,12 @@
+"""Packages that a test installs; tables ask for what is installed once."""
+
+from typing import Any
+
+from megatron_mtp import registry
+from megatron_mtp.registry import Registry
+
+
+def ask_again(table: Registry[Any]) -> None:
+    """Let a table ask at its next use."""
+    registry._all_points.cache_clear()
+    table.__dict__.pop("_registered", None)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types and tests; set-up included. Two files of tests run at a time.
+# Lint and tests, types among them; set-up included. Two files of tests run at a time.
 #   scripts/test.sh                the first tier
 #   scripts/test.sh --all          the whole matrix: before a release, and after a change of layouts, platform or patches
 #   scripts/test.sh [ARGUMENTS]    other arguments go to pytest, for example tests/unit -k packed
@@ -13,5 +13,4 @@ bash scripts/setup.sh
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
 OMP_NUM_THREADS=1 .venv/bin/python -m pytest "$@"

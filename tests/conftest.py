@@ -5,6 +5,7 @@ catches the same faults, as the table in CONTRIBUTING.md says.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"{count} cases marked `matrix` were left out; --all runs them as well")
 
 
-@pytest.fixture
-def forked_python(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def forked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A program that is Python in forks; the package's own processes, which `sys.executable` starts, are so too."""
     import fork_server
 
     program = fork_server.program(tmp_path_factory.mktemp("forked") / "python")
-    monkeypatch.setattr(sys, "executable", str(program))
-    return program
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(program))
+        yield program

@@ -1,6 +1,9 @@
-"""The records of jobs (layout_jobs.py), run when a test first asks for one of them."""
+"""The records of jobs (layout_jobs.py), run when a test first asks for one of them, or shortly before."""
 
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import launch
@@ -9,6 +12,8 @@ import torch
 from layouts import LAYOUTS, needs
 
 WORKER = Path(__file__).parent / "layout_worker.py"
+AT_ONCE = 2
+"""Jobs that run together: half of the time the ranks of one wait for each other."""
 
 
 class Records:
@@ -16,27 +21,50 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._errors: dict[str, str] = {}
+        self._turns, self._threads = Semaphore(AT_ONCE), ThreadPoolExecutor(64)
+        self._errors: dict[str, Future[str]] = {}
+        self._expected: list[str] = []
+
+    def expect(self, jobs: Iterable[str]) -> None:
+        """Say which jobs tests will ask for, in this order."""
+        self._expected = list(dict.fromkeys(jobs))
 
     def of(self, job: str) -> dict[str, Any]:
         """The record of a job; the test fails with the end of the output where there is none."""
-        self.run(job)
-        if self._errors[job]:
-            pytest.fail(f"{job} left no record; {self._errors[job]}")
+        error = self._started(job)
+        for later in self._after(job):
+            self._started(later)
+        if error.result():
+            pytest.fail(f"{job} left no record; {error.result()}")
         return torch.load(self.folder / "records" / f"{job.replace('/', '-')}.pt")
 
-    def run(self, job: str) -> None:
-        """See that the job has run; one that fails is not tried again."""
-        if job in self._errors:
-            return
-        for needed in needs(job):
-            self.run(needed)
+    def end(self) -> None:
+        """Wait for what runs, and run nothing more."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _after(self, job: str) -> list[str]:
+        if job not in self._expected:
+            return []
+        place = self._expected.index(job) + 1
+        return self._expected[place : place + AT_ONCE]
+
+    def _started(self, job: str) -> "Future[str]":
+        """The error of a job, "" where it ended well; one that fails is not tried again."""
+        if job not in self._errors:
+            needed = [self._started(each) for each in needs(job)]
+            self._errors[job] = self._threads.submit(self._run, job, needed)
+        return self._errors[job]
+
+    def _run(self, job: str, needed: "list[Future[str]]") -> str:
+        for each in needed:
+            each.result()
         command = launch.torchrun(processes(job), WORKER, str(self.folder), job)
-        self._errors[job] = ""
-        try:
-            launch.run(command, self.folder / f"{job.replace('/', '-')}.log")
-        except AssertionError as error:
-            self._errors[job] = str(error)
+        with self._turns:
+            try:
+                launch.run(command, self.folder / f"{job.replace('/', '-')}.log")
+            except AssertionError as error:
+                return str(error)
+        return ""
 
 
 def processes(job: str) -> int:

@@ -40,6 +40,15 @@ def assert_same_step(record: dict[str, Any], single: dict[str, Any]) -> None:
         assert {name: value for name, value in record[copies].items() if value > 1e-6} == {}
 
 
+@pytest.fixture(scope="module")
+def records(records: Records, request: pytest.FixtureRequest) -> Records:
+    """Those of the steps that are compared are made while others are looked at."""
+    steps = [item for item in request.session.items if item.originalname == "test_a_step_is_that_of_a_single_process"]
+    cases = [item.callspec.params for item in steps]
+    records.expect(f"train/{case['model']}/{layout}" for case in cases for layout in (case["layout"], SINGLE))
+    return records
+
+
 def tiered(case: tuple[str, ...], is_first: bool) -> Any:
     return pytest.param(*case, id="-".join(case), marks=() if is_first else pytest.mark.matrix)
 

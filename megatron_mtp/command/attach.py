@@ -294,7 +294,8 @@ def _start(args: Namespace) -> list[str] | None:
 
 def _before(args: Namespace) -> list[str] | None:
     folder = args.run / "before"
-    if (folder / "metrics.jsonl").exists():
+    file = folder / "metrics.jsonl"
+    if file.exists() and file.stat().st_size:  # a killed run may leave it empty
         return None
     flags = f"--skip-train --eval-interval 1 --load {args.run}/start --finetune --mtp-metrics-dir {folder}"
     return ["train", *_training(args), *flags.split()]

@@ -143,7 +143,7 @@ def finish(run: Path) -> None:
     """As all steps leave the folder."""
     for folder in ("trunk", "start", "before", "checkpoint", "exported"):
         (run / folder).mkdir(parents=True)
-    (run / "before" / "metrics.jsonl").touch()
+    (run / "before" / "metrics.jsonl").write_text("{}\n")
     (run / "checkpoint" / attach.TRACKER).write_text("600")
     (run / "exported" / "config.json").touch()
 
@@ -153,6 +153,8 @@ def test_what_is_finished_is_not_done_again(model: Path, tmp_path: Path) -> None
     finish(tmp_path)
     left = {name for name, step in attach.STEPS.items() if step.command(args)}
     assert left == {"corpus", "train", "verify", "draft"}  # which find out by themselves, or cost little
+    (tmp_path / "before" / "metrics.jsonl").write_text("")
+    assert attach.STEPS["before"].command(args)
     training = attach.STEPS["train"].command(args)
     assert training is not None
     assert training[training.index("--load") + 1] == str(tmp_path / "checkpoint")

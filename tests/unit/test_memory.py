@@ -97,7 +97,7 @@ def test_a_hybrids_layers_are_estimated_by_their_kinds(
     assert activations(given, layers, depths, 0) == expected
 
 
-RECURRENT = {
+RECURRENT: dict[str, Any] = {
     "hidden_size": 64,
     "mamba_num_heads": 6,
     "mamba_head_dim": 10,

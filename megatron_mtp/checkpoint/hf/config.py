@@ -140,7 +140,7 @@ class HFConfig:
         for name, value in nested.items():
             if value and not isinstance(value, dict):
                 raise ValueError(f"{self.source}: '{name}' is {value!r:.40}; it must be an object.")
-        chosen = next(filter(None, nested.values()), {})
+        chosen: dict[str, Any] = next(filter(None, nested.values()), {})
         found = {name: self.keys[name] for name in _BESIDE_ROPE if self.has(name)} | chosen
         found.setdefault("rope_type", found.get("type", "default"))
         if found["rope_type"] in ("llama3", "yarn", "longrope"):

@@ -86,6 +86,12 @@ class MTPConfig:
         "and no optimizer state. Default: everything is trained.",
         action="store_true",
     )
+    mtp_mask_prompts: bool = _flag(
+        False,
+        "Count only the continuations of texts by megatron-mtp sample in all losses and in acceptance, of the trunk "
+        "and of the depths. Default: prompts count like the rest.",
+        action="store_true",
+    )
     mtp_loss: str = _flag(
         "ce", "What the depths learn: a name of the table of losses, which --list-losses explains. Default: ce."
     )

@@ -11,9 +11,10 @@ import errno
 import os
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn, override
 
 REFUSED, INTERRUPTED, UNREAD = 2, 130, 141
@@ -40,6 +41,17 @@ class Parser(ArgumentParser):
     @override
     def error(self, message: str) -> NoReturn:
         fail(self.prog, f"{message} (--help lists the flags)")
+
+
+def named(text: str) -> Path:
+    """The path of an argument, for argparse's `type=`; `Path` takes an empty one for the working directory.
+
+    Raises:
+        ArgumentTypeError: it is empty, as a variable of a script that was not set.
+    """
+    if not text:
+        raise ArgumentTypeError("it is empty; give a path")
+    return Path(text)
 
 
 @contextmanager

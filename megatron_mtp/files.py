@@ -88,6 +88,8 @@ def one_writer(output: Path, name: str) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
+        if not os.access(file.parent, os.W_OK) or not file.exists():
+            raise ValueError(f"{name} cannot be written: {file.parent} takes no files; name another output.") from None
         raise ValueError(
             f"{name} is being written by {_holder(file)}; wait until it has ended, or name another output."
         ) from None

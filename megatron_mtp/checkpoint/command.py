@@ -18,12 +18,11 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_mtp.checkpoint.families import FAMILIES, trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
-from megatron_mtp.errors import Parser, sentences, status_of
+from megatron_mtp.errors import Parser, named, sentences, status_of
 from megatron_mtp.files import default_workers
 from megatron_mtp.platform import prepare
 
@@ -306,10 +305,10 @@ def _drop_flags(command: argparse.ArgumentParser) -> None:
 def _export_flags(command: argparse.ArgumentParser) -> None:
     add, forms = command.add_argument, ", ".join(trained_forms())
     add("--max-shard-size", default=SHARD, metavar="SIZE", help=f"largest safetensors file (default: {SHARD})")
-    add("--like", type=Path, metavar="FOLDER", help="take config and tokenizer from this Hugging Face folder")
+    add("--like", type=named, metavar="FOLDER", help="take config and tokenizer from this Hugging Face folder")
     family = f"model_type of the folder, one of {forms} (default: as imported, or the one that fits)"
     add("--family", metavar="NAME", help=family)
-    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to copy into the folder (default: the run's own)")
+    add("--tokenizer", type=named, metavar="FOLDER", help="tokenizer to copy into the folder (default: the run's own)")
 
 
 def _inspect_flags(command: argparse.ArgumentParser) -> None:
@@ -324,7 +323,7 @@ def _trust_flag(command: argparse.ArgumentParser) -> None:
 
 def _verify_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--text", type=Path, metavar="FILE", help="compare logits and perplexity on this text, not on random tokens")
+    add("--text", type=named, metavar="FILE", help="compare logits and perplexity on this text, not on random tokens")
     add("--allow-uncompared", action="store_true", help="exit with 0, not 3, if no logits can be compared")
 
 
@@ -409,7 +408,7 @@ def parser(program: str) -> Parser:
             name, help=command.line, description=command.line, epilog=EXAMPLES, formatter_class=form
         )
         for dest, metavar in zip(("source", "target"), command.operands, strict=False):
-            own.add_argument(dest, type=Path, metavar=metavar)
+            own.add_argument(dest, type=named, metavar=metavar)
         own.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
         for add in command.flags:
             add(own)

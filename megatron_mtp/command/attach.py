@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.config import number_of
-from megatron_mtp.errors import Parser, check_counts, sentences
+from megatron_mtp.errors import Parser, check_counts, named, sentences
 from megatron_mtp.report.runs import STARTED, check_started, read_checked
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -90,7 +90,7 @@ def parser(program: str) -> Parser:
     add("model", metavar="MODEL", help="folder of a Hugging Face model with its tokenizer, or a name on the Hub")
     add("corpus", metavar="CORPUS", help="text to train on: a file, a folder or a quoted glob; 2 %% of it is held out")
     run = "folder for all output; default: runs/attached"
-    add("run", type=Path, nargs="?", default=Path("runs/attached"), metavar="RUN", help=run)
+    add("run", type=named, nargs="?", default=Path("runs/attached"), metavar="RUN", help=run)
     add("--depths", type=int, default=2, metavar="D", help="number of depths to attach; default: 2")
     add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")
@@ -294,7 +294,8 @@ def _start(args: Namespace) -> list[str] | None:
 
 def _before(args: Namespace) -> list[str] | None:
     folder = args.run / "before"
-    if (folder / "metrics.jsonl").exists():
+    file = folder / "metrics.jsonl"
+    if file.exists() and file.stat().st_size:  # a killed run may leave it empty
         return None
     flags = f"--skip-train --eval-interval 1 --load {args.run}/start --finetune --mtp-metrics-dir {folder}"
     return ["train", *_training(args), *flags.split()]

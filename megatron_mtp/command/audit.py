@@ -9,7 +9,7 @@ from argparse import Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
-from megatron_mtp.errors import Parser, status_of
+from megatron_mtp.errors import Parser, named, status_of
 
 FOUND = 1
 """Exit status where something was found."""
@@ -46,13 +46,13 @@ def parser(program: str) -> Parser:
         formatter_class=RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("a", type=Path, metavar="A", help="a Hugging Face folder, a name on the Hub, or a Megatron checkpoint")
-    add("b", type=Path, metavar="B", nargs="?", help="what to compare with A, of either form")
+    add("a", type=named, metavar="A", help="a Hugging Face folder, a name on the Hub, or a Megatron checkpoint")
+    add("b", type=named, metavar="B", nargs="?", help="what to compare with A, of either form")
     add("--logits", action="store_true", help="run both on the same tokens: logits of trunk and depths, acceptance")
-    add("--text", type=Path, metavar="FILE", help="with --logits: the tokens of this text, not random ones")
+    add("--text", type=named, metavar="FILE", help="with --logits: the tokens of this text, not random ones")
     add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
     add("--json", action="store_true", help="print one JSON object instead of lines")
-    add("--html", type=Path, metavar="FILE", help="write a page as well")
+    add("--html", type=named, metavar="FILE", help="write a page as well")
     return made
 
 

@@ -52,8 +52,10 @@ def tabulate(args: Namespace, program: str) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Raises ValueError for a number that is out of range."""
+    """Raises ValueError for a number that is out of range, or an empty name."""
     check_counts(args, "prompts", "prompt_tokens", "new_tokens")
+    if "" in args.checkpoints:
+        raise ValueError("a CKPT is empty; give a checkpoint or a folder.")
     for count in args.num_speculative_tokens or ():
         if not 1 <= count <= MOST_DRAFTED:
             raise ValueError(f"--num-speculative-tokens is {count}; give 1 to {MOST_DRAFTED}.")

@@ -3,7 +3,8 @@
 Out: PREFIX.bin  the tokens of all documents, one after the other, each document ended by the EOD id
      PREFIX.idx  Megatron's index: one sequence per document
      PREFIX.json the sidecar: counts, highest token id, tokenizer and the settings that made them
-PREFIX.idx appears last: if it exists, all three files are whole.
+     PREFIX.prompts.npy  of texts that continue prompts: the tokens of each prompt, one int32 a document
+PREFIX.idx appears last: if it exists, all files are whole.
 """
 
 import json
@@ -67,12 +68,13 @@ def write_corpus(
 
 
 def write_sequences(
-    sequences: Iterable[Sequence[int]], encoder: Encoder, prefix: str, settings: dict[str, Any]
+    sequences: Iterable[Sequence[int]], prompts: Sequence[int], encoder: Encoder, prefix: str, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write documents that are token ids already, each without its EOD, into PREFIX.bin, PREFIX.idx and PREFIX.json.
+    """Write documents that are token ids already, each without its EOD, and how long their prompts are.
 
     Args:
         sequences: the documents.
+        prompts: tokens at the beginning of every document that are its prompt.
         encoder: the tokenizer that the ids are of.
         prefix, settings: as in `write_corpus`.
 
@@ -80,7 +82,7 @@ def write_sequences(
         The contents of PREFIX.json.
     """
     started, lengths, highest = time.monotonic(), list[int](), 0
-    with _published(prefix) as partial:
+    with _published(prefix, "prompts.npy") as partial:
         builder = _dataset_builder(partial["bin"], encoder.vocab_size)
         for ids in sequences:
             sequence = np.array([*ids, encoder.eod_id], dtype=np.int32)
@@ -88,18 +90,20 @@ def write_sequences(
             lengths.append(len(sequence))
             highest = max(highest, int(sequence.max()))
         builder.finalize(partial["idx"])
+        with open(partial["prompts.npy"], "wb") as file:
+            np.save(file, np.array(prompts, dtype=np.int32))
         record = {"documents": len(lengths), "tokens": sum(lengths), "max_token_id": highest}
         record["bin_bytes"] = os.path.getsize(partial["bin"])
         return _with_sidecar(record, encoder, partial, settings, started)
 
 
 @contextmanager
-def _published(prefix: str) -> Iterator[dict[str, str]]:
-    """Paths to write the three files at, by their ending; they replace the old ones when the block ends well."""
+def _published(prefix: str, *more: str) -> Iterator[dict[str, str]]:
+    """Paths to write the files at, by their ending; they replace the old ones when the block ends well."""
     os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
     with ExitStack() as renamed:
         # Without its index a dataset is unreadable: the old index goes first, the new one, entered first, comes last.
-        targets = {kind: Path(f"{prefix}.{kind}") for kind in ("idx", "json", "bin")}
+        targets = {kind: Path(f"{prefix}.{kind}") for kind in ("idx", "json", "bin", *more)}
         yield {kind: str(renamed.enter_context(written_beside(target))) for kind, target in targets.items()}
         targets["idx"].unlink(missing_ok=True)
 

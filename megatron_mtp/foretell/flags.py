@@ -1,9 +1,8 @@
 """The flags of `megatron-mtp foretell`, for a parser that must not wait for torch."""
 
 from argparse import RawDescriptionHelpFormatter
-from pathlib import Path
 
-from megatron_mtp.errors import Parser
+from megatron_mtp.errors import Parser, named
 from megatron_mtp.foretell.engines import ENGINES
 
 EXAMPLES = """examples:
@@ -29,7 +28,7 @@ def parser(program: str) -> Parser:
         formatter_class=RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("checkpoint", type=Path, metavar="CKPT", help="Megatron checkpoint, or Hugging Face folder")
+    add("checkpoint", type=named, metavar="CKPT", help="Megatron checkpoint, or Hugging Face folder")
     add("--engine", required=True, choices=ENGINES, help="the engine that is to serve it")
     add("--text", nargs="+", required=True, metavar="FILE", help="files or folders whose text gives the prompts")
     add("--num-speculative-tokens", type=int, metavar="K", help="drafts a round; default: the number of depths")
@@ -37,7 +36,7 @@ def parser(program: str) -> Parser:
     add("--prompts", type=int, default=16, metavar="N", help="prompts, evenly spread over the text; default: 16")
     add("--prompt-tokens", type=int, default=32, metavar="N", help="tokens of each prompt; default: 32")
     add("--new-tokens", type=int, default=64, metavar="N", help="tokens that continue each prompt; default: 64")
-    add("--tokenizer", type=Path, metavar="FOLDER", help="Hugging Face tokenizer (default: the checkpoint's own)")
+    add("--tokenizer", type=named, metavar="FOLDER", help="Hugging Face tokenizer (default: the checkpoint's own)")
     add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return made

@@ -131,7 +131,18 @@ def pretrain(
             f"the model's configuration is a {kind}; make it by the {name} of megatron_mtp.integrations.megatron_lm, "
             "imported after Megatron's."
         )
+    with sentences(Path(sys.argv[0]).name):
+        _check_prompts(get_args(), train_valid_test_dataset_provider)
     train(cfg_container, train_valid_test_dataset_provider, **pretrain_arguments)
+
+
+def _check_prompts(args: Namespace, provider: Any) -> None:
+    """Raises ValueError where prompts shall be masked in data sets of the script's own."""
+    if args.mtp_mask_prompts and provider is not datasets_provider:
+        raise ValueError(
+            "--mtp-mask-prompts was given, and the script's own data sets do not read it; call pretrain() with the "
+            "datasets_provider of megatron_mtp.integrations.megatron_lm, or drop the flag."
+        )
 
 
 def model_provider(

@@ -1,9 +1,8 @@
 """`megatron-mtp report RUN_DIR ...`: the folders of runs in, one HTML page out."""
 
 from argparse import Namespace, RawDescriptionHelpFormatter
-from pathlib import Path
 
-from megatron_mtp.errors import Parser, status_of
+from megatron_mtp.errors import Parser, named, status_of
 from megatron_mtp.report.page import page, write_page
 from megatron_mtp.report.runs import read_runs
 
@@ -46,6 +45,6 @@ def parser(program: str) -> Parser:
         formatter_class=RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folders that --mtp-metrics-dir has named")
-    add("--output", type=Path, metavar="FILE", help=f"default: {PAGE} in the first folder")
+    add("runs", nargs="+", type=named, metavar="RUN_DIR", help="folders that --mtp-metrics-dir has named")
+    add("--output", type=named, metavar="FILE", help=f"default: {PAGE} in the first folder")
     return made

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -29,7 +30,7 @@ from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.training.arguments import checked_model_config, parse_run_args
 from megatron_mtp.training.data_flags import check_data
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
-from megatron_mtp.training.memory import PARTS, Memory, Parameter, memory_of, sizes, symbols_of
+from megatron_mtp.training.memory import PARTS, Memory, Parameter, memory_of, portable_share, sizes, symbols_of
 
 GIB = 2**30
 RESOLVED = ("ffn_hidden_size", "global_batch_size", "kv_channels", "padded_vocab_size")
@@ -230,6 +231,12 @@ def _notes(args: Namespace) -> list[str]:
     notes = [
         "memory: weights, gradients and Adam's state are counted; activations are estimated (Korthikanti et al., "
         "arXiv:2205.05198, table 2, with attention that keeps no scores); what kernels need comes on top."
+    ]
+    notes += [
+        f"memory: {symbol} layers are estimated with the kernels of {kernels}; without these, such a layer keeps "
+        f"{portable_share(args, symbol):.1f} times as much."
+        for symbol, kernels in ((Symbols.MAMBA, "mamba_ssm"), (Symbols.GDN, "fla"))
+        if symbol in (args.hybrid_layer_pattern or "")
     ]
     try:
         check_data(args)

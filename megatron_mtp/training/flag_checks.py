@@ -342,6 +342,15 @@ def _conversations(args: Namespace) -> str | None:
     return None
 
 
+def _prompts(args: Namespace) -> str | None:
+    others = [name for name in ("sft", "mock_data", "fim_data") if getattr(args, name)]
+    if args.mtp_mask_prompts and others:
+        return (
+            f"--mtp-mask-prompts was given with {flag(others[0])}, whose data is not of megatron-mtp sample; drop one."
+        )
+    return None
+
+
 def _known(args: Namespace, *names: str) -> bool:
     """Whether all of them are known; arguments that come from a checkpoint are None until it is read."""
     return all(getattr(args, name) is not None for name in names)
@@ -365,4 +374,5 @@ RELATIONS: tuple[Callable[[Namespace], str | None], ...] = (
     _validation_sets,
     _data_sources,
     _conversations,
+    _prompts,
 )

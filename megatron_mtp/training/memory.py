@@ -10,6 +10,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from megatron_mtp.config import trained_depths
 from megatron_mtp.model.hybrid import trunk_and_depths
+from megatron_mtp.model.recurrence import CHUNK
 
 PARTS = {"trunk": "decoder.", "depths": "mtp.", "embedding": "embedding.", "head": "output_layer."}
 """The parts of a model, and how the names of their parameters begin."""
@@ -157,6 +158,30 @@ def _of_delta_rule(args: Namespace) -> float:
     return 2.0 * (projected + convolved + repeated + 64 * heads + 2 * values) + 4.0 * values
 
 
+def _of_portable_mamba(args: Namespace) -> float:
+    """What model/mamba.py keeps, as measured: the matrices of a chunk and the gated norm are in float32."""
+    heads = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
+    inner, states = heads * args.mamba_head_dim, 2 * args.mamba_num_groups * args.mamba_state_dim
+    convolved, projected = inner + states, 2 * inner + states + heads
+    of_a_chunk = heads * (
+        12.0 * (CHUNK + args.mamba_state_dim) + 8.0 * args.mamba_state_dim * args.mamba_head_dim / CHUNK
+    )
+    return 34.0 * inner + 10.0 * convolved + 2.0 * projected + of_a_chunk
+
+
+def _of_portable_delta_rule(args: Namespace) -> float:
+    """What model/delta.py keeps, as measured."""
+    heads, key, value = args.linear_num_value_heads, args.linear_key_head_dim, args.linear_value_head_dim
+    convolved = 2 * args.linear_num_key_heads * key + heads * value
+    return 12.0 * convolved + heads * (24.0 * CHUNK + 40.0 * key + 32.0 * value + 4.0 * key * value / CHUNK)
+
+
+def portable_share(args: Namespace, symbol: str) -> float:
+    """How many times as much an M or a G layer keeps without `mamba_ssm` or `fla`: its norm keeps its input (4) and its
+    values (4) in float32, and the output (2)."""
+    return (10 * args.hidden_size + PORTABLE[symbol](args)) / (5 * args.hidden_size + INSIDE[symbol](args))
+
+
 INSIDE: dict[str, Callable[[Namespace], float]] = {
     Symbols.ATTENTION: _of_attention,
     Symbols.MLA: _of_attention,
@@ -167,6 +192,9 @@ INSIDE: dict[str, Callable[[Namespace], float]] = {
     Symbols.GDN: _of_delta_rule,
 }
 """By symbol: bytes that a layer keeps of a token inside of it, which tensor parallelism cuts."""
+
+PORTABLE = {Symbols.MAMBA: _of_portable_mamba, Symbols.GDN: _of_portable_delta_rule}
+"""The same on machines without `mamba_ssm` and `fla`."""
 
 
 def _mlp_width(args: Namespace) -> float:

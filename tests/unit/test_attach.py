@@ -14,6 +14,7 @@ from documents import parse
 
 from megatron_mtp.checkpoint.hf import hub
 from megatron_mtp.command import attach, line
+from megatron_mtp.drafting.own_texts.flags import parser as of_sample
 
 ORDER = "preprocess convert convert train train convert convert generate".split()
 
@@ -60,6 +61,19 @@ def test_own_texts_are_sampled_from_the_trunk_and_trained_on(model: Path, tmp_pa
         training = attach.STEPS[name].command(args)
         assert training is not None
         assert training[training.index("--data-path") + 1] == given["--output-prefix"] == str(run / "data/own")
+
+
+def test_held_out_text_is_neither_trained_on_nor_continued_for_it(model: Path, tmp_path: Path) -> None:
+    args = settings(model, tmp_path / "run", "--self-generated", "200")
+    split = "98,2,0"  # the last documents are for validation, whichever command cuts them
+    for name in ("before", "train"):
+        training = attach.STEPS[name].command(args)
+        assert training is not None
+        assert [training[place + 1] for place, word in enumerate(training) if word == "--split"] == [split]
+    words = attach.STEPS["sample"].command(args)
+    assert words is not None
+    asked = of_sample("sample").parse_args(words[1:])
+    assert (asked.split, asked.part) == (split, "training")
 
 
 def test_conversations_are_answered(model: Path, tmp_path: Path) -> None:
@@ -144,7 +158,7 @@ def finish(run: Path) -> None:
     """As all steps leave the folder."""
     for folder in ("trunk", "start", "before", "checkpoint", "exported"):
         (run / folder).mkdir(parents=True)
-    (run / "before" / "metrics.jsonl").touch()
+    (run / "before" / "metrics.jsonl").write_text("{}\n")
     (run / "checkpoint" / attach.TRACKER).write_text("600")
     (run / "exported" / "config.json").touch()
 
@@ -154,6 +168,8 @@ def test_what_is_finished_is_not_done_again(model: Path, tmp_path: Path) -> None
     finish(tmp_path)
     left = {name for name, step in attach.STEPS.items() if step.command(args)}
     assert left == {"corpus", "train", "verify", "draft"}  # which find out by themselves, or cost little
+    (tmp_path / "before" / "metrics.jsonl").write_text("")
+    assert attach.STEPS["before"].command(args)
     training = attach.STEPS["train"].command(args)
     assert training is not None
     assert training[training.index("--load") + 1] == str(tmp_path / "checkpoint")

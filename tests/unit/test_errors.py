@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -132,3 +133,30 @@ def test_a_verb_that_is_started_without_a_standard_stream(closed: str) -> None:
     done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], capture_output=True)
     assert done.returncode == 0, done.stderr
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["audit", ""],
+        ["audit", "x", ""],
+        ["convert", "inspect", ""],
+        ["convert", "hf-to-mcore", "x", ""],
+        ["tabulate", "", "--text", "x"],
+        ["foretell", ""],
+        ["report", ""],
+        ["attach", "", "x"],
+        ["attach", "x", "y", ""],
+    ],
+)
+def test_an_empty_path_is_not_the_working_directory(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = line.main(command)
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert "empty; give a" in capsys.readouterr().err

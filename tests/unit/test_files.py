@@ -46,6 +46,16 @@ def test_a_second_process_is_told_who_writes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_takes_no_files_is_not_one_that_another_process_writes() -> None:
+    if not Path("/proc/self").exists():
+        pytest.skip("/proc is Linux's")
+    with (
+        pytest.raises(ValueError, match=r"^out cannot be written: /proc takes no files"),
+        one_writer(Path("/proc/out"), "out"),
+    ):
+        pass
+
+
 def test_a_living_conversion_is_not_taken_for_an_interrupted_one(tmp_path: Path) -> None:
     PartialFolder(tmp_path / "out", {"a": 1}, resume=False).release()
     for resume in (False, True):

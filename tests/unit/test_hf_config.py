@@ -1,12 +1,13 @@
 """checkpoint/hf/config.py: what a config.json may leave out, and what is said of one that is wrong."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
+from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 
 
 def config(**keys: Any) -> HFConfig:
@@ -79,6 +80,8 @@ def test_a_scaling_starts_from_the_positions_that_transformers_finds(keys: dict[
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: HFConfig.from_keys([]), "config.json has no 'model_type'; give a folder that transformers can load."),
     (lambda: HFConfig.from_keys({"model_type": 3}), "config.json has no 'model_type'"),
+    (lambda: config(rope_parameters=7).rope, "'rope_parameters' is 7; it must be an object."),
+    (lambda: config(rope_scaling="yarn").rope, "'rope_scaling' is 'yarn'; it must be an object."),
     (lambda: config(text_config=[1]), r"'text_config' is \[1\]; it must be an object."),
     (lambda: config().integer("layers", "n_layer"), "lacks 'layers', which models of type 'llama' must have."),
     (
@@ -110,3 +113,9 @@ def test_a_file_that_is_not_there_or_not_json(text: str | None, said: str, tmp_p
         (tmp_path / CONFIG).write_text(text)
     with pytest.raises(ValueError, match=f"{CONFIG} {said}"):
         HFConfig.read(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / CONFIG)
+    with pytest.raises(ValueError, match="it is a folder or a pipe, not a file"):
+        read_json(tmp_path / CONFIG)

@@ -1,6 +1,8 @@
 """Safetensors folders: FP8 by an example that a person can check, and what comes of it in a conversion."""
 
 import json
+import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -86,3 +88,19 @@ def test_an_expert_is_found_without_a_search_through_all(tmp_path: Path, monkeyp
     monkeypatch.setattr(tensors, "_overlap", lambda *_: pytest.fail("searched"))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form)
     assert read(tmp_path / "back").keys() == read(tmp_path / "hf").keys()
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="it is a folder or a pipe, not a file; fetch it again"):
+        shards.raw_header(tmp_path / "model.safetensors")
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """Readers take the first or the second of them, and both are whole."""
+    one, other = (json.dumps({"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}) for _ in range(2))
+    header = f'{{"x": {one}, "x": {other}}}'.encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
+    with pytest.raises(ValueError, match=r"is not a whole safetensors file \(a name is there twice\)"):
+        shards.raw_header(file)

@@ -5,7 +5,8 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import MinusOne, Piece, Rule, SwapHalves, Then
 from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.checkpoint.proof import reference_forms
 from megatron_mtp.checkpoint.proof.prompt import Prompt, random_tokens
 from megatron_mtp.checkpoint.proof.reference import all_logits
-from megatron_mtp.checkpoint.proof.verify import Check, compare, megatron_logits, rounding, verify
+from megatron_mtp.checkpoint.proof.verify import Check, compare, logits_of, megatron_logits, place, rounding, verify
 from megatron_mtp.model.arguments import parsed
 
 pytestmark = pytest.mark.usefixtures("forked_python", "megatron")
@@ -459,3 +461,57 @@ def test_attached_depths_are_exported_and_proved(
     assert [key for key in there if not torch.equal(there[key], again[key])] == []
     assert any(key.startswith("mtp.") for key in again)
     assert failed(verify(tmp_path / "back", tmp_path / "new")) == set()
+
+
+# --- what is left is rounding ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Modules that compute in float32 whatever they get leave float64 as it is."""
+    to_float, to = Tensor.float, Tensor.to
+
+    def kept(values: Tensor, *given: Any, **named: Any) -> Tensor:
+        if values.dtype == torch.float64:
+            given = tuple(torch.float64 if one is torch.float32 else one for one in given)
+            named |= {"dtype": torch.float64} if named.get("dtype") is torch.float32 else {}
+        return to(values, *given, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Tensor, "float", lambda values: values if values.dtype == torch.float64 else to_float(values))
+        patched.setattr(Tensor, "to", kept)
+        yield
+
+
+def trunk_logits(source: Path, mcore: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of Megatron's and of transformers' model, in this type throughout."""
+    from transformers import AutoModelForCausalLM
+
+    model = load_model(mcore)
+    place(model, PROMPT)
+    for module in model.to(dtype).modules():
+        if hasattr(module, "config") and hasattr(module.config, "params_dtype"):
+            module.config.params_dtype = dtype
+    settings: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **settings).eval()
+    with torch.no_grad():
+        theirs_SV = reference(PROMPT.tokens_BS, position_ids=PROMPT.positions_S.unsqueeze(0)).logits[0]
+        return logits_of(model, PROMPT)["trunk"][:, : theirs_SV.size(1)].double(), theirs_SV.double()
+
+
+@pytest.mark.matrix
+def test_the_largest_difference_of_qwen3_next_is_float32s(tmp_path: Path) -> None:
+    """A model that float32 rounds worst of 34: each side is farther from itself in float64 than from the other."""
+    source = make(tmp_path / "hf", "qwen3_next", 1, seed=17)
+    hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+    ours, theirs = trunk_logits(source, tmp_path / "mcore", torch.float32)
+    with in_float64():
+        ours_in_64, theirs_in_64 = trunk_logits(source, tmp_path / "mcore", torch.float64)
+    largest = theirs_in_64.abs().max()
+    between, own, reference, exact = (
+        float((one - other).abs().max() / largest)
+        for one, other in ((ours, theirs), (ours, ours_in_64), (theirs, theirs_in_64), (ours_in_64, theirs_in_64))
+    )
+    assert exact < 1e-5
+    assert min(own, reference) > 1e-4
+    assert between < own

@@ -4,8 +4,18 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+import torch
+from hybrid_single import our_hybrid
 
-from megatron_mtp.training.memory import Memory, Parameter, activations, memory_of, symbols_of
+from megatron_mtp.training.memory import (
+    INSIDE,
+    Memory,
+    Parameter,
+    activations,
+    memory_of,
+    portable_share,
+    symbols_of,
+)
 
 
 def args(**others: Any) -> Namespace:
@@ -85,6 +95,45 @@ def test_a_hybrids_layers_are_estimated_by_their_kinds(
 ) -> None:
     given = args(**others, mtp_linear_ce_main=True)
     assert activations(given, layers, depths, 0) == expected
+
+
+RECURRENT: dict[str, Any] = {
+    "hidden_size": 64,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "mamba_num_groups": 3,
+    "mamba_state_dim": 24,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 36,
+}
+
+
+def kept_in_a_step(pattern: str, length: int) -> int:
+    """Bytes of all tensors, other than weights, that the layers keep for their backward pass."""
+    model = our_hybrid(pattern, params_dtype=torch.bfloat16, bf16=True, **RECURRENT).bfloat16()
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage  # held, so that no later one has its place
+        return tensor
+
+    hidden_SBH = torch.randn(length, 1, RECURRENT["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.decoder(hidden_SBH, attention_mask=None, rotary_pos_emb=model.rotary_pos_emb(length))
+    return sum(storage.nbytes() for place, storage in found.items() if place not in weights)
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("symbol", "MG")
+def test_a_portable_layer_keeps_what_is_said(symbol: str) -> None:
+    length, given = 256, args(**RECURRENT)
+    measured = (kept_in_a_step(3 * symbol, length) - kept_in_a_step(2 * symbol, length)) / length
+    said = portable_share(given, symbol) * (5 * given.hidden_size + INSIDE[symbol](given))
+    assert said == pytest.approx(measured, rel=0.03)
 
 
 def test_a_repeated_layer_keeps_the_activations_of_every_pass() -> None:

@@ -173,6 +173,10 @@ def test_tensors_without_a_place_are_refused() -> None:
         ("*--*", r"whose symbol 3 is - \(MLP\), but a GPT's layers are attention"),
         ("-*", r"whose symbol 1 is - \(MLP\)"),
         ("*-*", "whose last [*] is half of a GPT's layer"),
+        ("*-/*-/*E", "whose depths are [*]E"),
+        ("Z-", r"no GPT has Z \(no layer of Megatron\)"),
+        ("", "have a pattern without layers; the checkpoint is damaged"),
+        ("/*-", "have a pattern without layers; the checkpoint is damaged"),
         (None, "is a GPT already"),
     ],
 )
@@ -180,6 +184,25 @@ def test_a_pattern_that_is_no_gpt_is_refused_by_its_symbol(pattern: str | None, 
     args = Namespace(hybrid_layer_pattern=pattern, multi_latent_attention=False, num_layers=4, num_experts=4)
     with pytest.raises(ValueError, match=says):
         gpt_arguments(args, "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_layers": None}, "say num_layers None; the checkpoint is damaged"),
+        ({"num_layers": "two"}, "say num_layers 'two'"),
+        ({"num_layers": 0}, "say num_layers 0"),
+        ({"mtp_num_layers": -1}, "say mtp_num_layers -1"),
+        ({"num_experts": 4, "moe_layer_freq": 0}, "say moe_layer_freq 0"),
+        ({"num_experts": 4, "moe_layer_freq": [1]}, r"say moe_layer_freq \[1\]"),
+        ({"num_experts": 4, "moe_layer_freq": None}, "say moe_layer_freq None"),
+    ],
+)
+def test_arguments_without_layers_are_refused(changes: dict[str, Any], says: str) -> None:
+    args = parsed(TINY.split(), 100)
+    assert hybrid_arguments(args, "checkpoint").hybrid_layer_pattern
+    with pytest.raises(ValueError, match=says):
+        hybrid_arguments(Namespace(**{**vars(args), **changes}), "checkpoint")
 
 
 def test_a_gpt_that_no_hybrid_computes_is_refused_by_its_flag() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hf_models import make
 from judged_models import QUIET
@@ -23,6 +24,7 @@ from megatron_mtp.drafting.sampling import Sampling
 pytestmark = pytest.mark.usefixtures("megatron")
 
 EOD, POSITIONS = 0, 64
+CORPUS = ["own.bin", "own.idx", "own.json", "own.prompts.npy"]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
@@ -130,7 +132,10 @@ def test_texts_are_those_of_generate_by_number_and_become_documents(
     assert made_by["documents"] == 6
     assert made_by["settings"]["texts"] == 6
     assert {"load", "seed", "temperature", "data-path"} <= made_by["settings"].keys()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["own.bin", "own.idx", "own.json", "own.texts.jsonl"]
+    assert np.load(tmp_path / "own.prompts.npy").tolist() == [8] * 6
+    new = sum(len(ids) for ids in expected) - 6 * 8 - sum(len(ids) == 8 + 12 + 1 for ids in expected)
+    assert f"6 texts, {sum(map(len, expected))} tokens, {new} of them new" in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*CORPUS, "own.texts.jsonl"])
 
 
 def test_a_killed_command_loses_no_finished_text_and_goes_on_with_the_same(
@@ -142,7 +147,7 @@ def test_a_killed_command_loses_no_finished_text_and_goes_on_with_the_same(
     data = journal.read_bytes()
     lines = data.splitlines(keepends=True)
     for cut, kept in ((len(data) // 2, None), (len(lines[0] + lines[1]), 1), (len(lines[0]) + 7, 0), (9, 0)):
-        for name in ("own.bin", "own.idx", "own.json"):
+        for name in CORPUS:
             (tmp_path / name).unlink()
         journal.write_bytes(data[:cut])
         if kept is not None:
@@ -151,6 +156,7 @@ def test_a_killed_command_loses_no_finished_text_and_goes_on_with_the_same(
             journal.unlink()  # which is written beside, so that no kill leaves a part of its first line
         assert sample("--texts", 6)[0] == 0
         assert documents(tmp_path / "own") == whole
+        assert "6 of them finished" in sample("--texts", 8, "--dry-run")[1]  # a cut line is not left in the journal
     status, shown, _ = sample("--texts", 6)
     assert (status, "already there" in shown) == (0, True)
     assert sample("--texts", 8)[0] == 0

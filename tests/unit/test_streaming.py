@@ -38,6 +38,14 @@ def test_a_mount_point_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     PartialFolder(tmp_path / "disk" / "inside", {}, False)
 
 
+def test_a_link_to_itself_and_a_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_text("")
+    for name, says in (("loop", "is a link that leads to itself; name"), ("file", "is a file; name a new folder")):
+        with pytest.raises(ValueError, match=says):
+            PartialFolder(tmp_path / name, {}, False)
+
+
 def test_a_part_that_is_damaged_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of three parts that an interrupted run has recorded, one lost its last bytes to a power cut."""
     made: list[int] = []

@@ -4,6 +4,7 @@ import json
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 from megatron_mtp.command import line, tabulate
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.foretell.table.measuring import objective_of
+from megatron_mtp.foretell.table.rows import Asked, digest_of, file_of
 
 pytestmark = pytest.mark.usefixtures("megatron")
 SMALL = ("--prompts", 2, "--prompt-tokens", 6, "--new-tokens", 12)
@@ -89,6 +91,37 @@ def test_finished_rows_are_kept_and_other_settings_are_other_rows(
     file = next((copy / "release").glob("*.distcp"))
     file.touch()
     assert len(told(copy)[1]["rows"]) == 4
+
+
+def test_a_row_is_another_where_anything_it_depends_on_is(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    given = Asked(str(tmp_path / "one"), 2, ("vllm",), ("text",), "digest", 4, 8, 16, "tokenizer")
+    others: dict[str, Any] = {
+        "checkpoint": str(tmp_path / "two"),
+        "drafts": None,
+        "engines": ("vllm", "sglang"),
+        "digest": "other",
+        "prompts": 5,
+        "prompt_tokens": 9,
+        "new_tokens": 17,
+        "tokenizer": None,
+    }
+    assert others.keys() == {field.name for field in fields(Asked)} - {"text", "trust_remote_code"}
+    asked = [given, *(replace(given, **{name: value}) for name, value in others.items())]
+    files = {file_of(tmp_path, each.settings()) for each in asked}
+    assert len(files) == len(asked)
+    assert file_of(tmp_path, replace(given, text=("copy",)).settings()) in files
+    (tmp_path / "one" / "config.json").write_text("{ }")
+    assert file_of(tmp_path, given.settings()) not in files
+
+
+def test_a_text_is_known_by_what_it_holds(tmp_path: Path) -> None:
+    for name, text in {"one": "words", "two": "words", "three": "word"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    one, two, three = (digest_of([str(tmp_path / f"{name}.txt")]) for name in ("one", "two", "three"))
+    assert one == two != three
 
 
 def test_others_go_on_where_a_folder_cannot_be_read(

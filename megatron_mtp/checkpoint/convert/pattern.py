@@ -47,6 +47,7 @@ def hybrid_arguments(args: Namespace, source: str) -> Namespace:
             f"{source} was trained with --{wrong[0].replace('_', '-')}, which a hybrid model does not compute as a GPT "
             "does; it has to stay a GPT."
         )
+    _check_layers(args, source)
     layers = [_attention(args) + channel for channel in _channels(args)]
     depths = [layers[-1]] * (args.mtp_num_layers or 0)
     return _changed(args, hybrid_layer_pattern="/".join(["".join(layers), *depths]), moe_layer_freq=1)
@@ -67,9 +68,11 @@ def gpt_arguments(args: Namespace, source: str) -> Namespace:
         raise ValueError(f"{source} is a GPT already; gpt-to-hybrid is the other way.")
     trunk, depths = trunk_and_depths(pattern)
     _check_order(trunk, f"{source} has the layers {pattern}")
-    if depths and depths[0] != trunk[-2:]:
+    if not trunk:
+        raise ValueError(f"the arguments in {source} have a pattern without layers; the checkpoint is damaged.")
+    if (other := next((depth for depth in depths if depth != trunk[-2:]), None)) is not None:
         raise ValueError(
-            f"{source} has the layers {pattern}, whose depths are {depths[0]}, but a GPT's depths are layers like the "
+            f"{source} has the layers {pattern}, whose depths are {other}, but a GPT's depths are layers like the "
             f"last one of its trunk, {trunk[-2:]} here; it has to stay a hybrid."
         )
     if (Symbols.MLA in trunk) != bool(args.multi_latent_attention):
@@ -82,11 +85,27 @@ def gpt_arguments(args: Namespace, source: str) -> Namespace:
     return _changed(args, hybrid_layer_pattern=None, moe_layer_freq=moe if 0 < sum(moe) < len(moe) else 1, **experts)
 
 
+def _check_layers(args: Namespace, source: str) -> None:
+    """Raises ValueError where the arguments of a GPT do not say what its layers are."""
+    layers, frequency = args.num_layers, args.moe_layer_freq
+    counts = {"num_layers": layers, "mtp_num_layers": args.mtp_num_layers or 1}
+    if isinstance(frequency, int):
+        counts["moe_layer_freq"] = frequency
+    wrong = next((name for name, value in counts.items() if not isinstance(value, int) or value < 1), None)
+    if wrong is None and not isinstance(frequency, int) and len(frequency or ()) != layers:
+        wrong = "moe_layer_freq"
+    if wrong is not None:
+        raise ValueError(f"the arguments in {source} say {wrong} {getattr(args, wrong)!r}; the checkpoint is damaged.")
+
+
 def _check_order(trunk: str, said: str) -> None:
     """Raises ValueError at the first symbol that is no half of a GPT's layer, or in another order."""
     for index, symbol in enumerate(trunk):
         if symbol not in ATTENTION + CHANNELS:
-            raise ValueError(f"{said}, and no GPT has {symbol} ({KINDS[symbol]}); it has to stay a hybrid.")
+            raise ValueError(
+                f"{said}, and no GPT has {symbol} ({KINDS.get(symbol, 'no layer of Megatron')}); it has to stay "
+                "a hybrid."
+            )
         if symbol not in (CHANNELS if index % 2 else ATTENTION):
             raise ValueError(
                 f"{said}, whose symbol {index + 1} is {symbol} ({KINDS[symbol]}), but a GPT's layers are attention "

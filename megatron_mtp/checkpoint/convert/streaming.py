@@ -38,7 +38,7 @@ class PartialFolder:
     """
 
     def __init__(self, target: Path, plan: Mapping[str, Any], resume: bool) -> None:
-        target = target.resolve()
+        target = _resolved(target)
         _check_mount(target)
         self.target, self.path = target, target.with_name(f"{target.name}.partial")
         self._lock = ExitStack()
@@ -104,8 +104,17 @@ def check_free(target: Path) -> None:
         ValueError: something is there already, or it is a mount point.
     """
     _check_mount(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file; name a new folder.")
+    if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty; name a new folder, or remove it.")
+
+
+def _resolved(target: Path) -> Path:
+    try:
+        return target.resolve()
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"{target} is a link that leads to itself; name a new folder.") from error
 
 
 def _check_mount(target: Path) -> None:

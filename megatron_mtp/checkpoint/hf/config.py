@@ -134,10 +134,13 @@ class HFConfig:
         `rope_scaling`, which older files have, takes precedence over `rope_parameters`; some settings are beside them.
 
         Raises:
-            ValueError: a number is a text or a truth value.
+            ValueError: they are no object, or a number is a text or a truth value.
         """
-        nested = (self.keys.get(name) for name in ("rope_scaling", "rope_parameters"))
-        chosen = next((value for value in nested if isinstance(value, dict) and value), {})
+        nested = {name: self.keys.get(name) for name in ("rope_scaling", "rope_parameters")}
+        for name, value in nested.items():
+            if value and not isinstance(value, dict):
+                raise ValueError(f"{self.source}: '{name}' is {value!r:.40}; it must be an object.")
+        chosen: dict[str, Any] = next(filter(None, nested.values()), {})
         found = {name: self.keys[name] for name in _BESIDE_ROPE if self.has(name)} | chosen
         found.setdefault("rope_type", found.get("type", "default"))
         if found["rope_type"] in ("llama3", "yarn", "longrope"):
@@ -161,8 +164,10 @@ def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        ValueError: the file is missing, or is not JSON.
+        ValueError: the file is missing, is no file, or is not JSON.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} cannot be read: it is a folder or a pipe, not a file; fetch it again.")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

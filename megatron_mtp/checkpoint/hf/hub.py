@@ -30,8 +30,10 @@ def local_folder(name: str | Path) -> Path:
     """The folder at this path, or the one to which the model of this name was downloaded.
 
     Raises:
-        ValueError: the download failed.
+        ValueError: the name is empty, or the download failed.
     """
+    if name == "":
+        raise ValueError("the model's name is empty; give a folder, or a name on the Hub.")
     if not is_hub_name(name):
         return Path(name)
     from huggingface_hub import snapshot_download

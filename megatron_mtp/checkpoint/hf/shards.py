@@ -244,16 +244,26 @@ def raw_header(file: Path) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: it is truncated, damaged or something else.
     """
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} cannot be read: it is a folder or a pipe, not a file; fetch it again.")
     try:
         with safe_open(file, framework="pt"), open(file, "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length), object_pairs_hook=_each_once)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from None
     except (SafetensorError, ValueError, RecursionError) as error:
         what = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise ValueError(f"{file} is not a whole safetensors file ({what}); fetch it again.") from None
     return {name: {**value, "start": 8 + length} for name, value in header.items() if name != "__metadata__"}
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError where a name is there twice, of which readers take one or the other."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
 
 
 class HFShards:

@@ -1,4 +1,4 @@
-"""`megatron-mtp sample`: a checkpoint and a corpus in; prompts with continuations as a .bin and .idx out."""
+"""`megatron-mtp sample`: a checkpoint and a corpus in; prompts with continuations out, as a corpus of train."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ from megatron_mtp.files import one_writer, remove
 OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed".split()
 """Flags on which texts depend; the number of texts, and how many run together, are not among them."""
 OF_DOCUMENTS = "data_path prompt_tokens anywhere".split()
-ENDINGS = ("idx", "json", "bin", "texts.jsonl")
+ENDINGS = ("idx", "json", "bin", "prompts.npy", "texts.jsonl")
 
 
 def main(args: Namespace, program: str) -> int:
@@ -130,7 +130,7 @@ def _file(args: Namespace) -> Path:
 def _is_done(args: Namespace, settings: dict[str, Any]) -> bool:
     """Whether the corpus of these texts is there, and whole."""
     made = read_sidecar(args.output_prefix)
-    files = [Path(f"{args.output_prefix}.{ending}") for ending in ("bin", "idx")]
+    files = [Path(f"{args.output_prefix}.{ending}") for ending in ("bin", "idx", "prompts.npy")]
     whole = all(file.is_file() for file in files) and files[0].stat().st_size == made.get("bin_bytes")
     return whole and made.get("settings") == {**settings, "texts": args.texts}
 
@@ -139,7 +139,7 @@ def _plan(args: Namespace, settings: dict[str, Any], prompts: Prompts) -> None:
     there = len([number for number in Journal(_file(args), settings).texts if number < args.texts])
     print(f"{args.texts} texts of {prompts.documents} documents, {there} of them finished")
     print(f"at most {(args.texts - there) * args.max_new_tokens} new tokens")
-    print(f"would write {args.output_prefix}.bin, .idx, .json and .texts.jsonl")
+    print(f"would write {args.output_prefix}.bin, .idx, .json, .prompts.npy and .texts.jsonl")
 
 
 def _write(args: Namespace, journal: Journal, how: How, prompts: Prompts, vocabulary: int) -> None:
@@ -190,7 +190,8 @@ def _publish(args: Namespace, journal: Journal, encoder: Encoder, settings: dict
         raise ValueError("--chat: every prompt is longer than the model's positions; give shorter conversations.")
     ids = ([*text.prompt, *text.tokens] for text in texts)
     sequences = (one[:-1] if one[-1] == encoder.eod_id else one for one in ids)
-    record = write_sequences(sequences, encoder, args.output_prefix, {**settings, "texts": args.texts})
+    prompts = [len(text.prompt) for text in texts]
+    record = write_sequences(sequences, prompts, encoder, args.output_prefix, {**settings, "texts": args.texts})
     new = sum(len(text.tokens) for text in texts)
     ended = sum(text.finish == Finish.STOP for text in texts)
     left_out = (

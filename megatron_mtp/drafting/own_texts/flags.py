@@ -29,7 +29,12 @@ def parser(program: str) -> Parser:
     )
     add_checkpoint_flags(made)
     add = made.add_argument
-    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx, .json and .texts.jsonl")
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX.bin, .idx, .json, .prompts.npy and .texts.jsonl",
+    )
     add("--texts", type=int, required=True, metavar="N", help="number of texts")
     prompts = made.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--data-path", metavar="PREFIX", help="a corpus of preprocess, whose documents are continued")

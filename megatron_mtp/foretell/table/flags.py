@@ -3,7 +3,7 @@
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
-from megatron_mtp.errors import Parser
+from megatron_mtp.errors import Parser, named
 from megatron_mtp.foretell.engines import ENGINES
 
 EXAMPLES = """examples:
@@ -38,7 +38,7 @@ def parser(program: str) -> Parser:
     add("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer of all (default: each checkpoint's own)")
     add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
     rows = "folder of the finished rows, all of which are shown; default: runs/table"
-    add("--output", type=Path, default=Path("runs/table"), metavar="DIR", help=rows)
+    add("--output", type=named, default=Path("runs/table"), metavar="DIR", help=rows)
     add("--json", action="store_true", help="print one JSON object instead of the table")
-    add("--html", type=Path, metavar="FILE", help="write a page as well")
+    add("--html", type=named, metavar="FILE", help="write a page as well")
     return made

@@ -1,9 +1,8 @@
 """The flags of `megatron-mtp bench-serve`."""
 
 from argparse import RawDescriptionHelpFormatter
-from pathlib import Path
 
-from megatron_mtp.errors import Parser
+from megatron_mtp.errors import Parser, named
 
 EXAMPLES = """examples:
   # 100 synthetic prompts of 20 to 120 words, 64 new tokens each, by 16 clients at once
@@ -29,7 +28,7 @@ def parser(program: str) -> Parser:
     add("url", metavar="URL", help="of the server, with or without /v1")
     add("--model", metavar="NAME", help="default: the first that the server lists")
     add("--api-key", metavar="KEY", help="default: none is sent")
-    add("--input", type=Path, metavar="F", help='.jsonl of {"prompt": ...} or {"messages": [...]}, or a text of which '
+    add("--input", type=named, metavar="F", help='.jsonl of {"prompt": ...} or {"messages": [...]}, or a text of which '
         "every paragraph is a prompt; default: synthetic prompts")  # fmt: skip
     add("--words", default="20:120", metavar="A:B", help="of a synthetic prompt, from A to B; default: 20:120")
     add("--requests", type=int, default=100, metavar="N", help="default: 100; a file that has fewer is begun again")
@@ -40,5 +39,5 @@ def parser(program: str) -> Parser:
     add("--extra-body", default="{}", metavar="JSON", help="fields that every request has beside")
     add("--seed", type=int, default=0, metavar="N", help="of synthetic prompts and arrival times; default: 0")
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    add("--out", type=Path, metavar="FILE", help="a picture of the results, .png, .svg or .pdf")
+    add("--out", type=named, metavar="FILE", help="a picture of the results, .png, .svg or .pdf")
     return made

@@ -1,0 +1,102 @@
+"""--mtp-mask-prompts: labels inside prompts count neither for the trunk nor for a depth, wherever rows are cut."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split
+
+from megatron_mtp.data.batch import add_depths
+from megatron_mtp.data.corpus import write_sequences
+from megatron_mtp.data.prompts import AnswersDataset, read_prompts
+from megatron_mtp.integrations import megatron_lm
+from megatron_mtp.training import datasets
+
+pytestmark = pytest.mark.usefixtures("megatron")
+EOD = 0
+
+
+def config(length: int, **changes: Any) -> GPTDatasetConfig:
+    tokenizer: Any = Namespace(eod=EOD, pad=998, vocab_size=999, unique_identifiers={})
+    settings = {"random_seed": 1, "sequence_length": length, "tokenizer": tokenizer, "split": "1"}
+    switches = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False)
+    return GPTDatasetConfig(**{**settings, **switches, "create_attention_mask": False, **changes})
+
+
+def written(place: Path, documents: list[list[int]], prompts: list[int]) -> str:
+    encoder: Any = Namespace(vocab_size=999, eod_id=EOD, eod_token="<eod>", folder=str(place))
+    write_sequences(documents, prompts, encoder, str(place / "own"), {})
+    return str(place / "own")
+
+
+def rows(kind: type[GPTDataset], prefix: str, settings: GPTDatasetConfig, count: int | None = None) -> GPTDataset:
+    low: Any = kind.build_low_level_dataset(prefix, settings)
+    return kind(low, prefix, np.arange(len(low)), count, Split.train, settings)
+
+
+def test_the_row_of_the_docstring(tmp_path: Path) -> None:
+    prefix = written(tmp_path, [[5, 6, 7, 8], [3, 4, 9]], [2, 2])
+    data = rows(AnswersDataset, prefix, config(6))
+    data.document_index, data.sample_index = np.array([0, 1]), np.array([[0, 1], [1, 2]])
+    (row,) = [data[0]]
+    assert row["tokens"].tolist() == [6, 7, 8, 0, 3, 4]
+    assert row["labels"].tolist() == [7, 8, 0, 3, 4, 9]
+    assert row["loss_mask"].tolist() == [1, 1, 1, 0, 0, 1]
+    batch = torch.utils.data.default_collate([row])
+    add_depths(batch, 2, None)
+    assert batch["depth_loss_mask"][0].T.tolist() == [[1, 1, 0, 0, 1, 0], [1, 0, 0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("length", [4, 7, 64])
+@pytest.mark.parametrize("changes", [{}, {"inter_document_masking": True}, {"add_extra_token_to_sequence": False}])
+def test_all_but_prompts_count_as_in_megatrons_data_set(length: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Every token but the EOD is there once, so that a label says where it is."""
+    sizes = np.random.default_rng(1).integers(3, 19, 40)
+    ends = sizes.cumsum()
+    documents = [list(range(end - size + 1, end + 1)) for size, end in zip(sizes, ends, strict=True)]
+    prompts = [int(size) // 2 for size in sizes]
+    asked = {token for ids, prompt in zip(documents, prompts, strict=True) for token in ids[:prompt]}
+    prefix, settings = written(tmp_path, documents, prompts), config(length, **changes)
+    ours, theirs = (rows(kind, prefix, settings, 30) for kind in (AnswersDataset, GPTDataset))
+    assert len(ours) == len(theirs) >= 30
+    for number in range(len(ours)):
+        row, plain = ours[number], theirs[number]
+        expected = [0.0 if int(label) in asked else 1.0 for label in plain["labels"]]
+        counted = torch.tensor(expected) * plain["loss_mask"]
+        assert row["loss_mask"].tolist() == counted.tolist()
+        assert all(torch.equal(row[name], plain[name]) for name in plain if name != "loss_mask")
+    assert ours[None]["loss_mask"].sum() == 0  # which Megatron fills batches up with
+
+
+def test_the_flag_chooses_the_data_set() -> None:
+    given = Namespace(sft=False, mock_data=False, fim_data=False, mtp_mask_prompts=True)
+    assert datasets._kind(given) is AnswersDataset
+    assert datasets._kind(Namespace(**{**vars(given), "mtp_mask_prompts": False})) is GPTDataset
+
+
+def test_data_without_prompts_is_refused(tmp_path: Path) -> None:
+    prefix = written(tmp_path, [[5, 6], [7, 8]], [1, 1])
+    assert read_prompts(prefix).tolist() == [1, 1]
+    file = tmp_path / "own.prompts.npy"
+    for damaged in (file.read_bytes()[:-4], b"junk", b""):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="damaged or of other texts than the 2 of"):
+            read_prompts(prefix)
+    np.save(file, np.array([1, 1, 1], dtype=np.int32))
+    with pytest.raises(ValueError, match="damaged or of other texts than the 2 of"):
+        read_prompts(prefix)
+    file.unlink()
+    with pytest.raises(ValueError, match="is not there, which says where prompts end; give data of megatron-mtp"):
+        read_prompts(prefix)
+
+
+def test_a_script_with_data_sets_of_its_own_is_refused() -> None:
+    args = Namespace(mtp_mask_prompts=True)
+    megatron_lm._check_prompts(args, megatron_lm.datasets_provider)
+    megatron_lm._check_prompts(Namespace(mtp_mask_prompts=False), lambda: None)
+    with pytest.raises(ValueError, match="the script's own data sets do not read it; call"):
+        megatron_lm._check_prompts(args, lambda: None)

@@ -4,7 +4,7 @@ A prompt waits for the step that runs when it comes, and the step that runs it d
 first token is due after its own prefill and two decode steps. Prompts come often enough to meet decode steps in any
 phase, and so far apart that each is over before the next one comes.
 
-Prefills alone vary as well, which a small model's decode steps are short beside. So each prompt also runs in an engine
+Prefills vary as well, without any wait, and a small model's decode step is short. So each prompt also runs in an engine
 without other texts, in turns: `own_p95_steps` is how many steps the 95th percentile of these lies above their median.
 """
 

@@ -86,7 +86,7 @@ def main() -> None:
         "prompt_tokens": [len(request.prompt) for request in requests],
         "new_tokens": [request.max_new_tokens for request in requests],
         **rates_of(spent, requests),
-        "first_token": {name: asdict(one) for name, one in first.items()},
+        "first_token": {name: {**asdict(one), "own_p95_steps": one.own_p95_steps} for name, one in first.items()},
     }
     goals = [*goals_of(spent), *first_goals(first)]
     report("serving", hardware(ON_CPU), results, goals, [rates_table(results)])

@@ -337,7 +337,16 @@ def test_serving_compares_the_engine_with_batches_and_transformers() -> None:
     assert all(len(one["first"]) == 3 for one in summary["results"]["first_token"].values())
 
 
+def test_http_cost_counts_the_rounds_after_the_first() -> None:
+    results = summary_of("http_cost.py")["results"]
+    assert (results["requests"], results["tokens"]) == (4, 8)
+    (micros,) = results["microseconds_per_token"]
+    assert micros > 0
+
+
 def test_late_first_tokens_are_counted_in_decode_steps() -> None:
     """95 of 100 prompts wait 3 s in all, of which 1 s is their own; a decode step takes half a second."""
-    assert Waits(1.0, 0.5, [3.0] * 95 + [3.5] * 5).p95_steps == 5.0
-    assert Waits(1.0, 0.5, [3.0] * 96 + [3.5] * 4).p95_steps == 4.0
+    assert Waits([1.0], 0.5, [3.0] * 95 + [3.5] * 5).p95_steps == 5.0
+    assert Waits([1.0], 0.5, [3.0] * 96 + [3.5] * 4).p95_steps == 4.0
+    varied = Waits([1.0] * 95 + [2.0] * 5, 0.5, [3.0])
+    assert (varied.p95_steps, varied.own_p95_steps) == (4.0, 2.0)

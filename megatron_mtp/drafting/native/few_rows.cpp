@@ -137,6 +137,14 @@ struct Step<bfloat16> {
 };
 #endif
 
+// Keeps a value in a register. g++ would read it from memory for each multiplication, and a core reads one vector a cycle.
+template <class Value>
+inline void hold(Value& value) {
+#ifdef __AVX__
+    asm("" : "+v"(value));
+#endif
+}
+
 template <class Float>
 typename Step<Float>::Read read_part(const Float* from, long count) {
     Float whole[Step<Float>::COUNT] = {};
@@ -158,9 +166,10 @@ inline void block(const Float* weight, const Float* x, long inputs, Write write)
     Vector sum[ROWS][(OUTS + 3) / 4 * 4] = {};
     auto step = [&](auto read, long at) {
         typename S::Read a[ROWS];
-        for (int row = 0; row < ROWS; row++) a[row] = read(x + row * inputs + at);
+        for (int row = 0; row < ROWS; row++) hold(a[row] = read(x + row * inputs + at));
         for (int out = 0; out < OUTS; out++) {
             auto b = read(weight + out * inputs + at);
+            if (ROWS > 2) hold(b);
             __builtin_prefetch(weight + (OUTS + out) * inputs + at);  // of the next block
             for (int row = 0; row < ROWS; row++) sum[row][out] = S::add(sum[row][out], a[row], b);
         }

@@ -1,0 +1,127 @@
+"""What HTTP costs: processor time of the server for a streamed token, beside an engine whose steps cost nothing.
+
+    python benchmarks/http_cost.py            16 clients, 32 requests of 256 tokens
+    python benchmarks/http_cost.py --quick    does it run? (the figures mean nothing)
+
+The server is the one of `megatron-mtp serve`, with a byte-level tokenizer; its engine hands out a token of every text,
+then sleeps. The client is `megatron-mtp bench-serve` in a process of its own, which does not count. Every token is an
+event of its own, as when texts are decoded without drafts.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from threading import Thread
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.harness import add_common_flags, hardware, limit_threads, report, table
+from megatron_mtp.drafting.requests import Finish, Load, Request, Update
+from megatron_mtp.drafting.types import AcceptanceStats
+from megatron_mtp.serving.answers import Served
+from megatron_mtp.serving.app import make_app
+from megatron_mtp.serving.metrics import Metrics
+from megatron_mtp.serving.server import Server, address_of, listener
+from megatron_mtp.serving.service import Service
+from megatron_mtp.serving.tokens import Words
+
+STEP = 0.004
+"""Seconds that the engine sleeps; the tokens of a step go out together."""
+
+
+def main() -> None:
+    """Measure, and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_flags(parser, {"here": 3})
+    args = parser.parse_args()
+    limit_threads(args)
+    requests, tokens = (4, 8) if args.quick else (32, 256)
+    micros = measured(requests, tokens, args.repeats or (1 if args.quick else 3))
+    results = {"requests": requests, "tokens": tokens, "microseconds_per_token": [round(one, 1) for one in micros]}
+    rows = [["streamed token", round(statistics.median(micros), 1)]]
+    report("http_cost", hardware(True), results, [], [table(["", "processor time, microseconds"], rows)])
+
+
+def measured(requests: int, tokens: int, repeats: int) -> list[float]:
+    """Microseconds of processor time for a token, of every round; one round before them does not count."""
+    listening, micros = listener("127.0.0.1", 0), list[float]()
+    metrics, codec = Metrics(), byte_level()
+    service = Service(Tokens(), metrics)
+    served = Served("bytes", codec, positions=2**16, vocabulary=256, most_texts=256, created=0)
+
+    def ask() -> None:
+        for _ in range(1 + repeats):
+            began = time.process_time()
+            ask_once(address_of(listening), requests, tokens)
+            micros.append((time.process_time() - began) / (requests * tokens) * 1e6)
+        service.draining = True
+
+    asker = Thread(target=ask, daemon=True)
+    Server(make_app(service, served, metrics, None), service, asker.start).run([listening])
+    return micros[1:]
+
+
+def ask_once(url: str, requests: int, tokens: int) -> None:
+    """Ask from another process."""
+    flags = {"--requests": requests, "--max-tokens": tokens, "--concurrency": 16}
+    given = [str(part) for pair in flags.items() for part in pair]
+    subprocess.run(
+        [sys.executable, "-m", "megatron_mtp", "bench-serve", url, *given, "--json"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def byte_level() -> Words:
+    """A tokenizer whose tokens are bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return Words(PreTrainedTokenizerFast(tokenizer_object=made))
+
+
+class Tokens:
+    """An engine as `requests.Engine` describes it, which continues every text with the same letter."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, int] = {}
+        self._added = 0
+
+    def add(self, request: Request) -> int:
+        """Begin a text."""
+        self._added += 1
+        self._left[self._added] = request.max_new_tokens
+        return self._added
+
+    def cancel(self, request: int) -> None:
+        """Forget a text."""
+        self._left.pop(request, None)
+
+    def step(self) -> list[Update]:
+        """A token of every text."""
+        time.sleep(STEP)
+        self._left = {number: left - 1 for number, left in self._left.items()}
+        made = [Update(number, [64], finish=None if left else Finish.LENGTH) for number, left in self._left.items()]
+        self._left = {number: left for number, left in self._left.items() if left}
+        return made
+
+    @property
+    def busy(self) -> bool:
+        """Whether any text goes on."""
+        return bool(self._left)
+
+    @property
+    def load(self) -> Load:
+        """How busy it is; it has no cache."""
+        return Load(len(self._left), 0, 0, 1, 0, 0, 0, AcceptanceStats())
+
+
+if __name__ == "__main__":
+    main()

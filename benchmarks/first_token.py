@@ -1,8 +1,8 @@
 """Time to the first token while texts are decoded and long prompts keep coming.
 
-A prompt waits for the step that runs when it comes, and the step that runs it decodes the other texts first. So its
-first token is due after its own prefill and two decode steps. Prompts come often enough to meet decode steps in any
-phase, and so far apart that each is over before the next one comes.
+A prompt waits for the step that runs when it comes, and runs in the next one. So its first token is due after its own
+prefill and one decode step. Prompts come often enough to meet decode steps in any phase, and so far apart that each is
+over before the next one comes.
 
 Prefills vary as well, without any wait, and a small model's decode step is short. So each prompt also runs in an engine
 without other texts, in turns: `own_p95_steps` is how many steps the 95th percentile of these lies above their median.

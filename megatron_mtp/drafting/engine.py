@@ -1,6 +1,6 @@
 """Continuous batching: requests join and leave between steps, and share one memory in blocks.
 
-A step takes one decode step of every running text, and runs at most one chunk of rows of prompts:
+A step decodes or runs prompts, by turns where there are both, so that first tokens wait for one step at most:
 
     make room    blocks for what the texts may write; where there are too few, the youngest text is put back
     decode       the texts in groups of those that draft alike (live.py); one that ends leaves its place
@@ -110,6 +110,7 @@ class ContinuousEngine:
         self._prefilled: list[Text] = []
         self._groups: dict[Kind, LiveGroup] = {}
         self._updates: list[Update] = []
+        self._decoded = True
         self._added = self._preempted = self._prompt_tokens = self._cached_tokens = 0
         self._method_of(Request([0], 1))
 
@@ -142,16 +143,15 @@ class ContinuousEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """One decode step of every running text, and at most one chunk of prompts."""
+        """A decode step of every running text, or at most one chunk of prompts: by turns where there are both.
+
+        So the first token of a prompt waits for no more than the step that runs when it comes.
+        """
         self._updates = []
-        self._make_room()
-        for group in [*self._groups.values()]:
-            group.step()
-            self._leave([text for text, live in zip(group.texts, group.sequences.live, strict=True) if not live])
-        rows = self.settings.chunk
-        while rows > 0 and (parts := self._next_parts(rows)):
-            self._run([text for text, _ in parts], [count for _, count in parts])
-            rows -= max(sum(count for _, count in parts), 1)
+        prompts_turn = self._decoded or not self._groups
+        self._decoded = not (prompts_turn and self._run_prompts())
+        if self._decoded:
+            self._decode()
         return self._updates
 
     @property
@@ -175,6 +175,12 @@ class ContinuousEngine:
         )
 
     # ---- decoding
+
+    def _decode(self) -> None:
+        self._make_room()
+        for group in [*self._groups.values()]:
+            group.step()
+            self._leave([text for text, live in zip(group.texts, group.sequences.live, strict=True) if not live])
 
     def _make_room(self) -> None:
         """Blocks for what the next step of every text may write, the oldest text's first."""
@@ -229,6 +235,14 @@ class ContinuousEngine:
             del self._groups[kind]
 
     # ---- prompts
+
+    def _run_prompts(self) -> bool:
+        """A chunk of rows, if any prompt can run; says whether one could."""
+        rows = self.settings.chunk
+        while rows > 0 and (parts := self._next_parts(rows)):
+            self._run([text for text, _ in parts], [count for _, count in parts])
+            rows -= max(sum(count for _, count in parts), 1)
+        return rows < self.settings.chunk
 
     def _next_parts(self, rows: int) -> list[tuple[Text, int]]:
         """Prompts that run in a forward of at most so many rows, and how many rows of each.

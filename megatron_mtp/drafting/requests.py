@@ -148,7 +148,7 @@ class Engine(Protocol):
         """Forget a request; its place and blocks are free in the next step. Nothing happens if it has ended."""
 
     def step(self) -> list[Update]:
-        """Run one step of all that is live; nothing is busy after the last update."""
+        """Run the next step, of texts that are decoded or of prompts; nothing is busy after the last update."""
 
     @property
     def busy(self) -> bool:

@@ -198,27 +198,36 @@ def test_it_is_an_engine() -> None:
 
 
 def test_a_long_prompt_does_not_stall_others() -> None:
-    """A text that is decoded gains tokens in every step in which the prompt of another runs."""
+    """A text that is decoded gains a token between any two chunks of another's prompt."""
     engine = engine_of(chunk=16)
     short = engine.add(request_of([5], 40, "plain"))
     engine.step()
     long = engine.add(request_of(prompts_of(1, 1)[0] * 100, 4, "plain"))
-    steps = [engine.step() for _ in range(7)]
-    assert [[len(one.tokens) for one in updates if one.request == short] for updates in steps] == [[1]] * 7
-    assert [[len(one.tokens) for one in updates if one.request == long] for updates in steps] == [[0]] * 6 + [[1]]
+    steps = [engine.step() for _ in range(14)]
+    assert [[len(one.tokens) for one in updates if one.request == short] for updates in steps] == [[1], []] * 7
+    chunks = [[len(one.tokens) for one in updates if one.request == long] for updates in steps]
+    assert chunks == [[], [0]] * 6 + [[], [1]]
     drained(engine)
 
 
-def test_a_place_is_taken_in_the_step_in_which_it_is_left() -> None:
+def test_a_first_token_waits_for_no_other_text() -> None:
+    engine = engine_of()
+    others = [engine.add(request_of([number], 40, "plain")) for number in range(3)]
+    engine.step()
+    assert {one.request for one in engine.step()} == {*others}
+    late = engine.add(request_of([7, 8], 4, "plain"))
+    assert [(one.request, len(one.tokens)) for one in engine.step()] == [(late, 1)]
+    assert {one.request for one in engine.step()} == {*others, late}
+    drained(engine)
+
+
+def test_a_place_is_taken_in_the_step_after_the_one_in_which_it_is_left() -> None:
     engine = engine_of(running=1)
     first, second = (engine.add(request_of([3, 4], 2, "plain")) for _ in range(2))
     engine.step()
     assert (engine.load.running, engine.load.waiting) == (1, 1)
-    updates = engine.step()
-    assert [(one.request, len(one.tokens), one.finish) for one in updates] == [
-        (first, 1, Finish.LENGTH),
-        (second, 1, None),
-    ]
+    steps = [[(one.request, len(one.tokens), one.finish) for one in engine.step()] for _ in range(2)]
+    assert steps == [[(first, 1, Finish.LENGTH)], [(second, 1, None)]]
 
 
 @pytest.mark.parametrize("method", ["plain", "mtp"])

@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.losses import chunks
-
 BLOCK_BYTES, BLOCK_BYTES_CUDA = 8 * 2**20, 128 * 2**20
 """Float32 rows of a gradient that are made at once."""
 
@@ -33,6 +31,9 @@ MANY = 4
 """From so many positions on, as multiples of H, a CPU needs a fourth of the memory of a head with all logits at most.
 With fewer, where the sum alone is more than that, a chunk's logits are at most half of the sum. Every chunk costs a
 pass over the sum."""
+
+LEAST_BYTES = 8 * 2**20
+"""Float32 logits of a chunk on a CPU, whatever the sum needs: smaller ones cost time and save nothing that counts."""
 
 CHUNKS_BESIDE_SUM_CUDA = 4
 """On a GPU, a chunk's logits are at most such a part of the sum, or of a fourth of all logits where that is more."""
@@ -80,10 +81,11 @@ def positions_beside_sum(positions: int, weight_VH: Tensor) -> int:
     entries, hidden = weight_VH.shape
     if weight_VH.is_cuda:
         return max(hidden, positions // 4) // CHUNKS_BESIDE_SUM_CUDA
+    least = LEAST_BYTES // (4 * entries)
     if positions < MANY * hidden:
-        return hidden // 2
+        return max(hidden // 2, least)
     fourth = (positions + hidden) // 4  # of all logits and the weight's gradient; the sum and hidden gradients go off
-    return max(fourth - hidden - positions * hidden // entries, chunks.BLOCK_BYTES // (4 * entries))
+    return max(fourth - hidden - positions * hidden // entries, least)
 
 
 def add_product(total_XH: Tensor, left_XN: Tensor, right_NH: Tensor) -> None:

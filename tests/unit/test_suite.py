@@ -41,7 +41,8 @@ def test_of_the_first_tier():
 
 @pytest.fixture
 def two_tiers(tmp_path: Path) -> Path:
-    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    for name in ("conftest.py", "quicker.py"):
+        (tmp_path / name).write_text((ROOT / "tests" / name).read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = matrix\n")
     (tmp_path / "test_cases.py").write_text(CASES)
     return tmp_path

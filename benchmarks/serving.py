@@ -2,6 +2,7 @@
 
     python benchmarks/serving.py                     the quickstart's checkpoint, or a random model of its shape
     python benchmarks/serving.py --lengths uniform   other lengths
+    python benchmarks/serving.py --large             random weights of SmolLM2-135M's shape
     python benchmarks/serving.py --vllm PYTHON       against vLLM for CPU in PYTHON's environment (scripts/test_vllm.sh)
     python benchmarks/serving.py --quick             does it run? (the figures mean nothing)
 
@@ -13,8 +14,8 @@ one batch in which ended texts keep their places, transformers text by text. Our
 or the benchmark ends with an error. The sides take turns, run by run; figures are medians, with one thread of the
 processor's time, which other load disturbs less, else of the clock's.
 
-The time to the first token is measured by first_token.py. With `--vllm` the model has the shape of SmolLM2-135M and
-random weights, each text has 64 new tokens, and the sides are the engine and vLLM; vLLM has no depths to draft with.
+The time to the first token is measured by first_token.py. With `--vllm` the model is that of `--large`, each text has
+64 new tokens, and the sides are the engine and vLLM; vLLM has no depths to draft with.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from operator import eq
 from pathlib import Path
 from typing import Any
@@ -55,29 +56,43 @@ NEW_OF_VLLM = 64
 """New tokens of each text where vLLM is the other side."""
 
 
+@dataclass(frozen=True)
+class Runs:
+    """How much is measured: rounds of so many requests, then long prompts one after the other."""
+
+    requests: int
+    rounds: int
+    long_prompts: int
+
+
+SMALL_RUNS, LARGE_RUNS, QUICK_RUNS = Runs(16, 7, 40), Runs(16, 3, 10), Runs(4, 1, 3)
+
+
 def main() -> None:
     """Measure, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/quickstart/checkpoint"))
     parser.add_argument("--lengths", choices=["skewed", "uniform"], default="skewed")
+    parser.add_argument("--large", action="store_true", help="instead of the checkpoint: SmolLM2-135M's shape")
     parser.add_argument(
         "--vllm", type=Path, metavar="PYTHON", help="of the environment that vLLM for CPU is installed in"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="with --vllm")
-    add_common_flags(parser, {"here": 7, "--vllm": 3})
+    add_common_flags(parser, {"here": SMALL_RUNS.rounds, "--vllm, --large": LARGE_RUNS.rounds})
     args = parser.parse_args()
     limit_threads(args)
     join_world()
     if args.vllm is not None:
         return against_vllm(args)
-    runner = runner_of(args.checkpoint, args.quick)
-    requests = requests_of(runner, 4 if args.quick else 16, args.lengths)
+    runs = QUICK_RUNS if args.quick else LARGE_RUNS if args.large else SMALL_RUNS
+    runner = large_runner(args.quick) if args.large else runner_of(args.checkpoint, args.quick)
+    requests = requests_of(runner, runs.requests, args.lengths)
     sides = Sides(runner, requests)
     named = sides.named()
-    spent = interleave(named, args.repeats or (1 if args.quick else 7), warm_up=1)
+    spent = interleave(named, args.repeats or runs.rounds, warm_up=1)
     sides.check()
     first = {
-        name: waits(runner, config, 3 if args.quick else 40)
+        name: waits(runner, config, runs.long_prompts)
         for name, config in (("drafting", SpeculativeConfig("mtp", runner.depths)), ("plain", None))
     }
     results = {
@@ -94,12 +109,12 @@ def main() -> None:
 
 def against_vllm(args: argparse.Namespace) -> None:
     """Measure the engine and vLLM on the same weights, and report."""
-    shape, count, new = (QUICK, 4, 8) if args.quick else (SMOLLM2, 16, NEW_OF_VLLM)
-    runner = Runner(agreeing_model(depths=2, noise=0.5, **shape).to(getattr(torch, args.dtype)))
-    requests = [replace(one, max_new_tokens=new) for one in requests_of(runner, count, "uniform")]
-    sides, theirs = Sides(runner, requests), VLLM(args.vllm, runner, count)
+    runs, new = (QUICK_RUNS, 8) if args.quick else (LARGE_RUNS, NEW_OF_VLLM)
+    runner = large_runner(args.quick, args.dtype)
+    requests = [replace(one, max_new_tokens=new) for one in requests_of(runner, runs.requests, "uniform")]
+    sides, theirs = Sides(runner, requests), VLLM(args.vllm, runner, runs.requests)
     named = {name: run for name, run in sides.named().items() if name.startswith("engine")}
-    spent = interleave({**named, "vllm": lambda: theirs.run(requests)}, args.repeats or (1 if args.quick else 3), 1)
+    spent = interleave({**named, "vllm": lambda: theirs.run(requests)}, args.repeats or runs.rounds, 1)
     theirs.end()
     results = {
         "vllm": theirs.version,
@@ -136,6 +151,12 @@ def runner_of(checkpoint: Path, quick: bool) -> Runner:
     if checkpoint.is_dir() and not quick:
         return load_runner(checkpoint)
     return Runner(agreeing_model(depths=2, noise=0.7, **(QUICK if quick else SMALL)))
+
+
+def large_runner(quick: bool, dtype: str = "float32") -> Runner:
+    """A random model of SmolLM2-135M's shape, or a tiny one."""
+    model = agreeing_model(depths=2, noise=0.5, **(QUICK if quick else SMOLLM2))
+    return Runner(model.to(getattr(torch, dtype)))
 
 
 def requests_of(runner: Runner, count: int, lengths: str) -> list[Request]:

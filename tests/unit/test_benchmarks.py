@@ -8,6 +8,7 @@ from typing import Any
 import fork_server
 import pytest
 import torch
+from tiers import tiered
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -329,8 +330,9 @@ def test_decoding_takes_llama_cpps_rate_from_its_own_benchmark(tmp_path: Path, m
     assert decoding.llama_bench(None, "large-float32", 12) is None
 
 
-def test_serving_compares_the_engine_with_batches_and_transformers() -> None:
-    summary = summary_of("serving.py")
+@pytest.mark.parametrize("flags", tiered(["", "--large"], ("",)))
+def test_serving_compares_the_engine_with_batches_and_transformers(flags: str) -> None:
+    summary = summary_of("serving.py", *flags.split())
     rates = summary["results"]["tokens_per_second"]
     assert list(rates) == ["engine", "batch", "engine plain", "batch plain", "transformers"]
     assert [goal["goal"] for goal in summary["goals"]] == [1.5, 1.5, 3.0, 2.0, 2.0]

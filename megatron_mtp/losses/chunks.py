@@ -1,4 +1,4 @@
-"""How many positions are taken at once where logits are made: so many that a chunk's logits fit a budget.
+"""How many positions are taken at once where logits are made: so many that a chunk's logits fit a budget, but not few.
 
 A chunk of float32 logits is as large on every rank, so that all ranks walk over the same chunks.
 """
@@ -6,10 +6,13 @@ A chunk of float32 logits is as large on every rank, so that all ranks walk over
 from collections.abc import Iterator
 
 CHUNK_BYTES = 64 * 2**20
-"""Float32 logits of one chunk on a CPU: with half of it products are a tenth slower, and more gains nothing."""
+"""Float32 logits of one chunk on a CPU; more gains nothing."""
 
 CHUNK_BYTES_CUDA = 512 * 2**20
 """On a GPU a product has to be large enough to fill the card."""
+
+LEAST_POSITIONS = 256
+"""Of a chunk, whatever their logits need: with half as many, products are a tenth slower."""
 
 BLOCK_BYTES = 2**20
 """The part of a chunk that a CPU hands to the loss at once: its passes over the logits then run in a core's own cache,
@@ -27,7 +30,7 @@ def chunks(positions: int, entries: int, is_cuda: bool, most: int | None = None,
         most: positions of a slice, whatever their logits need.
         together: so many in a row are not cut apart.
     """
-    at_once = (CHUNK_BYTES_CUDA if is_cuda else CHUNK_BYTES) // (4 * entries)
+    at_once = max((CHUNK_BYTES_CUDA if is_cuda else CHUNK_BYTES) // (4 * entries), LEAST_POSITIONS)
     return _slices(positions, at_once if most is None else min(at_once, most), together)
 
 

@@ -29,7 +29,7 @@ BLOCKS = 16
 
 MANY = 4
 """From so many positions on, as multiples of H, a CPU needs a fourth of the memory of a head with all logits at most.
-With fewer, where the sum alone is more than that, a chunk's logits are at most half of the sum. Every chunk costs a
+With fewer, where the sum alone is more than that, a chunk's logits are at most as large as the sum. Every chunk costs a
 pass over the sum."""
 
 LEAST_BYTES = 8 * 2**20
@@ -83,7 +83,7 @@ def positions_beside_sum(positions: int, weight_VH: Tensor) -> int:
         return max(hidden, positions // 4) // CHUNKS_BESIDE_SUM_CUDA
     least = LEAST_BYTES // (4 * entries)
     if positions < MANY * hidden:
-        return max(hidden // 2, least)
+        return max(hidden, least)
     fourth = (positions + hidden) // 4  # of all logits and the weight's gradient; the sum and hidden gradients go off
     return max(fourth - hidden - positions * hidden // entries, least)
 

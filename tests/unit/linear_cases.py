@@ -129,7 +129,7 @@ class Case:
         if not token_loss.needs_teacher:
             targets = [Targets(one.labels_N, one.mask_N, one.scale) for one in targets]
         chunks.CHUNK_BYTES = 4 * len(slice_VH) * self.rows_at_once
-        chunks.BLOCK_BYTES = chunks.CHUNK_BYTES // 2
+        chunks.BLOCK_BYTES, chunks.LEAST_POSITIONS = chunks.CHUNK_BYTES // 2, 1
         rows, vocabulary, teacher = slice_VH, self.entries(len(slice_VH), group), None
         if drafted_K is not None:
             drafts = DraftVocabulary(drafted_K, len(slice_VH), ranks, rank)

@@ -171,6 +171,7 @@ def test_counts_do_not_depend_on_chunks(at_once: int, megatron: None, monkeypatc
     whole = count_acceptance(trunk, states, head, batch)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", at_once * rows * vocabulary * 4)
     monkeypatch.setattr(chunks, "CHUNK_BYTES_CUDA", at_once * rows * vocabulary * 4)
+    monkeypatch.setattr(chunks, "LEAST_POSITIONS", 1)
     torch.testing.assert_close(
         count_acceptance(trunk, states, head, batch).stacked(), whole.stacked(), atol=0, rtol=1e-6
     )
@@ -197,6 +198,7 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(megatron: None, monkeypa
     batch = document(1, slots, depths)
     for name in ("CHUNK_BYTES", "CHUNK_BYTES_CUDA"):
         monkeypatch.setattr(chunks, name, at_once * vocabulary * 4)
+    monkeypatch.setattr(chunks, "LEAST_POSITIONS", 1)
     with Largest() as largest:
         count_acceptance(trunk, states, head, batch)
     assert largest.numbers == (at_once + depths - 1) * vocabulary < slots * vocabulary

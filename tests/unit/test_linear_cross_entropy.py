@@ -20,7 +20,7 @@ TOLERANCE = 2e-6
 
 @pytest.fixture(autouse=True)
 def usual_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CHUNK_BYTES", "BLOCK_BYTES"):
+    for name in ("CHUNK_BYTES", "BLOCK_BYTES", "LEAST_POSITIONS"):
         monkeypatch.setattr(chunks, name, getattr(chunks, name))
 
 

@@ -48,12 +48,13 @@ class Waits:
         return self._p95_over_own(self.own)
 
     def _p95_over_own(self, seconds: list[float]) -> float:
-        late = sorted((one - statistics.median(self.own)) / self.step for one in seconds)
+        own = statistics.median(self.own)
+        late = sorted((one - own) / self.step for one in seconds)
         return late[min(round(0.95 * len(late)), len(late) - 1)]
 
 
-def waits(runner: Runner, config: SpeculativeConfig | None, prompts: int) -> Waits:
-    """Measure with so many long prompts, of three quarters of the model's positions."""
+def waits(runner: Runner, config: SpeculativeConfig | None, prompts: int, tokens: int) -> Waits:
+    """Measure with so many long prompts of so many tokens; three quarters of the model's positions are the most."""
     chance = random.Random(2)
 
     def request(length: int, new: int) -> Request:
@@ -61,7 +62,7 @@ def waits(runner: Runner, config: SpeculativeConfig | None, prompts: int) -> Wai
 
     settings = EngineSettings(running=2 * DECODED, reuse=False)
     engine, idle = (ContinuousEngine(runner, settings, config) for _ in range(2))
-    long = runner.positions * 3 // 4
+    long = min(tokens, runner.positions * 3 // 4)
     apart = APART * statistics.median(_until_first(one, request(long, 1)) for _ in range(5) for one in (engine, idle))
     clock = _Clock(engine, lambda: request(8, runner.positions - 8))
     for _ in range(40):

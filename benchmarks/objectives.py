@@ -2,6 +2,8 @@
 
     python benchmarks/objectives.py                                  the quickstart's model, all losses, three seeds
     python benchmarks/objectives.py --losses ce,kd,lk --seeds 1 --variants plain,shared --steps 300
+    python benchmarks/objectives.py --checkpoint runs/attached/start --data runs/attached/data/corpus --counts 5 \\
+        --variants single,plain,shared --losses kd,lk --token-fraction 0.25 --out runs/large   another model
     python benchmarks/objectives.py --quick --losses kd,tv           does it run? (the figures mean nothing)
 
 The first depth of --checkpoint becomes a repeated layer of --passes passes and goes on for --steps steps. Then texts
@@ -10,6 +12,7 @@ the method that drafts as trained, with which a teacher-forced pass over the sam
 
     plain    every pass attends to its own keys       mixed    the same with --mtp-hidden-state-mixing
     shared   --mtp-repeated-layer-shares-kv           both     shared and mixed
+    single   trained for one pass, as depths are that are only reused when they draft
 
 With `--equal seconds` a run has as many steps as fit into the time of `kd`, plain, by the seconds of its own steps in
 the run of equal steps. Finished runs are kept in --out, and the same command continues after an interruption.
@@ -42,7 +45,7 @@ BASE = "kd"
 """The loss that others are compared with, without sharing and mixing."""
 
 MIXES, SHARES = "--mtp-hidden-state-mixing", "--mtp-repeated-layer-shares-kv"
-VARIANTS = {"plain": "", "mixed": MIXES, "shared": SHARES, "both": f"{SHARES} {MIXES}"}
+VARIANTS = {"single": "", "plain": "", "mixed": MIXES, "shared": SHARES, "both": f"{SHARES} {MIXES}"}
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 GOALS = {"greedy": 1.05, "sampled": 1.10}
 
@@ -67,9 +70,8 @@ Results = Mapping[Run, Result]
 def main() -> None:
     """Train, draft, compare, report."""
     wanted = parse(sys.argv[1:])
-    start = first_depth(wanted)
     study = Study[Run]("objectives", wanted.out, settings(wanted))
-    results = study.results(all_runs(wanted), lambda run, before: measured(run, before, start, wanted))
+    results = study.results(all_runs(wanted), lambda run, before: measured(run, before, wanted))
     report("objectives", hardware(ON_CPU), summary(results, wanted), goals(results, wanted), tables(results, wanted))
 
 
@@ -81,16 +83,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/objectives"), help="default: runs/objectives")
     for name, default, allowed in (
         ("losses", LOSSES, LOSSES),
-        ("variants", VARIANTS, VARIANTS),
+        ("variants", tuple(VARIANTS)[1:], VARIANTS),
         ("equal", EQUAL, EQUAL),
     ):
         parser.add_argument(f"--{name}", type=some_of(allowed), default=list(default), metavar="NAME,...")
     parser.add_argument("--seeds", type=count, default=3, help="seeds 1 .. N; default: 3")
     parser.add_argument("--steps", type=count, default=400, help="of runs of equal steps; default: 400")
     parser.add_argument("--passes", type=count, default=5, help="K, at most; default: 5")
+    parser.add_argument("--counts", type=count, nargs="+", metavar="K", help="drafts to measure with; default: all")
     parser.add_argument("--batch", type=count, default=8, help="sequences a step; default: 8")
     parser.add_argument("--seq-length", type=count, default=256, help="default: 256")
     parser.add_argument("--lr", default="1e-3", help="at the start of the cosine; default: 1e-3")
+    parser.add_argument("--token-fraction", default="1", help="part of the positions in the loss; default: 1")
     parser.add_argument("--prompts", type=count, default=48, help="held-out prompts; default: 48")
     parser.add_argument("--new-tokens", type=count, default=128, help="of each; default: 128")
     parser.add_argument("--quick", action="store_true", help="3 steps and 2 short texts: whether it runs")
@@ -99,6 +103,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"there is no {wanted.checkpoint}; make it with scripts/quickstart.sh, or give --checkpoint.")
     if "seconds" in wanted.equal and not (BASE in wanted.losses and {"plain"} <= {*wanted.variants}):
         parser.error(f"--equal seconds compares with {BASE}, plain; add them to --losses and --variants.")
+    wanted.counts = wanted.counts or list(range(1, wanted.passes + 1))
+    if max(wanted.counts) > wanted.passes:
+        parser.error(f"--counts has {max(wanted.counts)}, and --passes is {wanted.passes}; give at most that.")
     if wanted.quick:
         wanted.steps, wanted.prompts, wanted.new_tokens, wanted.out = 3, 2, 12, wanted.out / "quick"
     return wanted
@@ -132,33 +139,34 @@ def steps_of(run: Run, results: Results, wanted: argparse.Namespace) -> int:
 
 def settings(wanted: argparse.Namespace) -> dict[str, Any]:
     """What all runs of a study share."""
-    names = ("steps", "passes", "batch", "seq_length", "lr", "prompts", "new_tokens")
+    names = "steps", "passes", "counts", "batch", "seq_length", "lr", "token_fraction", "prompts", "new_tokens"
     return {"checkpoint": str(wanted.checkpoint), **{name: getattr(wanted, name) for name in names}}
 
 
-def measured(run: Run, results: Results, start: Path, wanted: argparse.Namespace) -> Result:
+def measured(run: Run, results: Results, wanted: argparse.Namespace) -> Result:
     """Train and draft; a run of as many steps as another is that one."""
     steps = steps_of(run, results, wanted)
     if run.equal == "seconds" and steps == wanted.steps:
         return results[replace(run, equal="steps")]
-    folder = train(run, start, steps, wanted)
+    folder = train(run, steps, wanted)
     spent = {"steps": steps, "step_seconds": step_seconds(folder)}
     found = {**asdict(run), **spent, **lengths(folder, run, wanted)}
     shutil.rmtree(folder)
     return found
 
 
-def train(run: Run, start: Path, steps: int, wanted: argparse.Namespace) -> Path:
+def train(run: Run, steps: int, wanted: argparse.Namespace) -> Path:
     """One run of `pretrain_gpt.py`, from its start; the folder with its metrics and checkpoint."""
     folder = wanted.out / f"{run.name}.partial"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    unrolled = "" if run.variant == "single" else f"--mtp-use-repeated-layer --mtp-unroll {wanted.passes}"
     more = (
-        f"--mtp-num-layers 1 --mtp-use-repeated-layer --mtp-unroll {wanted.passes} --seed {run.seed} --eval-iters 2 "
+        f"--mtp-num-layers 1 {unrolled} --seed {run.seed} --eval-iters 2 --mtp-token-fraction {wanted.token_fraction} "
         f"--save {folder}/checkpoint --save-interval {steps} --no-save-optim --log-interval {min(steps, 20)} "
         f"{VARIANTS[run.variant]}"
     )
-    flags = {**vars(wanted), "checkpoint": start, "steps": steps, "more": more}
+    flags = {**vars(wanted), "checkpoint": first_depth(wanted), "steps": steps, "more": more}
     with open(folder / "listing.txt", "w") as listing:
         words = command(run.loss, folder, argparse.Namespace(**flags))
         subprocess.run(words, check=True, stdout=listing, stderr=sys.stderr)
@@ -166,12 +174,15 @@ def train(run: Run, start: Path, steps: int, wanted: argparse.Namespace) -> Path
 
 
 def lengths(folder: Path, run: Run, wanted: argparse.Namespace) -> dict[str, Any]:
-    """Accepted lengths for every K: {"greedy": {"1": {"mtp_eagle": .., "trained": .., "forced": ..}, ..}, ..}."""
+    """Accepted lengths by K: {"greedy": {"1": {"mtp_eagle": .., "trained": .., "forced": ..}, ..}, ..}.
+
+    A model that was trained for fewer passes has no teacher-forced figure: None.
+    """
     runner, model = load_runner(folder / "checkpoint"), load_model(iteration_folder(folder / "checkpoint"))
     prompts = held_out(wanted.data, wanted.prompts, 64)
     found: dict[str, Any] = {}
     for kind, temperature in TEMPERATURES.items():
-        for passes in range(1, wanted.passes + 1):
+        for passes in wanted.counts:
             made = {
                 name: drafted(runner, prompts, wanted.new_tokens, _method(name, passes), temperature, 1000 * run.seed)
                 for name in dict.fromkeys(("mtp_eagle", _as_trained(run)))
@@ -180,14 +191,14 @@ def lengths(folder: Path, run: Run, wanted: argparse.Namespace) -> dict[str, Any
             found.setdefault(kind, {})[str(passes)] = {
                 "mtp_eagle": eagle.accepted_length,
                 "trained": trained.accepted_length,
-                "forced": forced_length(model, trained, temperature),
+                "forced": forced_length(model, trained, temperature) if passes <= model.mtp.depths else None,
             }
     return found
 
 
 def _as_trained(run: Run) -> str:
     """The method that runs the passes as they were trained."""
-    return "mtp_eagle" if SHARES in VARIANTS[run.variant] else "mtp"
+    return "mtp_eagle" if run.variant == "single" or SHARES in VARIANTS[run.variant] else "mtp"
 
 
 def _method(name: str, passes: int) -> dict[str, Any]:
@@ -214,26 +225,30 @@ def goals(results: Results, wanted: argparse.Namespace) -> list[Goal]:
     found = []
     for equal, (kind, goal) in product(wanted.equal, GOALS.items()):
         means = {
-            (variant, loss): mean_length(results, equal, variant, loss, kind, wanted.passes)
+            (variant, loss): mean_length(results, equal, variant, loss, kind, max(wanted.counts))
             for variant, loss in product(wanted.variants, wanted.losses)
         }
         base, others = means.get(("plain", BASE)), {name: one for name, one in means.items() if one is not None}
         best = max(others, key=lambda name: others[name])
         ratio = None if base is None else others[best] / base
-        what = f"K={wanted.passes}, {kind}, equal {equal}: {' '.join(best)} / plain {BASE}"
+        what = f"K={max(wanted.counts)}, {kind}, equal {equal}: {' '.join(best)} / plain {BASE}"
         found.append(Goal(what, ratio, goal, ">="))
     for kind in TEMPERATURES:
-        pairs = [each for one in results.values() for each in one[kind].values()]
-        apart = (
-            statistics.mean(each["forced"] for each in pairs) / statistics.mean(each["trained"] for each in pairs) - 1
-        )
-        found.append(Goal(f"{kind}: engine and teacher-forced apart, %", 100 * abs(apart), 1.0, "<="))
+        pairs = [each for one in results.values() for each in one[kind].values() if each["forced"] is not None]
+        found.append(Goal(f"{kind}: engine and teacher-forced apart, %", _percent_apart(pairs), 1.0, "<="))
     return found
+
+
+def _percent_apart(pairs: list[dict[str, float]]) -> float | None:
+    if not pairs:
+        return None
+    forced, trained = (statistics.mean(each[name] for each in pairs) for name in ("forced", "trained"))
+    return 100 * abs(forced / trained - 1)
 
 
 def tables(results: Results, wanted: argparse.Namespace) -> list[str]:
     """One for each of greedy and sampled and each equality: accepted lengths by K, the means over seeds."""
-    passes = range(1, wanted.passes + 1)
+    passes = wanted.counts
     found = []
     for equal, kind in product(wanted.equal, TEMPERATURES):
         rows = [

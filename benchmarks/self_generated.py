@@ -1,10 +1,12 @@
-"""What training data changes: depths from nothing on a frozen trunk, trained on a corpus or on the model's own texts.
+"""What training data changes: new depths on a frozen trunk, trained on a corpus or on the model's own texts.
 
     python benchmarks/self_generated.py                  the quickstart's model, 200 steps by kd and by ce
     python benchmarks/self_generated.py --losses kd --steps 400 --texts 3300
+    python benchmarks/self_generated.py --checkpoint trunk --data data/corpus --init last-layer --token-fraction 0.25 \\
+        --out runs/own                               a model of Hugging Face's, converted by hf-to-mcore
     python benchmarks/self_generated.py --quick          does it run? (the figures mean nothing)
 
-The depths of --checkpoint are dropped, and new ones are drawn. Both sides see as many steps of as many tokens, by the
+The depths of --checkpoint are dropped, and new ones attached. Both sides see as many steps of as many tokens, by the
 same seed and settings. The own texts continue pieces of the training documents by `megatron-mtp sample`. Acceptance of
 each side is measured by `megatron-mtp evaluate` on documents that nothing was trained on, and on continuations of
 pieces of these: greedy, and at the temperature of the training's texts. Every step is kept in --out, and the same
@@ -24,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 from benchmarks.harness import Goal, count, hardware, report, table
 from benchmarks.losses import ON_CPU, ROOT, TRAINING
+from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
+from megatron_mtp.checkpoint.mcore.stored_depths import stored_depths
 
 OWN, CORPUS = "own texts", "corpus"
 LENGTH, PROMPT = "expected accepted length", 32
@@ -56,6 +60,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--checkpoint", type=Path, default=Path("runs/quickstart/checkpoint"))
     add("--data", type=Path, default=Path("runs/quickstart/data/corpus"), help="its .bin/.idx prefix")
     add("--out", type=Path, default=Path("runs/self_generated"), help="default: runs/self_generated")
+    add("--init", choices=("random", "last-layer"), default="random", help="of the new depths; default: random")
     add("--losses", default="kd,ce", help="default: kd,ce")
     add("--steps", type=count, default=200, help="of each training; default: 200")
     add("--texts", type=count, default=1650, help="own texts to train on; default: 1650")
@@ -64,6 +69,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--batch", type=count, default=8, help="sequences a step; default: 8")
     add("--seq-length", type=count, default=256, help="default: 256")
     add("--lr", default="2e-3", help="at the start of the cosine; default: 2e-3")
+    add("--token-fraction", default="1", help="part of the positions in the depths' loss; default: 1")
     add("--quick", action="store_true", help="3 steps and a few short texts: whether it runs")
     wanted = parser.parse_args(argv)
     if not wanted.checkpoint.is_dir():
@@ -80,13 +86,22 @@ def run(*words: object) -> str:
 
 
 def untrained(wanted: argparse.Namespace) -> Path:
-    """The trunk alone, and with two new depths."""
-    trunk, start = (wanted.out.resolve() / name for name in ("trunk", "start"))
-    if not trunk.is_dir():
-        run("convert", "drop-mtp", wanted.checkpoint.resolve(), trunk)
+    """The trunk with two new depths; the trunk alone lies beside it."""
+    trunk, start = trunk_of(wanted), wanted.out.resolve() / "start"
     if not start.is_dir():
-        run("convert", "attach-mtp", trunk, start, "--mtp-num-layers", 2, "--mtp-init", "random")
+        run("convert", "attach-mtp", trunk, start, "--mtp-num-layers", 2, "--mtp-init", wanted.init)
     return start
+
+
+def trunk_of(wanted: argparse.Namespace) -> Path:
+    """--checkpoint, or a copy without its depths."""
+    given, trunk = wanted.checkpoint.resolve(), wanted.out.resolve() / "trunk"
+    stored = stored_depths(iteration_folder(given))
+    if stored is not None and not stored.layers:
+        return given
+    if not trunk.is_dir():
+        run("convert", "drop-mtp", given, trunk)
+    return trunk
 
 
 def tokenizer(wanted: argparse.Namespace) -> str:
@@ -97,7 +112,7 @@ def tokenizer(wanted: argparse.Namespace) -> str:
 def sampled(kind: str, wanted: argparse.Namespace) -> Path:
     """Texts of the trunk; those to measure on continue documents that nothing was trained on."""
     prefix = wanted.out.resolve() / "data" / kind
-    flags = ["--load", wanted.out.resolve() / "trunk", "--data-path", wanted.data.resolve(), "--split", SPLIT]
+    flags = ["--load", trunk_of(wanted), "--data-path", wanted.data.resolve(), "--split", SPLIT]
     flags += ["--tokenizer", tokenizer(wanted), "--output-prefix", prefix, "--anywhere", "--prompt-tokens", PROMPT]
     flags += ["--part", "training" if kind == "train" else "validation"]
     flags += ["--texts", wanted.texts if kind == "train" else wanted.test_texts]
@@ -116,6 +131,7 @@ def finished(name: str, loss: str, data: Path, start: Path, wanted: argparse.Nam
         flags += ["--split", SPLIT, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer(wanted)]
         flags += ["--micro-batch-size", wanted.batch, "--global-batch-size", wanted.batch]
         flags += ["--seq-length", wanted.seq_length, "--lr", wanted.lr, "--lr-warmup-iters", wanted.steps // 20 + 1]
+        flags += ["--mtp-token-fraction", wanted.token_fraction]
         flags += ["--eval-interval", wanted.steps, "--eval-iters", 1, "--save", folder / "checkpoint"]
         run("train", *TRAINING, *flags, "--save-interval", wanted.steps)
     return folder / "checkpoint"

@@ -14,8 +14,10 @@ one batch in which ended texts keep their places, transformers text by text. Our
 or the benchmark ends with an error. The sides take turns, run by run; figures are medians, with one thread of the
 processor's time, which other load disturbs less, else of the clock's.
 
-The time to the first token is measured by first_token.py. With `--vllm` the model is that of `--large`, each text has
-64 new tokens, and the sides are the engine and vLLM; vLLM has no depths to draft with.
+The time to the first token is measured by first_token.py. Depths of random models agree with their trunks as often as
+agreeing.py makes them, so rates with drafting hold for that agreement alone; plain rates do not depend on weights. With
+`--vllm` the model is that of `--large`, each text has 64 new tokens, and the sides are the engine and vLLM; vLLM has no
+depths to draft with.
 """
 
 import argparse
@@ -58,26 +60,26 @@ NEW_OF_VLLM = 64
 
 @dataclass(frozen=True)
 class Runs:
-    """How much is measured: rounds of so many requests, then long prompts one after the other."""
+    """How much is measured: rounds of so many requests, then long prompts one after the other, of so many tokens."""
 
     requests: int
     rounds: int
     long_prompts: int
+    long_tokens: int
 
 
-SMALL_RUNS, LARGE_RUNS, QUICK_RUNS = Runs(16, 7, 40), Runs(16, 3, 10), Runs(4, 1, 3)
+SMALL_RUNS, LARGE_RUNS, QUICK_RUNS = Runs(16, 7, 40, 192), Runs(16, 3, 20, 384), Runs(4, 1, 3, 192)
 
 
 def main() -> None:
     """Measure, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=Path("runs/quickstart/checkpoint"))
-    parser.add_argument("--lengths", choices=["skewed", "uniform"], default="skewed")
-    parser.add_argument("--large", action="store_true", help="instead of the checkpoint: SmolLM2-135M's shape")
-    parser.add_argument(
-        "--vllm", type=Path, metavar="PYTHON", help="of the environment that vLLM for CPU is installed in"
-    )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="with --vllm")
+    add, own = parser.add_argument, Path("runs/quickstart/checkpoint")
+    add("--checkpoint", type=Path, default=own, help=f"default: {own}; not read with --large or --vllm")
+    add("--lengths", choices=["skewed", "uniform"], default="skewed", help="of new texts; --vllm has one length")
+    add("--large", action="store_true", help="instead of the checkpoint: random weights of SmolLM2-135M's shape")
+    add("--vllm", type=Path, metavar="PYTHON", help="of the environment that vLLM for CPU is installed in")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="with --vllm alone; default: float32")
     add_common_flags(parser, {"here": SMALL_RUNS.rounds, "--vllm, --large": LARGE_RUNS.rounds})
     args = parser.parse_args()
     limit_threads(args)
@@ -92,7 +94,7 @@ def main() -> None:
     spent = interleave(named, args.repeats or runs.rounds, warm_up=1)
     sides.check()
     first = {
-        name: waits(runner, config, runs.long_prompts)
+        name: waits(runner, config, runs.long_prompts, runs.long_tokens)
         for name, config in (("drafting", SpeculativeConfig("mtp", runner.depths)), ("plain", None))
     }
     results = {

@@ -18,16 +18,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_mtp.drafting.auto import AutoK
-from megatron_mtp.drafting.blocks import BlockPool
+from megatron_mtp.drafting.blocks import BlockPool, Held
 from megatron_mtp.drafting.config import MOST_DRAFTED, SpeculativeConfig
 from megatron_mtp.drafting.live import LiveGroup, Prompts, Shown, Text
 from megatron_mtp.drafting.loop import CHUNK, Limits, catch_up
-from megatron_mtp.drafting.memory import Memory
+from megatron_mtp.drafting.memory import Memory, entry_bytes
 from megatron_mtp.drafting.method import Method, make_method
 from megatron_mtp.drafting.pages import BLOCK, Pages
 from megatron_mtp.drafting.requests import Load, QueueFull, Request, Update
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sequences import Progress, Sequences
+from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import AcceptanceStats, merged
 
 BEYOND = 320
@@ -47,9 +47,9 @@ class EngineSettings:
     Attributes:
         running: texts in its steps, at most.
         waiting: requests that wait for a place, at most.
-        blocks: of its memory, of `pages.BLOCK` slots each; see `blocks_in`.
+        blocks: of its memory, of `pages.BLOCK` slots each; see `memory.blocks_in`.
         chunk: rows of prompts in a step, at most.
-        reuse: whether beginnings that texts share run once.
+        reuse: whether beginnings that texts share run once; those of a model with recurrent layers never do.
         overlap: whether a step is started before the tokens of the last one are read; they come a step later then. A
             GPU computes meanwhile; a CPU gains nothing.
 
@@ -92,19 +92,14 @@ class ContinuousEngine:
     ) -> None:
         self.runner, self.settings, self.drafter = runner, settings or EngineSettings(), drafter
         self.speculative = speculative or SpeculativeConfig("plain")
-        for one in (runner, drafter):
-            if one is not None and (one.recurrent_trunk or one.recurrent_depths):
-                raise ValueError(
-                    "the model has recurrent layers, whose states are not in blocks that texts share; run it with "
-                    "megatron-mtp generate."
-                )
+        self._has_states = entry_bytes(runner, drafter) > 0
         self._methods: dict[Kind, Method] = {}
         self._shown: dict[tuple[Kind, int], Shown] = {}
         self._firsts = AcceptanceStats()
         self._pool = BlockPool(self.settings.blocks, BLOCK, runner.depths)
         longest = min(runner.positions, self.settings.blocks * BLOCK)
         self._capacity = -(-(longest + BEYOND) // BLOCK) * BLOCK
-        self._memory = Memory(runner, 1, self._capacity, self._pages(1))
+        self._memory = Memory(runner, 1, self._capacity, self._pages([]))
         self._texts: dict[int, Text] = {}
         self._waiting: list[int] = []
         self._prefilled: list[Text] = []
@@ -168,6 +163,8 @@ class ContinuousEngine:
             waiting=len(self._waiting),
             blocks_used=self._pool.used,
             blocks=self._pool.count,
+            states_used=self.settings.running - len(self._memory.free_entries) if self._has_states else 0,
+            states=self.settings.running if self._has_states else 0,
             preempted=self._preempted,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
@@ -189,7 +186,7 @@ class ContinuousEngine:
             before = len(text.held.blocks)
             if text.slots <= before * BLOCK or text.number in self._waiting:  # put back for an older one
                 continue
-            while not self._pool.extend(text.held, text.slots):
+            while not self._extend(text, text.held):
                 youngest = self._texts[max(set(self._texts) - set(self._waiting))]
                 self._put_back(youngest)
                 if youngest is text:
@@ -200,7 +197,7 @@ class ContinuousEngine:
     def _put_back(self, text: Text) -> None:
         """Let a text wait again; it comes before all that have not begun."""
         self._remove(text)
-        text.progress = Progress(guesses=text.progress.guesses)
+        text.progress = text.progress.anew()
         text.run = 0
         if not text.has_begun:
             text.prompt_logprobs = []
@@ -217,7 +214,7 @@ class ContinuousEngine:
         else:
             self._learn(text)
             self._take_out([text])
-        self._pool.give_back(text.held)
+        self._free(text)
 
     def _leave(self, texts: list[Text]) -> None:
         """These texts of one group have ended."""
@@ -225,8 +222,15 @@ class ContinuousEngine:
             self._take_out(texts)
         for text in texts:
             self._learn(text)
-            self._pool.give_back(text.held)
+            self._free(text)
             del self._texts[text.number]
+
+    def _free(self, text: Text) -> None:
+        """Let others have what a text has of the memory."""
+        self._pool.give_back(text.held)
+        if text.entry is not None:
+            self._memory.give_entry(text.entry)
+            text.entry = None
 
     def _take_out(self, texts: list[Text]) -> None:
         kind = _kind(texts[0])
@@ -281,13 +285,13 @@ class ContinuousEngine:
     def _give_blocks(self, text: Text) -> bool:
         """Blocks for a text that waits, those of a known beginning among them."""
         held = text.held
-        if self.settings.reuse and text.request.prompt_logprobs is None:
+        if self._reuses(text) and text.request.prompt_logprobs is None:
             held = self._pool.find(text.tokens)
         found = len(held.blocks) * BLOCK
-        if not self._pool.extend(held, text.slots):
+        if not self._extend(text, held):
             self._pool.give_back(held)
             return False
-        text.held, text.run = held, found
+        text.held, text.run, text.entry = held, found, self._memory.take_entry()
         text.progress.seen.update(self._pool.seen_of(held))
         if text.cached is None:
             text.cached = found
@@ -295,9 +299,17 @@ class ContinuousEngine:
             self._cached_tokens += found
         return True
 
+    def _extend(self, text: Text, held: Held) -> bool:
+        """Blocks for all slots of a text beside those that it holds, if there are enough."""
+        before = len(held.blocks)
+        given = self._pool.extend(held, text.slots)
+        if text.method.proposer.leaves_rows_out:
+            self._memory.clear_depths(held.blocks[before:])
+        return given
+
     def _run(self, texts: list[Text], counts: list[int]) -> None:
         """Run parts of prompts; texts whose prompts are over have their first tokens and join their groups."""
-        pages, seeds = self._pages(len(texts)), [text.request.seed for text in texts]
+        pages, seeds = self._pages(texts), [text.request.seed for text in texts]
         prompts = Prompts(
             self.runner,
             texts,
@@ -341,7 +353,8 @@ class ContinuousEngine:
         """
         method = texts[0].method
         shown = self._shown_by(_kind(texts[0]), len(self._texts) - len(self._waiting))
-        if not method.count or (shown.auto is not None and shown.auto.rests):
+        rests = shown.auto is not None and shown.auto.rests
+        if not method.count or rests or method.proposer.leaves_rows_out:  # the latter runs whole prompts
             return
         new = [text for text in texts if not any(text.progress.seen.values())]
         for some in [new, *([text] for text in texts if any(text.progress.seen.values()))]:
@@ -371,21 +384,24 @@ class ContinuousEngine:
 
     def _learn(self, text: Text, length: int | None = None) -> None:
         """Let other texts use the blocks that this one has filled."""
-        if self.settings.reuse:
+        if self._reuses(text):
             self._pool.learn(text.held, text.tokens[:length], text.progress.seen)
 
-    def _pages(self, texts: int) -> Pages:
-        table_BL = torch.zeros(texts, self._capacity // BLOCK + 1, dtype=torch.long, device=self.runner.device)
-        return Pages(table_BL, self.settings.blocks + 1)
+    def _reuses(self, text: Text) -> bool:
+        """Whether a text shares blocks with others: all its rows must be there, and be what others would have.
+
+        States are those of the whole text; none are kept of its beginnings.
+        """
+        return self.settings.reuse and not self._has_states and not text.method.proposer.leaves_rows_out
+
+    def _pages(self, texts: list[Text]) -> Pages:
+        table_BL = torch.zeros(len(texts), self._capacity // BLOCK + 1, dtype=torch.long, device=self.runner.device)
+        entries = tuple(text.entry for text in texts if text.entry is not None)
+        return Pages(table_BL, self.settings.blocks + 1, entries=entries, kept_entries=self.settings.running)
 
     def _method_of(self, request: Request) -> Method:
         """How a request drafts; errors as `make_method`."""
         config = request.speculative or self.speculative
-        if config.method == "mtp_trunk_states":
-            raise ValueError(
-                "'mtp_trunk_states' leaves rows out as its steps come, which a text that is put back cannot repeat; "
-                "choose mtp."
-            )
         kind = config, request.sampling.greedy
         if kind not in self._methods:
             method = make_method(self.runner, config, request.sampling, self.drafter)
@@ -451,35 +467,3 @@ def _check_penalties(request: Request) -> None:
     repetition = request.penalties.repetition
     if not 0 < repetition < float("inf"):
         raise ValueError(f"the repetition penalty is {repetition}; give a number above 0, 1 for none.")
-
-
-def block_bytes(runner: Runner, drafter: Runner | None = None) -> int:
-    """Bytes of one block: keys and values of the trunk, of depths and of a small model, and the trunk's states."""
-    layers = runner.trunk_layers + runner.depths * runner.depth_layers
-    numbers = layers * _slot_numbers(runner) + runner.hidden_size
-    total = numbers * runner.dtype.itemsize
-    if drafter is not None:
-        total += drafter.trunk_layers * _slot_numbers(drafter) * drafter.dtype.itemsize
-    return total * BLOCK
-
-
-def blocks_in(gib: float, runner: Runner, drafter: Runner | None = None) -> int:
-    """Blocks that so much memory holds.
-
-    Raises:
-        ValueError: not even one.
-    """
-    blocks = int(gib * 2**30 / block_bytes(runner, drafter)) - 1  # one belongs to no text
-    if blocks < 1:
-        least = 2 * block_bytes(runner, drafter) / 2**30
-        raise ValueError(f"a cache of {gib} GiB holds no block of {BLOCK} tokens; give at least {least:.6f}.")
-    return blocks
-
-
-def _slot_numbers(runner: Runner) -> int:
-    """Numbers that a layer keeps of a token."""
-    config = runner.model.config
-    if config.multi_latent_attention:
-        return int(config.kv_lora_rank + config.qk_pos_emb_head_dim)
-    groups = config.num_query_groups or config.num_attention_heads
-    return int(2 * config.kv_channels * groups // config.tensor_model_parallel_size)

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_mtp.drafting.compiled import library
 from megatron_mtp.drafting.kv_cache import Chain, KVCache, Rows
 from megatron_mtp.drafting.recurrent_layers import CachedRecurrence, attention_of, mixer_of, mlp_of, norm_before
-from megatron_mtp.drafting.recurrent_state import Memory, Recurrence, recurrence_of
+from megatron_mtp.drafting.recurrent_state import Recurrence, recurrence_of
 from megatron_mtp.model.mamba import GatedNorm
 from megatron_mtp.model.portable import PortableNorm
 
@@ -77,7 +77,7 @@ class _Rows(ctypes.Structure):
         *((name, _P) for name in ("first", "positions", "places", "mask", "given", "states", "keys", "values")),
         ("table", _P),
         *((name, _N) for name in ("pages", "size")),
-        *((name, _P) for name in ("remembered", "start", "end")),
+        *((name, _P) for name in ("remembered", "entry", "start", "end")),
         ("kept", _N),
     )
 
@@ -204,29 +204,28 @@ class FewRows:
     def room_for(self, cache: KVCache, rows: Rows, count: int) -> None:
         """Before calls of `count` rows in all are prepared, from the first of `rows` on: see `Recurrence.make_room`."""
         if any(self._mixers):
-            recurrence_of(cache, torch.device("cpu")).make_room(rows, count)
+            recurrence_of(cache, torch.device("cpu")).make_room(rows, count, cache.pages)
 
     def _memories(self, cache: KVCache, rows: Rows, count: int, like: Tensor) -> tuple[int | None, ...]:
-        """What recurrent layers remember: their pointers, those of the slots' start and end, and the slots."""
+        """What recurrent layers remember: pointers, the texts' entries, start and end of the slots, and the slots."""
         if not any(self._mixers):
-            return None, None, 0, 0
+            return None, None, None, None, 0
         self.room_for(cache, rows, count)
         recurrence = recurrence_of(cache, like.device)
-        recurrence.held += count
+        recurrence.hold(count, cache.pages)
         if self._remembered is None or self._remembered[0] is not recurrence:
             made = [self._memory(recurrence, mixer, like) for mixer in self._mixers]
             self._remembered = recurrence, (_Remembered * len(made))(*made)
         memory = next(iter(recurrence.layers.values()))
-        start, end = recurrence.start_B.data_ptr(), recurrence.end_B.data_ptr()
-        return ctypes.addressof(self._remembered[1]), start, end, memory.kept
+        start, end = recurrence.start_E.data_ptr(), recurrence.end_E.data_ptr()
+        entry = None if cache.pages is None else cache.pages.entry_B.data_ptr()
+        return ctypes.addressof(self._remembered[1]), entry, start, end, memory.kept
 
     def _memory(self, recurrence: Recurrence, mixer: CachedRecurrence | None, like: Tensor) -> _Remembered:
         if mixer is None:
             return _Remembered()
-        sizes, batch = mixer.sizes, recurrence.start_B.numel()
-        memory = recurrence.memory(mixer.layer, lambda: Memory(sizes, batch, like))
-        parts = memory.state_BHNP, memory.keys_BGTN, memory.values_BHTP, memory.sums_BHT1, memory.mixed_B1TC
-        return _Remembered(*(one.data_ptr() for one in parts))
+        memory = recurrence.memory(mixer.layer, mixer.sizes, like)
+        return _Remembered(*(one.data_ptr() for one in memory.parts))
 
     def _pointers(self, cache: KVCache, like: Tensor) -> tuple[Any, Any]:
         """Where the cache keeps the keys and the values of every layer; found once for its memory."""

@@ -170,22 +170,34 @@ class KVCache:
     Args:
         capacity: slots of a sequence; slot `capacity` is the scratch slot.
         pages: where the texts' slots are in blocks that others use as well; None gives every text its own run of slots.
-
-    Attributes:
-        recurrence: what recurrent layers remember; None before one has run.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, pages: Pages | None = None) -> None:
         self.batch, self.capacity, self.pages = batch, capacity, pages
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
-        self.recurrence: Recurrence | None = None
+        self._whole: KVCache | None = None
+        self._recurrence: Recurrence | None = None
 
     def through(self, pages: Pages) -> "KVCache":
         """The same memory, for the texts of other pages."""
         made = KVCache(len(self.keys), pages.table_BL.size(0), self.capacity, pages)
-        made.keys, made.values = self.keys, self.values
+        made.keys, made.values, made._whole = self.keys, self.values, self._whole or self
         return made
+
+    @property
+    def recurrence(self) -> "Recurrence | None":
+        """What recurrent layers remember; None before one has run."""
+        return (self._whole or self)._recurrence
+
+    @recurrence.setter
+    def recurrence(self, made: "Recurrence | None") -> None:
+        (self._whole or self)._recurrence = made
+
+    @property
+    def entries(self) -> int:
+        """Texts whose states `recurrence` has."""
+        return self.batch if self.pages is None else self.pages.kept_entries
 
     @property
     def scratch(self) -> int:
@@ -226,6 +238,12 @@ class KVCache:
             if cache is not None:
                 cache.zero_()
         self.recurrence = None
+
+    def clear_blocks(self, blocks: list[int]) -> None:
+        """The same for some blocks alone."""
+        for cache in (*self.keys, *self.values):
+            if cache is not None:
+                cache[blocks] = 0
 
     def _written(self, caches: list[Tensor | None], layer: int, new_BGRC: Tensor, rows: Rows) -> Tensor:
         cache = caches[layer]

@@ -15,6 +15,7 @@ from megatron_mtp.drafting.judged import NO_PENALTIES, Judge, logprobs_of, penal
 from megatron_mtp.drafting.kv_cache import chain_rows, rounded
 from megatron_mtp.drafting.loop import Group, Limits, catch_up, emitted_of
 from megatron_mtp.drafting.method import Method
+from megatron_mtp.drafting.recurrent_state import ROLLED_BACK
 from megatron_mtp.drafting.requests import Finish, Request, TokenLogprob, Update
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import RECOVER, draw, sampling_of
@@ -23,7 +24,8 @@ from megatron_mtp.drafting.types import AcceptanceStats, Draft, Emitted, End
 from megatron_mtp.drafting.verifiers import VERIFIERS
 
 FAR_BEHIND = 32
-"""Rows that a text's drafter may be behind to catch up with the others' rows; with more it runs them alone."""
+"""Rows that a text's drafter may be behind to catch up with the others' rows; with more it runs them alone. The others
+run as many rows anew, so where these change states they are half of what a state goes back."""
 
 FINISH = {None: None, End.STOP: Finish.STOP, End.BUDGET: Finish.LENGTH}
 
@@ -36,6 +38,7 @@ class Text:
         number: what `add` returned; a smaller one came earlier.
         tokens: the prompt and what was emitted.
         held: its blocks.
+        entry: where recurrent layers keep its states; None where it has no place.
         run: rows of the trunk that the prefill has done.
         cached: tokens of the prompt whose rows were found; None before the text first had a place.
         prompt_logprobs: as far as the prompt has run.
@@ -47,6 +50,7 @@ class Text:
     limits: Limits
     tokens: list[int]
     held: Held = field(default_factory=Held)
+    entry: int | None = None
     progress: Progress = field(default_factory=Progress)
     run: int = 0
     cached: int | None = None
@@ -314,9 +318,12 @@ class LiveGroup(Group):
 
     @property
     def _overlaps(self) -> bool:
-        """Whether steps of these texts read nothing back, and need no tokens that the host does not know."""
+        """Whether steps of these texts read nothing back, and need no tokens that the host does not know.
+
+        A drafter that does not know how far texts have come runs more rows anew than its states go back.
+        """
         proposer, rule = self.method.proposer, VERIFIERS[str(self.method.config.verifier)]
-        reads = isinstance(self.method.verifier, Judge) or proposer.drafts_trees
+        reads = isinstance(self.method.verifier, Judge) or proposer.drafts_trees or proposer.has_states
         return self._overlap and not reads and proposer.recordable and rule.recordable
 
     def prepare(self, count: int) -> None:
@@ -325,11 +332,12 @@ class LiveGroup(Group):
         sequences.ahead = 0 if self._late is None else self.method.count + 1
         if self._overlaps:
             self._then_B = sequences.length_B.clone()
-        if count == 0 or proposer.missed(sequences, count) <= FAR_BEHIND:
+        far = 0 if proposer.leaves_rows_out else ROLLED_BACK // 2 if proposer.has_states else FAR_BEHIND
+        if count == 0 or proposer.missed(sequences, count) <= far:
             return
         for row in range(len(self.texts)):
             alone = sequences.alone(row)
-            if proposer.missed(alone, count) > FAR_BEHIND:
+            if proposer.missed(alone, count) > far:
                 catch_up(alone, self.method, count)
 
     def _changed(self) -> None:

@@ -175,7 +175,7 @@ def propose(sequences: Sequences, method: Method, round: Round, count: int) -> D
 def catch_up(sequences: Sequences, method: Method, count: int) -> None:
     """Run the rows that a drafter has missed before it can draft `count`; its draft is not used."""
     began = time.perf_counter()
-    method.proposer.propose(sequences, Round(Sampling(), sequences.noise, method.config, sequences.texts), count)
+    method.proposer.catch_up(sequences, Round(Sampling(), sequences.noise, method.config, sequences.texts), count)
     method.stats.drafter_seconds += time.perf_counter() - began
 
 

@@ -11,8 +11,10 @@ rows of all texts, W slots that are looked at.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import override
 
+import torch
 from torch import Tensor
 
 BLOCK = 32
@@ -27,11 +29,20 @@ class Pages:
         table_BL: the block of every page; 0 where there is none.
         blocks: N, block 0 included.
         size: S.
+        entries: where the states of every text's recurrent layers are, which have no slots to be cropped to.
+        kept_entries: how many texts have such states.
     """
 
     table_BL: Tensor
     blocks: int
     size: int = BLOCK
+    entries: tuple[int, ...] = ()
+    kept_entries: int = 0
+
+    @cached_property
+    def entry_B(self) -> Tensor:
+        """`entries` on the device."""
+        return torch.tensor(self.entries, device=self.table_BL.device)
 
     def write(self, memory_NGSC: Tensor, new_BGRC: Tensor, slots_BR: Tensor) -> None:
         """Put rows at their slots, in place."""

@@ -8,7 +8,7 @@ Letters in names: as in recurrent_state.py, and S rows of a forward.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, override
+from typing import Any, NamedTuple, override
 
 import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from megatron_mtp.drafting.cached_attention import attach
+from megatron_mtp.drafting.packed import Packed
 from megatron_mtp.drafting.recurrent_state import Memory, Piece, RecurrentScope, Sizes
 from megatron_mtp.model.delta import of_length_one
 from megatron_mtp.model.mamba import GatedNorm
@@ -49,6 +50,18 @@ class Parts:
     norm: Any
     normed: int
     has_unit_keys: bool
+
+
+class Keeping(NamedTuple):
+    """What the layers of a trunk or a depth keep of a text.
+
+    Attributes:
+        attending: layers with keys and values.
+        states: sizes of the layers with a state.
+    """
+
+    attending: int
+    states: list[Sizes]
 
 
 class CachedRecurrence(torch.nn.Module):
@@ -92,12 +105,18 @@ class CachedRecurrence(torch.nn.Module):
 
     def run_all(self, mixed_SBC: Tensor, steps_SBC: Tensor) -> Tensor:
         """All rows of the forward, [S, B, H * P]."""
+        rows = self.scope.rows
+        if isinstance(rows, Packed):  # a state must not go on from one text to the next
+            return rows.states(self._run_all(rows.unpacked(mixed_SBC), rows.unpacked(steps_SBC)))
+        return self._run_all(mixed_SBC, steps_SBC)
+
+    def _run_all(self, mixed_SBC: Tensor, steps_SBC: Tensor) -> Tensor:
         mixed_BSC, steps_BSC = mixed_SBC.transpose(0, 1), steps_SBC.transpose(0, 1)
-        memory = self.scope.recurrence.memory(self.layer, lambda: Memory(self.sizes, mixed_BSC.size(0), mixed_BSC))
+        memory = self.scope.recurrence.memory(self.layer, self.sizes, mixed_BSC)
         made = []
         for piece in self.scope.pieces():
             if piece.dropped_B is not None:
-                memory.drop(piece.dropped_B)
+                memory.drop(piece.dropped_B, piece.entry_B)
             made.append(self.run(memory, piece, mixed_BSC[:, piece.rows], steps_BSC[:, piece.rows]))
         return (made[0] if len(made) == 1 else torch.cat(made, dim=1)).transpose(0, 1)
 
@@ -130,7 +149,7 @@ class CachedMamba(CachedRecurrence):
     @override
     def run(self, memory: Memory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
         own, sizes = self.own, self.sizes
-        wide = memory.state_BHNP.dtype
+        wide = memory.state_EHNP.dtype
         mixed_BRC = own.act(memory.convolved(mixed_BRC, piece, own.conv1d_weight.squeeze(1), own.conv1d_bias))
         shared = sizes.groups * sizes.key_channels
         x_BRC, key_BRC, query_BRC = mixed_BRC.split([own.d_inner_local_tp, shared, shared], dim=-1)
@@ -179,7 +198,7 @@ class CachedDelta(CachedRecurrence):
     @override
     def run(self, memory: Memory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
         own, sizes = self.own, self.sizes
-        wide, dtype = memory.state_BHNP.dtype, mixed_BRC.dtype
+        wide, dtype = memory.state_EHNP.dtype, mixed_BRC.dtype
         mixed_BRC = own.act_fn(memory.convolved(mixed_BRC, piece, own.conv1d.weight.squeeze(1), own.conv1d.bias))
         keys, values = own.qk_dim_local_tp, own.v_dim_local_tp
         query_BRC, key_BRC, value_BRC = mixed_BRC.split([keys, keys, values], dim=-1)
@@ -240,8 +259,8 @@ def mlp_of(layer: Any) -> Any:
 
 def attach_stack(
     layers: Iterable[torch.nn.Module], scope: RecurrentScope, config: TransformerConfig, positions: int
-) -> int:
-    """Prepare the layers of a trunk or a depth; how many of them have a state.
+) -> Keeping:
+    """Prepare the layers of a trunk or a depth.
 
     Args:
         positions: that a text may have.
@@ -249,16 +268,15 @@ def attach_stack(
     Raises:
         ValueError: a layer's attention cannot run over a cache of all keys.
     """
-    attending, recurrent = [], 0
+    attending, recurrent = [], list[CachedRecurrence]()
     for layer in layers:
         if isinstance(layer, MambaLayer):
-            layer.mixer = CachedMamba(layer.mixer, scope, recurrent)
+            layer.mixer = CachedMamba(layer.mixer, scope, len(recurrent))
+            recurrent.append(layer.mixer)
         elif isinstance(layer.self_attention, GatedDeltaNet):
-            layer.self_attention = CachedDelta(layer.self_attention, scope, recurrent)
-        else:
-            if not isinstance(layer.self_attention, IdentityOp):  # an MLP or experts alone
-                attending.append(layer)
-            continue
-        recurrent += 1
+            layer.self_attention = CachedDelta(layer.self_attention, scope, len(recurrent))
+            recurrent.append(layer.self_attention)
+        elif not isinstance(layer.self_attention, IdentityOp):  # an MLP or experts alone
+            attending.append(layer)
     attach(attending, scope, config, positions)
-    return recurrent
+    return Keeping(len(attending), [one.sizes for one in recurrent])

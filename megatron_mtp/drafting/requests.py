@@ -114,6 +114,7 @@ class Load:
     Attributes:
         running, waiting: texts in the steps, and requests that wait for a place.
         blocks_used, blocks: of the cache; blocks that hold a reusable prefix and no live text are free.
+        states_used, states: texts whose recurrent layers have states, and for how many there is room; 0 without any.
         preempted: texts that were put back since the start, to be computed anew.
         prompt_tokens, cached_tokens: tokens of prompts since the start, and those of them that the cache already held.
         stats: acceptance since the start.
@@ -127,6 +128,8 @@ class Load:
     prompt_tokens: int
     cached_tokens: int
     stats: AcceptanceStats
+    states_used: int = 0
+    states: int = 0
 
 
 class QueueFull(Exception):  # noqa: N818 - named like queue.Full

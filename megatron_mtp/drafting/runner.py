@@ -49,6 +49,7 @@ class Runner:
         positions: how many the model was trained for.
         auto_counts: what has been measured for automatic K, by config and size of the batch.
         kept: memory of earlier batches, by their size (`graphs.py`).
+        trunk_keeps, depths_keep: what the trunk and each depth keep of a text.
         recurrent_trunk, recurrent_depths: whether the trunk or the depths have layers with a state.
         depth_layers: layers of a depth.
         all_short: whether every layer runs as `dense_layer` runs it.
@@ -185,8 +186,11 @@ class Runner:
     def _place_attention(self) -> None:
         model, config = self.model, self.model.config
         stacks = self._stacks()
-        recurrent = [attach_stack(stack, self._scope, config, self.positions + BEYOND) for stack in stacks]
-        self.recurrent_trunk, self.recurrent_depths = recurrent[0] > 0, any(recurrent[1:])
+        keeping = [attach_stack(stack, self._scope, config, self.positions + BEYOND) for stack in stacks]
+        self.trunk_keeps = keeping[0]
+        self.depths_keep = [keeping[1 + depth % (len(keeping) - 1)] for depth in range(self.depths)]
+        self.recurrent_trunk = bool(self.trunk_keeps.states)
+        self.recurrent_depths = any(one.states for one in self.depths_keep)
         self.depth_layers = max(map(len, stacks[1:]), default=1)
         cache_latents(one for one in self._transformer_layers() if hasattr(one, "self_attention"))
         self._angles_L11C: Tensor | None = None

@@ -49,10 +49,16 @@ class Progress:
     Attributes:
         seen: tokens that the text had when rows of a drafter's cache last ran, by the number of the cache.
         guesses: what a proposer without a cache has found out.
+        rounds: tokens that the text had in each of its rounds, and K, where a drafter's rows follow from these.
     """
 
     seen: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     guesses: Any = None
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+
+    def anew(self) -> "Progress":
+        """That of the same text when its rows are gone."""
+        return Progress(guesses=self.guesses, rounds=self.rounds)
 
 
 class Sequences:
@@ -158,7 +164,7 @@ class Sequences:
         mine, theirs = self.pages, other.pages
         assert mine is not None
         assert theirs is not None
-        self._see(torch.cat([mine.table_BL, theirs.table_BL]))
+        self._see(torch.cat([mine.table_BL, theirs.table_BL]), mine.entries + theirs.entries)
 
     def keep_texts(self, rows: list[int]) -> None:
         """Only these texts stay, in this order; the others must have ended, or go on elsewhere."""
@@ -169,7 +175,7 @@ class Sequences:
         index_B = torch.tensor(rows, dtype=torch.long, device=self.length_B.device)
         for name in DEVICE:
             setattr(self, name, getattr(self, name)[index_B])
-        self._see(pages.table_BL[index_B])
+        self._see(pages.table_BL[index_B], tuple(pages.entries[row] for row in rows))
 
     def alone(self, row: int) -> "Sequences":
         """One of the texts as a batch of its own, for a forward that the others do not need."""
@@ -181,10 +187,17 @@ class Sequences:
         made.keep_texts(rows)
         return made
 
-    def _see(self, table_BL: Tensor) -> None:
+    def as_of(self, length: int) -> "Sequences":
+        """The batch when its texts had so many tokens; those behind them are where a drafter writes its own."""
+        made = copy.copy(self)
+        made.texts = [text[:length] for text in self.texts]
+        made.length_B = torch.full_like(self.length_B, length)
+        return made
+
+    def _see(self, table_BL: Tensor, entries: tuple[int, ...]) -> None:
         pages = self.pages
         assert pages is not None
-        self._memory = self._memory.through(replace(pages, table_BL=table_BL))
+        self._memory = self._memory.through(replace(pages, table_BL=table_BL, entries=entries))
 
     @property
     def newest_B(self) -> Tensor:

@@ -12,8 +12,9 @@ import torch
 
 from megatron_mtp.drafting.command import drafter_of, named, tokenizer_of
 from megatron_mtp.drafting.config import SpeculativeConfig, parse_config
-from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings, blocks_in
+from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
 from megatron_mtp.drafting.load import Loaded, load_checkpoint
+from megatron_mtp.drafting.memory import blocks_in
 from megatron_mtp.drafting.pages import BLOCK
 from megatron_mtp.drafting.requests import Engine
 from megatron_mtp.drafting.runner import Runner
@@ -110,9 +111,9 @@ def _check(args: Namespace) -> SpeculativeConfig | None:
 def _blocks(args: Namespace, runner: Runner, drafter: Runner | None) -> int:
     """Of the cache: as many as were asked for, or else as all running texts can need."""
     if args.cache_gib is not None:
-        return blocks_in(args.cache_gib, runner, drafter)
+        return blocks_in(args.cache_gib, args.max_running, runner, drafter)
     each = -(-runner.positions // BLOCK) + 1  # and the drafts behind the last position
-    return min(args.max_running * each, blocks_in(MOST_GIB, runner, drafter))
+    return min(args.max_running * each, blocks_in(MOST_GIB, args.max_running, runner, drafter))
 
 
 def _model_name(folder: Path) -> str:

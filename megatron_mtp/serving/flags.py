@@ -26,7 +26,8 @@ def parser(program: str) -> Parser:
     """All flags."""
     made = Parser(
         program,
-        description="Serve a trained checkpoint by OpenAI's HTTP API: many texts at once, each drafting.",
+        description="Serve a trained checkpoint by OpenAI's HTTP API: many texts at once, each drafting. Beginnings "
+        "that texts share run once, except on a hybrid with recurrent layers.",
         epilog=f"{EXAMPLES}\nSIGTERM or Ctrl-C ends the server when its texts have ended; a second one at once.\n",
         formatter_class=RawDescriptionHelpFormatter,
     )
@@ -39,6 +40,6 @@ def parser(program: str) -> Parser:
     add("--speculative-config", metavar="JSON", help="how texts draft, as of generate; default: plain decoding")
     add("--max-running", type=int, default=16, metavar="N", help="texts in a step; default: 16")
     add("--max-waiting", type=int, default=256, metavar="N", help="texts that wait; more are refused; default: 256")
-    add("--cache-gib", type=float, metavar="G", help="memory for keys and values; default: what --max-running texts of "
-        "full length need, at most 4")  # fmt: skip
+    add("--cache-gib", type=float, metavar="G", help="memory for keys and values, and for the states of recurrent "
+        "layers of --max-running texts; default: what texts of full length need, at most 4")  # fmt: skip
     return made

@@ -30,6 +30,11 @@ GAUGES: dict[str, tuple[str, Value]] = {
         "share of blocks that live texts hold",
         lambda load: load.blocks_used / (load.blocks or 1),
     ),
+    "recurrent_states": (
+        "texts for whose recurrent states there is room; 0 without recurrent layers",
+        lambda load: load.states,
+    ),
+    "recurrent_states_used": ("texts that have recurrent states", lambda load: load.states_used),
 }
 COUNTERS: dict[str, tuple[str, Value]] = {
     "num_preemptions": ("texts put back, to be computed anew", lambda load: load.preempted),

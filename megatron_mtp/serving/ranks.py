@@ -1,7 +1,7 @@
 """Tensor parallelism: rank 0 speaks HTTP, and the other ranks take the same steps.
 
-    rank 0    add, cancel -> its own engine, and a list        step -> tell the list, then the step
-    others                                                     hear the list -> add, cancel, then the step
+    rank 0    add, cancel -> its own engine, and a list        step -> send the list, then the step
+    others                                                     receive the list -> add, cancel, then the step
 
 Engines with the same requests in the same order do the same, so that their collectives meet. Where K is automatic, rank
 0 chooses it for all (`AutoK.choose`), since each rank has a clock of its own.
@@ -21,7 +21,7 @@ from megatron_mtp.serving.tokens import Ids
 IDLE = timedelta(days=365)
 """How long ranks wait for a request."""
 
-Told = list[tuple[Request, tuple[str, ...]] | int]
+Message = list[tuple[Request, tuple[str, ...]] | int]
 """Requests with their stop strings, and numbers of those that are cancelled."""
 
 
@@ -30,7 +30,7 @@ class Leader:
 
     def __init__(self, engine: Engine, group: Any) -> None:
         self._engine, self._group = engine, group
-        self._new: Told = []
+        self._new: Message = []
 
     def add(self, request: Request) -> int:
         """Queue a request, here and with the next step everywhere."""
@@ -85,7 +85,7 @@ def group_of_all() -> Any:
     return torch.distributed.new_group(backend="gloo", timeout=IDLE)
 
 
-def _broadcast(told: list[Told | None], group: Any) -> Told | None:
+def _broadcast(messages: list[Message | None], group: Any) -> Message | None:
     """What rank 0 says."""
-    torch.distributed.broadcast_object_list(told, src=0, group=group, device=torch.device("cpu"))
-    return told[0]
+    torch.distributed.broadcast_object_list(messages, src=0, group=group, device=torch.device("cpu"))
+    return messages[0]

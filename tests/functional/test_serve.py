@@ -31,6 +31,7 @@ VERB = [sys.executable, "-m", "megatron_mtp"]
 WORKER = Path(__file__).parent / "serve_worker.py"
 ENTRIES = 258
 MTP = ["--speculative-config", '{"method": "mtp"}']
+HYBRID = "--hybrid-layer-pattern M-*-/M-/M- --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 2"
 PROMPTS = ["1,2,3", "9,8", "40,41,42,43,44,45,46,47,48,49,50", "7"]
 TIMEOUT = 60
 
@@ -62,11 +63,14 @@ class Served:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("trained"))
+
+
+def trained(folder: Path, flags: str = "") -> Path:
     """A checkpoint of two depths after six steps, and a tokenizer with a chat template."""
-    folder = tmp_path_factory.mktemp("trained")
     steps = f"--train-iters 6 --eval-interval 6 --eval-iters 1 --save-interval 6 --save {folder / 'checkpoint'} "
     sizes = f"--vocab-size {ENTRIES} --max-position-embeddings 256"
-    launch.run(launch.pretrain(*steps.split(), *sizes.split(), "--ckpt-format", "torch_dist"), folder / "log")
+    launch.run(launch.pretrain(*f"{steps} {sizes} {flags}".split(), "--ckpt-format", "torch_dist"), folder / "log")
     train_bpe(["abc abd"], ENTRIES, folder / "tokenizer")
     config = json.loads((folder / "tokenizer/tokenizer_config.json").read_text())
     (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
@@ -118,6 +122,18 @@ def test_texts_and_acceptance_are_those_of_generate(served: Served, folder: Path
     assert [choice["token_ids"] for choice in here["choices"]] == there["token_ids"]
     counted = [served.metric(name) - start for name, start in zip(names, before, strict=True)]
     assert counted == [there["drafted"], there["accepted"]]
+
+
+@pytest.mark.matrix
+def test_a_hybrid_is_served_as_it_generates(tmp_path: Path) -> None:
+    """Two of the four texts wait, and take the others' states over."""
+    folder = trained(tmp_path, HYBRID)
+    server = start(folder, tmp_path / "served", "--max-running", "2")
+    try:
+        test_texts_and_acceptance_are_those_of_generate(server, folder, tmp_path)
+        assert [server.metric(name) for name in ("recurrent_states", "recurrent_states_used")] == [2, 0]
+    finally:
+        server.process.kill()
 
 
 def test_the_official_client_chats_and_streams(served: Served) -> None:

@@ -15,9 +15,10 @@ from megatron_single import VOCABULARY
 
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
-from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings, block_bytes, blocks_in
+from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
 from megatron_mtp.drafting.judged import Judge, penalised
 from megatron_mtp.drafting.loop import Limits, emitted_of
+from megatron_mtp.drafting.memory import block_bytes, blocks_in
 from megatron_mtp.drafting.requests import Engine, Finish, Penalties, QueueFull, Request, Update
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Noise, Sampling
@@ -38,7 +39,10 @@ TREES: dict[str, dict[str, Any]] = {
     "mtp_tree": {"method": "mtp_tree", "tree": [3, 2]},
     "lookahead": {"method": "lookahead"},
 }
-METHODS = {**CHAINS, **TREES}
+ROUNDS: dict[str, dict[str, Any]] = {"mtp_trunk_states": {"method": "mtp_trunk_states", "num_speculative_tokens": 3}}
+"""A method whose rows follow from where its rounds began; its texts share no blocks."""
+SHARING = {**CHAINS, **TREES}
+METHODS = {**SHARING, **ROUNDS}
 SAMPLINGS = [Sampling(), Sampling(), Sampling(1.0), Sampling(0.7, top_k=20), Sampling(1.2, top_p=0.8, min_p=0.02)]
 KEPT: dict[str, Runner] = {}
 
@@ -55,7 +59,7 @@ def engine_of(runner: Runner | None = None, **sizes: Any) -> ContinuousEngine:
     return ContinuousEngine(runner or runner_of(), EngineSettings(**sizes), drafter=drafter)
 
 
-def alone(request: Request, runner: Runner | None = None) -> list[int]:
+def alone(request: Request, runner: Runner | None = None, drafter: Runner | None = None) -> list[int]:
     """What `generate` gives for a request."""
     return generate(
         runner or runner_of(),
@@ -65,7 +69,7 @@ def alone(request: Request, runner: Runner | None = None) -> list[int]:
         request.speculative,
         [request.seed],
         request.stop_ids,
-        runner_of("mha-tied-layernorm"),
+        drafter or runner_of("mha-tied-layernorm"),
     ).token_ids[0]
 
 
@@ -103,23 +107,26 @@ PIECES = [torch.randint(1, VOCABULARY, (40,), generator=torch.Generator().manual
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
+def requests(draw: st.DrawFn, methods: Iterable[str] = METHODS) -> Request:
     shared = draw(st.sampled_from([[], *PIECES, PIECES[0] + PIECES[1]]))
     own = draw(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=20))
     return request_of(
         shared + own,
         draw(st.integers(1, 24)),
-        draw(st.sampled_from(sorted(METHODS))),
+        draw(st.sampled_from(sorted(methods))),
         sampling=draw(st.sampled_from(SAMPLINGS)),
         seed=draw(st.integers(0, 2**40)),
         stop_ids=frozenset(draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=3))),
     )
 
 
+Day = tuple[list[tuple[int, Request]], dict[int, int], EngineSettings]
+
+
 @st.composite
-def days(draw: st.DrawFn) -> tuple[list[tuple[int, Request]], dict[int, int], EngineSettings]:
+def days(draw: st.DrawFn, methods: Iterable[str] = METHODS) -> Day:
     """When each request comes, when some are cancelled, and an engine whose blocks may be too few for all."""
-    came = draw(st.lists(st.tuples(st.integers(0, 12), requests()), min_size=2, max_size=7))
+    came = draw(st.lists(st.tuples(st.integers(0, 12), requests(methods)), min_size=2, max_size=7))
     gone = draw(st.dictionaries(st.integers(0, len(came) - 1), st.integers(0, 20), max_size=2))
     sizes = EngineSettings(
         running=draw(st.integers(1, 5)),
@@ -131,9 +138,9 @@ def days(draw: st.DrawFn) -> tuple[list[tuple[int, Request]], dict[int, int], En
     return sorted(came, key=lambda one: one[0]), gone, sizes
 
 
-def check_day(day: tuple[list[tuple[int, Request]], dict[int, int], EngineSettings]) -> ContinuousEngine:
+def check_day(day: Day, runner: Runner | None = None, drafter: Runner | None = None) -> ContinuousEngine:
     came, gone, sizes = day
-    engine = ContinuousEngine(runner_of(), sizes, drafter=runner_of("mha-tied-layernorm"))
+    engine = ContinuousEngine(runner or runner_of(), sizes, drafter=drafter or runner_of("mha-tied-layernorm"))
     numbers: list[int | None] = []
     made: dict[int, list[int]] = {}
     now = 0
@@ -148,9 +155,9 @@ def check_day(day: tuple[list[tuple[int, Request]], dict[int, int], EngineSettin
         now += 1
         assert now < 3000
     for place, (_, request) in enumerate(came):
-        right, own = alone(request), made.get(numbers[place], [])  # type: ignore[arg-type]
+        right, own = alone(request, runner, drafter), made.get(numbers[place], [])  # type: ignore[arg-type]
         assert own == (right[: len(own)] if place in gone else right)
-    assert engine.load.blocks_used == 0
+    assert engine.load.blocks_used == engine.load.states_used == 0
     return engine
 
 
@@ -372,7 +379,7 @@ def test_a_step_reads_once_and_what_it_reads_was_begun_before(
 # ---- known beginnings
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SHARING)
 def test_a_known_beginning_gives_the_same_tokens_and_does_not_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """80 tokens of a prompt of 90 are known, which are two blocks of 32."""
     rows: list[int] = []
@@ -632,7 +639,6 @@ def test_automatic_k_changes_no_token(method: str) -> None:
         ({"penalties": Penalties(frequency=float("nan"))}, "the frequency penalty is nan"),
         ({"penalties": Penalties(repetition=0)}, "the repetition penalty is 0"),
         ({"speculative": config_from({"method": "parallel_heads"})}, "whose depths are sequential; choose mtp"),
-        ({"speculative": config_from({"method": "mtp_trunk_states"})}, "cannot repeat; choose mtp"),
         (
             {"speculative": config_from({"method": "lookahead", "window": 32, "ngram_size": 16})},
             "'lookahead' adds 525 rows to a step with these settings, and a text of the engine has room for 288",
@@ -672,6 +678,6 @@ def test_blocks_of_a_model_fill_the_memory_that_is_given() -> None:
     caches = [memory.cache, *memory.depth_caches(3)]
     held = sum(one.nbytes for cache in caches for one in (*cache.keys, *cache.values) if one is not None)
     assert held + memory.states_B1TH.nbytes == 6 * block_bytes(runner_of())
-    assert blocks_in(6.5 * block_bytes(runner_of()) / 2**30, runner_of()) == 5
+    assert blocks_in(6.5 * block_bytes(runner_of()) / 2**30, 16, runner_of()) == 5
     with pytest.raises(ValueError, match="holds no block of 32 tokens; give at least"):
-        blocks_in(1e-9, runner_of())
+        blocks_in(1e-9, 16, runner_of())

@@ -177,10 +177,10 @@ def assert_same_memory(ours: KVCache, theirs: KVCache, counts: list[int]) -> Non
 def states_at(cache: KVCache, layer: int, counts: list[int]) -> list[Tensor]:
     """S after so many rows, and what the convolution of the next row reads of the rows before."""
     assert cache.recurrence is not None
-    memory, slot_B = cache.recurrence.layers[layer], torch.tensor(counts).cuda() - cache.recurrence.start_B
+    memory, slot_B = cache.recurrence.layers[layer], torch.tensor(counts).cuda() - cache.recurrence.start_E
     assert (slot_B >= 0).all()
     before = range(memory.sizes.width - 1)
-    return [memory.state_after(slot_B), *(memory.mixed_B1TC[range(len(counts)), 0, slot_B + at] for at in before)]
+    return [memory.state_after(slot_B), *(memory.mixed_E1TC[range(len(counts)), 0, slot_B + at] for at in before)]
 
 
 class Given(Plain):

@@ -141,10 +141,10 @@ def test_rows_before_the_first_leave_no_trace() -> None:
     target.trunk(tokens_of(1, 3), chain_rows(first_B, 3, 3, SLOTS), cache)
     assert cache.recurrence is not None
     held = [one for each in cache.recurrence.layers.values() for one in vars(each).values() if isinstance(one, Tensor)]
-    before = [one.clone() for one in [*held, cache.recurrence.end_B]]
+    before = [one.clone() for one in [*held, cache.recurrence.end_E]]
     target.trunk(tokens_of(1, 2), chain_rows(first_B - 2, 2, 3, SLOTS), cache)
     assert len(before) == 11
-    assert all(map(torch.equal, before, [*held, cache.recurrence.end_B]))
+    assert all(map(torch.equal, before, [*held, cache.recurrence.end_E]))
 
 
 def test_other_layers_leave_their_stack_to_modules() -> None:

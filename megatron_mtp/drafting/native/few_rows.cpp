@@ -271,11 +271,11 @@ struct Layer {  // of the parts that are not null
 };
 
 struct Remembered {  // of a recurrent layer, as ../recurrent_state.py has it
-    float* state;   // [batch, heads, key, value]
-    float* keys;    // [batch, groups, kept + 1, key]
-    float* values;  // [batch, heads, kept + 1, value]
-    float* sums;    // [batch, heads, kept + 1]
-    void* mixed;    // [batch, kept + width, convolved]
+    float* state;   // [entries, heads, key, value]
+    float* keys;    // [entries, groups, kept + 1, key]
+    float* values;  // [entries, heads, kept + 1, value]
+    float* sums;    // [entries, heads, kept + 1]
+    void* mixed;    // [entries, kept + width, convolved]
 };
 
 struct Stack {
@@ -301,8 +301,9 @@ struct Rows {
     const int64_t* table;               // [batch, pages]: the block of a text's first `size` slots, of the next ones, ...
     int64_t pages, size;                // null: text b has block b, of all its slots
     const Remembered* remembered;       // of every layer; null where none is recurrent
-    const int64_t* start;               // [batch], the position of the first slot that recurrent layers keep
-    int64_t* end;                       // [batch], the position after the last row that has run
+    const int64_t* entry;               // [batch], where a text's are in these; null: text b has entry b
+    const int64_t* start;               // [entries], the position of the first slot that recurrent layers keep
+    int64_t* end;                       // [entries], the position after the last row that has run
     int64_t kept;                       // these slots
 };
 
@@ -491,6 +492,7 @@ class Forward {
         long block = r.table ? r.table[text * r.pages + slot / r.size] : text;
         return ((block * s.groups + group) * r.size + slot % r.size) * s.channels;
     }
+    long entry_of(long text) const { return r.entry ? r.entry[text] : text; }
     const Float* embedded(long row) const {
         return (const Float*)s.embedding + r.tokens[text_of(row) * r.token_stride + row / r.batch] * s.hidden;
     }
@@ -639,10 +641,10 @@ class Forward {
         for (long row = text; row < all; row += r.batch) {
             long place = r.first ? in_chain(row) : r.places[place_of(row)];
             bool is_live = r.first ? place >= 0 : place != r.slots - 1;
-            slot[row] = is_live ? place - r.start[text] : -1;
+            slot[row] = is_live ? place - r.start[entry_of(text)] : -1;
             if (is_live) last = place, count++;
         }
-        if (count) r.end[text] = last + 1;
+        if (count) r.end[entry_of(text)] = last + 1;
     }
 
     void recurrent(long number, Float* x, long thread, long threads) {
@@ -680,7 +682,7 @@ class Forward {
             std::fill(to + mine.first, to + std::max(mine.first, mine.last), 0.0f);
             return;
         }
-        Float* first = memory + (text_of(row) * (r.kept + one.width) + slot[row]) * channels;
+        Float* first = memory + (entry_of(text_of(row)) * (r.kept + one.width) + slot[row]) * channels;
         const float* from = projected + row * one.columns() + one.mixed_at();
         for (long c = mine.first; c < mine.last; c++) put(first + (one.width - 1) * channels + c, from[c]);
         for (long c = mine.first; c < mine.last; c += LANES) {
@@ -700,7 +702,7 @@ class Forward {
         const long key = one.key, unit = text * one.groups + group;
         const float shorter = one.is_delta() ? 1 / std::sqrt((float)key) : 1;
         float *queries = asked + 2 * unit * r.rows * key, *own = queries + r.rows * key;
-        float* keys = memory + unit * (r.kept + 1) * key;
+        float* keys = memory + (entry_of(text) * one.groups + group) * (r.kept + 1) * key;
         long seen = 0;
         for (long i = 0; i < r.rows; i++) {
             const long row = i * r.batch + text;
@@ -734,7 +736,8 @@ class Forward {
 
     // The rows of one head of a text: their values and decays to the slots, and what they see to `made`.
     void recall(const Recurrent& one, const Remembered& memory, long head, long text, float* scratch) {
-        const long group = head / (one.heads / one.groups), unit = text * one.groups + group, here = text * one.heads + head;
+        const long group = head / (one.heads / one.groups), unit = text * one.groups + group;
+        const long here = entry_of(text) * one.heads + head;
         const float *queries = asked + 2 * unit * r.rows * one.key, *own = queries + r.rows * one.key;
         float *sums = memory.sums + here * (r.kept + 1), *values = memory.values + here * (r.kept + 1) * one.value;
         const float* state = memory.state + here * one.key * one.value;

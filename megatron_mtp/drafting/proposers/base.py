@@ -33,6 +33,8 @@ class Proposer:
         drafts_trees: whether a row may have several candidates.
         keeps_states: whether its depths may have recurrent layers: they run chains of rows, leave none out and go
             back by few (`recurrent_state.ROLLED_BACK`).
+        leaves_rows_out: whether the rows that it runs follow from where its rounds began, so that a text that begins
+            anew repeats its rounds (`Progress.rounds`), and no other text may use its rows. Rows left out are zero.
         recordable: whether a draft reads nothing back, and its shapes depend on the batch and K alone (`graphs.py`).
         limit, remedy: where `most` comes from, and what to do about it, for the message to one who asks for more.
     """
@@ -42,6 +44,7 @@ class Proposer:
     depths: ClassVar[Kind | None] = None
     drafts_trees: ClassVar[bool] = False
     keeps_states: ClassVar[bool] = False
+    leaves_rows_out: ClassVar[bool] = False
     recordable: ClassVar[bool] = False
     limit: ClassVar[str] = ""
     remedy: ClassVar[str] = ""
@@ -54,6 +57,11 @@ class Proposer:
     def most(self) -> int | None:
         """The largest K that it can be asked for; None without a limit."""
         return None
+
+    @property
+    def has_states(self) -> bool:
+        """Whether recurrent layers draft."""
+        return self.depths is not None and self.runner.recurrent_depths
 
     @property
     def draws_siblings(self) -> bool:
@@ -77,6 +85,10 @@ class Proposer:
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         """A draft of depth `count`, at least 1."""
         raise NotImplementedError
+
+    def catch_up(self, sequences: "Sequences", round: Round, count: int) -> None:
+        """Run the rows that it has missed before it can draft `count`."""
+        self.propose(sequences, round, count)
 
     def observe(self, sequences: "Sequences", draft: Draft, logits_BRV: Tensor) -> None:
         """The target's logits of the rows, before the verdict."""

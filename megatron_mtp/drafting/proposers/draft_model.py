@@ -52,6 +52,11 @@ class DraftModel(OneCache):
         super().__init__(runner, config)
         self.drafter = _fitting(drafter, runner)
 
+    @property
+    @override
+    def has_states(self) -> bool:
+        return self.drafter.recurrent_trunk
+
     @override
     def start(self, sequences: "Sequences") -> None:
         sequences.drafter_cache(self.drafter)  # steps that were recorded with another model are forgotten

@@ -128,15 +128,39 @@ class TrunkStates(Vanilla):
         K = 2, t_0 .. t_5 known, t_3 .. t_5 of the last round (m = 5); h_0 the trunk's states, g_1 module 1's
         module 1    rows 3, 4: (h_0[3], t_4) (h_0[4], t_5)      row 2, which would be (h_0[2], t_3), was left out
         module 2    rows 3, 4: (h_0[4], t_5) (g_1[4], x_1)
+
+    So the rows of a text follow from its tokens and from where its rounds began, which is kept of every text.
     """
 
     line = "the D modules fed with the trunk's states, as TensorRT-LLM does: not as trained"
     keeps_states = False
+    leaves_rows_out = True
     recordable = False
+
+    @override
+    def missed(self, sequences: "Sequences", count: int) -> int:
+        """Those of texts that have not begun; what others miss stays out."""
+        each = zip(sequences.texts, sequences.progress, strict=True)
+        return max((len(text) for text, one in each if not one.seen[0]), default=0)
 
     @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        for text, one, live in zip(sequences.texts, sequences.progress, sequences.live, strict=True):
+            if live:
+                one.rounds.append((len(text), count))
+        return chain_of(self._run(sequences, round, count))
+
+    @torch.inference_mode()
+    @override
+    def catch_up(self, sequences: "Sequences", round: Round, count: int) -> None:
+        """Repeat the rounds of one text, with its tokens in the place of drafts; without any, run its prompt."""
+        (text,), (one,) = sequences.texts, sequences.progress
+        for length, drafted in one.rounds or [(len(text), count)]:
+            self._run(sequences.as_of(length), None, drafted)
+
+    def _run(self, sequences: "Sequences", round: Round | None, count: int) -> list[tuple[Tensor, Tensor | None]]:
+        """What each depth picks; without `round` nothing, and the next one reads what the text has there."""
         picked: list[tuple[Tensor, Tensor | None]] = []
         caches = sequences.depth_caches(self.runner.depths)
         for first_B, width, is_last in self._windows(sequences, count):
@@ -148,11 +172,13 @@ class TrunkStates(Vanilla):
                 tokens_BR = tokens_BT[:, depth - 1 : depth - 1 + width]
                 given_SBH = torch.cat([trunk_SBH, *drafted])
                 states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, caches[depth - 1])
-                if is_last:
+                if not is_last:
+                    continue
+                drafted.append(states_SBH[-1:])
+                if round is not None:
                     picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], round, depth - 1))
                     tokens_BT[:, width + depth - 1] = picked[-1][0]
-                    drafted.append(states_SBH[-1:])
-        return chain_of(picked)
+        return picked
 
     def _width(self, sequences: "Sequences", count: int) -> int:
         prompts_are_run = any(one.seen[0] for one in sequences.progress)
@@ -177,7 +203,7 @@ class Eagle(OneCache):
         if round.sampling.greedy and self.runner.drafts_at_once(len(sequences.texts) * width):
             return self._at_once(sequences, width, count)
         (cache,) = sequences.depth_caches(1)
-        state_SBH = self.catch_up(sequences)
+        state_SBH = self.run_new(sequences)
         picked = [pick(self.runner.draft_logits(state_SBH)[:, 0], round, 0)]
         for position in range(1, count):
             token_B1 = picked[-1][0].unsqueeze(1)
@@ -200,7 +226,7 @@ class Eagle(OneCache):
         sequences.mark_seen(self.own)
         return Draft(tokens_BT[:, width:])
 
-    def catch_up(self, sequences: "Sequences") -> Tensor:
+    def run_new(self, sequences: "Sequences") -> Tensor:
         """Run the rows whose trunk states are new; the module's state at row m - 1, [1, B, H]."""
         width = sequences.growth_since(self.own)
         sequences.mark_seen(self.own)

@@ -108,7 +108,7 @@ class Grower(Eagle):
             drawn: candidates are samples of q rather than its most likely tokens.
         """
         (cache,) = sequences.depth_caches(1)
-        states_SBH = self.catch_up(sequences)
+        states_SBH = self.run_new(sequences)
         levels = [self._candidates(states_SBH, round, widths[0], [], None, drawn)]
         shape, started = (len(sequences.texts), 1, self._rows_run(widths, most)), 0
         least = max(_level_rows(widths[:-1], most), default=0) if sequences.few_shapes else 0

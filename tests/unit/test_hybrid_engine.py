@@ -1,0 +1,328 @@
+"""Continuous batching where states belong to a text as a whole, and where rows follow from a text's rounds.
+
+Hybrids with recurrent layers against `generate` in float32, and `mtp_trunk_states` against a text that is not put back.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from drafting_single import POSITIONS, model_of, run_every_step_in_python
+from hybrid_single import drafting_hybrid
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_single import VOCABULARY
+from parrot import running
+from test_engine import PIECES, QUIET, alone, check_day, days, drained, request_of, texts_of
+from torch import Tensor
+
+from megatron_mtp.drafting import recurrent_state
+from megatron_mtp.drafting.config import config_from
+from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
+from megatron_mtp.drafting.kv_cache import read_rows
+from megatron_mtp.drafting.live import LiveGroup
+from megatron_mtp.drafting.loop import Limits, decode
+from megatron_mtp.drafting.memory import block_bytes, blocks_in, entry_bytes
+from megatron_mtp.drafting.method import make_method
+from megatron_mtp.drafting.proposers import mtp
+from megatron_mtp.drafting.requests import Request
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.drafting.types import Round
+from megatron_mtp.serving.tokens import Ids
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+EVERYWHERE = ("plain", "mtp-1", "mtp_eagle", "ngram", "draft_model")
+IN_THE_TRUNK = (*EVERYWHERE, "mtp_beam", "mtp_trunk_states")
+METHODS = {
+    "M-*-/M-/M-/M-": EVERYWHERE,
+    "G-*-/*-/*-/*-": IN_THE_TRUNK,
+    "M*EG/GM*/GM*/GM*": EVERYWHERE,
+    "*-*-/G-/G-/G-": EVERYWHERE,
+}
+"""Methods of each pattern. The third one's experts keep its trunk from compiled code."""
+
+KEPT: dict[str, Runner] = {}
+
+
+def runner_of(pattern: str) -> Runner:
+    """A model in float32; the same for all tests."""
+    if pattern not in KEPT:
+        model = drafting_hybrid(pattern, torch.float32)
+        model.max_sequence_length = POSITIONS
+        KEPT[pattern] = Runner(model)
+    return KEPT[pattern]
+
+
+def engine_of(pattern: str, **sizes: Any) -> ContinuousEngine:
+    return ContinuousEngine(runner_of(pattern), EngineSettings(**sizes), drafter=runner_of("M-*G"))
+
+
+@pytest.fixture(autouse=True)
+def states_take_in_rows_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every few rows of a text of a hundred."""
+    monkeypatch.setattr(recurrent_state, "KEPT", 104)
+    monkeypatch.setattr(recurrent_state, "PIECE", 16)
+
+
+# ---- tokens
+
+
+def day_of(patterns: list[str]) -> st.SearchStrategy[tuple[str, Any]]:
+    """A pattern and what comes when."""
+    return st.sampled_from(patterns).flatmap(lambda one: days(METHODS[one]).map(lambda day: (one, day)))
+
+
+@settings(max_examples=15, **QUIET)
+@given(day_of([*METHODS][:3]))
+def test_tokens_are_those_of_generate_whatever_comes_when(case: Any) -> None:
+    check_day(case[1], runner_of(case[0]), runner_of("M-*G"))
+
+
+@pytest.mark.matrix
+@settings(max_examples=200, **QUIET)
+@given(day_of([*METHODS]))
+def test_tokens_are_those_of_generate_in_many_more_cases(case: Any) -> None:
+    check_day(case[1], runner_of(case[0]), runner_of("M-*G"))
+
+
+def test_texts_that_come_one_by_one_find_no_state_of_another() -> None:
+    """One place, one entry; prompts of more rows than compiled code takes, and of fewer."""
+    engine = engine_of("M-*-/M-/M-/M-", running=1)
+    for prompt in (PIECES[0] + PIECES[1], PIECES[2], [5], PIECES[1]):
+        request = request_of(prompt, 9, "mtp_eagle")
+        number = engine.add(request)
+        assert texts_of(drained(engine))[number] == alone(request, engine.runner)
+
+
+@pytest.mark.parametrize("pattern", [*METHODS][:3])
+def test_prompts_that_run_in_one_forward_do_not_mix(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """70, 3 and 40 rows, the padding between them left out; then the rest of the longest ones."""
+    runner, rows = runner_of(pattern), list[int]()
+    embed = runner._embed
+    monkeypatch.setattr(runner, "_embed", lambda tokens: rows.append(tokens.numel()) or embed(tokens))
+    wanted = [request_of(prompt, 12, "mtp-1") for prompt in (PIECES[0] + PIECES[1][:30], [1, 2, 3], PIECES[2])]
+    engine = engine_of(pattern, chunk=100)
+    numbers = [engine.add(request) for request in wanted]
+    updates = engine.step()
+    assert rows[0] == 100
+    made = texts_of([*updates, *drained(engine)])
+    assert [made[number] for number in numbers] == [alone(request, runner) for request in wanted]
+
+
+def test_a_beginning_is_not_taken_from_another_text() -> None:
+    """Keys of its blocks would be there, and no state."""
+    engine = engine_of("G-*-/*-/*-/*-")
+    for _ in range(2):
+        request = request_of(PIECES[0] + PIECES[1], 5, "mtp")
+        number = engine.add(request)
+        assert texts_of(drained(engine))[number] == alone(request, engine.runner)
+    assert engine.load.cached_tokens == 0
+
+
+FAR = config_from({"method": "mtp_eagle", "num_speculative_tokens": 15})
+"""Drafts that end 13 rows behind the text, to whose end the next rows go back."""
+
+
+def test_a_text_that_is_far_behind_sends_no_other_text_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafter has rested for 30 tokens when two texts join, whose states have taken in all but some 20 rows."""
+    rests = [True]
+    monkeypatch.setattr(LiveGroup, "choose", lambda self: 0 if rests[0] else self.method.count)
+    engine = engine_of("M-*-/M-/M-/M-")
+    engine.add(Request([3, 4], 34, Sampling(1.0), speculative=FAR))
+    for _ in range(31):
+        engine.step()
+    rests[0] = False
+    prompt = (PIECES[0] + PIECES[1] + PIECES[2])[:96]
+    others = [Request(prompt, 3, Sampling(1.0), seed, speculative=FAR) for seed in range(2)]
+    numbers = [engine.add(other) for other in others]
+    made = texts_of(drained(engine))
+    assert [made[number] for number in numbers] == [alone(other, engine.runner) for other in others]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "method", "overlaps"),
+    [
+        ("M-*-/M-/M-/M-", "plain", True),
+        ("M-*-/M-/M-/M-", "mtp_eagle", False),
+        ("G-*-/*-/*-/*-", "mtp_eagle", True),
+        ("G-*-/*-/*-/*-", "draft_model", False),
+    ],
+)
+def test_drafters_with_states_take_their_steps_one_by_one(pattern: str, method: str, overlaps: bool) -> None:
+    """A host that is a step behind would run up to 32 rows anew beside 15 rejected ones, and states go back by 32."""
+    engine = engine_of(pattern, overlap=True)
+    wanted = [request_of(PIECES[seed], 30, method, sampling=Sampling(1.0), seed=seed) for seed in range(3)]
+    numbers = [engine.add(request) for request in wanted]
+    updates = [*engine.step(), *engine.step()]
+    (group,) = engine._groups.values()
+    assert (group._late is not None) == overlaps
+    made = texts_of([*updates, *drained(engine)])
+    right = [alone(request, engine.runner, runner_of("M-*G")) for request in wanted]
+    assert [made[number] for number in numbers] == right
+
+
+def test_a_server_answers_with_a_hybrid() -> None:
+    """Three texts of one request share two places."""
+    engine, prompts = engine_of("M-*-/M-/M-/M-", running=2), [PIECES[0], [1, 2], PIECES[1] + PIECES[2]]
+    with running(engine, Ids()) as server:
+        fields = {"prompt": prompts, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        body = {**fields, "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+        choices = server.post("/v1/completions", body).json()["choices"]
+        assert server.metric("recurrent_states") == 2
+        assert server.metric("recurrent_states_used") == 0
+    assert [one["token_ids"] for one in choices] == [alone(Request(one, 12), engine.runner) for one in prompts]
+
+
+# ---- memory
+
+
+def soak(requests: int) -> ContinuousEngine:
+    """Random requests, of which many go away while they wait, run or are put back."""
+    chance, engine = random.Random(4), engine_of("M-*-/M-/M-/M-", running=4, blocks=7, chunk=48, waiting=1000)
+    live: list[int] = []
+    for _ in range(requests):
+        prompt = [chance.randrange(1, VOCABULARY) for _ in range(chance.randint(1, 60))]
+        live.append(engine.add(request_of(prompt, chance.randint(1, 30), chance.choice(EVERYWHERE))))
+        while engine.load.waiting > 3:
+            engine.step()
+            assert engine.load.states_used == engine.load.running
+            if chance.random() < 0.2:
+                engine.cancel(chance.choice(live[-9:]))
+    drained(engine)
+    return engine
+
+
+def check_soak(engine: ContinuousEngine) -> None:
+    assert engine.load.preempted > 0
+    assert (engine.load.blocks_used, engine.load.states_used, engine.load.states) == (0, 0, 4)
+    assert sorted(engine._memory.free_entries) == [0, 1, 2, 3]
+    pool = engine._pool
+    assert sorted(pool._unused) == list(range(1, pool.count + 1))
+
+
+def test_no_entry_is_lost() -> None:
+    check_soak(soak(25))
+
+
+@pytest.mark.matrix
+def test_no_entry_is_lost_by_many_requests() -> None:
+    check_soak(soak(500))
+
+
+@pytest.mark.parametrize("pattern", METHODS)
+def test_blocks_and_entries_fill_the_memory_that_is_given(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they take is what the tensors of target and drafter have."""
+    engine = engine_of(pattern, running=3, blocks=5)
+    for method in ("mtp", "draft_model"):
+        engine.add(request_of([1, 2, 3], 9, method))
+    drained(engine)
+    kept = [*engine._memory._caches]
+    assert len(kept) == 5
+    keys = sum(one.nbytes for cache in kept for one in (*cache.keys, *cache.values) if one is not None)
+    layers = [one for cache in kept if cache.recurrence is not None for one in cache.recurrence.layers.values()]
+    held = keys + engine._memory.states_B1TH.nbytes + sum(part.nbytes for one in layers for part in one.parts)
+    both = runner_of(pattern), runner_of("M-*G")
+    each, states = block_bytes(*both), 3 * entry_bytes(*both)
+    assert held == 6 * each + states
+    assert blocks_in((6.5 * each + states) / 2**30, 3, *both) == 5
+    with pytest.raises(ValueError, match=r"no block of 32 tokens beside the states of 3 texts; .* or run fewer texts"):
+        blocks_in((1.5 * each + states) / 2**30, 3, *both)
+
+
+# ---- rows that are left out
+
+
+PROMPT, NEW = PIECES[0][:30], 50
+TRUNK_STATES = config_from({"method": "mtp_trunk_states"})
+
+
+def agree(answer: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let depths pick what the text will be, but for one token in five: some rounds accept all three drafts."""
+
+    def pick(logits_BV: Tensor, round: Round, position: int) -> tuple[Tensor, None]:
+        place = int(round.noise.position_B) + position
+        token = answer[place] if place < len(answer) else 0
+        return torch.tensor([token if place % 5 else (token + 1) % VOCABULARY]), None
+
+    monkeypatch.setattr(mtp, "pick", pick)
+
+
+def depth_rows(sequences: Sequences, rows: int) -> Iterator[Tensor]:
+    """Keys and values of every depth, [G, rows, C]."""
+    for cache in sequences.depth_caches(3):
+        for held in (*cache.keys, *cache.values):
+            assert held is not None
+            yield read_rows(held, torch.arange(rows).unsqueeze(0), cache.pages)[0]
+
+
+def used_engine(runner: Runner) -> ContinuousEngine:
+    """One whose blocks all hold rows of other texts."""
+    engine = ContinuousEngine(runner, EngineSettings(chunk=16, blocks=5), TRUNK_STATES)
+    for other in (PIECES[1], PIECES[2]):
+        engine.add(request_of([*other, *other], 3, "mtp"))
+    drained(engine)
+    return engine
+
+
+@pytest.mark.parametrize("when", [(), (4,), (2, 5, 9)])
+def test_a_text_that_is_put_back_has_the_rows_that_it_had(
+    when: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those left out are zero, also in blocks that others have written; the rounds after it are the same."""
+    run_every_step_in_python(monkeypatch)
+    runner = Runner(model_of("gqa", 3, torch.float32))
+    engine, answer = used_engine(runner), PROMPT + alone(Request(PROMPT, NEW + 5), runner)
+    agree(answer, monkeypatch)
+    right = Sequences(runner, [PROMPT], [0], 200)
+    decode(runner, right, make_method(runner, TRUNK_STATES, Sampling()), Limits(NEW))
+    engine.add(Request(PROMPT, NEW))
+    (text,) = engine._texts.values()
+    while engine.busy:
+        engine.step()
+        if engine._groups:
+            (group,) = engine._groups.values()
+            ours = group.sequences.alone(0)
+        if len(text.progress.rounds) in when and engine._groups:
+            engine._put_back(text)
+            assert not engine._groups
+            while not engine._groups:  # until the prompt has run again
+                engine.step()
+    assert engine.load.preempted == len(when)
+    assert text.tokens == right.texts[0] == answer[: len(PROMPT) + NEW]
+    assert text.progress.rounds == right.progress[0].rounds
+    run = text.progress.rounds[-1][0] - 1
+    pairs = [*zip(depth_rows(ours, run), depth_rows(right, run), strict=True)]
+    for mine, expected in pairs:
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    assert all(int((mine == 0).all(dim=(0, 2)).sum()) > 5 for mine, _ in pairs)
+
+
+def test_its_rows_are_not_taken_by_another_text() -> None:
+    """Nor does it take rows of others, which it would overwrite."""
+    engine = ContinuousEngine(Runner(model_of("gqa", 3, torch.float32)), EngineSettings())
+    prompt = PIECES[0] + PIECES[1]
+    for method in ("mtp_trunk_states", "mtp", "mtp_trunk_states"):
+        request = request_of(prompt, 5, method, sampling=Sampling(1.0))
+        number = engine.add(request)
+        assert texts_of(drained(engine))[number] == alone(request, engine.runner)
+    assert engine.load.cached_tokens == 0
+
+
+def test_a_short_prompt_runs_whole_beside_texts_that_have_begun() -> None:
+    """Six rows; a round runs the last three of them."""
+    engine = ContinuousEngine(Runner(model_of("gqa", 3, torch.float32)), EngineSettings())
+    engine.add(request_of([3], 90, "mtp_trunk_states", sampling=Sampling(1.0)))
+    for seed in range(6):
+        engine.step()
+        request = request_of(
+            PIECES[seed % 3][seed : seed + 6], 20, "mtp_trunk_states", sampling=Sampling(1.0), seed=seed
+        )
+        number, updates = engine.add(request), []
+        while not any(one.request == number and one.finish for one in updates):
+            updates += engine.step()
+        assert texts_of(updates)[number] == alone(request, engine.runner)

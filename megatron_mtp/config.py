@@ -88,8 +88,8 @@ class MTPConfig:
     )
     mtp_mask_prompts: bool = _flag(
         False,
-        "Count only the continuations of texts by megatron-mtp sample in all losses and in acceptance, of the trunk "
-        "and of the depths. Default: prompts count like the rest.",
+        "Count only the tokens that the model chose of texts by megatron-mtp sample, in all losses and in acceptance, "
+        "of trunk and depths: no prompts, and no end of a text that was cut. Default: everything counts.",
         action="store_true",
     )
     mtp_loss: str = _flag(

@@ -6,7 +6,7 @@ context_parallel.py  which positions of a sequence each context-parallel rank ho
 later_positions.py   values d positions later, also on another context-parallel rank
 documents.py         documents found, listed, chosen and read
 corpus.py            documents to .bin/.idx, in parallel, written beside and renamed
-prompts.py           texts of which only the answers are trained on
+answers.py           texts of which only the answers are trained on
 tokenizer.py         load a tokenizer folder, or train a byte-level BPE
 frequent_tokens.py   the most frequent tokens of a corpus, which depths may draft
 checks.py            is the corpus there and whole, and does the vocabulary fit it

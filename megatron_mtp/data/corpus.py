@@ -3,7 +3,7 @@
 Out: PREFIX.bin  the tokens of all documents, one after the other, each document ended by the EOD id
      PREFIX.idx  Megatron's index: one sequence per document
      PREFIX.json the sidecar: counts, highest token id, tokenizer and the settings that made them
-     PREFIX.prompts.npy  of texts that continue prompts: the tokens of each prompt, one int32 a document
+     PREFIX.answers.npy  of texts that continue prompts: where each answer begins and ends, two int32 a document
 PREFIX.idx appears last: if it exists, all files are whole.
 """
 
@@ -68,13 +68,17 @@ def write_corpus(
 
 
 def write_sequences(
-    sequences: Iterable[Sequence[int]], prompts: Sequence[int], encoder: Encoder, prefix: str, settings: dict[str, Any]
+    sequences: Iterable[Sequence[int]],
+    answers: Sequence[tuple[int, int]],
+    encoder: Encoder,
+    prefix: str,
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write documents that are token ids already, each without its EOD, and how long their prompts are.
+    """Write documents that are token ids already, each without its EOD, and which of their tokens are answers.
 
     Args:
         sequences: the documents.
-        prompts: tokens at the beginning of every document that are its prompt.
+        answers: the first token of every document's answer, and the one behind its last, which may be the EOD.
         encoder: the tokenizer that the ids are of.
         prefix, settings: as in `write_corpus`.
 
@@ -82,7 +86,7 @@ def write_sequences(
         The contents of PREFIX.json.
     """
     started, lengths, highest = time.monotonic(), list[int](), 0
-    with _published(prefix, "prompts.npy") as partial:
+    with _published(prefix, "answers.npy") as partial:
         builder = _dataset_builder(partial["bin"], encoder.vocab_size)
         for ids in sequences:
             sequence = np.array([*ids, encoder.eod_id], dtype=np.int32)
@@ -90,8 +94,8 @@ def write_sequences(
             lengths.append(len(sequence))
             highest = max(highest, int(sequence.max()))
         builder.finalize(partial["idx"])
-        with open(partial["prompts.npy"], "wb") as file:
-            np.save(file, np.array(prompts, dtype=np.int32))
+        with open(partial["answers.npy"], "wb") as file:
+            np.save(file, np.array(answers, dtype=np.int32))
         record = {"documents": len(lengths), "tokens": sum(lengths), "max_token_id": highest}
         record["bin_bytes"] = os.path.getsize(partial["bin"])
         return _with_sidecar(record, encoder, partial, settings, started)

@@ -8,8 +8,8 @@ from argparse import Namespace
 from megatron.training import get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_mtp.data.answers import read_answers
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
-from megatron_mtp.data.prompts import read_prompts
 from megatron_mtp.training.chat import check_chat_files
 from megatron_mtp.training.console import say
 
@@ -38,7 +38,7 @@ def check_data(args: Namespace) -> None:
         _check_fim_tokens(args)
     if args.mtp_mask_prompts:
         for prefix in prefixes:
-            read_prompts(prefix)
+            read_answers(prefix)
     if args.tokenizer_model is not None:
         check_tokenizer(prefixes, args.tokenizer_model)
 

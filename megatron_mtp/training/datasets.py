@@ -10,7 +10,7 @@ from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_mtp.data.prompts import AnswersDataset
+from megatron_mtp.data.answers import AnswersDataset
 from megatron_mtp.training.batches import reads_data
 from megatron_mtp.training.chat import sft_dataset
 

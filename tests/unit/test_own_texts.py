@@ -24,7 +24,7 @@ from megatron_mtp.drafting.sampling import Sampling
 pytestmark = pytest.mark.usefixtures("megatron")
 
 EOD, POSITIONS = 0, 64
-CORPUS = ["own.bin", "own.idx", "own.json", "own.prompts.npy"]
+CORPUS = ["own.bin", "own.idx", "own.json", "own.answers.npy"]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
@@ -132,7 +132,9 @@ def test_texts_are_those_of_generate_by_number_and_become_documents(
     assert made_by["documents"] == 6
     assert made_by["settings"]["texts"] == 6
     assert {"load", "seed", "temperature", "data-path"} <= made_by["settings"].keys()
-    assert np.load(tmp_path / "own.prompts.npy").tolist() == [8] * 6
+    kept = [json.loads(line) for line in (tmp_path / "own.texts.jsonl").read_text().splitlines()[1:]]
+    ends = {text["number"]: 8 + len(text["tokens"]) for text in kept}
+    assert np.load(tmp_path / "own.answers.npy").tolist() == [[8, ends[number]] for number in range(6)]
     new = sum(len(ids) for ids in expected) - 6 * 8 - sum(len(ids) == 8 + 12 + 1 for ids in expected)
     assert f"6 texts, {sum(map(len, expected))} tokens, {new} of them new" in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*CORPUS, "own.texts.jsonl"])
@@ -220,6 +222,17 @@ def test_bad_input_is_one_sentence(flags: list[object], says: str, sample: Calla
     assert says in said
     assert said.splitlines()[-1].startswith("megatron-mtp sample: error: ")
     assert "Traceback" not in said
+
+
+def test_texts_are_not_written_into_the_model(
+    sample: Callable[..., tuple[int, str, str]], scene: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to(scene / "plain")
+    for place in (scene / "plain", tmp_path / "link" / "data"):
+        status, _, said = sample("--texts", 2, "--output-prefix", place / "own")
+        assert (status, said.count("\n")) == (2, 1)
+        assert "own.texts.jsonl lies inside" in said
+    assert sample("--texts", 2, "--output-prefix", scene / "plain", "--dry-run")[0] == 0  # files beside the folder
 
 
 def test_chat_without_a_template_is_refused(sample: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

@@ -26,12 +26,12 @@ from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.types import AcceptanceStats
 from megatron_mtp.errors import check_counts, status_of
-from megatron_mtp.files import one_writer, remove
+from megatron_mtp.files import check_outside, one_writer, remove
 
 OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed".split()
 """Flags on which texts depend; the number of texts, and how many run together, are not among them."""
 OF_DOCUMENTS = "data_path prompt_tokens anywhere".split()
-ENDINGS = ("idx", "json", "bin", "prompts.npy", "texts.jsonl")
+ENDINGS = ("idx", "json", "bin", "answers.npy", "texts.jsonl")
 
 
 def main(args: Namespace, program: str) -> int:
@@ -47,6 +47,7 @@ def sample(args: Namespace) -> int:
         ValueError: bad input, or texts of other settings are there.
     """
     sampling, speculative = _check(args)
+    check_outside(_file(args), Path(args.load))
     folder = _tokenizer(args)
     encoder = Encoder.from_folder(folder, trust_remote_code=args.trust_remote_code)
     settings = settings_of(args, speculative)
@@ -130,7 +131,7 @@ def _file(args: Namespace) -> Path:
 def _is_done(args: Namespace, settings: dict[str, Any]) -> bool:
     """Whether the corpus of these texts is there, and whole."""
     made = read_sidecar(args.output_prefix)
-    files = [Path(f"{args.output_prefix}.{ending}") for ending in ("bin", "idx", "prompts.npy")]
+    files = [Path(f"{args.output_prefix}.{ending}") for ending in ("bin", "idx", "answers.npy")]
     whole = all(file.is_file() for file in files) and files[0].stat().st_size == made.get("bin_bytes")
     return whole and made.get("settings") == {**settings, "texts": args.texts}
 
@@ -139,7 +140,7 @@ def _plan(args: Namespace, settings: dict[str, Any], prompts: Prompts) -> None:
     there = len([number for number in Journal(_file(args), settings).texts if number < args.texts])
     print(f"{args.texts} texts of {prompts.documents} documents, {there} of them finished")
     print(f"at most {(args.texts - there) * args.max_new_tokens} new tokens")
-    print(f"would write {args.output_prefix}.bin, .idx, .json, .prompts.npy and .texts.jsonl")
+    print(f"would write {args.output_prefix}.bin, .idx, .json, .answers.npy and .texts.jsonl")
 
 
 def _write(args: Namespace, journal: Journal, how: How, prompts: Prompts, vocabulary: int) -> None:
@@ -184,14 +185,14 @@ def _say(stats: AcceptanceStats) -> None:
 
 
 def _publish(args: Namespace, journal: Journal, encoder: Encoder, settings: dict[str, Any]) -> None:
-    """Make the corpus of all texts in their order; each ends with the EOD, as documents do."""
+    """Make the corpus of all texts in their order; each ends with the EOD, as documents do, chosen or not."""
     texts = [journal.texts[number] for number in sorted(journal.texts) if number < args.texts]
     if not texts:
         raise ValueError("--chat: every prompt is longer than the model's positions; give shorter conversations.")
     ids = ([*text.prompt, *text.tokens] for text in texts)
     sequences = (one[:-1] if one[-1] == encoder.eod_id else one for one in ids)
-    prompts = [len(text.prompt) for text in texts]
-    record = write_sequences(sequences, prompts, encoder, args.output_prefix, {**settings, "texts": args.texts})
+    answers = [(len(text.prompt), len(text.prompt) + len(text.tokens)) for text in texts]
+    record = write_sequences(sequences, answers, encoder, args.output_prefix, {**settings, "texts": args.texts})
     new = sum(len(text.tokens) for text in texts)
     ended = sum(text.finish == Finish.STOP for text in texts)
     left_out = (

@@ -33,7 +33,7 @@ def parser(program: str) -> Parser:
         "--output-prefix",
         required=True,
         metavar="PREFIX",
-        help="writes PREFIX.bin, .idx, .json, .prompts.npy and .texts.jsonl",
+        help="writes PREFIX.bin, .idx, .json, .answers.npy and .texts.jsonl",
     )
     add("--texts", type=int, required=True, metavar="N", help="number of texts")
     prompts = made.add_mutually_exclusive_group(required=True)

@@ -6,17 +6,16 @@ Out: finished texts, in the order in which they end.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import batched
 
-from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings, blocks_in
+from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
+from megatron_mtp.drafting.memory import blocks_in
 from megatron_mtp.drafting.own_texts.journal import Written
 from megatron_mtp.drafting.pages import BLOCK
-from megatron_mtp.drafting.requests import Finish, Request
+from megatron_mtp.drafting.requests import Request
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.types import AcceptanceStats, merged
+from megatron_mtp.drafting.types import AcceptanceStats
 
 MOST_GIB = 4.0
 """Cache that is taken at most."""
@@ -71,9 +70,7 @@ def write_texts(
     Returns:
         What it cost.
     """
-    if runner.recurrent_trunk or runner.recurrent_depths:
-        return _in_batches(runner, prompts, how, keep)
-    blocks = min(how.together * (-(-runner.positions // BLOCK) + 1), blocks_in(MOST_GIB, runner))
+    blocks = min(how.together * (-(-runner.positions // BLOCK) + 1), blocks_in(MOST_GIB, how.together, runner))
     engine = ContinuousEngine(runner, EngineSettings(how.together, 2 * how.together, blocks), how.speculative)
     live: dict[int, tuple[int, list[int], list[int]]] = {}
     left = iter(prompts)
@@ -90,19 +87,3 @@ def write_texts(
             if update.finish is not None:
                 del live[update.request]
                 keep(Written(number, prompt, tokens, update.finish))
-
-
-def _in_batches(
-    runner: Runner, prompts: Iterable[Numbered], how: How, keep: Callable[[Written], object]
-) -> AcceptanceStats:
-    """The same of a model with recurrent layers, whose states are not in blocks: batch by batch."""
-    spent = []
-    for batch in batched(prompts, how.together):
-        seeds = [how.seed_of(number) for number, _ in batch]
-        given = [prompt for _, prompt in batch]
-        made = generate(runner, given, how.new_tokens, how.sampling, how.speculative, seeds, how.stop_ids)
-        spent.append(made.stats)
-        for (number, prompt), tokens in zip(batch, made.token_ids, strict=True):
-            finish = Finish.STOP if tokens and tokens[-1] in how.stop_ids else Finish.LENGTH
-            keep(Written(number, prompt, tokens, finish))
-    return merged(spent)

@@ -1,4 +1,4 @@
-"""--mtp-mask-prompts: labels inside prompts count neither for the trunk nor for a depth, wherever rows are cut."""
+"""--mtp-mask-prompts: labels outside of answers count neither for the trunk nor for a depth, wherever rows are cut."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -10,9 +10,9 @@ import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
+from megatron_mtp.data.answers import AnswersDataset, read_answers
 from megatron_mtp.data.batch import add_depths
 from megatron_mtp.data.corpus import write_sequences
-from megatron_mtp.data.prompts import AnswersDataset, read_prompts
 from megatron_mtp.integrations import megatron_lm
 from megatron_mtp.training import datasets
 
@@ -27,9 +27,9 @@ def config(length: int, **changes: Any) -> GPTDatasetConfig:
     return GPTDatasetConfig(**{**settings, **switches, "create_attention_mask": False, **changes})
 
 
-def written(place: Path, documents: list[list[int]], prompts: list[int]) -> str:
+def written(place: Path, documents: list[list[int]], answers: list[tuple[int, int]]) -> str:
     encoder: Any = Namespace(vocab_size=999, eod_id=EOD, eod_token="<eod>", folder=str(place))
-    write_sequences(documents, prompts, encoder, str(place / "own"), {})
+    write_sequences(documents, answers, encoder, str(place / "own"), {})
     return str(place / "own")
 
 
@@ -39,33 +39,42 @@ def rows(kind: type[GPTDataset], prefix: str, settings: GPTDatasetConfig, count:
 
 
 def test_the_row_of_the_docstring(tmp_path: Path) -> None:
-    prefix = written(tmp_path, [[5, 6, 7, 8], [3, 4, 9]], [2, 2])
-    data = rows(AnswersDataset, prefix, config(6))
-    data.document_index, data.sample_index = np.array([0, 1]), np.array([[0, 1], [1, 2]])
+    prefix = written(tmp_path, [[5, 6, 7, 8], [3, 4, 9, 1]], [(2, 5), (2, 4)])
+    data = rows(AnswersDataset, prefix, config(8))
+    data.document_index, data.sample_index = np.array([0, 1]), np.array([[0, 1], [1, 4]])
     (row,) = [data[0]]
-    assert row["tokens"].tolist() == [6, 7, 8, 0, 3, 4]
-    assert row["labels"].tolist() == [7, 8, 0, 3, 4, 9]
-    assert row["loss_mask"].tolist() == [1, 1, 1, 0, 0, 1]
+    assert row["tokens"].tolist() == [6, 7, 8, 0, 3, 4, 9, 1]
+    assert row["labels"].tolist() == [7, 8, 0, 3, 4, 9, 1, 0]
+    assert row["loss_mask"].tolist() == [1, 1, 1, 0, 0, 1, 1, 0]
     batch = torch.utils.data.default_collate([row])
     add_depths(batch, 2, None)
-    assert batch["depth_loss_mask"][0].T.tolist() == [[1, 1, 0, 0, 1, 0], [1, 0, 0, 1, 0, 0]]
+    assert batch["depth_loss_mask"][0].T.tolist() == [[1, 1, 0, 0, 1, 1, 0, 0], [1, 0, 0, 1, 1, 0, 0, 0]]
+
+
+def chosen(ids: list[int], first: int, stop: int) -> list[tuple[int, int]]:
+    """The tokens of an answer, each behind the one before it."""
+    whole = [*ids, EOD]
+    return [(whole[place - 1], whole[place]) for place in range(first, stop)]
 
 
 @pytest.mark.parametrize("length", [4, 7, 64])
 @pytest.mark.parametrize("changes", [{}, {"inter_document_masking": True}, {"add_extra_token_to_sequence": False}])
-def test_all_but_prompts_count_as_in_megatrons_data_set(length: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Every token but the EOD is there once, so that a label says where it is."""
+def test_only_answers_count_of_megatrons_rows(length: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Every token but the EOD is there once, so that a label, or that of the EOD with its token, says where it is."""
     sizes = np.random.default_rng(1).integers(3, 19, 40)
     ends = sizes.cumsum()
     documents = [list(range(end - size + 1, end + 1)) for size, end in zip(sizes, ends, strict=True)]
-    prompts = [int(size) // 2 for size in sizes]
-    asked = {token for ids, prompt in zip(documents, prompts, strict=True) for token in ids[:prompt]}
-    prefix, settings = written(tmp_path, documents, prompts), config(length, **changes)
+    ended = np.random.default_rng(2).integers(0, 2, 40).tolist()
+    answers = [(int(size) // 2, int(size) + end) for size, end in zip(sizes, ended, strict=True)]
+    pairs = {pair for ids, (first, stop) in zip(documents, answers, strict=True) for pair in chosen(ids, first, stop)}
+    prefix, settings = written(tmp_path, documents, answers), config(length, **changes)
     ours, theirs = (rows(kind, prefix, settings, 30) for kind in (AnswersDataset, GPTDataset))
     assert len(ours) == len(theirs) >= 30
     for number in range(len(ours)):
         row, plain = ours[number], theirs[number]
-        expected = [0.0 if int(label) in asked else 1.0 for label in plain["labels"]]
+        expected = [
+            float(pair in pairs) for pair in zip(plain["tokens"].tolist(), plain["labels"].tolist(), strict=True)
+        ]
         counted = torch.tensor(expected) * plain["loss_mask"]
         assert row["loss_mask"].tolist() == counted.tolist()
         assert all(torch.equal(row[name], plain[name]) for name in plain if name != "loss_mask")
@@ -78,20 +87,20 @@ def test_the_flag_chooses_the_data_set() -> None:
     assert datasets._kind(Namespace(**{**vars(given), "mtp_mask_prompts": False})) is GPTDataset
 
 
-def test_data_without_prompts_is_refused(tmp_path: Path) -> None:
-    prefix = written(tmp_path, [[5, 6], [7, 8]], [1, 1])
-    assert read_prompts(prefix).tolist() == [1, 1]
-    file = tmp_path / "own.prompts.npy"
+def test_data_without_answers_is_refused(tmp_path: Path) -> None:
+    prefix = written(tmp_path, [[5, 6], [7, 8]], [(1, 2), (1, 3)])
+    assert read_answers(prefix).tolist() == [[1, 2], [1, 3]]
+    file = tmp_path / "own.answers.npy"
     for damaged in (file.read_bytes()[:-4], b"junk", b""):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match="damaged or of other texts than the 2 of"):
-            read_prompts(prefix)
-    np.save(file, np.array([1, 1, 1], dtype=np.int32))
+            read_answers(prefix)
+    np.save(file, np.array([[1, 2]] * 3, dtype=np.int32))
     with pytest.raises(ValueError, match="damaged or of other texts than the 2 of"):
-        read_prompts(prefix)
+        read_answers(prefix)
     file.unlink()
-    with pytest.raises(ValueError, match="is not there, which says where prompts end; give data of megatron-mtp"):
-        read_prompts(prefix)
+    with pytest.raises(ValueError, match="is not there, which says where answers are; give data of megatron-mtp"):
+        read_answers(prefix)
 
 
 def test_a_script_with_data_sets_of_its_own_is_refused() -> None:

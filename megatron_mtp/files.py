@@ -5,6 +5,8 @@ with written_beside(folder / "run.json") as beside:
 
 with one_writer(output, "the corpus"):      a second process ends with a sentence
     ...
+
+check_outside(output, source)               an output inside of what it is made from is refused
 """
 
 import errno
@@ -79,7 +81,7 @@ def one_writer(output: Path, name: str) -> Iterator[None]:
         name: how messages call it.
 
     Raises:
-        ValueError: another process holds the lock.
+        ValueError: another process holds the lock, or its folder takes no files.
         OSError: nothing can be written beside the output.
     """
     file = output.with_name(f"{output.name}.lock")
@@ -88,8 +90,7 @@ def one_writer(output: Path, name: str) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        if not os.access(file.parent, os.W_OK) or not file.exists():
-            raise ValueError(f"{name} cannot be written: {file.parent} takes no files; name another output.") from None
+        _check_takes(file, name)
         raise ValueError(
             f"{name} is being written by {_holder(file)}; wait until it has ended, or name another output."
         ) from None
@@ -102,11 +103,35 @@ def one_writer(output: Path, name: str) -> Iterator[None]:
         lock.release()
 
 
+def _check_takes(file: Path, name: str) -> None:
+    """Raises ValueError where the lock could not be had because its folder takes no files, which it does not say."""
+    try:
+        file.touch()
+    except OSError:
+        raise ValueError(f"{name} cannot be written: {file.parent} takes no files; name another output.") from None
+
+
 def _holder(file: Path) -> str:
     try:
         return file.read_text() or "another process"
     except OSError:  # it has just ended
         return "another process"
+
+
+def check_outside(output: Path, *sources: Path) -> None:
+    """Check that an output lies in none of the folders that it is made from; links are followed.
+
+    Raises:
+        ValueError: it lies in one.
+    """
+    for source in sources:
+        if is_inside(output, source):
+            raise ValueError(f"{output} lies inside {source}, which it is made from; name a place outside of it.")
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a path lies in a folder, or in one below it; links are followed, and nothing has to be there."""
+    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
 
 
 def default_workers() -> int:

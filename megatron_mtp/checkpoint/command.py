@@ -166,7 +166,7 @@ def attach(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--seed is {args.seed}; give a whole number from 0 to 2^63 - 1.")
     depths = args.mtp_num_layers, args.mtp_init, args.seed
     if args.dry_run:
-        return plan_change(plan_attaching(args.source, *depths), args.target)
+        return plan_change(plan_attaching(args.source, *depths), args.source, args.target)
     return asdict(attach_depths(args.source, args.target, *depths, options(args)))
 
 
@@ -176,7 +176,7 @@ def drop(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.convert.dry_run import plan_change
 
     if args.dry_run:
-        return plan_change(plan_dropping(args.source, args.keep), args.target)
+        return plan_change(plan_dropping(args.source, args.keep), args.source, args.target)
     return asdict(drop_depths(args.source, args.target, args.keep, options(args)))
 
 
@@ -195,7 +195,7 @@ def _migrate(args: argparse.Namespace, to_hybrid: bool) -> dict[str, Any]:
     from megatron_mtp.checkpoint.convert.migrating import migrate, plan_migration
 
     if args.dry_run:
-        return plan_forms(plan_migration(args.source, to_hybrid), args.target)
+        return plan_forms(plan_migration(args.source, to_hybrid), args.source, args.target)
     return asdict(migrate(args.source, args.target, to_hybrid, options(args)))
 
 

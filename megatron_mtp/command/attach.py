@@ -19,6 +19,7 @@ from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.config import number_of
 from megatron_mtp.errors import Parser, check_counts, named, sentences
+from megatron_mtp.files import check_outside
 from megatron_mtp.report.runs import STARTED, check_started, read_checked
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -122,6 +123,7 @@ def parser(program: str) -> Parser:
 def _check(args: Namespace) -> None:
     """Raises ValueError for what a later step would refuse, after those before it have taken their time."""
     check_counts(args, "depths", "steps", "sequence", "batch", "save_every")
+    check_outside(args.run, args.model)
     if not 0 < number_of(args.learning_rate) < math.inf:
         raise ValueError(f"--learning-rate is {args.learning_rate}; give a number above 0.")
     if not 0 < number_of(args.token_fraction) <= 1:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mtp.errors import Parser, named, status_of
+from megatron_mtp.files import check_outside
 
 FOUND = 1
 """Exit status where something was found."""
@@ -66,6 +67,8 @@ def run(args: Namespace) -> int:
         raise ValueError(f"--text is {args.text}, whose tokens only --logits reads; add --logits, or leave --text out.")
     if args.text is not None and not args.text.is_file():
         raise ValueError(f"--text is {args.text}, which is no file; give a text.")
+    if args.html is not None:
+        check_outside(args.html, args.a, *([] if args.b is None else [args.b]))
 
     from megatron_mtp.checkpoint.command import quieten
     from megatron_mtp.checkpoint.hf.hub import local_folder

@@ -5,12 +5,14 @@ import sys
 from argparse import Namespace
 from contextlib import redirect_stdout
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from megatron_mtp.drafting.config import MOST_DRAFTED
 from megatron_mtp.errors import check_counts, status_of
+from megatron_mtp.files import check_outside
 from megatron_mtp.foretell.table.measuring import measure
 from megatron_mtp.foretell.table.rows import Asked, all_rows, digest_of, file_of, keep, kept
 from megatron_mtp.foretell.table.shown import text_of
@@ -52,13 +54,15 @@ def tabulate(args: Namespace, program: str) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Raises ValueError for a number that is out of range, or an empty name."""
+    """Raises ValueError for a number out of range, an empty name, or an output inside a checkpoint."""
     check_counts(args, "prompts", "prompt_tokens", "new_tokens")
     if "" in args.checkpoints:
         raise ValueError("a CKPT is empty; give a checkpoint or a folder.")
     for count in args.num_speculative_tokens or ():
         if not 1 <= count <= MOST_DRAFTED:
             raise ValueError(f"--num-speculative-tokens is {count}; give 1 to {MOST_DRAFTED}.")
+    for output in filter(None, (args.output, args.html)):
+        check_outside(output, *map(Path, args.checkpoints))
 
 
 def _asked(args: Namespace, checkpoint: str, drafts: int | None, digest: str) -> Asked:

@@ -35,8 +35,8 @@ def main(arguments: list[str], program: str) -> int:
             redirect_stdout(sys.stderr),  # what libraries print is no part of the answer
             opened(args.checkpoint, args.family, args.tokenizer, args.trust_remote_code) as source,
         ):
-            case, told = _foretell(args, source)
-        print(json.dumps(as_json(case, told)) if args.json else as_table(case, told), flush=True)
+            case, foretold = _foretell(args, source)
+        print(json.dumps(as_json(case, foretold)) if args.json else as_table(case, foretold), flush=True)
     return 0
 
 
@@ -63,9 +63,9 @@ def _foretell(args: Namespace, source: Source) -> tuple[Case, Foretold]:
         samples = continued(loaded, prompts, args.new_tokens, count, stop, bar.update)
     del loaded, model
     gc.collect()  # the model that generates, before the one that drafts is loaded
-    told = _drafted(load_model(source.checkpoint), samples, count, engine.feeding(source.family, depths))
+    foretold = _drafted(load_model(source.checkpoint), samples, count, engine.feeding(source.family, depths))
     new = sum(sample.end - sample.prompt for sample in samples)
-    return Case(engine, source.family, depths, count, len(samples), new), told
+    return Case(engine, source.family, depths, count, len(samples), new), foretold
 
 
 def _drafted(model: MTPTrunk, samples: list[Sample], count: int, feeding: Feeding) -> Foretold:

@@ -37,9 +37,9 @@ class Case:
         return self.engine.families[self.family]
 
 
-def as_json(case: Case, told: Foretold) -> dict[str, Any]:
+def as_json(case: Case, foretold: Foretold) -> dict[str, Any]:
     """All figures; `speculative_config` is vLLM's."""
-    rates = [round(rate, 4) for rate in told.engine.by_position]
+    rates = [round(rate, 4) for rate in foretold.engine.by_position]
     return {
         "speculative_config": {
             "method": "mtp",
@@ -55,46 +55,46 @@ def as_json(case: Case, told: Foretold) -> dict[str, Any]:
         "accepts": case.engine.accepts,
         "prompts": case.prompts,
         "new_tokens": case.new,
-        "rounds": told.engine.rounds,
+        "rounds": foretold.engine.rounds,
         "acceptance": rates,
-        "accepted_per_round": round(told.engine.per_round, 4),
-        "acceptance_as_trained": [round(rate, 4) for rate in told.trained.by_position],
-        "accepted_per_round_as_trained": round(told.trained.per_round, 4),
-        "causes": [_cause_json(case, told, cause) for cause in told.causes],
+        "accepted_per_round": round(foretold.engine.per_round, 4),
+        "acceptance_as_trained": [round(rate, 4) for rate in foretold.trained.by_position],
+        "accepted_per_round_as_trained": round(foretold.trained.per_round, 4),
+        "causes": [_cause_json(case, foretold, cause) for cause in foretold.causes],
     }
 
 
-def _cause_json(case: Case, told: Foretold, cause: Cause) -> dict[str, Any]:
+def _cause_json(case: Case, foretold: Foretold, cause: Cause) -> dict[str, Any]:
     return {
         "rule": cause.difference.rule,
         "engine": cause.difference.engine,
         "trained": cause.difference.trained,
         "source": _source(case, cause),
         "acceptance_if_undone": [round(rate, 4) for rate in cause.undone.by_position],
-        "accepted_per_round_lost": round(cause.undone.per_round - told.engine.per_round, 4),
+        "accepted_per_round_lost": round(cause.undone.per_round - foretold.engine.per_round, 4),
     }
 
 
-def as_table(case: Case, told: Foretold) -> str:
+def as_table(case: Case, foretold: Foretold) -> str:
     """The same for a terminal."""
     head = [f"{case.engine.title} ({case.engine.evidence})"]
     head.append(f"{case.family} with {_number(case.depths, 'depth')}, {_number(case.count, 'draft')} a round")
-    head.append(f"{case.prompts} prompts, {case.new} greedy tokens behind them, {told.engine.rounds} rounds")
-    parts = ["\n".join(head), _rates(case, told)]
+    head.append(f"{case.prompts} prompts, {case.new} greedy tokens behind them, {foretold.engine.rounds} rounds")
+    parts = ["\n".join(head), _rates(case, foretold)]
     if case.rules.limit is not None and case.depths > case.rules.limit:
         parts.append(
             f"It loads {_number(case.rules.limit, 'depth')} at most: export that many "
             f"(megatron-mtp convert drop-mtp CKPT DST --keep {case.rules.limit})."
         )
-    parts.append(_causes(case, told))
+    parts.append(_causes(case, foretold))
     return "\n\n".join(parts)
 
 
-def _rates(case: Case, told: Foretold) -> str:
+def _rates(case: Case, foretold: Foretold) -> str:
     """Acceptance by position: the engine's, training's."""
     titles = [f"draft {place}" for place in range(1, case.count + 1)] + ["drafts a round"]
     lines = [f"{'':<12}" + "".join(f"{title:>16}" for title in titles)]
-    for name, found in (("as trained", told.trained), ("foretold", told.engine)):
+    for name, found in (("as trained", foretold.trained), ("foretold", foretold.engine)):
         lines.append(f"{name:<12}" + "".join(f"{cell:>16}" for cell in _cells(found, case.count)))
     return "\n".join(lines)
 
@@ -104,12 +104,12 @@ def _cells(found: Acceptance, count: int) -> list[str]:
     return [*rates, *["-"] * (count - len(rates)), f"{found.per_round:.3f}"]
 
 
-def _causes(case: Case, told: Foretold) -> str:
-    if not told.causes:
+def _causes(case: Case, foretold: Foretold) -> str:
+    if not foretold.causes:
         return "It feeds the depths as training does."
     lines = ["What differs from training, and the drafts a round that are gained if that rule alone is undone:"]
-    for cause in told.causes:
-        gained = cause.undone.per_round - told.engine.per_round
+    for cause in foretold.causes:
+        gained = cause.undone.per_round - foretold.engine.per_round
         first, *more = wrap(f"{cause.difference.engine} (in training: {cause.difference.trained})", WIDTH)
         lines += [f"  {gained:+.3f}  {first}", *(f"          {line}" for line in more)]
         lines.append(f"          ({_source(case, cause)})")

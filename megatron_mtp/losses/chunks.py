@@ -1,4 +1,4 @@
-"""How many positions are taken at once where logits are made: so many that a chunk's logits fit a budget, but not few.
+"""How many positions are taken at once where logits are made: so many that a chunk's logits fit a budget, or 256.
 
 A chunk of float32 logits is as large on every rank, so that all ranks walk over the same chunks.
 """
@@ -21,7 +21,7 @@ collectives."""
 
 
 def chunks(positions: int, entries: int, is_cuda: bool, most: int | None = None, together: int = 1) -> Iterator[slice]:
-    """Slices of all positions, each with at most a chunk of float32 logits.
+    """Slices of all positions, each with at most a chunk of float32 logits, or `LEAST_POSITIONS`.
 
     Args:
         positions: all of them.

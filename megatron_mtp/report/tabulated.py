@@ -44,10 +44,10 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 def _cells(row: dict[str, Any], positions: int, engines: list[str]) -> list[str]:
     rates = [f"{100 * rate:.1f} %" for rate in row["acceptance"]]
-    told = [row["foretold"].get(name, {}).get("accepted_length") for name in engines]
+    foretold = [row["foretold"].get(name, {}).get("accepted_length") for name in engines]
     cells = [row["family"] or NONE, str(row["depths"]), row["objective"], str(row["drafts"])]
     cells += [*rates, *[NONE] * (positions - len(rates)), f"{row['accepted_length']:.3f}"]
-    return cells + [NONE if length is None else f"{length:.3f}" for length in told]
+    return cells + [NONE if length is None else f"{length:.3f}" for length in foretold]
 
 
 def _measured(rows: list[dict[str, Any]]) -> str:
@@ -61,10 +61,10 @@ def _measured(rows: list[dict[str, Any]]) -> str:
 def _reasons(rows: list[dict[str, Any]]) -> str:
     """Why an engine's column is empty."""
     found = [
-        _line(row["checkpoint"], [name, told["reason"]])
+        _line(row["checkpoint"], [name, foretold["reason"]])
         for row in rows
-        for name, told in row["foretold"].items()
-        if "reason" in told
+        for name, foretold in row["foretold"].items()
+        if "reason" in foretold
     ]
     table = scrolled("reasons", f"<table>{_head(['checkpoint', 'engine', 'reason'])}{''.join(found)}</table>")
     return f"<h2>Not foretold</h2>{table}" if found else ""

@@ -377,7 +377,7 @@ BAD_DATA = """
 ! --seq-length 16 --data-cache-path text/a.txt
 --mtp-draft-vocab-size 100000
 ! --fim-data -> which the tokenizer lacks
-! --mtp-mask-prompts -> corpus.prompts.npy' is not there
+! --mtp-mask-prompts -> corpus.answers.npy' is not there
 ! --mtp-mask-prompts --fim-data -> whose data is not of megatron-mtp sample
 ! --sft --data-path chat.jsonl --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format identity -> padding
 ! --sft --data-path chat.jsonl --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format default -> template

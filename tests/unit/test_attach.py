@@ -87,6 +87,12 @@ def test_conversations_are_answered(model: Path, tmp_path: Path) -> None:
     assert attach.STEPS["corpus"].command(args) is None
 
 
+def test_a_run_inside_the_model_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        line.main(["attach", str(model), "texts", str(model / "run"), "--dry-run"])
+    assert "which it is made from; name a place outside of it" in capsys.readouterr().err
+
+
 def test_other_data_than_that_of_the_training_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,12 +74,14 @@ def test_exit_status_json_and_page(glm: Path, tmp_path: Path, capsys: pytest.Cap
         (["glm", "--text", "text"], "add --logits, or leave --text out"),
         (["glm", "--logits", "--text", "nowhere"], "which is no file; give a text"),
         (["glm", "--html", "nowhere/page.html"], "name another file with --html"),
+        (["glm", "--html", "glm/page.html"], "page.html lies inside"),
     ],
 )
 def test_bad_input_is_one_sentence_with_status_2(
     words: list[str], says: str, glm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "glm").symlink_to(glm)
     given = [word if word.startswith("--") else str(glm if word == "glm" else tmp_path / word) for word in words]
     assert line.main(["audit", *given]) == 2
     said = capsys.readouterr()

@@ -8,6 +8,7 @@ import shutil
 import struct
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,32 @@ def test_an_output_folder_that_is_not_empty_stays_as_it_is(
     assert run("hf-to-mcore", source, tmp_path / "mcore") == 2
     assert "is not empty" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "mcore").iterdir()] == ["mine"]
+
+
+def test_no_command_writes_into_its_source_or_around_it(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ("hf-to-mcore source mcore", "drop-mtp mcore trunk", "gpt-to-hybrid trunk hybrid"):
+        command, *paths = words.split()
+        assert run(command, *(tmp_path / path for path in paths)) == 0
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "leads-in").symlink_to(tmp_path / "mcore" / "new")
+    before = digest(tmp_path)
+    capsys.readouterr()
+    sources = {"hf-to-mcore": "source", "attach-mtp": "trunk", "gpt-to-hybrid": "trunk", "hybrid-to-gpt": "hybrid"}
+    writing = [name for name, command in COMMANDS.items() if command.operands == ("SRC", "DST")]
+    assert len(writing) == 6
+    for command in writing:
+        name = sources.get(command, "mcore")
+        more = ["--mtp-num-layers", 1] if command == "attach-mtp" else []
+        inner = [tmp_path / name / "new", tmp_path / "link" / name / "hf" / "deep" / "new"]
+        inner += [tmp_path / "leads-in"] if name == "mcore" else []
+        said = dict.fromkeys(inner, "which it is made from; name a place outside") | {tmp_path: f"holds {tmp_path}/"}
+        for target, dry in product(said, ([], ["--dry-run"])):
+            assert run(command, tmp_path / name, target, *more, *dry) == 2
+            shown = capsys.readouterr().err
+            assert (said[target] in shown, shown.count("\n")) == (True, 1)
+    assert digest(tmp_path) == before
 
 
 def test_an_output_folder_that_cannot_be_made(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

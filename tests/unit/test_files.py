@@ -10,7 +10,7 @@ import pytest
 
 from megatron_mtp.checkpoint.convert.streaming import PartialFolder
 from megatron_mtp.data.command import main as preprocess
-from megatron_mtp.files import one_writer, written_beside
+from megatron_mtp.files import check_outside, one_writer, written_beside
 
 
 @contextmanager
@@ -47,8 +47,6 @@ def test_a_second_process_is_told_who_writes(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_takes_no_files_is_not_one_that_another_process_writes() -> None:
-    if not Path("/proc/self").exists():
-        pytest.skip("/proc is Linux's")
     with (
         pytest.raises(ValueError, match=r"^out cannot be written: /proc takes no files"),
         one_writer(Path("/proc/out"), "out"),
@@ -57,10 +55,10 @@ def test_a_folder_that_takes_no_files_is_not_one_that_another_process_writes() -
 
 
 def test_a_living_conversion_is_not_taken_for_an_interrupted_one(tmp_path: Path) -> None:
-    PartialFolder(tmp_path / "out", {"a": 1}, resume=False).release()
+    PartialFolder(tmp_path / "out", tmp_path / "source", {"a": 1}, resume=False).release()
     for resume in (False, True):
         with another_writer(tmp_path / "out"), pytest.raises(ValueError, match="is being written by process"):
-            PartialFolder(tmp_path / "out", {"a": 1}, resume)
+            PartialFolder(tmp_path / "out", tmp_path / "source", {"a": 1}, resume)
     assert (tmp_path / "out.partial").is_dir()
 
 
@@ -130,3 +128,18 @@ def test_a_path_that_names_no_file_is_a_folder(path: str, tmp_path: Path, monkey
         pass
     assert error.value.filename == str(Path(path))
     assert list(tmp_path.rglob("*")) == [tmp_path / "a"]
+
+
+def test_an_output_inside_its_source_is_refused_through_links_too(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "inner").mkdir(parents=True)
+    (tmp_path / "in").symlink_to(source / "inner")
+    (tmp_path / "other").symlink_to(source)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    outside = ("out", "source", "source.partial", "loop/out", "sources/out")
+    for path in outside:
+        check_outside(tmp_path / path, source, tmp_path / "other")
+    for path in ("source/out", "source/not/there", "in/out", "in", "other/out", "out/../source/out"):
+        for read in (source, tmp_path / "other"):
+            with pytest.raises(ValueError, match=r"lies inside .*, which it is made from; name a place"):
+                check_outside(tmp_path / path, tmp_path / "out", read)

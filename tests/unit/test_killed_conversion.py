@@ -76,15 +76,15 @@ def test_a_killed_migration_is_resumed_to_the_same_bytes(tmp_path: Path) -> None
 
 def test_a_run_killed_before_its_plan_was_written_is_as_if_it_had_not_been(tmp_path: Path) -> None:
     (tmp_path / "out.partial" / RECORDS).mkdir(parents=True)
-    assert not PartialFolder(tmp_path / "out", {"a": 1}, resume=False).resumed
-    assert PartialFolder(tmp_path / "out", {"a": 1}, resume=True).resumed
+    assert not PartialFolder(tmp_path / "out", tmp_path / "source", {"a": 1}, resume=False).resumed
+    assert PartialFolder(tmp_path / "out", tmp_path / "source", {"a": 1}, resume=True).resumed
 
 
 def test_a_run_killed_while_its_records_were_removed_is_taken_up_again(tmp_path: Path) -> None:
-    partial = PartialFolder(tmp_path / "out", {"a": 1}, resume=False)
+    partial = PartialFolder(tmp_path / "out", tmp_path / "source", {"a": 1}, resume=False)
     partial.keep(0, "done")
     partial.path.rename(partial.target)
-    again = PartialFolder(tmp_path / "out", {"a": 1}, resume=True)
+    again = PartialFolder(tmp_path / "out", tmp_path / "source", {"a": 1}, resume=True)
     assert again.record(0) == "done"
     again.finish()
     assert list((tmp_path / "out").iterdir()) == []
@@ -94,5 +94,5 @@ def test_a_folder_with_another_plan_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / PLAN).write_text("mine")
     with pytest.raises(ValueError, match="is not empty"):
-        PartialFolder(tmp_path / "out", {"a": 1}, resume=True)
+        PartialFolder(tmp_path / "out", tmp_path / "source", {"a": 1}, resume=True)
     assert (tmp_path / "out" / PLAN).read_text() == "mine"

@@ -12,7 +12,7 @@ import pytest
 WORKER = Path(__file__).parent / "killed_trainings.py"
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.matrix)])
 def test_a_killed_training_loses_no_checkpoint_and_goes_on(kills: int, tmp_path: Path) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")

@@ -14,7 +14,7 @@ def test_a_link_leads_to_the_folder_that_is_made(exists: bool, tmp_path: Path) -
     if exists:
         (tmp_path / "disk" / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "folder")
-    partial = PartialFolder(tmp_path / "link", {}, False)
+    partial = PartialFolder(tmp_path / "link", tmp_path / "source", {}, False)
     assert partial.path == tmp_path / "disk" / "folder.partial"
     (partial.path / "made").write_text("")
     partial.finish()
@@ -25,17 +25,17 @@ def test_a_link_leads_to_the_folder_that_is_made(exists: bool, tmp_path: Path) -
 
 def test_an_interrupted_conversion_goes_on_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "folder")
-    PartialFolder(tmp_path / "link", {"a": 1}, False).keep(0, "done")
-    assert PartialFolder(tmp_path / "link", {"a": 1}, True).record(0) == "done"
+    PartialFolder(tmp_path / "link", tmp_path / "source", {"a": 1}, False).keep(0, "done")
+    assert PartialFolder(tmp_path / "link", tmp_path / "source", {"a": 1}, True).record(0) == "done"
 
 
 def test_a_mount_point_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
     (tmp_path / "disk").mkdir()
     with pytest.raises(ValueError, match=r"is a mount point, .*; name a new folder in it"):
-        PartialFolder(tmp_path / "disk", {}, False)
+        PartialFolder(tmp_path / "disk", tmp_path / "source", {}, False)
     assert [path.name for path in tmp_path.iterdir()] == ["disk"]
-    PartialFolder(tmp_path / "disk" / "inside", {}, False)
+    PartialFolder(tmp_path / "disk" / "inside", tmp_path / "source", {}, False)
 
 
 def test_a_link_to_itself_and_a_file_are_refused(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_link_to_itself_and_a_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name, says in (("loop", "is a link that leads to itself; name"), ("file", "is a file; name a new folder")):
         with pytest.raises(ValueError, match=says):
-            PartialFolder(tmp_path / name, {}, False)
+            PartialFolder(tmp_path / name, tmp_path / "source", {}, False)
 
 
 def test_a_part_that_is_damaged_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +62,7 @@ def test_a_part_that_is_damaged_is_made_again(tmp_path: Path, capsys: pytest.Cap
         return [(1, writer(part)) for part in range(3)]
 
     def run(resume: bool) -> list[int]:
-        partial = PartialFolder(tmp_path / "out", {}, resume)
+        partial = PartialFolder(tmp_path / "out", tmp_path / "source", {}, resume)
         return run_parts(
             partial, parts(partial), 1, True, lambda part: (partial.path / str(part)).read_text() == "whole"
         )
@@ -76,7 +76,7 @@ def test_a_part_that_is_damaged_is_made_again(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_record_that_a_power_cut_has_emptied_is_none(tmp_path: Path) -> None:
-    partial = PartialFolder(tmp_path / "out", {}, False)
+    partial = PartialFolder(tmp_path / "out", tmp_path / "source", {}, False)
     partial.keep(0, "done")
     (partial.path / RECORDS / "0.json").write_text("")
     assert partial.record(0) is None

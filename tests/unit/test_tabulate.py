@@ -149,12 +149,15 @@ def test_others_go_on_where_a_folder_cannot_be_read(
     [
         (["--num-speculative-tokens", 0], "--num-speculative-tokens is 0; give 1 to 15"),
         (["--text", "nowhere"], "matches no file or folder"),
+        (["--html", "saved/page.html"], "page.html lies inside"),
+        (["--output", "saved/rows"], "rows lies inside"),
     ],
 )
 def test_bad_flags_are_one_sentence(
     flags: list[object], says: str, scene: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [scene / "saved", "--text", scene / "text.txt", *flags]
+    inside = (scene / one if isinstance(one, str) and one.startswith("saved/") else one for one in flags)
+    given = [scene / "saved", "--text", scene / "text.txt", *inside]
     assert line.main(["tabulate", *map(str, given)]) == 2
     shown = capsys.readouterr()
     assert (shown.out, shown.err.count("\n")) == ("", 1)

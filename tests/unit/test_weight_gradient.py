@@ -193,5 +193,5 @@ def test_the_loss_needs_no_more_memory_than_megatrons(
     monkeypatch.setattr(chunks, "BLOCK_BYTES", 2**16)
     monkeypatch.setattr(weight_gradient, "LEAST_BYTES", 2**16)
     ours, theirs = loss_alone.peaks(int(ratio * 32), 2**14, 32, dtype, depths)
-    goal = 0.7 if ratio * depths < 4 else 0.31
+    goal = {2: 0.7}.get(ratio * depths, 0.6) if ratio * depths < 4 else 0.31
     assert ours / theirs <= goal

@@ -231,13 +231,13 @@ def _one_sided(
     names: Parts, lacks: Side, every: list[str], only: dict[str, Entry], lacking: str, moved: set[str]
 ) -> list[Finding]:
     """Tensors that one side has alone, by part; what another finding accounts for is left out."""
-    told = moved | (set(lacks.hidden) | lacks.unread if isinstance(lacks, HFSide) else set())
-    lost = [name for name in only if name not in told]
+    explained = moved | (set(lacks.hidden) | lacks.unread if isinstance(lacks, HFSide) else set())
+    lost = [name for name in only if name not in explained]
     if isinstance(lacks, HFSide) and lacks.partial:
         return []
     found = [*_lost_depths(names, every, lost, lacking), *missing_layers(names.trunk(every), names.trunk(lost))]
-    told = {name for one in found for name in one.names}
-    rest = [name for name in lost if name not in told]
+    explained = {name for one in found for name in one.names}
+    rest = [name for name in lost if name not in explained]
     if rest:
         says = f"Side {lacking} lacks {counted(len(rest), 'tensor')} of the other side: {listed(rest)}."
         found.append(Finding("tensor missing", says, AGAIN, names=tuple(rest)))

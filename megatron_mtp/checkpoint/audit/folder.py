@@ -15,9 +15,10 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.entry import Entry, Place
 from megatron_mtp.checkpoint.audit.finding import NOTE, WARNING, Finding, counted, listed
-from megatron_mtp.checkpoint.audit.side import DEPTH_KEYS, MXFP4, HFSide
-from megatron_mtp.checkpoint.families import family_of
-from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
+from megatron_mtp.checkpoint.audit.json_files import json_findings
+from megatron_mtp.checkpoint.audit.side import DEPTH_KEYS, MXFP4, UNFIT, HFSide
+from megatron_mtp.checkpoint.families import Family, Layout, family_of
+from megatron_mtp.checkpoint.hf.config import CONFIG, ConfigError, HFConfig, read_json
 from megatron_mtp.checkpoint.hf.kinds import ADAPTER, quantisation
 from megatron_mtp.checkpoint.hf.quantised import BLOCKS, Coded, coded_weights
 from megatron_mtp.checkpoint.hf.shards import COPY, DTYPES, INDEX, SINGLE, block_of, raw_header
@@ -48,6 +49,8 @@ def open_folder(path: Path) -> HFSide:
     _check_hidden(side)
     _with_scales(side)
     _check_kind(side)
+    side.findings += json_findings(path)
+    _check_values(side)
     return side
 
 
@@ -236,3 +239,25 @@ def _check_kind(side: HFSide) -> None:
     if links:
         says = f"{listed(links)} lead nowhere."
         side.findings.append(Finding("file missing", says, "fetch the folder again", names=tuple(links)))
+
+
+def _check_values(side: HFSide) -> None:
+    """Read the config as the family does: what it cannot use is damaged; what it does not know may be sound."""
+    if side.family is None or side.config is None or any(found.guess == "damaged config" for found in side.findings):
+        return
+    family, config = side.family, side.config
+    depths = 0 if family.depths is None else family.depths.stored(side.tensors)
+    layout = side.layout(depths) or Layout(depths)
+    for read in (lambda: config.rope, lambda: family.rules(config, layout), lambda: _flags(family, config, layout)):
+        try:
+            read()
+        except ConfigError as error:
+            says = f"The config cannot be used: {error}"
+            side.findings.append(Finding("damaged config", says, "correct the config", names=(CONFIG,)))
+            return
+        except UNFIT:
+            continue
+
+
+def _flags(family: Family, config: HFConfig, layout: Layout) -> list[str]:
+    return [] if family.flags is None else family.flags(config, layout)

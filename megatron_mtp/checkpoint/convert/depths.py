@@ -102,7 +102,7 @@ def attach_depths(source: Path, target: Path, depths: int, init: str, seed: int,
     Raises:
         ValueError: as `plan_attaching`, or the target is taken.
     """
-    return _copy(plan_attaching(source, depths, init, seed), target, options)
+    return _copy(plan_attaching(source, depths, init, seed), source, target, options)
 
 
 def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Converted:
@@ -111,7 +111,7 @@ def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Conv
     Raises:
         ValueError: as `plan_dropping`, or the target is taken.
     """
-    return _copy(plan_dropping(source, keep), target, options)
+    return _copy(plan_dropping(source, keep), source, target, options)
 
 
 def plan_attaching(source: Path, depths: int, init: str, seed: int) -> Change:
@@ -188,10 +188,10 @@ def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str
     return frozenset(name for name in carried if (depth := stored.depth_of(config, name)) is not None and depth >= keep)
 
 
-def _copy(change: Change, target: Path, options: Options) -> Converted:
+def _copy(change: Change, source: Path, target: Path, options: Options) -> Converted:
     """Write the new checkpoint."""
     reader = change.reader
-    folder = PartialFolder(target, {"source": reader.fingerprint(), **change.plan}, options.resume)
+    folder = PartialFolder(target, source, {"source": reader.fingerprint(), **change.plan}, options.resume)
     files = {"__trunk_0.distcp": change.trunk, **({"__depths_0.distcp": change.made} if change.made else {})}
     groups = {name: [Group(entry.size, entry.write) for entry in entries] for name, entries in files.items()}
     chunks = write_checkpoint(folder, groups, change.common, options)

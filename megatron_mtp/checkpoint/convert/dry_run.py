@@ -11,6 +11,7 @@ import torch
 from megatron_mtp.checkpoint.convert.depths import Change
 from megatron_mtp.checkpoint.convert.exporting import Export, HFForm
 from megatron_mtp.checkpoint.convert.importing import bytes_read
+from megatron_mtp.checkpoint.convert.megatron_flags import flags_of
 from megatron_mtp.checkpoint.convert.migrating import Migration
 from megatron_mtp.checkpoint.convert.names import times, unnumbered
 from megatron_mtp.checkpoint.convert.options import Options
@@ -29,15 +30,17 @@ def plan_import(source: Path, target: Path, options: Options) -> dict[str, Any]:
         ValueError: as `hf_to_mcore`, before it writes.
     """
     model = HFModel.read(source)
+    _, reason = flags_of(model)
     written = sum(_written(rule, model.folder, options) for rule in model.rules)
     return {
         "family": model.family.title,
         "depths": model.layout.depths,
         "tensors": len(model.folder.tensors),
         "bytes read": bytes_read(model.rules, model.folder),
-        **_disk(target, written),
+        **_disk(target, source, written),
         "carried as they are": _carried(model.rules),
         "names": _names(model.rules, to_mcore=True),
+        **({} if reason is None else {"trainable here": False, "why not": reason}),
     }
 
 
@@ -55,14 +58,14 @@ def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> d
         "depths": export.depths,
         "tensors": len(tensors),
         "bytes read": export.bytes(),
-        **_disk(target, sum(_elements(shape) * dtype.itemsize for _, shape, dtype in tensors)),
+        **_disk(target, source, sum(_elements(shape) * dtype.itemsize for _, shape, dtype in tensors)),
         "carried as they are": _carried(export.rules),
         "left out": dropped or "nothing",
         "names": _names(export.rules, to_mcore=False),
     }
 
 
-def plan_change(change: Change, target: Path) -> dict[str, Any]:
+def plan_change(change: Change, source: Path, target: Path) -> dict[str, Any]:
     """What `attach-mtp` or `drop-mtp` would do, by name."""
     entries = [*change.trunk, *change.made]
     old = set(change.reader.keys)
@@ -70,13 +73,13 @@ def plan_change(change: Change, target: Path) -> dict[str, Any]:
         "depths before": change.before,
         "depths": change.depths,
         "tensors": len(entries),
-        **_disk(target, sum(entry.size for entry in entries)),
+        **_disk(target, source, sum(entry.size for entry in entries)),
         "new": _counted(entry.key for entry in change.made if entry.key not in old) or "nothing",
         "left out": _counted(change.left_out) or "nothing",
     }
 
 
-def plan_forms(plan: Migration, target: Path) -> dict[str, Any]:
+def plan_forms(plan: Migration, source: Path, target: Path) -> dict[str, Any]:
     """What `gpt-to-hybrid` or `hybrid-to-gpt` would do, by name."""
     names = Counter((unnumbered([old]), unnumbered([new])) for old, all_new in plan.keys.items() for new in all_new)
     return {
@@ -84,7 +87,7 @@ def plan_forms(plan: Migration, target: Path) -> dict[str, Any]:
         "depths": plan.depths,
         "tensors": sum(map(len, plan.keys.values())),
         "of the optimizer's state": len(plan.reader.state_keys),
-        **_disk(target, plan.size),
+        **_disk(target, source, plan.size),
         "names": [times(f"{old} -> {new}", count) for (old, new), count in names.items() if old != new],
     }
 
@@ -106,13 +109,13 @@ def _elements(shape: Shape) -> int:
     return torch.Size(shape).numel()
 
 
-def _disk(target: Path, size: int) -> dict[str, Any]:
+def _disk(target: Path, source: Path, size: int) -> dict[str, Any]:
     """Bytes that will be written, bytes that are free, and whether they fit.
 
     Raises:
-        ValueError: the target is taken.
+        ValueError: the target is taken, or lies inside the source.
     """
-    check_free(target.resolve())
+    check_free(target, source)
     there = next(path for path in (target, *target.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     return {"target": str(target), "bytes written": size, "bytes free": free, "fits": size < free}

@@ -90,7 +90,7 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
     """
     export = Export.of(source, target, form)
     reader, rules, keys = export.reader, export.rules, export.keys
-    partial = PartialFolder(target, _fingerprint(reader, keys, options), options.resume)
+    partial = PartialFolder(target, source, _fingerprint(reader, keys, options), options.resume)
     tensors = export.tensors(options)
     shards = HFShards(partial.path, tensors, options.shard_bytes, partial.resumed)
     budget = Budget()

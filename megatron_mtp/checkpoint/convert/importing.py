@@ -37,7 +37,7 @@ def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callabl
     """
     model = HFModel.read(source)
     args = arguments(model)
-    folder = PartialFolder(target, _fingerprint(model, options), options.resume)
+    folder = PartialFolder(target, source, _fingerprint(model, options), options.resume)
     files = {
         f"__{index}_0.distcp": [_group(model.folder, rule, options) for rule in rules]
         for index, rules in enumerate(parts_of(model.rules).values())

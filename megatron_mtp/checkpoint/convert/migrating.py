@@ -106,7 +106,7 @@ def migrate(source: Path, target: Path, to_hybrid: bool, options: Options) -> Co
     """
     plan = plan_migration(source, to_hybrid)
     reader = plan.reader
-    folder = PartialFolder(target, {"source": reader.fingerprint(), "hybrid": to_hybrid}, options.resume)
+    folder = PartialFolder(target, source, {"source": reader.fingerprint(), "hybrid": to_hybrid}, options.resume)
     objects = {key: reader.stored_bytes(old) for key, old in plan.objects.items()}
     name = RELEASE if reader.folder.name == RELEASE else str(plan.common["iteration"])
     chunks = write_checkpoint(folder, _files(plan), plan.common, options, name, objects)

@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_mtp.files import one_writer, sync, written_beside
+from megatron_mtp.files import check_outside, is_inside, one_writer, sync, written_beside
 
 RECORDS = "progress"
 PLAN = "progress.json"
@@ -29,17 +29,18 @@ class PartialFolder:
 
     Args:
         target: the folder to make; it must not exist, or be empty.
+        source: the folder that is converted.
         plan: everything that determines the output; a resumed conversion must have the same.
         resume: whether to continue an interrupted conversion.
 
     Raises:
-        ValueError: the target holds something or is a mount point, or another process writes it, or there is a
-            partial folder that is not to be resumed.
+        ValueError: the target holds something, is a mount point or lies inside the source, or another process writes
+            it, or there is a partial folder that is not to be resumed.
     """
 
-    def __init__(self, target: Path, plan: Mapping[str, Any], resume: bool) -> None:
+    def __init__(self, target: Path, source: Path, plan: Mapping[str, Any], resume: bool) -> None:
         target = _resolved(target)
-        _check_mount(target)
+        _check_place(target, source)
         self.target, self.path = target, target.with_name(f"{target.name}.partial")
         self._lock = ExitStack()
         self._lock.enter_context(one_writer(target, str(target)))
@@ -53,7 +54,7 @@ class PartialFolder:
         target = self.target
         if resume and not self.path.exists() and _planned(target) == text:
             target.rename(self.path)  # killed before the records were removed
-        check_free(target)
+        _check_empty(target)
         self.resumed = self.path.exists() and not self._blank()
         if self.resumed and not resume:
             raise ValueError(f"{self.path} is left from an interrupted conversion; add --resume, or remove it.")
@@ -97,13 +98,18 @@ class PartialFolder:
         self._lock.close()
 
 
-def check_free(target: Path) -> None:
-    """Check that a folder can be made at this path.
+def check_free(target: Path, source: Path) -> None:
+    """Check that a folder can be made at this path from a source.
 
     Raises:
-        ValueError: something is there already, or it is a mount point.
+        ValueError: something is there already, or it is a mount point, or one of both lies inside the other.
     """
-    _check_mount(target)
+    target = _resolved(target)
+    _check_place(target, source)
+    _check_empty(target)
+
+
+def _check_empty(target: Path) -> None:
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; name a new folder.")
     if target.exists() and any(target.iterdir()):
@@ -117,7 +123,10 @@ def _resolved(target: Path) -> Path:
         raise ValueError(f"{target} is a link that leads to itself; name a new folder.") from error
 
 
-def _check_mount(target: Path) -> None:
+def _check_place(target: Path, source: Path) -> None:
+    check_outside(target, source)
+    if is_inside(source, target):
+        raise ValueError(f"{target} holds {source}, which it would be made from; name a new folder.")
     if target.is_mount():
         raise ValueError(f"{target} is a mount point, which nothing can be renamed to; name a new folder in it.")
 

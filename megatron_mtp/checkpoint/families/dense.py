@@ -17,7 +17,7 @@ from megatron_mtp.checkpoint.families.family import Family
 from megatron_mtp.checkpoint.families.flags import squared_relu_flags
 from megatron_mtp.checkpoint.families.llama import llama_attention
 from megatron_mtp.checkpoint.families.trunk import gqa, layers
-from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
 
 def _bias(config: HFConfig, key: str = "attention_bias", out: str | None = None) -> GQA:
@@ -68,7 +68,7 @@ def _unplaced(config: HFConfig) -> list[bool]:
         interval = config.integer("no_rope_layer_interval", default=4)
         return [(index + 1) % interval == 0 for index in range(count)]
     if not isinstance(placed, list) or len(placed) < count or any(one not in (0, 1) for one in placed):
-        raise ValueError(f"{config.source}: 'no_rope_layers' must be a list of {count} times 1 or 0, one a layer.")
+        raise ConfigError(f"{config.source}: 'no_rope_layers' must be a list of {count} times 1 or 0, one a layer.")
     return [not one for one in placed[:count]]
 
 

@@ -12,7 +12,7 @@ from megatron_mtp.checkpoint.families.flags import pairs, softmax_router_flags
 from megatron_mtp.checkpoint.families.llama import llama_attention
 from megatron_mtp.checkpoint.families.rules import Rule, rename
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL_WEIGHTS, layers, moe
-from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
 
 class _GraniteExperts(Decoder):
@@ -64,7 +64,7 @@ def _bases(config: HFConfig) -> list[Any]:
     if bases is None:
         return []
     if not isinstance(bases, list) or len(bases) < count or not all(isinstance(one, int | float) for one in bases):
-        raise ValueError(f"{config.source}: 'layer_rope_theta' must be a list of {count} numbers, one a layer.")
+        raise ConfigError(f"{config.source}: 'layer_rope_theta' must be a list of {count} numbers, one a layer.")
     return bases[:count]
 
 

@@ -14,7 +14,7 @@ from megatron_mtp.checkpoint.families.flags import UntrainableError, hybrid_flag
 from megatron_mtp.checkpoint.families.recurrent import Mamba, mamba_rules
 from megatron_mtp.checkpoint.families.rules import Rule, rename
 from megatron_mtp.checkpoint.families.trunk import STORED_HEAD, frame, gqa, moe
-from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
 KINDS = {
     **{"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"},
@@ -74,7 +74,7 @@ def _mamba(config: HFConfig) -> Mamba:
         )
     heads, groups = config.integer("mamba_num_heads"), config.integer("n_groups")
     if heads % groups:
-        raise ValueError(f"{config.source}: 'mamba_num_heads' {heads} is no multiple of 'n_groups' {groups}.")
+        raise ConfigError(f"{config.source}: 'mamba_num_heads' {heads} is no multiple of 'n_groups' {groups}.")
     width, state = config.integer("mamba_head_dim"), config.integer("ssm_state_size")
     return Mamba(config.integer("hidden_size"), heads, width, groups, state, config.integer("conv_kernel"))
 
@@ -102,7 +102,7 @@ def _symbols(config: HFConfig, *keys: str) -> str | None:
         or not value
         or not all(isinstance(kind, str) and kind in known for kind in value)
     ):
-        raise ValueError(
+        raise ConfigError(
             f"{config.source}: '{key}' is {value!r:.40}; it must be a list of {', '.join(KINDS)}, or a text of "
             f"{' '.join(NORMS)}."
         )

@@ -28,7 +28,7 @@ from megatron_mtp.checkpoint.families.flags import (
 from megatron_mtp.checkpoint.families.recurrent import DeltaNet, delta_rules
 from megatron_mtp.checkpoint.families.rules import Rule, rename
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL_NORMS, STORED_HEAD, frame, gqa, layers, moe
-from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
 MIXERS = {"linear_attention": "G", "full_attention": "*"}
 DENSE = ("qwen3_5", "qwen3_5_text")
@@ -81,7 +81,7 @@ def _attention(config: HFConfig) -> GQA:
 def _delta(config: HFConfig) -> DeltaNet:
     keys, values = (config.integer(f"linear_num_{kind}_heads") for kind in ("key", "value"))
     if values % keys:
-        raise ValueError(
+        raise ConfigError(
             f"{config.source}: 'linear_num_value_heads' {values} is no multiple of 'linear_num_key_heads' {keys}."
         )
     return DeltaNet(
@@ -117,7 +117,7 @@ def _channels(config: HFConfig, index: int) -> str:
         return "-"
     dense = config.keys.get("mlp_only_layers") or []
     if not isinstance(dense, list):
-        raise ValueError(f"{config.source}: 'mlp_only_layers' is {dense!r:.40}; it must be a list of layers.")
+        raise ConfigError(f"{config.source}: 'mlp_only_layers' is {dense!r:.40}; it must be a list of layers.")
     sparse = (index + 1) % config.integer("decoder_sparse_step", default=1) == 0
     return "E" if sparse and index not in dense else "-"
 

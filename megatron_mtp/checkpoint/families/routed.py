@@ -9,7 +9,7 @@ from megatron_mtp.checkpoint.families.family import Family, Layout
 from megatron_mtp.checkpoint.families.flags import expert_flags, softmax_expert_flags, softmax_router_flags
 from megatron_mtp.checkpoint.families.llama import qwen3_attention
 from megatron_mtp.checkpoint.families.trunk import PACKED, gqa, layers, moe, sparse_layers
-from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
 
 def _qwen2_attention(config: HFConfig) -> GQA:
@@ -43,7 +43,7 @@ def _qwen_sparse(config: HFConfig) -> list[bool]:
     """
     step, dense = config.integer("decoder_sparse_step", default=1), config.keys.get("mlp_only_layers") or []
     if not isinstance(dense, list):
-        raise ValueError(f"{config.source}: 'mlp_only_layers' is {dense!r:.40}; it must be a list of layers.")
+        raise ConfigError(f"{config.source}: 'mlp_only_layers' is {dense!r:.40}; it must be a list of layers.")
     return [(index + 1) % step == 0 and index not in dense for index in range(layers(config))]
 
 

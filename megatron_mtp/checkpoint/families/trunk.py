@@ -5,7 +5,7 @@ from collections.abc import Callable
 from megatron_mtp.checkpoint.families.blocks import GQA, MoE, Place
 from megatron_mtp.checkpoint.families.family import Layout
 from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, rename
-from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
 HEAD = "lm_head.weight"
 STORED_HEAD = {"head": r"(^|\.)lm_head\.weight$"}
@@ -37,7 +37,7 @@ def layers(config: HFConfig, *names: str) -> int:
     numbers = [config.keys.get(key) for key in _EXPERTS]
     experts = max((number for number in numbers if isinstance(number, int)), default=1)
     if count > MOST_LAYERS or count * max(experts, 1) > MOST_OF_BOTH:
-        raise ValueError(f"{config.source}: {count} layers of {experts} experts are more than any model has.")
+        raise ConfigError(f"{config.source}: {count} layers of {experts} experts are more than any model has.")
     return count
 
 
@@ -57,7 +57,7 @@ def gqa(config: HFConfig, **changes: object) -> GQA:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     groups = config.integer("num_key_value_heads", default=heads)
     if heads % groups:
-        raise ValueError(
+        raise ConfigError(
             f"{config.source}: 'num_attention_heads' {heads} is no multiple of 'num_key_value_heads' {groups}."
         )
     width = config.integer("head_dim", default=max(hidden // heads, 1))
@@ -81,7 +81,7 @@ def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
         config.integer("n_routed_experts", "num_experts", "num_local_experts"),
     )
     if experts > MOST_EXPERTS:
-        raise ValueError(f"{config.source}: {experts} experts are more than any model has.")
+        raise ConfigError(f"{config.source}: {experts} experts are more than any model has.")
     shared = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
     sizes: dict[str, object] = {
         "hidden": config.integer("hidden_size"),

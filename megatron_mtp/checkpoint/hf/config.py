@@ -4,7 +4,7 @@ Only raw JSON is read, because a conversion must give back every key unchanged, 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,10 @@ _ROPE_NUMBERS = (
     *_BESIDE_ROPE, "factor", _ORIGINAL, "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale",
     "mscale_all_dim", "attention_factor",
 )  # fmt: skip
+
+
+class ConfigError(ValueError):
+    """A value that its key cannot have, whatever loads the model."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class HFConfig:
             raise ValueError(f"{source} has no 'model_type'; give a folder that transformers can load.")
         text = whole.get("text_config", whole)
         if not isinstance(text, dict):
-            raise ValueError(f"{source}: 'text_config' is {text!r:.40}; it must be an object.")
+            raise ConfigError(f"{source}: 'text_config' is {text!r:.40}; it must be an object.")
         return cls({**whole, **text}, whole["model_type"], source)
 
     @classmethod
@@ -53,9 +57,13 @@ class HFConfig:
         """Read the `config.json` of a folder.
 
         Raises:
-            ValueError: there is none, or it is not JSON.
+            ValueError: there is none, it is not JSON, or a value is of a kind that its key cannot have.
         """
-        return cls.from_keys(read_json(folder / CONFIG), str(folder / CONFIG))
+        source, whole = str(folder / CONFIG), read_json(folder / CONFIG)
+        config = cls.from_keys(whole, source)
+        for _, says in wrong_kinds(whole):
+            raise ConfigError(f"{source}: {says}.")
+        return config
 
     @property
     def text_type(self) -> str | None:
@@ -80,7 +88,7 @@ class HFConfig:
         """
         name, value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.source}: '{name}' is {value!r:.40}; it must be a whole number of at least {least}, and below "
                 f"{LARGEST}."
             )
@@ -94,7 +102,7 @@ class HFConfig:
         """
         name, value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.source}: '{name}' is {value!r:.40}; it must be a number above 0, and below {LARGEST}."
             )
         return float(value)
@@ -107,7 +115,7 @@ class HFConfig:
         """
         value = self.keys.get(name)
         if not isinstance(value, bool | None):
-            raise ValueError(f"{self.source}: '{name}' is {value!r:.40}; it must be true or false.")
+            raise ConfigError(f"{self.source}: '{name}' is {value!r:.40}; it must be true or false.")
         return bool(value)
 
     def words(self, name: str, length: int) -> list[str] | None:
@@ -120,7 +128,7 @@ class HFConfig:
         if value is None:
             return None
         if not isinstance(value, list) or len(value) < length or not all(isinstance(word, str) for word in value):
-            raise ValueError(f"{self.source}: '{name}' must be a list of {length} words, one a layer.")
+            raise ConfigError(f"{self.source}: '{name}' must be a list of {length} words, one a layer.")
         return value[:length]
 
     def has(self, name: str) -> bool:
@@ -139,7 +147,7 @@ class HFConfig:
         nested = {name: self.keys.get(name) for name in ("rope_scaling", "rope_parameters")}
         for name, value in nested.items():
             if value and not isinstance(value, dict):
-                raise ValueError(f"{self.source}: '{name}' is {value!r:.40}; it must be an object.")
+                raise ConfigError(f"{self.source}: '{name}' is {value!r:.40}; it must be an object.")
         chosen: dict[str, Any] = next(filter(None, nested.values()), {})
         found = {name: self.keys[name] for name in _BESIDE_ROPE if self.has(name)} | chosen
         found.setdefault("rope_type", found.get("type", "default"))
@@ -148,7 +156,7 @@ class HFConfig:
             found[_ORIGINAL] = longest
         for name in _ROPE_NUMBERS:
             if isinstance(found.get(name), str | bool):
-                raise ValueError(f"{self.source}: '{name}' is {found[name]!r:.40}; it must be a number.")
+                raise ConfigError(f"{self.source}: '{name}' is {found[name]!r:.40}; it must be a number.")
         return found
 
     def _first(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
@@ -156,8 +164,51 @@ class HFConfig:
             if self.has(name):
                 return name, self.keys[name]
         if default is None:
-            raise ValueError(f"{self.source} lacks '{names[0]}', which models of type '{self.model_type}' must have.")
+            kind = ConfigError if any(name in self.keys for name in names) else ValueError
+            raise kind(f"{self.source} lacks '{names[0]}', which models of type '{self.model_type}' must have.")
         return names[0], default
+
+
+def wrong_kinds(whole: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys of a config, or of its text model, whose values are of a kind that no loader takes, with half a sentence.
+
+    Null is a value of every key.
+    """
+    text = whole.get("text_config")
+    for part in (whole, text if isinstance(text, dict) else {}):
+        for kind, (names, fits) in _KINDS.items():
+            for name in names.split():
+                if part.get(name) is not None and not fits(part[name]):
+                    yield name, f"'{name}' is {part[name]!r:.40}; it must be {kind}"
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _are_ids(value: Any) -> bool:
+    ids = value if isinstance(value, list) else [value]
+    return all(isinstance(one, int) and not isinstance(one, bool) for one in ids)
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "an object": (
+        "auto_map compression_config quantization_config rope_parameters rope_scaling vision_config",
+        lambda value: isinstance(value, dict),
+    ),
+    "a list of words": ("architectures layer_types", _are_words),
+    "a word": ("hidden_act", lambda value: isinstance(value, str)),
+    "a word, or an object of words": ("dtype torch_dtype", lambda value: isinstance(value, str | dict)),
+    "true or false": ("tie_word_embeddings", lambda value: isinstance(value, bool)),
+    "a token's id, or a list of them": ("bos_token_id eos_token_id pad_token_id", _are_ids),
+}
+"""What the values of some keys have to be that loaders read and rules do not: the keys, and whether a value is so."""
+
+
+def check_file(path: Path) -> None:
+    """Raises ValueError where something else than a file is in its place: who reads a pipe waits for a writer."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} cannot be read: it is a folder or a pipe, not a file; fetch it again.")
 
 
 def read_json(path: Path) -> Any:
@@ -166,8 +217,7 @@ def read_json(path: Path) -> Any:
     Raises:
         ValueError: the file is missing, is no file, or is not JSON.
     """
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} cannot be read: it is a folder or a pipe, not a file; fetch it again.")
+    check_file(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

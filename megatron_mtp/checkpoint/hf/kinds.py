@@ -85,7 +85,7 @@ def quantisation(folder: Path, keys: dict[str, Any]) -> str | None:
 def _method(keys: dict[str, Any]) -> str | None:
     """The name of a config's quantisation, None without one; older files of bitsandbytes do not name it."""
     settings = keys.get("quantization_config") or keys.get("compression_config")
-    if not isinstance(settings, dict):
+    if not settings or not isinstance(settings, dict):
         return None
     if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
         return "bitsandbytes"

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_mtp.checkpoint.hf.config import read_json
+from megatron_mtp.checkpoint.hf.config import check_file, read_json
 from megatron_mtp.checkpoint.hf.quantised import BLOCK_SCALE, FP8, SCALE, activation_scales, coded_weights
 from megatron_mtp.patches.checksums import crc32_of
 
@@ -244,8 +244,7 @@ def raw_header(file: Path) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: it is truncated, damaged or something else.
     """
-    if file.exists() and not file.is_file():
-        raise ValueError(f"{file} cannot be read: it is a folder or a pipe, not a file; fetch it again.")
+    check_file(file)
     try:
         with safe_open(file, framework="pt"), open(file, "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

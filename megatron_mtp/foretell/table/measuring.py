@@ -68,7 +68,7 @@ def measure(asked: Asked, step: Callable[[int], object]) -> Row:
         samples = continued(loaded, prompts, asked.new_tokens, count, stop, lambda _: None) if asked.engines else []
         del loaded, runner
         gc.collect()  # the model that generates, before the one that engines' rules run on is loaded
-        told = _foretold(asked, found, samples, count)
+        foretold = _foretold(asked, found, samples, count)
         depths = _depths(found.checkpoint)
     return {
         "checkpoint": asked.checkpoint,
@@ -79,7 +79,7 @@ def measure(asked: Asked, step: Callable[[int], object]) -> Row:
         "acceptance": [round(rate, 4) for rate in stats.accepted_per_position],
         "accepted_length": round(stats.accepted_length, 4),
         "tokens": stats.emitted,
-        "foretold": told,
+        "foretold": foretold,
         "settings": asked.settings(),
     }
 
@@ -136,7 +136,7 @@ def _foretold(asked: Asked, found: Opened, samples: list[Sample], count: int) ->
     if not asked.engines:
         return {}
     model = load_model(found.checkpoint)
-    told: dict[str, Any] = {}
+    foretold: dict[str, Any] = {}
     for name in asked.engines:
         try:
             if found.family is None:
@@ -146,7 +146,7 @@ def _foretold(asked: Asked, found: Opened, samples: list[Sample], count: int) ->
             feeding = ENGINES[name].feeding(found.family, depths)
             ENGINES[name].check_count(count, depths)
         except ValueError as error:
-            told[name] = {"reason": str(error)}
+            foretold[name] = {"reason": str(error)}
             continue
         rounds = Acceptance(0, (0,) * count)
         for sample in samples:
@@ -154,7 +154,7 @@ def _foretold(asked: Asked, found: Opened, samples: list[Sample], count: int) ->
                 rounds += accepted(model, read_text(model, sample.tokens), sample, count, feeding)
         if rounds.rounds:
             rates = [round(rate, 4) for rate in rounds.by_position]
-            told[name] = {"acceptance": rates, "accepted_length": round(1 + rounds.per_round, 4)}
+            foretold[name] = {"acceptance": rates, "accepted_length": round(1 + rounds.per_round, 4)}
         else:
-            told[name] = {"reason": "the model ends every text with its first token."}
-    return told
+            foretold[name] = {"reason": "the model ends every text with its first token."}
+    return foretold

@@ -19,7 +19,7 @@ def text_of(rows: list[Row], failed: list[dict[str, str]]) -> str:
 
 def _cells(row: Row, engines: list[str]) -> list[str]:
     rates = " ".join(f"{100 * rate:.1f}" for rate in row["acceptance"])
-    told = [row["foretold"].get(name, {}).get("accepted_length") for name in engines]
+    foretold = [row["foretold"].get(name, {}).get("accepted_length") for name in engines]
     return [
         row["checkpoint"],
         row["family"] or NONE,
@@ -28,5 +28,5 @@ def _cells(row: Row, engines: list[str]) -> list[str]:
         str(row["drafts"]),
         rates or NONE,
         f"{row['accepted_length']:.3f}",
-        *(NONE if length is None else f"{length:.3f}" for length in told),
+        *(NONE if length is None else f"{length:.3f}" for length in foretold),
     ]

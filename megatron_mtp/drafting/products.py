@@ -36,7 +36,11 @@ def _own(weight: Tensor) -> Multiply:
     return lambda hidden: linear(hidden, weight)
 
 
-def _packed(weight: Tensor) -> Multiply:
+def _packed(weight: Tensor) -> Multiply | None:
+    if not torch.backends.mkldnn.is_available():
+        return None
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     return lambda hidden: torch.ops.mkldnn._linear_pointwise.default(hidden, packed, None, "none", [], "")
 

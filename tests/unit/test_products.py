@@ -42,6 +42,12 @@ def test_a_way_is_taken_where_it_is_clearly_faster_than_those_before_it(
     assert products.fastest.__wrapped__(8, 4, torch.float32, 1, 2) == name
 
 
+def test_a_cpu_without_packed_bfloat16_multiplies_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert products._packed(torch.ones(64, 64)) is not None
+    assert products._packed(torch.ones(64, 64, dtype=torch.bfloat16)) is None
+
+
 def test_rows_go_the_way_of_the_next_number_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 

@@ -19,8 +19,10 @@
 #include <type_traits>
 #include <vector>
 
-#ifdef __AVX512F__
+#ifdef __FMA__
 #include <immintrin.h>
+#endif
+#ifdef __AVX512F__
 constexpr int LANES = 16, MOST_ROWS = 4, WIDE = 8, NARROW = 4;
 #else
 constexpr int LANES = 8, MOST_ROWS = 2, WIDE = 4, NARROW = 4;
@@ -103,6 +105,18 @@ inline float total(Vector value) {
 
 inline Vector all(float value) { return Vector{} + value; }
 
+// sum + a * b, rounded once where the CPU can. The compiler is forbidden to fuse others (-ffp-contract=off): it would do
+// so in one copy of a loop and not in the next, and a row would depend on the number of rows.
+inline Vector fused(Vector sum, Vector a, Vector b) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+    return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+    return sum + a * b;
+#endif
+}
+
 inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 
 // e^x within 2 units of the last place: 2^n e^r with |r| <= ln 2 / 2, and e^r by its series.
@@ -110,10 +124,10 @@ inline Vector exponential(Vector x) {
     x = larger(x, all(-87.0f));
     x = x < 88.0f ? x : all(88.0f);
     const Vector magic = all(12582912.0f);  // adding 1.5 * 2^23 rounds to a whole number
-    Vector n = x * 1.44269504f + magic - magic;
-    Vector r = x - n * 0.693145752f - n * 1.42860677e-6f;
+    Vector n = fused(magic, x, all(1.44269504f)) - magic;
+    Vector r = fused(fused(x, n, all(-0.693145752f)), n, all(-1.42860677e-6f));
     Vector e = all(1.0f / 5040);
-    for (float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) e = e * r + factor;
+    for (float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) e = fused(all(factor), e, r);
     return (Vector)((Signed)e + (__builtin_convertvector(n, Signed) << 23));
 }
 
@@ -124,7 +138,7 @@ struct Step {  // what a product reads at once
     typedef Vector Read;
     static constexpr int COUNT = LANES;
     static Read read(const Float* from) { return load(from); }
-    static Vector add(Vector sum, Read a, Read b) { return sum + a * b; }
+    static Vector add(Vector sum, Read a, Read b) { return fused(sum, a, b); }
 };
 
 #ifdef __AVX512BF16__
@@ -321,7 +335,7 @@ template <class In, class Out>
 void normalise(const In* x, Norm norm, long channels, Out* to) {
     Vector squares = {};
     long at = 0;
-    for (; at + LANES <= channels; at += LANES) squares += load(x + at) * load(x + at);
+    for (; at + LANES <= channels; at += LANES) squares = fused(squares, load(x + at), load(x + at));
     float sum = total(squares);
     for (long rest = at; rest < channels; rest++) sum += to_float(x[rest]) * to_float(x[rest]);
     float factor = 1 / std::sqrt(sum / channels + norm.eps);
@@ -359,7 +373,8 @@ inline void mix_some(const float* weight, Block block, long size, long count, lo
         long w = 0, some = std::min(size, count - from);
         auto add = [&](int turn, long w) {
             for (int part = 0; part < PARTS; part++)
-                turns[turn][part] += weight[from + w] * load_one(value + w * channels + part * LANES);
+                turns[turn][part] = fused(turns[turn][part], all(weight[from + w]),
+                                          load_one(value + w * channels + part * LANES));
         };
         for (; w + TURNS <= some; w += TURNS)
             for (int turn = 0; turn < TURNS; turn++) add(turn, w + turn);
@@ -690,7 +705,8 @@ class Forward {
             auto read = [count](auto* values) { return count == LANES ? load(values) : load_part(values, count); };
             Vector sum = one.bias ? read(one.bias + c) : Vector{};
             for (long w = one.width - 1; w >= 0; w--)
-                sum += read((const Float*)first + w * channels + c) * read(one.convolution + w * channels + c);
+                sum = fused(sum, read((const Float*)first + w * channels + c),
+                            read(one.convolution + w * channels + c));
             sum = sum / (1 + exponential(-sum));
             if (count == LANES) store(to + c, sum);
             else for (long lane = 0; lane < count; lane++) to[c + lane] = sum[lane];

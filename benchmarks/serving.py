@@ -14,10 +14,10 @@ one batch in which ended texts keep their places, transformers text by text. Our
 or the benchmark ends with an error. The sides take turns, run by run; figures are medians, with one thread of the
 processor's time, which other load disturbs less, else of the clock's.
 
-The time to the first token is measured by first_token.py. Depths of random models agree with their trunks as often as
-agreeing.py makes them, so rates with drafting hold for that agreement alone; plain rates do not depend on weights. With
-`--vllm` the model is that of `--large`, each text has 64 new tokens, and the sides are the engine and vLLM; vLLM has no
-depths to draft with.
+The time to the first token is measured by first_token.py, the gap between the forwards of a step by gaps.py. Depths of
+random models agree with their trunks as often as agreeing.py makes them, so rates with drafting hold for that agreement
+alone; plain rates do not depend on weights. With `--vllm` the model is that of `--large`, each text has 64 new tokens,
+and the sides are the engine and vLLM; vLLM has no depths to draft with.
 """
 
 import argparse
@@ -36,6 +36,7 @@ import torch
 
 from benchmarks.agreeing import SMOLLM2, agreeing_model
 from benchmarks.first_token import Waits, waits
+from benchmarks.gaps import gaps
 from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interleave, limit_threads, report, table
 from benchmarks.llama import greedy, llama_of
 from benchmarks.vllm_process import VLLM
@@ -53,7 +54,7 @@ ON_CPU = prepare()
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 192, "vocabulary": 1024, "heads": 6, "ffn": 512}
 """The quickstart's model."""
 QUICK: dict[str, Any] = {"layers": 2, "hidden": 64, "vocabulary": 128}
-OVER_BATCHES, OVER_TRANSFORMERS, OVER_VLLM, STEPS_LATE = 1.5, 3.0, 1.0, 2.0
+OVER_BATCHES, OVER_TRANSFORMERS, OVER_VLLM, NO_WIDER, STEPS_LATE = 1.5, 3.0, 1.0, 1.0, 2.0
 NEW_OF_VLLM = 64
 """New tokens of each text where vLLM is the other side."""
 
@@ -93,19 +94,19 @@ def main() -> None:
     named = sides.named()
     spent = interleave(named, args.repeats or runs.rounds, warm_up=1)
     sides.check()
-    first = {
-        name: waits(runner, config, runs.long_prompts, runs.long_tokens)
-        for name, config in (("drafting", SpeculativeConfig("mtp", runner.depths)), ("plain", None))
-    }
+    ways = {"drafting": SpeculativeConfig("mtp", runner.depths), "plain": None}
+    between = {name: gaps(runner, requests, config) for name, config in ways.items()}
+    first = {name: waits(runner, config, runs.long_prompts, runs.long_tokens) for name, config in ways.items()}
     results = {
         "requests": len(requests),
         "lengths": args.lengths,
         "prompt_tokens": [len(request.prompt) for request in requests],
         "new_tokens": [request.max_new_tokens for request in requests],
         **rates_of(spent, requests),
+        "gap_milliseconds": between,
         "first_token": {name: {**asdict(one), "own_p95_steps": one.own_p95_steps} for name, one in first.items()},
     }
-    goals = [*goals_of(spent), *first_goals(first)]
+    goals = [*goals_of(spent), *gap_goals(between), *first_goals(first)]
     report("serving", hardware(ON_CPU), results, goals, [rates_table(results)])
 
 
@@ -238,6 +239,12 @@ def goals_of(spent: dict[str, list[Spent]]) -> list[Goal]:
         Goal("engine over batches, plain", faster(spent, "engine plain", "batch plain"), OVER_BATCHES, ">="),
         Goal("engine over transformers one by one", over_one_by_one, OVER_TRANSFORMERS, ">="),
     ]
+
+
+def gap_goals(between: dict[str, dict[str, float]]) -> list[Goal]:
+    """That a step which starts before the last one is read takes no longer between its forwards."""
+    what = "gap between the forwards of a step, with overlap over without"
+    return [Goal(f"{what}, {name}", one["overlap"] / one["none"], NO_WIDER) for name, one in between.items()]
 
 
 def first_goals(first: dict[str, Waits]) -> list[Goal]:

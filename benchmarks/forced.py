@@ -38,17 +38,22 @@ class Drafted:
     Attributes:
         texts: each with its prompt.
         steps: of each text, its length when a step began and how many drafts were offered.
-        accepted: drafts, over all steps.
+        accepted: drafts of each step, in the order of the steps.
     """
 
     texts: list[list[int]] = field(default_factory=list)
     steps: list[list[tuple[int, int]]] = field(default_factory=list)
-    accepted: int = 0
+    accepted: list[int] = field(default_factory=list)
 
     @property
     def accepted_length(self) -> float:
         """Tokens of a step: the accepted drafts and the trunk's own."""
-        return 1 + self.accepted / max(sum(map(len, self.steps)), 1)
+        return 1 + sum(self.accepted) / max(len(self.accepted), 1)
+
+    def acceptance(self, drafts: int) -> list[float]:
+        """The part of the steps that accept their draft 1, 2, .., at least."""
+        steps = max(len(self.accepted), 1)
+        return [sum(one >= draft for one in self.accepted) / steps for draft in range(1, drafts + 1)]
 
 
 def drafted(
@@ -63,7 +68,7 @@ def drafted(
         def note(emitted: Emitted, lengths: list[int] = lengths, steps: list[Any] = steps) -> None:
             if emitted.draft is not None:
                 steps[emitted.text].append((lengths[emitted.text], emitted.offered))
-                made.accepted += emitted.accepted
+                made.accepted.append(emitted.accepted)
             lengths[emitted.text] += len(emitted.tokens)
 
         seeds = [seed + first + number for number in range(len(some))]

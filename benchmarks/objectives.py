@@ -174,9 +174,9 @@ def train(run: Run, steps: int, wanted: argparse.Namespace) -> Path:
 
 
 def lengths(folder: Path, run: Run, wanted: argparse.Namespace) -> dict[str, Any]:
-    """Accepted lengths by K: {"greedy": {"1": {"mtp_eagle": .., "trained": .., "forced": ..}, ..}, ..}.
+    """Accepted lengths by K: {"greedy": {"1": {"mtp_eagle": .., "trained": .., "forced": .., "acceptance": [..]}, ..}, ..}.
 
-    A model that was trained for fewer passes has no teacher-forced figure: None.
+    `acceptance` is that of every draft as trained. A model that was trained for fewer passes has no teacher-forced figure: None.
     """
     runner, model = load_runner(folder / "checkpoint"), load_model(iteration_folder(folder / "checkpoint"))
     prompts = held_out(wanted.data, wanted.prompts, 64)
@@ -192,6 +192,7 @@ def lengths(folder: Path, run: Run, wanted: argparse.Namespace) -> dict[str, Any
                 "mtp_eagle": eagle.accepted_length,
                 "trained": trained.accepted_length,
                 "forced": forced_length(model, trained, temperature) if passes <= model.mtp.depths else None,
+                "acceptance": trained.acceptance(passes),
             }
     return found
 

@@ -32,6 +32,9 @@ EXAMPLES = """examples:
   megatron-mtp attach models/Qwen3-0.6B my_texts runs/three --depths 3 --loss tv \\
       --launch 'torchrun --nproc-per-node 8' --batch 64 --micro-batch-size 8
 
+  # one depth that is trained as five passes of itself, as engines draft five tokens with it
+  megatron-mtp attach models/Qwen3-0.6B my_texts runs/five --unroll 5
+
   # trained on 2,000 continuations of the corpus' documents by the model itself; what would be run, first
   megatron-mtp attach models/Qwen3-0.6B my_texts runs/own --self-generated 2000 --temperature 0.6 --dry-run
 
@@ -92,7 +95,13 @@ def parser(program: str) -> Parser:
     add("corpus", metavar="CORPUS", help="text to train on: a file, a folder or a quoted glob; 2 %% of it is held out")
     run = "folder for all output; default: runs/attached"
     add("run", type=named, nargs="?", default=Path("runs/attached"), metavar="RUN", help=run)
-    add("--depths", type=int, default=2, metavar="D", help="number of depths to attach; default: 2")
+    add("--depths", type=int, metavar="D", help="number of depths to attach; default: 2, 1 with --unroll")
+    add(
+        "--unroll",
+        type=int,
+        metavar="K",
+        help="train one depth as K passes of itself, as engines draft K tokens with it",
+    )
     add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")
     add("--batch", type=int, default=4, metavar="B", help="sequences per step; default: 4")
@@ -122,7 +131,9 @@ def parser(program: str) -> Parser:
 
 def _check(args: Namespace) -> None:
     """Raises ValueError for what a later step would refuse, after those before it have taken their time."""
-    check_counts(args, "depths", "steps", "sequence", "batch", "save_every")
+    check_counts(args, "depths", "unroll", "steps", "sequence", "batch", "save_every")
+    if args.unroll is not None and args.depths not in (None, 1):
+        raise ValueError(f"--depths is {args.depths} with --unroll, which trains one depth; leave one of them out.")
     check_outside(args.run, args.model)
     if not 0 < number_of(args.learning_rate) < math.inf:
         raise ValueError(f"--learning-rate is {args.learning_rate}; give a number above 0.")
@@ -290,7 +301,7 @@ def _start(args: Namespace) -> list[str] | None:
     target = args.run / "start"
     if target.is_dir():
         return None
-    depths = ["--mtp-num-layers", str(args.depths), "--mtp-init", "last-layer"]
+    depths = ["--mtp-num-layers", str(_depths(args)), "--mtp-init", "last-layer"]
     return ["convert", "attach-mtp", str(args.run / "trunk"), str(target), *depths, "--resume"]
 
 
@@ -314,16 +325,25 @@ def _train(args: Namespace) -> list[str]:
 def _training(args: Namespace) -> list[str]:
     """The flags of every training and evaluation; flags of the command line come later and override them."""
     flags = (
-        f"--use-checkpoint-args --mtp-num-layers {args.depths} --mtp-train-only --mtp-loss {args.loss} "
-        f"--mtp-loss-scaling-factor 1 --mtp-token-fraction {args.token_fraction} --seq-length {args.sequence} "
-        f"--micro-batch-size {args.batch} --global-batch-size {args.batch} --train-iters {args.steps} "
-        f"--lr {args.learning_rate} --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters {args.steps // 20 + 1} "
+        f"--use-checkpoint-args --mtp-num-layers {_depths(args)} {_unrolled(args)} --mtp-train-only "
+        f"--mtp-loss {args.loss} --mtp-loss-scaling-factor 1 --mtp-token-fraction {args.token_fraction} "
+        f"--seq-length {args.sequence} --micro-batch-size {args.batch} --global-batch-size {args.batch} "
+        f"--train-iters {args.steps} --lr {args.learning_rate} --min-lr 1e-5 --lr-decay-style cosine "
+        f"--lr-warmup-iters {args.steps // 20 + 1} "
         "--clip-grad 1.0 --weight-decay 0.01 --adam-beta2 0.95 --attention-dropout 0 --hidden-dropout 0 "
         f"--split 98,2,0 --eval-iters {args.evaluated_batches} --no-create-attention-mask-in-dataloader "
         "--tokenizer-type HuggingFaceTokenizer"
     )
     paths = ["--data-path", _trained_on(args), "--tokenizer-model", str(args.model)]
     return [*flags.split(), *paths, *([] if args.float32 else ["--bf16"]), *args.more]
+
+
+def _depths(args: Namespace) -> int:
+    return args.depths or (2 if args.unroll is None else 1)
+
+
+def _unrolled(args: Namespace) -> str:
+    return "" if args.unroll is None else f"--mtp-use-repeated-layer --mtp-unroll {args.unroll}"
 
 
 def _export(args: Namespace) -> list[str] | None:
@@ -346,7 +366,10 @@ def _verify(args: Namespace) -> list[str]:
 
 
 def _draft(args: Namespace) -> list[str]:
-    method = ["--speculative-config", '{"method": "mtp"}', "--compare"]
+    config = {"method": "mtp"}
+    if args.unroll is not None:
+        config = {"method": "mtp_eagle", "num_speculative_tokens": args.unroll}
+    method = ["--speculative-config", json.dumps(config), "--compare"]
     prompt = ["--prompt", args.prompt, "--max-new-tokens", "96"]
     return ["generate", "--load", str(args.run / "checkpoint"), *prompt, *method]
 

@@ -47,6 +47,17 @@ def test_every_step_is_a_command_that_its_verb_takes(model: Path, tmp_path: Path
         assert words[words.index("--bf16") :][:3] == ["--bf16", "--seed", "7"]
 
 
+def test_one_depth_is_trained_as_it_drafts(model: Path, tmp_path: Path) -> None:
+    args = settings(model, tmp_path / "run", "--unroll", "4")
+    commands = {name: attach.STEPS[name].command(args) or [] for name in ("start", "before", "train", "draft")}
+    for words in commands.values():
+        parse("megatron-mtp", *words)
+    for name in ("start", "before", "train"):
+        assert commands[name][commands[name].index("--mtp-num-layers") + 1] == "1"
+    assert " ".join(commands["train"]).count("--mtp-use-repeated-layer --mtp-unroll 4") == 1
+    assert '{"method": "mtp_eagle", "num_speculative_tokens": 4}' in commands["draft"]
+
+
 def test_own_texts_are_sampled_from_the_trunk_and_trained_on(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     args = settings(model, run, "--self-generated", "200", "--temperature", "0", "--anywhere")
@@ -334,6 +345,8 @@ def test_the_wheel_has_all_that_the_verbs_need(tmp_path: Path) -> None:
 
 BAD = {
     "--depths 0": "--depths is 0; give 1 or more.",
+    "--unroll 0": "--unroll is 0; give 1 or more.",
+    "--unroll 5 --depths 2": "--depths is 2 with --unroll, which trains one depth; leave one of them out.",
     "--steps -1": "--steps is -1; give 1 or more.",
     "--save-every 0": "--save-every is 0; give 1 or more.",
     "--learning-rate x": "--learning-rate is x; give a number above 0.",

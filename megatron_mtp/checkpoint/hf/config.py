@@ -191,6 +191,12 @@ def _are_ids(value: Any) -> bool:
     return all(isinstance(one, int) and not isinstance(one, bool) for one in ids)
 
 
+def _are_types(value: Any) -> bool:
+    names = value.values() if isinstance(value, dict) else [value]
+    return all(isinstance(name, str) and name.removeprefix("torch.") in _TYPES for name in names)
+
+
+_TYPES = frozenset("auto bfloat16 double float float16 float32 float64 float8_e4m3fn float8_e5m2 half".split())
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "an object": (
         "auto_map compression_config quantization_config rope_parameters rope_scaling vision_config",
@@ -198,7 +204,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "a list of words": ("architectures layer_types", _are_words),
     "a word": ("hidden_act", lambda value: isinstance(value, str)),
-    "a word, or an object of words": ("dtype torch_dtype", lambda value: isinstance(value, str | dict)),
+    "a type such as bfloat16, or an object of types": ("dtype torch_dtype", _are_types),
     "true or false": ("tie_word_embeddings", lambda value: isinstance(value, bool)),
     "a token's id, or a list of them": ("bos_token_id eos_token_id pad_token_id", _are_ids),
 }

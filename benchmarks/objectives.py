@@ -174,9 +174,9 @@ def train(run: Run, steps: int, wanted: argparse.Namespace) -> Path:
 
 
 def lengths(folder: Path, run: Run, wanted: argparse.Namespace) -> dict[str, Any]:
-    """Accepted lengths by K: {"greedy": {"1": {"mtp_eagle": .., "trained": .., "forced": .., "acceptance": [..]}, ..}, ..}.
+    """Accepted lengths by K, greedy and sampled, with the acceptance of every draft as trained.
 
-    `acceptance` is that of every draft as trained. A model that was trained for fewer passes has no teacher-forced figure: None.
+    A model that was trained for fewer passes has no teacher-forced figure: None.
     """
     runner, model = load_runner(folder / "checkpoint"), load_model(iteration_folder(folder / "checkpoint"))
     prompts = held_out(wanted.data, wanted.prompts, 64)

@@ -155,7 +155,9 @@ def named(folder: str, runner: Runner) -> str:
     ranks = torch.distributed.get_world_size()
     share = "" if ranks == 1 else f" on each of {ranks} ranks"
     device = "the CPU" if cpu.installed() else torch.cuda.get_device_name()
-    depths = {0: "no depths", 1: "1 depth"}.get(runner.depths, f"{runner.depths} depths")
+    repeats = runner.depths > 1 and runner.model.config.mtp_use_repeated_layer
+    many = f"1 depth in {runner.depths} passes" if repeats else f"{runner.depths} depths"
+    depths = {0: "no depths", 1: "1 depth"}.get(runner.depths, many)
     dtype = str(runner.dtype).removeprefix("torch.")
     return (
         f"{folder}, {iteration_folder(Path(folder)).name}: {size:,} parameters{share}, {depths}, {dtype}, on {device}"

@@ -42,7 +42,8 @@ from megatron_mtp.drafting import load_runner
 
 LOSSES = ("ce", "kd", "tv", "nla", "lk", "e2e_tv")
 BASE = "kd"
-"""The loss that others are compared with, without sharing and mixing."""
+BASES = "plain", "single"
+"""The loss that others are compared with, and how it was trained: for all passes, and for one."""
 
 MIXES, SHARES = "--mtp-hidden-state-mixing", "--mtp-repeated-layer-shares-kv"
 VARIANTS = {"single": "", "plain": "", "mixed": MIXES, "shared": SHARES, "both": f"{SHARES} {MIXES}"}
@@ -83,7 +84,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/objectives"), help="default: runs/objectives")
     for name, default, allowed in (
         ("losses", LOSSES, LOSSES),
-        ("variants", tuple(VARIANTS)[1:], VARIANTS),
+        ("variants", tuple(VARIANTS), VARIANTS),
         ("equal", EQUAL, EQUAL),
     ):
         parser.add_argument(f"--{name}", type=some_of(allowed), default=list(default), metavar="NAME,...")
@@ -222,18 +223,19 @@ def summary(results: Results, wanted: argparse.Namespace) -> dict[str, Any]:
 
 
 def goals(results: Results, wanted: argparse.Namespace) -> list[Goal]:
-    """The best loss and variant against kd, plain, with all passes; and whether engine and training agree."""
+    """The best loss and variant against kd with all passes, and with one; and whether engine and training agree."""
     found = []
     for equal, (kind, goal) in product(wanted.equal, GOALS.items()):
         means = {
             (variant, loss): mean_length(results, equal, variant, loss, kind, max(wanted.counts))
             for variant, loss in product(wanted.variants, wanted.losses)
         }
-        base, others = means.get(("plain", BASE)), {name: one for name, one in means.items() if one is not None}
+        others = {name: one for name, one in means.items() if one is not None}
         best = max(others, key=lambda name: others[name])
-        ratio = None if base is None else others[best] / base
-        what = f"K={max(wanted.counts)}, {kind}, equal {equal}: {' '.join(best)} / plain {BASE}"
-        found.append(Goal(what, ratio, goal, ">="))
+        for variant in BASES:
+            base = means.get((variant, BASE))
+            what = f"K={max(wanted.counts)}, {kind}, equal {equal}: {' '.join(best)} / {variant} {BASE}"
+            found.append(Goal(what, None if base is None else others[best] / base, goal, ">="))
     for kind in TEMPERATURES:
         pairs = [each for one in results.values() for each in one[kind].values() if each["forced"] is not None]
         found.append(Goal(f"{kind}: engine and teacher-forced apart, %", _percent_apart(pairs), 1.0, "<="))

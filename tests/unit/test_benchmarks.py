@@ -206,7 +206,7 @@ def test_losses_compares_runs_that_have_finished(tmp_path: Path) -> None:
 
 
 def test_objectives_compares_runs_that_have_finished(tmp_path: Path) -> None:
-    """The best of all against kd, plain; and the engine's lengths against those that training expects."""
+    """The best of all against kd, plain and single; and the engine's lengths against those that training expects."""
     kept = tmp_path / "quick"
     kept.mkdir()
     shared = {"checkpoint": str(tmp_path), "steps": 3, "passes": 5, "batch": 8, "seq_length": 256, "lr": "1e-3"}
@@ -232,10 +232,12 @@ def test_objectives_compares_runs_that_have_finished(tmp_path: Path) -> None:
     assert other.returncode == 1
     assert "steps-plain-kd-1.json was made with other settings" in other.stderr.splitlines()[-1]
     assert found == {
-        "K=5, greedy, equal steps: both tv / plain kd": (1.2, 1.05, True),
-        "K=5, sampled, equal steps: both tv / plain kd": (1.2, 1.10, True),
-        "K=5, greedy, equal seconds: both tv / plain kd": (1.2, 1.05, True),
-        "K=5, sampled, equal seconds: both tv / plain kd": (1.2, 1.10, True),
+        **{
+            f"K=5, {kind}, equal {equal}: both tv / {variant} kd": (ratio, goal, True)
+            for equal in ("steps", "seconds")
+            for kind, goal in (("greedy", 1.05), ("sampled", 1.10))
+            for variant, ratio in (("plain", 1.2), ("single", 2.4))
+        },
         "greedy: engine and teacher-forced apart, %": (1.0, 1.0, False),
         "sampled: engine and teacher-forced apart, %": (1.0, 1.0, False),
     }

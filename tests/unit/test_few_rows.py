@@ -1,15 +1,18 @@
 """Few rows in compiled code are what the modules compute: for any rows, masks and kinds of layers that it takes."""
 
+import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from drafting_single import model_of, prompts_of
 from megatron_single import VOCABULARY
+from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.drafting import compiled, loop, products
+from megatron_mtp.drafting import compiled, few_rows, loop, products
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.few_rows import MOST_ROWS, best_of, product_of
 from megatron_mtp.drafting.kv_cache import KVCache, Rows, ancestors_of, chain_rows, tree_rows
@@ -160,9 +163,20 @@ def test_bfloat16_differs_by_its_rounding() -> None:
             assert (mine - right).abs().max() <= 0.06 * right.abs().max()
 
 
+@pytest.mark.parametrize("vectors", tiered(("native", "haswell"), ("native",)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None:
-    runner, _ = both("gqa", dtype, hidden_size=80, ffn_hidden_size=136)
+def test_a_row_does_not_depend_on_the_rows_beside_it(
+    dtype: torch.dtype, vectors: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a CPU without AVX-512, whose rows are taken in other blocks."""
+    if vectors != "native":
+        if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+            pytest.skip(f"this CPU does not run code for {vectors}; run it on one with AVX2")
+        monkeypatch.setattr(compiled, "FLAGS", [*compiled.FLAGS, f"-march={vectors}"])
+        narrow = ctypes.CDLL(str(compiled.built(tmp_path)))
+        monkeypatch.setattr(few_rows, "library", lambda: narrow)
+    runner = Runner(model_of("gqa", dtype=dtype, hidden_size=80, ffn_hidden_size=136))
+    assert all(runner._few_rows)
     tokens_BR, first_B = tokens_of(1, 11), torch.zeros(1, dtype=torch.long)
     caches = [KVCache(runner.trunk_layers, 1, SLOTS) for _ in range(2)]
     at_once_SBH = runner.trunk(tokens_BR, chain_rows(first_B, 11, 11, SLOTS), caches[0])

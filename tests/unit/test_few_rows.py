@@ -163,7 +163,7 @@ def test_bfloat16_differs_by_its_rounding() -> None:
             assert (mine - right).abs().max() <= 0.06 * right.abs().max()
 
 
-@pytest.mark.parametrize("vectors", tiered(("native", "haswell"), ("native",)))
+@pytest.mark.parametrize("vectors", tiered(("native", "znver3"), ("native",)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_the_rows_beside_it(
     dtype: torch.dtype, vectors: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

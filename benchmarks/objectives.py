@@ -84,7 +84,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/objectives"), help="default: runs/objectives")
     for name, default, allowed in (
         ("losses", LOSSES, LOSSES),
-        ("variants", tuple(VARIANTS), VARIANTS),
+        ("variants", VARIANTS, VARIANTS),
         ("equal", EQUAL, EQUAL),
     ):
         parser.add_argument(f"--{name}", type=some_of(allowed), default=list(default), metavar="NAME,...")

@@ -13,6 +13,9 @@ from megatron_mtp.drafting.pages import BLOCK, Pages
 from megatron_mtp.drafting.recurrent_state import state_bytes
 from megatron_mtp.drafting.runner import Runner
 
+MOST_GIB = 4.0
+"""Cache that is taken unasked."""
+
 
 class Memory:
     """Of a batch; or of an engine, whose batches see it `through` their pages.
@@ -135,6 +138,12 @@ def blocks_in(gib: float, texts: int, runner: Runner, drafter: Runner | None = N
             f"a cache of {gib} GiB holds no block of {BLOCK} tokens{beside}; give at least {least:.6f}{fewer}."
         )
     return blocks
+
+
+def blocks_for(texts: int, runner: Runner, drafter: Runner | None = None) -> int:
+    """Blocks that so many texts of full length need, as far as `MOST_GIB` holds them; errors as `blocks_in`."""
+    each = -(-runner.positions // BLOCK) + 1  # and the drafts behind the last position
+    return min(texts * each, blocks_in(MOST_GIB, texts, runner, drafter))
 
 
 def _slot_numbers(runner: Runner) -> int:

@@ -14,8 +14,7 @@ from megatron_mtp.drafting.command import drafter_of, named, tokenizer_of
 from megatron_mtp.drafting.config import SpeculativeConfig, parse_config
 from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
 from megatron_mtp.drafting.load import Loaded, load_checkpoint
-from megatron_mtp.drafting.memory import blocks_in
-from megatron_mtp.drafting.pages import BLOCK
+from megatron_mtp.drafting.memory import blocks_for, blocks_in
 from megatron_mtp.drafting.requests import Engine
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.errors import check_counts, sentences
@@ -27,9 +26,6 @@ from megatron_mtp.serving.ranks import Leader, follow, group_of_all
 from megatron_mtp.serving.server import Server, address_of, listener
 from megatron_mtp.serving.service import Service
 from megatron_mtp.serving.tokens import Ids, Words
-
-MOST_GIB = 4.0
-"""Cache that is taken unasked."""
 
 LARGEST_GIB = 2**20
 """No machine has more; a larger number is a mistake."""
@@ -112,8 +108,7 @@ def _blocks(args: Namespace, runner: Runner, drafter: Runner | None) -> int:
     """Of the cache: as many as were asked for, or else as all running texts can need."""
     if args.cache_gib is not None:
         return blocks_in(args.cache_gib, args.max_running, runner, drafter)
-    each = -(-runner.positions // BLOCK) + 1  # and the drafts behind the last position
-    return min(args.max_running * each, blocks_in(MOST_GIB, args.max_running, runner, drafter))
+    return blocks_for(args.max_running, runner, drafter)
 
 
 def _model_name(folder: Path) -> str:

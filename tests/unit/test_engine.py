@@ -141,7 +141,7 @@ def days(draw: st.DrawFn, methods: Iterable[str] = METHODS) -> Day:
 def check_day(day: Day, runner: Runner | None = None, drafter: Runner | None = None) -> ContinuousEngine:
     came, gone, sizes = day
     engine = ContinuousEngine(runner or runner_of(), sizes, drafter=drafter or runner_of("mha-tied-layernorm"))
-    numbers: list[int | None] = []
+    numbers: list[int] = []
     made: dict[int, list[int]] = {}
     now = 0
     while engine.busy or len(numbers) < len(came):
@@ -149,13 +149,13 @@ def check_day(day: Day, runner: Runner | None = None, drafter: Runner | None = N
             numbers.append(engine.add(came[len(numbers)][1]))
         for place, when in gone.items():
             if when == now and place < len(numbers):
-                engine.cancel(numbers[place])  # type: ignore[arg-type]
+                engine.cancel(numbers[place])
         for update in engine.step():
             made.setdefault(update.request, []).extend(update.tokens)
         now += 1
         assert now < 3000
     for place, (_, request) in enumerate(came):
-        right, own = alone(request, runner, drafter), made.get(numbers[place], [])  # type: ignore[arg-type]
+        right, own = alone(request, runner, drafter), made.get(numbers[place], [])
         assert own == (right[: len(own)] if place in gone else right)
     assert engine.load.blocks_used == engine.load.states_used == 0
     return engine

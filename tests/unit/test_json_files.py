@@ -10,10 +10,10 @@ from hf_models import make
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.audit.json_files import repeated_names
+from megatron_mtp.checkpoint.hf.shards import INDEX
 from megatron_mtp.command import line
 
 pytestmark = pytest.mark.usefixtures("megatron")
-INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,13 @@ from dataclasses import dataclass
 
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
-from megatron_mtp.drafting.memory import blocks_in
+from megatron_mtp.drafting.memory import blocks_for
 from megatron_mtp.drafting.own_texts.journal import Written
-from megatron_mtp.drafting.pages import BLOCK
 from megatron_mtp.drafting.requests import Request
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.types import AcceptanceStats
 
-MOST_GIB = 4.0
-"""Cache that is taken at most."""
 MOST_SEED = 2**31 - 1
 Numbered = tuple[int, list[int]]
 """A text's number and its prompt."""
@@ -70,8 +67,8 @@ def write_texts(
     Returns:
         What it cost.
     """
-    blocks = min(how.together * (-(-runner.positions // BLOCK) + 1), blocks_in(MOST_GIB, how.together, runner))
-    engine = ContinuousEngine(runner, EngineSettings(how.together, 2 * how.together, blocks), how.speculative)
+    settings = EngineSettings(how.together, 2 * how.together, blocks_for(how.together, runner))
+    engine = ContinuousEngine(runner, settings, how.speculative)
     live: dict[int, tuple[int, list[int], list[int]]] = {}
     left = iter(prompts)
     while True:

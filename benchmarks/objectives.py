@@ -15,7 +15,8 @@ the method that drafts as trained, with which a teacher-forced pass over the sam
     single   trained for one pass, as depths are that are only reused when they draft
 
 With `--equal seconds` a run has as many steps as fit into the time of `kd`, plain, by the seconds of its own steps in
-the run of equal steps. Finished runs are kept in --out, and the same command continues after an interruption.
+the run of equal steps. Finished runs are kept in --out, and trainings save every 250 steps: the same command continues
+after an interruption.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from benchmarks.forced import drafted, forced_length
 from benchmarks.harness import Goal, count, hardware, report, some_of, table
 from benchmarks.losses import ON_CPU, ROOT, command
 from benchmarks.study import EQUAL, Result, Study, step_seconds, steps_in_the_time
-from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
+from megatron_mtp.checkpoint.mcore.iterations import TRACKER, iteration_folder
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.drafting import load_runner
 
@@ -49,6 +50,8 @@ MIXES, SHARES = "--mtp-hidden-state-mixing", "--mtp-repeated-layer-shares-kv"
 VARIANTS = {"single": "", "plain": "", "mixed": MIXES, "shared": SHARES, "both": f"{SHARES} {MIXES}"}
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 GOALS = {"greedy": 1.05, "sampled": 1.10}
+SAVED_EVERY = 250
+"""Steps of a training, from which it goes on after an interruption."""
 
 
 @dataclass(frozen=True)
@@ -157,19 +160,24 @@ def measured(run: Run, results: Results, wanted: argparse.Namespace) -> Result:
 
 
 def train(run: Run, steps: int, wanted: argparse.Namespace) -> Path:
-    """One run of `pretrain_gpt.py`, from its start; the folder with its metrics and checkpoint."""
+    """One run of `pretrain_gpt.py`, from where it was left; the folder with its metrics and checkpoint."""
     folder = wanted.out / f"{run.name}.partial"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    saved = folder / "checkpoint"
+    goes_on = (saved / TRACKER).exists()
+    if not goes_on:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
     unrolled = "" if run.variant == "single" else f"--mtp-use-repeated-layer --mtp-unroll {wanted.passes}"
     more = (
         f"--mtp-num-layers 1 {unrolled} --seed {run.seed} --eval-iters 2 --mtp-token-fraction {wanted.token_fraction} "
-        f"--save {folder}/checkpoint --save-interval {steps} --no-save-optim --log-interval {min(steps, 20)} "
+        f"--save {saved} --save-interval {min(steps, SAVED_EVERY)} --log-interval {min(steps, 20)} "
         f"{VARIANTS[run.variant]}"
     )
-    flags = {**vars(wanted), "checkpoint": first_depth(wanted), "steps": steps, "more": more}
-    with open(folder / "listing.txt", "w") as listing:
-        words = command(run.loss, folder, argparse.Namespace(**flags))
+    flags = {**vars(wanted), "checkpoint": saved if goes_on else first_depth(wanted), "steps": steps, "more": more}
+    words = command(run.loss, folder, argparse.Namespace(**flags))
+    if goes_on:
+        words.remove("--finetune")
+    with open(folder / "listing.txt", "a") as listing:
         subprocess.run(words, check=True, stdout=listing, stderr=sys.stderr)
     return folder
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_mtp.checkpoint.families import FAMILIES, trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
-from megatron_mtp.errors import Parser, named, sentences, status_of
+from megatron_mtp.errors import Parser, check_counts, named, sentences, status_of
 from megatron_mtp.files import default_workers
 from megatron_mtp.platform import prepare
 
@@ -157,17 +157,25 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
 
 def attach(args: argparse.Namespace) -> dict[str, Any]:
     """`convert attach-mtp`."""
-    from megatron_mtp.checkpoint.convert.depths import attach_depths, plan_attaching
+    from megatron_mtp.checkpoint.convert.depths import Init, attach_depths, plan_attaching
     from megatron_mtp.checkpoint.convert.dry_run import plan_change
+    from megatron_mtp.checkpoint.convert.fitting import FitData
 
     if args.mtp_num_layers < 1:
         raise ValueError(f"--mtp-num-layers is {args.mtp_num_layers}; give 1 or more.")
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed is {args.seed}; give a whole number from 0 to 2^63 - 1.")
-    depths = args.mtp_num_layers, args.mtp_init, args.seed
+    check_counts(args, "fit_tokens")
+    given = {name: value for name in ("data_path", "split", "fit_tokens") if (value := getattr(args, name)) is not None}
+    if args.mtp_init != "fitted" and given:
+        flag = f"--{next(iter(given)).replace('_', '-')}"
+        raise ValueError(f"{flag} is of --mtp-init fitted, and --mtp-init is {args.mtp_init}; leave it out, or fit.")
+    if args.mtp_init == "fitted" and not args.data_path:
+        raise ValueError("--mtp-init fitted has no text; give --data-path, the prefix of a .bin and .idx.")
+    init = Init(args.mtp_init, args.seed, FitData(**given) if given else None)
     if args.dry_run:
-        return plan_change(plan_attaching(args.source, *depths), args.source, args.target)
-    return asdict(attach_depths(args.source, args.target, *depths, options(args)))
+        return plan_change(plan_attaching(args.source, args.mtp_num_layers, init), args.source, args.target)
+    return asdict(attach_depths(args.source, args.target, args.mtp_num_layers, init, options(args)))
 
 
 def drop(args: argparse.Namespace) -> dict[str, Any]:
@@ -293,9 +301,12 @@ def _dtype_flag(command: argparse.ArgumentParser) -> None:
 def _attach_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--mtp-num-layers", type=int, required=True, metavar="N", help="number of depths to attach")
-    inits = "copy the trunk's last layer, or draw new weights (default: last-layer)"
-    add("--mtp-init", choices=("last-layer", "random"), default="last-layer", help=inits)
-    add("--seed", type=int, default=1234, help="seed of --mtp-init random (default: 1234)")
+    inits = "copy the trunk's last layer, the same with eh_proj fitted to text, or draw weights (default: last-layer)"
+    add("--mtp-init", choices=("last-layer", "fitted", "random"), default="last-layer", help=inits)
+    add("--seed", type=int, default=1234, help="seed of --mtp-init random, and of the texts of fitted (default: 1234)")
+    add("--data-path", metavar="PREFIX", help="of fitted: the .bin and .idx of megatron-mtp preprocess")
+    add("--split", metavar="W,W,W", help="of fitted: parts of the corpus, as in train (default: 98,2,0)")
+    add("--fit-tokens", type=int, metavar="N", help="of fitted: tokens to fit on (default: 64 for each hidden unit)")
 
 
 def _drop_flags(command: argparse.ArgumentParser) -> None:

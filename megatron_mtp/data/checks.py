@@ -101,6 +101,23 @@ def split_weights(split: str) -> list[float]:
     return weights
 
 
+def part_of(count: int, split: str, part: str) -> range:
+    """The documents of a part of `--split`, out of so many, as Megatron cuts them.
+
+    Raises:
+        ValueError: the part is empty.
+    """
+    weights = np.array(split_weights(split))
+    ends = [0, *(round(end * count) for end in weights.cumsum() / weights.sum())]
+    place = PARTS.index(part)
+    found = range(*ends[place : place + 2]) if place + 1 < len(ends) else range(0)
+    if not found:
+        raise ValueError(
+            f"--split is {split}, which of {count} documents leaves none for {part}; give more text, or other weights."
+        )
+    return found
+
+
 def check_split(prefixes: Sequence[str], split: str) -> None:
     """Check that every part of `--split` has text: with an empty part, Megatron would not return.
 

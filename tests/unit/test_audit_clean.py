@@ -13,7 +13,7 @@ from judged_models import QUIET
 from transformers import AutoModelForCausalLM
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.convert.depths import attach_depths, drop_depths
+from megatron_mtp.checkpoint.convert.depths import Init, attach_depths, drop_depths
 from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
 from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
@@ -120,7 +120,7 @@ def with_defaults(folder: Path) -> None:
 def grown_back(scene: Scene) -> Path:
     """A checkpoint whose depths were attached and dropped again."""
     source = scene.checkpoint("llama")
-    attach_depths(source, scene.root / "attached", 2, "random", 1, QUIET)
+    attach_depths(source, scene.root / "attached", 2, Init("random", 1), QUIET)
     drop_depths(scene.root / "attached", scene.root / "dropped", 0, QUIET)
     return scene.root / "dropped"
 

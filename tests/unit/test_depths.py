@@ -7,7 +7,7 @@ import pytest
 import torch
 from hf_models import make, read
 
-from megatron_mtp.checkpoint.convert.depths import attach_depths, drop_depths
+from megatron_mtp.checkpoint.convert.depths import Init, attach_depths, drop_depths
 from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf, with_depths
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
@@ -90,5 +90,5 @@ def test_a_trunk_that_megatron_cannot_run_gets_no_depths(tmp_path: Path) -> None
     (source / "config.json").write_text(json.dumps(keys | {"hidden_act": "gelu"}))
     hf_to_mcore(source, tmp_path / "trunk", QUIET, megatron_arguments)
     with pytest.raises(ValueError, match="trunk was converted from a model that Megatron cannot run: it has the activ"):
-        attach_depths(tmp_path / "trunk", tmp_path / "new", 1, "random", 1, QUIET)
+        attach_depths(tmp_path / "trunk", tmp_path / "new", 1, Init("random", 1), QUIET)
     assert not (tmp_path / "new").exists()

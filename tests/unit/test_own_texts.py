@@ -14,11 +14,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 from megatron_mtp.command import line
-from megatron_mtp.data.checks import read_sidecar
+from megatron_mtp.data.checks import part_of, read_sidecar
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
 from megatron_mtp.drafting import generate, load_runner
 from megatron_mtp.drafting.own_texts.journal import Journal, Written
-from megatron_mtp.drafting.own_texts.prompts import Beginnings, UserTurns, part_of
+from megatron_mtp.drafting.own_texts.prompts import Beginnings, UserTurns
 from megatron_mtp.drafting.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -12,7 +12,7 @@ from test_hf_form import save
 from test_random_models import drafted_logits, off
 from tiers import tiered
 
-from megatron_mtp.checkpoint.convert.depths import attach_depths
+from megatron_mtp.checkpoint.convert.depths import Init, attach_depths
 from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
 from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
@@ -90,7 +90,7 @@ def test_a_scaled_model_is_exported_as_it_was_trained(case: str, tmp_path: Path)
     trained = tmp_path / "mcore"
     hf_to_mcore(source, trained, QUIET, megatron_arguments)
     if family in ("glm4_moe", "mimo"):
-        attach_depths(trained, tmp_path / "start", 2, "random", 1, QUIET)
+        attach_depths(trained, tmp_path / "start", 2, Init("random", 1), QUIET)
         trained = tmp_path / "start"
     mcore_to_hf(trained, tmp_path / "back", QUIET, form_of(trained, family=family))
     keys = json.loads((tmp_path / "back" / "config.json").read_text())

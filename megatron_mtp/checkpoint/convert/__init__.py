@@ -12,6 +12,7 @@ hf_form.py         the Hugging Face form of a model that Megatron trained
 names.py           Hugging Face name and Megatron key of every tensor
 computation.py     whether arguments and a config.json describe the same computation
 exporting.py       mcore-to-hf
+fitting.py         eh_proj of new depths, fitted to text
 depths.py          attach-mtp and drop-mtp
 pattern.py         a GPT's layers as the pattern of a hybrid, and back
 halves.py          keys of a GPT's tensors in a hybrid, and back

@@ -1,8 +1,8 @@
 """Attach depths to a Megatron checkpoint or drop them from it; the trunk is copied unchanged, tensor by tensor.
 
 `last-layer` makes each depth a copy of the trunk's last layer and final norm, with input norms of 1 and
-eh_proj = [0 | I], which passes the hidden state on. `random` draws each depth as in a new model. A depth of a hybrid is
-a stack of the trunk's last attention and its last MLP or MoE:
+eh_proj = [0 | I], which passes the hidden state on. `fitted` is the same with the eh_proj of fitting.py. `random` draws
+each depth as in a new model. A depth of a hybrid is a stack of the trunk's last attention and its last MLP or MoE:
 
     GEGEGE*E    becomes    GEGEGE*E/*E    with the weights of layers 6 and 7 in the depth
 """
@@ -10,8 +10,8 @@ a stack of the trunk's last attention and its last MLP or MoE:
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +20,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.exporting import kept_origin
+from megatron_mtp.checkpoint.convert.fitting import Fit, FitData
 from megatron_mtp.checkpoint.convert.options import Converted, Options
 from megatron_mtp.checkpoint.convert.passes import SHARES, UNROLL
 from megatron_mtp.checkpoint.convert.streaming import PartialFolder
@@ -35,9 +36,23 @@ from megatron_mtp.model.hybrid import SHARDED_STACK, without_stages
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 from megatron_mtp.model.random_weights import RandomWeights
 
-INITS = ("random", "last-layer")
 ONE_PASS: dict[str, Any] = {UNROLL: None, SHARES: False}
 """Arguments of depths that are no repeated layer."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """How the weights of new depths are made.
+
+    Attributes:
+        name: "last-layer", "fitted" or "random".
+        seed: of "random".
+        data: of "fitted".
+    """
+
+    name: str
+    seed: int = 0
+    data: FitData | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,7 @@ class Change:
         plan: everything except the source that determines the output.
         before, depths: number of depths in the old and in the new checkpoint.
         dropped: names of carried tensors that are left out.
+        fitted: makes eh_proj from text once, and returns it again; None where no weights are fitted.
     """
 
     reader: DistReader
@@ -80,6 +96,7 @@ class Change:
     before: int
     depths: int
     dropped: frozenset[str] = frozenset()
+    fitted: Callable[[], Tensor] | None = None
 
     @property
     def left_out(self) -> list[str]:
@@ -88,21 +105,20 @@ class Change:
         return [key for key in self.reader.keys if key not in new]
 
 
-def attach_depths(source: Path, target: Path, depths: int, init: str, seed: int, options: Options) -> Converted:
+def attach_depths(source: Path, target: Path, depths: int, init: Init, options: Options) -> Converted:
     """Copy a checkpoint that has no depths, and add some.
 
     Args:
         source: the checkpoint.
         target: the checkpoint to make.
         depths: number of depths to add.
-        init: "last-layer" or "random".
-        seed: seed of "random".
+        init: how their weights are made.
         options: number of workers, and whether to resume.
 
     Raises:
-        ValueError: as `plan_attaching`, or the target is taken.
+        ValueError: as `plan_attaching`, or the target is taken, or there is no text to fit on.
     """
-    return _copy(plan_attaching(source, depths, init, seed), source, target, options)
+    return _copy(plan_attaching(source, depths, init, options.quiet), source, target, options)
 
 
 def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Converted:
@@ -114,8 +130,14 @@ def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Conv
     return _copy(plan_dropping(source, keep), source, target, options)
 
 
-def plan_attaching(source: Path, depths: int, init: str, seed: int) -> Change:
+def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -> Change:
     """What `attach_depths` will write, from names and shapes alone.
+
+    Args:
+        source: the checkpoint.
+        depths: number of depths to add.
+        init: how their weights are made.
+        quiet: whether to show no progress bar when they are fitted.
 
     Raises:
         ValueError: Megatron cannot run the model, the checkpoint has depths already, it has no layer to copy, or
@@ -126,12 +148,16 @@ def plan_attaching(source: Path, depths: int, init: str, seed: int) -> Change:
     if any(key.startswith("mtp.") for key in reader.keys):
         raise ValueError(f"{source} has MTP depths already; drop-mtp makes a checkpoint without them.")
     template = Template.of(reader)
-    made = [entry for depth in range(depths) for entry in _depth(reader, depth, template, init, seed)]
     changes: dict[str, Any] = {} if template.pattern is None else {"hybrid_layer_pattern": template.with_depths(depths)}
     changes |= {"mtp_num_layers": depths, "mtp_use_repeated_layer": False, "mtp_architecture": "sequential", **ONE_PASS}
     args = _args(reader, **changes)
-    plan = {"depths": depths, "init": init, "seed": seed}
-    return Change(reader, _trunk(reader), made, args, plan, before=0, depths=depths)
+    fitted = None
+    if init.data is not None:
+        fit = Fit(reader, args["args"], next(iter(template.stack)), init.data, init.seed)
+        fitted = cache(partial(fit.projection, quiet))
+    made = [entry for depth in range(depths) for entry in _depth(reader, depth, template, init, fitted)]
+    plan = {"depths": depths, "init": init.name, "seed": init.seed} | (asdict(init.data) if init.data else {})
+    return Change(reader, _trunk(reader), made, args, plan, before=0, depths=depths, fitted=fitted)
 
 
 def plan_dropping(source: Path, keep: int) -> Change:
@@ -192,6 +218,8 @@ def _copy(change: Change, source: Path, target: Path, options: Options) -> Conve
     """Write the new checkpoint."""
     reader = change.reader
     folder = PartialFolder(target, source, {"source": reader.fingerprint(), **change.plan}, options.resume)
+    if change.fitted is not None:
+        change.fitted()  # here, not in a worker, which Ctrl-C does not stop
     files = {"__trunk_0.distcp": change.trunk, **({"__depths_0.distcp": change.made} if change.made else {})}
     groups = {name: [Group(entry.size, entry.write) for entry in entries] for name, entries in files.items()}
     chunks = write_checkpoint(folder, groups, change.common, options)
@@ -258,21 +286,23 @@ def _last_of_kinds(pattern: str) -> list[int]:
     return [index for index in last if index >= 0] or [len(kinds) - 1]
 
 
-def _depth(reader: DistReader, depth: int, template: Template, init: str, seed: int) -> Iterator[Source]:
+def _depth(
+    reader: DistReader, depth: int, template: Template, init: Init, fitted: Callable[[], Tensor] | None
+) -> Iterator[Source]:
     """The tensors of the depth of this index, from 0.
 
     Raises:
         ValueError: `random` has no rule for a tensor of the trunk's layers.
     """
-    weights = RandomWeights.of(reader.common()["args"], template.layers, seed)
+    weights = RandomWeights.of(reader.common()["args"], template.layers, init.seed)
     for key, pattern, shape in _keys(reader, depth, template):
         dtype = reader.dtype(pattern)
-        if init == "random" and weights.draw(key, (1,) * len(shape)) is None:
+        if init.name == "random" and weights.draw(key, (1,) * len(shape)) is None:
             raise ValueError(f"--mtp-init random cannot draw '{key}'; give --mtp-init last-layer.")
-        if init == "random" or ".enorm." in key or ".hnorm." in key:
+        if init.name == "random" or ".enorm." in key or ".hnorm." in key:
             make = partial(_drawn, weights, key, shape, dtype)
         elif key.endswith("eh_proj.weight"):
-            make = partial(_pass_hidden_state, shape, dtype)
+            make = partial(_in_type, fitted or partial(_pass_hidden_state, shape), dtype)
         else:
             make = partial(reader.read, pattern)
         yield Source(key, shape, dtype, make)
@@ -299,10 +329,14 @@ def _drawn(weights: RandomWeights, key: str, shape: tuple[int, ...], dtype: torc
     return drawn.to(dtype)
 
 
-def _pass_hidden_state(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _in_type(make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    return make().to(dtype)
+
+
+def _pass_hidden_state(shape: tuple[int, ...]) -> Tensor:
     """[0 | I]"""
     hidden, _ = shape
-    return torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1).to(dtype)
+    return torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
 
 
 def _args(reader: DistReader, **changes: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_mtp.data.checks import PARTS, read_index, split_weights
+from megatron_mtp.data.checks import part_of, read_index
 from megatron_mtp.data.documents import Document, find_files, list_documents
 
 if TYPE_CHECKING:
@@ -110,24 +110,6 @@ class UserTurns:
             raise ValueError(f"--chat: the chat template refuses {_place(line)} ({error}); correct it.") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         return ids
-
-
-def part_of(count: int, split: str, part: str) -> range:
-    """The documents of a part of `--split`, out of so many, as Megatron cuts them.
-
-    Raises:
-        ValueError: the part is empty.
-    """
-    weights = np.array(split_weights(split))
-    ends = [0, *(round(end * count) for end in weights.cumsum() / weights.sum())]
-    place = PARTS.index(part)
-    found = range(*ends[place : place + 2]) if place + 1 < len(ends) else range(0)
-    if not found:
-        raise ValueError(
-            f"--split is {split}, which of {count} documents leaves none for {part}; give more text, or another "
-            "--split or --part."
-        )
-    return found
 
 
 def drawn(seed: int, documents: int, number: int) -> int:

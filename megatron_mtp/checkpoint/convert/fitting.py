@@ -1,0 +1,185 @@
+"""eh_proj of a new depth by least squares, from one pass of the trunk over text.
+
+A new depth is a copy of the trunk's last layer, or stack. It begins as that layer one position later if it is given
+what enters the layer there, x_{i+1}. At position i a depth has the embedding of token t_{i+1} and the trunk's final
+state h_i:
+
+    eh_proj = argmin_W  sum_i |W u_i - x_{i+1}|^2 / m_i + r |W|^2,     u_i = [enorm(embedding(t_{i+1})); hnorm(h_i)]
+
+where m_i is the mean square of x_{i+1}: the layer normalises what enters it, so that its direction counts and few
+positions of a huge norm must not decide. The ridge r is the one of `RIDGES` that is best on every eighth text. The
+depths after the first see the state of the depth before, which stands for the trunk's of the next position: they begin
+as the same.
+
+Letters: S positions of a text, B batch (1), N positions of a sum, H hidden.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_mtp.checkpoint.mcore.model import fill, model_of
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.data.checks import check_data_prefixes, part_of
+from megatron_mtp.model.causal import square_mask
+from megatron_mtp.model.trunk import MTPTrunk
+
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""Times the mean of the diagonal of sum_i u_i u_i^T."""
+TOKENS_A_WIDTH = 64
+"""Tokens to fit on, for each hidden unit: 32 for each unknown of a row of eh_proj."""
+LENGTH = 512
+"""Tokens of a text."""
+HELD_OUT = 8
+"""Every text of such a number chooses the ridge."""
+
+
+@dataclass(frozen=True)
+class FitData:
+    """What to fit on.
+
+    Attributes:
+        data_path: prefix of the .bin and .idx.
+        split: Megatron's; the texts are of its training part.
+        fit_tokens: how many; None for `TOKENS_A_WIDTH` for each hidden unit.
+    """
+
+    data_path: str
+    split: str = "98,2,0"
+    fit_tokens: int | None = None
+
+    def texts(self, hidden: int, seed: int) -> list[Tensor]:
+        """Token ids [S] of every text, each from anywhere in a document; together at most what the corpus holds.
+
+        Raises:
+            ValueError: there is no such corpus, or it has fewer tokens than unknowns of a row of eh_proj.
+        """
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        data = IndexedDataset(self.data_path)
+        documents = part_of(len(data), self.split, "training")
+        lengths = data.sequence_lengths[documents.start : documents.stop].astype(np.int64)
+        ends = lengths.cumsum()
+        wanted = min(self.fit_tokens or TOKENS_A_WIDTH * hidden, int(ends[-1]))
+        if wanted < 2 * hidden:
+            raise ValueError(
+                f"--mtp-init fitted has {wanted} tokens of '{self.data_path}' for {2 * hidden} unknowns (twice the "
+                "hidden size); give more text and --fit-tokens, or --mtp-init last-layer."
+            )
+        draw, texts = np.random.default_rng(seed), list[Tensor]()
+        while wanted > 0:
+            place = int(draw.integers(ends[-1]))
+            document = int(ends.searchsorted(place, side="right"))
+            start = place - int(ends[document] - lengths[document])
+            length = min(LENGTH, int(lengths[document]) - start)
+            tokens = data.get(documents[document], offset=start, length=length)
+            texts.append(torch.from_numpy(tokens.astype(np.int64)))
+            wanted -= length
+        return texts
+
+
+class Fit:
+    """The fit of one trunk, checked before any of it runs.
+
+    Args:
+        reader: the checkpoint of the trunk.
+        args: Megatron's arguments of the model with depths.
+        layer: index of the trunk's layer that a depth begins with.
+        data: what to fit on.
+        seed: of the draws.
+
+    Raises:
+        ValueError: the corpus is absent, too small, or has tokens that the model has not.
+    """
+
+    def __init__(self, reader: DistReader, args: Namespace, layer: int, data: FitData, seed: int) -> None:
+        check_data_prefixes([data.data_path], args.padded_vocab_size)
+        self._texts = data.texts(args.hidden_size, seed)
+        self._reader, self._args, self._layer = reader, args, layer
+
+    def projection(self, quiet: bool) -> Tensor:
+        """eh_proj [H, 2H] in float32; `quiet` shows no progress bar.
+
+        Raises:
+            ValueError: the checkpoint is damaged.
+        """
+        model = model_of(self._args)
+        fill(model, self._reader, ("embedding.", "decoder."))
+        total = sum(map(len, self._texts))
+        with tqdm(desc="fit", total=total, unit="token", unit_scale=True, leave=False, disable=quiet or None) as bar:
+            return fit(self._moments(model, bar), self._args.hidden_size)
+
+    def _moments(self, model: MTPTrunk, bar: "tqdm[None]") -> "Iterator[Moments]":
+        for tokens_S in self._texts:
+            yield moments(model, self._layer, tokens_S)
+            bar.update(len(tokens_S))
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over positions, in float64, where u and x are divided by the root mean square of x.
+
+    Attributes:
+        uu: sum of u u^T, [2H, 2H].
+        ux: sum of u x^T, [2H, H].
+    """
+
+    uu: Tensor
+    ux: Tensor
+
+    @classmethod
+    def zero(cls, hidden: int) -> "Moments":
+        """Of no position."""
+        zeros = torch.zeros(2 * hidden, 3 * hidden, dtype=torch.float64, device="cuda")
+        return cls(zeros[:, : 2 * hidden].clone(), zeros[:, 2 * hidden :].clone())
+
+    def add_(self, other: "Moments") -> None:
+        """Add those of other positions."""
+        self.uu.add_(other.uu)
+        self.ux.add_(other.ux)
+
+    def solved(self, ridge: float) -> Tensor:
+        """The best W, [H, 2H]; the ridge counts in means of uu's diagonal."""
+        added = ridge * self.uu.diagonal().mean() * torch.eye(len(self.uu), dtype=self.uu.dtype, device=self.uu.device)
+        return torch.linalg.solve(self.uu + added, self.ux).T
+
+    def error(self, weight: Tensor) -> float:
+        """The sum of squares that W leaves, less what does not depend on W."""
+        return float((weight @ self.uu * weight).sum() - 2 * (weight.T * self.ux).sum())
+
+
+def fit(parts: Iterator[Moments], hidden: int) -> Tensor:
+    """eh_proj [H, 2H] from the moments of every text, in float32."""
+    fitted, held_out = Moments.zero(hidden), Moments.zero(hidden)
+    for number, part in enumerate(parts, 1):
+        (fitted if number % HELD_OUT else held_out).add_(part)
+    best = min(RIDGES, key=lambda ridge: held_out.error(fitted.solved(ridge)))
+    fitted.add_(held_out)
+    return fitted.solved(best).float().cpu()
+
+
+@torch.no_grad()
+def moments(model: MTPTrunk, layer: int, tokens_S: Tensor) -> Moments:
+    """Of one text, by the modules of the first depth and of the trunk."""
+    entered: list[Tensor] = []
+    hook = model.decoder.layers[layer].register_forward_pre_hook(
+        lambda _, args, named: entered.append(named["hidden_states"]), with_kwargs=True
+    )
+    tokens_BS = tokens_S.cuda().unsqueeze(0)
+    positions_BS = torch.arange(len(tokens_S), device="cuda").unsqueeze(0)
+    mask = square_mask(len(tokens_S), "cuda")
+    hidden_SBH = model(tokens_BS, positions_BS, mask, output_processor=lambda stage: stage.hidden_SBH)
+    hook.remove()
+    depth: Any = model.mtp.layers[0]
+    embedded_SBH = model.embedding(input_ids=tokens_BS[:, 1:], position_ids=positions_BS[:, :-1])
+    u_NH = torch.cat([depth.enorm(embedded_SBH), depth.hnorm(hidden_SBH[:-1])], dim=-1)[:, 0]
+    x_NH = entered[0][1:, 0]
+    weight_N1 = x_NH.square().mean(-1, keepdim=True).rsqrt()
+    u_NH, x_NH = u_NH * weight_N1, x_NH * weight_N1
+    return Moments((u_NH.T @ u_NH).double(), (u_NH.T @ x_NH).double())

@@ -6,8 +6,8 @@
 # of JSON lines or a glob, of 25 documents or more: the last 2 % are kept for measuring. Everything goes to RUN_DIR
 # (runs/attached). Started again, it goes on.
 # Settings, as environment variables:
-#   DEPTHS 2, or UNROLL K passes of one depth   STEPS 600   SEQUENCE 512   BATCH 4   LR 5e-4   LOSS kd (ce, kd, ...)
-#   FRACTION 1   PRECISION --bf16
+#   DEPTHS 2, or UNROLL K passes of one depth   INIT fitted (last-layer, random)   LOSS kd (ce, kd, ...)
+#   STEPS 600   SEQUENCE 512   BATCH 4   LR 5e-4   FRACTION 1   PRECISION --bf16
 #   FAMILY glm4_moe (or mimo; deepseek_v3 for latent attention)   PROMPT a text to draft on   FLAGS more of pretrain_gpt.py
 #   SELF_GENERATED N texts of the model itself to train on   TEMPERATURE, NEW_TOKENS, PROMPT_TOKENS of these texts
 #   SAVE_INTERVAL STEPS   PYTHON, LAUNCH: commands to run programs and trainings with, in place of .venv (scripts/slurm)
@@ -25,7 +25,7 @@ launch=${LAUNCH:-$python}
 # shellcheck disable=SC2206  # PRECISION and FLAGS are several words
 attach=(
     -m megatron_mtp attach "$model" "$corpus" "$run" --steps "${STEPS:-600}"
-    ${DEPTHS:+--depths "${DEPTHS:-}"} ${UNROLL:+--unroll "${UNROLL:-}"}
+    ${DEPTHS:+--depths "${DEPTHS:-}"} ${UNROLL:+--unroll "${UNROLL:-}"} ${INIT:+--mtp-init "${INIT:-}"}
     --sequence "${SEQUENCE:-512}" --batch "${BATCH:-4}" --learning-rate "${LR:-5e-4}" --loss "${LOSS:-kd}"
     --token-fraction "${FRACTION:-1}" --family "${FAMILY:-glm4_moe}" --evaluated-batches "${EVAL_ITERS:-8}"
     --save-every "${SAVE_INTERVAL:-${STEPS:-600}}" --prompt "${PROMPT:-The state of the union is}"

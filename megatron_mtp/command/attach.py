@@ -102,6 +102,8 @@ def parser(program: str) -> Parser:
         metavar="K",
         help="train one depth as K passes of itself, as engines draft K tokens with it",
     )
+    inits = "how new depths begin, as in convert attach-mtp; default: fitted to the corpus, last-layer for conversations"
+    add("--mtp-init", choices=("fitted", "last-layer", "random"), help=inits)
     add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")
     add("--batch", type=int, default=4, metavar="B", help="sequences per step; default: 4")
@@ -163,6 +165,8 @@ def _check_texts(args: Namespace) -> None:
     count = args.self_generated
     if count is not None and count < LEAST_TEXTS:
         raise ValueError(f"--self-generated is {count}; give {LEAST_TEXTS} or more: 2 % of the texts are held out.")
+    if args.mtp_init == "fitted" and not _has_corpus(args):
+        raise ValueError("--mtp-init is fitted, and there is no text but conversations; give last-layer or random.")
     if "--data-path" in args.more or not (args.run / "checkpoint" / TRACKER).exists():
         return
     started = read_checked(args.run / STARTED, check_started, "remove it to go on without comparing the data")
@@ -252,8 +256,13 @@ class Step:
     on_ranks: bool = False
 
 
+def _has_corpus(args: Namespace) -> bool:
+    """Whether the corpus is made into tokens; not that of conversations, which the model answers itself."""
+    return args.self_generated is None or not _is_chat(args.corpus)
+
+
 def _corpus(args: Namespace) -> list[str] | None:
-    if args.self_generated is not None and _is_chat(args.corpus):
+    if not _has_corpus(args):
         return None
     flags = ["--input", args.corpus, "--tokenizer", str(args.model), "--output-prefix", _data(args)]
     return ["preprocess", *flags]
@@ -270,7 +279,7 @@ def _trained_on(args: Namespace) -> str:
 def _sample(args: Namespace) -> list[str] | None:
     if args.self_generated is None:
         return None
-    prompts = ["--chat", args.corpus] if _is_chat(args.corpus) else ["--data-path", _data(args)]
+    prompts = ["--data-path", _data(args)] if _has_corpus(args) else ["--chat", args.corpus]
     prompts += ["--anywhere"] if args.anywhere else []
     texts = ["--texts", str(args.self_generated), "--temperature", args.temperature]
     texts += ["--max-new-tokens", args.max_new_tokens, "--prompt-tokens", args.prompt_tokens]
@@ -301,7 +310,9 @@ def _start(args: Namespace) -> list[str] | None:
     target = args.run / "start"
     if target.is_dir():
         return None
-    depths = ["--mtp-num-layers", str(_depths(args)), "--mtp-init", "last-layer"]
+    init = args.mtp_init or ("fitted" if _has_corpus(args) else "last-layer")
+    text = ["--data-path", _data(args)] if init == "fitted" else []
+    depths = ["--mtp-num-layers", str(_depths(args)), "--mtp-init", init, *text]
     return ["convert", "attach-mtp", str(args.run / "trunk"), str(target), *depths, "--resume"]
 
 
@@ -377,7 +388,7 @@ def _draft(args: Namespace) -> list[str]:
 STEPS = {
     "corpus": Step("the corpus", _corpus),
     "trunk": Step("the trunk in Megatron's form", _trunk),
-    "start": Step("the depths, as copies of the last layer", _start),
+    "start": Step("the depths", _start),
     "sample": Step("the model's own texts", _sample),
     "before": Step("loss and acceptance before the training", _before, on_ranks=True),
     "train": Step("the training", _train, on_ranks=True),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from documents import parse
 
+from megatron_mtp.checkpoint.command import parser as of_convert
 from megatron_mtp.checkpoint.hf import hub
 from megatron_mtp.command import attach, line
 from megatron_mtp.drafting.own_texts.flags import parser as of_sample
@@ -87,7 +88,9 @@ def test_held_out_text_is_neither_trained_on_nor_continued_for_it(model: Path, t
     assert (asked.split, asked.part) == (split, "training")
 
 
-def test_conversations_are_answered(model: Path, tmp_path: Path) -> None:
+def test_conversations_are_answered(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     args = settings(model, tmp_path / "run", "--self-generated", "200")
@@ -96,6 +99,20 @@ def test_conversations_are_answered(model: Path, tmp_path: Path) -> None:
     assert words is not None
     assert words[words.index("--chat") + 1] == str(chats)
     assert attach.STEPS["corpus"].command(args) is None
+    assert "last-layer" in (attach.STEPS["start"].command(args) or [])
+    with pytest.raises(SystemExit, match="2"):
+        line.main(["attach", str(model), str(chats), "--self-generated", "200", "--mtp-init", "fitted"])
+    assert "--mtp-init is fitted, and there is no text but conversations" in capsys.readouterr().err
+
+
+def test_depths_begin_as_they_are_asked_to(model: Path, tmp_path: Path) -> None:
+    for flags, init in ([], "fitted"), (["--self-generated", "99"], "fitted"), (["--mtp-init", "random"], "random"):
+        args = settings(model, tmp_path / "run", *flags)
+        words = attach.STEPS["start"].command(args) or []
+        made = of_convert("convert").parse_args(words[1:])
+        fitted_to = str(tmp_path / "run/data/corpus") if init == "fitted" else None
+        assert (made.mtp_init, made.data_path) == (init, fitted_to)
+        assert args.more == []
 
 
 def test_a_run_inside_the_model_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

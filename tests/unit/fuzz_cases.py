@@ -650,6 +650,15 @@ attach-mtp plain new --mtp-num-layers -1
 attach-mtp plain new --mtp-num-layers abc
 attach-mtp plain new --mtp-num-layers nan
 attach-mtp plain new --mtp-num-layers 1 --mtp-init zeros
+attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted
+attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path
+attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path nowhere
+attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path text/a.txt
+attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --split 1
+attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --split nan,1,0
+attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --fit-tokens -1
+attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --fit-tokens 1
+attach-mtp plain new --mtp-num-layers 1 --fit-tokens 99
 attach-mtp plain new --mtp-num-layers 1 --seed abc
 attach-mtp plain new --mtp-num-layers 1 --seed 1e400
 attach-mtp plain new --mtp-num-layers 1 --seed 99999999999999999999999

@@ -88,9 +88,7 @@ def test_held_out_text_is_neither_trained_on_nor_continued_for_it(model: Path, t
     assert (asked.split, asked.part) == (split, "training")
 
 
-def test_conversations_are_answered(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conversations_are_answered(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     args = settings(model, tmp_path / "run", "--self-generated", "200")

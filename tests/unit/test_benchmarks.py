@@ -205,6 +205,21 @@ def test_losses_compares_runs_that_have_finished(tmp_path: Path) -> None:
     assert [(goal["value"], goal["met"]) for goal in summary["goals"]] == [(4.0, True), (4.0, True)]
 
 
+def test_inits_compares_runs_that_have_finished(tmp_path: Path) -> None:
+    for start, init in enumerate(("random", "last-layer", "fitted"), 1):
+        for loss, gain in {"kd": 0.5, "lk": 0.25}.items():
+            folder = tmp_path / "quick" / init / loss
+            folder.mkdir(parents=True)
+            row = {"iteration": 3, "split": "validation", "expected accepted length": start + gain}
+            (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / "quick" / init / "start").mkdir()
+        (tmp_path / "quick" / init / "before.json").write_text(json.dumps({"expected accepted length": start}))
+    summary = summary_of("inits.py", "--checkpoint", str(tmp_path), "--out", str(tmp_path), "--losses", "kd,lk")
+    lengths = summary["results"]["expected accepted length"]
+    assert lengths["lk"] == {"random": 1.25, "last-layer": 2.25, "fitted": 3.25}
+    assert [goal["value"] for goal in summary["goals"]] == [3 / 2, 3.5 / 2.5, 3.25 / 2.25]
+
+
 def test_objectives_compares_runs_that_have_finished(tmp_path: Path) -> None:
     """The best of all against kd, plain and single; and the engine's lengths against those that training expects."""
     kept = tmp_path / "quick"

@@ -102,7 +102,9 @@ def parser(program: str) -> Parser:
         metavar="K",
         help="train one depth as K passes of itself, as engines draft K tokens with it",
     )
-    inits = "how new depths begin, as in convert attach-mtp; default: fitted to the corpus, last-layer for conversations"
+    inits = (
+        "how new depths begin, as in convert attach-mtp; default: fitted to the corpus, last-layer for conversations"
+    )
     add("--mtp-init", choices=("fitted", "last-layer", "random"), help=inits)
     add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")

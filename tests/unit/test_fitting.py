@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hf_models import HIDDEN, VOCABULARY, make
@@ -129,6 +131,19 @@ def test_what_cannot_be_fitted_is_refused_before_any_work(
     assert message.format(corpus=corpus) in said
     assert said.count("\n") == 1
     assert not new.exists()
+
+
+def test_a_trunk_that_does_not_fit_into_the_memory_is_refused(
+    tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mcore, new = tmp_path / "mcore", tmp_path / "new"
+    assert main(["hf-to-mcore", str(make(tmp_path / "hf", "llama", 0)), str(mcore)]) == 0
+    parameters = sum(torch.Size(DistReader(mcore).shape(key)).numel() for key in DistReader(mcore).keys)
+    words = f"attach-mtp {mcore} {new} --mtp-num-layers 1 --mtp-init fitted --data-path {corpus} --dry-run".split()
+    for free, status in (4 * parameters, 0), (4 * parameters - 1, 2):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        assert main(words) == status
+    assert "which takes 0.0 GB, and 0.0 GB are free; give --mtp-init last-layer" in capsys.readouterr().err
 
 
 def test_a_plan_does_not_run_the_trunk(

@@ -17,9 +17,11 @@ Letters: S positions of a text, B batch (1), N positions of a sum, H hidden.
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -29,6 +31,7 @@ from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.data.checks import check_data_prefixes, part_of
 from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.trunk import MTPTrunk
+from megatron_mtp.platform import cpu
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Times the mean of the diagonal of sum_i u_i u_i^T."""
@@ -36,6 +39,8 @@ TOKENS_A_WIDTH = 64
 """Tokens to fit on, for each hidden unit: 32 for each unknown of a row of eh_proj."""
 LENGTH = 512
 """Tokens of a text."""
+FLOAT32 = 4
+"""Bytes of a number."""
 HELD_OUT = 8
 """Every text of such a number chooses the ridge."""
 
@@ -95,11 +100,13 @@ class Fit:
         seed: of the draws.
 
     Raises:
-        ValueError: the corpus is absent, too small, or has tokens that the model has not.
+        ValueError: the corpus is absent, too small, or has tokens that the model lacks, or the trunk needs more
+            memory than is free.
     """
 
     def __init__(self, reader: DistReader, args: Namespace, layer: int, data: FitData, seed: int) -> None:
         check_data_prefixes([data.data_path], args.padded_vocab_size)
+        _check_memory(reader)
         self._texts = data.texts(args.hidden_size, seed)
         self._reader, self._args, self._layer = reader, args, layer
 
@@ -119,6 +126,16 @@ class Fit:
         for tokens_S in self._texts:
             yield moments(model, self._layer, tokens_S)
             bar.update(len(tokens_S))
+
+
+def _check_memory(reader: DistReader) -> None:
+    needed = FLOAT32 * sum(prod(reader.shape(key)) for key in reader.keys)
+    free = psutil.virtual_memory().available if cpu.installed() else torch.cuda.mem_get_info()[0]
+    if needed > free:
+        raise ValueError(
+            f"--mtp-init fitted runs the trunk in float32, which takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB "
+            "are free; give --mtp-init last-layer, which reads one layer at a time."
+        )
 
 
 @dataclass(frozen=True)

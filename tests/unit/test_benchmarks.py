@@ -12,9 +12,12 @@ from tiers import tiered
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import decoding, harness
+from benchmarks import decoding, gain, harness
+from benchmarks.agreeing import agreeing_model
 from benchmarks.first_token import Waits
 from benchmarks.harness import Goal, Peak, compare, interleave, rounds
+from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.model.build import join_world
 
 REPOSITORY = Path(__file__).parents[2]
 KEYS = {"benchmark", "command", "hardware", "versions", "results", "goals"}
@@ -205,12 +208,31 @@ def test_losses_compares_runs_that_have_finished(tmp_path: Path) -> None:
     assert [(goal["value"], goal["met"]) for goal in summary["goals"]] == [(4.0, True), (4.0, True)]
 
 
+def test_gain_times_both_sides_and_compares_their_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Depths that agree with the trunk are accepted whole; drafts that change a text end the benchmark."""
+    join_world()
+    runner = Runner(agreeing_model(layers=1, hidden=128, vocabulary=64, depths=1, noise=0.0))
+    monkeypatch.setattr(gain, "load_runner", lambda *_, **__: runner)
+    wanted = gain.parse(["--quick", "--checkpoint", ".", "--counts", "1,3"])
+    found = gain.gains("float32", [[1, 2, 3], [4, 5, 6]], wanted)
+    assert {side: one["same_texts"] for side, one in found.items()} == {"plain": 2, "K=1": 2, "K=3": 2}
+    assert found["plain"]["accepted_length"] == 1 < found["K=1"]["accepted_length"] < found["K=3"]["accepted_length"]
+    other = iter([1, 1, 1, 2])
+
+    def parts(*_: object) -> gain.Generated:
+        return gain.Generated([[next(other)]], gain.AcceptanceStats())
+
+    monkeypatch.setattr(gain, "generate", parts)
+    with pytest.raises(SystemExit, match="ours must not"):
+        gain.gains("float32", [[1]], gain.parse(["--quick", "--checkpoint", ".", "--counts", "1"]))
+
+
 def test_inits_compares_runs_that_have_finished(tmp_path: Path) -> None:
     for start, init in enumerate(("random", "last-layer", "fitted"), 1):
-        for loss, gain in {"kd": 0.5, "lk": 0.25}.items():
+        for loss, more in {"kd": 0.5, "lk": 0.25}.items():
             folder = tmp_path / "quick" / init / loss
             folder.mkdir(parents=True)
-            row = {"iteration": 3, "split": "validation", "expected accepted length": start + gain}
+            row = {"iteration": 3, "split": "validation", "expected accepted length": start + more}
             (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         (tmp_path / "quick" / init / "start").mkdir()
         (tmp_path / "quick" / init / "before.json").write_text(json.dumps({"expected accepted length": start}))

@@ -2,7 +2,7 @@
 
     python benchmarks/gain.py                              the quickstart's model, float32 and bfloat16
     python benchmarks/gain.py --checkpoint runs/attached/checkpoint --data runs/attached/data/corpus --counts 2
-    python benchmarks/gain.py --counts 3,5 --threads 1     K = 3 and K = 5, one thread
+    python benchmarks/gain.py --counts 3,auto --threads 1  K = 3, and K by what is accepted; one thread
     python benchmarks/gain.py --quick                      does it run? (the figures mean nothing)
 
 Texts run one at a time; the seconds of a text are the median of its repeats. The speed-up is that of all texts
@@ -34,7 +34,8 @@ from megatron_mtp.model.build import join_world
 PROMPT = 64
 PLAIN = "plain"
 GOAL = 1.5
-COUNTS = tuple(str(number) for number in range(1, 17))
+AUTO = "auto"
+COUNTS = (*(str(number) for number in range(1, 17)), AUTO)
 
 
 def main() -> None:
@@ -85,7 +86,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def gains(dtype: str, prompts: list[list[int]], wanted: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Of `plain` and each `K=...`: tokens of a forward, tokens a second, speed-ups, texts that are plain decoding's."""
     runner = load_runner(wanted.checkpoint, dtype=getattr(torch, dtype))
-    drafts = {f"K={n}": {"method": wanted.method, "num_speculative_tokens": int(n)} for n in wanted.counts}
+    drafts = {
+        f"K={n}": {"method": wanted.method, "num_speculative_tokens": n if n == AUTO else int(n)} for n in wanted.counts
+    }
     seconds: dict[str, list[float]] = {side: [] for side in (PLAIN, *drafts)}
     stats: dict[str, list[AcceptanceStats]] = {side: [] for side in seconds}
     same = dict.fromkeys(seconds, 0)

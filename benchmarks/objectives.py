@@ -14,9 +14,9 @@ the method that drafts as trained, with which a teacher-forced pass over the sam
     shared   --mtp-repeated-layer-shares-kv           both     shared and mixed
     single   trained for one pass, as depths are that are only reused when they draft
 
-With `--equal seconds` a run has as many steps as fit into the time of `kd`, plain, by the seconds of its own steps in
-the run of equal steps. Finished runs are kept in --out, and trainings save every 250 steps: the same command continues
-after an interruption.
+With `--equal seconds` a run has as many steps as fit into the time of `kd`, plain: short trainings, one after the other
+before all of these, tell how long a step of each takes. Finished runs are kept in --out, and trainings save every 250
+steps: the same command continues after an interruption.
 """
 
 import argparse
@@ -50,6 +50,9 @@ MIXES, SHARES = "--mtp-hidden-state-mixing", "--mtp-repeated-layer-shares-kv"
 VARIANTS = {"single": "", "plain": "", "mixed": MIXES, "shared": SHARES, "both": f"{SHARES} {MIXES}"}
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 GOALS = {"greedy": 1.05, "sampled": 1.10}
+TIMED = "timed"
+TIMED_STEPS = 60
+"""Of the short trainings that tell how long a step takes; they draft nothing."""
 SAVED_EVERY = 250
 """Steps of a training, from which it goes on after an interruption."""
 
@@ -116,11 +119,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def all_runs(wanted: argparse.Namespace) -> list[Run]:
-    """Those of equal steps first, whose seconds the others need; seed by seed, as a study may be interrupted."""
-    seeds = range(1, wanted.seeds + 1)
-    equal = [one for one in EQUAL if one in wanted.equal or one == "steps"]
-    turns = product(equal, seeds, wanted.variants, wanted.losses)
-    return [Run(each, variant, loss, seed) for each, seed, variant, loss in turns]
+    """Those of equal steps, the timed ones, those of equal seconds; seed by seed, as a study may be interrupted."""
+    kinds = [*product(wanted.variants, wanted.losses)]
+    found = []
+    for equal in (one for one in EQUAL if one in wanted.equal):
+        if equal == "seconds":
+            found += [Run(TIMED, variant, loss, 1) for variant, loss in kinds]
+        seeds = range(1, wanted.seeds + 1)
+        found += [Run(equal, variant, loss, seed) for seed, (variant, loss) in product(seeds, kinds)]
+    return found
 
 
 def first_depth(wanted: argparse.Namespace) -> Path:
@@ -134,10 +141,12 @@ def first_depth(wanted: argparse.Namespace) -> Path:
 
 
 def steps_of(run: Run, results: Results, wanted: argparse.Namespace) -> int:
-    """Of equal seconds: as many of the run's own steps as fit into the time that kd took."""
+    """Of equal seconds: as many of the run's own steps as fit into the time that kd takes."""
+    if run.equal == TIMED:
+        return min(TIMED_STEPS, wanted.steps)
     if run.equal == "steps":
         return int(wanted.steps)
-    own, base = (Run("steps", variant, loss, run.seed) for variant, loss in ((run.variant, run.loss), ("plain", BASE)))
+    base, own = Run(TIMED, "plain", BASE, 1), Run(TIMED, run.variant, run.loss, 1)
     return steps_in_the_time(wanted.steps, results[base], results[own])
 
 
@@ -149,12 +158,12 @@ def settings(wanted: argparse.Namespace) -> dict[str, Any]:
 
 def measured(run: Run, results: Results, wanted: argparse.Namespace) -> Result:
     """Train and draft; a run of as many steps as another is that one."""
-    steps = steps_of(run, results, wanted)
-    if run.equal == "seconds" and steps == wanted.steps:
-        return results[replace(run, equal="steps")]
+    steps, twin = steps_of(run, results, wanted), replace(run, equal="steps")
+    if run.equal == "seconds" and steps == wanted.steps and twin in results:
+        return results[twin]
     folder = train(run, steps, wanted)
     spent = {"steps": steps, "step_seconds": step_seconds(folder)}
-    found = {**asdict(run), **spent, **lengths(folder, run, wanted)}
+    found = {**asdict(run), **spent, **({} if run.equal == TIMED else lengths(folder, run, wanted))}
     shutil.rmtree(folder)
     return found
 
@@ -245,7 +254,8 @@ def goals(results: Results, wanted: argparse.Namespace) -> list[Goal]:
             what = f"K={max(wanted.counts)}, {kind}, equal {equal}: {' '.join(best)} / {variant} {BASE}"
             found.append(Goal(what, None if base is None else others[best] / base, goal, ">="))
     for kind in TEMPERATURES:
-        pairs = [each for one in results.values() for each in one[kind].values() if each["forced"] is not None]
+        drafts = [each for run, one in results.items() if run.equal != TIMED for each in one[kind].values()]
+        pairs = [each for each in drafts if each["forced"] is not None]
         found.append(Goal(f"{kind}: engine and teacher-forced apart, %", _percent_apart(pairs), 1.0, "<="))
     return found
 

@@ -261,6 +261,8 @@ def test_objectives_compares_runs_that_have_finished(tmp_path: Path) -> None:
             each = {str(k): {"mtp_eagle": k * factor, "trained": 1.0, "forced": forced} for k in range(1, 6)}
             row = {"settings": shared, "step_seconds": 1.0, "steps": 3, "greedy": each, "sampled": each}
             (kept / f"{equal}-{variant}-{loss}-1.json").write_text(json.dumps(row))
+        timed = {"settings": shared, "step_seconds": 1.0, "steps": 3}
+        (kept / f"timed-{variant}-{loss}-1.json").write_text(json.dumps(timed))
     flags = ["--losses", "kd,tv", "--variants", "plain,both,single", "--seeds", "1"]
     summary = summary_of("objectives.py", "--checkpoint", str(tmp_path), "--out", str(tmp_path), *flags)
     found = {goal["what"]: (round(goal["value"], 6), goal["goal"], goal["met"]) for goal in summary["goals"]}

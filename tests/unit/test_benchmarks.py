@@ -170,6 +170,24 @@ def test_depth_cost_runs_and_ends_with_its_report() -> None:
     assert summary["results"]["D=1"]["arithmetic"] == pytest.approx(arithmetic, abs=1e-4)
 
 
+def test_loss_costs_compares_the_coupled_loss_with_that_of_one_depth() -> None:
+    summary = summary_of("loss_costs.py", "--losses", "tv", "e2e_tv", "kd")
+    results = summary["results"]
+    assert [goal["value"] for goal in summary["goals"]] == [
+        results["e2e_tv"]["time ratio"],
+        results["e2e_tv"]["memory ratio"],
+    ]
+    assert {(goal["goal"], goal["op"]) for goal in summary["goals"]} == {(1.2, "<=")}
+    assert results["tv"]["MiB"] > 0
+    assert results["tv"]["memory ratio"] == 1
+
+
+def test_loss_costs_refuses_losses_without_the_two_that_are_compared() -> None:
+    run = fork_server.run([sys.executable, str(REPOSITORY / "benchmarks/loss_costs.py"), "--losses", "tv"])
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].endswith("--losses lacks e2e_tv; give tv and e2e_tv, which are compared.")
+
+
 def test_hybrid_runs_and_ends_with_its_report() -> None:
     summary = summary_of("hybrid.py")
     assert summary["benchmark"] == "hybrid"

@@ -37,6 +37,9 @@ EXAMPLES = """examples:
   megatron-mtp convert hf-to-mcore models/Qwen3-0.6B checkpoints/qwen
   megatron-mtp convert attach-mtp checkpoints/qwen checkpoints/qwen-mtp --mtp-num-layers 2
 
+  # the same depths, drafting only the most frequent tokens of a corpus, which is faster where the vocabulary is large
+  megatron-mtp convert draft-vocab checkpoints/mine checkpoints/fast --mtp-draft-vocab-size 4096 --data-path data/corpus
+
   # a trained checkpoint as a folder that transformers, vLLM and SGLang load with MTP; then the proof
   megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported
   megatron-mtp convert verify exported runs/mine/checkpoint
@@ -188,6 +191,28 @@ def drop(args: argparse.Namespace) -> dict[str, Any]:
     return asdict(drop_depths(args.source, args.target, args.keep, options(args)))
 
 
+def limit_drafts(args: argparse.Namespace) -> dict[str, Any]:
+    """`convert draft-vocab`."""
+    from megatron_mtp.checkpoint.convert.depths import write_change
+    from megatron_mtp.checkpoint.convert.drafts import DraftTokens, plan_drafts
+    from megatron_mtp.checkpoint.convert.dry_run import plan_change
+    from megatron_mtp.data.frequent_tokens import FILE, SIZE
+
+    size, file, data = args.mtp_draft_vocab_size, args.mtp_draft_vocab_file, args.data_path
+    check_counts(args, "mtp_draft_vocab_size")
+    if file is None and (size is None or data is None):
+        raise ValueError(f"tokens are counted in text or listed in a file; give {SIZE} and --data-path, or {FILE}.")
+    if file is not None and (size or data):
+        raise ValueError(f"{FILE} is {file}, which lists the tokens itself; leave {SIZE} and --data-path out.")
+    wanted = DraftTokens(size, data) if file is None else DraftTokens(file=file)
+    change, said = plan_drafts(args.source, wanted)
+    if args.dry_run:
+        done = plan_change(change, args.source, args.target)
+    else:
+        done = asdict(write_change(change, args.source, args.target, options(args)))
+    return done | {"draft vocabulary": said}
+
+
 def to_hybrid(args: argparse.Namespace) -> dict[str, Any]:
     """`convert gpt-to-hybrid`."""
     return _migrate(args, to_hybrid=True)
@@ -313,6 +338,13 @@ def _drop_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--keep", type=int, default=0, metavar="N", help="keep the first N depths (default: 0)")
 
 
+def _drafts_flags(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--mtp-draft-vocab-size", type=int, metavar="N", help="draft the N most frequent tokens of --data-path")
+    add("--data-path", metavar="PREFIX", help="the .bin and .idx of megatron-mtp preprocess")
+    add("--mtp-draft-vocab-file", type=named, metavar="FILE", help="draft the tokens in this file, one id per line")
+
+
 def _export_flags(command: argparse.ArgumentParser) -> None:
     add, forms = command.add_argument, ", ".join(trained_forms())
     add("--max-shard-size", default=SHARD, metavar="SIZE", help=f"largest safetensors file (default: {SHARD})")
@@ -392,6 +424,12 @@ COMMANDS = {
         "Copy a Megatron checkpoint without its MTP depths, or with the first few of them.",
         ("SRC", "DST"),
         (_writing_flags, _drop_flags),
+    ),
+    "draft-vocab": Command(
+        limit_drafts,
+        "Copy a Megatron checkpoint, and let its MTP depths draft only some tokens, which is faster.",
+        ("SRC", "DST"),
+        (_writing_flags, _drafts_flags),
     ),
     "gpt-to-hybrid": Command(
         to_hybrid,

@@ -12,6 +12,9 @@ import numpy as np
 
 from megatron_mtp.data.checks import read_index, token_slices
 
+SIZE, FILE = "--mtp-draft-vocab-size", "--mtp-draft-vocab-file"
+"""The flags that choose them."""
+
 
 def most_frequent(
     prefixes: Sequence[str], weights: Sequence[float] | None, count: int, vocab_size: int
@@ -41,13 +44,12 @@ def most_frequent(
     return sorted(chosen.tolist()), float(total[chosen].sum() / total.sum())
 
 
-def tokens_of_file(path: Path, vocab_size: int, flag: str) -> list[int]:
+def tokens_of_file(path: Path, vocab_size: int) -> list[int]:
     """The ids in a text file with one id per line, in ascending order.
 
     Args:
         path: the file.
         vocab_size: number of the tokenizer's ids.
-        flag: name of the flag in messages.
 
     Raises:
         ValueError: the file cannot be read or is empty, or a line is no id, repeats one, or is outside the vocabulary.
@@ -56,18 +58,18 @@ def tokens_of_file(path: Path, vocab_size: int, flag: str) -> list[int]:
         lines = path.read_text(encoding="utf-8").split()
         ids = [int(line) for line in lines]
     except (OSError, ValueError) as error:
-        raise ValueError(f"{flag} is {path}, which is no text file of token ids, one a line: {error}.") from None
+        raise ValueError(f"{FILE} is {path}, which is no text file of token ids, one a line: {error}.") from None
     if not ids:
-        raise ValueError(f"{flag} is {path}, which is empty; write a token id on every line.")
+        raise ValueError(f"{FILE} is {path}, which is empty; write a token id on every line.")
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise ValueError(
-            f"{flag} is {path}, which has the id {outside}, and the tokenizer has 0 to {vocab_size - 1}; take it out."
+            f"{FILE} is {path}, which has the id {outside}, and ids are 0 to {vocab_size - 1}; take it out."
         )
     ids.sort()
     twice = next((token for token, following in pairwise(ids) if token == following), None)
     if twice is not None:
-        raise ValueError(f"{flag} is {path}, which has the id {twice} twice; give every token once.")
+        raise ValueError(f"{FILE} is {path}, which has the id {twice} twice; give every token once.")
     return ids
 
 

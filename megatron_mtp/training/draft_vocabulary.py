@@ -11,10 +11,8 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.frequent_tokens import most_frequent, tokens_of_file
+from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
 from megatron_mtp.training.console import say
-
-SIZE, FILE = "--mtp-draft-vocab-size", "--mtp-draft-vocab-file"
 
 
 def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | None, bool]:
@@ -33,7 +31,7 @@ def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | Non
         _check_same(stored, settings, str(folder))
         tokens, source = stored.tolist(), f"as {folder} has them"
     elif settings.mtp_draft_vocab_file is not None:
-        tokens = tokens_of_file(Path(settings.mtp_draft_vocab_file), get_tokenizer().vocab_size, FILE)
+        tokens = tokens_of_file(Path(settings.mtp_draft_vocab_file), get_tokenizer().vocab_size)
         source = f"those of {settings.mtp_draft_vocab_file}"
     elif settings.mtp_draft_vocab_size is not None:
         tokens, source = _counted(args, settings.mtp_draft_vocab_size)
@@ -60,7 +58,7 @@ def _check_same(stored: Tensor, settings: MTPConfig, folder: str) -> None:
             f"{SIZE} is {size}, but the depths of {folder} (--load) were trained to draft {stored.numel()} tokens; "
             "leave the flag out to go on with those, or start from a checkpoint without depths."
         )
-    if file is not None and tokens_of_file(Path(file), get_tokenizer().vocab_size, FILE) != stored.tolist():
+    if file is not None and tokens_of_file(Path(file), get_tokenizer().vocab_size) != stored.tolist():
         raise ValueError(
             f"{FILE} is {file}, but the depths of {folder} (--load) were trained to draft {stored.numel()} other "
             "tokens; leave the flag out to go on with those, or start from a checkpoint without depths."

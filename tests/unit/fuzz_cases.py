@@ -680,6 +680,16 @@ drop-mtp hf new
 drop-mtp empty new
 drop-mtp run run
 drop-mtp run text/a.txt
+draft-vocab run new
+draft-vocab run new --mtp-draft-vocab-size 4
+draft-vocab run new --mtp-draft-vocab-size -4 --data-path corpus
+draft-vocab run new --mtp-draft-vocab-size abc --data-path corpus
+draft-vocab run new --mtp-draft-vocab-size 999999999 --data-path corpus
+draft-vocab run new --mtp-draft-vocab-size 4 --data-path text/a.txt
+draft-vocab run new --mtp-draft-vocab-file text/a.txt
+draft-vocab plain new --mtp-draft-vocab-size 4 --data-path corpus
+draft-vocab hf new --mtp-draft-vocab-size 4 --data-path corpus
+draft-vocab run run --mtp-draft-vocab-size 4 --data-path corpus
 gpt-to-hybrid run run
 gpt-to-hybrid nowhere new
 gpt-to-hybrid hf new
@@ -746,6 +756,7 @@ convert mcore-to-hf run new
 convert drop-mtp run new
 convert drop-mtp run new --keep 1
 convert attach-mtp plain new --mtp-num-layers 1
+convert draft-vocab run new --mtp-draft-vocab-size 4 --data-path corpus
 convert gpt-to-hybrid run new
 convert gpt-to-hybrid plain new --dry-run
 generate --load run --prompt the --max-new-tokens 3 --speculative-config '{"method": "mtp"}' --compare

@@ -250,8 +250,8 @@ def test_other_depths_than_stored_need_a_word(
     [
         ("", "which is empty; write a token id on every line"),
         ("3\nfour\n", "which is no text file of token ids, one a line: invalid literal"),
-        ("3\n4000\n", "which has the id 4000, and the tokenizer has 0 to"),
-        ("3\n-1\n", "which has the id -1, and the tokenizer has 0 to"),
+        ("3\n4000\n", "which has the id 4000, and ids are 0 to"),
+        ("3\n-1\n", "which has the id -1, and ids are 0 to"),
         ("3\n5\n3\n", "which has the id 3 twice; give every token once"),
     ],
 )

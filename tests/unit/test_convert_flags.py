@@ -28,6 +28,7 @@ ACTING = {
     "mcore-to-hf": {"--dtype", "--max-shard-size", "--workers", "--resume", "--trust-remote-code"},
     "attach-mtp": {"--workers", "--resume"},
     "drop-mtp": {"--workers", "--resume"},
+    "draft-vocab": {"--workers", "--resume"},
     "verify": {"--trust-remote-code"},
     "inspect": set(),
 }

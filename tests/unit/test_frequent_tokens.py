@@ -43,4 +43,4 @@ def test_a_dataset_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_file_of_ids_in_any_order(tmp_path: Path) -> None:
     (tmp_path / "ids.txt").write_text("7\n2\n\n5\n")
-    assert tokens_of_file(tmp_path / "ids.txt", 8, "--flag") == [2, 5, 7]
+    assert tokens_of_file(tmp_path / "ids.txt", 8) == [2, 5, 7]

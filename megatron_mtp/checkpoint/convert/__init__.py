@@ -14,6 +14,7 @@ computation.py     whether arguments and a config.json describe the same computa
 exporting.py       mcore-to-hf
 fitting.py         eh_proj of new depths, fitted to text
 depths.py          attach-mtp and drop-mtp
+drafts.py          draft-vocab
 pattern.py         a GPT's layers as the pattern of a hybrid, and back
 halves.py          keys of a GPT's tensors in a hybrid, and back
 migrating.py       gpt-to-hybrid and hybrid-to-gpt

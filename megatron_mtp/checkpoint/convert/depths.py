@@ -118,7 +118,7 @@ def attach_depths(source: Path, target: Path, depths: int, init: Init, options: 
     Raises:
         ValueError: as `plan_attaching`, or the target is taken, or there is no text to fit on.
     """
-    return _copy(plan_attaching(source, depths, init, options.quiet), source, target, options)
+    return write_change(plan_attaching(source, depths, init, options.quiet), source, target, options)
 
 
 def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Converted:
@@ -127,7 +127,7 @@ def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Conv
     Raises:
         ValueError: as `plan_dropping`, or the target is taken.
     """
-    return _copy(plan_dropping(source, keep), source, target, options)
+    return write_change(plan_dropping(source, keep), source, target, options)
 
 
 def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -> Change:
@@ -150,14 +150,14 @@ def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -
     template = Template.of(reader)
     changes: dict[str, Any] = {} if template.pattern is None else {"hybrid_layer_pattern": template.with_depths(depths)}
     changes |= {"mtp_num_layers": depths, "mtp_use_repeated_layer": False, "mtp_architecture": "sequential", **ONE_PASS}
-    args = _args(reader, **changes)
+    args = changed_args(reader, **changes)
     fitted = None
     if init.data is not None:
         fit = Fit(reader, args["args"], next(iter(template.stack)), init.data, init.seed)
         fitted = cache(partial(fit.projection, quiet))
     made = [entry for depth in range(depths) for entry in _depth(reader, depth, template, init, fitted)]
     plan = {"depths": depths, "init": init.name, "seed": init.seed} | (asdict(init.data) if init.data else {})
-    return Change(reader, _trunk(reader), made, args, plan, before=0, depths=depths, fitted=fitted)
+    return Change(reader, trunk_of(reader), made, args, plan, before=0, depths=depths, fitted=fitted)
 
 
 def plan_dropping(source: Path, keep: int) -> Change:
@@ -173,13 +173,13 @@ def plan_dropping(source: Path, keep: int) -> Change:
     if not 0 <= keep < depths:
         raise ValueError(f"--keep is {keep}, but {source} has {depths} MTP depth(s); keep 0 to {depths - 1} of them.")
     kept = [
-        _copied(reader, key)
+        copied(reader, key)
         for key in reader.keys
         if ((depth := depth_of(key)) is not None and depth < keep) or (key == DRAFT_VOCABULARY and keep)
     ]
-    args = _args(reader, mtp_num_layers=keep or None, **ONE_PASS, **_pattern(reader, keep))
+    args = changed_args(reader, mtp_num_layers=keep or None, **ONE_PASS, **_pattern(reader, keep))
     dropped = _carried_parts(reader, source, keep)
-    return Change(reader, _trunk(reader, dropped), kept, args, {"depths": keep}, depths, keep, dropped)
+    return Change(reader, trunk_of(reader, dropped), kept, args, {"depths": keep}, depths, keep, dropped)
 
 
 def _pattern(reader: DistReader, keep: int) -> dict[str, str]:
@@ -188,13 +188,14 @@ def _pattern(reader: DistReader, keep: int) -> dict[str, str]:
     return {} if pattern is None else {"hybrid_layer_pattern": "/".join(pattern.split("/")[: 1 + keep])}
 
 
-def _trunk(reader: DistReader, dropped: frozenset[str] = frozenset()) -> list[Source]:
+def trunk_of(reader: DistReader, dropped: frozenset[str] = frozenset()) -> list[Source]:
     """All tensors except the depths' and the dropped carried ones."""
     keys = (key for key in reader.keys if not key.startswith("mtp.") and key.removeprefix(CARRIED) not in dropped)
-    return [_copied(reader, key) for key in keys]
+    return [copied(reader, key) for key in keys]
 
 
-def _copied(reader: DistReader, key: str) -> Source:
+def copied(reader: DistReader, key: str) -> Source:
+    """A tensor as it is."""
     return Source(key, tuple(reader.shape(key)), reader.dtype(key), partial(reader.read, key))
 
 
@@ -214,7 +215,7 @@ def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str
     return frozenset(name for name in carried if (depth := stored.depth_of(config, name)) is not None and depth >= keep)
 
 
-def _copy(change: Change, source: Path, target: Path, options: Options) -> Converted:
+def write_change(change: Change, source: Path, target: Path, options: Options) -> Converted:
     """Write the new checkpoint."""
     reader = change.reader
     folder = PartialFolder(target, source, {"source": reader.fingerprint(), **change.plan}, options.resume)
@@ -339,7 +340,7 @@ def _pass_hidden_state(shape: tuple[int, ...]) -> Tensor:
     return torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
 
 
-def _args(reader: DistReader, **changes: Any) -> dict[str, Any]:
+def changed_args(reader: DistReader, **changes: Any) -> dict[str, Any]:
     """What the new checkpoint stores beside tensors, with changed arguments."""
     common = reader.common()
     args = Namespace(**{**vars(common["args"]), **changes})

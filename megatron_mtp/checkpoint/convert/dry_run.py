@@ -66,7 +66,7 @@ def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> d
 
 
 def plan_change(change: Change, source: Path, target: Path) -> dict[str, Any]:
-    """What `attach-mtp` or `drop-mtp` would do, by name."""
+    """What `attach-mtp`, `drop-mtp` or `draft-vocab` would do, by name."""
     entries = [*change.trunk, *change.made]
     old = set(change.reader.keys)
     return {

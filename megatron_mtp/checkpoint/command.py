@@ -196,15 +196,9 @@ def limit_drafts(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.convert.depths import write_change
     from megatron_mtp.checkpoint.convert.drafts import DraftTokens, plan_drafts
     from megatron_mtp.checkpoint.convert.dry_run import plan_change
-    from megatron_mtp.data.frequent_tokens import FILE, SIZE
 
-    size, file, data = args.mtp_draft_vocab_size, args.mtp_draft_vocab_file, args.data_path
     check_counts(args, "mtp_draft_vocab_size")
-    if file is None and (size is None or data is None):
-        raise ValueError(f"tokens are counted in text or listed in a file; give {SIZE} and --data-path, or {FILE}.")
-    if file is not None and (size or data):
-        raise ValueError(f"{FILE} is {file}, which lists the tokens itself; leave {SIZE} and --data-path out.")
-    wanted = DraftTokens(size, data) if file is None else DraftTokens(file=file)
+    wanted = DraftTokens(args.mtp_draft_vocab_size, args.data_path, args.mtp_draft_vocab_file)
     change, said = plan_drafts(args.source, wanted)
     if args.dry_run:
         done = plan_change(change, args.source, args.target)

@@ -204,14 +204,16 @@ def test_no_command_writes_into_its_source_or_around_it(
         assert run(command, *(tmp_path / path for path in paths)) == 0
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "leads-in").symlink_to(tmp_path / "mcore" / "new")
+    (tmp_path / "tokens").write_text("1\n2\n")
     before = digest(tmp_path)
     capsys.readouterr()
     sources = {"hf-to-mcore": "source", "attach-mtp": "trunk", "gpt-to-hybrid": "trunk", "hybrid-to-gpt": "hybrid"}
     writing = [name for name, command in COMMANDS.items() if command.operands == ("SRC", "DST")]
-    assert len(writing) == 6
+    needed = {"attach-mtp": ["--mtp-num-layers", 1], "draft-vocab": ["--mtp-draft-vocab-file", tmp_path / "tokens"]}
+    assert len(writing) == 7
     for command in writing:
         name = sources.get(command, "mcore")
-        more = ["--mtp-num-layers", 1] if command == "attach-mtp" else []
+        more = needed.get(command, [])
         inner = [tmp_path / name / "new", tmp_path / "link" / name / "hf" / "deep" / "new"]
         inner += [tmp_path / "leads-in"] if name == "mcore" else []
         said = dict.fromkeys(inner, "which it is made from; name a place outside") | {tmp_path: f"holds {tmp_path}/"}

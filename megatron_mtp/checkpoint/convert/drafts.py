@@ -16,7 +16,7 @@ from megatron_mtp.checkpoint.convert.depths import Change, Source, changed_args,
 from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.data.checks import check_data_prefixes
-from megatron_mtp.data.frequent_tokens import SIZE, most_frequent, tokens_of_file
+from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 
@@ -27,21 +27,27 @@ class DraftTokens:
     Attributes:
         size: how many of the corpus.
         data_path: prefix of the corpus's .bin and .idx.
-        file: a token id on every line; None for the corpus.
+        file: a token id on every line, in place of the two others.
     """
 
-    size: int = 0
-    data_path: str = ""
+    size: int | None = None
+    data_path: str | None = None
     file: Path | None = None
 
     def chosen(self, vocabulary: int) -> tuple[list[int], str]:
         """Ids below `vocabulary` in ascending order, and what they are, for people.
 
         Raises:
-            ValueError: the corpus or the file cannot be read, or the vocabulary has fewer tokens.
+            ValueError: neither size and corpus nor a file, or both; one is unreadable; fewer tokens in the vocabulary.
         """
         if self.file is not None:
+            if self.size or self.data_path:
+                raise ValueError(
+                    f"{FILE} is {self.file}, which lists the tokens itself; leave {SIZE} and --data-path out."
+                )
             return tokens_of_file(self.file, vocabulary), f"those of {self.file}"
+        if self.size is None or self.data_path is None:
+            raise ValueError(f"tokens are counted in text or listed in a file; give {SIZE} and --data-path, or {FILE}.")
         if self.size > vocabulary:
             raise ValueError(f"{SIZE} is {self.size}, and the model has {vocabulary} tokens; give at most that.")
         check_data_prefixes([self.data_path], vocabulary)

@@ -12,7 +12,7 @@ mix.py                   mix, a weighted sum of other losses
 vocabulary.py            softmax, argmax and sums over a vocabulary that is cut over ranks
 chunks.py                how many positions are taken at once where logits are made
 weight_gradient.py       the head's gradient: what is kept of it for the backward pass, and where it is added
-triton_kernels.py        a position's losses and gradients in one kernel: ce, kd and tv
+triton_kernels.py        a position's losses and gradients in one kernel or two: all losses but mix
 triton_chunk.py          where these kernels are used, and what they are called with
 linear_cross_entropy.py  head and loss together, in chunks of tokens: memory that does not grow with depths
 combine.py               masks, weights (lambda / D) and the normaliser: one scalar from all losses

@@ -1,7 +1,7 @@
-"""A chunk's losses and gradients in one Triton kernel each, where the products are on a GPU and one rank holds them.
+"""A chunk's losses and gradients in one Triton kernel or two, where the products are on a GPU and one rank holds them.
 
 The products keep their type: there is no float32 copy of the logits, and no pass over them but the kernel's two or
-three. Losses without a kernel, other devices and a vocabulary that is cut over ranks take the TokenLoss itself, which
+four. Losses without a kernel, other devices and a vocabulary that is cut over ranks take the TokenLoss itself, which
 says what a kernel has to compute.
 
 Letters in names: N positions, V entries of the vocabulary, W all tokens.
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_mtp.losses.chain import AcceptedLength
 from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.distillation import LARGEST_GAP, Divergence
-from megatron_mtp.losses.overlap import TotalVariation
+from megatron_mtp.losses.overlap import AdaptiveDivergence, NegativeLogOverlap, OverlapLoss, TotalVariation
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
 from megatron_mtp.platform.kernels import why_not
@@ -25,6 +26,10 @@ from megatron_mtp.platform.kernels import why_not
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK, WARPS = 4096, 8
 """Logits of a row that a program has in registers at once, and the warps that share them."""
+
+GAP = {"LARGEST_GAP": LARGEST_GAP, "FLOOR": math.exp(-LARGEST_GAP)}
+FOUND = 9
+"""Numbers that the first kernel of the overlap leaves to the second: log a first, KL(p, q) last."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Products:
         products_NV: states times the head: logits before `vocabulary.logit_scale`.
         labels_N: tokens, or their numbers in a draft vocabulary.
         mask_N: float32 weights of the positions.
-        scale: scalar, by which all gradients are multiplied.
+        scale: scalar, by which all gradients are multiplied; [D] where rows of D depths take turns.
         teacher_NW: the trunk's products, over V or W.
         vocabulary: what the columns stand for.
     """
@@ -101,21 +106,9 @@ def _cross_entropy(loss: CrossEntropy, given: Products, losses_N: Tensor) -> Non
 def _divergence(loss: Divergence, given: Products, losses_N: Tensor) -> None:
     from megatron_mtp.losses import triton_kernels
 
-    gap = {"LARGEST_GAP": LARGEST_GAP, "FLOOR": math.exp(-LARGEST_GAP)}
-    _with_teacher(triton_kernels.divergence, loss.temperature, given, losses_N, **gap)
-
-
-def _total_variation(loss: TotalVariation, given: Products, losses_N: Tensor) -> None:
-    from megatron_mtp.losses import triton_kernels
-
-    tokens = given.vocabulary.tokens_of(given.teacher()[0]).size(1)
-    _with_teacher(triton_kernels.total_variation, loss.temperature, given, losses_N, TEACHER_TOKENS=tokens)
-
-
-def _with_teacher(kernel: Any, temperature: float, given: Products, losses_N: Tensor, **constants: float) -> None:
-    """Launch a kernel that compares with the trunk's products."""
+    temperature = loss.temperature
     *teacher, is_gathered = given.teacher()
-    kernel[(len(given.products_NV),)](
+    triton_kernels.divergence[(len(losses_N),)](
         given.products_NV,
         given.products_NV.stride(0),
         *teacher,
@@ -125,14 +118,59 @@ def _with_teacher(kernel: Any, temperature: float, given: Products, losses_N: Te
         given.vocabulary.logit_scale / temperature,
         temperature,
         GATHERED=is_gathered,
-        **constants,
+        **GAP,
         **given.launch(),
     )
+
+
+@dataclass(frozen=True)
+class _Slopes:
+    """A loss of the overlap: its value, and its derivatives by -log a and, where it has a part in it, by KL(p, q)."""
+
+    value_N: Tensor
+    overlap_N: Tensor
+    divergence_N: Tensor | None = None
+
+
+def _overlap(loss: OverlapLoss, given: Products, losses_N: Tensor) -> None:
+    """Two kernels: between them `joined` says how much the depths of a position count."""
+    from megatron_mtp.losses import triton_kernels
+
+    rows, temperature = len(losses_N), loss.temperature
+    teacher_NW, *columns, is_gathered = given.teacher()
+    found_NF = losses_N.new_empty(rows, FOUND)
+    products = given.products_NV, given.products_NV.stride(0), teacher_NW, *columns, found_NF
+    diverges = isinstance(loss, AdaptiveDivergence)
+    constants = {"GATHERED": is_gathered, "DIVERGES": diverges, "FOUND": FOUND, **given.launch()}
+    factor = given.vocabulary.logit_scale / temperature
+    tokens = given.vocabulary.tokens_of(teacher_NW).size(1)
+    triton_kernels.overlap[(rows,)](*products, factor, TEACHER_TOKENS=tokens, **GAP, **constants)
+    slopes = _slopes(loss, found_NF[:, 0], found_NF[:, FOUND - 1])
+    losses_N.copy_(slopes.value_N)
+    scale_D = given.scale.view(-1)
+    joined_N = loss.joined(losses_N.view(-1, len(scale_D)), scale_D).slopes_ND.flatten()
+    by_overlap_N = slopes.overlap_N * joined_N
+    by_divergence_N = by_overlap_N if slopes.divergence_N is None else slopes.divergence_N * joined_N
+    triton_kernels.overlap_gradient[(rows,)](
+        *products, given.mask_N, by_overlap_N, by_divergence_N, factor, temperature, **constants
+    )
+
+
+def _slopes(loss: OverlapLoss, log_overlap_N: Tensor, divergence_N: Tensor) -> _Slopes:
+    """Of the loss, as overlap.py has it."""
+    overlap_N, rejected_N = log_overlap_N.exp(), -log_overlap_N.expm1()
+    if isinstance(loss, AdaptiveDivergence):
+        share_N, square = torch.exp(-loss.eta * overlap_N), loss.temperature**2
+        value_N = torch.lerp(rejected_N, square * divergence_N, share_N)
+        return _Slopes(value_N, (1 - share_N) * overlap_N, square * share_N)
+    if isinstance(loss, TotalVariation):
+        return _Slopes(rejected_N, overlap_N)
+    return _Slopes(-log_overlap_N, torch.ones_like(overlap_N))
 
 
 KERNELS: dict[type[TokenLoss], Callable[[Any, Products, Tensor], None]] = {
     CrossEntropy: _cross_entropy,
     Divergence: _divergence,
-    TotalVariation: _total_variation,
+    **dict.fromkeys((TotalVariation, NegativeLogOverlap, AdaptiveDivergence, AcceptedLength), _overlap),
 }
 """Each writes losses, and the gradient over the products."""

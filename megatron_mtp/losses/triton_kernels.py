@@ -1,7 +1,8 @@
-"""Kernels for a GPU: a row of products becomes the gradient by them in one place, in two or three passes over the row.
+"""Kernels for a GPU: a row of products becomes the gradient by them in one place, in two to four passes over the row.
 
-One program takes one position. A first pass finds the largest logit and the normaliser, another one writes gradients in
-the products' memory and type. All in between is float32, in registers. triton_chunk.py calls them.
+One program takes one position. A first pass finds the largest logit and the normaliser, the last one writes gradients
+in the products' memory and type. All in between is float32, in registers. Losses of the overlap are two kernels, since
+the overlaps of all depths at a position may decide how much each of them counts. triton_chunk.py calls them.
 
 Logits are `factor` times the products, at temperatures included. Columns from `TOKENS` on are padding, with probability
 0; their gradient is 0. With `GATHERED` the trunk's column of entry v is `columns[v]`. A position of mask 0 has gradient
@@ -73,7 +74,7 @@ def divergence(
     GATHERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """t^2 KL(p || q), without the sum of terms that cancel; gradient t (q - p)."""
+    """t^2 KL(p || q), and its gradient t (q - p)."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     teachers += row * teacher_stride
@@ -84,57 +85,116 @@ def divergence(
     loss = 0.0
     for start in range(0, ENTRIES, BLOCK):
         places = start + tl.arange(0, BLOCK)
-        is_token = places < TOKENS
         q_below = _logits(products, columns, places, factor, TOKENS, False) - q_largest
         p_below = _logits(teachers, columns, places, factor, TOKENS, GATHERED) - p_largest
         q, p = tl.exp(q_below) / q_total, tl.exp(p_below) / p_total
-        gap = tl.where(is_token, q_below, 0.0) - tl.where(is_token, p_below, 0.0) + offset
-        gap = tl.where(gap > LARGEST_GAP, LARGEST_GAP, gap)
-        terms = _exponential_beyond_linear(gap) * tl.maximum(p, q * FLOOR)
-        loss += tl.sum(tl.where(is_token, terms, 0.0))
+        loss += _divergence(q_below, p_below, q, p, offset, places < TOKENS, LARGEST_GAP, FLOOR)
         _store(products, places, temperature * (q - p), weight, ENTRIES, TOKENS)
     tl.store(losses + row, temperature * temperature * loss)
 
 
 @triton.jit
-def total_variation(
+def overlap(
     products,
     stride,
     teachers,
     teacher_stride,
     columns,
+    found,
+    factor,
+    ENTRIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TEACHER_TOKENS: tl.constexpr,
+    LARGEST_GAP: tl.constexpr,
+    FLOOR: tl.constexpr,
+    GATHERED: tl.constexpr,
+    DIVERGES: tl.constexpr,
+    FOUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What `overlap_gradient` needs of a row, in `found`: p is over all of the trunk's tokens, and products are kept.
+
+    With `DIVERGES` KL(p || q), too, where p is over the drafted ones.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    products += row * stride
+    teachers += row * teacher_stride
+    found += row * FOUND
+    q_largest, q_total = _statistics(products, columns, factor, TOKENS, False, BLOCK)
+    p_largest, p_total = _statistics(teachers, columns, factor, TEACHER_TOKENS, False, BLOCK)
+    largest, total, short = float("-inf"), 0.0, 0.0
+    for start in range(0, ENTRIES, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        log_q = _logits(products, columns, places, factor, TOKENS, False) - q_largest - tl.log(q_total)
+        log_p = _logits(teachers, columns, places, factor, TOKENS, GATHERED) - p_largest - tl.log(p_total)
+        smaller = tl.minimum(log_q, log_p)
+        new = tl.maximum(largest, tl.max(smaller))
+        parts = tl.exp(smaller - new)
+        total = total * tl.exp(largest - new) + tl.sum(parts)
+        short = short * tl.exp(largest - new) + tl.sum(tl.where(log_q < log_p, parts, 0.0))
+        largest = new
+    tl.store(found, tl.log(total) + largest)
+    tl.store(found + 1, short / total)
+    tl.store(found + 2, q_largest)
+    tl.store(found + 3, tl.log(q_total))
+    tl.store(found + 4, p_largest)
+    tl.store(found + 5, tl.log(p_total))
+    if DIVERGES:
+        if GATHERED:
+            p_largest, p_total = _statistics(teachers, columns, factor, TOKENS, True, BLOCK)
+        tl.store(found + 6, p_largest)
+        tl.store(found + 7, tl.log(p_total))
+        offset = tl.log(p_total) - tl.log(q_total)
+        loss = 0.0
+        for start in range(0, ENTRIES, BLOCK):
+            places = start + tl.arange(0, BLOCK)
+            q_below = _logits(products, columns, places, factor, TOKENS, False) - q_largest
+            p_below = _logits(teachers, columns, places, factor, TOKENS, GATHERED) - p_largest
+            q, p = tl.exp(q_below) / q_total, tl.exp(p_below) / p_total
+            loss += _divergence(q_below, p_below, q, p, offset, places < TOKENS, LARGEST_GAP, FLOOR)
+        tl.store(found + 8, loss)
+
+
+@triton.jit
+def overlap_gradient(
+    products,
+    stride,
+    teachers,
+    teacher_stride,
+    columns,
+    found,
     masks,
-    scale,
-    losses,
+    slopes,
+    divergence_slopes,
     factor,
     temperature,
     ENTRIES: tl.constexpr,
     TOKENS: tl.constexpr,
-    TEACHER_TOKENS: tl.constexpr,
     GATHERED: tl.constexpr,
+    DIVERGES: tl.constexpr,
+    FOUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """1 - sum min(p, q), where p is over all of the trunk's tokens; gradient (q sum short - short) / t."""
+    """Slope times the gradient of -log a, as in overlap.py; with `DIVERGES` the other slope times that of KL, too."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     teachers += row * teacher_stride
-    q_largest, q_total = _statistics(products, columns, factor, TOKENS, False, BLOCK)
-    p_largest, p_total = _statistics(teachers, columns, factor, TEACHER_TOKENS, False, BLOCK)
-    overlap, all_short = 0.0, 0.0
+    found += row * FOUND
+    log_overlap, short = tl.load(found), tl.load(found + 1)
+    q_largest, q_normaliser = tl.load(found + 2), tl.load(found + 3)
+    p_largest, p_normaliser = tl.load(found + 4), tl.load(found + 5)
+    weight, slope = tl.load(masks + row), tl.load(slopes + row)
     for start in range(0, ENTRIES, BLOCK):
         places = start + tl.arange(0, BLOCK)
-        q = tl.exp(_logits(products, columns, places, factor, TOKENS, False) - q_largest) / q_total
-        p = tl.exp(_logits(teachers, columns, places, factor, TOKENS, GATHERED) - p_largest) / p_total
-        overlap += tl.sum(tl.minimum(q, p))
-        all_short += tl.sum(tl.where(q < p, q, 0.0))
-    tl.store(losses + row, 1 - overlap)
-    weight = tl.load(masks + row) * tl.load(scale)
-    for start in range(0, ENTRIES, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        q = tl.exp(_logits(products, columns, places, factor, TOKENS, False) - q_largest) / q_total
-        p = tl.exp(_logits(teachers, columns, places, factor, TOKENS, GATHERED) - p_largest) / p_total
-        gradient = (q * all_short - tl.where(q < p, q, 0.0)) / temperature
-        _store(products, places, gradient, weight, ENTRIES, TOKENS)
+        log_q = _logits(products, columns, places, factor, TOKENS, False) - q_largest - q_normaliser
+        p_logits = _logits(teachers, columns, places, factor, TOKENS, GATHERED)
+        log_p = p_logits - p_largest - p_normaliser
+        q = tl.exp(log_q)
+        gradient = slope * (q * short - tl.where(log_q < log_p, tl.exp(log_q - log_overlap), 0.0))
+        if DIVERGES:
+            p = tl.exp(p_logits - tl.load(found + 6) - tl.load(found + 7))
+            gradient += tl.load(divergence_slopes + row) * (q - p)
+        _store(products, places, gradient / temperature, weight, ENTRIES, TOKENS)
 
 
 @triton.jit
@@ -168,6 +228,15 @@ def _sum_below(products, largest, factor, TOKENS: tl.constexpr, BLOCK: tl.conste
         below = _logits(products, products, places, factor, TOKENS, False) - largest
         total += tl.sum(tl.where(places < TOKENS, below, 0.0))
     return total
+
+
+@triton.jit
+def _divergence(q_below, p_below, q, p, offset, is_token, LARGEST_GAP: tl.constexpr, FLOOR: tl.constexpr):
+    """These tokens' part of KL(p || q), without the sum of terms that cancel."""
+    gap = tl.where(is_token, q_below, 0.0) - tl.where(is_token, p_below, 0.0) + offset
+    gap = tl.where(gap > LARGEST_GAP, LARGEST_GAP, gap)
+    terms = _exponential_beyond_linear(gap) * tl.maximum(p, q * FLOOR)
+    return tl.sum(tl.where(is_token, terms, 0.0))
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import torch
 from interpreted import found_by
 
 from megatron_mtp.losses import LOSSES, triton_chunk
+from megatron_mtp.losses.chain import AcceptedLength
 from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.distillation import Divergence
 from megatron_mtp.losses.mix import Mix
@@ -29,7 +30,7 @@ def interpreted() -> dict[str, Any]:
 
 def test_values_and_gradients_are_those_of_the_definition(interpreted: dict[str, Any]) -> None:
     """All tokens and draft vocabularies, masks, padding, temperatures, a factor of the logits, odd sizes."""
-    assert interpreted["used"] == ["CrossEntropy", "Divergence", "TotalVariation"]
+    assert interpreted["used"] == sorted(loss.__name__ for loss in triton_chunk.KERNELS)
     for name, (value, gradients) in interpreted["losses"].items():
         assert value <= 1e-6, name
         assert gradients <= 1e-5, name
@@ -56,7 +57,9 @@ def test_the_comparison_sees_a_wrong_kernel() -> None:
 
 
 SIZES = {"ENTRIES": 131_072, "TOKENS": 131_000, "BLOCK": triton_chunk.BLOCK}
+GAP, FOUND = {"LARGEST_GAP": 40.0, "FLOOR": 4e-18}, {"FOUND": triton_chunk.FOUND}
 POINTERS = dict.fromkeys(("products", "teachers"), "*bf16") | dict.fromkeys(("labels", "columns"), "*i64")
+FLOATS = "masks", "scale", "losses", "found", "slopes", "divergence_slopes"
 NUMBERS = {"factor": "fp32", "temperature": "fp32", "size": "i32", "stride": "i32", "teacher_stride": "i32"}
 
 
@@ -64,15 +67,17 @@ NUMBERS = {"factor": "fp32", "temperature": "fp32", "size": "i32", "stride": "i3
     ("kernel", "constants"),
     [
         ("cross_entropy", {"SMOOTHING": 0.1, "Z_LOSS": 1e-3, "DRAFTED": True}),
-        ("divergence", {"LARGEST_GAP": 40.0, "FLOOR": 4e-18, "GATHERED": True}),
-        ("total_variation", {"TEACHER_TOKENS": 151_000, "GATHERED": True}),
+        ("divergence", {"GATHERED": True} | GAP),
+        ("overlap", {"TEACHER_TOKENS": 151_000, "GATHERED": True, "DIVERGES": True} | GAP | FOUND),
+        ("overlap", {"TEACHER_TOKENS": 131_000, "GATHERED": False, "DIVERGES": False} | GAP | FOUND),
+        ("overlap_gradient", {"GATHERED": True, "DIVERGES": True} | FOUND),
     ],
 )
 def test_kernels_compile_for_a_gpu(
     kernel: str, constants: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    types = dict.fromkeys(("masks", "scale", "losses"), "*fp32") | POINTERS | NUMBERS
+    types = dict.fromkeys(FLOATS, "*fp32") | POINTERS | NUMBERS
     assert_compiles(getattr(triton_kernels, kernel), types, SIZES | constants, triton_chunk.WARPS)
 
 
@@ -86,6 +91,7 @@ class Extended(CrossEntropy):
         (CrossEntropy(), {}, True),
         (Divergence(), {"dtype": torch.float16}, True),
         (TotalVariation(), {"dtype": torch.float32}, True),
+        (AcceptedLength(), {}, True),
         (Mix(((1.0, CrossEntropy()),)), {}, False),
         (Extended(), {}, False),
         (CrossEntropy(), {"is_cuda": False}, False),

@@ -99,7 +99,13 @@ FAULTS = {
     "temperature": ("kd tempered", "temperature * (q - p)", "q - p"),
     "series": ("kd", "1.0 + x / divisor * series", "1.0 + x / divisor"),
     "drafted columns": ("tv", "tl.load(columns + places,", "tl.load(columns + places * 0,"),
-    "overlap": ("tv", "q * all_short", "q * overlap"),
+    "overlap": ("tv", "q * short -", "q -"),
+    "sum of the overlap": ("nla", "total = total * tl.exp(largest - new) + tl.sum(parts)", "total += tl.sum(parts)"),
+    "sum of the short": ("nla", "short = short * tl.exp(largest - new) + tl", "short += tl"),
+    "slope": ("tv", "gradient = slope * (q", "gradient = (q"),
+    "logarithm": ("nla", "tl.store(found, tl.log(total) + largest)", "tl.store(found, tl.log(total))"),
+    "slopes of both": ("lk", "tl.load(divergence_slopes + row) * (q - p)", "slope * (q - p)"),
+    "drafted tokens of the trunk": ("lk", "if GATHERED:\n            p_largest", "if False:\n            p_largest"),
 }
 """Faults to plant in the kernels: the loss that they spoil, and what of the source becomes what."""
 

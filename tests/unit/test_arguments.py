@@ -14,6 +14,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.training.global_vars import unset_global_variables
 
+from megatron_mtp.checkpoint.mcore import stored_depths
+from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
 from megatron_mtp.command import line
 from megatron_mtp.model.arguments import APEX, CUDA, TE, flags_without
 from megatron_mtp.training import arguments
@@ -236,6 +238,7 @@ def checkpoint(megatron: None, tmp_path: Path) -> Path:
     ("flags", "says"),
     [
         (DEPTHS, "has 1 MTP layer(s); say with --mtp-init random or --mtp-init last-layer"),
+        (DEPTHS, "missing ones, or give --mtp-use-repeated-layer for one layer in all depths."),
         (f"{DEPTHS} --mtp-init random --mtp-architecture parallel", "give --mtp-architecture sequential"),
     ],
 )
@@ -243,6 +246,15 @@ def test_other_depths_than_stored_need_a_word(
     flags: str, says: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert says in refusal(f"{ROPE} {MOCK} {flags} --load {checkpoint}", monkeypatch, capsys)
+
+
+def test_more_depths_than_the_model_has_are_taken_out_by_their_owner(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stored_depths, "stored_depths", lambda _: StoredDepths(3, True))
+    sentence = refusal(f"{ROPE} {MOCK} {DEPTHS} --mtp-use-repeated-layer --load {checkpoint}", monkeypatch, capsys)
+    assert "(--load) has 3 MTP layers, and the model is to have 1; give --mtp-num-layers 3 without" in sentence
+    assert "drop-mtp --keep 1." in sentence
 
 
 @pytest.mark.parametrize(

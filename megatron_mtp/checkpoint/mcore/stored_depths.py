@@ -69,8 +69,9 @@ def absent_layers(folder: Path, layers: int, sequential: bool, init: str | None)
         return ()
     if stored.layers > layers:
         raise ValueError(
-            f"--mtp-num-layers asks for {layers} MTP layer(s), but the checkpoint {folder} (--load) has "
-            f"{stored.layers}; give --mtp-num-layers {stored.layers}, or --mtp-use-repeated-layer if it was trained so."
+            f"the checkpoint {folder} (--load) has {stored.layers} MTP layers, and the model is to have {layers}; give "
+            f"--mtp-num-layers {stored.layers} without --mtp-use-repeated-layer, or take the others out with "
+            f"megatron-mtp convert drop-mtp --keep {layers}."
         )
     if stored.layers and stored.sequential != sequential:
         trained = "sequential" if stored.sequential else "parallel"
@@ -81,9 +82,11 @@ def absent_layers(folder: Path, layers: int, sequential: bool, init: str | None)
     absent = tuple(range(stored.layers, layers))
     if absent and init is None:
         has = f"has {stored.layers} MTP layer(s)" if stored.layers else "has no MTP weights"
+        repeats = ", or give --mtp-use-repeated-layer for one layer in all depths"
+        repeats = repeats if stored.layers == 1 and sequential else ""
         raise ValueError(
             f"--mtp-num-layers asks for {layers} MTP layer(s), but the checkpoint {folder} (--load) {has}; say with "
-            "--mtp-init random or --mtp-init last-layer how to initialise the missing ones."
+            f"--mtp-init random or --mtp-init last-layer how to initialise the missing ones{repeats}."
         )
     return absent
 

@@ -17,8 +17,9 @@ the overlap, so that 1 - a is still the rate of rejection.
 Letters in names: N positions, V this rank's slice of the vocabulary.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Self, override
+from typing import ClassVar, Self, override
 
 import torch
 from torch import Tensor
@@ -29,17 +30,56 @@ from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 
 
 @dataclass(frozen=True)
+class OfOverlap:
+    """A loss as a function of the overlap and, where it reads it, of kd.
+
+    Attributes:
+        value_N: the loss.
+        slope_N: its derivative by -log a; None for 1.
+        divergence_slope_N: its derivative by kd; None for 0.
+    """
+
+    value_N: Tensor
+    slope_N: Tensor | None = None
+    divergence_slope_N: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class OverlapLoss(TokenLoss):
-    """What the losses of this file share: the trunk's distribution over all tokens, and a temperature of both."""
+    """What the losses of this file share: the trunk's distribution over all tokens, and a temperature of both.
+
+    Attributes:
+        reads_divergence: it is a function of kd, too.
+    """
 
     needs_teacher = True
     needs_whole_teacher = True
+    reads_divergence: ClassVar[bool] = False
     temperature: float = 1.0
 
     @classmethod
     @override
     def of(cls, settings: MTPConfig) -> Self:
         return cls(settings.mtp_temperature)
+
+    @abstractmethod
+    def of_overlap(self, log_overlap_N: Tensor, divergence_N: Tensor | None) -> OfOverlap:
+        """The loss, given log a, and kd where it reads that."""
+
+    @override
+    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        divergence_N = divergence_NV = None
+        if self.reads_divergence:
+            assert chunk.teacher_NV is not None
+            copied = replace(chunk, logits_NV=chunk.logits_NV.clone(), teacher_NV=chunk.teacher_NV.clone())
+            divergence_N, divergence_NV = Divergence(self.temperature)(copied)
+        log_overlap_N, gradient_NV = _negative_log_(chunk, self.temperature)
+        loss = self.of_overlap(log_overlap_N, divergence_N)
+        if loss.slope_N is not None:
+            gradient_NV.mul_(loss.slope_N.unsqueeze(1))
+        if divergence_NV is not None and loss.divergence_slope_N is not None:
+            gradient_NV.addcmul_(divergence_NV, loss.divergence_slope_N.unsqueeze(1))
+        return loss.value_N, gradient_NV
 
 
 @dataclass(frozen=True)
@@ -49,9 +89,8 @@ class TotalVariation(OverlapLoss):
     line = "the trunk's own distribution by total variation, the rate at which sampled drafts are rejected"
 
     @override
-    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        log_overlap_N, gradient_NV = _negative_log_(chunk, self.temperature)
-        return -log_overlap_N.expm1(), gradient_NV.mul_(log_overlap_N.exp().unsqueeze(1))
+    def of_overlap(self, log_overlap_N: Tensor, divergence_N: Tensor | None) -> OfOverlap:
+        return OfOverlap(-log_overlap_N.expm1(), log_overlap_N.exp())
 
 
 @dataclass(frozen=True)
@@ -61,9 +100,8 @@ class NegativeLogOverlap(OverlapLoss):
     line = "minus the logarithm of the rate at which sampled drafts are accepted"
 
     @override
-    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        log_overlap_N, gradient_NV = _negative_log_(chunk, self.temperature)
-        return -log_overlap_N, gradient_NV
+    def of_overlap(self, log_overlap_N: Tensor, divergence_N: Tensor | None) -> OfOverlap:
+        return OfOverlap(-log_overlap_N)
 
 
 @dataclass(frozen=True)
@@ -71,6 +109,7 @@ class AdaptiveDivergence(OverlapLoss):
     """From kd to tv, the more of them the higher the overlap is."""
 
     line = "kd where few sampled drafts are accepted, tv where many are"
+    reads_divergence = True
     eta: float = 3.0
 
     @classmethod
@@ -79,14 +118,12 @@ class AdaptiveDivergence(OverlapLoss):
         return cls(settings.mtp_temperature, settings.mtp_lk_eta)
 
     @override
-    def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        assert chunk.teacher_NV is not None
-        copied = replace(chunk, logits_NV=chunk.logits_NV.clone(), teacher_NV=chunk.teacher_NV.clone())
-        divergence_N, divergence_NV = Divergence(self.temperature)(copied)
-        rejected_N, rejected_NV = TotalVariation(self.temperature)(chunk)
-        share_N = torch.exp(-self.eta * (1 - rejected_N))
-        gradient_NV = torch.lerp(rejected_NV, divergence_NV, share_N.unsqueeze(1), out=rejected_NV)
-        return torch.lerp(rejected_N, divergence_N, share_N), gradient_NV
+    def of_overlap(self, log_overlap_N: Tensor, divergence_N: Tensor | None) -> OfOverlap:
+        assert divergence_N is not None
+        overlap_N = log_overlap_N.exp()
+        share_N = torch.exp(-self.eta * overlap_N)
+        value_N = torch.lerp(-log_overlap_N.expm1(), divergence_N, share_N)
+        return OfOverlap(value_N, (1 - share_N) * overlap_N, share_N)
 
 
 def _negative_log_(chunk: Chunk, temperature: float) -> tuple[Tensor, Tensor]:

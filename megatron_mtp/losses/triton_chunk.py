@@ -29,7 +29,7 @@ BLOCK, WARPS = 4096, 8
 
 GAP = {"LARGEST_GAP": LARGEST_GAP, "FLOOR": math.exp(-LARGEST_GAP)}
 FOUND = 9
-"""Numbers that the first kernel of the overlap leaves to the second: log a first, KL(p, q) last."""
+"""Numbers of a row that the first kernel of the overlap leaves to the second; the first two are log a and kd."""
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,6 @@ def _divergence(loss: Divergence, given: Products, losses_N: Tensor) -> None:
     )
 
 
-@dataclass(frozen=True)
-class _Slopes:
-    """A loss of the overlap: its value, and its derivatives by -log a and, where it has a part in it, by KL(p, q)."""
-
-    value_N: Tensor
-    overlap_N: Tensor
-    divergence_N: Tensor | None = None
-
-
 def _overlap(loss: OverlapLoss, given: Products, losses_N: Tensor) -> None:
     """Two kernels: between them `joined` says how much the depths of a position count."""
     from megatron_mtp.losses import triton_kernels
@@ -140,32 +131,17 @@ def _overlap(loss: OverlapLoss, given: Products, losses_N: Tensor) -> None:
     teacher_NW, *columns, is_gathered = given.teacher()
     found_NF = losses_N.new_empty(rows, FOUND)
     products = given.products_NV, given.products_NV.stride(0), teacher_NW, *columns, found_NF
-    diverges = isinstance(loss, AdaptiveDivergence)
-    constants = {"GATHERED": is_gathered, "DIVERGES": diverges, "FOUND": FOUND, **given.launch()}
+    constants = {"GATHERED": is_gathered, "DIVERGES": loss.reads_divergence, "FOUND": FOUND, **given.launch()}
     factor = given.vocabulary.logit_scale / temperature
     tokens = given.vocabulary.tokens_of(teacher_NW).size(1)
-    triton_kernels.overlap[(rows,)](*products, factor, TEACHER_TOKENS=tokens, **GAP, **constants)
-    slopes = _slopes(loss, found_NF[:, 0], found_NF[:, FOUND - 1])
-    losses_N.copy_(slopes.value_N)
+    triton_kernels.overlap[(rows,)](*products, factor, temperature, TEACHER_TOKENS=tokens, **GAP, **constants)
+    of_overlap = loss.of_overlap(found_NF[:, 0], found_NF[:, 1])
+    losses_N.copy_(of_overlap.value_N)
     scale_D = given.scale.view(-1)
-    joined_N = loss.joined(losses_N.view(-1, len(scale_D)), scale_D).slopes_ND.flatten()
-    by_overlap_N = slopes.overlap_N * joined_N
-    by_divergence_N = by_overlap_N if slopes.divergence_N is None else slopes.divergence_N * joined_N
-    triton_kernels.overlap_gradient[(rows,)](
-        *products, given.mask_N, by_overlap_N, by_divergence_N, factor, temperature, **constants
-    )
-
-
-def _slopes(loss: OverlapLoss, log_overlap_N: Tensor, divergence_N: Tensor) -> _Slopes:
-    """Of the loss, as overlap.py has it."""
-    overlap_N, rejected_N = log_overlap_N.exp(), -log_overlap_N.expm1()
-    if isinstance(loss, AdaptiveDivergence):
-        share_N, square = torch.exp(-loss.eta * overlap_N), loss.temperature**2
-        value_N = torch.lerp(rejected_N, square * divergence_N, share_N)
-        return _Slopes(value_N, (1 - share_N) * overlap_N, square * share_N)
-    if isinstance(loss, TotalVariation):
-        return _Slopes(rejected_N, overlap_N)
-    return _Slopes(-log_overlap_N, torch.ones_like(overlap_N))
+    joined_N = loss.joined(losses_N.view(-1, len(scale_D)), scale_D).slopes_ND.flatten().contiguous()
+    by_both = of_overlap.slope_N, of_overlap.divergence_slope_N
+    slopes = [joined_N if slope_N is None else slope_N * joined_N for slope_N in by_both]
+    triton_kernels.overlap_gradient[(rows,)](*products, given.mask_N, *slopes, factor, temperature, **constants)
 
 
 KERNELS: dict[type[TokenLoss], Callable[[Any, Products, Tensor], None]] = {

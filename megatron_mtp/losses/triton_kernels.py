@@ -80,7 +80,6 @@ def divergence(
     teachers += row * teacher_stride
     q_largest, q_total = _statistics(products, columns, factor, TOKENS, False, BLOCK)
     p_largest, p_total = _statistics(teachers, columns, factor, TOKENS, GATHERED, BLOCK)
-    offset = tl.log(p_total) - tl.log(q_total)
     weight = tl.load(masks + row) * tl.load(scale)
     loss = 0.0
     for start in range(0, ENTRIES, BLOCK):
@@ -88,7 +87,7 @@ def divergence(
         q_below = _logits(products, columns, places, factor, TOKENS, False) - q_largest
         p_below = _logits(teachers, columns, places, factor, TOKENS, GATHERED) - p_largest
         q, p = tl.exp(q_below) / q_total, tl.exp(p_below) / p_total
-        loss += _divergence(q_below, p_below, q, p, offset, places < TOKENS, LARGEST_GAP, FLOOR)
+        loss += _divergence(q_below, q_total, p_below, p_total, places < TOKENS, LARGEST_GAP, FLOOR)
         _store(products, places, temperature * (q - p), weight, ENTRIES, TOKENS)
     tl.store(losses + row, temperature * temperature * loss)
 
@@ -102,6 +101,7 @@ def overlap(
     columns,
     found,
     factor,
+    temperature,
     ENTRIES: tl.constexpr,
     TOKENS: tl.constexpr,
     TEACHER_TOKENS: tl.constexpr,
@@ -112,9 +112,10 @@ def overlap(
     FOUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What `overlap_gradient` needs of a row, in `found`: p is over all of the trunk's tokens, and products are kept.
+    """What `overlap_gradient` needs of a row, in `found`; products are kept, and p is over all of the trunk's tokens.
 
-    With `DIVERGES` KL(p || q), too, where p is over the drafted ones.
+    In their order: log a; kd, with `DIVERGES`; the part of a where q is short of p; the largest logit and the logarithm
+    of the sum above it, of q, of p, and of p over the drafted tokens, which kd compares with.
     """
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
@@ -122,37 +123,33 @@ def overlap(
     found += row * FOUND
     q_largest, q_total = _statistics(products, columns, factor, TOKENS, False, BLOCK)
     p_largest, p_total = _statistics(teachers, columns, factor, TEACHER_TOKENS, False, BLOCK)
-    largest, total, short = float("-inf"), 0.0, 0.0
+    drafted_largest, drafted_total = p_largest, p_total
+    if DIVERGES and GATHERED:
+        drafted_largest, drafted_total = _statistics(teachers, columns, factor, TOKENS, True, BLOCK)
+    largest, total, short, loss = float("-inf"), 0.0, 0.0, 0.0
     for start in range(0, ENTRIES, BLOCK):
         places = start + tl.arange(0, BLOCK)
-        log_q = _logits(products, columns, places, factor, TOKENS, False) - q_largest - tl.log(q_total)
-        log_p = _logits(teachers, columns, places, factor, TOKENS, GATHERED) - p_largest - tl.log(p_total)
+        q_below = _logits(products, columns, places, factor, TOKENS, False) - q_largest
+        p_logits = _logits(teachers, columns, places, factor, TOKENS, GATHERED)
+        log_q, log_p = q_below - tl.log(q_total), p_logits - p_largest - tl.log(p_total)
         smaller = tl.minimum(log_q, log_p)
         new = tl.maximum(largest, tl.max(smaller))
         parts = tl.exp(smaller - new)
         total = total * tl.exp(largest - new) + tl.sum(parts)
         short = short * tl.exp(largest - new) + tl.sum(tl.where(log_q < log_p, parts, 0.0))
         largest = new
+        if DIVERGES:
+            p_below = p_logits - drafted_largest
+            loss += _divergence(q_below, q_total, p_below, drafted_total, places < TOKENS, LARGEST_GAP, FLOOR)
     tl.store(found, tl.log(total) + largest)
-    tl.store(found + 1, short / total)
-    tl.store(found + 2, q_largest)
-    tl.store(found + 3, tl.log(q_total))
-    tl.store(found + 4, p_largest)
-    tl.store(found + 5, tl.log(p_total))
-    if DIVERGES:
-        if GATHERED:
-            p_largest, p_total = _statistics(teachers, columns, factor, TOKENS, True, BLOCK)
-        tl.store(found + 6, p_largest)
-        tl.store(found + 7, tl.log(p_total))
-        offset = tl.log(p_total) - tl.log(q_total)
-        loss = 0.0
-        for start in range(0, ENTRIES, BLOCK):
-            places = start + tl.arange(0, BLOCK)
-            q_below = _logits(products, columns, places, factor, TOKENS, False) - q_largest
-            p_below = _logits(teachers, columns, places, factor, TOKENS, GATHERED) - p_largest
-            q, p = tl.exp(q_below) / q_total, tl.exp(p_below) / p_total
-            loss += _divergence(q_below, p_below, q, p, offset, places < TOKENS, LARGEST_GAP, FLOOR)
-        tl.store(found + 8, loss)
+    tl.store(found + 1, temperature * temperature * loss)
+    tl.store(found + 2, short / total)
+    tl.store(found + 3, q_largest)
+    tl.store(found + 4, tl.log(q_total))
+    tl.store(found + 5, p_largest)
+    tl.store(found + 6, tl.log(p_total))
+    tl.store(found + 7, drafted_largest)
+    tl.store(found + 8, tl.log(drafted_total))
 
 
 @triton.jit
@@ -175,14 +172,15 @@ def overlap_gradient(
     FOUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Slope times the gradient of -log a, as in overlap.py; with `DIVERGES` the other slope times that of KL, too."""
+    """Slope times the gradient of -log a, as in overlap.py; with `DIVERGES` the other slope times that of kd, too."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     teachers += row * teacher_stride
     found += row * FOUND
-    log_overlap, short = tl.load(found), tl.load(found + 1)
-    q_largest, q_normaliser = tl.load(found + 2), tl.load(found + 3)
-    p_largest, p_normaliser = tl.load(found + 4), tl.load(found + 5)
+    log_overlap, short = tl.load(found), tl.load(found + 2)
+    q_largest, q_normaliser = tl.load(found + 3), tl.load(found + 4)
+    p_largest, p_normaliser = tl.load(found + 5), tl.load(found + 6)
+    drafted_largest, drafted_normaliser = tl.load(found + 7), tl.load(found + 8)
     weight, slope = tl.load(masks + row), tl.load(slopes + row)
     for start in range(0, ENTRIES, BLOCK):
         places = start + tl.arange(0, BLOCK)
@@ -190,11 +188,12 @@ def overlap_gradient(
         p_logits = _logits(teachers, columns, places, factor, TOKENS, GATHERED)
         log_p = p_logits - p_largest - p_normaliser
         q = tl.exp(log_q)
-        gradient = slope * (q * short - tl.where(log_q < log_p, tl.exp(log_q - log_overlap), 0.0))
+        short_q = tl.where(log_q < log_p, tl.exp(log_q - log_overlap), 0.0)
+        gradient = slope * (q * short - short_q) / temperature
         if DIVERGES:
-            p = tl.exp(p_logits - tl.load(found + 6) - tl.load(found + 7))
-            gradient += tl.load(divergence_slopes + row) * (q - p)
-        _store(products, places, gradient / temperature, weight, ENTRIES, TOKENS)
+            p = tl.exp(p_logits - drafted_largest - drafted_normaliser)
+            gradient += tl.load(divergence_slopes + row) * temperature * (q - p)
+        _store(products, places, gradient, weight, ENTRIES, TOKENS)
 
 
 @triton.jit
@@ -231,10 +230,11 @@ def _sum_below(products, largest, factor, TOKENS: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _divergence(q_below, p_below, q, p, offset, is_token, LARGEST_GAP: tl.constexpr, FLOOR: tl.constexpr):
+def _divergence(q_below, q_total, p_below, p_total, is_token, LARGEST_GAP: tl.constexpr, FLOOR: tl.constexpr):
     """These tokens' part of KL(p || q), without the sum of terms that cancel."""
-    gap = tl.where(is_token, q_below, 0.0) - tl.where(is_token, p_below, 0.0) + offset
+    gap = tl.where(is_token, q_below, 0.0) - tl.where(is_token, p_below, 0.0) + (tl.log(p_total) - tl.log(q_total))
     gap = tl.where(gap > LARGEST_GAP, LARGEST_GAP, gap)
+    q, p = tl.exp(q_below) / q_total, tl.exp(p_below) / p_total
     terms = _exponential_beyond_linear(gap) * tl.maximum(p, q * FLOOR)
     return tl.sum(tl.where(is_token, terms, 0.0))
 

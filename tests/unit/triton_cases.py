@@ -104,8 +104,8 @@ FAULTS = {
     "sum of the short": ("nla", "short = short * tl.exp(largest - new) + tl", "short += tl"),
     "slope": ("tv", "gradient = slope * (q", "gradient = (q"),
     "logarithm": ("nla", "tl.store(found, tl.log(total) + largest)", "tl.store(found, tl.log(total))"),
-    "slopes of both": ("lk", "tl.load(divergence_slopes + row) * (q - p)", "slope * (q - p)"),
-    "drafted tokens of the trunk": ("lk", "if GATHERED:\n            p_largest", "if False:\n            p_largest"),
+    "slopes of both": ("lk", "tl.load(divergence_slopes + row) * temp", "slope * temp"),
+    "drafted tokens of the trunk": ("lk", "if DIVERGES and GATHERED:", "if False:"),
 }
 """Faults to plant in the kernels: the loss that they spoil, and what of the source becomes what."""
 

@@ -82,8 +82,9 @@ def absent_layers(folder: Path, layers: int, sequential: bool, init: str | None)
     absent = tuple(range(stored.layers, layers))
     if absent and init is None:
         has = f"has {stored.layers} MTP layer(s)" if stored.layers else "has no MTP weights"
-        repeats = ", or give --mtp-use-repeated-layer for one layer in all depths"
-        repeats = repeats if stored.layers == 1 and sequential else ""
+        repeats = ""
+        if stored.layers == 1 and sequential:
+            repeats = ", or give --mtp-use-repeated-layer for one layer in all depths"
         raise ValueError(
             f"--mtp-num-layers asks for {layers} MTP layer(s), but the checkpoint {folder} (--load) {has}; say with "
             f"--mtp-init random or --mtp-init last-layer how to initialise the missing ones{repeats}."

@@ -11,7 +11,7 @@ from benchmarks.gpu.part import DEVICE, ON_CPU, Found, Setting, Table
 from benchmarks.harness import Goal, allocated_peak, interleave
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
+from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
 from megatron_mtp.losses.reference import plain_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
@@ -66,9 +66,10 @@ def defined(
     """Loss and gradients by the definition, all logits at once."""
     own_NH, own_VH = (each.detach().to(dtype).requires_grad_() for each in (states_NH, weight_VH))
     ones = torch.ones_like(labels_N, dtype=dtype)
-    target = Targets(labels_N, ones, _scale(len(labels_N)).to(dtype), own_NH.detach().flip(0))
+    target = Targets(labels_N, ones, _scale(len(labels_N)).to(dtype), _taught(len(labels_N)))
     drafted_K = torch.arange(len(weight_VH), device=DEVICE)
-    total = plain_loss(MTPConfig(mtp_loss=name), [own_NH], [target], own_VH, 1.0, drafted_K)
+    trunk_NH = own_NH.detach()
+    total = plain_loss(MTPConfig(mtp_loss=name), [own_NH], [target], own_VH, 1.0, drafted_K, trunk_NH)
     total.backward()
     return total, own_NH.grad, own_VH.grad
 
@@ -94,12 +95,16 @@ def problem(tokens: int, hidden: int, entries: int, dtype: torch.dtype) -> tuple
 def chunked(name: str, states_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> Tensor:
     """One depth's loss, with its gradients; the teacher's states are the depth's in another order."""
     token_loss = depth_loss(MTPConfig(mtp_loss=name))
-    teacher_NH = states_NH.detach().flip(0) if token_loss.needs_teacher else None
+    teacher = Teacher(states_NH.detach()) if token_loss.needs_teacher else None
     ones = torch.ones(len(labels_N), device=DEVICE)
-    targets = Targets(labels_N, ones, _scale(len(labels_N)), teacher_NH)
-    total, _ = linear_loss(token_loss, [states_NH], [targets], weight_VH, Vocabulary(len(weight_VH)))
+    targets = Targets(labels_N, ones, _scale(len(labels_N)), _taught(len(labels_N)))
+    total, _ = linear_loss(token_loss, [states_NH], [targets], weight_VH, Vocabulary(len(weight_VH)), teacher)
     total.backward()
     return total
+
+
+def _taught(tokens: int) -> Tensor:
+    return torch.arange(tokens, device=DEVICE).flip(0)
 
 
 def _scale(tokens: int) -> Tensor:

@@ -27,7 +27,7 @@ class AcceptedLength(NegativeLogOverlap):
     couples_depths = True
 
     @override
-    def joined(self, losses_ND: Tensor, weights_D: Tensor) -> Joined:
+    def joined(self, losses_ND: Tensor, weights_ND: Tensor) -> Joined:
         logs_ND = -losses_ND.cumsum(1)
-        slopes_ND = (weights_D * logs_ND.exp()).flip(1).cumsum(1).flip(1)
-        return Joined(-logs_ND.expm1() @ weights_D, slopes_ND, -(-losses_ND).expm1())
+        slopes_ND = (weights_ND * logs_ND.exp()).flip(1).cumsum(1).flip(1)
+        return Joined(-(weights_ND * logs_ND.expm1()).sum(1), slopes_ND, -(-losses_ND).expm1())

@@ -12,10 +12,15 @@ backward pass scales them. A chunk costs three matrix products, as a head with a
 The last is kept for the weight gradient (weight_gradient.py); a frozen head needs neither, and one product less. A head
 with all logits holds both at once.
 
-Depths are taken one after another. Where a loss couples the depths of a position, all of them are one sequence of rows,
-position by position and depth by depth within it, and a chunk has whole positions: as many rows as before.
+All depths are one sequence of rows, position by position and depth by depth within a position, and a chunk has whole
+positions. So a loss can couple the depths of a position. And the trunk's logits are made once for all depths: depth d
+at position i learns from the trunk's state at i + d, as depth d - 1 does at i + 1.
 
-Letters in names: N positions, H hidden, V this rank's slice of the vocabulary, D depths.
+    D = 3, a chunk of the positions 4 and 5       row of depth     1  2  3  1  2  3
+                                                  the trunk's at   5  6  7  6  7  8     four rows of logits for six
+
+Letters in names: N rows (positions times depths), H hidden, V this rank's slice of the vocabulary, D depths, T states
+of the trunk.
 """
 
 from collections.abc import Sequence
@@ -52,19 +57,27 @@ and what it copies then stays in a core's cache. With 64 to 128 positions that t
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of one depth.
+    """The targets of one depth, for positions in one dimension or several.
 
     Attributes:
         labels_N: tokens; of a draft vocabulary their numbers in it.
         mask_N: float, the weight of each position in the depth's sum; 0 leaves it out.
-        scale: scalar tensor, the weight of the depth's sum in the total; [D] where rows of D depths take turns.
-        teacher_NH: the trunk's states whose logits are the soft labels, if the loss needs a teacher.
+        scale: scalar tensor, the weight of the depth's sum in the total; [D] of rows of D depths.
+        taught_N: which of the teacher's states has the soft labels, if the loss needs a teacher.
     """
 
     labels_N: Tensor
     mask_N: Tensor
     scale: Tensor
-    teacher_NH: Tensor | None = None
+    taught_N: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The trunk's states whose logits are the soft labels, and the head for them; None for the depths' own."""
+
+    states_TH: Tensor
+    weight_VH: Tensor | None = None
 
 
 def linear_loss(
@@ -73,7 +86,7 @@ def linear_loss(
     targets: Sequence[Targets],
     weight_VH: Tensor,
     vocabulary: Vocabulary,
-    teacher_weight_VH: Tensor | None = None,
+    teacher: Teacher | None = None,
     main_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """sum_d scale_d sum_d, to be trained on, and the depths' own masked sums [D], to be logged.
@@ -84,21 +97,21 @@ def linear_loss(
         token_loss: the loss of every chunk.
         hidden: states of every depth, [N, H]. Every tensor-parallel rank has all positions, and computes the part of
             their gradients that its slice gives (Megatron's copy or gather into the tensor-parallel region adds them).
-        targets: one for every depth; of the same positions and masks, where the loss couples depths.
+        targets: one for every depth, of the same positions; where the loss couples depths, with the same masks.
+            Positions that follow each other share most of the trunk's logits, so a text's belong side by side.
         weight_VH: this rank's slice of the head.
         vocabulary: what its rows stand for.
-        teacher_weight_VH: the head for the teacher's logits; `weight_VH` if None.
+        teacher: needed where the loss needs one.
         main_grad: the weight's gradient may be added to Megatron's `main_grad`, and autograd gets none. Some other
             loss of the same backward pass has to give the weight one: with `--overlap-grad-reduce` DDP asks for it.
     """
-    rows = [states_NH.to(weight_VH.dtype) for states_NH in hidden]
+    states_NH = _in_turn([states.to(weight_VH.dtype) for states in hidden], hidden[0].dim() - 1)
     if not torch.is_grad_enabled():  # autograd functions ignore no_grad, so detach here
-        weight_VH, rows = weight_VH.detach(), [states_NH.detach() for states_NH in rows]
-    if teacher_weight_VH is not None:
-        teacher_weight_VH = teacher_weight_VH.detach()
-    if token_loss.couples_depths:
-        rows, targets = [_in_turn(rows)], [_targets_in_turn(targets)]
-    arguments = token_loss, targets, vocabulary, teacher_weight_VH, main_grad, weight_VH, *rows
+        weight_VH, states_NH = weight_VH.detach(), states_NH.detach()
+    if teacher is not None:
+        taught_by_VH = weight_VH if teacher.weight_VH is None else teacher.weight_VH
+        teacher = Teacher(teacher.states_TH.detach(), taught_by_VH.detach())
+    arguments = token_loss, _targets_in_turn(targets), vocabulary, teacher, main_grad, weight_VH, states_NH
     total, sums_D = _LinearLoss.apply(*arguments)  # type: ignore[no-untyped-call]
     return total, sums_D
 
@@ -110,168 +123,196 @@ class _LinearLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         token_loss: TokenLoss,
-        targets: Sequence[Targets],
+        target: Targets,
         vocabulary: Vocabulary,
-        teacher_weight_VH: Tensor | None,
+        teacher: Teacher | None,
         main_grad: bool,
         weight_VH: Tensor,
-        *hidden: Tensor,
+        states_NH: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        taught_by_VH = weight_VH if teacher_weight_VH is None else teacher_weight_VH
-        trains_weight, *trains_hidden = ctx.needs_input_grad[5:]
+        trains_weight, trains_states = ctx.needs_input_grad[5:]
         exact = torch.promote_types(weight_VH.dtype, torch.float32)
-        positions = sum(map(len, hidden))
-        factors = trains_weight and keeps_factors(positions, weight_VH)
+        factors = trains_weight and keeps_factors(len(states_NH), weight_VH)
         sum_VH = torch.zeros_like(weight_VH, dtype=exact) if trains_weight and not factors else None
-        most = None if sum_VH is None else positions_beside_sum(positions, weight_VH)
-        lift = _lift(targets, vocabulary, weight_VH.dtype)
-        head = _Head(token_loss, vocabulary, weight_VH, taught_by_VH, sum_VH, most, lift)
-        hidden_grads = [
-            torch.empty_like(states_NH) if trains else None
-            for states_NH, trains in zip(hidden, trains_hidden, strict=True)
-        ]
-        gradients = [states_NH.new_empty(len(states_NH), len(weight_VH)) if factors else None for states_NH in hidden]
-        totals = [head.run(*each) for each in zip(hidden, targets, hidden_grads, gradients, strict=True)]
-        ctx.main_grad, ctx.lift, ctx.parts, ctx.factors = main_grad, lift, len(hidden), factors
-        kept = (*gradients, *hidden) if factors else (sum_VH,)
-        ctx.save_for_backward(weight_VH, *hidden_grads, *kept)
-        sums_D = torch.cat([sums_D for _, sums_D in totals])
+        most = None if sum_VH is None else positions_beside_sum(len(states_NH), weight_VH)
+        lift = _lift(target.scale, vocabulary, weight_VH.dtype)
+        states_grad_NH = torch.empty_like(states_NH) if trains_states else None
+        gradient_NV = states_NH.new_empty(len(states_NH), len(weight_VH)) if factors else None
+        head = _Head(token_loss, vocabulary, weight_VH, sum_VH, most, lift)
+        total, sums_D = head.run(states_NH, target, teacher, states_grad_NH, gradient_NV)
+        ctx.main_grad, ctx.lift, ctx.factors = main_grad, lift, factors
+        kept = (gradient_NV, states_NH) if factors else (sum_VH,)
+        ctx.save_for_backward(weight_VH, states_grad_NH, *kept)
         ctx.mark_non_differentiable(sums_D)
-        return torch.stack([total for total, _ in totals]).sum(), sums_D
+        return total, sums_D
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        weight_VH, *saved = ctx.saved_tensors
+        weight_VH, states_grad_NH, *kept = ctx.saved_tensors
         upstream = upstream / ctx.lift
-        hidden_grads, kept = saved[: ctx.parts], saved[ctx.parts :]
         weight_grad_VH = None
         if kept[0] is not None:
-            gradient = Factors(kept[: ctx.parts], kept[ctx.parts :]) if ctx.factors else Sum(kept[0])
+            gradient = Factors(*kept) if ctx.factors else Sum(kept[0])
             weight_grad_VH = deliver(gradient, weight_VH, upstream, ctx, ctx.main_grad)
-        scaled_grads = (None if each is None else scaled(each, upstream, each.dtype) for each in hidden_grads)
-        return None, None, None, None, None, weight_grad_VH, *scaled_grads
+        if states_grad_NH is not None:
+            states_grad_NH = scaled(states_grad_NH, upstream, states_grad_NH.dtype)
+        return None, None, None, None, None, weight_grad_VH, states_grad_NH
 
 
 @dataclass(frozen=True)
 class _Head:
-    """What the chunks of all depths have in common; their weight gradients are added to `sum_VH`, if there is one."""
+    """What all chunks have in common; their weight gradients are added to `sum_VH`, if there is one."""
 
     token_loss: TokenLoss
     vocabulary: Vocabulary
     weight_VH: Tensor
-    taught_by_VH: Tensor
     sum_VH: Tensor | None
     most: int | None
     lift: Tensor | float
 
     def run(
-        self, states_NH: Tensor, target: Targets, hidden_grad_NH: Tensor | None, gradient_NV: Tensor | None
+        self,
+        states_NH: Tensor,
+        target: Targets,
+        teacher: Teacher | None,
+        states_grad_NH: Tensor | None,
+        gradient_NV: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """A depth's part of the total, and the masked sum of its losses [1]; [D] of depths whose rows take turns.
+        """The total, and the masked sums of the depths [D].
 
         Gradients of the total, times `lift`, are written to those that are given.
 
         Args:
             gradient_NV: by the logits.
         """
-        weight_VH, is_cuda, depths = self.weight_VH, self.weight_VH.is_cuda, target.scale.numel()
+        weight_VH, depths = self.weight_VH, target.scale.numel()
         exact = torch.promote_types(weight_VH.dtype, torch.float32)
         sums = torch.zeros(1 + depths, dtype=exact, device=weight_VH.device)
-        entries = max(self.vocabulary.widest, len(self.taught_by_VH) * (self.taught_by_VH is not weight_VH))
-        logits = _Rows(gradient_NV, weight_VH)
-        taught = _Rows(None, self.taught_by_VH)
-        for chunk in chunks(len(states_NH), entries, is_cuda, self.most, depths):
-            teacher_NV = None if target.teacher_NH is None else taught.product(target.teacher_NH, chunk)
-            logits_NV = logits.product(states_NH, chunk)
-            sums += self._sums_(logits_NV, teacher_NV, target, chunk)
-            if hidden_grad_NH is not None:
-                torch.mm(logits_NV, weight_VH, out=hidden_grad_NH[chunk])
+        logits, taught = _Products(weight_VH, gradient_NV), None if teacher is None else _Taught(teacher, target)
+        entries = max(self.vocabulary.widest, 0 if taught is None else taught.entries)
+        for chunk in chunks(len(states_NH), entries, weight_VH.is_cuda, self.most, depths):
+            logits_NV = logits.of(states_NH[chunk], chunk)
+            soft = None if taught is None else taught.labels(chunk)
+            sums += self._sums_(logits_NV, soft, target, chunk)
+            if states_grad_NH is not None:
+                torch.mm(logits_NV, weight_VH, out=states_grad_NH[chunk])
             if self.sum_VH is not None:
                 add_product(self.sum_VH, logits_NV.t(), states_NH[chunk])
         return sums[0], sums[1:]
 
-    def _sums_(self, product_NV: Tensor, teacher_NV: Tensor | None, target: Targets, chunk: slice) -> Tensor:
+    def _sums_(self, product_NV: Tensor, soft: "_SoftLabels | None", target: Targets, chunk: slice) -> Tensor:
         """[1 + D], a chunk's part of the total and its masked sums; the product is overwritten with the gradient."""
         exact = torch.promote_types(product_NV.dtype, torch.float32)
-        scale_D = target.scale.to(exact).view(-1)
+        scale_D = target.scale.to(exact)
         target = Targets(target.labels_N[chunk], target.mask_N[chunk].to(exact), scale_D)
         if triton_chunk.has_kernel(self.token_loss, product_NV, self.vocabulary):
-            scale = scale_D * self.lift
             given = triton_chunk.Products(
-                product_NV, target.labels_N, target.mask_N, scale, teacher_NV, self.vocabulary
+                product_NV,
+                target.labels_N,
+                target.mask_N,
+                scale_D * self.lift,
+                None if soft is None else soft.product_TV,
+                None if soft is None else soft.row_N,
+                self.vocabulary,
             )
             losses_N = triton_chunk.losses_(self.token_loss, given)
         else:
-            losses_N = self._losses_(product_NV, teacher_NV, target)
-        depths = scale_D.numel()
-        joined = self.token_loss.joined(losses_N.view(-1, depths), scale_D)
-        mask_N = target.mask_N[::depths]
-        parts = torch.cat([joined.value_N.unsqueeze(1), joined.shown_ND], dim=1)
-        return mask_N @ parts.masked_fill(mask_N.unsqueeze(1) == 0, 0)
+            losses_N = self._losses_(product_NV, soft, target)
+        mask_ND = target.mask_N.view(-1, len(scale_D))
+        losses_ND = losses_N.view_as(mask_ND).masked_fill(mask_ND == 0, 0)  # whatever they are
+        joined = self.token_loss.joined(losses_ND, mask_ND * scale_D)
+        return torch.cat([joined.value_N.sum(0, keepdim=True), (mask_ND * joined.shown_ND).sum(0)])
 
-    def _losses_(self, product_NV: Tensor, teacher_NV: Tensor | None, target: Targets) -> Tensor:
+    def _losses_(self, product_NV: Tensor, soft: "_SoftLabels | None", target: Targets) -> Tensor:
         """Losses of a chunk, block by block; the product is overwritten with the gradient."""
-        vocabulary, depths, losses = self.vocabulary, target.scale.numel(), []
+        vocabulary, depths, losses = self.vocabulary, len(target.scale), []
         positions, entries = product_NV.shape
         as_one = product_NV.is_cuda or vocabulary.ranks > 1
         for rows in blocks(positions, entries, as_one, depths):
-            soft_NV = None if teacher_NV is None else _logits(teacher_NV[rows], vocabulary)
+            teacher_NV = None if soft is None else _logits(soft.of(rows), vocabulary)
             logits_NV = _logits(product_NV[rows], vocabulary)
-            loss_N, gradient_NV = self.token_loss(Chunk(logits_NV, target.labels_N[rows], soft_NV, vocabulary))
-            slopes_N = self.token_loss.joined(loss_N.view(-1, depths), target.scale).slopes_ND.flatten()
-            slopes_N = target.mask_N[rows] * slopes_N * (vocabulary.logit_scale * self.lift)
+            loss_N, gradient_NV = self.token_loss(Chunk(logits_NV, target.labels_N[rows], teacher_NV, vocabulary))
+            weights_ND = target.mask_N[rows].view(-1, depths) * target.scale
+            slopes_N = self.token_loss.joined(loss_N.view_as(weights_ND), weights_ND).slopes_ND.flatten()
+            slopes_N *= vocabulary.logit_scale * self.lift
             product_NV[rows] = gradient_NV.mul_(slopes_N.unsqueeze(1))
             losses.append(loss_N)
         return torch.cat(losses)
 
 
-def _lift(targets: Sequence[Targets], vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor | float:
+def _lift(scale_D: Tensor, vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor | float:
     """The factor that gradients have in the forward pass; the backward pass divides by it in float32."""
     if dtype != torch.float16:
         return 1.0
-    largest = torch.stack([target.scale.max() for target in targets]).max() * vocabulary.logit_scale
-    return FLOAT16_GRADIENT / largest.clamp(min=1e-30)
+    return FLOAT16_GRADIENT / (scale_D.max() * vocabulary.logit_scale).clamp(min=1e-30)
 
 
-def _in_turn(values: Sequence[Tensor]) -> Tensor:
-    """[D N, ...] of D depths' [N, ...]: position by position, depth by depth within a position."""
-    return torch.stack(list(values), dim=1).flatten(0, 1)
+def _in_turn(values: Sequence[Tensor], dims: int) -> Tensor:
+    """[N, ...] of every depth's values, whose first `dims` dimensions are positions."""
+    together = torch.stack(list(values), dims) if len(values) > 1 else values[0].unsqueeze(dims)
+    return together.flatten(0, dims)
 
 
 def _targets_in_turn(targets: Sequence[Targets]) -> Targets:
-    taught = [target.teacher_NH for target in targets if target.teacher_NH is not None]
+    dims = targets[0].labels_N.dim()
+    taught = [target.taught_N for target in targets if target.taught_N is not None]
     return Targets(
-        _in_turn([target.labels_N for target in targets]),
-        _in_turn([target.mask_N for target in targets]),
+        _in_turn([target.labels_N for target in targets], dims),
+        _in_turn([target.mask_N for target in targets], dims),
         torch.stack([target.scale for target in targets]),
-        _in_turn(taught) if taught else None,
+        _in_turn(taught, dims) if taught else None,
     )
 
 
-class _Rows:
-    """A head's products with chunks of states, in the rows of `kept_NV`, or all in the memory of the first one.
+class _Products:
+    """A head's products with chunks of states, in the rows of `kept_NV`, or all in the same memory.
 
     Memory that is asked for anew is handed out page by page, which took a CPU a tenth of the loss's time.
     """
 
-    def __init__(self, kept_NV: Tensor | None, weight_VH: Tensor) -> None:
-        self.kept_NV, self.weight_VH = kept_NV, weight_VH
-        self._first_NV: Tensor | None = None
+    def __init__(self, weight_VH: Tensor, kept_NV: Tensor | None = None) -> None:
+        self.weight_VH, self.kept_NV = weight_VH, kept_NV
+        self._memory_NV = weight_VH.new_empty(0, len(weight_VH))
 
-    def product(self, states_NH: Tensor, chunk: slice) -> Tensor:
-        """[N, V] of the chunk's positions."""
-        states_NH, weight_VH = states_NH[chunk].to(self.weight_VH.dtype), self.weight_VH
-        if self.kept_NV is not None:
-            out_NV = self.kept_NV[chunk]
-        elif self._first_NV is None:
-            out_NV = self._first_NV = weight_VH.new_empty(len(states_NH), len(weight_VH))
-        else:
-            out_NV = self._first_NV[: len(states_NH)]
+    def of(self, states_NH: Tensor, chunk: slice) -> Tensor:
+        """[N, V] of the chunk's states."""
+        states_NH, weight_VH = states_NH.to(self.weight_VH.dtype), self.weight_VH
+        if self.kept_NV is None and len(self._memory_NV) < len(states_NH):
+            self._memory_NV = weight_VH.new_empty(len(states_NH), len(weight_VH))
+        out_NV = self._memory_NV[: len(states_NH)] if self.kept_NV is None else self.kept_NV[chunk]
         entries = len(weight_VH) if weight_VH.is_cuda else ENTRIES
         for start in range(0, len(weight_VH), entries):
             these = slice(start, start + entries)
             torch.matmul(states_NH, weight_VH[these].t(), out=out_NV[:, these])
         return out_NV
+
+
+@dataclass(frozen=True)
+class _SoftLabels:
+    """The trunk's products that a chunk's rows are taught by, each once, and which of them a row has."""
+
+    product_TV: Tensor
+    row_N: Tensor
+
+    def of(self, rows: slice) -> Tensor:
+        """[N, V] of these rows, which may be overwritten."""
+        return self.product_TV[self.row_N[rows]]
+
+
+class _Taught:
+    """The soft labels of every chunk."""
+
+    def __init__(self, teacher: Teacher, target: Targets) -> None:
+        assert target.taught_N is not None
+        assert teacher.weight_VH is not None
+        self.entries = len(teacher.weight_VH)
+        self._states_TH, self._products = teacher.states_TH, _Products(teacher.weight_VH)
+        self._taught_N = target.taught_N.cpu()  # once, since a GPU would be waited for in every chunk
+
+    def labels(self, chunk: slice) -> _SoftLabels:
+        """Of the chunk's rows."""
+        state_T, row_N = (each.to(self._states_TH.device) for each in self._taught_N[chunk].unique(return_inverse=True))
+        return _SoftLabels(self._products.of(self._states_TH[state_T], chunk), row_N)
 
 
 def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:

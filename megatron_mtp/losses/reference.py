@@ -1,6 +1,6 @@
 """The losses as their definitions read, all logits at once and gradients by autograd: what the fast ones must equal.
 
-Letters in names: N positions, H hidden, V the whole vocabulary, K drafted tokens.
+Letters in names: N positions, H hidden, V the whole vocabulary, K drafted tokens, T states of the trunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,6 +43,7 @@ def plain_loss(
     weight_VH: Tensor,
     logit_scale: float,
     drafted_K: Tensor | None = None,
+    trunk_TH: Tensor | None = None,
 ) -> Tensor:
     """sum_d scale_d sum_d, as `linear_loss` has it, of hidden states [N, H] a depth; labels are tokens here.
 
@@ -54,8 +55,8 @@ def plain_loss(
     for states_NH, target in zip(hidden, targets, strict=True):
         logits_NV = logit_scale * states_NH @ weight_VH.t()
         teacher_NV = None
-        if target.teacher_NH is not None:
-            teacher_NV = (logit_scale * target.teacher_NH @ weight_VH.t()).detach()
+        if trunk_TH is not None:
+            teacher_NV = (logit_scale * trunk_TH[target.taught_N] @ weight_VH.t()).detach()
         whole = Whole(logits_NV, target.labels_N, teacher_NV, drafted_K, settings)
         losses.append(PLAIN_LOSSES[settings.mtp_loss](whole))
     if settings.mtp_loss == "e2e_tv":

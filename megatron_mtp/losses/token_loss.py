@@ -52,8 +52,8 @@ class TokenLoss(ABC):
         line: what the depths learn, for --list-losses and docs/attaching.md.
         needs_teacher: it compares with the trunk's own distribution of the token.
         needs_whole_teacher: it does so over all tokens, also where the depths draft from some of them.
-        couples_depths: a depth's gradient depends on the losses of the others at the same position. A chunk then has
-            all depths of its positions, depth by depth within a position, and a position counts where all depths do.
+        couples_depths: a depth's gradient depends on the losses of the others at the same position, which counts where
+            all depths do.
     """
 
     line: ClassVar[str]
@@ -85,11 +85,11 @@ class TokenLoss(ABC):
         It may overwrite both logits; the gradient may be made in the memory of the depth's.
         """
 
-    def joined(self, losses_ND: Tensor, weights_D: Tensor) -> Joined:
+    def joined(self, losses_ND: Tensor, weights_ND: Tensor) -> Joined:
         """One loss of the depths' losses at every position: their weighted sum, where the loss does not couple them.
 
         Args:
-            losses_ND: what the call returned, of all depths if `couples_depths`, or else of one.
-            weights_D: of their terms.
+            losses_ND: what the call returned.
+            weights_ND: of their terms; 0 where a position does not count.
         """
-        return Joined(losses_ND @ weights_D, weights_D.expand_as(losses_ND), losses_ND)
+        return Joined((losses_ND * weights_ND).sum(1), weights_ND, losses_ND)

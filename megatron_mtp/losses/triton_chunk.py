@@ -4,7 +4,8 @@ The products keep their type: there is no float32 copy of the logits, and no pas
 four. Losses without a kernel, other devices and a vocabulary that is cut over ranks take the TokenLoss itself, which
 says what a kernel has to compute.
 
-Letters in names: N positions, V entries of the vocabulary, W all tokens.
+Letters in names: N rows (positions times depths), D depths, T rows of the trunk, V entries of the vocabulary, W all
+tokens.
 """
 
 import math
@@ -39,17 +40,19 @@ class Products:
     Attributes:
         products_NV: states times the head: logits before `vocabulary.logit_scale`.
         labels_N: tokens, or their numbers in a draft vocabulary.
-        mask_N: float32 weights of the positions.
-        scale: scalar, by which all gradients are multiplied; [D] where rows of D depths take turns.
-        teacher_NW: the trunk's products, over V or W.
+        mask_N: float32 weights of the rows.
+        scale_D: by which the gradients of every depth are multiplied, whose rows take turns.
+        teacher_TW: the trunk's products, over V or W.
+        taught_N: which of them a row is compared with.
         vocabulary: what the columns stand for.
     """
 
     products_NV: Tensor
     labels_N: Tensor
     mask_N: Tensor
-    scale: Tensor
-    teacher_NW: Tensor | None
+    scale_D: Tensor
+    teacher_TW: Tensor | None
+    taught_N: Tensor | None
     vocabulary: Vocabulary
 
     def launch(self) -> dict[str, int]:
@@ -59,13 +62,18 @@ class Products:
         block = min(BLOCK, 1 << (entries - 1).bit_length())
         return {"ENTRIES": entries, "TOKENS": tokens, "BLOCK": block, "num_warps": WARPS}
 
-    def teacher(self) -> tuple[Tensor, int, Tensor, bool]:
-        """The trunk's products, their stride, the columns of the entries, and whether those are needed."""
-        assert self.teacher_NW is not None
+    def teacher(self) -> tuple[tuple[Tensor, int, Tensor, Tensor], bool]:
+        """The trunk's products, their stride, a row's own one, the columns of the entries; whether those are needed."""
+        assert self.teacher_TW is not None
+        assert self.taught_N is not None
         drafts = self.vocabulary.draft_vocabulary
-        if drafts is None or self.teacher_NW.size(1) == self.products_NV.size(1):
-            return self.teacher_NW, self.teacher_NW.stride(0), self.labels_N, False
-        return self.teacher_NW, self.teacher_NW.stride(0), drafts.rows_K, True
+        is_gathered = drafts is not None and self.teacher_TW.size(1) != self.products_NV.size(1)
+        columns = drafts.rows_K if drafts is not None and is_gathered else self.taught_N
+        return (self.teacher_TW, self.teacher_TW.stride(0), self.taught_N, columns), is_gathered
+
+    def weights_N(self) -> Tensor:
+        """The factor of every row's gradient."""
+        return (self.mask_N.view(-1, len(self.scale_D)) * self.scale_D).flatten()
 
 
 def has_kernel(token_loss: TokenLoss, products_NV: Tensor, vocabulary: Vocabulary) -> bool:
@@ -75,9 +83,9 @@ def has_kernel(token_loss: TokenLoss, products_NV: Tensor, vocabulary: Vocabular
 
 
 def losses_(token_loss: TokenLoss, given: Products) -> Tensor:
-    """Losses in nats [N], float32; the products are overwritten with the gradient of `scale` times their masked sum."""
-    scale = (given.scale * given.vocabulary.logit_scale).to(given.mask_N.dtype)  # the factor that products have
-    given = replace(given, labels_N=given.labels_N.contiguous(), mask_N=given.mask_N.contiguous(), scale=scale)
+    """Losses in nats [N], float32; the products are overwritten with the gradient of the scaled sums of the depths."""
+    scale_D = (given.scale_D * given.vocabulary.logit_scale).to(given.mask_N.dtype)  # the factor that products have
+    given = replace(given, labels_N=given.labels_N.contiguous(), mask_N=given.mask_N.contiguous(), scale_D=scale_D)
     losses_N = torch.empty_like(given.mask_N)
     KERNELS[type(token_loss)](token_loss, given, losses_N)
     return losses_N
@@ -91,8 +99,7 @@ def _cross_entropy(loss: CrossEntropy, given: Products, losses_N: Tensor) -> Non
         products_NV,
         products_NV.stride(0),
         given.labels_N,
-        given.mask_N,
-        given.scale,
+        given.weights_N(),
         losses_N,
         vocabulary.logit_scale,
         vocabulary.size,
@@ -107,13 +114,12 @@ def _divergence(loss: Divergence, given: Products, losses_N: Tensor) -> None:
     from megatron_mtp.losses import triton_kernels
 
     temperature = loss.temperature
-    *teacher, is_gathered = given.teacher()
+    teacher, is_gathered = given.teacher()
     triton_kernels.divergence[(len(losses_N),)](
         given.products_NV,
         given.products_NV.stride(0),
         *teacher,
-        given.mask_N,
-        given.scale,
+        given.weights_N(),
         losses_N,
         given.vocabulary.logit_scale / temperature,
         temperature,
@@ -128,17 +134,17 @@ def _overlap(loss: OverlapLoss, given: Products, losses_N: Tensor) -> None:
     from megatron_mtp.losses import triton_kernels
 
     rows, temperature = len(losses_N), loss.temperature
-    teacher_NW, *columns, is_gathered = given.teacher()
+    teacher, is_gathered = given.teacher()
     found_NF = losses_N.new_empty(rows, FOUND)
-    products = given.products_NV, given.products_NV.stride(0), teacher_NW, *columns, found_NF
+    products = given.products_NV, given.products_NV.stride(0), *teacher, found_NF
     constants = {"GATHERED": is_gathered, "DIVERGES": loss.reads_divergence, "FOUND": FOUND, **given.launch()}
     factor = given.vocabulary.logit_scale / temperature
-    tokens = given.vocabulary.tokens_of(teacher_NW).size(1)
+    tokens = given.vocabulary.tokens_of(teacher[0]).size(1)
     triton_kernels.overlap[(rows,)](*products, factor, temperature, TEACHER_TOKENS=tokens, **GAP, **constants)
     of_overlap = loss.of_overlap(found_NF[:, 0], found_NF[:, 1])
     losses_N.copy_(of_overlap.value_N)
-    scale_D = given.scale.view(-1)
-    joined_N = loss.joined(losses_N.view(-1, len(scale_D)), scale_D).slopes_ND.flatten().contiguous()
+    losses_ND = losses_N.view(-1, len(given.scale_D))
+    joined_N = loss.joined(losses_ND, given.scale_D.expand_as(losses_ND)).slopes_ND.flatten().contiguous()
     by_both = of_overlap.slope_N, of_overlap.divergence_slope_N
     slopes = [joined_N if slope_N is None else slope_N * joined_N for slope_N in by_both]
     triton_kernels.overlap_gradient[(rows,)](*products, given.mask_N, *slopes, factor, temperature, **constants)

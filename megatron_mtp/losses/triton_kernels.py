@@ -1,12 +1,13 @@
 """Kernels for a GPU: a row of products becomes the gradient by them in one place, in two to four passes over the row.
 
-One program takes one position. A first pass finds the largest logit and the normaliser, the last one writes gradients
+One program takes one row. A first pass finds the largest logit and the normaliser, the last one writes gradients
 in the products' memory and type. All in between is float32, in registers. Losses of the overlap are two kernels, since
 the overlaps of all depths at a position may decide how much each of them counts. triton_chunk.py calls them.
 
 Logits are `factor` times the products, at temperatures included. Columns from `TOKENS` on are padding, with probability
-0; their gradient is 0. With `GATHERED` the trunk's column of entry v is `columns[v]`. A position of mask 0 has gradient
-0. Letters as in distillation.py: q the depth's distribution, p the trunk's.
+0; their gradient is 0. Row n is compared with the trunk's row `taught[n]`, and with `GATHERED` entry v with its column
+`columns[v]`. A row of weight 0 has gradient 0. Letters as in distillation.py: q is the depth's distribution, p the
+trunk's.
 """
 
 import triton
@@ -18,8 +19,7 @@ def cross_entropy(
     products,
     stride,
     labels,
-    masks,
-    scale,
+    weights,
     losses,
     factor,
     size,
@@ -42,7 +42,7 @@ def cross_entropy(
     below = tl.load(products + label, mask=is_own, other=0.0).to(tl.float32) * factor - largest
     normaliser = tl.log(total) + largest
     loss = tl.log(total) - (1 - SMOOTHING) * below - SMOOTHING * (surplus / size) + Z_LOSS * normaliser * normaliser
-    weight = tl.load(masks + row) * tl.load(scale)
+    weight = tl.load(weights + row)
     if DRAFTED:
         loss = tl.where(label < 0, 0.0, loss)
         weight = tl.where(label < 0, 0.0, weight)
@@ -61,9 +61,9 @@ def divergence(
     stride,
     teachers,
     teacher_stride,
+    taught,
     columns,
-    masks,
-    scale,
+    weights,
     losses,
     factor,
     temperature,
@@ -77,10 +77,10 @@ def divergence(
     """t^2 KL(p || q), and its gradient t (q - p)."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
-    teachers += row * teacher_stride
+    teachers += tl.load(taught + row) * teacher_stride
     q_largest, q_total = _statistics(products, columns, factor, TOKENS, False, BLOCK)
     p_largest, p_total = _statistics(teachers, columns, factor, TOKENS, GATHERED, BLOCK)
-    weight = tl.load(masks + row) * tl.load(scale)
+    weight = tl.load(weights + row)
     loss = 0.0
     for start in range(0, ENTRIES, BLOCK):
         places = start + tl.arange(0, BLOCK)
@@ -98,6 +98,7 @@ def overlap(
     stride,
     teachers,
     teacher_stride,
+    taught,
     columns,
     found,
     factor,
@@ -119,7 +120,7 @@ def overlap(
     """
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
-    teachers += row * teacher_stride
+    teachers += tl.load(taught + row) * teacher_stride
     found += row * FOUND
     q_largest, q_total = _statistics(products, columns, factor, TOKENS, False, BLOCK)
     p_largest, p_total = _statistics(teachers, columns, factor, TEACHER_TOKENS, False, BLOCK)
@@ -158,6 +159,7 @@ def overlap_gradient(
     stride,
     teachers,
     teacher_stride,
+    taught,
     columns,
     found,
     masks,
@@ -175,7 +177,7 @@ def overlap_gradient(
     """Slope times the gradient of -log a, as in overlap.py; with `DIVERGES` the other slope times that of kd, too."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
-    teachers += row * teacher_stride
+    teachers += tl.load(taught + row) * teacher_stride
     found += row * FOUND
     log_overlap, short = tl.load(found), tl.load(found + 2)
     q_largest, q_normaliser = tl.load(found + 3), tl.load(found + 4)

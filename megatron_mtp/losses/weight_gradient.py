@@ -4,17 +4,17 @@ The upstream gradient is one factor of all of it, and only the backward pass kno
 is kept:
 
     Sum       the gradient itself, [V, H] in float32, to which every chunk adds
-    Factors   the gradients by all logits, [N, V] a depth in the weight's type; the backward pass makes their products
-              with the states
+    Factors   the gradients by all logits, [N, V] in the weight's type; the backward pass makes their product with the
+              states
 
 Either way a chunk costs the same products, and nothing else of [V, H] is made but the gradient that autograd asks for.
 Where Megatron's DDP keeps a `main_grad`, its sum of gradients, that is not made either: the gradient is added to
 `main_grad` in place, a block of rows at a time.
 
-Letters in names: N positions, H hidden, V this rank's slice of the vocabulary, X rows of anything.
+Letters in names: N rows (positions times depths), H hidden, V this rank's slice of the vocabulary, X rows of anything.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,21 +52,20 @@ class Sum:
 
 @dataclass(frozen=True)
 class Factors:
-    """What the gradient is the product of, depth by depth."""
+    """What the gradient is the product of."""
 
-    gradients_NV: Sequence[Tensor]
-    states_NH: Sequence[Tensor]
+    gradient_NV: Tensor
+    states_NH: Tensor
 
     def rows(self, where: slice) -> Tensor:
         """Some rows of the gradient, in float32 at least."""
-        states_NH = self.states_NH[0]
-        exact = torch.promote_types(states_NH.dtype, torch.float32)
-        return self.add_rows(where, states_NH.new_zeros(where.stop - where.start, states_NH.size(1), dtype=exact))
+        exact = torch.promote_types(self.states_NH.dtype, torch.float32)
+        hidden = self.states_NH.size(1)
+        return self.add_rows(where, self.states_NH.new_zeros(where.stop - where.start, hidden, dtype=exact))
 
     def add_rows(self, where: slice, part_XH: Tensor) -> Tensor:
         """Add some rows of the gradient to a part in float32 at least."""
-        for gradient_NV, states_NH in zip(self.gradients_NV, self.states_NH, strict=True):
-            add_product(part_XH, gradient_NV[:, where].t(), states_NH)
+        add_product(part_XH, self.gradient_NV[:, where].t(), self.states_NH)
         return part_XH
 
 

@@ -1,6 +1,6 @@
 """The training objective: from the trunk's and the depths' hidden states to losses and acceptance.
 
-Letters in names: D depths, S sequence, B batch, H hidden, N positions of all rows.
+Letters in names: D depths, S sequence, B batch, H hidden, T rows of [S, B].
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.data.later_positions import LaterPositions
 from megatron_mtp.losses.combine import LossSum, depth_scales, sum_losses
 from megatron_mtp.losses.cross_entropy import CrossEntropy
-from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
+from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import vocabulary_of
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
@@ -91,9 +91,8 @@ class NextTokensObjective:
         if not self.linear_main:
             losses_BS = head.cross_entropy(batch.labels_BS, head.project(hidden_SBH))
             return sum_losses(losses_BS, mask_BS, whole_tokens)
-        targets = Targets(_rows(batch.labels_BS), _rows(mask_BS), torch.ones_like(whole_tokens))
-        states_NH = head.whole(hidden_SBH).flatten(0, 1)
-        total, _ = linear_loss(CrossEntropy(), [states_NH], [targets], head.weight, vocabulary_of(head))
+        targets = Targets(batch.labels_BS.t(), mask_BS.t(), torch.ones_like(whole_tokens))
+        total, _ = linear_loss(CrossEntropy(), [head.whole(hidden_SBH)], [targets], head.weight, vocabulary_of(head))
         return LossSum(total, mask_BS.float().sum(), whole_tokens)
 
     def of_depths(
@@ -111,20 +110,20 @@ class NextTokensObjective:
         """
         batch = self._chained(self._drafted(head, batch))
         kept_S, share = self._kept(batch.positions_S)
-        teachers = self._teachers(trunk_SBH, len(depth_hidden), head, kept_S, later)
+        teacher = self._teacher(trunk_SBH, head, later)
         scales = depth_scales(batch.whole_tokens, self.depth_weights, self.per_token)
         states, targets = [], []
         for depth, state_SBH in enumerate(depth_hidden):
             labels_BS, mask_BS = batch.labels_DBS[depth], batch.loss_mask_DBS[depth].float() / share
             if kept_S is not None:
                 labels_BS, mask_BS = labels_BS[:, kept_S], mask_BS[:, kept_S]
-            states.append(_chosen(head.whole(state_SBH), kept_S).flatten(0, 1))
-            targets.append(Targets(_rows(labels_BS), _rows(mask_BS), scales[depth], teachers[depth]))
-        teacher_weight = head.weight if self.depth_loss.needs_whole_teacher else None
+            states.append(_chosen(head.whole(state_SBH), kept_S).transpose(0, 1))
+            taught_BS = None
+            if teacher is not None and later is not None:
+                taught_BS = _rows_of(_chosen(later.where(depth + 1), kept_S), len(labels_BS))
+            targets.append(Targets(labels_BS, mask_BS, scales[depth], taught_BS))
         rows, vocabulary = head.draft_weight, vocabulary_of(head, drafts=True)
-        total, sums_D = linear_loss(
-            self.depth_loss, states, targets, rows, vocabulary, teacher_weight, main_grad=beside_main
-        )
+        total, sums_D = linear_loss(self.depth_loss, states, targets, rows, vocabulary, teacher, main_grad=beside_main)
         tokens = [target.mask_N.sum() for target in targets]
         sums = [LossSum(*each) for each in zip(sums_D, tokens, batch.whole_tokens[1:], strict=True)]
         return total, sums
@@ -162,20 +161,17 @@ class NextTokensObjective:
         return torch.isin(positions_S, kept.to(positions_S.device)).nonzero()[:, 0], kept.numel() / positions
 
     @torch.no_grad()
-    def _teachers(
-        self, trunk_SBH: Tensor, depths: int, head: Head, kept_S: Tensor | None, later: LaterPositions | None
-    ) -> list[Tensor | None]:
-        """The trunk's states d positions later: their logits are of the token that depth d predicts."""
+    def _teacher(self, trunk_SBH: Tensor, head: Head, later: LaterPositions | None) -> Teacher | None:
+        """The trunk's states, this rank's and those that it needs of others, row by row of [S, B]."""
         if later is None or not self.depth_loss.needs_teacher:
-            return [None] * depths
-        states_SBH = later.lookup(head.whole(trunk_SBH))
-        where = (_chosen(later.where(depth), kept_S) for depth in range(1, depths + 1))
-        return [states_SBH[where_S].flatten(0, 1) for where_S in where]
+            return None
+        states_TH = later.lookup(head.whole(trunk_SBH)).flatten(0, 1)
+        return Teacher(states_TH, head.weight if self.depth_loss.needs_whole_teacher else None)
 
 
-def _rows(values_BS: Tensor) -> Tensor:
-    """Position by position as hidden states are, [N]."""
-    return values_BS.transpose(0, 1).flatten()
+def _rows_of(positions_S: Tensor, batch: int) -> Tensor:
+    """[B, S], where these positions are in the rows of [S, B]."""
+    return batch * positions_S + torch.arange(batch, device=positions_S.device).unsqueeze(1)
 
 
 def _chosen(values_S: Tensor, kept_S: Tensor | None) -> Tensor:

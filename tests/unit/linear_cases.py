@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import chunks, depth_loss
-from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
+from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
 from megatron_mtp.losses.reference import plain_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
@@ -40,7 +40,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class Case:
     """Shapes and chunking of one comparison."""
 
-    slots: tuple[int, ...]
+    positions: int
+    depths: int
     hidden: int
     vocabulary: int
     rows_at_once: int
@@ -50,10 +51,11 @@ class Case:
 
     @classmethod
     def drawn(cls, seed: int) -> "Case":
-        """One to three depths, up to 48 slots, odd sizes, chunks of any number of rows."""
+        """One to three depths, up to 48 positions, odd sizes, chunks of any number of rows."""
         draw = random.Random(seed)
         return cls(
-            tuple(draw.randint(1, 48) for _ in range(draw.randint(1, 3))),
+            draw.randint(1, 48),
+            draw.randint(1, 3),
             hidden=draw.randint(2, 24),
             vocabulary=draw.randint(8, 120),
             rows_at_once=draw.randint(1, 64),
@@ -69,30 +71,28 @@ class Case:
     def rows(self) -> int:
         return self.vocabulary + self.padding
 
-    def chained(self, settings: MTPConfig) -> "Case":
-        """The same slots of every depth, if the loss couples them."""
-        return replace(self, slots=self.slots[:1] * len(self.slots)) if depth_loss(settings).couples_depths else self
+    def leaves(self, settings: MTPConfig | None = None) -> tuple[list[Tensor], list[Targets], Tensor, Tensor]:
+        """States [N, H] and targets of every depth, the whole head's weight, padding included, and the trunk's states.
 
-    def leaves(self, settings: MTPConfig | None = None) -> tuple[list[Tensor], list[Targets], Tensor]:
-        """States [N, H] and targets of every depth, and the whole head's weight, padding included.
-
-        Where the settings' loss couples depths, a slot has the same weight at all of them.
+        Where the settings' loss couples depths, a position has the same weight at all of them.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        states = [torch.randn(slots, self.hidden, generator=generator) for slots in self.slots]
+        positions, hidden = self.positions, self.hidden
+        states = [torch.randn(positions, hidden, generator=generator) for _ in range(self.depths)]
         targets = [
             Targets(
-                torch.randint(self.vocabulary, (slots,), generator=generator),
-                (torch.rand(slots, generator=generator) > 0.3) * torch.rand(slots, generator=generator),
+                torch.randint(self.vocabulary, (positions,), generator=generator),
+                (torch.rand(positions, generator=generator) > 0.3) * torch.rand(positions, generator=generator),
                 torch.rand((), generator=generator),
-                torch.randn(slots, self.hidden, generator=generator),
+                torch.arange(positions) + depth,
             )
-            for slots in self.slots
+            for depth in range(1, self.depths + 1)
         ]
         if settings is not None and depth_loss(settings).couples_depths:
             targets = [replace(target, mask_N=targets[0].mask_N) for target in targets]
-        weight_VH = torch.randn(self.rows, self.hidden, generator=generator) / self.hidden**0.5
-        return states, targets, weight_VH
+        weight_VH = torch.randn(self.rows, hidden, generator=generator) / hidden**0.5
+        trunk_TH = torch.randn(positions + self.depths + 1, hidden, generator=generator)
+        return states, targets, weight_VH, trunk_TH
 
     def drafted(self) -> Tensor:
         """The tokens of a draft vocabulary, ascending; the first and the last token are among them."""
@@ -103,14 +103,12 @@ class Case:
 
     def plain(self, settings: MTPConfig, drafted_K: Tensor | None = None) -> list[Tensor]:
         """Value, gradients of the states, gradient of the weight, in float64."""
-        states, targets, weight_VH = self.chained(settings).leaves(settings)
+        states, targets, weight_VH, trunk_TH = self.leaves(settings)
         states = [state_NH.double().requires_grad_() for state_NH in states]
-        weight_VH = weight_VH.double().requires_grad_()
-        exact = [
-            Targets(one.labels_N, one.mask_N.double(), one.scale.double(), one.teacher_NH.double())  # type: ignore[union-attr]
-            for one in targets
-        ]
-        value = plain_loss(settings, states, exact, weight_VH[: self.vocabulary], self.logit_scale, drafted_K)
+        weight_VH, trunk_TH = weight_VH.double().requires_grad_(), trunk_TH.double()
+        exact = [replace(one, mask_N=one.mask_N.double(), scale=one.scale.double()) for one in targets]
+        tokens_VH = weight_VH[: self.vocabulary]
+        value = plain_loss(settings, states, exact, tokens_VH, self.logit_scale, drafted_K, trunk_TH)
         value.backward()
         return [value.detach(), *(state.grad for state in states), weight_VH.grad]  # type: ignore[list-item]
 
@@ -121,22 +119,21 @@ class Case:
         self, settings: MTPConfig, group: ProcessGroup | None = None, drafted_K: Tensor | None = None
     ) -> list[Tensor]:
         """The same by `linear_loss`, over the slices of a group; a rank's weight gradient is that of its slice."""
-        states, targets, weight_VH = self.chained(settings).leaves(settings)
+        states, targets, weight_VH, trunk_TH = self.leaves(settings)
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         slice_VH = weight_VH.chunk(ranks)[rank].clone().requires_grad_()
         states = [state_NH.requires_grad_() for state_NH in states]
         token_loss = depth_loss(settings)
-        if not token_loss.needs_teacher:
-            targets = [Targets(one.labels_N, one.mask_N, one.scale) for one in targets]
         chunks.CHUNK_BYTES = 4 * len(slice_VH) * self.rows_at_once
         chunks.BLOCK_BYTES, chunks.LEAST_POSITIONS = chunks.CHUNK_BYTES // 2, 1
-        rows, vocabulary, teacher = slice_VH, self.entries(len(slice_VH), group), None
+        rows, vocabulary, head = slice_VH, self.entries(len(slice_VH), group), None
         if drafted_K is not None:
             drafts = DraftVocabulary(drafted_K, len(slice_VH), ranks, rank)
             rows = slice_VH[drafts.rows_K]
             vocabulary = replace(vocabulary, slice_size=len(rows), draft_vocabulary=drafts)
             targets = [replace(one, labels_N=drafts.index_V[one.labels_N]) for one in targets]
-            teacher = slice_VH if token_loss.needs_whole_teacher else None
+            head = slice_VH if token_loss.needs_whole_teacher else None
+        teacher = Teacher(trunk_TH, head) if token_loss.needs_teacher else None
         value, _ = linear_loss(token_loss, states, targets, rows, vocabulary, teacher)
         (3 * value).backward()  # the upstream gradient is a factor
         gradients = [leaf.grad / 3 for leaf in (*states, slice_VH) if leaf.grad is not None]

@@ -10,7 +10,7 @@ from megatron_mtp.losses import chunks, depth_loss, linear_cross_entropy
 from megatron_mtp.losses.chain import AcceptedLength
 from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.distillation import Divergence
-from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
+from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
 from megatron_mtp.losses.overlap import AdaptiveDivergence, NegativeLogOverlap, TotalVariation
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
@@ -47,15 +47,15 @@ def test_the_accepted_length_is_the_product_of_the_depths(depths: int, drafted: 
     """Any number of depths, in chunks and blocks that would cut a position's depths apart."""
     config = MTPConfig(mtp_loss="e2e_tv")
     for rows_at_once in (1, 4, 7, 64):
-        case = Case((11,) * depths, 8, 20, rows_at_once, 0.5, depths)
+        case = Case(11, depths, 8, 20, rows_at_once, 0.5, depths)
         drafted_K = case.drafted() if drafted else None
         assert worst(case.chunked(config, drafted_K=drafted_K), case.plain(config, drafted_K)) <= TOLERANCE
 
 
 def test_the_logs_have_every_depths_own_rate_of_rejection() -> None:
     config = MTPConfig(mtp_loss="e2e_tv")
-    states, targets, weight_VH = CASE.chained(config).leaves(config)
-    arguments = states, targets, weight_VH, Vocabulary(len(weight_VH))
+    states, targets, weight_VH, trunk_TH = CASE.leaves(config)
+    arguments = states, targets, weight_VH, Vocabulary(len(weight_VH)), Teacher(trunk_TH)
     joint, sums_D = linear_loss(depth_loss(config), *arguments)
     alone, alone_D = linear_loss(TotalVariation(), *arguments)
     assert torch.allclose(sums_D, alone_D)
@@ -68,7 +68,7 @@ def test_the_comparison_sees_another_draft_vocabulary(name: str) -> None:
     assert worst(CASE.chunked(config, drafted_K=drafted_K), CASE.plain(config, drafted_K[:-1])) > 1e-4
 
 
-CASE = Case((7, 9), 8, 20, 4, 1.0, 3)
+CASE = Case(8, 2, 8, 20, 4, 1.0, 3)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_comparison_sees_a_wrong_loss(given: str, wrong: TokenLoss, monkeypa
 
 
 def test_a_head_that_is_not_trained_gets_no_gradient_and_the_states_the_same() -> None:
-    states, targets, weight_VH = CASE.leaves()
+    states, targets, weight_VH, _ = CASE.leaves()
     trained = CASE.chunked(MTPConfig())
     leaves = [state_NH.requires_grad_() for state_NH in states]
     total, _ = linear_loss(CrossEntropy(), leaves, targets, weight_VH, Vocabulary(len(weight_VH)))
@@ -115,7 +115,7 @@ def test_the_comparison_sees_padding_that_takes_part(monkeypatch: pytest.MonkeyP
 
 def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function of autograd is told that its inputs need gradients, also where none are recorded."""
-    states, targets, weight_VH = CASE.leaves()
+    states, targets, weight_VH, _ = CASE.leaves()
     leaves = [state_NH.requires_grad_() for state_NH in states]
     products: list[str] = []
     monkeypatch.setattr(linear_cross_entropy, "add_product", lambda *_: products.append("of the weight"))
@@ -209,7 +209,7 @@ def test_float16_keeps_the_gradients_of_unlikely_tokens(scale: float) -> None:
 
 
 def test_bfloat16_keeps_its_statistics_in_float32() -> None:
-    states, targets, weight_VH = Case((512,), 32, 4096, 64, 1.0, 0).leaves()
+    states, targets, weight_VH, _ = Case(512, 1, 32, 4096, 64, 1.0, 0).leaves()
     rounded = [states[0].bfloat16().requires_grad_()], weight_VH.bfloat16().requires_grad_()
     exact = [rounded[0][0].detach().float().requires_grad_()], rounded[1].detach().float().requires_grad_()
     found = []

@@ -59,8 +59,8 @@ def test_the_comparison_sees_a_wrong_kernel() -> None:
 
 SIZES = {"ENTRIES": 131_072, "TOKENS": 131_000, "BLOCK": triton_chunk.BLOCK}
 GAP, FOUND = {"LARGEST_GAP": 40.0, "FLOOR": 4e-18}, {"FOUND": triton_chunk.FOUND}
-POINTERS = dict.fromkeys(("products", "teachers"), "*bf16") | dict.fromkeys(("labels", "columns"), "*i64")
-FLOATS = "masks", "scale", "losses", "found", "slopes", "divergence_slopes"
+POINTERS = dict.fromkeys(("products", "teachers"), "*bf16") | dict.fromkeys(("labels", "taught", "columns"), "*i64")
+FLOATS = "masks", "weights", "losses", "found", "slopes", "divergence_slopes"
 NUMBERS = {"factor": "fp32", "temperature": "fp32", "size": "i32", "stride": "i32", "teacher_stride": "i32"}
 
 

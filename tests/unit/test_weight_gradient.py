@@ -20,8 +20,8 @@ from megatron_mtp.losses.linear_cross_entropy import linear_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
 from megatron_mtp.losses.weight_gradient import keeps_factors
 
-FEW, MANY = Case((7, 5), 12, 50, 4, 0.5, 3), Case((7, 6), 12, 50, 4, 0.5, 3)
-"""As many positions as the hidden state is wide, and one more."""
+FEW, MANY = Case(6, 2, 12, 50, 4, 0.5, 3), Case(7, 2, 12, 50, 4, 0.5, 3)
+"""As many rows as the hidden state is wide, and two more."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def usual_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["ce with both", "kd tempered", "tv"])
 def test_either_form_gives_the_gradients_of_the_definition(name: str, case: Case) -> None:
     config = MTPConfig(**SETTINGS[name])
-    assert keeps_factors(sum(case.slots), case.leaves()[2]) is (case is FEW)
+    assert keeps_factors(case.positions * case.depths, case.leaves()[2]) is (case is FEW)
     assert worst(case.chunked(config), case.plain(config)) <= 2e-6
     drafted_K = case.drafted()
     assert worst(case.chunked(config, drafted_K=drafted_K), case.plain(config, drafted_K)) <= 2e-6
@@ -43,7 +43,7 @@ def test_either_form_gives_the_gradients_of_the_definition(name: str, case: Case
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", [FEW, MANY], ids=["few", "many"])
 def test_half_precision_is_rounded_and_nothing_else(case: Case, dtype: torch.dtype) -> None:
-    states, targets, weight_VH = case.leaves()
+    states, targets, weight_VH, _ = case.leaves()
     found = []
     for kind in (dtype, torch.float64):
         leaf_VH = weight_VH.to(dtype).to(kind).requires_grad_()
@@ -97,7 +97,7 @@ def ddp_weight(weight_VH: Tensor) -> torch.nn.Parameter:
 
 def passed(how: Callable[[Tensor, list[Tensor]], object], case: Case) -> tuple[Tensor, list[Tensor]]:
     """`main_grad`, and what the states and the weight got, less the ones that were in `main_grad`."""
-    states, targets, weight_VH = case.leaves()
+    states, targets, weight_VH, _ = case.leaves()
     weight = ddp_weight(weight_VH)
     leaves = [each.requires_grad_() for each in states]
     total, _ = linear_loss(CrossEntropy(), leaves, targets, weight, Vocabulary(case.rows), main_grad=True)
@@ -135,7 +135,7 @@ def test_main_grad_is_left_alone_where_nothing_is_accumulated(how: Callable[...,
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_the_weight_see_its_gradient(hook: str) -> None:
-    states, targets, weight_VH = MANY.leaves()
+    states, targets, weight_VH, _ = MANY.leaves()
     weight, seen = ddp_weight(weight_VH), []
     getattr(weight, hook)(lambda given: seen.append(given.shape))
     total, _ = linear_loss(CrossEntropy(), states, targets, weight, Vocabulary(MANY.rows), main_grad=True)
@@ -146,7 +146,7 @@ def test_hooks_of_the_weight_see_its_gradient(hook: str) -> None:
 
 @pytest.mark.parametrize("case", [FEW, MANY], ids=["few", "many"])
 def test_a_graph_that_is_kept_gives_the_same_gradients_again(case: Case) -> None:
-    states, targets, weight_VH = case.leaves()
+    states, targets, weight_VH, _ = case.leaves()
     leaves = [*(each.requires_grad_() for each in states), weight_VH.requires_grad_()]
     total, _ = linear_loss(CrossEntropy(), leaves[:-1], targets, weight_VH, Vocabulary(case.rows))
     first, again = (torch.autograd.grad(factor * total, leaves, retain_graph=True) for factor in (2, 6))

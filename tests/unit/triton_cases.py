@@ -20,9 +20,9 @@ from megatron_mtp.losses.vocabulary import Vocabulary
 
 NAMES = [name for name, given in SETTINGS.items() if type(depth_loss(MTPConfig(**given))) in triton_chunk.KERNELS]
 CASES = [
-    Case((2, 3), 7, 43, 2, 0.5, 0).padded(6),
-    Case((3,), 9, 67, 3, 1.0, 1),
-    Case((2,), 5, 20, 2, 2.0, 3).padded(40),
+    Case(4, 2, 7, 43, 2, 0.5, 0).padded(6),
+    Case(3, 1, 9, 67, 3, 1.0, 1),
+    Case(2, 1, 5, 20, 2, 2.0, 3).padded(40),
 ]
 
 
@@ -60,7 +60,8 @@ def products(dtype: torch.dtype, **changes: Any) -> triton_chunk.Products:
         values_NV.to(dtype),
         torch.tensor([0, 49, 7, -100, 3]),
         torch.tensor([1.0, 0.5, 1.0, 0.0, 2.0]),
-        torch.tensor(0.25),
+        torch.tensor([0.25]),
+        None,
         None,
         Vocabulary(50),
     )
@@ -71,7 +72,7 @@ def rounded(dtype: torch.dtype) -> tuple[float, float]:
     """Of products in half precision: the losses and the gradients, by their own size, less those in float32."""
     loss, given = depth_loss(MTPConfig()), products(dtype)
     exact_N, exact_NV = loss(Chunk(given.products_NV.float(), given.labels_N, None, given.vocabulary))
-    exact_NV *= (given.mask_N * given.scale).unsqueeze(1)
+    exact_NV *= (given.mask_N * given.scale_D).unsqueeze(1)
     losses_N = triton_chunk.losses_(loss, given)
     difference_NV = (given.products_NV.float() - exact_NV).abs()
     return worst([losses_N], [exact_N]), (difference_NV / exact_NV.abs().clamp(min=1e-3)).max().item()
@@ -82,7 +83,7 @@ def masked() -> tuple[float, float]:
     given = products(torch.float32)
     given.products_NV[3, 5] = float("nan")
     triton_chunk.losses_(depth_loss(MTPConfig()), given)
-    unscaled = products(torch.float32, scale=torch.tensor(0.0))
+    unscaled = products(torch.float32, scale_D=torch.tensor([0.0]))
     losses_N = triton_chunk.losses_(depth_loss(MTPConfig()), unscaled)
     assert losses_N[[0, 1, 2, 4]].all()
     return given.products_NV[3].abs().max().item(), unscaled.products_NV.abs().max().item()
@@ -102,6 +103,7 @@ FAULTS = {
     "overlap": ("tv", "q * short -", "q -"),
     "sum of the overlap": ("nla", "total = total * tl.exp(largest - new) + tl.sum(parts)", "total += tl.sum(parts)"),
     "sum of the short": ("nla", "short = short * tl.exp(largest - new) + tl", "short += tl"),
+    "another row of the trunk": ("kd", "teachers += tl.load(taught + row) *", "teachers += 0 *"),
     "slope": ("tv", "gradient = slope * (q", "gradient = (q"),
     "logarithm": ("nla", "tl.store(found, tl.log(total) + largest)", "tl.store(found, tl.log(total))"),
     "slopes of both": ("lk", "tl.load(divergence_slopes + row) * temp", "slope * temp"),

@@ -41,6 +41,9 @@ from megatron_mtp.model.causal import causal_mask
 from megatron_mtp.model.latent import PortableLatentAttention
 from megatron_mtp.model.recurrence import having
 
+BLOCK = 128
+"""Queries that attend together where each has keys of its own (`shared_keys.py`)."""
+
 
 class PortableNorm(torch.nn.Module):
     """RMSNorm or LayerNorm (`config.normalization`), with sequence parallelism and zero-centred weights.
@@ -194,11 +197,36 @@ class PortableAttention(torch.nn.Module):
         for start, end in pairwise(bounds):
             own, whole = slice(start // ranks, end // ranks), slice(start, end)
             position_S = None if positions_S is None else positions_S[own] - start
-            keys_SBGC, values_SBGC = key_SBGC[whole], value_SBGC[whole]
-            if self.chain:
-                keys_SBGC = torch.cat([keys_SBGC, *(keys[own] for keys, _ in self.chain)])
-                values_SBGC = torch.cat([values_SBGC, *(values[own] for _, values in self.chain)])
-            attended.append(self._attend(query_SBNC[own], keys_SBGC, values_SBGC, position_S, mask))
+            inputs = query_SBNC[own], key_SBGC[whole], value_SBGC[whole], position_S, mask
+            attended.append(self._attend_in_blocks(*inputs, own) if self.chain else self._attend(*inputs))
+        return torch.cat(attended)
+
+    def _attend_in_blocks(
+        self,
+        query_SBNC: Tensor,
+        key_SBGC: Tensor,
+        value_SBGC: Tensor,
+        position_S: Tensor | None,
+        mask: Tensor | None,
+        own: slice,
+    ) -> Tensor:
+        """As `_attend`, with the chain: a block of queries has scores with its own keys of it, and no others.
+
+        Where positions are in order, a block has none with keys behind it either.
+        """
+        attended, queries = [], query_SBNC.size(0)
+        sees_before = self.causal and position_S is None
+        if position_S is None:
+            position_S = torch.arange(queries, device=query_SBNC.device)
+        if mask is not None:
+            mask = mask.expand(*mask.shape[:-2], queries, -1)
+        for start in range(0, queries, BLOCK):
+            rows = slice(start, min(start + BLOCK, queries))
+            seen = slice(rows.stop if sees_before else None)
+            keys_SBGC = torch.cat([key_SBGC[seen], *(keys[own][rows] for keys, _ in self.chain)])
+            values_SBGC = torch.cat([value_SBGC[seen], *(values[own][rows] for _, values in self.chain)])
+            visible = None if mask is None else mask[..., rows, seen]
+            attended.append(self._attend(query_SBNC[rows], keys_SBGC, values_SBGC, position_S[rows], visible))
         return torch.cat(attended)
 
     def _attend(

@@ -12,7 +12,7 @@ the method that drafts as trained, with which a teacher-forced pass over the sam
 
     plain    every pass attends to its own keys       mixed    the same with --mtp-hidden-state-mixing
     shared   --mtp-repeated-layer-shares-kv           both     shared and mixed
-    single   trained for one pass, as depths are that are only reused when they draft
+    single   trained for one pass, as depths are that are only reused when they draft; double, triple: for two, three
 
 With `--equal seconds` a run has as many steps as fit into the time of `kd`, plain: short trainings, one after the other
 before all of these, tell how long a step of each takes. Finished runs are kept in --out, and trainings save every 250
@@ -47,7 +47,17 @@ BASES = "plain", "single"
 """The loss that others are compared with, and how it was trained: for all passes, and for one."""
 
 MIXES, SHARES = "--mtp-hidden-state-mixing", "--mtp-repeated-layer-shares-kv"
-VARIANTS = {"single": "", "plain": "", "mixed": MIXES, "shared": SHARES, "both": f"{SHARES} {MIXES}"}
+VARIANTS = {
+    "single": "",
+    "double": "",
+    "triple": "",
+    "plain": "",
+    "mixed": MIXES,
+    "shared": SHARES,
+    "both": f"{SHARES} {MIXES}",
+}
+FEWER_PASSES = {"single": 1, "double": 2, "triple": 3}
+"""Passes of the variants that are not trained for all of --passes."""
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 GOALS = {"greedy": 1.05, "sampled": 1.10}
 TIMED = "timed"
@@ -176,7 +186,8 @@ def train(run: Run, steps: int, wanted: argparse.Namespace) -> Path:
     if not goes_on:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-    unrolled = "" if run.variant == "single" else f"--mtp-use-repeated-layer --mtp-unroll {wanted.passes}"
+    passes = _passes(run, wanted)
+    unrolled = "" if passes == 1 else f"--mtp-use-repeated-layer --mtp-unroll {passes}"
     more = (
         f"--mtp-num-layers 1 {unrolled} --seed {run.seed} --eval-iters 2 --mtp-token-fraction {wanted.token_fraction} "
         f"--save {saved} --save-interval {min(steps, SAVED_EVERY)} --log-interval {min(steps, 20)} "
@@ -194,18 +205,19 @@ def train(run: Run, steps: int, wanted: argparse.Namespace) -> Path:
 def lengths(folder: Path, run: Run, wanted: argparse.Namespace) -> dict[str, Any]:
     """Accepted lengths by K, greedy and sampled, with the acceptance of every draft as trained.
 
-    A model that was trained for fewer passes has no teacher-forced figure: None.
+    With more drafts than passes in training there is no teacher-forced figure: None.
     """
     runner, model = load_runner(folder / "checkpoint"), load_model(iteration_folder(folder / "checkpoint"))
     prompts = held_out(wanted.data, wanted.prompts, 64)
     found: dict[str, Any] = {}
     for kind, temperature in TEMPERATURES.items():
         for passes in wanted.counts:
+            as_trained = "mtp_eagle" if SHARES in VARIANTS[run.variant] or passes > model.mtp.depths else "mtp"
             made = {
                 name: drafted(runner, prompts, wanted.new_tokens, _method(name, passes), temperature, 1000 * run.seed)
-                for name in dict.fromkeys(("mtp_eagle", _as_trained(run)))
+                for name in dict.fromkeys(("mtp_eagle", as_trained))
             }
-            eagle, trained = made["mtp_eagle"], made[_as_trained(run)]
+            eagle, trained = made["mtp_eagle"], made[as_trained]
             found.setdefault(kind, {})[str(passes)] = {
                 "mtp_eagle": eagle.accepted_length,
                 "trained": trained.accepted_length,
@@ -215,9 +227,9 @@ def lengths(folder: Path, run: Run, wanted: argparse.Namespace) -> dict[str, Any
     return found
 
 
-def _as_trained(run: Run) -> str:
-    """The method that runs the passes as they were trained."""
-    return "mtp_eagle" if run.variant == "single" or SHARES in VARIANTS[run.variant] else "mtp"
+def _passes(run: Run, wanted: argparse.Namespace) -> int:
+    """That the run is trained for."""
+    return min(FEWER_PASSES.get(run.variant, wanted.passes), wanted.passes)
 
 
 def _method(name: str, passes: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ The weights of all positions are known in the forward pass, and the sum reaches 
 upstream gradient. So the gradients are computed in the forward pass, while a chunk's logits are in memory, and the
 backward pass scales them. A chunk costs three matrix products, as a head with all logits does. The memory is
 
-    one chunk of logits + hidden gradients [D N, H] + the smaller one of [V, H] in float32 and [D N, V]
+    one chunk of logits + hidden gradients [N, H] + the smaller one of [V, H] in float32 and [N, V]
 
 The last is kept for the weight gradient (weight_gradient.py); a frozen head needs neither, and one product less. A head
 with all logits holds both at once.
@@ -19,8 +19,8 @@ at position i learns from the trunk's state at i + d, as depth d - 1 does at i +
     D = 3, a chunk of the positions 4 and 5       row of depth     1  2  3  1  2  3
                                                   the trunk's at   5  6  7  6  7  8     four rows of logits for six
 
-Letters in names: N rows (positions times depths), H hidden, V this rank's slice of the vocabulary, D depths, T states
-of the trunk.
+Letters in names: N rows (positions times depths; positions of one depth in what `linear_loss` takes), H hidden, V this
+rank's slice of the vocabulary, D depths, T states of the trunk.
 """
 
 from collections.abc import Sequence

@@ -14,9 +14,9 @@ the method that drafts as trained, with which a teacher-forced pass over the sam
     shared   --mtp-repeated-layer-shares-kv           both     shared and mixed
     single   trained for one pass, as depths are that are only reused when they draft; double, triple: for two, three
 
-With `--equal seconds` a run has as many steps as fit into the time of `kd`, plain: short trainings, one after the other
-before all of these, tell how long a step of each takes. Finished runs are kept in --out, and trainings save every 250
-steps: the same command continues after an interruption.
+With `--equal seconds` a run has as many steps as fit into the time of `kd`, plain: short trainings before all of these,
+in rounds in which the kinds take turns, tell how long a step of each takes. Finished runs are kept in --out, and
+trainings save every 250 steps: the same command continues after an interruption.
 """
 
 import argparse
@@ -61,8 +61,8 @@ FEWER_PASSES = {"single": 1, "double": 2, "triple": 3}
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 GOALS = {"greedy": 1.05, "sampled": 1.10}
 TIMED = "timed"
-TIMED_STEPS = 60
-"""Of the short trainings that tell how long a step takes; they draft nothing."""
+TIMED_STEPS, TIMED_ROUNDS = 30, 3
+"""Of the short trainings that tell how long a step takes; they draft nothing, and all kinds take turns."""
 SAVED_EVERY = 250
 """Steps of a training, from which it goes on after an interruption."""
 
@@ -134,7 +134,8 @@ def all_runs(wanted: argparse.Namespace) -> list[Run]:
     found = []
     for equal in (one for one in EQUAL if one in wanted.equal):
         if equal == "seconds":
-            found += [Run(TIMED, variant, loss, 1) for variant, loss in kinds]
+            rounds = product(range(1, TIMED_ROUNDS + 1), kinds)
+            found += [Run(TIMED, variant, loss, number) for number, (variant, loss) in rounds]
         seeds = range(1, wanted.seeds + 1)
         found += [Run(equal, variant, loss, seed) for seed, (variant, loss) in product(seeds, kinds)]
     return found
@@ -156,8 +157,13 @@ def steps_of(run: Run, results: Results, wanted: argparse.Namespace) -> int:
         return min(TIMED_STEPS, wanted.steps)
     if run.equal == "steps":
         return int(wanted.steps)
-    base, own = Run(TIMED, "plain", BASE, 1), Run(TIMED, run.variant, run.loss, 1)
-    return steps_in_the_time(wanted.steps, results[base], results[own])
+    return steps_in_the_time(wanted.steps, _seconds("plain", BASE, results), _seconds(run.variant, run.loss, results))
+
+
+def _seconds(variant: str, loss: str, results: Results) -> float:
+    """Of a step; the median of the rounds."""
+    rounds = [Run(TIMED, variant, loss, number) for number in range(1, TIMED_ROUNDS + 1)]
+    return statistics.median(results[one]["step_seconds"] for one in rounds)
 
 
 def settings(wanted: argparse.Namespace) -> dict[str, Any]:

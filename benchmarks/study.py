@@ -83,6 +83,6 @@ def step_seconds(folder: Path) -> float:
     return statistics.median(row["step seconds"] for row in rows if "step seconds" in row)
 
 
-def steps_in_the_time(steps: int, of: Result, own: Result) -> int:
-    """As many steps of a run of its own kind as fit into the time that `steps` of another took."""
-    return max(1, round(steps * of["step_seconds"] / own["step_seconds"]))
+def steps_in_the_time(steps: int, of_seconds: float, own_seconds: float) -> int:
+    """As many steps of one kind as fit into the time that `steps` of another take; both by seconds a step."""
+    return max(1, round(steps * of_seconds / own_seconds))

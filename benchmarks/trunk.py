@@ -119,7 +119,7 @@ def measured(run: Run, results: Results, wanted: argparse.Namespace) -> Result:
     """Train and measure; a run of as many steps as another is that one."""
     steps = wanted.steps
     if run.equal == "seconds":
-        of, own = (results[Run("steps", factor, run.seed)] for factor in ("0", run.factor))
+        of, own = (results[Run("steps", factor, run.seed)]["step_seconds"] for factor in ("0", run.factor))
         steps = steps_in_the_time(steps, of, own)
         if steps == wanted.steps:
             return results[replace(run, equal="steps")]

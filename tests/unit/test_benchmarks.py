@@ -280,7 +280,8 @@ def test_objectives_compares_runs_that_have_finished(tmp_path: Path) -> None:
             row = {"settings": shared, "step_seconds": 1.0, "steps": 3, "greedy": each, "sampled": each}
             (kept / f"{equal}-{variant}-{loss}-1.json").write_text(json.dumps(row))
         timed = {"settings": shared, "step_seconds": 1.0, "steps": 3}
-        (kept / f"timed-{variant}-{loss}-1.json").write_text(json.dumps(timed))
+        for number in (1, 2, 3):
+            (kept / f"timed-{variant}-{loss}-{number}.json").write_text(json.dumps(timed))
     flags = ["--losses", "kd,tv", "--variants", "plain,both,single", "--seeds", "1"]
     summary = summary_of("objectives.py", "--checkpoint", str(tmp_path), "--out", str(tmp_path), *flags)
     found = {goal["what"]: (round(goal["value"], 6), goal["goal"], goal["met"]) for goal in summary["goals"]}

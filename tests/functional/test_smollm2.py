@@ -34,7 +34,7 @@ def test_a_real_model_is_the_same_in_megatron(tmp_path: Path) -> None:
     for check in checks:
         print(f"{check.name}: {check.figure:.6f} ({check.witness})")
     assert [check for check in checks if not check.ok] == []
-    assert [check.name.split()[0] for check in checks] == ["tensors", "trunk", "perplexity"]
+    assert [check.name.split()[0] for check in checks] == ["tensors", "settings", "trunk", "perplexity"]
     assert checks[0].figure == TENSORS
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", options, form_of(tmp_path / "mcore"))
     assert (tmp_path / "back" / "model.safetensors").stat().st_size == (MODEL / "model.safetensors").stat().st_size

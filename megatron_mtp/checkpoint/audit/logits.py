@@ -23,7 +23,6 @@ from megatron_mtp.checkpoint.proof.verify import (
     rounding,
     text_tokens,
 )
-from megatron_mtp.model.hybrid import RECURRENT
 
 LENGTH = 512
 """Tokens of a text that are compared."""
@@ -68,10 +67,11 @@ def logits(sides: dict[str, Side], text: Path | None, trust_remote_code: bool) -
     figures = [asdict(_figures(letter, found)) for letter, found in computed.items()]
     if len(computed) < 2:
         return findings, {"tokens": prompt.tokens_BS.size(1), "sides": figures}
-    enlarged = next(
-        (_rounding(side, prompt, computed[letter]) for letter, side in sides.items() if _recurs(side)), None
-    )
-    differing, rows = _differences(computed["A"], computed["B"], enlarged)
+    differing, rows = _differences(computed["A"], computed["B"], None)
+    checkpoint = next((letter for letter, side in sides.items() if isinstance(side, MegatronSide)), None)
+    if differing and checkpoint is not None:
+        enlarged = _rounding(sides[checkpoint], prompt, computed[checkpoint])
+        differing, rows = _differences(computed["A"], computed["B"], enlarged)
     return findings + differing, {"tokens": prompt.tokens_BS.size(1), "sides": figures, "differences": rows}
 
 
@@ -101,11 +101,6 @@ def _tokenizer(sides: list[Side]) -> Path:
 @exact_float32()
 def _of(side: Side, prompt: Prompt) -> Logits:
     return reference_logits(side.path, prompt) if isinstance(side, HFSide) else megatron_logits(side.path, prompt)
-
-
-def _recurs(side: Side) -> bool:
-    """Whether a checkpoint has recurrent layers, which enlarge rounding."""
-    return isinstance(side, MegatronSide) and bool(set(side.pattern or "") & set(RECURRENT))
 
 
 @exact_float32()

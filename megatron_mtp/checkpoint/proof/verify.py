@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
-from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, mcore_to_hf, pattern_of
+from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.megatron_flags import depth_flags_of, flags_of
 from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.convert.plan import HFModel, check_mcore, stored_key
@@ -33,7 +33,6 @@ from megatron_mtp.checkpoint.proof.precision import exact_float32
 from megatron_mtp.checkpoint.proof.prompt import Prompt, place, random_tokens
 from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.model.arguments import parsed
-from megatron_mtp.model.hybrid import RECURRENT
 
 TOLERANCE = 3e-5
 """Largest allowed difference of float32 logits, relative to the largest logit: the order of additions differs.
@@ -42,11 +41,13 @@ Measured: at most 5e-6 for the families of the tests, 3e-6 for SmolLM2-135M, and
 epsilon of 1e-5, because transformers has 1e-6 in some of its norms.
 """
 ROUNDINGS, MOST_ROUNDING = 8, 1e-2
-"""Recurrent layers may enlarge rounding: their norms divide states that can be small, and routers choose by them.
+"""Some models enlarge rounding: norms of recurrent layers divide states that can be small, routers choose by them, and
+single positions of SmolLM2-135M have large activations.
 
-So the model also runs with the last bit of its embedding changed, and logits may differ by this many times what that
-moves them, but by no more than this part of the largest logit. Measured with 38 random models of Qwen3-Next, Qwen3.5
-and Nemotron-H: Megatron and transformers differ by at most 3.9 times as much.
+So where logits differ by more than the tolerance, the model also runs with the last bit of its embedding changed. They
+may differ by this many times what that moves them, but by no more than this part of the largest logit. Measured: with
+38 random models of Qwen3-Next, Qwen3.5 and Nemotron-H, Megatron and transformers differ by at most 3.9 times as much;
+with SmolLM2-135M by 2.0e-3 at one random token, where the last bit moves 1.8e-3.
 """
 
 
@@ -112,7 +113,10 @@ def verify(
         checks += compare(theirs, ours, "transformers from the checkpoint")
     else:
         theirs, ours = reference_logits(hf, prompt), megatron_logits(mcore, prompt)
-        checks += compare(theirs, ours, rounding=rounding(mcore, prompt, ours) if _recurs(reader) else None)
+        compared = compare(theirs, ours)
+        if not all(check.ok for check in compared):
+            compared = compare(theirs, ours, rounding=rounding(mcore, prompt, ours))
+        checks += compared
     if model.layout.depths and "depth 1" not in theirs:
         reason = f"nothing describes to transformers how {model.family.title} stores its depths (reference_forms.py)"
         checks.append(Check("logits of the depths not compared", 0, False, reason, made=False))
@@ -152,11 +156,6 @@ def _same_settings(model: HFModel, reader: DistReader) -> list[Check]:
     return [Check("settings that differ", len(wrong), not wrong, "; ".join([witness, *wrong[:1]]))]
 
 
-def _recurs(reader: DistReader) -> bool:
-    """Whether the model has recurrent layers."""
-    return bool(set(pattern_of(reader) or "") & set(RECURRENT))
-
-
 def rounding(mcore: Path, prompt: Prompt, ours: dict[str, Tensor]) -> dict[str, float]:
     """By name, how far the last bit of the embedding moves `ours`, the logits of a checkpoint."""
     moved = megatron_logits(mcore, prompt, nudged=True)
@@ -175,7 +174,7 @@ def compare(
         theirs: logits by transformers, by name.
         ours: logits by Megatron, by name.
         trunk: who computed our logits of the trunk.
-        rounding: how far the last bit of the embedding moves the logits, by name; None for models without states.
+        rounding: how far the last bit of the embedding moves the logits, by name; None to allow nothing for it.
     """
     names = ["trunk", *sorted(name for name in theirs if name.startswith("depth "))]
     ours = {name: ours[name][: len(theirs[name]), : theirs[name].size(1)] for name in names}  # without padding

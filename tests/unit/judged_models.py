@@ -5,6 +5,7 @@ Import it only after `megatron_mtp.platform.prepare()` (conftest.py does that).
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -113,7 +114,7 @@ def our_logits(judged: Judged, mcore: Path, prompt: Prompt = PROMPT) -> Logits:
 def checks_of(name: str, judged: Judged, mcore: Path, prompt: Prompt = PROMPT) -> list[Check]:
     """The comparisons of all logits that `verify` makes."""
     ours = our_logits(judged, mcore, prompt)
-    return compare(judged.logits, ours, rounding=rounding(mcore, prompt, ours) if name in HYBRID else None)
+    return compare(judged.logits, ours, rounding=partial(rounding, mcore, prompt, ours) if name in HYBRID else None)
 
 
 def as_bigram(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,8 @@ def test_a_planted_fault_is_seen(
     monkeypatch.setattr(Family, "all_rules", faulty)
     hf_to_mcore(judged[name, False].folder, tmp_path / "mcore", QUIET, arguments)
     ours = megatron_logits(tmp_path / "mcore", PROMPT)
-    checks = compare(judged[name, False].logits, ours, rounding=rounding(tmp_path / "mcore", PROMPT, ours))
+    moved = partial(rounding, tmp_path / "mcore", PROMPT, ours)
+    checks = compare(judged[name, False].logits, ours, rounding=moved)
     shown = {"depth 1 logits"} if fault == "halves swapped" else {"trunk logits", "depth 1 logits"}
     seen = {check.split(",")[0] for check in failed(checks)}
     assert shown <= seen

@@ -3,7 +3,9 @@
 transformers runs a folder in a process of its own, Megatron runs a checkpoint; both in float32.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +69,9 @@ def logits(sides: dict[str, Side], text: Path | None, trust_remote_code: bool) -
     figures = [asdict(_figures(letter, found)) for letter, found in computed.items()]
     if len(computed) < 2:
         return findings, {"tokens": prompt.tokens_BS.size(1), "sides": figures}
-    differing, rows = _differences(computed["A"], computed["B"], None)
-    checkpoint = next((letter for letter, side in sides.items() if isinstance(side, MegatronSide)), None)
-    if differing and checkpoint is not None:
-        enlarged = _rounding(sides[checkpoint], prompt, computed[checkpoint])
-        differing, rows = _differences(computed["A"], computed["B"], enlarged)
+    checkpoints = (letter for letter, side in sides.items() if isinstance(side, MegatronSide))
+    enlarged = next((partial(_rounding, sides[letter], prompt, computed[letter]) for letter in checkpoints), None)
+    differing, rows = _differences(computed["A"], computed["B"], enlarged)
     return findings + differing, {"tokens": prompt.tokens_BS.size(1), "sides": figures, "differences": rows}
 
 
@@ -117,7 +117,9 @@ def _figures(letter: str, found: Logits) -> Computed:
     return Computed(letter, count, tuple(round(acceptance(found, depth), 4) for depth in range(1, count + 1)))
 
 
-def _differences(a: Logits, b: Logits, enlarged: dict[str, float] | None) -> tuple[list[Finding], list[dict[str, Any]]]:
+def _differences(
+    a: Logits, b: Logits, enlarged: Callable[[], dict[str, float]] | None
+) -> tuple[list[Finding], list[dict[str, Any]]]:
     """Compare what both sides have."""
     names = [name for name in ("trunk", *_depths(a)) if name in b]
     sizes = {name: tuple(map(min, a[name].shape, b[name].shape)) for name in names}  # without padding of either side

@@ -41,9 +41,6 @@ from megatron_mtp.model.causal import causal_mask
 from megatron_mtp.model.latent import PortableLatentAttention
 from megatron_mtp.model.recurrence import having
 
-BLOCK = 128
-"""Queries that attend together where each has keys of its own (`shared_keys.py`)."""
-
 
 class PortableNorm(torch.nn.Module):
     """RMSNorm or LayerNorm (`config.normalization`), with sequence parallelism and zero-centred weights.
@@ -198,52 +195,33 @@ class PortableAttention(torch.nn.Module):
             own, whole = slice(start // ranks, end // ranks), slice(start, end)
             position_S = None if positions_S is None else positions_S[own] - start
             inputs = query_SBNC[own], key_SBGC[whole], value_SBGC[whole], position_S, mask
-            attended.append(self._attend_in_blocks(*inputs, own) if self.chain else self._attend(*inputs))
+            attended.append(self._attend(*inputs, [(keys[own], values[own]) for keys, values in self.chain]))
         return torch.cat(attended)
 
-    def _attend_in_blocks(
+    def _attend(
         self,
         query_SBNC: Tensor,
         key_SBGC: Tensor,
         value_SBGC: Tensor,
         position_S: Tensor | None,
         mask: Tensor | None,
-        own: slice,
+        chain: Sequence[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """As `_attend`, with the chain: a block of queries has scores with its own keys of it, and no others.
-
-        Where positions are in order, a block has none with keys behind it either.
-        """
-        attended, queries = [], query_SBNC.size(0)
-        sees_before = self.causal and position_S is None
-        if position_S is None:
-            position_S = torch.arange(queries, device=query_SBNC.device)
-        if mask is not None:
-            mask = mask.expand(*mask.shape[:-2], queries, -1)
-        for start in range(0, queries, BLOCK):
-            rows = slice(start, min(start + BLOCK, queries))
-            seen = slice(rows.stop if sees_before else None)
-            keys_SBGC = torch.cat([key_SBGC[seen], *(keys[own][rows] for keys, _ in self.chain)])
-            values_SBGC = torch.cat([value_SBGC[seen], *(values[own][rows] for _, values in self.chain)])
-            visible = None if mask is None else mask[..., rows, seen]
-            attended.append(self._attend(query_SBNC[rows], keys_SBGC, values_SBGC, position_S[rows], visible))
-        return torch.cat(attended)
-
-    def _attend(
-        self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, position_S: Tensor | None, mask: Tensor | None
-    ) -> Tensor:
-        """One document, [S, B, N * C]; without `position_S` the queries are its last positions.
-
-        Behind the document's keys are those of the chain, as many as queries in each of its passes.
-        """
+        """One document, [S, B, N * C]; without `position_S` the queries are its last positions."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBNC, key_SBGC, value_SBGC))
-        queries, channels = query.size(2), value.size(-1)
-        keys = key.size(2) - len(self.chain) * queries
-        plain = mask is None and position_S is None and self.window is None and queries == keys and not self.chain
+        queries, keys, channels = query.size(2), key.size(2), value.size(-1)
+        plain = mask is None and position_S is None and self.window is None and queries == keys
         plain = plain and self.softmax_offset is None
         if position_S is None:
             position_S = torch.arange(keys - queries, keys, device=query.device)
         visible = None if plain else self._visible(position_S, keys, mask)
+        if chain:
+            scores_SBNP = torch.stack([_scores(query_SBNC, keys_SBGC) for keys_SBGC, _ in chain], dim=-1)
+            query, key, value = with_chain(query, key, value, scores_SBNP.permute(1, 2, 0, 3))
+            if visible is None:
+                query = pad(query, (0, 0, len(chain), 0))  # as many rows as keys in front, so that causal stays causal
+            else:
+                visible = pad(visible, (len(chain), 0), value=True)
         if self.softmax_offset is not None and visible is not None:
             query, key, value = with_sink(query, key, value, self.softmax_offset, self.scale)
             visible = pad(visible, (0, 1), value=True)
@@ -251,14 +229,18 @@ class PortableAttention(torch.nn.Module):
             attended = scaled_dot_product_attention(
                 query,
                 key,
-                pad(value, (0, query.size(-1) - channels)),  # unequal channels would keep torch from its fast kernels
+                pad(value, (0, query.size(-1) - value.size(-1))),  # unequal channels would keep torch from fast kernels
                 attn_mask=visible,
                 is_causal=plain and self.causal,
                 dropout_p=self.dropout if self.training else 0.0,
                 scale=self.scale,
                 enable_gqa=True,
             )
-        return attended[..., :channels].permute(2, 0, 1, 3).flatten(2)
+        attended_SBNC = attended[:, :, -queries:].permute(2, 0, 1, 3)
+        found_SBNC = attended_SBNC[..., :channels]
+        for number, (_, values_SBGC) in enumerate(chain, start=channels):
+            found_SBNC = found_SBNC + attended_SBNC[..., number, None] * _of_heads(values_SBGC, query_SBNC.size(2))
+        return found_SBNC.flatten(2)
 
     def _visible(self, position_S: Tensor, keys: int, mask: Tensor | None) -> Tensor:
         """Bool, broadcast over [B, N, S, keys]: True where a query attends to a key."""
@@ -271,10 +253,6 @@ class PortableAttention(torch.nn.Module):
             ahead = torch.arange(keys, device=position_S.device) - position_S.unsqueeze(1)
             before, after = (keys if side < 0 else side for side in self.window)  # -1 is without limit
             visible = visible & (ahead >= -before) & (ahead <= after)
-        if self.chain:
-            own = torch.eye(position_S.numel(), dtype=torch.bool, device=position_S.device)
-            own = own.expand(*visible.shape[:-2], -1, -1)
-            visible = torch.cat([visible, *[own] * len(self.chain)], dim=-1)
         return visible
 
     def _rng_of_heads(self) -> Any:
@@ -282,6 +260,47 @@ class PortableAttention(torch.nn.Module):
         if self.dropout and self.training and not self.sequence_parallel:
             return get_cuda_rng_tracker().fork()
         return nullcontext()
+
+
+def with_chain(
+    query_BNSC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scores_BNSP: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with a key in front for each pass of a chain, where every query has a key of its own.
+
+    One key cannot be each query's own, but its score can: a further channel has 1 in this key, 0 in all others, and in
+    every query the product with its own key (`scores_BNSP`). In half precision, another has what rounding takes.
+
+        (q, q . k_1, q . k_2) * (0, 1, 0) = q . k_1
+
+    A further channel of the values, 1 in this key's and 0 in all others, becomes the weight of the query's own value.
+    """
+    dtype, passes = query_BNSC.dtype, scores_BNSP.size(-1)
+    columns = [scores_BNSP.to(dtype)]
+    if dtype.itemsize < torch.float32.itemsize:
+        columns.append((scores_BNSP - columns[0]).to(dtype))
+    one_PP = torch.eye(passes, dtype=dtype, device=query_BNSC.device)
+
+    def in_front(tensor_BGWC: Tensor, one_PX: Tensor) -> Tensor:
+        front_PC = pad(one_PX, (tensor_BGWC.size(-1), 0))
+        behind_BGWC = pad(tensor_BGWC, (0, one_PX.size(-1)))
+        return torch.cat([front_PC.expand(*tensor_BGWC.shape[:2], -1, -1), behind_BGWC], dim=2)
+
+    return (
+        torch.cat([query_BNSC, *columns], dim=-1),
+        in_front(key_BGWC, one_PP.repeat(1, len(columns))),
+        in_front(value_BGWC, one_PP),
+    )
+
+
+def _scores(query_SBNC: Tensor, key_SBGC: Tensor) -> Tensor:
+    """The product of each query with the key of its own position, [S, B, N], in float32 or better."""
+    exact = torch.promote_types(query_SBNC.dtype, torch.float32)
+    return (query_SBNC.to(exact) * _of_heads(key_SBGC, query_SBNC.size(2))).sum(-1)
+
+
+def _of_heads(tensor_SBGC: Tensor, heads: int) -> Tensor:
+    """Every group's for each of its heads, [S, B, N, C]."""
+    return tensor_SBGC.repeat_interleave(heads // tensor_SBGC.size(2), dim=2)
 
 
 def with_sink(

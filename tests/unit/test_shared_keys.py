@@ -18,7 +18,6 @@ from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.method import make_method
 from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.model import portable
 from megatron_mtp.model.shared_keys import SharingAttention, sharing
 
 LENGTH, ROWS, HEADS, GROUPS, CHANNELS, PASSES = 6, 2, 4, 2, 8, 4
@@ -43,12 +42,8 @@ def plain(query: Tensor, passes: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("block", [1, 4, portable.BLOCK])
 @pytest.mark.parametrize("has_mask", [False, True])
-def test_a_pass_sees_pass_1_up_to_its_position_and_its_own_chain(
-    has_mask: bool, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(portable, "BLOCK", block)
+def test_a_pass_sees_pass_1_up_to_its_position_and_its_own_chain(has_mask: bool) -> None:
     layer = SharingAttention(transformer_config(1), 1, AttnMaskType.causal, "self")
     mask = torch.ones(1, 1, LENGTH, LENGTH).tril().logical_not() if has_mask else None
     generator, passes = torch.Generator().manual_seed(3), []
@@ -72,17 +67,34 @@ def test_a_pass_sees_pass_1_up_to_its_position_and_its_own_chain(
 
 
 @pytest.mark.usefixtures("megatron")
-def test_a_rank_that_has_other_positions_sees_what_is_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Context parallelism: a rank has the positions 0 1 4 5, in blocks of three, and the keys of all six."""
-    monkeypatch.setattr(portable, "BLOCK", 3)
+def test_a_rank_that_has_other_positions_sees_what_is_before_them() -> None:
+    """Context parallelism: a rank has the positions 0 1 4 5, and the keys of all six."""
     layer, own = SharingAttention(transformer_config(1), 1, AttnMaskType.causal, "self"), torch.tensor([0, 1, 4, 5])
     generator = torch.Generator().manual_seed(4)
     shapes = [(LENGTH, ROWS, heads, CHANNELS) for heads in (HEADS, GROUPS, GROUPS, GROUPS, GROUPS)]
     query, key, value, second_key, second_value = (torch.randn(one, generator=generator).double() for one in shapes)
     expected = plain(query, [(key, value), (second_key, second_value)])[own]
-    layer.chain = [(second_key[own], second_value[own])]
-    found = layer._attend_in_blocks(query[own], key, value, own, None, slice(0, 4))
+    found = layer._attend(query[own], key, value, own, None, [(second_key[own], second_value[own])])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("megatron")
+def test_scores_of_a_chain_are_not_rounded_to_half_precision() -> None:
+    """Rounded to bfloat16, they make the error of the weights ten times as large here, where a query is near its keys."""
+    layer, generator = SharingAttention(transformer_config(1), 1, AttnMaskType.causal, "self"), torch.Generator()
+    generator.manual_seed(5)
+
+    def drawn(heads: int) -> Tensor:
+        return torch.randn(LENGTH, ROWS, heads, CHANNELS, generator=generator)
+
+    key = drawn(GROUPS)
+    query = 10 * key.repeat_interleave(HEADS // GROUPS, dim=2) + drawn(HEADS) / 2
+    inputs = query, key, torch.zeros_like(key), key + drawn(GROUPS) / 4, torch.ones_like(key)
+    query, key, value, second_key, second_value = (one.bfloat16() for one in inputs)
+    found = layer._attend(query, key, value, None, None, [(second_key, second_value)])
+    passes = (key, value), (second_key, second_value)
+    expected = plain(query.double(), [(one.double(), other.double()) for one, other in passes])
+    assert (found - expected).abs().mean() < 0.002
 
 
 @pytest.mark.usefixtures("megatron")

@@ -14,9 +14,10 @@ the method that drafts as trained, with which a teacher-forced pass over the sam
     shared   --mtp-repeated-layer-shares-kv           both     shared and mixed
     single   trained for one pass, as depths are that are only reused when they draft; double, triple: for two, three
 
-With `--equal seconds` a run has as many steps as fit into the time of `kd`, plain: short trainings before all of these,
-in rounds in which the kinds take turns, tell how long a step of each takes. Finished runs are kept in --out, and
-trainings save every 250 steps: the same command continues after an interruption.
+With `--equal seconds` a run has as many steps as fit into the time of `kd`, plain. How long a step takes is the median
+of all seeds of equal steps, which run first. Timings differ by a tenth: where the steps would differ by less, the
+run of equal steps counts. Finished runs are kept in --out, and trainings save every 250 steps: the same command
+continues after an interruption.
 """
 
 import argparse
@@ -60,9 +61,8 @@ FEWER_PASSES = {"single": 1, "double": 2, "triple": 3}
 """Passes of the variants that are not trained for all of --passes."""
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 GOALS = {"greedy": 1.05, "sampled": 1.10}
-TIMED = "timed"
-TIMED_STEPS, TIMED_ROUNDS = 30, 3
-"""Of the short trainings that tell how long a step takes; they draft nothing, and all kinds take turns."""
+TIMINGS_DIFFER = 0.1
+"""Part of the steps in equal time that timings are not sure of."""
 SAVED_EVERY = 250
 """Steps of a training, from which it goes on after an interruption."""
 
@@ -129,16 +129,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def all_runs(wanted: argparse.Namespace) -> list[Run]:
-    """Those of equal steps, the timed ones, those of equal seconds; seed by seed, as a study may be interrupted."""
-    kinds = [*product(wanted.variants, wanted.losses)]
-    found = []
-    for equal in (one for one in EQUAL if one in wanted.equal):
-        if equal == "seconds":
-            rounds = product(range(1, TIMED_ROUNDS + 1), kinds)
-            found += [Run(TIMED, variant, loss, number) for number, (variant, loss) in rounds]
-        seeds = range(1, wanted.seeds + 1)
-        found += [Run(equal, variant, loss, seed) for seed, (variant, loss) in product(seeds, kinds)]
-    return found
+    """Those of equal steps first, whose seconds the others need; seed by seed, as a study may be interrupted."""
+    equal = [one for one in EQUAL if one in wanted.equal or one == "steps"]
+    seeds = range(1, wanted.seeds + 1)
+    every = product(equal, seeds, wanted.variants, wanted.losses)
+    return [Run(one, variant, loss, seed) for one, seed, variant, loss in every]
 
 
 def first_depth(wanted: argparse.Namespace) -> Path:
@@ -153,17 +148,21 @@ def first_depth(wanted: argparse.Namespace) -> Path:
 
 def steps_of(run: Run, results: Results, wanted: argparse.Namespace) -> int:
     """Of equal seconds: as many of the run's own steps as fit into the time that kd takes."""
-    if run.equal == TIMED:
-        return min(TIMED_STEPS, wanted.steps)
     if run.equal == "steps":
         return int(wanted.steps)
-    return steps_in_the_time(wanted.steps, _seconds("plain", BASE, results), _seconds(run.variant, run.loss, results))
+    base = _seconds("plain", BASE, results)
+    steps = steps_in_the_time(wanted.steps, base, _seconds(run.variant, run.loss, results))
+    return int(wanted.steps) if abs(steps / wanted.steps - 1) < TIMINGS_DIFFER else steps
 
 
 def _seconds(variant: str, loss: str, results: Results) -> float:
-    """Of a step; the median of the rounds."""
-    rounds = [Run(TIMED, variant, loss, number) for number in range(1, TIMED_ROUNDS + 1)]
-    return statistics.median(results[one]["step_seconds"] for one in rounds)
+    """Of a step; the median of the seeds."""
+    seconds = [
+        one["step_seconds"]
+        for run, one in results.items()
+        if (run.equal, run.variant, run.loss) == ("steps", variant, loss)
+    ]
+    return statistics.median(seconds)
 
 
 def settings(wanted: argparse.Namespace) -> dict[str, Any]:
@@ -174,12 +173,12 @@ def settings(wanted: argparse.Namespace) -> dict[str, Any]:
 
 def measured(run: Run, results: Results, wanted: argparse.Namespace) -> Result:
     """Train and draft; a run of as many steps as another is that one."""
-    steps, twin = steps_of(run, results, wanted), replace(run, equal="steps")
-    if run.equal == "seconds" and steps == wanted.steps and twin in results:
-        return results[twin]
+    steps = steps_of(run, results, wanted)
+    if run.equal == "seconds" and steps == wanted.steps:
+        return results[replace(run, equal="steps")]
     folder = train(run, steps, wanted)
     spent = {"steps": steps, "step_seconds": step_seconds(folder)}
-    found = {**asdict(run), **spent, **({} if run.equal == TIMED else lengths(folder, run, wanted))}
+    found = {**asdict(run), **spent, **lengths(folder, run, wanted)}
     shutil.rmtree(folder)
     return found
 
@@ -272,8 +271,7 @@ def goals(results: Results, wanted: argparse.Namespace) -> list[Goal]:
             what = f"K={max(wanted.counts)}, {kind}, equal {equal}: {' '.join(best)} / {variant} {BASE}"
             found.append(Goal(what, None if base is None else others[best] / base, goal, ">="))
     for kind in TEMPERATURES:
-        drafts = [each for run, one in results.items() if run.equal != TIMED for each in one[kind].values()]
-        pairs = [each for each in drafts if each["forced"] is not None]
+        pairs = [each for one in results.values() for each in one[kind].values() if each["forced"] is not None]
         found.append(Goal(f"{kind}: engine and teacher-forced apart, %", _percent_apart(pairs), 1.0, "<="))
     return found
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tiers import tiered
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import decoding, gain, harness
+from benchmarks import decoding, gain, harness, objectives
 from benchmarks.agreeing import agreeing_model
 from benchmarks.first_token import Waits
 from benchmarks.harness import Goal, Peak, compare, interleave, rounds
@@ -274,14 +275,10 @@ def test_objectives_compares_runs_that_have_finished(tmp_path: Path) -> None:
         ("single", "kd", 0.5),
         ("single", "tv", 0.4),
     ):
-        for equal in ("steps", "seconds"):
-            forced = None if variant == "single" else 1.01
-            each = {str(k): {"mtp_eagle": k * factor, "trained": 1.0, "forced": forced} for k in range(1, 6)}
-            row = {"settings": shared, "step_seconds": 1.0, "steps": 3, "greedy": each, "sampled": each}
-            (kept / f"{equal}-{variant}-{loss}-1.json").write_text(json.dumps(row))
-        timed = {"settings": shared, "step_seconds": 1.0, "steps": 3}
-        for number in (1, 2, 3):
-            (kept / f"timed-{variant}-{loss}-{number}.json").write_text(json.dumps(timed))
+        forced = None if variant == "single" else 1.01
+        each = {str(k): {"mtp_eagle": k * factor, "trained": 1.0, "forced": forced} for k in range(1, 6)}
+        row = {"settings": shared, "step_seconds": 1.0, "steps": 3, "greedy": each, "sampled": each}
+        (kept / f"steps-{variant}-{loss}-1.json").write_text(json.dumps(row))
     flags = ["--losses", "kd,tv", "--variants", "plain,both,single", "--seeds", "1"]
     summary = summary_of("objectives.py", "--checkpoint", str(tmp_path), "--out", str(tmp_path), *flags)
     found = {goal["what"]: (round(goal["value"], 6), goal["goal"], goal["met"]) for goal in summary["goals"]}
@@ -299,6 +296,19 @@ def test_objectives_compares_runs_that_have_finished(tmp_path: Path) -> None:
         "greedy: engine and teacher-forced apart, %": (1.0, 1.0, False),
         "sampled: engine and teacher-forced apart, %": (1.0, 1.0, False),
     }
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.5, 200), (0.9, 111), (0.92, 100), (1.08, 100), (1.12, 89)])
+def test_equal_time_is_other_steps_where_timings_tell_them_apart(seconds: float, steps: int) -> None:
+    """The median of the seeds counts, so that one slow run changes nothing."""
+    of_kinds = {"kd": (1.0, 1.0, 9.0), "lk": (seconds, seconds, 9.0)}
+    results = {
+        objectives.Run("steps", "plain", loss, seed): {"step_seconds": each}
+        for loss, times in of_kinds.items()
+        for seed, each in enumerate(times, 1)
+    }
+    run = objectives.Run("seconds", "plain", "lk", 1)
+    assert objectives.steps_of(run, results, Namespace(steps=100)) == steps
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ from benchmarks.losses import ON_CPU, ROOT, command
 from benchmarks.study import EQUAL, Result, Study, step_seconds, steps_in_the_time
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER, iteration_folder
 from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.drafting import load_runner
 
 LOSSES = ("ce", "kd", "tv", "nla", "lk", "e2e_tv")
@@ -137,8 +139,10 @@ def all_runs(wanted: argparse.Namespace) -> list[Run]:
 
 
 def first_depth(wanted: argparse.Namespace) -> Path:
-    """The checkpoint with its first depth alone; made unless it is there."""
+    """The checkpoint with its first depth alone; made unless it is there, or the checkpoint has no other depth."""
     start = wanted.out / "start"
+    if StoredDepths.of(DistReader(iteration_folder(wanted.checkpoint)).keys).layers == 1:
+        return Path(wanted.checkpoint)
     if not start.exists():
         wanted.out.mkdir(parents=True, exist_ok=True)
         tool = [sys.executable, ROOT / "tools/checkpoint/convert.py", "drop-mtp", wanted.checkpoint, start, "--keep", 1]

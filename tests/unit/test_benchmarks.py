@@ -9,6 +9,8 @@ from typing import Any
 import fork_server
 import pytest
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 from tiers import tiered
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -17,6 +19,7 @@ from benchmarks import decoding, gain, harness, objectives
 from benchmarks.agreeing import agreeing_model
 from benchmarks.first_token import Waits
 from benchmarks.harness import Goal, Peak, compare, interleave, rounds
+from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.build import join_world
 
@@ -296,6 +299,17 @@ def test_objectives_compares_runs_that_have_finished(tmp_path: Path) -> None:
         "greedy: engine and teacher-forced apart, %": (1.0, 1.0, False),
         "sampled: engine and teacher-forced apart, %": (1.0, 1.0, False),
     }
+
+
+@pytest.mark.usefixtures("megatron")
+def test_the_only_depth_of_a_checkpoint_goes_on_as_it_is(tmp_path: Path) -> None:
+    """There is nothing that `drop-mtp` could take out."""
+    folder, name = tmp_path / "iter_0000001", "mtp.layers.0.eh_proj.weight"
+    folder.mkdir()
+    state = {name: ShardedTensor.from_rank_offsets(name, torch.zeros(4)), "args": Namespace()}
+    dist_checkpointing.save(state, str(folder))
+    (tmp_path / TRACKER).write_text("1")
+    assert objectives.first_depth(Namespace(checkpoint=tmp_path, out=tmp_path / "out")) == tmp_path
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.5, 200), (0.9, 111), (0.92, 100), (1.08, 100), (1.12, 89)])

@@ -6,7 +6,7 @@
 # of JSON lines or a glob, of 25 documents or more: the last 2 % are kept for measuring. Everything goes to RUN_DIR
 # (runs/attached). Started again, it goes on.
 # Settings, as environment variables:
-#   DEPTHS 2, or UNROLL K passes of one depth   INIT fitted (last-layer, random)   LOSS kd (ce, kd, ...)
+#   UNROLL 2 passes of one depth, or DEPTHS of their own   INIT fitted (last-layer, random)   LOSS kd (ce, kd, ...)
 #   STEPS 600   SEQUENCE 512   BATCH 4   LR 5e-4   FRACTION 1   PRECISION --bf16
 #   FAMILY glm4_moe (or mimo; deepseek_v3 for latent attention)   PROMPT a text to draft on   FLAGS more of pretrain_gpt.py
 #   SELF_GENERATED N texts of the model itself to train on   TEMPERATURE, NEW_TOKENS, PROMPT_TOKENS of these texts

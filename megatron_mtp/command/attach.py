@@ -23,16 +23,18 @@ from megatron_mtp.files import check_outside
 from megatron_mtp.report.runs import STARTED, check_started, read_checked
 
 TRACKER = "latest_checkpointed_iteration.txt"
+PASSES = 2
+"""Of the depth, if nothing is said: the best of those that docs/objectives.md has measured, whatever is drafted."""
 
 EXAMPLES = """examples:
-  # two depths, 600 steps; all output is in runs/attached
+  # one depth, which drafts as often as it is asked to; 600 steps; all output is in runs/attached
   megatron-mtp attach models/Qwen3-0.6B my_texts
 
-  # three depths with the loss tv on the 8 GPUs of this machine; --micro-batch-size is a flag of train
+  # three depths of their own with the loss tv on the 8 GPUs of this machine; --micro-batch-size is a flag of train
   megatron-mtp attach models/Qwen3-0.6B my_texts runs/three --depths 3 --loss tv \\
       --launch 'torchrun --nproc-per-node 8' --batch 64 --micro-batch-size 8
 
-  # one depth that is trained as five passes of itself, as engines draft five tokens with it
+  # the depth is trained as five passes of itself, as engines run it that draft five tokens
   megatron-mtp attach models/Qwen3-0.6B my_texts runs/five --unroll 5
 
   # trained on 2,000 continuations of the corpus' documents by the model itself; what would be run, first
@@ -95,13 +97,9 @@ def parser(program: str) -> Parser:
     add("corpus", metavar="CORPUS", help="text to train on: a file, a folder or a quoted glob; 2 %% of it is held out")
     run = "folder for all output; default: runs/attached"
     add("run", type=named, nargs="?", default=Path("runs/attached"), metavar="RUN", help=run)
-    add("--depths", type=int, metavar="D", help="number of depths to attach; default: 2, 1 with --unroll")
-    add(
-        "--unroll",
-        type=int,
-        metavar="K",
-        help="train one depth as K passes of itself, as engines draft K tokens with it",
-    )
+    passes = f"attach one depth, and train it as K passes of itself, as it is run to draft; default: {PASSES}"
+    add("--unroll", type=int, metavar="K", help=passes)
+    add("--depths", type=int, metavar="D", help="attach D depths in its place, each for a token of its own")
     inits = (
         "how new depths begin, as in convert attach-mtp; default: fitted to the corpus, last-layer for conversations"
     )
@@ -352,11 +350,16 @@ def _training(args: Namespace) -> list[str]:
 
 
 def _depths(args: Namespace) -> int:
-    return args.depths or (2 if args.unroll is None else 1)
+    return args.depths or 1
+
+
+def _passes(args: Namespace) -> int | None:
+    """Of one depth; None for depths that have one pass each."""
+    return args.unroll or (PASSES if args.depths is None else None)
 
 
 def _unrolled(args: Namespace) -> str:
-    return "" if args.unroll is None else f"--mtp-use-repeated-layer --mtp-unroll {args.unroll}"
+    return "" if (passes := _passes(args)) is None else f"--mtp-use-repeated-layer --mtp-unroll {passes}"
 
 
 def _export(args: Namespace) -> list[str] | None:
@@ -380,8 +383,8 @@ def _verify(args: Namespace) -> list[str]:
 
 def _draft(args: Namespace) -> list[str]:
     config = {"method": "mtp"}
-    if args.unroll is not None:
-        config = {"method": "mtp_eagle", "num_speculative_tokens": args.unroll}
+    if passes := _passes(args):
+        config = {"method": "mtp_eagle", "num_speculative_tokens": passes}
     method = ["--speculative-config", json.dumps(config), "--compare"]
     prompt = ["--prompt", args.prompt, "--max-new-tokens", "96"]
     return ["generate", "--load", str(args.run / "checkpoint"), *prompt, *method]

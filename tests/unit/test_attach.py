@@ -40,6 +40,7 @@ def test_every_step_is_a_command_that_its_verb_takes(model: Path, tmp_path: Path
         parse("megatron-mtp", *words)
     assert [words[0] for words in steps if words] == ORDER
     assert attach.STEPS["sample"].command(args) is None
+    assert '{"method": "mtp"}' in (attach.STEPS["draft"].command(args) or [])
     before, training = (words for words in steps if words and words[0] == "train")
     assert training[training.index("--load") + 1] == str(tmp_path / "run" / "start")
     for words in (before, training):
@@ -48,15 +49,16 @@ def test_every_step_is_a_command_that_its_verb_takes(model: Path, tmp_path: Path
         assert words[words.index("--bf16") :][:3] == ["--bf16", "--seed", "7"]
 
 
-def test_one_depth_is_trained_as_it_drafts(model: Path, tmp_path: Path) -> None:
-    args = settings(model, tmp_path / "run", "--unroll", "4")
+@pytest.mark.parametrize(("flags", "passes"), [([], attach.PASSES), (["--unroll", "4"], 4)])
+def test_one_depth_is_trained_as_it_drafts(flags: list[str], passes: int, model: Path, tmp_path: Path) -> None:
+    args = settings(model, tmp_path / "run", *flags)
     commands = {name: attach.STEPS[name].command(args) or [] for name in ("start", "before", "train", "draft")}
     for words in commands.values():
         parse("megatron-mtp", *words)
     for name in ("start", "before", "train"):
         assert commands[name][commands[name].index("--mtp-num-layers") + 1] == "1"
-    assert " ".join(commands["train"]).count("--mtp-use-repeated-layer --mtp-unroll 4") == 1
-    assert '{"method": "mtp_eagle", "num_speculative_tokens": 4}' in commands["draft"]
+    assert " ".join(commands["train"]).count(f"--mtp-use-repeated-layer --mtp-unroll {passes}") == 1
+    assert f'{{"method": "mtp_eagle", "num_speculative_tokens": {passes}}}' in commands["draft"]
 
 
 def test_own_texts_are_sampled_from_the_trunk_and_trained_on(model: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from megatron_mtp.report.runs import STARTED, check_started, read_checked
 
 TRACKER = "latest_checkpointed_iteration.txt"
 PASSES = 2
-"""Of the depth, if nothing is said: the best of those that docs/objectives.md has measured, whatever is drafted."""
+"""Of the depth, if nothing is said: the best number that docs/objectives.md has measured."""
 
 EXAMPLES = """examples:
   # one depth, which drafts as often as it is asked to; 600 steps; all output is in runs/attached

@@ -80,7 +80,7 @@ def test_a_rank_that_has_other_positions_sees_what_is_before_them() -> None:
 
 @pytest.mark.usefixtures("megatron")
 def test_scores_of_a_chain_are_not_rounded_to_half_precision() -> None:
-    """Rounded to bfloat16, they make the error of the weights ten times as large here, where a query is near its keys."""
+    """Rounded to bfloat16, they would make the error of the weights ten times as large."""
     layer, generator = SharingAttention(transformer_config(1), 1, AttnMaskType.causal, "self"), torch.Generator()
     generator.manual_seed(5)
 

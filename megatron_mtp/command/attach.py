@@ -382,7 +382,7 @@ def _verify(args: Namespace) -> list[str]:
 
 
 def _draft(args: Namespace) -> list[str]:
-    config = {"method": "mtp"}
+    config: dict[str, str | int] = {"method": "mtp"}
     if passes := _passes(args):
         config = {"method": "mtp_eagle", "num_speculative_tokens": passes}
     method = ["--speculative-config", json.dumps(config), "--compare"]

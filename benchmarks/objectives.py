@@ -140,9 +140,9 @@ def all_runs(wanted: argparse.Namespace) -> list[Run]:
 
 def first_depth(wanted: argparse.Namespace) -> Path:
     """The checkpoint with its first depth alone; made unless it is there, or the checkpoint has no other depth."""
-    start = wanted.out / "start"
     if StoredDepths.of(DistReader(iteration_folder(wanted.checkpoint)).keys).layers == 1:
         return Path(wanted.checkpoint)
+    start = wanted.out / "start"
     if not start.exists():
         wanted.out.mkdir(parents=True, exist_ok=True)
         tool = [sys.executable, ROOT / "tools/checkpoint/convert.py", "drop-mtp", wanted.checkpoint, start, "--keep", 1]

@@ -4,13 +4,17 @@
     focal = "my_package.focal:Focal"
 
 adds a loss `focal` to the table of losses. Packages are asked when a name is looked up that this package does not have,
-or when the table is listed; so a name of ours costs nothing and cannot be replaced.
+or when the table is listed; so a name of ours costs nothing and cannot be replaced. Extensions of ours register their
+parts by the same entry points. One whose folder was taken away is skipped: the installed metadata still names it.
 """
 
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+
+EXTENSIONS = "megatron_mtp.extensions."
 
 
 class Registry[T](Mapping[str, T]):
@@ -64,15 +68,26 @@ class Registry[T](Mapping[str, T]):
         return part
 
 
-def _points(group: str) -> EntryPoints:
-    """What installed packages register."""
-    return _all_points(tuple(sys.path)).select(group=group)
+def _points(group: str) -> tuple[EntryPoint, ...]:
+    """Entry points of installed packages."""
+    return _points_on(tuple(sys.path), group)
 
 
 @cache
-def _all_points(path: tuple[str, ...]) -> EntryPoints:
-    """Of the packages on this path, of which every one has a file to read."""
-    return entry_points()
+def _points_on(path: tuple[str, ...], group: str) -> tuple[EntryPoint, ...]:
+    """Those of the packages on a path; kept, since every package has a file to read."""
+    return tuple(point for point in entry_points(group=group) if _is_there(point.module))
+
+
+def _is_there(module: str) -> bool:
+    """False for an extension of ours without its file; other packages are found out when they are imported."""
+    if not module.startswith(EXTENSIONS):
+        return True
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError as error:
+        return error.name is None or not f"{module}.".startswith(f"{error.name}.")
+    return spec is not None and spec.origin is not None
 
 
 def _package(point: EntryPoint) -> str:

@@ -8,5 +8,5 @@ from megatron_mtp.registry import Registry
 
 def ask_again(table: Registry[Any]) -> None:
     """Let a table ask at its next use."""
-    registry._all_points.cache_clear()
+    registry._points_on.cache_clear()
     table.__dict__.pop("_registered", None)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_mtp
 from megatron_mtp.registry import Imported, Registry
 
 
@@ -53,6 +54,29 @@ def test_what_cannot_be_imported_is_named(outside: Path, value: str) -> None:
     register(outside, f"focal = {value}")
     with pytest.raises(ValueError, match=r"'outside' registers 'focal'.*cannot be imported"):
         list(table())
+
+
+def test_an_extension_without_its_folder_is_skipped(outside: Path) -> None:
+    register(outside, "gone = megatron_mtp.extensions.gone.part:part", "focal = outside_parts:focal")
+    assert table().names() == ["ce", "focal"]
+    assert dict(table()) == {"ce": "our ce", "focal": "outside focal"}
+
+
+def test_an_extension_that_lacks_another_package_is_named(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("megatron_mtp/extensions", "megatron_mtp/extensions/lacking"):
+        (outside / name).mkdir(parents=True)
+        (outside / name / "__init__.py").touch()
+    (outside / "megatron_mtp/extensions/lacking/part.py").write_text("import no_such_module\n", encoding="utf-8")
+    monkeypatch.setattr(megatron_mtp, "__path__", [str(outside / "megatron_mtp")])
+    monkeypatch.setattr(megatron_mtp, "extensions", None, raising=False)  # the import below sets it
+    for name in [one for one in sys.modules if one.startswith("megatron_mtp.extensions")]:
+        monkeypatch.delitem(sys.modules, name)
+    register(outside, "lacking = megatron_mtp.extensions.lacking.part:part")
+    assert table().names() == ["ce", "lacking"]
+    with pytest.raises(ValueError, match=r"registers 'lacking'.*cannot be imported.*no_such_module"):
+        list(table())
+    for name in [one for one in sys.modules if one.startswith("megatron_mtp.extensions")]:
+        del sys.modules[name]
 
 
 def test_names_are_listed_without_importing_anything(outside: Path) -> None:

@@ -6,8 +6,5 @@ audit.py       what is in a checkpoint, and what differs between two
 tabulate.py    a table of acceptance for many checkpoints, row by row
 attach.py      depths for a Hugging Face model, step by step
 doctor.py      what this machine has, and what the absence of a thing costs
-doctor_distributed.py  the same of all ranks of a job: alike, within reach, and computing as one
-ranks.py       who is there before a process group is, and an end where a rank is missing
-links.py       clocks of the ranks, and bandwidth between them
 completion.py  completion for bash and zsh
 """

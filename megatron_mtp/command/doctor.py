@@ -22,16 +22,13 @@ from typing import TYPE_CHECKING
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron_mtp.errors import Parser, fail
+from megatron_mtp.errors import Parser
 from megatron_mtp.platform import prepare
 
 if TYPE_CHECKING:
     from megatron_mtp.patches.patch import Patch
 
 DISTRIBUTION = "megatron-mtp"
-
-DAY = 86_400
-"""Seconds; no rank waits longer for others."""
 
 KNOWN, UNKNOWN = "known version", "unknown version"
 """States of a patch by the installed version alone."""
@@ -40,7 +37,6 @@ EXAMPLES = """examples:
   megatron-mtp doctor            # for people
   megatron-mtp doctor --json     # one object: {"can_train": ..., "checks": [...], "patches": [...]}
   megatron-mtp doctor --probe    # whether each patch's fault is in the installed version: imports Megatron
-  torchrun --nproc-per-node 2 -m megatron_mtp doctor --distributed    # or by srun, a task for every GPU
 
 exit status: 0 if training can run here (on the CPU counts), 1 if not.
 """
@@ -78,12 +74,6 @@ class Check:
 def main(arguments: list[str], program: str) -> int:
     """Print the checks; exit status 0 if training can run on this machine, 1 if not."""
     args = parser(program).parse_args(arguments)
-    if not 0 < args.timeout <= DAY:
-        fail(program, f"--timeout is {args.timeout:g}; give seconds above 0, and at most {DAY}.")
-    if args.distributed:
-        from megatron_mtp.command.doctor_distributed import main as examine_ranks
-
-        return examine_ranks(program, args.json, args.timeout)
     checks = [check for part in CHECKS for check in part()]
     patches = patch_rows(args.probe)
     checks += check_patches(patches)
@@ -106,12 +96,6 @@ def parser(program: str) -> Parser:
     )
     made.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     made.add_argument("--probe", action="store_true", help="ask the installed packages whether they need each patch")
-    made.add_argument(
-        "--distributed", action="store_true", help="examine all ranks of a job of torchrun or srun, and train a step"
-    )
-    made.add_argument(
-        "--timeout", type=float, default=120, metavar="SECONDS", help="that a rank waits for others; default: 120"
-    )
     return made
 
 

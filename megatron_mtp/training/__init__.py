@@ -24,7 +24,6 @@ mtp_loss.py          the depths' loss for training loops that are not Megatron's
 acceptance.py        what a verifier would accept
 metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss and acceptance by depth
 metrics_file.py      whole lines of metrics.jsonl, continued by a resumed run
-trial_step.py        a step of a tiny model in any layout, and in one process, for `doctor --distributed`
 cost.py              seconds and memory of a step
 plot.py              metrics.png
 console.py           what a run prints: ours on the terminal, Megatron's in a log file

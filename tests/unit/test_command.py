@@ -100,13 +100,6 @@ def test_the_doctor_finds_what_the_tests_run_with(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.endswith("training can run here\n")
 
 
-@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1", "1e300"])
-def test_ranks_do_not_wait_for_a_time_that_is_none(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        line.main(["doctor", "--timeout", seconds])
-    assert f"--timeout is {float(seconds):g}; give seconds above 0, and at most 86400." in capsys.readouterr().err
-
-
 def test_a_version_out_of_range_is_named_and_is_status_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

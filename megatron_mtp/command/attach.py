@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.config import number_of
 from megatron_mtp.errors import Parser, check_counts, named, sentences
 from megatron_mtp.files import check_outside
-from megatron_mtp.report.runs import STARTED, check_started, read_checked
+from megatron_mtp.training.run_record import read_run_record
 
 TRACKER = "latest_checkpointed_iteration.txt"
 PASSES = 2
@@ -169,7 +169,7 @@ def _check_texts(args: Namespace) -> None:
         raise ValueError("--mtp-init is fitted, and there is no text but conversations; give last-layer or random.")
     if "--data-path" in args.more or not (args.run / "checkpoint" / TRACKER).exists():
         return
-    started = read_checked(args.run / STARTED, check_started, "remove it to go on without comparing the data")
+    started = read_run_record(args.run)
     given = started and started["arguments"].get("data_path")
     if given and Path(given[-1]).name != Path(_trained_on(args)).name:
         raise ValueError(f"{args.run} was trained on {given[-1]}, not on {_trained_on(args)}; name another RUN.")

@@ -22,11 +22,10 @@ from torch import Tensor
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates, acceptance_rates
 from megatron_mtp.training.console import say
 from megatron_mtp.training.cost import StepClock, peak_memory
-from megatron_mtp.training.metrics_file import append, drop_rows_after
+from megatron_mtp.training.metrics_file import FILE, append, drop_rows_after
 from megatron_mtp.training.plot import plot_metrics
 from megatron_mtp.training.run_record import write_run_record
 
-FILE = "metrics.jsonl"
 PLOT = "metrics.png"
 
 

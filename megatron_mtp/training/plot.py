@@ -1,7 +1,6 @@
 """The plot of a run: loss and acceptance by depth over training steps, from metrics.jsonl.
 
-Test data, on which a run is evaluated once at its end, is left out. Earlier versions called all data 'evaluation', and
-the conditional acceptance "acceptance": these rates are not drawn here, and read by `megatron-mtp report`.
+Test data, on which a run is evaluated once at its end, is left out.
 """
 
 import json
@@ -19,7 +18,7 @@ import matplotlib.pyplot as plt
 def plot_metrics(source: Path, target: Path) -> None:
     """Draw `source` (metrics.jsonl) into `target` (PNG); an existing plot is replaced when the new one is whole."""
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line]
-    splits = dict.fromkeys(row["split"] for row in rows if row["split"].startswith(("validation", "evaluation")))
+    splits = dict.fromkeys(row["split"] for row in rows if row["split"].startswith("validation"))
     evaluations = {split: [row for row in rows if row["split"] == split] for split in splits}
     figure, (loss_axes, acceptance_axes) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     names = sorted({name for row in rows for name in row if name.endswith(" loss")})

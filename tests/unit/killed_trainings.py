@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.platform import prepare
-from megatron_mtp.report.page import page
-from megatron_mtp.report.runs import METRICS, read_runs
+from megatron_mtp.training.metrics_file import FILE, read_rows
 from megatron_mtp.training.run import main as train
+from megatron_mtp.training.run_record import read_run_record
 
 prepare()
 
@@ -133,20 +133,20 @@ def leaves(held: Any, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def unreadable(run: Path) -> list[str]:
-    """The page of a run can be made as soon as it has a row."""
-    if not (run / METRICS).exists():
+    """What records the run can be read as soon as it has a row."""
+    if not (run / FILE).exists():
         return []
     try:
-        made = page(read_runs([run]))
+        read_rows(run), read_run_record(run)
     except ValueError as error:
         return [str(error)]
-    return [] if made.endswith("</html>\n") else ["its page has no end"]
+    return []
 
 
 def rows(run: Path) -> dict[tuple[str, int], dict[str, float]]:
     """Figures of a run by split and step, without those of the machine."""
-    (read,) = read_runs([run])
-    return {(row["split"], row["iteration"]): {key: row[key] for key in row.keys() - MEASURED} for row in read.rows}
+    read = read_rows(run)
+    return {(row["split"], row["iteration"]): {key: row[key] for key in row.keys() - MEASURED} for row in read}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,6 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    from megatron_mtp.command.line import run
+    from megatron_mtp.cli.main import run
 
     sys.exit(run("generate", Path(sys.argv[0]).name, sys.argv[1:]))

@@ -10,6 +10,6 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the processes that write checkpoints import this file, and need nothing of it
-    from megatron_mtp.command.line import run
+    from megatron_mtp.cli.main import run
 
     sys.exit(run("train", Path(sys.argv[0]).name, sys.argv[1:]))

@@ -84,7 +84,7 @@ def write_folders(folder: Path, gigabytes: float) -> int:
 
 
 def work(folder: Path) -> dict[str, Callable[[], object]]:
-    from megatron_mtp.checkpoint.command import quieten
+    from megatron_mtp.platform import quieten
 
     quieten()
     from megatron_mtp.checkpoint.audit.auditing import audit

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 from statistics import median
 
 from benchmarks.harness import Goal, count, hardware, interleave, report, table
-from megatron_mtp.command.line import VERBS
+from megatron_mtp.cli.verbs import VERBS
 
 LONGEST = 2.0
 """Seconds on a quiet machine."""

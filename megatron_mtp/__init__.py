@@ -16,7 +16,7 @@ training/      one run on Megatron's training loop
 integrations/  two lines for a training script that is not ours
 report/        one HTML page of one run or several
 serving/       OpenAI's HTTP API in front of an engine of many texts
-command/       the verbs of megatron-mtp
+cli/           the verbs of megatron-mtp
 __main__.py    python -m megatron_mtp
 """
 

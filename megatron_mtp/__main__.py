@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_mtp.command.line import main
+from megatron_mtp.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,16 +6,12 @@ for what is damaged in part.
 """
 
 import argparse
-import contextlib
 import errno
-import io
 import json
-import logging
 import math
 import sys
 import textwrap
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,7 +20,7 @@ from megatron_mtp.checkpoint.families import FAMILIES, trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.errors import Parser, check_counts, named, sentences, status_of
 from megatron_mtp.files import default_workers
-from megatron_mtp.platform import prepare
+from megatron_mtp.platform import quieten
 
 EXAMPLES = """examples:
   # a model with MTP, ready for: megatron-mtp train --load checkpoints/glm --use-checkpoint-args ...
@@ -90,16 +86,6 @@ def convert(args: argparse.Namespace) -> int:
     if not result.get("ok", True):
         return DIFFERENT
     return 0 if result.get("compared", True) or args.allow_uncompared else UNCOMPARED
-
-
-def quieten() -> None:
-    """Silence Megatron and transformers, which warn a lot when they are imported on a CPU."""
-    warnings.filterwarnings("ignore")
-    with contextlib.redirect_stderr(io.StringIO()):
-        prepare()
-    logging.getLogger().setLevel(logging.ERROR)
-    for name in ("megatron", "transformers", "torch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def sentence(error: OSError, args: argparse.Namespace) -> str:

@@ -12,7 +12,6 @@ import torch
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.drafting.api import check_prompts
 from megatron_mtp.drafting.config import SpeculativeConfig, parse_config
-from megatron_mtp.drafting.flags import parser
 from megatron_mtp.drafting.load import Loaded, load_checkpoint
 from megatron_mtp.drafting.loop import Limits
 from megatron_mtp.drafting.method import make_method
@@ -30,10 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def main(argv: list[str]) -> None:
+def main(args: Namespace, program: str) -> None:
     """Run the command line; bad input ends with one sentence and exit status 2."""
-    program = Path(argv[0]).name
-    args = parser(program).parse_args(argv[1:])
     logging.getLogger("megatron").setLevel(logging.ERROR)  # its warnings would stand in the text
     logging.getLogger("megatron_mtp").setLevel(logging.WARNING)  # ours are for the user
     answer = own_output() if args.json else sys.stdout

@@ -14,21 +14,14 @@ from megatron_mtp.drafting.config import MOST_DRAFTED
 from megatron_mtp.errors import check_counts, sentences
 from megatron_mtp.foretell.acceptance import Foretold, Sample, foretell
 from megatron_mtp.foretell.engines import ENGINES, Feeding
-from megatron_mtp.foretell.flags import parser
 from megatron_mtp.foretell.report import Case, as_json, as_table
 from megatron_mtp.foretell.rows import check_model
 from megatron_mtp.foretell.source import Source, continued, cut_prompts, load, opened, read_ids
 from megatron_mtp.model.trunk import MTPTrunk
 
 
-def main(arguments: list[str], program: str) -> int:
-    """Foretell and print; bad input ends with one sentence and status 2.
-
-    Args:
-        arguments: the arguments after the verb.
-        program: the name of the command in messages.
-    """
-    args = parser(program).parse_args(arguments)
+def main(args: Namespace, program: str) -> int:
+    """Foretell and print; bad input ends with one sentence and status 2."""
     with sentences(program):
         _check(args)
         with (

@@ -8,7 +8,20 @@
 A Transformer Engine that is installed and broken is the exception: Megatron imports it, and ends with its error.
 """
 
+import contextlib
+import io
+import logging
 import warnings
+
+
+def quieten() -> None:
+    """Prepare, and silence Megatron and transformers, which warn a lot when they are imported on a CPU."""
+    warnings.filterwarnings("ignore")
+    with contextlib.redirect_stderr(io.StringIO()):
+        prepare()
+    logging.getLogger().setLevel(logging.ERROR)
+    for name in ("megatron", "transformers", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def prepare() -> bool:

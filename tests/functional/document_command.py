@@ -55,7 +55,7 @@ def main(*command: str) -> None:
 def run(program: str, *arguments: str) -> None:
     """What the program would do."""
     if program == "megatron-mtp":
-        from megatron_mtp.command.line import main
+        from megatron_mtp.cli.main import main
 
         sys.argv = [program, *arguments, *SHORTER.get(arguments[0], ())]
         sys.exit(main())

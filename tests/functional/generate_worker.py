@@ -13,14 +13,14 @@ if __name__ == "__main__":
 
     prepare()
 
-    from megatron_mtp.drafting.command import main
+    from megatron_mtp.cli.generate import main
 
     outcomes = []
     for flags in json.loads(sys.argv[1]):
         said, status = io.StringIO(), 0
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             try:
-                main(["generate_gpt.py", *flags])
+                main(flags, "generate_gpt.py")
             except SystemExit as end:
                 status = int(end.code or 0)
         outcomes.append({"status": status, "said": said.getvalue()})

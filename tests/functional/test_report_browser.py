@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from browser import NAMES, Browser, find_browser
 
-from megatron_mtp.command import line
+from megatron_mtp.cli import main as cli
 
 COMMAND = find_browser()
 pytestmark = pytest.mark.skipif(
@@ -46,7 +46,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start = {"date": "2026-01-31T12:00:00+00:00", "iteration": 0, "command": ["train", "a" * 300], "versions": {}}
     arguments = {"lr": 1e-3, "data_path": ["b" * 300]}
     (folder / "two" / "run.json").write_text(json.dumps({"starts": [start], "arguments": arguments}))
-    assert line.main(["report", str(folder / "one"), str(folder / "two"), "--output", str(folder / "page.html")]) == 0
+    assert cli.main(["report", str(folder / "one"), str(folder / "two"), "--output", str(folder / "page.html")]) == 0
     return folder / "page.html"
 
 

@@ -90,22 +90,19 @@ def launcher() -> ArgumentParser:
 @cache
 def parser_of(verb: str) -> ArgumentParser:
     """With all flags of a verb of `megatron-mtp`."""
-    from megatron_mtp.command.completion import PARSERS
+    from megatron_mtp.cli import verbs
 
-    if verb not in PARSERS:
+    if verb not in verbs.VERBS:
         sys.exit(f"megatron-mtp has no verb '{verb}'")
-    parsers = [make(f"megatron-mtp {verb}") for make in PARSERS[verb]]
-    if len(parsers) == 1:
-        return parsers[0]
-    return ArgumentParser(f"megatron-mtp {verb}", parents=parsers, add_help=False, conflict_handler="resolve")
+    return verbs.parser_of(verb)
 
 
 @cache
 def commands() -> dict[str, frozenset[str]]:
     """Every verb, and every command of `convert`, to its flags."""
-    from megatron_mtp.command.completion import PARSERS
+    from megatron_mtp.cli.verbs import VERBS
 
-    verbs = {verb: frozenset(_flags(parser_of(verb))) for verb in PARSERS}
+    verbs = {verb: frozenset(_flags(parser_of(verb))) for verb in VERBS}
     (converting,) = _subparsers(parser_of("convert"))
     return verbs | {name: frozenset(_flags(parser)) for name, parser in converting.items()}
 

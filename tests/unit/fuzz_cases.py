@@ -924,16 +924,15 @@ SHARE = 0.1
 
 def values() -> Iterator[Case]:
     """Flags that take a number, with values of the pool; another share of them in another run with FUZZ_SEED."""
-    from megatron_mtp.command.completion import PARSERS
+    from megatron_mtp.cli.verbs import parser_of
 
     chance = random.Random(os.environ.get("FUZZ_SEED", "0"))
     for verb, start in STARTS.items():
-        for make in PARSERS[verb]:
-            for action in make("x")._actions:
-                if action.type in (int, float) and action.nargs is None:
-                    for value in (value for value in POOL if chance.random() < SHARE):
-                        bad = True if value in NO_INTEGERS and action.type is int else None
-                        yield Case(f"{start} {action.option_strings[0]} '{value}'", bad)
+        for action in parser_of(verb)._actions:
+            if action.type in (int, float) and action.nargs is None:
+                for value in (value for value in POOL if chance.random() < SHARE):
+                    bad = True if value in NO_INTEGERS and action.type is int else None
+                    yield Case(f"{start} {action.option_strings[0]} '{value}'", bad)
 
 
 NO_UTF8 = "\udcff"

@@ -120,8 +120,8 @@ def words(case: Case) -> list[str]:
     given = shlex.split(case.line)
     if case.program is None:
         return [sys.executable, "-m", "megatron_mtp", *given]
-    call = f"line.run({given[0]!r}, {case.program!r}, sys.argv[1:])"
-    return [sys.executable, "-c", f"import sys; from megatron_mtp.command import line; sys.exit({call})", *given[1:]]
+    call = f"cli.run({given[0]!r}, {case.program!r}, sys.argv[1:])"
+    return [sys.executable, "-c", f"import sys; from megatron_mtp.cli import main as cli; sys.exit({call})", *given[1:]]
 
 
 def files(folder: Path) -> Iterator[str]:

@@ -19,10 +19,11 @@ from tqdm import tqdm
 
 from megatron_mtp.checkpoint import command as convert
 from megatron_mtp.checkpoint.convert.streaming import PLAN, RECORDS
+from megatron_mtp.platform import quieten
 
 
 def main(folder: Path, kills: int, seed: int, commands: list[list[str]]) -> dict[str, dict[str, object]]:
-    convert.quieten()
+    quieten()
     tqdm.monitor_interval = 0  # a thread, which a fork would lack
     tqdm.set_lock(threading.RLock())  # the default is shared by all processes, and a killed one may hold it
     folder.mkdir()

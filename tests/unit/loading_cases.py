@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_mtp.command import line
+from megatron_mtp.cli import main as cli
 from megatron_mtp.platform import prepare
 
 warnings.filterwarnings("ignore")
@@ -264,7 +264,7 @@ def run(words: list[str]) -> int | None:
     if words[0] == "own_loop":
         runpy.run_path(str(OWN_LOOP))["main"](Path(words[1]), 1)
         return 0
-    return line.main(words)
+    return cli.main(words)
 
 
 def forked(words: list[str], limit: int = 120) -> dict[str, object]:

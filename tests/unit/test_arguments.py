@@ -16,7 +16,7 @@ from megatron.training.global_vars import unset_global_variables
 
 from megatron_mtp.checkpoint.mcore import stored_depths
 from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
-from megatron_mtp.command import line
+from megatron_mtp.cli import main as cli
 from megatron_mtp.model.arguments import APEX, CUDA, TE, flags_without
 from megatron_mtp.training import arguments
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
@@ -367,7 +367,7 @@ def test_help_shows_our_flags_and_megatrons_when_asked_to(
 ) -> None:
     """Megatron's parser alone fails here, over a percent sign in one of its help texts."""
     with contextlib.suppress(SystemExit):
-        assert line.main(["train", flag]) == 0
+        assert cli.main(["train", flag]) == 0
     text = capsys.readouterr().out
     assert [word for word in shown.split() if word not in text] == []
     assert [word for word in hidden.split() if word in text] == []

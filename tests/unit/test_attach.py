@@ -14,7 +14,8 @@ from documents import parse
 
 from megatron_mtp.checkpoint.command import parser as of_convert
 from megatron_mtp.checkpoint.hf import hub
-from megatron_mtp.command import attach, line
+from megatron_mtp.cli import attach
+from megatron_mtp.cli import main as cli
 from megatron_mtp.drafting.own_texts.flags import parser as of_sample
 
 ORDER = "preprocess convert convert train train convert convert generate".split()
@@ -101,7 +102,7 @@ def test_conversations_are_answered(model: Path, tmp_path: Path, capsys: pytest.
     assert attach.STEPS["corpus"].command(args) is None
     assert "last-layer" in (attach.STEPS["start"].command(args) or [])
     with pytest.raises(SystemExit, match="2"):
-        line.main(["attach", str(model), str(chats), "--self-generated", "200", "--mtp-init", "fitted"])
+        cli.main(["attach", str(model), str(chats), "--self-generated", "200", "--mtp-init", "fitted"])
     assert "--mtp-init is fitted, and there is no text but conversations" in capsys.readouterr().err
 
 
@@ -117,7 +118,7 @@ def test_depths_begin_as_they_are_asked_to(model: Path, tmp_path: Path) -> None:
 
 def test_a_run_inside_the_model_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        line.main(["attach", str(model), "texts", str(model / "run"), "--dry-run"])
+        cli.main(["attach", str(model), "texts", str(model / "run"), "--dry-run"])
     assert "which it is made from; name a place outside of it" in capsys.readouterr().err
 
 
@@ -129,12 +130,12 @@ def test_other_data_than_that_of_the_training_is_refused(
     started = {"starts": [start], "arguments": {"data_path": ["x/data/corpus"]}}
     (tmp_path / "run" / "run.json").write_text(json.dumps(started))
     given = ["attach", str(model), "texts", str(tmp_path / "run"), "--dry-run"]
-    assert line.main(given) == 0
+    assert cli.main(given) == 0
     with pytest.raises(SystemExit, match="2"):
-        line.main([*given, "--self-generated", "100"])
+        cli.main([*given, "--self-generated", "100"])
     assert "was trained on x/data/corpus, not on" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        line.main([*given, "--self-generated", "9"])
+        cli.main([*given, "--self-generated", "9"])
     assert "--self-generated is 9; give 25 or more" in capsys.readouterr().err
 
 
@@ -145,7 +146,7 @@ def test_a_damaged_record_of_the_training_is_named(
     finish(tmp_path / "run")
     (tmp_path / "run" / "run.json").write_text(damaged)
     with pytest.raises(SystemExit, match="2"):
-        line.main(["attach", str(model), "texts", str(tmp_path / "run"), "--dry-run", "--self-generated", "100"])
+        cli.main(["attach", str(model), "texts", str(tmp_path / "run"), "--dry-run", "--self-generated", "100"])
     said = capsys.readouterr().err
     assert "run.json is damaged" in said
     assert "remove it to go on without it" in said
@@ -157,7 +158,7 @@ def test_a_dry_run_prints_every_step_and_does_nothing(
     started = commands(monkeypatch)
     finish(tmp_path / "run")
     os.utime(tmp_path / "run" / "exported" / "config.json", (1, 1))
-    assert line.main(["attach", str(model), "texts", str(tmp_path / "run"), "--dry-run"]) == 0
+    assert cli.main(["attach", str(model), "texts", str(tmp_path / "run"), "--dry-run"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == len(attach.STEPS)
     assert shown[1] == "> the trunk in Megatron's form: finished"
@@ -177,14 +178,14 @@ def test_a_trunk_without_a_form_is_told_before_the_training(
 
     monkeypatch.setattr("megatron_mtp.checkpoint.convert.hf_form.form_of", refused)
     given = ["attach", str(model), "texts", str(tmp_path / "run")]
-    assert line.main(given) == 0
+    assert cli.main(given) == 0
     assert [
         words[words.index("megatron_mtp") + 1] for words in started
     ] == "preprocess convert train train generate".split()
     shown = capsys.readouterr()
     assert "no Hugging Face folder can hold this model with depths (no family has its norms.)" in shown.err
     assert f"> Megatron checkpoint: {tmp_path}/run/checkpoint" in shown.out
-    assert line.main([*given, "--only", "export"]) == 0
+    assert cli.main([*given, "--only", "export"]) == 0
     assert capsys.readouterr().err.startswith("> warning: ")
 
 
@@ -236,7 +237,7 @@ def test_steps_are_processes_and_trainings_have_the_launcher(
     started = commands(monkeypatch)
     monkeypatch.setattr(attach.shutil, "which", lambda name: name)
     flags = [str(model), "texts", str(tmp_path / "run"), "--launch", "torchrun --nproc-per-node 8"]
-    assert line.main(["attach", *flags]) == 0
+    assert cli.main(["attach", *flags]) == 0
     assert [words[words.index("megatron_mtp") + 1] for words in started] == ORDER
     ranks = [words[0] == "torchrun" for words in started]
     assert ranks == [verb == "train" for verb in ORDER]
@@ -245,13 +246,17 @@ def test_steps_are_processes_and_trainings_have_the_launcher(
 
 def test_a_step_that_fails_ends_the_others(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = commands(monkeypatch, failing="attach-mtp")
-    assert line.main(["attach", str(model), "texts", str(tmp_path / "run")]) == 3
+    assert cli.main(["attach", str(model), "texts", str(tmp_path / "run")]) == 3
     assert len(started) == 3
 
 
 def test_one_step_alone_runs_in_this_process(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(line, "run", lambda verb, program, words: ran.append((verb, words)) or 5)
+
+    def module_of(verb: str) -> SimpleNamespace:
+        return SimpleNamespace(main=lambda words, program: ran.append((verb, words)) or 5)
+
+    monkeypatch.setattr(attach, "module_of", module_of)
     given = [str(model), "texts", str(tmp_path / "run"), "--only"]
     assert attach.main([*given, "verify"], "attach") == 5
     assert [(verb, words[:3]) for verb, words in ran] == [
@@ -264,7 +269,7 @@ def test_one_step_alone_runs_in_this_process(model: Path, tmp_path: Path, monkey
 
 def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        line.main(["attach", str(tmp_path), "texts"])
+        cli.main(["attach", str(tmp_path), "texts"])
     said = capsys.readouterr().err
     assert (
         said == f"megatron-mtp attach: error: {tmp_path} has no config.json; give the folder of a Hugging Face model.\n"
@@ -351,9 +356,9 @@ def test_the_wheel_has_all_that_the_verbs_need(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(site)], check=True)
     packaged = {str(path.relative_to(site)) for path in site.rglob("*.py")}
     assert packaged == {str(path.relative_to(root)) for path in (root / "megatron_mtp").rglob("*.py")}
-    code = "import megatron_mtp; print(megatron_mtp.__file__); from megatron_mtp.command import completion, line; "
-    code += "[make(verb).format_help() for verb, (*_, make) in completion.PARSERS.items() if verb != 'train']; "
-    code += "line.main(['attach', 'nowhere', 'texts'])"
+    code = "import megatron_mtp; print(megatron_mtp.__file__); from megatron_mtp.cli import main as cli, verbs; "
+    code += "[verbs.module_of(verb).parser(verb).format_help() for verb in verbs.VERBS if verb != 'train']; "
+    code += "cli.main(['attach', 'nowhere', 'texts'])"
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == str(site / "megatron_mtp" / "__init__.py")
@@ -382,6 +387,6 @@ def test_what_a_later_step_would_refuse_is_refused_before_the_first(
 ) -> None:
     started = commands(monkeypatch)
     with pytest.raises(SystemExit, match="2"):
-        line.main(["attach", str(model), "texts", str(tmp_path / "run"), *flags.split(" ")])
+        cli.main(["attach", str(model), "texts", str(tmp_path / "run"), *flags.split(" ")])
     assert BAD[flags] in capsys.readouterr().err
     assert started == []

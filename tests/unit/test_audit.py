@@ -29,8 +29,8 @@ from megatron_mtp.checkpoint.convert.migrating import migrate
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
-from megatron_mtp.command import audit as command
-from megatron_mtp.command import line
+from megatron_mtp.cli import audit as command
+from megatron_mtp.cli import main as cli
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -51,11 +51,11 @@ def guesses(result: dict[str, Any]) -> set[str]:
 
 
 def test_exit_status_json_and_page(glm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert line.main(["audit", str(glm)]) == 0
+    assert cli.main(["audit", str(glm)]) == 0
     assert capsys.readouterr().out.endswith("sound: nothing is missing, damaged or stale.\n")
     lost = Path(shutil.copytree(glm, tmp_path / "lost"))
     drop(r"layers\.3\.")(lost)
-    assert line.main(["audit", str(glm), str(lost), "--json", "--html", str(tmp_path / "page.html")]) == 1
+    assert cli.main(["audit", str(glm), str(lost), "--json", "--html", str(tmp_path / "page.html")]) == 1
     result = json.loads(capsys.readouterr().out)
     assert not result["ok"]
     assert [side["depths"] for side in result["sides"]] == [{"config": 1, "files": 1}, {"config": 1, "files": 0}]
@@ -83,7 +83,7 @@ def test_bad_input_is_one_sentence_with_status_2(
     (tmp_path / "empty").mkdir()
     (tmp_path / "glm").symlink_to(glm)
     given = [word if word.startswith("--") else str(glm if word == "glm" else tmp_path / word) for word in words]
-    assert line.main(["audit", *given]) == 2
+    assert cli.main(["audit", *given]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("\n") == 1
@@ -390,10 +390,10 @@ def test_odd_folders_are_described_in_sentences(
 ) -> None:
     odd = Path(shutil.copytree(glm, tmp_path / "odd \u00e9\u202e"))
     change(odd)
-    assert line.main(["audit", str(odd), "--html", str(tmp_path / "page.html")]) == (1 if found else 0)
+    assert cli.main(["audit", str(odd), "--html", str(tmp_path / "page.html")]) == (1 if found else 0)
     assert "Traceback" not in "".join(capsys.readouterr())
     assert found <= guesses(audit(odd))
-    assert line.main(["audit", str(glm), str(odd), "--json"]) == (1 if found else 0)
+    assert cli.main(["audit", str(glm), str(odd), "--json"]) == (1 if found else 0)
 
 
 # --- guesses ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from parrot import NAME, Parrot, Running, running, words
 from starlette.responses import StreamingResponse
 
-from megatron_mtp.command import line
+from megatron_mtp.cli import main as cli
 from megatron_mtp.serving.bench.client import Answer, at_random, by_clients
 from megatron_mtp.serving.bench.drafts import acceptance, counts
 from megatron_mtp.serving.bench.figures import figures
@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def measured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
-    assert line.main(["bench-serve", *flags, "--json"]) == 0
+    assert cli.main(["bench-serve", *flags, "--json"]) == 0
     return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
 
 
@@ -57,7 +57,7 @@ def test_all_tokens_are_counted_and_acceptance_is_the_engines(
 def test_random_arrivals_chats_and_a_table(server: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "asked.jsonl").write_text('{"prompt": "ab"}\n{"messages": [{"role": "user", "content": "x"}]}\n')
     flags = ["--input", str(tmp_path / "asked.jsonl"), "--requests", "4", "--rate", "200", "--max-tokens", "5"]
-    assert line.main(["bench-serve", f"{server.url}/v1/", *flags, "--extra-body", '{"top_k": 3}']) == 0
+    assert cli.main(["bench-serve", f"{server.url}/v1/", *flags, "--extra-body", '{"top_k": 3}']) == 0
     rows = dict(row.split("  ", 1) for row in capsys.readouterr().out.splitlines())
     assert rows["requests"].strip().startswith("4 answered, 0 failed")
     assert rows["tokens"].strip().startswith("20 in ")
@@ -139,7 +139,7 @@ def test_bad_input_is_one_sentence(
     Path("deep.jsonl").write_text("[" * 100_000)
     Path("empty.txt").write_text("\n\n")
     flags, said = FLAGS[name]
-    assert line.main(["bench-serve", *(flag.replace("URL", server.url) for flag in flags)]) == 2
+    assert cli.main(["bench-serve", *(flag.replace("URL", server.url) for flag in flags)]) == 2
     printed = capsys.readouterr()
     assert said in printed.err.splitlines()[-1]
     assert printed.out == ""
@@ -147,7 +147,7 @@ def test_bad_input_is_one_sentence(
 
 def test_a_key_is_sent_and_its_absence_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(Parrot(), words(tmp_path), key="k") as server:
-        assert line.main(["bench-serve", server.url]) == 2
+        assert cli.main(["bench-serve", server.url]) == 2
         assert "lists no model (status 401: the API key is missing or wrong" in capsys.readouterr().err
         assert measured(capsys, server.url, "--api-key", "k", "--requests", "2", "--words", "1:2")["answered"] == 2
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import fork_server
 import pytest
 
-from megatron_mtp.command import doctor, line
-from megatron_mtp.command.completion import PARSERS
-from megatron_mtp.command.doctor import Check
+from megatron_mtp.cli import doctor
+from megatron_mtp.cli import main as cli
+from megatron_mtp.cli.doctor import Check
+from megatron_mtp.cli.verbs import VERBS, module_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,12 +25,12 @@ def printed(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_verb_is_listed_and_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        line.main(["--help"])
+        cli.main(["--help"])
     assert end.value.code == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {verb} " in shown for verb in line.VERBS)
-    for verb, (*_, own) in PARSERS.items():
-        text = own(f"megatron-mtp {verb}").format_help()
+    assert all(f"\n  {verb} " in shown for verb in VERBS)
+    for verb in VERBS:
+        text = module_of(verb).parser(f"megatron-mtp {verb}").format_help()
         assert "examples:" in text
         assert f"megatron-mtp {verb}" in text.split("examples:")[1]
 
@@ -51,10 +52,11 @@ def test_help_does_not_wait_for_heavy_imports() -> None:
     """Of every verb, in one process; what an earlier verb has imported would be seen with the later ones."""
     code = f"""
 import sys
-from megatron_mtp.command import line
-for arguments in [[], *([verb] for verb in line.VERBS), *(["convert", name] for name in ("hf-to-mcore", "verify"))]:
+from megatron_mtp.cli import main as cli
+from megatron_mtp.cli.verbs import VERBS
+for arguments in [[], *([verb] for verb in VERBS), *(["convert", name] for name in ("hf-to-mcore", "verify"))]:
     try:
-        line.main([*arguments, "--help"])
+        cli.main([*arguments, "--help"])
     except SystemExit as end:
         assert end.code == 0, arguments
     heavy = sorted(set({HEAVY.split()}) & sys.modules.keys())
@@ -62,19 +64,19 @@ for arguments in [[], *([verb] for verb in line.VERBS), *(["convert", name] for 
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage: ") == len(line.VERBS) + 3
+    assert done.stdout.count("usage: ") == len(VERBS) + 3
 
 
 def test_the_console_script_is_this_command_line() -> None:
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="megatron-mtp")
-    assert script.value == "megatron_mtp.command.line:main"
+    assert script.value == "megatron_mtp.cli.main:main"
 
 
 def test_a_door_and_its_verb_are_one_command(capsys: pytest.CaptureFixture[str]) -> None:
     for door, verb in (("tools/checkpoint/convert.py", "convert"), ("tools/data/preprocess.py", "preprocess")):
         by_door = fork_server.run([sys.executable, str(ROOT / door)])
         with pytest.raises(SystemExit) as end:
-            line.main([verb])
+            cli.main([verb])
         assert end.value.code == by_door.returncode == 2
         said = [text.splitlines()[-1].split(": error: ")[1] for text in (by_door.stderr, capsys.readouterr().err)]
         assert said[0] == said[1]
@@ -84,7 +86,7 @@ def test_a_door_and_its_verb_are_one_command(capsys: pytest.CaptureFixture[str])
 
 
 def checks(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, object]]]:
-    status = line.main(["doctor", "--json"])
+    status = cli.main(["doctor", "--json"])
     told = json.loads(capsys.readouterr().out)
     assert told["can_train"] == (status == 0)
     return status, {check["name"]: check for check in told["checks"]}
@@ -96,7 +98,7 @@ def test_the_doctor_finds_what_the_tests_run_with(capsys: pytest.CaptureFixture[
     assert found["megatron-core"]["found"] == importlib.metadata.version("megatron-core")
     assert found["megatron-core"]["says"] == "supported is <0.20,>=0.19"
     assert {"Python", "torch", "CUDA device", "NCCL", "gloo", "Transformer Engine", "Apex", "g++"} <= set(found)
-    assert line.main(["doctor"]) == 0
+    assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.endswith("training can run here\n")
 
 
@@ -108,7 +110,7 @@ def test_a_version_out_of_range_is_named_and_is_status_1(
     status, found = checks(capsys)
     assert status == 1
     assert not found["megatron-core"]["ok"]
-    assert line.main(["doctor"]) == 1
+    assert cli.main(["doctor"]) == 1
     assert "training cannot run here, for want of: megatron-core" in capsys.readouterr().out
 
 
@@ -145,7 +147,7 @@ def completed(script: Path, *words: str) -> list[str]:
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert line.main(["completion", shell]) == 0
+    assert cli.main(["completion", shell]) == 0
     return capsys.readouterr().out
 
 
@@ -153,7 +155,7 @@ def test_bash_completes_verbs_flags_and_choices(capsys: pytest.CaptureFixture[st
     file = tmp_path / "completion.bash"
     file.write_text(script("bash", capsys))
     offer: Callable[..., list[str]] = lambda *words: completed(file, "megatron-mtp", *words)  # noqa: E731
-    assert set(offer("")) >= set(line.VERBS)
+    assert set(offer("")) >= set(VERBS)
     assert offer("train", "--mtp-num-l") == ["--mtp-num-layers"]
     assert "--text" in offer("evaluate", "--te")
     assert offer("convert", "mcore") == ["mcore-to-hf"]
@@ -163,4 +165,4 @@ def test_bash_completes_verbs_flags_and_choices(capsys: pytest.CaptureFixture[st
 def test_the_script_for_zsh_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     made = script("zsh", capsys)
     assert made.startswith("#compdef megatron-mtp")
-    assert all(f"    {verb}:'" in made for verb in line.VERBS)
+    assert all(f"    {verb}:'" in made for verb in VERBS)

@@ -11,7 +11,7 @@ from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.inspecting import names
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
-from megatron_mtp.command.line import main
+from megatron_mtp.cli.main import main
 
 LINES = [
     "model.mtp_layers.*.input_proj.weight [48, 96]"

@@ -22,7 +22,7 @@ from megatron_mtp.checkpoint.command import COMMANDS
 from megatron_mtp.checkpoint.convert import importing
 from megatron_mtp.checkpoint.hf.shards import INDEX, HFShards
 from megatron_mtp.checkpoint.mcore.tensors import CATALOGUE, DistReader
-from megatron_mtp.command import line
+from megatron_mtp.cli import main as cli
 
 TOOL = Path(__file__).parents[2] / "tools" / "checkpoint" / "convert.py"
 FIRST = "model-00001-of-00003.safetensors"
@@ -43,7 +43,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def run(*arguments: object) -> int:
-    return line.run("convert", "convert.py", [str(argument) for argument in arguments])
+    return cli.run("convert", "convert.py", [str(argument) for argument in arguments])
 
 
 def truncate(folder: Path) -> None:

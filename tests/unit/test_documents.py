@@ -8,7 +8,7 @@ import re
 import pytest
 from documents import DOCUMENTS, DOORS, ENGINES, ROOT, SHELLS, blocks, commands, flags_in, launcher, spans
 
-from megatron_mtp.command.line import VERBS
+from megatron_mtp.cli.verbs import VERBS
 
 README = DOCUMENTS["README.md"].read_text()
 FILES = [

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_mtp import errors
-from megatron_mtp.command import line
+from megatron_mtp.cli import main as cli
+from megatron_mtp.cli.verbs import VERBS, module_of
 from megatron_mtp.errors import InputError, Parser, fail, sentences, status_of
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "runs/x")
@@ -71,16 +72,16 @@ def test_ctrl_c_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(KeyboardInterrupt(), capsys, advice="add --resume")[1] == "x: interrupted; add --resume\n"
 
 
-@pytest.mark.parametrize("verb", line.VERBS)
+@pytest.mark.parametrize("verb", VERBS)
 def test_ctrl_c_ends_every_verb_with_one_line(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(program: str, arguments: list[str]) -> int:
+    def interrupted(arguments: list[str], program: str) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(line.VERBS, verb, line.Verb("", interrupted))
+    monkeypatch.setattr(module_of(verb), "main", interrupted)
     with pytest.raises(SystemExit) as end:
-        line.main([verb])
+        cli.main([verb])
     assert end.value.code == 130
     assert capsys.readouterr().err == f"megatron-mtp {verb}: interrupted\n"
 
@@ -127,7 +128,7 @@ def test_only_the_first_rank_says_that_it_was_interrupted(
 def test_a_verb_that_is_started_without_a_standard_stream(closed: str) -> None:
     """Neither a traceback, nor a file that gets the number of the stream and with it what is printed."""
     code = (
-        "import sys; from megatron_mtp.command import line; status = line.main(['report', '/nowhere'])\n"
+        "import sys; from megatron_mtp.cli import main as cli; status = cli.main(['report', '/nowhere'])\n"
         "sys.exit(0 if status == 2 and open('/dev/null').fileno() > 2 else 1)"
     )
     done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], capture_output=True)
@@ -155,7 +156,7 @@ def test_an_empty_path_is_not_the_working_directory(
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     try:
-        status = line.main(command)
+        status = cli.main(command)
     except SystemExit as end:
         status = end.code
     assert status == 2

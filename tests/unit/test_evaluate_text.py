@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_hf_form import trained
 
-from megatron_mtp.command import evaluate
+from megatron_mtp.cli import evaluate
 from megatron_mtp.data import command
 from megatron_mtp.data.tokenizer import train_bpe
 

@@ -13,7 +13,7 @@ from megatron_single import LATENT, MOE, join_world_of_one, our_model
 from torch import Tensor
 
 from megatron_mtp.checkpoint.families import FAMILIES
-from megatron_mtp.command import line
+from megatron_mtp.cli import main as cli
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.foretell.acceptance import Acceptance, Sample, accepted, foretell, rounds
 from megatron_mtp.foretell.engines import ENGINES, SHARED_KEYS, TRAINED, WORDS, Feeding, differences
@@ -260,7 +260,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     try:
-        status = line.main(["foretell", *map(str, arguments)])
+        status = cli.main(["foretell", *map(str, arguments)])
     except SystemExit as end:
         status = int(end.code or 0)
     shown = capsys.readouterr()

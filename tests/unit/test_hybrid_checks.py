@@ -12,7 +12,7 @@ from test_hf_form import save
 
 from megatron_mtp.checkpoint.mcore.model import load_model, model_config
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
-from megatron_mtp.command import line
+from megatron_mtp.cli import main as cli
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.build import MTPModelConfig, build
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
@@ -176,7 +176,7 @@ def test_a_gpt_is_not_loaded_into_a_pattern_of_another_number_of_layers(
 def test_a_hybrid_without_depths_gets_them_by_mtp_init(
     init: str | None, hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert line.main(["convert", "drop-mtp", str(hybrid), str(tmp_path / "trunk")]) == 0
+    assert cli.main(["convert", "drop-mtp", str(hybrid), str(tmp_path / "trunk")]) == 0
     flags = f"{ROPE} {MOCK} {MAMBA} {PATTERN} M-*-/*-/*- --load {tmp_path / 'trunk'}"
     if init is None:
         assert "has no MTP weights; say with --mtp-init" in refusal(flags, monkeypatch, capsys)
@@ -223,9 +223,9 @@ def test_more_depths_than_the_checkpoints_come_by_mtp_init(gpt: Path, monkeypatc
 def test_attached_depths_are_in_the_pattern_too(init: str, hybrid: Path, tmp_path: Path) -> None:
     """A depth is the trunk's last attention and its last MLP, whose weights `last-layer` copies."""
     none, new = tmp_path / "none", tmp_path / "new"
-    assert line.main(["convert", "drop-mtp", str(hybrid), str(none)]) == 0
+    assert cli.main(["convert", "drop-mtp", str(hybrid), str(none)]) == 0
     attach = ["convert", "attach-mtp", str(none), str(new), "--mtp-num-layers", "2", "--mtp-init", init]
-    assert line.main(attach) == 0
+    assert cli.main(attach) == 0
     before, after = DistReader(hybrid), DistReader(new)
     args = after.common()["args"]
     assert (args.hybrid_layer_pattern, args.mtp_num_layers) == ("M-*-/*-/*-", 2)
@@ -241,10 +241,10 @@ def test_attached_depths_are_in_the_pattern_too(init: str, hybrid: Path, tmp_pat
 
 
 def test_dropped_depths_leave_the_pattern_too(hybrid: Path, tmp_path: Path) -> None:
-    assert line.main(["convert", "drop-mtp", str(hybrid), str(tmp_path / "one"), "--keep", "1"]) == 0
+    assert cli.main(["convert", "drop-mtp", str(hybrid), str(tmp_path / "one"), "--keep", "1"]) == 0
     args = DistReader(tmp_path / "one").common()["args"]
     assert (args.hybrid_layer_pattern, args.mtp_num_layers) == ("M-*-/*-", 1)
-    assert line.main(["convert", "inspect", str(tmp_path / "one")]) == 0
+    assert cli.main(["convert", "inspect", str(tmp_path / "one")]) == 0
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_hybrid_without_its_config_says_how_it_can_be_exported(
     flags: str, pattern: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = stored(tmp_path / "run", flags, pattern)
-    assert line.main(["convert", "mcore-to-hf", str(source), str(tmp_path / "folder")]) == 2
+    assert cli.main(["convert", "mcore-to-hf", str(source), str(tmp_path / "folder")]) == 2
     said = f"the checkpoint is a hybrid model of layers {pattern}, which no form of a trained model here has; {remedy}"
     assert said in capsys.readouterr().err
     assert not (tmp_path / "folder").exists()

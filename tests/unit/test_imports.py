@@ -35,8 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "integrations": LOW | {"model", "training"},
     "report": {"errors", "files"},
     "serving": {"errors", "files", "platform", "drafting", "report"},
-    "command": LOW | {"data", "checkpoint", "drafting", "foretell", "training", "report", "serving"} | CHECKPOINT,
-    "__main__": {"command"},
+    "cli": LOW | {"data", "checkpoint", "drafting", "foretell", "training", "report", "serving"} | CHECKPOINT,
+    "__main__": {"cli"},
 }
 """Room to the other rooms that its files may import from."""
 
@@ -135,9 +135,9 @@ def test_the_plain_modules_are_where_this_test_looks_for_them() -> None:
         ("platform/cpu.py", "from megatron_mtp.config import MTPConfig", ["megatron_mtp.config.MTPConfig"]),
         ("model/mtp.py", "from megatron.core import mpu\nfrom . import sharing\nfrom ..data import batch", []),
         ("training/run.py", "from megatron_mtp.checkpoint.mcore.iterations import x", []),
-        ("training/run.py", "from megatron_mtp.command.line import main", ["megatron_mtp.command.line.main"]),
+        ("training/run.py", "from megatron_mtp.cli.main import main", ["megatron_mtp.cli.main.main"]),
         ("training/run.py", "from megatron_mtp.integrations import a", ["megatron_mtp.integrations.a"]),
-        ("integrations/a.py", "from megatron_mtp.command.line import main", ["megatron_mtp.command.line.main"]),
+        ("integrations/a.py", "from megatron_mtp.cli.main import main", ["megatron_mtp.cli.main.main"]),
         ("report/page.py", "from megatron_mtp.training.metrics import FILE", ["megatron_mtp.training.metrics.FILE"]),
     ],
 )

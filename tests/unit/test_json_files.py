@@ -11,7 +11,7 @@ from hf_models import make
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.audit.json_files import repeated_names
 from megatron_mtp.checkpoint.hf.shards import INDEX
-from megatron_mtp.command import line
+from megatron_mtp.cli import main as cli
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -60,14 +60,14 @@ def test_a_value_that_no_loader_takes_is_found_and_not_converted(
     key: str, value: Any, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(folder, **{key: value})
-    assert line.main(["audit", str(folder)]) == 1
+    assert cli.main(["audit", str(folder)]) == 1
     (found,) = [said for said in capsys.readouterr().out.splitlines() if said.startswith("error ")]
     assert found.startswith("error    damaged config: ")
     assert f"'{key}'" in found or key in ("num_attention_heads", "rope_parameters")
     assert says in found
     for words, status in ((["inspect"], (1, 2)), (["hf-to-mcore", "--dry-run", str(folder.with_name("target"))], (2,))):
         command, *flags = words
-        assert line.main(["convert", command, str(folder), *flags]) in status
+        assert cli.main(["convert", command, str(folder), *flags]) in status
         shown = capsys.readouterr()
         assert says in shown.out + shown.err
         assert shown.err.count("\n") <= 1

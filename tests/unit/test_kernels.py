@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp.command import doctor
+from megatron_mtp.cli import doctor
 from megatron_mtp.platform.kernels import transformer_engine_works, why_not
 
 

@@ -18,7 +18,7 @@ from hf_models import Model, Tensors, frame, layer_of, make, read
 DEPTHS = 2
 COMMANDS = """
 import json, sys
-from megatron_mtp.command.line import main
+from megatron_mtp.cli.main import main
 for arguments in json.loads(sys.argv[1]):
     if status := main(["convert", *arguments]):
         sys.exit(status)

@@ -13,7 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.command import line
+from megatron_mtp.cli import main as cli
 from megatron_mtp.data.checks import part_of, read_sidecar
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
 from megatron_mtp.drafting import generate, load_runner
@@ -41,7 +41,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, family, depths in (("plain", "llama", 0), ("drafting", "glm4_moe", 2)):
         hf_to_mcore(make(place / f"hf-{name}", family, depths, changes=sizes), place / name, QUIET, megatron_arguments)
     given = ["--input", str(place / "texts"), "--tokenizer", str(place / "tokenizer")]
-    assert line.main(["preprocess", *given, "--output-prefix", str(place / "corpus"), "--workers", "1"]) == 0
+    assert cli.main(["preprocess", *given, "--output-prefix", str(place / "corpus"), "--workers", "1"]) == 0
     return place
 
 
@@ -50,7 +50,7 @@ def sample(scene: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> C
     def run(*flags: object, model: str = "plain", data: bool = True) -> tuple[int, str, str]:
         given = ["--load", scene / model, "--tokenizer", scene / "tokenizer", "--output-prefix", tmp_path / "own"]
         given += ["--data-path", scene / "corpus", "--prompt-tokens", 8] if data else []
-        status = line.main(["sample", *map(str, (*given, "--max-new-tokens", 12, *flags))])
+        status = cli.main(["sample", *map(str, (*given, "--max-new-tokens", 12, *flags))])
         shown = capsys.readouterr()
         return status, shown.out, shown.err
 

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from megatron.training import training
 
 import megatron_mtp
-from megatron_mtp.command import line
+from megatron_mtp.cli import main as cli
 from megatron_mtp.errors import InputError
 from megatron_mtp.patches import patch as engine
 from megatron_mtp.patches import probes
@@ -184,12 +184,12 @@ def test_a_loop_that_cannot_be_observed_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_doctor_prints_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert line.main(["doctor", "--probe", "--json"]) == 0
+    assert cli.main(["doctor", "--probe", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["patches"]
     assert [row["target"] for row in shown] == [row.target for row in ROWS]
     assert {row["state"] for row in shown} == {"applied"}
     mend(PATCHES[0], monkeypatch)
-    assert line.main(["doctor", "--probe"]) == 0
+    assert cli.main(["doctor", "--probe"]) == 0
     text = capsys.readouterr().out
     assert "compile_helpers: not needed (the installed version does not have the fault)\n  The wheel" in text
     assert f"Versions: megatron-core {CORE}; upstream: none known." in text
@@ -200,10 +200,10 @@ def test_without_probes_the_doctor_goes_by_versions(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron.core.datasets.utils.compile_helpers", compile_helpers)  # only a probe sees this
-    assert line.main(["doctor"]) == 0
+    assert cli.main(["doctor"]) == 0
     assert re.search(rf"^ok   patches +{len(ROWS)} known version:", capsys.readouterr().out, re.M)
     monkeypatch.setattr(engine, "installed", lambda _: "0.19.9")
-    assert line.main(["doctor"]) == 0
+    assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert re.search(rf"^-    patches +{len(ROWS)} unknown version:", text, re.M)
     assert "compile_helpers: unknown version (--probe asks whether it has the fault)\n  The wheel" in text
@@ -211,7 +211,7 @@ def test_without_probes_the_doctor_goes_by_versions(
 
 def test_the_doctor_does_not_import_megatron() -> None:
     script = (
-        "import sys; from megatron_mtp.command import line; line.main(['doctor']); print('megatron' in sys.modules)"
+        "import sys; from megatron_mtp.cli import main as cli; cli.main(['doctor']); print('megatron' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("training can run here\nFalse\n")
@@ -221,7 +221,7 @@ def test_a_missing_function_is_a_failed_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("megatron.core.datasets.utils.compile_helpers")
-    assert line.main(["doctor", "--probe"]) == 1
+    assert cli.main(["doctor", "--probe"]) == 1
     assert "FAIL patches" in capsys.readouterr().out
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mtp.command import line
+from megatron_mtp.cli import main as cli
 from megatron_mtp.report.charts import MOST_POINTS, Chart, Series, compact, figure, log_ticks, smoothed, thinned, ticks
 from megatron_mtp.report.drafts import by_position, reach, rejected
 from megatron_mtp.report.page import STYLE, page
@@ -103,7 +103,7 @@ def a_run(folder: Path, depths: int = 2, offset: float = 0.0, drafted: bool = Fa
 
 
 def report(*arguments: object) -> int:
-    return line.main(["report", *map(str, arguments)])
+    return cli.main(["report", *map(str, arguments)])
 
 
 def test_a_run_has_its_charts_its_table_and_its_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,11 @@ from hf_models import make
 from megatron_mtp.checkpoint.convert import depths, importing
 from megatron_mtp.checkpoint.hf.shards import HFShards
 from megatron_mtp.checkpoint.mcore.tensors import write_chunk
-from megatron_mtp.command import line
+from megatron_mtp.cli import main as cli
 
 
 def run(*arguments: object) -> int:
-    return line.run("convert", "convert.py", [*map(str, arguments), "--workers", "1"])
+    return cli.run("convert", "convert.py", [*map(str, arguments), "--workers", "1"])
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -14,7 +14,8 @@ from judged_models import QUIET
 
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.command import line, tabulate
+from megatron_mtp.cli import main as cli
+from megatron_mtp.cli import tabulate
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.foretell.table.measuring import objective_of
 from megatron_mtp.foretell.table.rows import Asked, digest_of, file_of
@@ -43,7 +44,7 @@ def told(
 ) -> Callable[..., tuple[int, dict[str, Any], str]]:
     def run(*words: object) -> tuple[int, dict[str, Any], str]:
         given = ["--text", scene / "text.txt", "--tokenizer", scene / "tokenizer", "--output", tmp_path / "rows"]
-        status = line.main(["tabulate", *map(str, (*words, *given, *SMALL)), "--json"])
+        status = cli.main(["tabulate", *map(str, (*words, *given, *SMALL)), "--json"])
         shown = capsys.readouterr()
         return status, json.loads(shown.out or "{}"), shown.err
 
@@ -61,7 +62,7 @@ def test_a_row_is_what_drafting_accepts_and_what_foretell_says(
     assert [folder[name] for name in same] == [saved[name] for name in same]
     assert folder["tokens"] == 24
     given = ["--text", scene / "text.txt", "--tokenizer", scene / "tokenizer", *SMALL]
-    assert line.main(["foretell", *map(str, (scene / "glm", "--engine", "vllm", *given, "--json"))]) == 0
+    assert cli.main(["foretell", *map(str, (scene / "glm", "--engine", "vllm", *given, "--json"))]) == 0
     foretold = json.loads(capsys.readouterr().out)
     assert folder["foretold"]["vllm"]["acceptance"] == foretold["acceptance"]
     assert folder["foretold"]["vllm"]["accepted_length"] == pytest.approx(1 + foretold["accepted_per_round"], abs=1e-3)
@@ -158,7 +159,7 @@ def test_bad_flags_are_one_sentence(
 ) -> None:
     inside = (scene / one if isinstance(one, str) and one.startswith("saved/") else one for one in flags)
     given = [scene / "saved", "--text", scene / "text.txt", *inside]
-    assert line.main(["tabulate", *map(str, given)]) == 2
+    assert cli.main(["tabulate", *map(str, given)]) == 2
     shown = capsys.readouterr()
     assert (shown.out, shown.err.count("\n")) == ("", 1)
     assert says in shown.err

@@ -6,7 +6,7 @@ python tools/data/preprocess.py --help
 import sys
 from pathlib import Path
 
-from megatron_mtp.command.line import run
+from megatron_mtp.cli.main import run
 
 if __name__ == "__main__":
     sys.exit(run("preprocess", Path(sys.argv[0]).name, sys.argv[1:]))

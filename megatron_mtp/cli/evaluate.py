@@ -6,11 +6,12 @@ It is `train` with `--skip-train` and `DEFAULTS`; every flag of `train` may foll
 import json
 import os
 import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from megatron_mtp.cli import train
 from megatron_mtp.errors import Parser, sentences
 from megatron_mtp.platform import prepare
 from megatron_mtp.training.console import quiet
@@ -76,11 +77,11 @@ def _evaluate(
         with sentences(program):
             _check(args, rest)
             flags = _data_flags(args, Path(folder), [word for word in rest if word == TRUST])
-        from megatron_mtp.training.run import main as train
+        from megatron_mtp.training.run import main as evaluate
         from megatron_mtp.training.run import with_file
 
         argv = with_file(program, given, [*DEFAULTS.split(), *flags, "--load", args.load, *rest])
-        return train(argv, on_cpu, shows_tables=False).evaluated
+        return evaluate(argv, on_cpu, shows_tables=False).evaluated
 
 
 def parser(program: str) -> Parser:
@@ -102,6 +103,12 @@ def parser(program: str) -> Parser:
     add("--tokenizer-model", metavar="FOLDER", help="folder of a Hugging Face tokenizer; default: the training's")
     add("--json", action="store_true", help="print one JSON object with the names of metrics.jsonl")
     return made
+
+
+def full_parser(program: str) -> ArgumentParser:
+    """The same with the flags of `train`."""
+    parents = [train.full_parser(program), parser(program)]
+    return ArgumentParser(program, parents=parents, add_help=False, conflict_handler="resolve")
 
 
 def _check(args: Namespace, rest: list[str]) -> None:

@@ -70,8 +70,8 @@ def run(args: Namespace) -> int:
     if args.html is not None:
         check_outside(args.html, args.a, *([] if args.b is None else [args.b]))
 
-    from megatron_mtp.checkpoint.command import quieten
     from megatron_mtp.checkpoint.hf.hub import local_folder
+    from megatron_mtp.platform import quieten
 
     quieten()
 

@@ -10,13 +10,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
+from megatron_mtp.cli import train
+from megatron_mtp.cli.verbs import PROGRAM, module_of
 from megatron_mtp.config import number_of
 from megatron_mtp.errors import Parser, check_counts, named, sentences
 from megatron_mtp.files import check_outside
@@ -131,6 +133,12 @@ def parser(program: str) -> Parser:
     return made
 
 
+def full_parser(program: str) -> ArgumentParser:
+    """The same with the flags of `train`."""
+    parents = [train.full_parser(program), parser(program)]
+    return ArgumentParser(program, parents=parents, add_help=False, conflict_handler="resolve")
+
+
 def _check(args: Namespace) -> None:
     """Raises ValueError for what a later step would refuse, after those before it have taken their time."""
     check_counts(args, "depths", "unroll", "steps", "sequence", "batch", "save_every")
@@ -183,7 +191,7 @@ def _plan(args: Namespace) -> int:
     for name, step in STEPS.items():
         if args.only in (None, name):
             command = step.command(args)
-            said = "finished" if command is None else shlex.join(["megatron-mtp", *command])
+            said = "finished" if command is None else shlex.join([PROGRAM, *command])
             print(f"> {step.line}: {said}")
     return 0
 
@@ -204,7 +212,7 @@ def _warned(args: Namespace) -> bool:
     if not start.is_dir():
         return False
 
-    from megatron_mtp.checkpoint.command import quieten
+    from megatron_mtp.platform import quieten
 
     quieten()
 
@@ -224,12 +232,11 @@ def _warned(args: Namespace) -> bool:
 
 
 def _in_this_process(step: "Step", args: Namespace) -> int:
-    from megatron_mtp.command.line import PROGRAM, run
-
     if (command := step.command(args)) is None:
         return 0
     verb, *arguments = command
-    return run(verb, f"{PROGRAM} {verb}", arguments)
+    status: int = module_of(verb).main(arguments, f"{PROGRAM} {verb}")
+    return status
 
 
 def _in_own_process(step: "Step", command: list[str], args: Namespace) -> int:

@@ -1,0 +1,17 @@
+"""The verbs of `megatron-mtp VERB ...`: a table of all, and a file for each.
+
+main.py        megatron-mtp: looks a verb up and runs it
+verbs.py       VERBS, the table
+train.py       pretraining on Megatron's loop
+generate.py    texts of a checkpoint
+sample.py      a corpus of a checkpoint's own texts
+serve.py       OpenAI's HTTP API
+evaluate.py    loss and acceptance of a checkpoint on a text
+audit.py       what is in a checkpoint, and what differs between two
+foretell.py    what another engine will accept
+tabulate.py    a table of acceptance for many checkpoints
+tabulating.py  its rows, one by one
+attach.py      depths for a Hugging Face model, step by step
+doctor.py      what this machine has, and what the absence of a thing costs
+completion.py  completion for bash and zsh
+"""

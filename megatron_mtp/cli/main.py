@@ -1,0 +1,62 @@
+"""`megatron-mtp VERB ...`: looks the verb up, imports its module and runs it."""
+
+import sys
+from argparse import RawDescriptionHelpFormatter
+
+from megatron_mtp import __version__
+from megatron_mtp.cli.verbs import PROGRAM, VERBS, module_of
+from megatron_mtp.errors import Parser, open_streams, sentences
+
+EXAMPLES = """examples:
+  megatron-mtp doctor
+  megatron-mtp preprocess --input my_texts --output-prefix data/corpus
+  megatron-mtp train <Megatron's flags> --mtp-num-layers 2 --mtp-metrics-dir runs/mine
+  torchrun --nproc-per-node 8 -m megatron_mtp train <the same flags>
+  megatron-mtp evaluate --load runs/mine/checkpoint --text my_texts
+  megatron-mtp generate --load runs/mine/checkpoint --prompt 'def ' --speculative-config '{"method": "mtp"}'
+  megatron-mtp serve --load runs/mine/checkpoint --speculative-config '{"method": "mtp"}'
+  megatron-mtp report runs/mine
+  megatron-mtp attach models/Qwen3-0.6B my_texts runs/attached
+  megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported
+  megatron-mtp audit runs/mine/checkpoint exported
+
+megatron-mtp VERB --help lists the flags of a verb, with examples of its own.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line (None for sys.argv) and return its exit status: 2 for an unknown verb."""
+    arguments = sys.argv[1:] if argv is None else argv
+    open_streams()
+    with sentences(PROGRAM):
+        verb = parser().parse_args(arguments[:1]).verb
+    return run(verb, f"{PROGRAM} {verb}", arguments[1:])
+
+
+def run(verb: str, program: str, arguments: list[str]) -> int:
+    """Run a verb and return its exit status; Ctrl-C and a closed pipe end it without a traceback.
+
+    Args:
+        verb: a name in `VERBS`.
+        program: the name of the command in messages.
+        arguments: the arguments after the verb.
+    """
+    open_streams()
+    with sentences(program, mistakes=()):  # each verb turns its own ValueErrors into messages
+        status: int = module_of(verb).main(arguments, program)
+    return status
+
+
+def parser() -> Parser:
+    """The parser of the verb; all further arguments belong to the verb's own parser."""
+    verbs = "\n".join(f"  {name:<12}{verb.line}" for name, verb in VERBS.items())
+    made = Parser(
+        PROGRAM,
+        usage=f"{PROGRAM} VERB ...",
+        description=f"Multi-Token Prediction for GPT models trained with Megatron-Core.\n\nverbs:\n{verbs}",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    made.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the verbs above")
+    made.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    return made

@@ -1,0 +1,85 @@
+"""The table of verbs: a verb is one module, which is imported when the verb is called.
+
+The module has `parser(program) -> ArgumentParser`, which imports no torch, and `main(arguments, program) -> int`, which
+parses once, then imports what is heavy, and returns the exit status. A verb that passes flags on to another one has
+`full_parser(program)` as well, a parser with those flags.
+
+Other packages add verbs by the entry point group `megatron_mtp.verbs`; the entry point names a `Verb`.
+"""
+
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+from megatron_mtp.registry import Registry
+
+PROGRAM = "megatron-mtp"
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb.
+
+    Attributes:
+        line: its line in `--help`.
+        module: the dotted name of its module.
+    """
+
+    line: str
+    module: str
+
+
+VERBS: Registry[Verb] = Registry(
+    "megatron_mtp.verbs",
+    {
+        "train": Verb("pretrain a GPT, with Megatron's flags and --mtp-*", "megatron_mtp.cli.train"),
+        "convert": Verb(
+            "convert between Hugging Face folders and Megatron checkpoints; inspect and verify them",
+            "megatron_mtp.checkpoint.command",
+        ),
+        "audit": Verb(
+            "show what anyone's checkpoint holds, or what differs between two, and why", "megatron_mtp.cli.audit"
+        ),
+        "attach": Verb(
+            "add depths to a Hugging Face model: train on its frozen trunk, measure, export", "megatron_mtp.cli.attach"
+        ),
+        "generate": Verb("generate text from a checkpoint, several tokens per forward", "megatron_mtp.cli.generate"),
+        "sample": Verb(
+            "continue a corpus' prompts by a checkpoint: data to train its depths on", "megatron_mtp.cli.sample"
+        ),
+        "serve": Verb(
+            "answer OpenAI's HTTP API with a checkpoint, many texts at once, each drafting", "megatron_mtp.cli.serve"
+        ),
+        "bench-serve": Verb(
+            "measure a server of OpenAI's API: waiting times, tokens a second, acceptance",
+            "megatron_mtp.serving.bench.command",
+        ),
+        "evaluate": Verb("compute loss and acceptance by depth of a checkpoint on a text", "megatron_mtp.cli.evaluate"),
+        "foretell": Verb(
+            "compute what another engine will accept of a checkpoint's drafts, and why", "megatron_mtp.cli.foretell"
+        ),
+        "tabulate": Verb(
+            "fill a table of acceptance for many checkpoints, here and in engines", "megatron_mtp.cli.tabulate"
+        ),
+        "report": Verb("make one HTML page from one or several runs", "megatron_mtp.report.command"),
+        "doctor": Verb("show what this machine has, and what missing parts cost", "megatron_mtp.cli.doctor"),
+        "preprocess": Verb("turn text into the .bin and .idx that train reads", "megatron_mtp.data.command"),
+        "completion": Verb(
+            "print a script that completes verbs and flags in bash or zsh", "megatron_mtp.cli.completion"
+        ),
+    },
+)
+
+
+def module_of(verb: str) -> ModuleType:
+    """The module of a verb."""
+    return import_module(VERBS[verb].module)
+
+
+def parser_of(verb: str, program: str = PROGRAM) -> ArgumentParser:
+    """A parser of all flags that a verb takes, those that it passes on to another verb included."""
+    module = module_of(verb)
+    make = getattr(module, "full_parser", module.parser)
+    made: ArgumentParser = make(f"{program} {verb}")
+    return made

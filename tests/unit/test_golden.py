@@ -1,4 +1,4 @@
-"""The records in `golden/`: the rules of every family."""
+"""The records in `golden/`: the rules of every family, and all names that users type or store."""
 
 import json
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import golden_rules
+import golden_surface
 import pytest
 
 from megatron_mtp.checkpoint.families import OWN, Family, Layout
@@ -16,6 +17,10 @@ from megatron_mtp.checkpoint.hf.config import HFConfig
 RULES: dict[str, Any] = json.loads(golden_rules.FILE.read_text(encoding="utf-8"))
 FAMILIES = {family.model_types[0]: family for family in OWN}
 AS_MEANT = "if it is meant, run `python tests/unit/golden_rules.py`, read the difference and commit it"
+AS_TOLD = (
+    "users know these names; if the change is meant, tell it in CHANGELOG.md (what went, and what to use now), run "
+    "`python tests/unit/golden_surface.py`, and commit all in one"
+)
 
 
 def test_the_record_has_every_family_and_no_other() -> None:
@@ -31,6 +36,12 @@ def test_the_rules_of_a_family_are_those_of_the_record(name: str) -> None:
 @pytest.mark.parametrize("name", golden_rules.WRAPPERS)
 def test_the_rules_around_a_text_model_are_those_of_the_record(name: str) -> None:
     assert differences(RULES["around a text model"][name], golden_rules.around(name)) == [], AS_MEANT
+
+
+@pytest.mark.usefixtures("megatron")
+def test_what_users_type_and_store_is_that_of_the_record() -> None:
+    recorded = json.loads(golden_surface.FILE.read_text(encoding="utf-8"))
+    assert differences(recorded, golden_surface.record()) == [], AS_TOLD
 
 
 def differences(recorded: object, found: object, where: str = "") -> list[str]:

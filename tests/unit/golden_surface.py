@@ -24,10 +24,10 @@ Names = dict[str, list[str]]
 
 def record() -> dict[str, Any]:
     """Everything, in the order of the file; a process group of Megatron has to be there."""
-    from megatron_mtp.command.line import VERBS
+    from megatron_mtp.cli.verbs import VERBS
 
     return {
-        "verbs": list(VERBS),
+        "verbs": sorted(VERBS),
         "flags of ours": _flags(),
         "checkpoint keys": _checkpoint_keys(),
         "config keys": _config_keys(),

@@ -4,8 +4,8 @@
     python benchmarks/http_cost.py --quick    does it run? (the figures mean nothing)
 
 The server is the one of `megatron-mtp serve`, with a byte-level tokenizer; its engine hands out a token of every text,
-then sleeps. The client is `megatron-mtp bench-serve` in a process of its own, which does not count. Every token is an
-event of its own, as when texts are decoded without drafts.
+then sleeps. OpenAI's client asks in a process of its own, which does not count. Every token is an event of its own, as
+when texts are decoded without drafts.
 """
 
 import argparse
@@ -33,6 +33,27 @@ from megatron_mtp.serving.tokens import Words
 
 STEP = 0.004
 """Seconds that the engine sleeps; the tokens of a step go out together."""
+
+CLIENT = """
+import asyncio, sys
+from openai import AsyncOpenAI
+
+async def main(url, requests, tokens):
+    client, places = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), asyncio.Semaphore(16)
+
+    async def ask(number):
+        async with places:
+            prompt = f"{number}: " + "word " * 70
+            async for _ in await client.completions.create(
+                model="bytes", prompt=prompt, max_tokens=int(tokens), stream=True
+            ):
+                pass
+
+    await asyncio.gather(*map(ask, range(int(requests))))
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+"""Sixteen requests at a time, each read to its end."""
 
 
 def main() -> None:
@@ -69,13 +90,7 @@ def measured(requests: int, tokens: int, repeats: int) -> list[float]:
 
 def ask_once(url: str, requests: int, tokens: int) -> None:
     """Ask from another process."""
-    flags = {"--requests": requests, "--max-tokens": tokens, "--concurrency": 16}
-    given = [str(part) for pair in flags.items() for part in pair]
-    subprocess.run(
-        [sys.executable, "-m", "megatron_mtp", "bench-serve", url, *given, "--json"],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    subprocess.run([sys.executable, "-c", CLIENT, url, str(requests), str(tokens)], check=True)
 
 
 def byte_level() -> Words:

@@ -51,10 +51,6 @@ VERBS: Registry[Verb] = Registry(
         "serve": Verb(
             "answer OpenAI's HTTP API with a checkpoint, many texts at once, each drafting", "megatron_mtp.cli.serve"
         ),
-        "bench-serve": Verb(
-            "measure a server of OpenAI's API: waiting times, tokens a second, acceptance",
-            "megatron_mtp.serving.bench.command",
-        ),
         "evaluate": Verb("compute loss and acceptance by depth of a checkpoint on a text", "megatron_mtp.cli.evaluate"),
         "foretell": Verb(
             "compute what another engine will accept of a checkpoint's drafts, and why", "megatron_mtp.cli.foretell"

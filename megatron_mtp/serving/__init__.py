@@ -16,5 +16,4 @@ app.py          the paths
 server.py       uvicorn, which drains
 flags.py        the flags of serve, parsed without torch
 command.py      megatron-mtp serve
-bench/          megatron-mtp bench-serve
 """

@@ -16,9 +16,6 @@ EXAMPLES = """examples:
   # ask it
   curl -N http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"prompt": "def ", "max_tokens": 32, "stream": true}'
-
-  # how fast it is
-  megatron-mtp bench-serve http://127.0.0.1:8000
 """
 
 

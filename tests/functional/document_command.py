@@ -30,7 +30,6 @@ PARSED = {
     "sbatch": "needs SLURM, of which scripts/test_slurm.sh starts one",
     "srun": "needs SLURM, of which scripts/test_slurm.sh starts one",
     "megatron-mtp serve": "serves until a signal ends it (tests/functional/test_serve.py)",
-    "megatron-mtp bench-serve": "needs a server (tests/functional/test_serve.py)",
     "vllm serve": "needs vLLM, which has an environment of its own (scripts/test_vllm.sh)",
     "python -m sglang.launch_server": "needs SGLang, which has no build for a CPU",
 }

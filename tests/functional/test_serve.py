@@ -226,14 +226,6 @@ def test_a_client_that_goes_away_frees_its_texts(served: Served, stream: bool) -
     assert cancelled > 0
 
 
-def test_bench_serve_measures_it(served: Served, tmp_path: Path) -> None:
-    flags = ["--requests", "6", "--words", "2:3", "--max-tokens", "8", "--json", "--out", str(tmp_path / "out.png")]
-    found = json.loads(launch.output([*VERB, "bench-serve", served.url, *flags], tmp_path / "log"))
-    assert (found["answered"], found["failed"]) == (6, {})
-    assert len(found["acceptance"]["accepted_per_position"]) == 2
-    assert (tmp_path / "out.png").stat().st_size > 10_000
-
-
 def test_a_signal_drains_and_a_second_one_ends_at_once(folder: Path, tmp_path: Path) -> None:
     server = start(folder, tmp_path / "log")
     try:

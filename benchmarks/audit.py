@@ -1,6 +1,7 @@
 """Audit of two equal folders against reading both once, and the peak of memory; a pair that differs beside it.
 
     python benchmarks/audit.py [--gigabytes 2] [--repeats 5] [--folder DIR]
+    python benchmarks/audit.py --quick     does it run? (small experts; the figures mean nothing)
 
 `read` reads every file of both folders once, from front to end. `audit` compares the folders, which are copies, and
 looks at every number. `differing` is the audit of a folder with other numbers in the middle of its last file, for which
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 import torch
 
-from benchmarks.convert import HIDDEN, VOCABULARY, WIDTH, write_model
+from benchmarks.convert import EXPERTS, HIDDEN, VOCABULARY, WIDTH, write_experts, write_model
 from benchmarks.harness import MIB, Goal, add_common_flags, compare, hardware, interleave, limit_threads, report
 
 LARGEST = 2 * max(VOCABULARY, WIDTH) * HIDDEN
@@ -40,11 +41,11 @@ def main() -> None:
         return
     limit_threads(args)
     args.folder.mkdir(parents=True, exist_ok=True)
-    size = write_folders(args.folder, 0.1 if args.quick else args.gigabytes)
+    size = write_folders(args.folder, None if args.quick else args.gigabytes)
     sides = work(args.folder)
     spent = interleave(sides, args.repeats or (1 if args.quick else 5), warm_up=1)
     seconds = {name: [one.wall for one in values] for name, values in spent.items()}
-    peak = in_own_process(args.folder)
+    peak = (run_alone if args.quick else in_own_process)(args.folder)
     results = {
         "bytes of a folder": size,
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
@@ -71,16 +72,22 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write_folders(folder: Path, gigabytes: float) -> int:
-    """A folder, its copy, and a copy in which one tensor has other numbers; returns the bytes of one."""
-    size = write_model(folder / "a", gigabytes)
+def write_folders(folder: Path, gigabytes: float | None) -> int:
+    """A folder, its copy, and a copy in which one tensor has other numbers; returns the bytes of one.
+
+    The folder is a model of that size, or many small experts.
+    """
+    if gigabytes is None:
+        write_experts(folder / "a", 1, EXPERTS)
+    else:
+        write_model(folder / "a", gigabytes)
     for name in ("b", "c"):
         shutil.copytree(folder / "a", folder / name)
     file = sorted((folder / "c").glob("*.safetensors"))[-1]
     with open(file, "r+b") as stream:
         stream.seek(file.stat().st_size // 2)
-        stream.write(bytes(torch.randint(0, 100, (2**22,), dtype=torch.uint8).numpy()))
-    return size
+        stream.write(bytes(torch.randint(0, 100, (2**22 if gigabytes else 2**12,), dtype=torch.uint8).numpy()))
+    return sum(file.stat().st_size for file in (folder / "a").iterdir())
 
 
 def work(folder: Path) -> dict[str, Callable[[], object]]:

@@ -1,6 +1,7 @@
 """Conversion in both directions: few large tensors against a copy of the same files, and 4,000 small ones.
 
     python benchmarks/convert.py [--part size|count] [--gigabytes 8] [--folder DIR]
+    python benchmarks/convert.py --quick     does it run? (a few experts; the figures mean nothing)
 
 `size` converts a synthetic model of 8 GB. Each side is a process of its own, so that its peak of resident memory is its
 own: `copy` reads and writes every tensor through safetensors, `import` and `export` are the two conversions. `count`
@@ -36,7 +37,7 @@ def main() -> None:
         return
     results: dict[str, Any] = {}
     goals: list[Goal] = []
-    for part in PARTS if args.part is None else (args.part,):
+    for part in ("count",) if args.quick else PARTS if args.part is None else (args.part,):
         args.folder.mkdir(parents=True, exist_ok=True)
         found, promised = PARTS[part](args)
         results[part], goals = found, goals + promised
@@ -71,12 +72,14 @@ def compare_sizes(args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]
 def compare_counts(args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
     """Seconds of both directions, the tensors being in one file or in many."""
     seconds: dict[str, float] = {}
+    config = EXPERTS | {"n_routed_experts": 4} if args.quick else EXPERTS
     for files in (1, FILES):
         folder = args.folder / str(files)
-        write_experts(folder / "source", files)
+        write_experts(folder / "source", files, config)
         for side in ("import", "export"):
-            seconds[f"{side}, {files} file(s)"] = in_own_process(side, folder)["seconds"]
-    results = {"tensors": len(experts_shapes()), "seconds": seconds}
+            ran = (run_side if args.quick else in_own_process)(side, folder)
+            seconds[f"{side}, {files} file(s)"] = ran["seconds"]
+    results = {"tensors": len(experts_shapes(config)), "seconds": seconds}
     return results, [Goal(f"{what}: seconds", value, 3.0) for what, value in seconds.items()]
 
 
@@ -93,6 +96,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/benchmark-convert"), help="scratch, removed at the end"
     )
+    parser.add_argument("--quick", action="store_true", help="a few experts alone: whether it runs, not how fast")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -166,25 +170,25 @@ EXPERTS: dict[str, Any] = {
 FILES = 20
 
 
-def write_experts(folder: Path, files: int) -> None:
+def write_experts(folder: Path, files: int, config: dict[str, Any]) -> None:
     """A GLM-4 MoE folder of zeros in so many files."""
     from megatron_mtp.checkpoint.hf.shards import HFShards
 
     folder.mkdir(parents=True)
-    tensors = [(name, shape, torch.bfloat16) for name, shape in experts_shapes().items()]
+    tensors = [(name, shape, torch.bfloat16) for name, shape in experts_shapes(config).items()]
     size = sum(2 * torch.Size(shape).numel() for _, shape, _ in tensors)
     HFShards(folder, tensors, -(-size // files) + 2 * 64 * 128)  # the files are made with zeros inside
-    (folder / "config.json").write_text(json.dumps(EXPERTS))
+    (folder / "config.json").write_text(json.dumps(config))
 
 
-def experts_shapes() -> dict[str, tuple[int, ...]]:
+def experts_shapes(keys: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     from megatron_mtp.platform import prepare
 
     prepare()
     from megatron_mtp.checkpoint.families import Layout, family_of
     from megatron_mtp.checkpoint.hf.config import HFConfig
 
-    config = HFConfig.from_keys(EXPERTS)
+    config = HFConfig.from_keys(keys)
     rules = family_of(config).all_rules(config, Layout(0))
     return {tensor.name: tensor.shape or () for rule in rules for tensor in rule.hf}
 

@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ import torch
 
 from benchmarks.agreeing import SMOLLM2, agreeing_model
 from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interleave, limit_threads, report, table
-from benchmarks.llama import llama_of
-from benchmarks.speeds import Generations, check_tokens
-from megatron_mtp.drafting import load_runner
+from benchmarks.llama import greedy, llama_of
+from megatron_mtp.drafting import generate, load_runner
 from megatron_mtp.drafting.compiled import library
 from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.drafting.types import AcceptanceStats
 from megatron_mtp.model.build import join_world
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.platform import prepare
@@ -119,6 +120,49 @@ def measured(model: str, dtype: str, args: argparse.Namespace) -> tuple[dict[str
         "llama.cpp": llama_bench(args.gguf, f"{model}-{dtype}", shape.new_tokens),
     }
     return results, goals_of(model, dtype, spent, results)
+
+
+class Generations:
+    """What `new` tokens after a prompt cost, ours and transformers', by the names of the sides.
+
+    Attributes:
+        stats: of each of our runs.
+        texts: what a side last emitted for the first prompt.
+    """
+
+    def __init__(self, runner: Runner, llama: Any, new: int) -> None:
+        self.runner, self.llama, self.new = runner, llama, new
+        self.stats: dict[str, list[AcceptanceStats]] = {}
+        self.texts: dict[str, list[int]] = {}
+
+    def ours(self, side: str, batch: list[list[int]], count: int | str) -> Callable[[], None]:
+        """K = `count` drafts with the model's depths; plain decoding for 0."""
+        config = {"method": "mtp", "num_speculative_tokens": count} if count else None
+
+        def run() -> None:
+            made = generate(self.runner, batch, self.new, None, config)
+            self.stats.setdefault(side, []).append(made.stats)
+            self.texts[side] = made.token_ids[0]
+
+        return run
+
+    def theirs(self, side: str, prompt: list[int], with_depths: bool) -> Callable[[], None]:
+        trunk, depths = self.llama
+
+        def run() -> None:
+            self.texts[side] = greedy(trunk, depths if with_depths else None, prompt, self.new)
+
+        return run
+
+
+def check_tokens(name: str, texts: dict[str, list[int]], dtype: torch.dtype) -> None:
+    """Say where a side parts from plain decoding, and end where one of ours does in float32."""
+    for side, text in texts.items():
+        same = next((n for n, (a, b) in enumerate(zip(text, texts["plain"], strict=True)) if a != b), len(text))
+        if same < len(text):
+            print(f"{name}: {side} parts from plain decoding after {same} of {len(text)} tokens")
+            if dtype == torch.float32 and not side.startswith("transformers"):
+                raise SystemExit("ours must not")
 
 
 def _runner(model: str, shape: Shape, dtype: torch.dtype, checkpoint: Path | None) -> Runner:

@@ -22,7 +22,7 @@ from document_command import PARSED, PROGRAMS
 from documents import DOCUMENTS, SHELLS, blocks
 
 COMMAND, SCENE = (Path(__file__).parent / f"document_{name}.py" for name in ("command", "scene"))
-LINKED = "pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks docs LICENSE".split()
+LINKED = "pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks studies docs LICENSE".split()
 RUN = (*SHELLS, "python")
 TOOLS = "cat cp ls".split()
 """Programs of the system that a document may call."""

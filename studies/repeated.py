@@ -1,11 +1,13 @@
 """Where the second depth has to look back: a model trained on passages that are repeated, as code that is being edited.
 
-    python benchmarks/repeated.py            makes the text, trains for some 6 minutes (runs/repeated), and measures
-    python benchmarks/repeated.py --quick    does it run? (the figures mean nothing)
+    python studies/repeated.py            makes the text, trains for some 6 minutes (runs/repeated), and measures
+    python studies/repeated.py --quick    does it run? (the figures mean nothing)
 
 Every document is a passage of transformers' Python source, given twice. The prompts end 12 tokens into the repetition,
 so that what is drafted stands earlier in the prompt. The exact recursion of training (`mtp`) is compared with the mix
 of trunk states. Needs the tokenizer of scripts/quickstart.sh.
+
+Run at db398ab.
 """
 
 import argparse
@@ -22,12 +24,12 @@ import torch
 import transformers
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from benchmarks.accepted import VANILLA, Trained, accepted_table, identical
-from benchmarks.accepted import figures as figures_of
 from benchmarks.harness import Goal, count, hardware, report
 from megatron_mtp.drafting import load_runner
 from megatron_mtp.model.build import join_world
 from megatron_mtp.platform import prepare
+from studies.accepted import VANILLA, Trained, accepted_table, identical
+from studies.accepted import figures as figures_of
 
 ON_CPU = prepare()
 

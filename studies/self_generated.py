@@ -1,16 +1,18 @@
 """What training data changes: new depths on a frozen trunk, trained on a corpus or on the model's own texts.
 
-    python benchmarks/self_generated.py                  the quickstart's model, 200 steps by kd and by ce
-    python benchmarks/self_generated.py --losses kd --steps 400 --texts 3300
-    python benchmarks/self_generated.py --checkpoint trunk --data data/corpus --init last-layer --token-fraction 0.25 \\
+    python studies/self_generated.py                  the quickstart's model, 200 steps by kd and by ce
+    python studies/self_generated.py --losses kd --steps 400 --texts 3300
+    python studies/self_generated.py --checkpoint trunk --data data/corpus --init last-layer --token-fraction 0.25 \\
         --out runs/own                               a model of Hugging Face's, converted by hf-to-mcore
-    python benchmarks/self_generated.py --quick          does it run? (the figures mean nothing)
+    python studies/self_generated.py --quick          does it run? (the figures mean nothing)
 
 The depths of --checkpoint are dropped, and new ones attached. Both sides see as many steps of as many tokens, by the
 same seed and settings. The own texts continue pieces of the training documents by `megatron-mtp sample`. Acceptance of
 each side is measured by `megatron-mtp evaluate` on documents that nothing was trained on, and on continuations of
 pieces of these: greedy, and at the temperature of the training's texts. Every step is kept in --out, and the same
 command continues after an interruption.
+
+Run at 7c07fc3.
 """
 
 import argparse
@@ -25,9 +27,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 from benchmarks.harness import Goal, count, hardware, report, table
-from benchmarks.losses import ON_CPU, ROOT, TRAINING
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.checkpoint.mcore.stored_depths import stored_depths
+from studies.losses import ON_CPU, ROOT, TRAINING
 
 OWN, CORPUS = "own texts", "corpus"
 LENGTH, PROMPT = "expected accepted length", 32

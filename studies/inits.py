@@ -1,13 +1,15 @@
 """How new depths begin: each --mtp-init of `attach-mtp` before any training, and after equal steps by each loss.
 
-    python benchmarks/inits.py                  the quickstart's trunk, two new depths, 150 steps by kd, lk and e2e_tv
-    python benchmarks/inits.py --checkpoint runs/attached/trunk --data runs/attached/data/corpus --batch 1 \\
+    python studies/inits.py                  the quickstart's trunk, two new depths, 150 steps by kd, lk and e2e_tv
+    python studies/inits.py --checkpoint runs/attached/trunk --data runs/attached/data/corpus --batch 1 \\
         --seq-length 512 --more=--bf16          a trunk that scripts/attach_mtp.sh has converted
-    python benchmarks/inits.py --quick          does it run? (the figures mean nothing)
+    python studies/inits.py --quick          does it run? (the figures mean nothing)
 
 The depths of --checkpoint are dropped, and new ones attached to the frozen trunk. All runs read the same batches in the
 same order. Compared is the expected accepted length on held-out text: tokens of a forward of the trunk, with greedy
 drafts. What is finished is kept in --out and not repeated.
+
+Run at 917027e.
 """
 
 import argparse
@@ -19,8 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 from benchmarks.harness import Goal, count, hardware, report, some_of, table
-from benchmarks.losses import ON_CPU, trained
-from benchmarks.self_generated import LENGTH, SPLIT, run, trunk_of
+from studies.losses import ON_CPU, trained
+from studies.self_generated import LENGTH, SPLIT, run, trunk_of
 
 INITS = ("random", "last-layer", "fitted")
 LOSSES = ("kd", "lk", "e2e_tv")

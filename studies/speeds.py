@@ -1,8 +1,10 @@
-"""How long the same texts take: plain and drafting, ours and transformers', one text and eight at once."""
+"""How long the same texts take: plain and drafting, ours and transformers', one text and eight at once.
+
+Run at 1c8f248.
+"""
 
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.agreeing import agreeing_model
+from benchmarks.decoding import Generations, check_tokens
 from benchmarks.harness import Goal, Spent, interleave
-from benchmarks.llama import greedy, llama_of
-from megatron_mtp.drafting import generate, load_runner
+from benchmarks.llama import llama_of
+from megatron_mtp.drafting import load_runner
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.types import AcceptanceStats
 
@@ -38,39 +41,6 @@ class Scale:
 FULL, QUICK = Scale(32, 160, 4, 8, 1024), Scale(2, 12, 1, 2, 128)
 
 
-class Generations:
-    """What `new` tokens after a prompt cost, ours and transformers', by the names of the sides.
-
-    Attributes:
-        stats: of each of our runs.
-        texts: what a side last emitted for the first prompt.
-    """
-
-    def __init__(self, runner: Runner, llama: Any, new: int) -> None:
-        self.runner, self.llama, self.new = runner, llama, new
-        self.stats: dict[str, list[AcceptanceStats]] = {}
-        self.texts: dict[str, list[int]] = {}
-
-    def ours(self, side: str, batch: list[list[int]], count: int | str) -> Callable[[], None]:
-        """K = `count` drafts with the model's depths; plain decoding for 0."""
-        config = {"method": "mtp", "num_speculative_tokens": count} if count else None
-
-        def run() -> None:
-            made = generate(self.runner, batch, self.new, None, config)
-            self.stats.setdefault(side, []).append(made.stats)
-            self.texts[side] = made.token_ids[0]
-
-        return run
-
-    def theirs(self, side: str, prompt: list[int], with_depths: bool) -> Callable[[], None]:
-        trunk, depths = self.llama
-
-        def run() -> None:
-            self.texts[side] = greedy(trunk, depths if with_depths else None, prompt, self.new)
-
-        return run
-
-
 def speed(
     name: str, runner: Runner, llama: Any, prompts: list[list[int]], scale: Scale
 ) -> tuple[dict[str, Any], list[Goal]]:
@@ -90,16 +60,6 @@ def speed(
     results, goals = _against_theirs(name, spent, new)
     loop, goal = _against_bound(name, made.stats, count)
     return results | loop, [goal, *goals]
-
-
-def check_tokens(name: str, texts: dict[str, list[int]], dtype: torch.dtype) -> None:
-    """Say where a side parts from plain decoding, and end where one of ours does in float32."""
-    for side, text in texts.items():
-        same = next((n for n, (a, b) in enumerate(zip(text, texts["plain"], strict=True)) if a != b), len(text))
-        if same < len(text):
-            print(f"{name}: {side} parts from plain decoding after {same} of {len(text)} tokens")
-            if dtype == torch.float32 and not side.startswith("transformers"):
-                raise SystemExit("ours must not")
 
 
 def _against_bound(name: str, stats: dict[str, list[AcceptanceStats]], count: int) -> tuple[dict[str, Any], Goal]:

@@ -1,13 +1,15 @@
 """What the depths' loss changes: the same depths on the same frozen trunk, trained for equal steps by each loss.
 
-    python benchmarks/losses.py                         the quickstart's model: its depths go on for 200 steps by each
-    python benchmarks/losses.py --checkpoint runs/attached/start --data runs/attached/data/corpus --steps 300 \
+    python studies/losses.py                         the quickstart's model: its depths go on for 200 steps by each
+    python studies/losses.py --checkpoint runs/attached/start --data runs/attached/data/corpus --steps 300 \
         --batch 1 --seq-length 512 --more=--bf16        depths that scripts/attach_mtp.sh has attached, from their start
-    python benchmarks/losses.py --quick                 does it run? (the figures mean nothing)
+    python studies/losses.py --quick                 does it run? (the figures mean nothing)
 
 Every run is one of `pretrain_gpt.py`, which reads the same batches in the same order, and ends with the evaluation that
 is compared here: greedy acceptance of each depth given the earlier ones, and that of sampled drafts at temperature 1,
 the mean of sum_v min(p, q) ("overlap"). Runs that have finished are kept in --run and not repeated.
+
+Run at 1c8f248.
 """
 
 import argparse

@@ -6,18 +6,31 @@ over before the next one comes.
 
 Prefills vary as well, without any wait, and a small model's decode step is short. So each prompt also runs in an engine
 without other texts, in turns: `own_p95_steps` is how many steps the 95th percentile of these lies above their median.
+
+    python studies/first_token.py             the quickstart's checkpoint, 40 prompts of 192 tokens
+    python studies/first_token.py --large     random weights of SmolLM2-135M's shape, 20 of 384
+
+Run at 5f33b9e.
 """
 
+import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import Goal, hardware, report
+from benchmarks.serving import ON_CPU, large_runner, runner_of
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
 from megatron_mtp.drafting.requests import Request
 from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.model.build import join_world
 
 DECODED, APART = 8, 3
 """Texts that are decoded, and own prefills between two long prompts."""
@@ -111,3 +124,24 @@ def _until_first(engine: ContinuousEngine, request: Request) -> float:
     while engine.busy:
         engine.step()
     return time.perf_counter() - began
+
+
+def main() -> None:
+    """The quickstart's checkpoint, or a random model of its shape; with drafting and without."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/quickstart/checkpoint"))
+    parser.add_argument("--large", action="store_true", help="random weights of SmolLM2-135M's shape instead")
+    args = parser.parse_args()
+    join_world()
+    runner = large_runner(False) if args.large else runner_of(args.checkpoint, False)
+    ways = {"drafting": SpeculativeConfig("mtp", runner.depths), "plain": None}
+    prompts, tokens = (20, 384) if args.large else (40, 192)
+    found = {name: waits(runner, config, prompts, tokens) for name, config in ways.items()}
+    what = "first token of long prompts, decode steps beside the own prefill, p95"
+    goals = [Goal(f"{what}, {name}", one.p95_steps, 2.0) for name, one in found.items()]
+    results = {name: {**asdict(one), "own_p95_steps": one.own_p95_steps} for name, one in found.items()}
+    report("first_token", hardware(ON_CPU), results, goals)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,15 @@
 """What drafting gains on a trained checkpoint: its held-out texts, drafted and decoded plainly in turn.
 
-    python benchmarks/gain.py                              the quickstart's model, float32 and bfloat16
-    python benchmarks/gain.py --checkpoint runs/attached/checkpoint --data runs/attached/data/corpus --counts 2
-    python benchmarks/gain.py --counts 3,auto --threads 1  K = 3, and K by what is accepted; one thread
-    python benchmarks/gain.py --quick                      does it run? (the figures mean nothing)
+    python studies/gain.py                              the quickstart's model, float32 and bfloat16
+    python studies/gain.py --checkpoint runs/attached/checkpoint --data runs/attached/data/corpus --counts 2
+    python studies/gain.py --counts 3,auto --threads 1  K = 3, and K by what is accepted; one thread
+    python studies/gain.py --quick                      does it run? (the figures mean nothing)
 
 Texts run one at a time; the seconds of a text are the median of its repeats. The speed-up is that of all texts
 together; beside it stands the median of the texts' own. In float32 drafts have to leave every text as it is, or the
 benchmark ends with an error.
+
+Run at d398b40.
 """
 
 import argparse
@@ -22,14 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 import torch
 from tqdm import tqdm
 
-from benchmarks.drafting import ON_CPU, held_out
+from benchmarks.decoding import check_tokens
 from benchmarks.harness import Goal, count, hardware, interleave, report, some_of, table
-from benchmarks.speeds import check_tokens
 from megatron_mtp.drafting import generate, load_runner
 from megatron_mtp.drafting.api import Generated
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.types import AcceptanceStats, merged
 from megatron_mtp.model.build import join_world
+from studies.drafting import ON_CPU, held_out
 
 PROMPT = 64
 PLAIN = "plain"

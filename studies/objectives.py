@@ -1,10 +1,10 @@
 """What the depths' objective changes: one layer with K passes on a frozen trunk, trained by every loss, then drafting.
 
-    python benchmarks/objectives.py                                  the quickstart's model, all losses, three seeds
-    python benchmarks/objectives.py --losses ce,kd,lk --seeds 1 --variants plain,shared --steps 300
-    python benchmarks/objectives.py --checkpoint runs/attached/start --data runs/attached/data/corpus --counts 5 \\
+    python studies/objectives.py                                  the quickstart's model, all losses, three seeds
+    python studies/objectives.py --losses ce,kd,lk --seeds 1 --variants plain,shared --steps 300
+    python studies/objectives.py --checkpoint runs/attached/start --data runs/attached/data/corpus --counts 5 \\
         --variants single,plain,shared --losses kd,lk --token-fraction 0.25 --out runs/large   another model
-    python benchmarks/objectives.py --quick --losses kd,tv           does it run? (the figures mean nothing)
+    python studies/objectives.py --quick --losses kd,tv           does it run? (the figures mean nothing)
 
 The first depth of --checkpoint becomes a repeated layer of --passes passes and goes on for --steps steps. Then texts
 are drafted with K = 1 .. --passes, greedily and at temperature 1: by `mtp_eagle`, as engines reuse one layer, and by
@@ -18,6 +18,8 @@ With `--equal seconds` a run has as many steps as fit into the time of `kd`, pla
 of all seeds of equal steps, which run first. Timings differ by a tenth: where the steps would differ by less, the
 run of equal steps counts. Finished runs are kept in --out, and trainings save every 250 steps: the same command
 continues after an interruption.
+
+Run at 461eb56.
 """
 
 import argparse
@@ -33,16 +35,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
-from benchmarks.drafting import held_out
-from benchmarks.forced import drafted, forced_length
 from benchmarks.harness import Goal, count, hardware, report, some_of, table
-from benchmarks.losses import ON_CPU, ROOT, command
-from benchmarks.study import EQUAL, Result, Study, step_seconds, steps_in_the_time
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER, iteration_folder
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.drafting import load_runner
+from studies.drafting import held_out
+from studies.forced import drafted, forced_length
+from studies.losses import ON_CPU, ROOT, command
+from studies.study import EQUAL, Result, Study, step_seconds, steps_in_the_time
 
 LOSSES = ("ce", "kd", "tv", "nla", "lk", "e2e_tv")
 BASE = "kd"

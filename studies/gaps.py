@@ -1,20 +1,33 @@
 """The gap between two forwards of a step: what the engine does by itself while the model waits.
 
 In: a runner, requests, and how they draft. Out: milliseconds of every step that are not spent in the runner's forwards.
+
+    python studies/gaps.py             the quickstart's checkpoint, sixteen requests
+    python studies/gaps.py --large     random weights of SmolLM2-135M's shape
+
+Run at 5f33b9e.
 """
 
+import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import Goal, hardware, report
+from benchmarks.serving import ON_CPU, large_runner, requests_of, runner_of
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
 from megatron_mtp.drafting.requests import Request
 from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.model.build import join_world
 
 FORWARDS = ("trunk", "depth", "logits", "draft_logits", "most_probable", "draft_greedily")
 """Methods of a runner in which the model computes."""
@@ -71,3 +84,23 @@ def _computing(runner: Runner) -> Iterator[list[float]]:
 
     with patch.dict(vars(runner), {name: timed(getattr(runner, name)) for name in FORWARDS}):
         yield spent
+
+
+def main() -> None:
+    """The quickstart's checkpoint, or a random model of its shape; with drafting and without."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/quickstart/checkpoint"))
+    parser.add_argument("--large", action="store_true", help="random weights of SmolLM2-135M's shape instead")
+    args = parser.parse_args()
+    join_world()
+    runner = large_runner(False) if args.large else runner_of(args.checkpoint, False)
+    ways = {"drafting": SpeculativeConfig("mtp", runner.depths), "plain": None}
+    requests = requests_of(runner, 16, "skewed")
+    found = {name: gaps(runner, requests, config) for name, config in ways.items()}
+    what = "gap between the forwards of a step, with overlap over without"
+    goals = [Goal(f"{what}, {name}", one["overlap"] / one["none"], 1.0) for name, one in found.items()]
+    report("gaps", hardware(ON_CPU), {"gap_milliseconds": found}, goals)
+
+
+if __name__ == "__main__":
+    main()

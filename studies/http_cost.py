@@ -1,11 +1,13 @@
 """What HTTP costs: processor time of the server for a streamed token, beside an engine whose steps cost nothing.
 
-    python benchmarks/http_cost.py            16 clients, 32 requests of 256 tokens
-    python benchmarks/http_cost.py --quick    does it run? (the figures mean nothing)
+    python studies/http_cost.py            16 clients, 32 requests of 256 tokens
+    python studies/http_cost.py --quick    does it run? (the figures mean nothing)
 
 The server is the one of `megatron-mtp serve`, with a byte-level tokenizer; its engine hands out a token of every text,
 then sleeps. OpenAI's client asks in a process of its own, which does not count. Every token is an event of its own, as
 when texts are decoded without drafts.
+
+Run at f86992d, with another client.
 """
 
 import argparse

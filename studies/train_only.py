@@ -1,12 +1,14 @@
 """What training the depths alone takes, against training them with the trunk: time and memory of a step.
 
-    python benchmarks/train_only.py                     the shape of SmolLM2-135M with two depths, distilled
-    python benchmarks/train_only.py --loss tv           by another loss
-    python benchmarks/train_only.py --quick             does it run? (the figures mean nothing)
+    python studies/train_only.py                     the shape of SmolLM2-135M with two depths, distilled
+    python studies/train_only.py --loss tv           by another loss
+    python studies/train_only.py --quick             does it run? (the figures mean nothing)
 
 The joint side trains everything by cross-entropy, as `pretrain_gpt.py` does by default; the other has `--mtp-train-
 only` with `--mtp-loss`. Memory is the peak of all that a side allocates from nothing to the end of its second step:
 weights, gradients, optimizer state and activations. Both sides then take turns step by step.
+
+Run at a2c7934.
 """
 
 import argparse
@@ -89,7 +91,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Ends the process with one sentence and status 2 where a value makes no sense."""
     parser = argparse.ArgumentParser(
         description="Time and memory of training the depths alone, against training them with the trunk.",
-        epilog="example: python benchmarks/train_only.py --loss ce --repeats 10",
+        epilog="example: python studies/train_only.py --loss ce --repeats 10",
     )
     losses = [name for name in LOSSES if name != "mix"]
     parser.add_argument("--loss", choices=losses, default="kd", help="of the depths on the frozen trunk; default: kd")

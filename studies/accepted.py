@@ -1,4 +1,7 @@
-"""What the methods accept on a trained model: rates, accepted lengths, and what their texts are worth to the target."""
+"""What the methods accept on a trained model: rates, accepted lengths, and what their texts are worth to the target.
+
+Run at 5a85132.
+"""
 
 import sys
 from dataclasses import dataclass, replace

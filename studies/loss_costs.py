@@ -1,11 +1,13 @@
 """What a training step costs with each loss of the depths: time, and memory of a depth, against those of `tv`.
 
-    python benchmarks/loss_costs.py                    every loss, 4 depths, 65,536 entries
-    python benchmarks/loss_costs.py --losses tv e2e_tv --repeats 10
-    python benchmarks/loss_costs.py --quick            does it run? (the figures mean nothing)
+    python studies/loss_costs.py                    every loss, 4 depths, 65,536 entries
+    python studies/loss_costs.py --losses tv e2e_tv --repeats 10
+    python studies/loss_costs.py --quick            does it run? (the figures mean nothing)
 
 Memory of a depth is the peak of a step with all depths less that of one without, divided by the depths. The models of
 all losses are there at once and take turns step by step, so that a load from outside meets all.
+
+Run at 56bddb4.
 """
 
 import argparse
@@ -31,12 +33,12 @@ from benchmarks.harness import (
     report,
     table,
 )
-from benchmarks.objectives import LOSSES
 from benchmarks.sides import ON_CPU, Side, Sizes, build_side, make_batches, place, set_up_megatron
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.build import MTPGPTModelConfig
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import Metrics
+from studies.objectives import LOSSES
 
 BASE, COUPLED = "tv", "e2e_tv"
 GOAL = 1.2
@@ -87,7 +89,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Ends the process with one sentence and status 2 where a value makes no sense."""
     parser = argparse.ArgumentParser(
         description="Time and memory of a training step with each loss of the depths.",
-        epilog=f"example: python benchmarks/loss_costs.py --losses {BASE} {COUPLED} --repeats 10",
+        epilog=f"example: python studies/loss_costs.py --losses {BASE} {COUPLED} --repeats 10",
     )
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES, metavar="LOSS", help="default: all")
     add_common_flags(parser, REPEATS)

@@ -11,7 +11,6 @@ ranks.py        the steps of rank 0 on the other ranks
 answers.py      bodies to requests, updates to answers and event streams
 completions.py  the form of /v1/completions
 chat.py         the form of /v1/chat/completions
-page.py         the page at /, with page.css and page.js in it
 app.py          the paths
 server.py       uvicorn, which drains
 flags.py        the flags of serve, parsed without torch

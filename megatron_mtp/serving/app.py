@@ -1,7 +1,7 @@
 """The server's paths, as a FastAPI application.
 
 POST  /v1/completions, /v1/chat/completions      GET  /v1/models, /v1/models/NAME
-GET   /health, /metrics                          GET  /  a page for people, /openapi.json  the fields
+GET   /health, /metrics                          GET  /openapi.json  the fields
 """
 
 import secrets
@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_mtp.serving.answers import Served, answered
@@ -21,7 +21,6 @@ from megatron_mtp.serving.chat import Chat
 from megatron_mtp.serving.completions import Completions
 from megatron_mtp.serving.errors import LONGEST_BODY, APIError, add_handlers, too_long
 from megatron_mtp.serving.metrics import Metrics
-from megatron_mtp.serving.page import page
 from megatron_mtp.serving.service import Service
 
 
@@ -72,7 +71,7 @@ def make_app(service: Service, served: Served, metrics: Metrics, key: str | None
     app = FastAPI(title="megatron-mtp", lifespan=lifespan, max_body_size=LONGEST_BODY, docs_url=None, redoc_url=None)
     add_handlers(app)
     _add_texts(app, service, served)
-    _add_facts(app, service, served, metrics, key is not None)
+    _add_facts(app, service, served, metrics)
     return Gate(app, key)
 
 
@@ -86,7 +85,7 @@ def _add_texts(app: FastAPI, service: Service, served: Served) -> None:
         return await answered(asked, service, Chat(body, served), body, served)
 
 
-def _add_facts(app: FastAPI, service: Service, served: Served, metrics: Metrics, keyed: bool) -> None:
+def _add_facts(app: FastAPI, service: Service, served: Served, metrics: Metrics) -> None:
     model = {
         "id": served.name,
         "object": "model",
@@ -113,7 +112,3 @@ def _add_facts(app: FastAPI, service: Service, served: Served, metrics: Metrics,
     @app.get("/metrics")
     async def metrics_page() -> Response:
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/", include_in_schema=False)
-    async def front() -> HTMLResponse:
-        return HTMLResponse(page(served.name, keyed))

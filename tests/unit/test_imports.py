@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "training": LOW | {"data", "model", "losses", "checkpoint/mcore", "drafting"},
     "integrations": LOW | {"model", "training"},
     "report": {"errors", "files"},
-    "serving": {"errors", "files", "platform", "drafting", "report"},
+    "serving": {"errors", "files", "platform", "drafting"},
     "cli": LOW | {"data", "checkpoint", "drafting", "foretell", "training", "report", "serving"} | CHECKPOINT,
     "__main__": {"cli"},
 }

@@ -6,7 +6,6 @@ import random
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx2
 import openai
@@ -212,14 +211,6 @@ def test_an_address_that_is_taken_is_one_sentence() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             listener(host, port)
-
-
-def test_the_page_asks_for_nothing_from_elsewhere(server: Running, tmp_path: Path) -> None:
-    page = httpx2.get(server.url)
-    assert page.headers["content-type"].startswith("text/html")
-    assert "http://" not in page.text
-    assert "https://" not in page.text
-    assert NAME in page.text
 
 
 @pytest.mark.matrix

@@ -75,7 +75,9 @@ def sentences(program: str, mistakes: Mistakes = ValueError, advice: str = "") -
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
         sys.exit(UNREAD)
     except Exception as error:
-        said = _of_the_output(error) or (_one_line(error) if isinstance(error, mistakes) else _of_the_machine(error))
+        said = _of_the_output(error) or (
+            _one_line(error) if isinstance(error, mistakes) else sentence_of_the_machine(error)
+        )
         if said is None:
             raise
         fail(program, said)
@@ -138,7 +140,7 @@ def _of_the_output(error: Exception) -> str | None:
     return f"the output is in {error.encoding}, which has no {letter}; set PYTHONIOENCODING=utf-8, or unset it."
 
 
-def _of_the_machine(error: Exception) -> str | None:
+def sentence_of_the_machine(error: BaseException) -> str | None:
     """What a disk, a file or the memory fails with; None of anything else, which is a bug."""
     message = _one_line(error)
     if isinstance(error, MemoryError) or (

@@ -14,8 +14,8 @@ from typing import Any
 from megatron_mtp.cli import train
 from megatron_mtp.errors import Parser, sentences
 from megatron_mtp.platform import prepare
-from megatron_mtp.training.console import quiet
 from megatron_mtp.training.flags import parse_run
+from megatron_mtp.training.short_log import quiet
 
 DEFAULTS = (
     "--skip-train --use-checkpoint-args --no-load-optim --no-load-rng --split 0,1,0 --micro-batch-size 1 "

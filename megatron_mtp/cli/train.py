@@ -4,8 +4,8 @@ import os
 from argparse import ArgumentParser
 
 from megatron_mtp.platform import prepare
-from megatron_mtp.training.console import quiet
 from megatron_mtp.training.flags import all_parser, help_parser, parse_run
+from megatron_mtp.training.short_log import quiet
 
 
 def main(arguments: list[str], program: str) -> int:

@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args
 from megatron.training.config import PretrainConfigContainer
 
-from megatron_mtp.errors import sentences
 from megatron_mtp.model.build import MTPGPTModelConfig, MTPHybridModelConfig, MTPModelConfig, build
 from megatron_mtp.platform import prepare
 from megatron_mtp.training.arguments import (
@@ -29,6 +28,7 @@ from megatron_mtp.training.arguments import (
 )
 from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.run import fit_to_machine, get_embedding_ranks, train
+from megatron_mtp.training.startup import explained
 
 __all__ = [
     "datasets_provider",
@@ -49,7 +49,7 @@ def parse_and_validate_args(
     A flag with a value that is not allowed ends the program with one sentence and exit status 2.
     """
     fit_to_machine(sys.argv, prepare())
-    with sentences(Path(sys.argv[0]).name):
+    with explained(Path(sys.argv[0]).name):
         return parse_run_args(extra_args_provider, args_defaults)
 
 
@@ -81,7 +81,7 @@ def _config_from_args(args: Namespace, config: TransformerConfig | None, kind: t
     if not issubclass(kind, wanted):
         raise TypeError(f"model_config_cls is {kind.__name__}; give a subclass of {wanted.__name__}.")
     is_hybrid = args.hybrid_layer_pattern is not None
-    with sentences(Path(sys.argv[0]).name):
+    with explained(Path(sys.argv[0]).name):
         if is_hybrid != issubclass(wanted, MTPHybridModelConfig):
             name = "hybrid_config_from_args" if is_hybrid else "gpt_config_from_args"
             raise ValueError(
@@ -131,7 +131,7 @@ def pretrain(
             f"the model's configuration is a {kind}; make it by the {name} of megatron_mtp.integrations.megatron_lm, "
             "imported after Megatron's."
         )
-    with sentences(Path(sys.argv[0]).name):
+    with explained(Path(sys.argv[0]).name):
         _check_prompts(get_args(), train_valid_test_dataset_provider)
     train(cfg_container, train_valid_test_dataset_provider, **pretrain_arguments)
 

@@ -184,8 +184,6 @@ def _of_loop(name: str, reason: str, probe: probes.Probe) -> Patch:
     return Patch(f"megatron.training.training:{name}", reason, f"callbacks: {PULLS}/5610", CORE, probe)
 
 
-_REFUSES = "What it raises over a user's flags or files has no class of its own, so a bug looks the same."
-
 LOOP = (
     _of_loop(
         "train_step",
@@ -216,11 +214,6 @@ LOOP = (
         "The loop has no callback for saved checkpoints.",
         probes.unobserved("iteration"),
     ),
-    _of_loop("initialize_megatron", _REFUSES, probes.called_by_name()),
-    _of_loop("setup_model_and_optimizer", _REFUSES, probes.called_by_name()),
-    _of_loop("load_checkpoint", _REFUSES, probes.called_by_name()),
-    _of_loop("build_train_valid_test_data_iterators", _REFUSES, probes.called_by_name()),
-    _of_loop("save_checkpoint", _REFUSES, probes.called_by_name()),
     Patch(
         "megatron.training.training:num_floating_point_operations",
         "The log counts the depths of a repeated layer, and not the passes that --mtp-unroll makes of it.",

@@ -4,7 +4,6 @@ run.py               one run: arguments, model configuration, Megatron's pretrai
 flags.py             flags of ours, parsed without Megatron
 run_file.py          flags from a YAML file (--config)
 dry_run.py           the plan of a job of any size (--dry-run)
-memory.py            the memory that a rank needs
 arguments.py         Megatron's parser with our flags, and all checks before a model is built
 machine.py           whether a rank may train on the CPU; what CUDA reads when it starts
 flag_checks.py       ranges of Megatron's flags, and relations between them
@@ -12,7 +11,7 @@ hybrid_checks.py     --hybrid-layer-pattern, and what does not go with it
 run_checks.py        what a run with depths cannot have: layouts, packed rows, a refused position embedding
 unsupported.py       Megatron's features that a run cannot have, each with the reason
 data_flags.py        whether the corpus and the vocabulary that flags name are there and fit
-refusals.py          Megatron's refusals as one sentence each
+startup.py           how a run ends that cannot start: one sentence, and the traceback in a log file
 loading.py           whether what --load names can be loaded
 draft_vocabulary.py  the checkpoint's draft vocabulary, or a new one by the flags
 datasets.py          Megatron's data sets, by Megatron's flags
@@ -26,8 +25,7 @@ metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss and accep
 metrics_file.py      whole lines of metrics.jsonl, continued by a resumed run
 cost.py              seconds and memory of a step
 plot.py              metrics.png
-console.py           what a run prints: ours on the terminal, Megatron's in a log file
-short_log.py         the lines of a run on the terminal
+short_log.py         what a run prints: ours on the terminal, Megatron's in a log file
 hooks.py             Megatron's loop, observed: steps, evaluations, checkpoints
 run_record.py        run.json: how the run was started
 """

@@ -21,15 +21,14 @@ from megatron_mtp.model.arguments import APEX, CUDA, MODEL_ARGUMENTS, TE, flags_
 from megatron_mtp.model.build import MTPModelConfig, config_of
 from megatron_mtp.patches.unpickling import CATALOGUE
 from megatron_mtp.platform.kernels import fuses_weight_gradients, transformer_engine_works
-from megatron_mtp.training.console import say
 from megatron_mtp.training.data_flags import check_data, leave_out_evaluations, true_vocab_size
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
 from megatron_mtp.training.flag_checks import check_ranges, check_tokenizer_folder
 from megatron_mtp.training.flags import add_mtp_arguments
 from megatron_mtp.training.hybrid_checks import in_stages, set_depths
 from megatron_mtp.training.loading import check_layers, check_load, check_optimizer, check_positions
-from megatron_mtp.training.refusals import megatrons_refusals
 from megatron_mtp.training.run_checks import check_flags
+from megatron_mtp.training.short_log import say
 from megatron_mtp.training.unsupported import check_supported
 
 ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
@@ -75,9 +74,13 @@ def parse_checked_args() -> tuple[Namespace, MTPModelConfig]:
 
 
 def parse_run_args(
-    extra_args_provider: ArgumentsProvider | None = None, args_defaults: dict[str, Any] | None = None
+    extra_args_provider: ArgumentsProvider | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    mends: bool = True,
 ) -> Namespace:
-    """The same without a look at the corpus and the checkpoint's depths; both arguments are Megatron's.
+    """The same without a look at the corpus and the checkpoint's depths; the first two arguments are Megatron's.
+
+    `mends` puts right the tracker of --load after a save that was cut short.
 
     Raises:
         ValueError: a flag has a value that is not allowed.
@@ -86,14 +89,13 @@ def parse_run_args(
     def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         return add_mtp_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
 
-    with megatrons_refusals():
-        given = parse_args(add_arguments)
+    given = parse_args(add_arguments)
     check_ranges(given)
     check_tokenizer_folder(given)
     set_depths(given)
     if not given.use_checkpoint_args:
         check_flags(given, mtp_config_from_args(given))
-    check_load(given)
+    check_load(given, mends)
     stored = checkpoint_arguments(given)
 
     def add_stored_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -101,8 +103,7 @@ def parse_run_args(
         parser.set_defaults(**stored)
         return parser
 
-    with megatrons_refusals():
-        args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
+    args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
     if given.mtp_use_repeated_layer:
         args.mtp_use_repeated_layer = True  # with --use-checkpoint-args Megatron has put the checkpoint's in its place
     check_supported(args)  # older flags now have their newer names
@@ -120,8 +121,7 @@ def checked_model_config(args: Namespace, **given: Any) -> MTPModelConfig:
     Raises:
         ValueError: the checkpoint to load lacks depths, and no flag says how to make them; or it has other ones.
     """
-    with megatrons_refusals():
-        model_config = config_of(args, **given)
+    model_config = config_of(args, **given)
     check_layers(args)
     model_config.mtp = mtp_config_from_args(args)
     args.vocab_size = true_vocab_size(args)  # checkpoints keep the arguments

@@ -11,7 +11,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_mtp.data.answers import read_answers
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.training.chat import check_chat_files
-from megatron_mtp.training.console import say
+from megatron_mtp.training.short_log import say
 
 
 def check_data(args: Namespace) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
-from megatron_mtp.training.console import say
+from megatron_mtp.training.short_log import say
 
 
 def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | None, bool]:

@@ -1,49 +1,42 @@
 """`--dry-run`: the plan of a job with a layout of any size, made by one process without a GPU.
 
 Megatron's own parser reads and checks the flags. The model of the first rank of every pipeline stage is built on the
-meta device, over process groups that never send anything. So parameters are counted; activations are estimated, by
-`memory.py`.
+meta device, over process groups that never send anything, so that parameters are counted. Memory is Megatron's own
+estimate for the trunk, and the same formulas for the depths.
 """
 
 import math
 import os
 from argparse import BooleanOptionalAction, Namespace
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.arguments import parse_args
+from megatron.training.theoretical_memory_usage import (
+    compute_activation_memory_without_sp,
+    compute_weight_and_optimizer_memory,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_mtp.checkpoint.mcore.iterations import TRACKER, unnamed_iteration
+from megatron_mtp.config import trained_depths
 from megatron_mtp.model.arguments import CUDA, flags_without
 from megatron_mtp.model.build import MTPModelConfig, build
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.training.arguments import checked_model_config, parse_run_args
 from megatron_mtp.training.data_flags import check_data
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
-from megatron_mtp.training.memory import PARTS, Memory, Parameter, memory_of, portable_share, sizes, symbols_of
 
 GIB = 2**30
 RESOLVED = ("ffn_hidden_size", "global_batch_size", "kv_channels", "padded_vocab_size")
 """Sizes that Megatron derives if no flag gives them."""
 
-
-@dataclass(frozen=True)
-class Stage:
-    """A pipeline stage: what its first rank holds."""
-
-    parameters: list[Parameter]
-    layers: int
-    memory: Memory
+PARTS = {"trunk": "decoder.", "depths": "mtp.", "embedding": "embedding.", "head": "output_layer."}
+"""The parts of a model, and how the names of their parameters begin."""
 
 
 def plan(argv: list[str], ranks: int) -> str:
@@ -52,37 +45,21 @@ def plan(argv: list[str], ranks: int) -> str:
     Raises:
         ValueError: the flags are wrong, or the layout does not fit the ranks.
     """
-    _pretend(ranks or _fewest_ranks())
-    argv += flags_without(CUDA)
-    with _tracked(argv):
-        args = parse_run_args()
-        config = checked_model_config(args)
-    config.transformer.perform_initialization = False
-    stages = [_stage(args, config, rank) for rank in _first_ranks(args)]
-    return "\n".join([*_flags(args), "", *_layout(args), "", *_table(stages), "", *_notes(args)])
-
-
-@contextmanager
-def _tracked(argv: list[str]) -> Iterator[None]:
-    """Where the tracker of --load is empty, which a run would mend, read the checkpoint from a folder of links."""
-    load = parse_args(add_mtp_arguments).load
-    newest = None if load is None else unnamed_iteration(Path(load))
-    if newest is None:
-        yield
-        return
-    with TemporaryDirectory(prefix="megatron-mtp-") as folder:
-        for path in Path(load).absolute().iterdir():
-            if path.name != TRACKER:
-                (Path(folder) / path.name).symlink_to(path)
-        (Path(folder) / TRACKER).write_text(str(newest))
-        argv += ["--load", folder]
-        yield
-
-
-def _pretend(ranks: int) -> None:
-    """Pass the checks of arguments as the first rank of a job on GPUs."""
-    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)})
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks or _fewest_ranks())})
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # the kernels for experts need it
+    argv += flags_without(CUDA)
+    args = parse_run_args(mends=False)
+    config = checked_model_config(args)
+    config.transformer.perform_initialization = False
+    total, lines = Counter[str](), list[str]()
+    for stage, rank in enumerate(_first_ranks(args)):
+        local, whole = _parameters(args, config, rank)
+        total += whole
+        parts = ", ".join(f"{part} {size:,}" + ("" if whole[part] else " (a copy)") for part, size in local.items())
+        lines.append(f"a rank of stage {stage} holds {local.total():,} parameters: {parts}")
+    counted = [f"parameters: {total.total():,}", *(f"  {part:<10}{total[part]:>20,}" for part in PARTS)]
+    memory = _memory(args, local["depths"])
+    return "\n".join([*_flags(args), "", *_layout(args), "", *counted, "", *lines, "", *memory, *_data(args)])
 
 
 def _fewest_ranks() -> int:
@@ -102,29 +79,34 @@ def _first_ranks(args: Namespace) -> list[int]:
     return [stage * apart for stage in range(stages)]
 
 
-def _stage(args: Namespace, config: MTPModelConfig, rank: int) -> Stage:
-    """Build the chunks of a rank's model on the meta device."""
+def _parameters(args: Namespace, config: MTPModelConfig, rank: int) -> tuple[Counter[str], Counter[str]]:
+    """Parameters by part: of a rank, and of its stage over all ranks without copies, such as a tied head."""
+    local, whole = Counter[str](), Counter[str]()
     with _job(args, rank), _on_meta():
-        groups = ProcessGroupCollection.use_mpu_process_groups()
         chunks = args.virtual_pipeline_model_parallel_size
-        models = [_chunk(config, chunk) for chunk in (range(chunks) if chunks else [None])]
-        parameters = [one for model in models for one in sizes(model, args)]
-        layers = sum(len(model.decoder.layers) for model in models)
-        kinds = _symbols(args, models, layers)
-        return Stage(parameters, layers, memory_of(args, parameters, kinds, groups.pp.rank()))
+        for chunk in range(chunks) if chunks else [None]:
+            if chunk is not None:
+                parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+            model = build(config, vp_stage=chunk)
+            for name, weight in model.named_parameters():
+                part = next(part for part, start in PARTS.items() if name.startswith(start))
+                local[part] += weight.numel()
+                whole[part] += 0 if _is_copy(part, model, args) else weight.numel() * _pieces(weight, args)
+    return local, whole
 
 
-def _symbols(args: Namespace, models: list[MTPTrunk], layers: int) -> str:
-    """The layers of a stage, by the symbols of a pattern."""
-    if args.hybrid_layer_pattern is None:
-        return symbols_of(args, layers)
-    return "".join(symbol for model in models for symbol in model.decoder.layer_type_list)
+def _is_copy(part: str, model: MTPTrunk, args: Namespace) -> bool:
+    return (part == "embedding" and not model.pre_process) or (
+        part == "head" and not args.untie_embeddings_and_output_weights
+    )
 
 
-def _chunk(config: MTPModelConfig, chunk: int | None) -> MTPTrunk:
-    if chunk is not None:
-        parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
-    return build(config, vp_stage=chunk)
+def _pieces(weight: torch.nn.Parameter, args: Namespace) -> int:
+    """How many ranks have each a part of it."""
+    is_cut = getattr(weight, "tensor_model_parallel", False)
+    if getattr(weight, "allreduce", True):  # no expert's
+        return args.tensor_model_parallel_size if is_cut else 1
+    return int(args.expert_model_parallel_size * (args.expert_tensor_parallel_size if is_cut else 1))
 
 
 @contextmanager
@@ -178,14 +160,14 @@ def _flags(args: Namespace) -> list[str]:
 
 
 def _layout(args: Namespace) -> list[str]:
-    sizes_of = {
+    sizes = {
         "data": args.data_parallel_size,
         "tensor": args.tensor_model_parallel_size,
         "pipeline": args.pipeline_model_parallel_size,
         "context": args.context_parallel_size,
         "expert": args.expert_model_parallel_size,
     }
-    parallel = ", ".join(f"{name} {size}" for name, size in sizes_of.items())
+    parallel = ", ".join(f"{name} {size}" for name, size in sizes.items())
     batch = f"{args.global_batch_size} sequences of {args.seq_length} tokens"
     tokens = args.global_batch_size * args.seq_length
     return [
@@ -195,51 +177,30 @@ def _layout(args: Namespace) -> list[str]:
     ]
 
 
-def _table(stages: list[Stage]) -> list[str]:
-    """Parameters by part, in all and on a rank of every stage, with that rank's memory."""
-    total = {part: sum(one.total for stage in stages for one in stage.parameters if one.part == part) for part in PARTS}
-    lines = [f"parameters: {sum(total.values()):,}", *(f"  {part:<10}{size:>20,}" for part, size in total.items()), ""]
-    for number, stage in enumerate(stages):
-        memory, local = stage.memory, sum(one.local for one in stage.parameters)
-        named = {
-            "weights": memory.weights,
-            "gradients": memory.gradients,
-            "optimizer": memory.optimizer,
-            "activations": memory.activations,
-        }
-        gib = " + ".join(f"{name} {size / GIB:.2f}" for name, size in named.items())
-        lines += [
-            f"a rank of stage {number} holds {_contents(stage)}: {local:,} parameters",
-            f"  {memory.total / GIB:.2f} GiB = {gib}",
-        ]
-    return lines
+def _memory(args: Namespace, of_depths: int) -> list[str]:
+    """Megatron's estimate for the trunk on the fullest rank; by its formulas, that for so many parameters of depths."""
+    if args.hybrid_layer_pattern is not None:
+        return ["memory: Megatron has no estimate for hybrid models."]
+    trunk = Namespace(**vars(args) | {"mtp_num_layers": None})
+    kept = compute_activation_memory_without_sp(trunk, get_num_microbatches())
+    lines = [f"memory of the trunk on the fullest rank: {_gib(compute_weight_and_optimizer_memory(trunk), kept)}"]
+    if of_depths:
+        bytes_each = 6 + 12 / args.data_parallel_size if args.use_distributed_optimizer else 18
+        alone = {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None}
+        depths, none = (Namespace(**vars(args) | alone | {"num_layers": count}) for count in (trained_depths(args), 0))
+        kept = compute_activation_memory_without_sp(depths, None) - compute_activation_memory_without_sp(none, None)
+        lines.append(f"memory of the depths on the last stage: {_gib(of_depths * bytes_each, kept)}")
+    return [*lines, "memory is Megatron's estimate (theoretical_memory_usage.py); what kernels need comes on top."]
 
 
-def _contents(stage: Stage) -> str:
-    parts = {one.part: one for one in stage.parameters}
-    words = {
-        "embedding": "the embedding",
-        "trunk": f"{stage.layers} layers",
-        "depths": "the depths",
-        "head": "the head",
-    }
-    copies = {part: "" if part not in parts or parts[part].total else "a copy of " for part in words}
-    return ", ".join(copies[part] + word for part, word in words.items() if part in parts)
+def _gib(state: float, kept: float) -> str:
+    parts = f"weights, gradients and optimizer {state / GIB:.2f} + activations {kept / GIB:.2f}"
+    return f"{(state + kept) / GIB:.2f} GiB = {parts}"
 
 
-def _notes(args: Namespace) -> list[str]:
-    notes = [
-        "memory: weights, gradients and Adam's state are counted; activations are estimated (Korthikanti et al., "
-        "arXiv:2205.05198, table 2, with attention that keeps no scores); what kernels need comes on top."
-    ]
-    notes += [
-        f"memory: {symbol} layers are estimated with the kernels of {kernels}; without these, such a layer keeps "
-        f"{portable_share(args, symbol):.1f} times as much."
-        for symbol, kernels in ((Symbols.MAMBA, "mamba_ssm"), (Symbols.GDN, "fla"))
-        if symbol in (args.hybrid_layer_pattern or "")
-    ]
+def _data(args: Namespace) -> list[str]:
     try:
         check_data(args)
     except ValueError as error:
-        notes.append(f"data: {error}")
-    return notes
+        return [f"data: {error}"]
+    return []

@@ -23,7 +23,6 @@ from megatron_mtp.model.mixing import drawn_ages
 from megatron_mtp.training.batches import get_batch, packed_seq_params
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
-from megatron_mtp.training.refusals import refusal_of_diverged
 
 SPIKE = 10
 """`--check-for-spiky-loss` reports a loss that is this many times the largest so far."""
@@ -110,8 +109,7 @@ def _validate(loss: Tensor) -> None:
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for rejects, message in ((torch.isnan, "found NaN in the loss"), (torch.isinf, "found Inf in the loss")):
-            with refusal_of_diverged(args):
-                machine.validate_result(result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=True)
+            machine.validate_result(result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=True)
     if args.check_for_spiky_loss:
         machine.validate_result(
             result=loss,

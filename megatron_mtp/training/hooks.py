@@ -16,8 +16,8 @@ from megatron_mtp.errors import InputError
 from megatron_mtp.model.hybrid import trunk_and_depths
 from megatron_mtp.patches.patch import State, installed, state_of, while_replaced
 from megatron_mtp.patches.table import CORE, LOOP
-from megatron_mtp.training.console import say
 from megatron_mtp.training.metrics import Metrics, Step
+from megatron_mtp.training.short_log import say
 
 Function = Callable[..., Any]
 Wrapper = Callable[[Function, Metrics], Function]

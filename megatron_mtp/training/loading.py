@@ -18,7 +18,7 @@ from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.model.hybrid import trunk_and_depths
 from megatron_mtp.patches.saving import FORMAT
 from megatron_mtp.patches.unpickling import read_catalogue
-from megatron_mtp.training.console import say
+from megatron_mtp.training.short_log import say
 
 FLAGS = {"load": "--load", "pretrained_checkpoint": "--pretrained-checkpoint"}
 POSITIONS = (
@@ -44,13 +44,14 @@ OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
 """Formats without `metadata.json`; Megatron reads them by --ckpt-format."""
 
 
-def check_load(args: Namespace) -> None:
-    """Whether what --load and --pretrained-checkpoint name is there and whole; puts right an empty tracker.
+def check_load(args: Namespace, mends: bool = True) -> None:
+    """Whether what --load and --pretrained-checkpoint name is there and whole; `mends` an empty tracker.
 
     Raises:
         ValueError: it is not.
     """
-    _repair(args)
+    if mends:
+        _repair(args)
     named = {name: Path(given) for name in FLAGS if (given := getattr(args, name)) is not None and "://" not in given}
     found = next((name for name, folder in named.items() if checkpoint_exists(folder)), None)
     if found is None and args.ckpt_step is not None and "load" in named:

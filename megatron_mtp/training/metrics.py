@@ -20,11 +20,11 @@ from megatron.training.utils import is_last_rank
 from torch import Tensor
 
 from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates, acceptance_rates
-from megatron_mtp.training.console import say
 from megatron_mtp.training.cost import StepClock, peak_memory
 from megatron_mtp.training.metrics_file import FILE, append, drop_rows_after
 from megatron_mtp.training.plot import plot_metrics
 from megatron_mtp.training.run_record import write_run_record
+from megatron_mtp.training.short_log import say
 
 PLOT = "metrics.png"
 
@@ -113,6 +113,7 @@ class Metrics:
 
     Attributes:
         evaluated: the row and the table of the last evaluation, on the rank that has the figures.
+        has_trained: a step is done, and the loop has gone on to the next one.
     """
 
     def __init__(self, folder: Path | None, reporter: Reporter | None = None) -> None:
@@ -124,6 +125,7 @@ class Metrics:
         self._data, self._sets = "validation", 0  # what is evaluated on, and how many of its sets are done
         self._is_after_run = False
         self._clock = StepClock()
+        self.has_trained = False
         self._step: Step | None = None  # the last one done; numbers count from the start of a resumed run
         self._skipped = 0  # steps since the last row whose gradients overflowed
         self._has_written, self._has_failed = False, False
@@ -141,6 +143,7 @@ class Metrics:
 
     def begin_step(self) -> None:
         """Megatron's loop begins a training step."""
+        self.has_trained = self._step is not None
         self._clock.start()
 
     def end_step(self, step: Step) -> None:

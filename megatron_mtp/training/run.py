@@ -16,11 +16,9 @@ from megatron.training.argument_utils import (
 from megatron.training.config import PretrainConfigContainer
 
 from megatron_mtp.checkpoint.mcore.tokenizer import keep_tokenizer
-from megatron_mtp.errors import InputError, sentences
 from megatron_mtp.model.sharing import embedding_ranks
 from megatron_mtp.patches import saving
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
-from megatron_mtp.training.console import Listing, keep_listing, say
 from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.flag_checks import check_machine
 from megatron_mtp.training.flags import all_parser
@@ -28,9 +26,9 @@ from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.hooks import observed
 from megatron_mtp.training.machine import check_device, set_connections
 from megatron_mtp.training.metrics import Metrics, Reporter
-from megatron_mtp.training.refusals import megatrons_refusals, refusals_of_a_run
 from megatron_mtp.training.run_file import flags_of, without_unset
-from megatron_mtp.training.short_log import ShortLog, fitting_interval
+from megatron_mtp.training.short_log import Listing, ShortLog, fitting_interval, keep_listing, say
+from megatron_mtp.training.startup import explained
 
 
 def command(program: str, given: Namespace, rest: list[str], on_cpu: bool) -> None:
@@ -44,13 +42,13 @@ def command(program: str, given: Namespace, rest: list[str], on_cpu: bool) -> No
         return
     from megatron_mtp.training.dry_run import plan
 
-    with sentences(program):
+    with explained(program):
         say(plan(argv, given.dry_run))
 
 
 def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
     """`sys.argv`, which Megatron's parser reads: the flags of --config, then those of the command line, which win."""
-    with sentences(program):
+    with explained(program):
         flags = all_parser(program)
         words = [] if given.config is None else flags_of(Path(given.config), flags)
         if any(word.split("=")[0] == "--yaml-cfg" for word in (*words, *rest)):
@@ -67,14 +65,12 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
     """
     fit_to_machine(argv, on_cpu)
     program = Path(argv[0]).name
-    with sentences(program):
+    with explained(program):
         args, model_config = parse_checked_args()
         check_machine(args)
-        with megatrons_refusals():
-            config = pretrain_cfg_container_from_args(args, model_config)
+        config = pretrain_cfg_container_from_args(args, model_config)
     reporter = _short_log(args, argv, shows_tables) if isinstance(sys.stdout, Listing) else None
-    with sentences(program, mistakes=InputError), refusals_of_a_run():
-        metrics = train(config, datasets_provider, reporter)
+    metrics = train(config, datasets_provider, reporter)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return metrics
@@ -98,7 +94,7 @@ def fit_to_machine(argv: list[str], on_cpu: bool) -> None:
     A rank that finds no GPU in a job with GPUs ends with one sentence and exit status 2.
     """
     join_single_process()
-    with sentences(Path(argv[0]).name):
+    with explained(Path(argv[0]).name):
         check_device(on_cpu)
         set_connections(argv, on_cpu)
     note = set_machine_flags(argv, on_cpu)
@@ -122,7 +118,10 @@ def train(
     pretrain_arguments.setdefault("get_embedding_ranks", get_embedding_ranks)
     saving.BEFORE_SAVES[:] = [lambda checkpoint: keep_tokenizer(get_args(), checkpoint)]
     try:
-        with observed(metrics, shows_checkpoints=reporter is not None):
+        with (
+            explained(Path(sys.argv[0]).name, lambda: metrics.has_trained),
+            observed(metrics, shows_checkpoints=reporter is not None),
+        ):
             pretrain(
                 config,
                 datasets_provider,

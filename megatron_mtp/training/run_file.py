@@ -11,7 +11,7 @@
 90,10,0 and 1e-3 stay what they are.
 """
 
-from argparse import Action, ArgumentParser, BooleanOptionalAction
+from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,7 +21,7 @@ import yaml
 NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "list-losses", "verbose"}
 """Flags that act before the file is read."""
 
-YES, NO = ("true", "yes", "on"), ("false", "no", "off")
+SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
@@ -31,23 +31,40 @@ def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
         ValueError: the file cannot be read, names an unknown flag or a flag twice, or gives a value that the flag does
             not take.
     """
-    known = {
-        option.removeprefix("--").replace("_", "-"): action
-        for action in parser._actions
-        for option in action.option_strings
-        if option.startswith("--")
-    }
+    try:
+        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        entries = [] if root is None else list(_entries(root))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"--config is {file}, which cannot be read as YAML ({said}); correct it.") from error
+    except RecursionError:  # a section may be an alias of one that it is in
+        raise ValueError(f"--config is {file}, whose sections are in each other too deeply; write fewer.") from None
     words, seen = [], dict[str, int]()
-    for key, value in _all_entries(file):
-        name, where = key.value.replace("_", "-"), f"--config {file}, line {key.start_mark.line + 1}"
+    for key, value in entries:
+        name, line = key.value.replace("_", "-"), key.start_mark.line + 1
+        flag, where = f"--{name}", f"--config {file}, line {line}"
+        action = parser._option_string_actions.get(flag)
         if name in NOT_IN_A_FILE:
-            raise ValueError(f"{where}: '{key.value}' cannot be in a file; give --{name} on the command line.")
-        if name not in known:
-            raise ValueError(f"{where}: there is no flag --{name}; {_like(name, known)}")
+            raise ValueError(f"{where}: '{key.value}' cannot be in a file; give {flag} on the command line.")
+        if action is None:
+            close = get_close_matches(flag, parser._option_string_actions, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "--help-megatron lists all flags."
+            raise ValueError(f"{where}: there is no flag {flag}; {hint}")
         if name in seen:
             raise ValueError(f"{where}: '{key.value}' is in line {seen[name]} already; remove one of the two.")
-        seen[name] = key.start_mark.line + 1
-        words += _words(f"--{name}", known[name], value, where)
+        seen[name] = line
+        if isinstance(value, yaml.SequenceNode):
+            given = [item.value for item in value.value if isinstance(item, yaml.ScalarNode)]
+            if action.nargs not in ("*", "+") or len(given) != len(value.value):
+                raise ValueError(f"{where}: {flag} does not take a list; give one value.")
+            words += [flag, *given]
+        elif action.nargs == 0 and not value.tag.endswith(":null"):
+            if (is_on := SWITCH.get(value.value.lower())) is None:
+                raise ValueError(f"{where}: {flag} is a switch, and was given '{value.value}'; give true or false.")
+            off = [f"--no-{name}"] if isinstance(action, BooleanOptionalAction) else []
+            words += [flag] if is_on else off
+        elif not value.tag.endswith(":null"):
+            words += [flag, value.value]
     return words
 
 
@@ -60,55 +77,14 @@ def without_unset(words: list[str], typed: list[str], parser: ArgumentParser) ->
     return [word for word in words if word not in gone], [word for word in typed if unset.get(word) not in gone]
 
 
-def _read(file: Path) -> yaml.Node | None:
-    try:
-        return yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"--config is {file}, which cannot be read as YAML ({said}); correct it.") from error
-
-
-def _all_entries(file: Path) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
-    try:
-        return list(_entries(_read(file), file))
-    except RecursionError:  # a section may be an alias of one that it is in
-        raise ValueError(f"--config is {file}, whose sections are in each other too deeply; write fewer.") from None
-
-
-def _entries(node: yaml.Node | None, file: Path) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+def _entries(node: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
     """Keys and values, also those of sections."""
-    if node is None:
-        return
     if not isinstance(node, yaml.MappingNode):
-        raise ValueError(f"--config is {file}, which holds no keys with values; write lines such as 'num-layers: 4'.")
+        raise ValueError("it holds no keys with values; write lines such as 'num-layers: 4'")
     for key, value in node.value:
         if isinstance(value, yaml.MappingNode):
-            yield from _entries(value, file)
+            yield from _entries(value)
         elif isinstance(key, yaml.ScalarNode):
             yield key, value
         else:
-            raise ValueError(f"--config {file}, line {key.start_mark.line + 1}: a key is no name of a flag.")
-
-
-def _words(flag: str, action: Action, value: yaml.Node, where: str) -> list[str]:
-    """The flag and its value; nothing for a switch that is off and for an empty value."""
-    if isinstance(value, yaml.SequenceNode):
-        given = [item.value for item in value.value if isinstance(item, yaml.ScalarNode)]
-        if action.nargs not in ("*", "+") or len(given) != len(value.value):
-            raise ValueError(f"{where}: {flag} does not take a list; give one value.")
-        return [flag, *given]
-    text = str(value.value)
-    if value.tag.endswith(":null"):
-        return []
-    if action.nargs != 0:
-        return [flag, text]
-    if text.lower() not in (*YES, *NO):
-        raise ValueError(f"{where}: {flag} is a switch, and was given '{text}'; give true or false.")
-    if text.lower() in YES:
-        return [flag]
-    return [f"--no-{flag[2:]}"] if isinstance(action, BooleanOptionalAction) else []
-
-
-def _like(name: str, known: dict[str, Action]) -> str:
-    close = get_close_matches(name, known, n=3)
-    return f"did you mean {' or '.join(close)}?" if close else "--help-megatron lists all flags."
+            raise ValueError(f"line {key.start_mark.line + 1}: a key is no name of a flag")

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_mtp import __version__
 from megatron_mtp.files import written_beside
-from megatron_mtp.training.console import say
+from megatron_mtp.training.short_log import say
 
 FILE = "run.json"
 

@@ -1,28 +1,202 @@
-"""The short log of a run: a line for every log interval, a table for every evaluation, a line for every checkpoint.
+"""What a run prints: a short log on the terminal, the thousand lines of Megatron and its libraries in a log file.
+
+    with quiet():                from here on, prints and warnings go to the listing
+        keep_listing(folder)     which is a file from here on: megatron.log, or megatron-3.log of rank 3
+        say("...")               and this goes to the terminal
 
     step 120/560 | lm loss 2.3456 | mtp_1 loss 2.9876 | 12,345 tokens/s | 0:12:34 left | lr 1.00e-03 | grad norm 0.841
 
-Megatron's own log goes to the listing (`console.py`). The last rank, which has the losses, writes the short log.
+Errors stay on stderr. This file imports neither torch nor Megatron at its top: libraries print their first warnings
+while they are imported.
 """
 
+import io
+import logging
+import os
 import shutil
 import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any, override
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any, TextIO, override
 
-from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
-from megatron.training import get_args
 from tqdm import tqdm
 
-from megatron_mtp.training.acceptance import AcceptanceRates
-from megatron_mtp.training.console import say
-from megatron_mtp.training.metrics import Reporter
+from megatron_mtp.errors import INTERRUPTED, REFUSED, UNREAD
 
-INTERVALS = (100, 50, 20, 10, 5, 2, 1)
-LINES = 20
+if TYPE_CHECKING:
+    from megatron_mtp.training.acceptance import AcceptanceRates
+
+SHOWN_AT_FAILURE = 20
+"""Lines of the listing that a failed run shows, since Megatron prints its reason before it exits."""
+
+LONGEST = 2**22
+"""Characters of a listing that has no file."""
+
+INTERVALS, LINES = (100, 50, 20, 10, 5, 2, 1), 20
 """Without --log-interval, a run of at least so many steps has at least so many lines."""
+
+
+class Listing(io.TextIOBase):
+    """Replaces standard output: kept in memory until the folder of the log file is known, and then written there.
+
+    Attributes:
+        terminal: where `say` prints.
+        path: the log file, if there is one.
+        last: the last line.
+    """
+
+    def __init__(self, terminal: TextIO) -> None:
+        self.terminal, self.last = terminal, ""
+        self.path: Path | None = None
+        self._file: TextIO = io.StringIO()
+
+    def keep_in(self, folder: Path) -> None:
+        """Write to a file in this folder from now on."""
+        rank = os.environ.get("RANK", "0")
+        self.path = folder / ("megatron.log" if rank == "0" else f"megatron-{rank}.log")
+        if held := self.text():
+            self.write(held)
+
+    def text(self) -> str:
+        """All that was printed, or the newer half of it where that is long and there is no file."""
+        return (
+            self._file.getvalue() if isinstance(self._file, io.StringIO) else Path(self._file.name).read_text("utf-8")
+        )
+
+    @override
+    def write(self, text: str) -> int:
+        """A log that cannot be written does not end the run: one line on the terminal reports it."""
+        self.last = next((line for line in reversed(text.splitlines()) if line.strip()), self.last)
+        try:
+            if self.path is not None and isinstance(self._file, io.StringIO):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # as long as the run
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            print(f"> {self.path} cannot be written ({error.strerror}); going on without it", file=self.terminal)
+            self.path, self._file = None, io.StringIO()
+        if isinstance(self._file, io.StringIO) and self._file.tell() > LONGEST:
+            newer = self.text()[LONGEST // 2 :]
+            self._file = io.StringIO()
+            self._file.write(newer)
+        return len(text)
+
+    @override
+    def fileno(self) -> int:
+        return 1
+
+    @override
+    def close(self) -> None:
+        with suppress(OSError):  # a full disk: `write` has reported it
+            self._file.close()
+        super().close()
+
+
+def say(line: str) -> None:
+    """Print to the terminal, also where standard output is a listing."""
+    print(line, file=getattr(sys.stdout, "terminal", sys.stdout), flush=True)
+
+
+def keep_listing(folder: Path | None) -> Path | None:
+    """Write the listing of this process, if it has one, to a file in the folder; returns the file."""
+    if not isinstance(sys.stdout, Listing) or folder is None:
+        return None
+    sys.stdout.keep_in(folder)
+    return sys.stdout.path
+
+
+def last_words() -> str:
+    """The last line of the listing: Megatron prints why it ends the program without an exception."""
+    return sys.stdout.last.strip() if isinstance(sys.stdout, Listing) else "its last line above says why."
+
+
+def keep_traceback(error: BaseException) -> Path:
+    """Write the traceback to the log file, or to a new one in the folder of temporary files; returns the file."""
+    listing = sys.stdout if isinstance(sys.stdout, Listing) else Listing(sys.stdout)
+    if listing.path is None:
+        listing.keep_in(Path(mkdtemp(prefix="megatron-mtp-")))
+    assert listing.path is not None
+    kept = listing.path
+    listing.write("".join(traceback.format_exception(error)))
+    return kept
+
+
+@contextmanager
+def quiet(verbose: bool = False, notes: TextIO | None = None) -> Iterator[TextIO]:
+    """Send what libraries print to the listing, unless `verbose`; if the run fails, show the end of the listing.
+
+    Yields standard output as it was. `say` prints to `notes`, or there if it is None.
+    """
+    if verbose:
+        yield sys.stdout
+        return
+    for name in ("TRANSFORMERS_VERBOSITY", "TORCH_CPP_LOG_LEVEL"):
+        os.environ.setdefault(name, "error" if name.startswith("TRANSFORMERS") else "ERROR")
+    with _own_terminal() as terminal, _replaced(Listing(notes or terminal)) as listing:
+        try:
+            yield terminal
+        except BaseException as end:
+            status = end.code if isinstance(end, SystemExit) else 1
+            if status not in (None, 0, REFUSED, INTERRUPTED, UNREAD) and listing.last:  # else a sentence is on stderr
+                where = f"all of it: {listing.path}" if listing.path else "--verbose shows all of it"
+                shown = "\n".join(listing.text().splitlines()[-SHOWN_AT_FAILURE:])
+                print(f"the last lines of Megatron's listing ({where}):\n{shown}", file=sys.stderr, flush=True)
+            raise
+
+
+@contextmanager
+def _own_terminal() -> Iterator[TextIO]:
+    """Standard output as a file of ours; what C++ libraries and child processes write to descriptor 1 is dropped."""
+    sys.stdout.flush()
+    is_real = False
+    with suppress(OSError, ValueError):  # a test's, or one without a descriptor
+        is_real = sys.stdout.fileno() == 1
+    if not is_real:
+        yield sys.stdout
+        return
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    terminal = os.fdopen(kept, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    try:
+        yield terminal
+    finally:
+        terminal.flush()
+        os.dup2(kept, 1)
+        terminal.close()
+
+
+@contextmanager
+def _replaced(listing: Listing) -> Iterator[Listing]:
+    """Standard output, warnings and log records below ERROR go to the listing; log records of errors to stderr."""
+    output, show, root = sys.stdout, warnings.showwarning, logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    errors, others = logging.StreamHandler(sys.stderr), logging.StreamHandler(listing)
+    errors.setLevel(logging.ERROR)
+    others.addFilter(lambda record: record.levelno < logging.ERROR)
+    for handler in (errors, others):
+        handler.setFormatter(logging.Formatter("%(levelname)s:%(name)s:%(message)s"))
+    sys.stdout, root.handlers = listing, [errors, others]
+    root.setLevel(logging.INFO)  # which is Megatron's default
+    logging.captureWarnings(True)
+    try:
+        yield listing
+    finally:
+        logging.captureWarnings(False)
+        sys.stdout, warnings.showwarning, root.handlers = output, show, handlers
+        root.setLevel(level)
+        listing.close()
+
+
+# --- the short log ---------------------------------------------------------------------------------------------------
 
 
 def fitting_interval(steps: int | None) -> int:
@@ -39,28 +213,37 @@ class Pace:
     tokens: int
 
 
-class ShortLog(Reporter):
-    """The reporter of training and of `evaluate` on a terminal; `shows_tables` is off where the caller prints them."""
+class ShortLog:
+    """The `Reporter` of training and of `evaluate`; `shows_tables` is off where the caller prints them."""
 
     def __init__(self, shows_tables: bool = True) -> None:
         self._shows_tables = shows_tables
         self._bar: tqdm[Any] | None = None
 
-    @override
-    def interval(self, row: dict[str, Any], rates: AcceptanceRates | None) -> None:
+    def interval(self, row: dict[str, Any], rates: "AcceptanceRates | None") -> None:
+        """A line of training; the last rank, which has the losses, says it."""
+        from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
+        from megatron.training import get_args
+
         args = get_args()
         pace = Pace(row["iteration"], args.train_iters, get_current_running_global_batch_size() * args.seq_length)
         width = shutil.get_terminal_size().columns if sys.__stdout__ is not None and sys.__stdout__.isatty() else None
         say(line_of(row, rates, pace, width))
 
-    @override
     def evaluated_batch(self) -> None:
+        """Move the bar; how long it is, is unknown where several sets are evaluated on."""
         if self._bar is None:
-            self._bar = tqdm(desc="evaluating", total=_microbatches(), unit="batch", leave=False, disable=None)
+            from megatron.training import get_args
+
+            args, total = get_args(), None
+            if isinstance(args.eval_iters, int):
+                at_once = args.eval_micro_batch_size * args.data_parallel_size
+                total = args.eval_iters * args.eval_global_batch_size // at_once
+            self._bar = tqdm(desc="evaluating", total=total, unit="batch", leave=False, disable=None)
         self._bar.update()
 
-    @override
     def evaluation(self, row: dict[str, Any], text: str, when: str) -> None:
+        """The table of an evaluation."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -68,38 +251,26 @@ class ShortLog(Reporter):
             say(f"{row['split']} {when}:\n{text}")
 
 
-def line_of(row: dict[str, Any], rates: AcceptanceRates | None, pace: Pace, width: int | None = None) -> str:
+def line_of(row: dict[str, Any], rates: "AcceptanceRates | None", pace: Pace, width: int | None = None) -> str:
     """A training row as one line; parts that do not fit the terminal's width are left out from the right."""
-    parts = [f"step {pace.done}/{pace.steps}", *_losses(row)]
+    parts = [f"step {pace.done}/{pace.steps}"]
+    if "skipped steps" in row:
+        parts.append(f"{row['skipped steps']} steps skipped")
+    parts += [f"{name} {value:.4f}" for name, value in row.items() if name.endswith(" loss")]
     if rates is not None:
-        parts.append(f"acceptance {_percent(rates.acceptance)}")
-        parts.append(f"conditional acceptance {_percent(rates.conditional_acceptance)}")
+        for name, values in (
+            ("acceptance", rates.acceptance),
+            ("conditional acceptance", rates.conditional_acceptance),
+        ):
+            parts.append(f"{name} {' '.join(f'{rate:.1%}' for rate in values)}")
     if "step seconds" in row:
         seconds = row["step seconds"]
         left = timedelta(seconds=round(seconds * max(pace.steps - pace.done, 0)))
         parts += [f"{pace.tokens / seconds:,.0f} tokens/s", f"{left} left"]
     if "learning rate" in row:
         parts.append(f"lr {row['learning rate']:.2e}")
-    if "skipped steps" in row:
-        parts.insert(1, f"{row['skipped steps']} steps skipped")
     if "grad norm" in row:
         parts.append(f"grad norm {row['grad norm']:.3g}")
     whole = list(accumulate(parts, lambda line, part: f"{line} | {part}"))
     fitting = [line for line in whole if width is None or len(line) < width]
     return fitting[-1] if fitting else whole[0]
-
-
-def _percent(rates: list[float]) -> str:
-    return " ".join(f"{rate:.1%}" for rate in rates)
-
-
-def _losses(row: dict[str, Any]) -> list[str]:
-    return [f"{name} {value:.4f}" for name, value in row.items() if name.endswith(" loss")]
-
-
-def _microbatches() -> int | None:
-    """Of one evaluation on this rank; unknown where several sets are evaluated on."""
-    args = get_args()
-    if not isinstance(args.eval_iters, int):
-        return None
-    return int(args.eval_iters * args.eval_global_batch_size // (args.eval_micro_batch_size * args.data_parallel_size))

@@ -36,4 +36,13 @@ def test_a_plan_counts_parameters_and_says_where_the_depths_stand(tmp_path: Path
     assert sizes["trunk"] + sizes["embedding"] + sizes["head"] == 8_190_735_360 + 1_048_576
     layer = 6_946_071_552 // 36
     assert sizes["depths"] == layer + 2 * 4096**2 + 3 * 4096  # eh_proj, two norms before it and one after the layer
-    assert "a rank of stage 3 holds a copy of the embedding, 9 layers, the depths, the head" in printed
+    held = re.search(r"^a rank of stage 3 holds ([\d,]+) parameters: (.*)$", printed, re.MULTILINE)
+    assert held is not None
+    parts = dict(part.split(" ", 1) for part in held[2].split(", "))
+    counts = {part: int(size.removesuffix(" (a copy)").replace(",", "")) for part, size in parts.items()}
+    assert [part for part, size in parts.items() if size.endswith(" (a copy)")] == ["embedding"]
+    assert counts.keys() == {"embedding", "trunk", "depths", "head"}
+    assert sum(counts.values()) == int(held[1].replace(",", ""))
+    gib = (6 + 12 / 8) * counts["depths"] / 2**30  # eight replicas share Adam's 12 bytes a parameter
+    assert "memory of the depths on the last stage: " in printed
+    assert f"weights, gradients and optimizer {gib:.2f} +" in printed

@@ -67,7 +67,7 @@ def test_sections_without_an_end(text: str, parser: ArgumentParser, tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("num-layer: 4", "line 1: there is no flag --num-layer; did you mean num-layers?"),
+        ("num-layer: 4", "line 1: there is no flag --num-layer; did you mean --num-layers?"),
         ("x: {y: 1}", "line 1: there is no flag --y; --help-megatron lists all flags."),
         ("a:\n  lr: 1\nb:\n  lr: 2", "line 4: 'lr' is in line 2 already; remove one of the two."),
         ("lr_decay_style: [a, b]", "line 1: --lr-decay-style does not take a list; give one value."),
@@ -75,8 +75,8 @@ def test_sections_without_an_end(text: str, parser: ArgumentParser, tmp_path: Pa
         ("swiglu: 3", "line 1: --swiglu is a switch, and was given '3'; give true or false."),
         ("\nverbose: true", "line 2: 'verbose' cannot be in a file; give --verbose on the command line."),
         ("lr: [", "cannot be read as YAML"),
-        ("- lr", "holds no keys with values; write lines such as 'num-layers: 4'."),
-        ("[a]: 1", "line 1: a key is no name of a flag."),
+        ("- lr", "holds no keys with values; write lines such as 'num-layers: 4'"),
+        ("[a]: 1", "line 1: a key is no name of a flag"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(text: str, says: str, parser: ArgumentParser, tmp_path: Path) -> None:

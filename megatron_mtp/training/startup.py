@@ -1,0 +1,167 @@
+"""How a run ends that cannot start: one sentence on stderr, exit status 2, and the traceback in a log file.
+
+    with explained("pretrain_gpt.py"):                            while flags are read and checked
+    with explained("pretrain_gpt.py", metrics.has_trained):       while Megatron trains
+
+Whatever is raised before the second training step becomes the sentence: what was being done, the message, and the flags
+that the message or the failing line of Megatron's source names, with their values. After that an error is a bug and
+keeps its traceback on the terminal, but for a loss that is no number and a checkpoint that cannot be saved.
+
+Our own checks raise a ValueError that is a whole sentence; it is shown as it is.
+"""
+
+import linecache
+import re
+import shutil
+import traceback
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from megatron_mtp.checkpoint.mcore.integrity import root_of
+from megatron_mtp.errors import InputError, sentence_of_the_machine, sentences
+from megatron_mtp.training.flags import all_parser
+from megatron_mtp.training.short_log import keep_traceback, last_words
+
+PACKAGE = Path(__file__).parents[1]
+
+PHASES = {
+    "parse_args": "Megatron refuses these flags",
+    "validate_args": "Megatron refuses these flags",
+    "parse_and_validate_args": "Megatron refuses these flags",
+    "core_transformer_config_from_args": "Megatron refuses these flags",
+    "initialize_megatron": "Megatron refuses these flags",
+    "build_tokenizer": "the tokenizer cannot be loaded",
+    "setup_model_and_optimizer": "the model and its optimizer cannot be made of these flags",
+    "build_train_valid_test_data_iterators": "the data sets cannot be built",
+    "load_checkpoint": "the checkpoint cannot be loaded into this model",
+    "train_step": "the first step fails",
+    "save_checkpoint": "no checkpoint can be saved to --save {save}",
+}
+"""Functions of Megatron and how the sentence begins if one is running; the innermost counts. {} is a flag's value."""
+
+ADVICE = {
+    "OptimizerParamScheduler": "give the schedule of the run that saved it, or --override-opt-param-scheduler to take "
+    "that of the flags",
+    "not in state dict": "give the flags that it was trained with, or --no-load-optim if only its optimizer differs",
+}
+"""What to do, by a part of Megatron's message."""
+
+DIVERGED = "the loss or a gradient is NaN or infinite; give a smaller --lr, or look for what the text has at this step."
+
+NAMES_ELSEWHERE = {
+    "num_moe_experts": "num_experts",
+    "max_lr": "lr",
+    "init_lr": "lr_warmup_init",
+    "lr_decay_steps": "lr_decay_iters",
+    "lr_warmup_steps": "lr_warmup_iters",
+    "start_wd": "start_weight_decay",
+    "end_wd": "end_weight_decay",
+    "model_parallel_size": "tensor_model_parallel_size",
+}
+"""Arguments whose values have other names in Megatron's configurations and schedules."""
+
+MOST_NAMED, FARTHEST = 4, 8
+"""A line that names more flags than this says little about the mistake; callers this far out say nothing either."""
+
+
+@contextmanager
+def explained(program: str, has_started: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """End the process with one sentence where what runs inside fails before the run has started."""
+    with sentences(program, mistakes=InputError):
+        try:
+            yield
+        except SystemExit as end:
+            if end.code is not None or has_started():
+                raise
+            raise InputError(f"Megatron ends here: {last_words()}") from None
+        except (KeyboardInterrupt, BrokenPipeError, InputError, GeneratorExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            if (said := _sentence(program, error, has_started())) is None:
+                raise
+            raise InputError(said) from error
+
+
+def _sentence(program: str, error: BaseException, has_started: bool) -> str | None:
+    """The sentence for the user; None of an error that keeps its traceback."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    running = [frame.f_code.co_name for frame in frames]
+    args = next((found for frame in reversed(frames) if (found := _arguments(frame)) is not None), Namespace())
+    if _has_diverged(running, args):
+        return DIVERGED
+    if has_started and (isinstance(error, OSError) or "save_checkpoint" not in running):
+        return None
+    is_ours = Path(frames[-1].f_code.co_filename).is_relative_to(PACKAGE)
+    if is_ours and isinstance(error, ValueError):
+        return str(error)
+    place = next((PHASES[name] for name in reversed(running) if name in PHASES), "the run cannot start")
+    begin = place.format(save=getattr(args, "save", None))
+    named = _named_flags(all_parser(program), error, args)
+    advice = next((f"; {advice}" for part, advice in ADVICE.items() if part in str(error)), "")
+    free = f"; {_free_space(Path(args.save))}" if "save_checkpoint" in running else ""
+    said = sentence_of_the_machine(error) or f"{begin}: {reason(error)}"
+    return f"{said.rstrip('.')}{named}{free}{advice}; the traceback is in {keep_traceback(error)}"
+
+
+def _arguments(frame: FrameType) -> Namespace | None:
+    """Megatron's arguments, where a function has them."""
+    return next((one for one in frame.f_locals.values() if isinstance(one, Namespace) and hasattr(one, "save")), None)
+
+
+def _has_diverged(running: list[str], args: Namespace) -> bool:
+    """Whether Megatron stops over a loss; without --save there is no other reason to save."""
+    if "save_checkpoint" in running:
+        return args.save is None
+    return running[-1] == "validate_result" and args.rerun_mode == "disabled"
+
+
+def reason(error: BaseException) -> str:
+    """The message on one line; without one, the condition of an assertion or the kind of the error."""
+    error = root_of(error)
+    message = " ".join(str(error).split())[:400].rstrip(".")
+    if isinstance(error, AssertionError):
+        return message or f"{_condition(error)} does not hold"
+    return f"{type(error).__name__} {message}".strip() if len(message.split()) < 3 else message
+
+
+def _condition(error: BaseException) -> str:
+    """Of the `assert` that raised."""
+    return re.sub(r"^assert\s+", "", _statements(error)[-1]) if error.__traceback__ else "a condition"
+
+
+def _statements(error: BaseException) -> list[str]:
+    """The source lines that were running, outermost first."""
+    lines = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        first, last = frame.lineno or 1, frame.end_lineno or frame.lineno or 1
+        lines.append(" ".join(linecache.getline(frame.filename, line).strip() for line in range(first, last + 1)))
+    return lines
+
+
+def _named_flags(parser: ArgumentParser, error: BaseException, args: Namespace) -> str:
+    """The flags that the message names, or else the innermost statement that reads some, with their values."""
+    flags = {action.dest: action.option_strings[0] for action in parser._actions}
+    names = _names(str(root_of(error)), r"--([a-z0-9-]{2,})|\b([a-z0-9]+(?:[_-][a-z0-9]+)+)\b", flags)
+    attributes = r"\b(?:args|config|self)\.(\w+)"
+    for statement in reversed(_statements(error)[-FARTHEST:]):
+        if names:
+            break
+        names = _names(statement, attributes + (r"|\b(\w+)\b" if statement.startswith("assert") else ""), flags)
+    values = [f"{flags[name]} is {getattr(args, name)}" for name in names if hasattr(args, name)]
+    return f" ({', '.join(values)})" if 0 < len(values) <= MOST_NAMED else ""
+
+
+def _names(text: str, pattern: str, flags: dict[str, str]) -> list[str]:
+    """Arguments that the text names."""
+    found = [match[match.lastindex or 0] for match in re.finditer(pattern, text)]
+    renamed = [NAMES_ELSEWHERE.get(name := word.replace("-", "_"), name) for word in found]
+    return [name for name in dict.fromkeys(renamed) if name in flags]
+
+
+def _free_space(folder: Path) -> str:
+    """On a full disk Megatron and torch report a file of an unexpected size."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return f"{shutil.disk_usage(there).free / 2**20:.1f} MiB are free there"

@@ -1,0 +1,158 @@
+"""What a run that cannot start says: one sentence with the flags' values, and a log file with the traceback."""
+
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_mtp.losses.schedule import scaling_factor
+from megatron_mtp.training.short_log import keep_listing, quiet
+from megatron_mtp.training.startup import DIVERGED, explained
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+ARGS = Namespace(save="runs/x", rerun_mode="disabled", hidden_size=33, num_attention_heads=4, lr=0.1)
+
+
+def train_step(args: Namespace, work: Callable[[], Any]) -> None:
+    """The name of a function of Megatron's, with its arguments."""
+    work()
+
+
+def save_checkpoint(args: Namespace, work: Callable[[], Any]) -> None:
+    work()
+
+
+def validate_result(args: Namespace, work: Callable[[], Any]) -> None:
+    raise RuntimeError("Rank 0: Unexpected result nan")
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+def said(work: Callable[[], Any], capfd: pytest.CaptureFixture[str], has_started: bool = False) -> str:
+    """The sentence with which the process ends."""
+    with pytest.raises(SystemExit) as end, explained("pretrain_gpt.py", lambda: has_started):
+        work()
+    assert end.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("pretrain_gpt.py: error: ")
+    return line.removeprefix("pretrain_gpt.py: error: ")
+
+
+def log_of(sentence: str) -> str:
+    return Path(sentence.rpartition("the traceback is in ")[2]).read_text(encoding="utf-8")
+
+
+def test_an_assertion_without_a_message_shows_its_condition_and_the_flags_in_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a file of its own, since pytest gives those of tests a message."""
+    source = tmp_path / "asserts.py"
+    source.write_text(
+        "def validate_args(args):\n    assert (\n        args.hidden_size % args.num_attention_heads == 0\n    )\n"
+    )
+    names: dict[str, Any] = {}
+    exec(compile(source.read_text(), str(source), "exec"), names)
+    sentence = said(lambda: names["validate_args"](ARGS), capfd)
+    assert sentence.startswith(
+        "Megatron refuses these flags: ( args.hidden_size % args.num_attention_heads == 0 ) does not hold "
+        "(--hidden-size is 33, --num-attention-heads is 4); the traceback is in "
+    )
+    assert "AssertionError" in log_of(sentence)
+
+
+@pytest.mark.parametrize(
+    ("error", "begins"),
+    [
+        (
+            AssertionError("hidden_size must be\n even."),
+            "the first step fails: hidden_size must be even (--hidden-size is 33); ",
+        ),
+        (ValueError("give --num-attention-heads too"), "the first step fails: give --num-attention-heads too (--num-a"),
+        (KeyError("x"), "the first step fails: KeyError 'x'; "),
+        (RuntimeError(""), "the first step fails: RuntimeError; "),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "this machine has not enough memory (Default"),
+        (FileNotFoundError(2, "No such file", "x.bin"), "'x.bin' cannot be used (No such file); correct the path"),
+    ],
+)
+def test_what_is_raised_before_the_second_step_is_a_sentence(
+    error: Exception, begins: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sentence = said(lambda: train_step(ARGS, raising(error)), capfd)
+    assert sentence.startswith(begins)
+    assert f"{type(error).__name__}" in log_of(sentence)
+
+
+def test_a_bug_of_ours_keeps_its_traceback_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    sentence = said(lambda: scaling_factor(ARGS, None, 0), capfd)  # type: ignore[arg-type]
+    assert sentence.startswith("the run cannot start: ")
+    assert "in scaling_factor" in log_of(sentence)
+
+
+def test_the_traceback_goes_to_the_log_of_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), quiet():  # noqa: PT012
+        print("arguments")
+        keep_listing(tmp_path)
+        with explained("train"):
+            train_step(ARGS, raising(RuntimeError("a shape")))
+    assert f"the traceback is in {tmp_path}/megatron.log\n" in capfd.readouterr().err
+    assert re.match(
+        "arguments\nTraceback .*RuntimeError: a shape\n$", (tmp_path / "megatron.log").read_text(), re.DOTALL
+    )
+
+
+def test_an_exit_without_a_status_is_no_success(capfd: pytest.CaptureFixture[str]) -> None:
+    with quiet():
+        print("ERROR: could not find the checkpoint")
+        assert said(raising(SystemExit()), capfd) == "Megatron ends here: ERROR: could not find the checkpoint"
+    for work, has_started in ((raising(SystemExit(0)), False), (raising(SystemExit()), True)):
+        with pytest.raises(SystemExit) as end, explained("train", [lambda: False, lambda: True][has_started]):
+            work()
+        assert not end.value.code
+
+
+def test_a_checkpoint_that_cannot_be_saved(capfd: pytest.CaptureFixture[str]) -> None:
+    failed = CheckpointException("write", {0: (RuntimeError("unexpected pos 704 vs 598"), None)})  # type: ignore[dict-item]
+    sentence = said(lambda: save_checkpoint(ARGS, raising(failed)), capfd, has_started=True)
+    assert sentence.startswith("no checkpoint can be saved to --save runs/x: unexpected pos 704 vs 598; ")
+    assert "MiB are free there" in sentence
+    full = OSError(28, "full", "x")
+    assert "no space is left" in said(lambda: save_checkpoint(ARGS, raising(full)), capfd, has_started=True)
+
+
+def test_errors_of_a_run_that_has_started_stay_errors() -> None:
+    for error in (RuntimeError("a shape"), ValueError("x"), AssertionError("y")):
+        with pytest.raises(type(error)), explained("train", lambda: True):
+            train_step(ARGS, raising(error))
+
+
+def test_a_loss_that_is_no_number(capfd: pytest.CaptureFixture[str]) -> None:
+    assert said(lambda: validate_result(ARGS, raising(SystemExit())), capfd, has_started=True) == DIVERGED
+    without_save = Namespace(**vars(ARGS) | {"save": None})
+    assert said(lambda: save_checkpoint(without_save, raising(TypeError("no path"))), capfd) == DIVERGED
+    reruns = Namespace(**vars(ARGS) | {"rerun_mode": "validate_results"})
+    with pytest.raises(RuntimeError, match="Unexpected"), explained("train", lambda: True):
+        validate_result(reruns, print)
+
+
+def test_our_own_refusals_are_whole_sentences(capfd: pytest.CaptureFixture[str]) -> None:
+    from megatron_mtp.training.run_file import flags_of
+
+    sentence = said(lambda: flags_of(Path("nowhere.yaml"), None), capfd)  # type: ignore[arg-type]
+    assert sentence.startswith("--config is nowhere.yaml, which cannot be read as YAML")
+    assert "traceback" not in sentence
+
+
+def test_ctrl_c_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, explained("train"):
+        raise KeyboardInterrupt
+    assert (end.value.code, capfd.readouterr().err) == (130, "train: interrupted\n")

@@ -16,11 +16,10 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from documents import DOORS, ROOT, parse
 
-PROGRAMS = ("python", "megatron-mtp", "torchrun", "bash", "sbatch", "srun", "vllm")
+PROGRAMS = ("python", "megatron-mtp", "torchrun", "bash", "sbatch", "srun", "vllm", "guidellm")
 PARSED = {
     "bash scripts/setup.sh": "installs",
-    "bash scripts/bundle.sh": "downloads",
-    "bash scripts/join_bundle.sh": "needs the parts of a bundle",
+    "python -m pip download": "downloads",
     "bash scripts/quickstart.sh": "trains for minutes",
     "bash scripts/attach_mtp.sh": "trains for minutes",
     "megatron-mtp attach": "trains for minutes",
@@ -30,6 +29,7 @@ PARSED = {
     "sbatch": "needs SLURM, of which scripts/test_slurm.sh starts one",
     "srun": "needs SLURM, of which scripts/test_slurm.sh starts one",
     "megatron-mtp serve": "serves until a signal ends it (tests/functional/test_serve.py)",
+    "guidellm run": "needs a server (tests/functional/test_serve.py)",
     "vllm serve": "needs vLLM, which has an environment of its own (scripts/test_vllm.sh)",
     "python -m sglang.launch_server": "needs SGLang, which has no build for a CPU",
 }

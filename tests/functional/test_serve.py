@@ -23,6 +23,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
+from documents import DOCUMENTS, blocks
 from parrot import TEMPLATE
 
 from megatron_mtp.data.tokenizer import train_bpe
@@ -224,6 +225,31 @@ def test_a_client_that_goes_away_frees_its_texts(served: Served, stream: bool) -
     ended, cancelled = (served.metric(reason) - start for reason, start in zip(reasons, before, strict=True))
     assert ended + cancelled == 96
     assert cancelled > 0
+
+
+@pytest.mark.skipif(
+    shutil.which("guidellm") is None,
+    reason="guidellm is not on PATH; install it into an environment of its own and put that one's bin/ at PATH's end",
+)
+def test_guidellm_measures_it(served: Served, folder: Path, tmp_path: Path) -> None:
+    """The command of docs/server.md, with fewer requests and without a network."""
+    page = blocks(DOCUMENTS["docs/server.md"].read_text(), "bash")
+    (command,) = (block for _, block in page if block.startswith("guidellm run"))
+    here = {
+        "http://127.0.0.1:8000": served.url,
+        "runs/quickstart/data/corpus-tokenizer": str(folder / "tokenizer"),
+        "count=300": "count=6",
+    }
+    for shown, given in here.items():
+        assert shown in command
+        command = command.replace(shown, given)
+    before = served.metric("spec_decode_num_drafts_total")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, check=True, timeout=launch.TIMEOUT)
+    (found,) = json.loads((tmp_path / "guidellm.json").read_text())["benchmarks"]
+    assert found["metrics"]["request_totals"] == {"successful": 6, "errored": 0, "incomplete": 0, "total": 6}
+    assert found["metrics"]["output_token_count"]["successful"]["total_sum"] == 6 * 64
+    assert served.metric("spec_decode_num_drafts_total") > before
 
 
 def test_a_signal_drains_and_a_second_one_ends_at_once(folder: Path, tmp_path: Path) -> None:

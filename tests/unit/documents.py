@@ -26,7 +26,9 @@ ENGINES = {
     "llama-server": "--model --spec-type --spec-draft-n-max",
     "scancel": "--signal",
     "pip wheel": "--no-deps --no-build-isolation",
-    "python3 -m pip list": "--format",
+    "python -m pip download": "--constraint --dest",
+    "--only-binary": "--only-binary --python-version --platform",
+    "guidellm run": "--backend --tokenizer --data --profile --constraint --output",
     "vllm serve": "--speculative-config --trust-remote-code",
     "python -m sglang.launch_server": "--model-path --speculative-algorithm --speculative-num-steps "
     "--speculative-eagle-topk --speculative-num-draft-tokens --speculative-draft-model-path --trust-remote-code",

@@ -1,6 +1,6 @@
 """Tables by name, to which other installed packages may add rows by an entry point.
 
-    [project.entry-points."megatron_mtp.losses"]     # or .proposers, .verifiers, .families
+    [project.entry-points."megatron_mtp.losses"]     # or .proposers, .verifiers, .families, .verbs
     focal = "my_package.focal:Focal"
 
 adds a loss `focal` to the table of losses. Packages are asked when a name is looked up that this package does not have,

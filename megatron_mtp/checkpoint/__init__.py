@@ -7,5 +7,4 @@ convert/       both directions, depths attached and dropped, all streamed and re
 proof/         whether a folder and a checkpoint are the same model
 audit/         what is in anyone's checkpoint, and what explains the difference of two
 inspecting.py  what a folder or checkpoint holds
-command.py     megatron-mtp convert
 """

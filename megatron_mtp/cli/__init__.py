@@ -2,6 +2,7 @@
 
 main.py        megatron-mtp: looks a verb up and runs it
 verbs.py       VERBS, the table
+convert.py     Hugging Face folders and Megatron checkpoints
 train.py       pretraining on Megatron's loop
 generate.py    texts of a checkpoint
 sample.py      a corpus of a checkpoint's own texts
@@ -12,6 +13,7 @@ foretell.py    what another engine will accept
 tabulate.py    a table of acceptance for many checkpoints
 tabulating.py  its rows, one by one
 attach.py      depths for a Hugging Face model, step by step
+preprocess.py  text to .bin and .idx
 doctor.py      what this machine has, and what the absence of a thing costs
 completion.py  completion for bash and zsh
 """

@@ -22,6 +22,7 @@ from megatron_mtp.cli.verbs import PROGRAM, module_of
 from megatron_mtp.config import number_of
 from megatron_mtp.errors import Parser, check_counts, named, sentences
 from megatron_mtp.files import check_outside
+from megatron_mtp.losses import LOSSES
 from megatron_mtp.training.run_record import read_run_record
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -110,8 +111,7 @@ def parser(program: str) -> Parser:
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")
     add("--batch", type=int, default=4, metavar="B", help="sequences per step; default: 4")
     add("--learning-rate", default="5e-4", metavar="LR", help="learning rate after the warm-up; default: 5e-4")
-    losses = ("kd", "tv", "nla", "lk", "e2e_tv", "ce")
-    add("--loss", choices=losses, default="kd", help="the depths' --mtp-loss of train; default: kd")
+    add("--loss", choices=LOSSES.names(), default="kd", help="the depths' --mtp-loss of train; default: kd")
     add("--token-fraction", default="1", metavar="F", help="part of the positions in the depths' loss; default: 1")
     add("--float32", action="store_true", help="train in float32; default: bfloat16")
     add("--evaluated-batches", default="8", metavar="N", help="batches of held-out text; default: 8")

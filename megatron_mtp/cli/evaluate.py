@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron_mtp.cli import train
+from megatron_mtp.cli import preprocess, train
 from megatron_mtp.errors import Parser, sentences
 from megatron_mtp.platform import prepare
 from megatron_mtp.training.flags import parse_run
@@ -168,9 +168,8 @@ def _tokenizer_flags(folder: str) -> list[str]:
 def _corpus(texts: list[str], tokenizer: str, prefix: Path, trust: list[str]) -> int:
     """Make a corpus of the texts; returns its number of tokens."""
     from megatron_mtp.data.checks import read_sidecar
-    from megatron_mtp.data.command import main as preprocess
 
     flags = ["--input", *texts, "--tokenizer", tokenizer, "--output-prefix", str(prefix), "--workers", "1", *trust]
-    if status := preprocess(flags, "megatron-mtp evaluate --text"):
+    if status := preprocess.main(flags, "megatron-mtp evaluate --text"):
         sys.exit(status)
     return int(read_sidecar(str(prefix))["tokens"])

@@ -36,7 +36,7 @@ VERBS: Registry[Verb] = Registry(
         "train": Verb("pretrain a GPT, with Megatron's flags and --mtp-*", "megatron_mtp.cli.train"),
         "convert": Verb(
             "convert between Hugging Face folders and Megatron checkpoints; inspect and verify them",
-            "megatron_mtp.checkpoint.command",
+            "megatron_mtp.cli.convert",
         ),
         "audit": Verb(
             "show what anyone's checkpoint holds, or what differs between two, and why", "megatron_mtp.cli.audit"
@@ -60,7 +60,7 @@ VERBS: Registry[Verb] = Registry(
         ),
         "report": Verb("make one HTML page from one or several runs", "megatron_mtp.report.command"),
         "doctor": Verb("show what this machine has, and what missing parts cost", "megatron_mtp.cli.doctor"),
-        "preprocess": Verb("turn text into the .bin and .idx that train reads", "megatron_mtp.data.command"),
+        "preprocess": Verb("turn text into the .bin and .idx that train reads", "megatron_mtp.cli.preprocess"),
         "completion": Verb(
             "print a script that completes verbs and flags in bash or zsh", "megatron_mtp.cli.completion"
         ),

@@ -10,5 +10,4 @@ answers.py           texts of which only the answers are trained on
 tokenizer.py         load a tokenizer folder, or train a byte-level BPE
 frequent_tokens.py   the most frequent tokens of a corpus, which depths may draft
 checks.py            is the corpus there and whole, and does the vocabulary fit it
-command.py           megatron-mtp preprocess
 """

@@ -17,8 +17,8 @@ from random import Random
 from killing import Killer, files
 from tqdm import tqdm
 
-from megatron_mtp.checkpoint import command as convert
 from megatron_mtp.checkpoint.convert.streaming import PLAN, RECORDS
+from megatron_mtp.cli import convert
 from megatron_mtp.platform import quieten
 
 

@@ -2,9 +2,11 @@
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,6 +82,30 @@ def test_a_door_and_its_verb_are_one_command(capsys: pytest.CaptureFixture[str])
         assert end.value.code == by_door.returncode == 2
         said = [text.splitlines()[-1].split(": error: ")[1] for text in (by_door.stderr, capsys.readouterr().err)]
         assert said[0] == said[1]
+
+
+def test_another_package_adds_a_verb(tmp_path: Path) -> None:
+    (tmp_path / "outside.py").write_text(
+        "from argparse import ArgumentParser\n"
+        "from megatron_mtp.cli.verbs import Verb\n"
+        "HELLO = Verb('greet', 'outside')\n"
+        "def parser(program):\n"
+        "    return ArgumentParser(program)\n"
+        "def main(arguments, program):\n"
+        "    print(program, *arguments)\n"
+        "    return 5\n"
+    )
+    (tmp_path / "outside-1.0.dist-info").mkdir()
+    (tmp_path / "outside-1.0.dist-info/METADATA").write_text("Name: outside\nVersion: 1.0\n")
+    (tmp_path / "outside-1.0.dist-info/entry_points.txt").write_text("[megatron_mtp.verbs]\nhello = outside:HELLO\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "megatron_mtp"]
+    run: Callable[..., subprocess.CompletedProcess[str]] = partial(
+        subprocess.run, env=environment, capture_output=True, text=True
+    )
+    assert "\n  hello       greet\n" in run([*command, "--help"]).stdout
+    done = run([*command, "hello", "--you"])
+    assert (done.returncode, done.stdout, done.stderr) == (5, "megatron-mtp hello --you\n", "")
 
 
 # --- doctor ----------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hf_models import make
 
-from megatron_mtp.checkpoint.command import main
 from megatron_mtp.checkpoint.hf.shards import HFFolder
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.cli.convert import main
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

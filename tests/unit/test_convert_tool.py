@@ -18,11 +18,11 @@ import torch
 from hf_models import make, read, write
 from safetensors.torch import save_file
 
-from megatron_mtp.checkpoint.command import COMMANDS
 from megatron_mtp.checkpoint.convert import importing
 from megatron_mtp.checkpoint.hf.shards import INDEX, HFShards
 from megatron_mtp.checkpoint.mcore.tensors import CATALOGUE, DistReader
 from megatron_mtp.cli import main as cli
+from megatron_mtp.cli.convert import COMMANDS
 
 TOOL = Path(__file__).parents[2] / "tools" / "checkpoint" / "convert.py"
 FIRST = "model-00001-of-00003.safetensors"

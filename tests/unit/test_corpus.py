@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from megatron_mtp.cli.preprocess import main
 from megatron_mtp.data import corpus, documents
-from megatron_mtp.data.command import main
 from megatron_mtp.data.documents import Document, choose_documents, find_files, list_documents
 from megatron_mtp.data.tokenizer import Encoder, load_tokenizer, train_bpe
 
@@ -272,7 +272,7 @@ def test_mistakes_are_one_sentence_and_status_2(
     else:
         flags = flags[2:]
     assert run(*defaults, *[flag.format(tmp=tmp_path) for flag in flags]) == 2
-    assert f"preprocess.py: error: {message.format(tmp=tmp_path)}" in capsys.readouterr().err
+    assert f"megatron-mtp preprocess: error: {message.format(tmp=tmp_path)}" in capsys.readouterr().err
     assert not [name for name in os.listdir(tmp_path) if name.startswith("c.")]
 
 

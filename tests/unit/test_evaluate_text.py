@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from test_hf_form import trained
 
-from megatron_mtp.cli import evaluate
-from megatron_mtp.data import command
+from megatron_mtp.cli import evaluate, preprocess
 from megatron_mtp.data.tokenizer import train_bpe
 
 
@@ -19,11 +18,11 @@ def test_the_corpus_is_made_with_the_tokenizers_code_where_that_is_trusted(
     source = trained(tmp_path / "mcore", tokenizer=tokenizer)
     given: list[str] = []
 
-    def preprocess(flags: list[str], _: str) -> int:
+    def recorded(flags: list[str], _: str) -> int:
         given.extend(flags)
         return 2
 
-    monkeypatch.setattr(command, "main", preprocess)
+    monkeypatch.setattr(preprocess, "main", recorded)
     with pytest.raises(SystemExit):
         evaluate.main(["--load", str(source), "--text", str(tmp_path), *trust], "megatron-mtp evaluate")
     assert [word for word in given if word.startswith("--trust")] == trust

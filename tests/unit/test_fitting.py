@@ -14,12 +14,12 @@ from test_data_checks import write_dataset
 from tiers import tiered
 from transformers import AutoModelForCausalLM
 
-from megatron_mtp.checkpoint.command import main
 from megatron_mtp.checkpoint.convert import fitting
 from megatron_mtp.checkpoint.convert.depths import Template
 from megatron_mtp.checkpoint.convert.fitting import HELD_OUT, RIDGES, FitData, Moments, moments
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.cli.convert import main
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

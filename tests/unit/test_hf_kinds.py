@@ -11,8 +11,8 @@ import pytest
 import torch
 from hf_models import make, read, write
 
-from megatron_mtp.checkpoint.command import main
 from megatron_mtp.checkpoint.hf.shards import INDEX, SINGLE
+from megatron_mtp.cli.convert import main
 
 Spoil = Callable[[Path], None]
 NORM = "model.norm.weight"

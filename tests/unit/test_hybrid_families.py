@@ -20,7 +20,6 @@ from tiers import tiered
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from megatron_mtp.checkpoint.command import main
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
@@ -35,6 +34,7 @@ from megatron_mtp.checkpoint.proof import reference_forms
 from megatron_mtp.checkpoint.proof.prompt import Prompt, random_tokens
 from megatron_mtp.checkpoint.proof.reference import all_logits
 from megatron_mtp.checkpoint.proof.verify import Check, compare, logits_of, megatron_logits, place, rounding, verify
+from megatron_mtp.cli.convert import main
 from megatron_mtp.model.arguments import parsed
 
 pytestmark = pytest.mark.usefixtures("forked_python", "megatron")

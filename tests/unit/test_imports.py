@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations": LOW | {"model", "training"},
     "report": {"errors", "files"},
     "serving": {"errors", "files", "platform", "drafting"},
-    "cli": LOW | {"data", "checkpoint", "drafting", "foretell", "training", "report", "serving"} | CHECKPOINT,
+    "cli": LOW | {"data", "losses", "checkpoint", "drafting", "foretell", "training", "report", "serving"} | CHECKPOINT,
     "__main__": {"cli"},
 }
 """Room to the other rooms that its files may import from."""

@@ -15,7 +15,6 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron_single import randomise
 from tiers import tiered
 
-from megatron_mtp.checkpoint import command
 from megatron_mtp.checkpoint.convert import migrating
 from megatron_mtp.checkpoint.convert.halves import Halves
 from megatron_mtp.checkpoint.convert.migrating import migrate
@@ -27,6 +26,7 @@ from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.checkpoint.mcore.tokenizer import KEPT_TOKENIZER
 from megatron_mtp.checkpoint.proof.forms import verify_forms
 from megatron_mtp.checkpoint.proof.verify import Check
+from megatron_mtp.cli import convert
 from megatron_mtp.model.arguments import parsed
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -309,7 +309,7 @@ def test_megatron_sees_a_fault_of_the_rules_themselves(tmp_path: Path, monkeypat
 
 
 def run(*words: object) -> int:
-    return command.main([str(word) for word in words])
+    return convert.main([str(word) for word in words])
 
 
 def test_an_interrupted_conversion_is_resumed(

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trunk_models import LEFT, TRUNKS, larger
 
-from megatron_mtp.checkpoint.command import main
 from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
@@ -23,6 +22,7 @@ from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, Then, Transposed
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.proof.verify import all_reference_logits, compare, megatron_logits, verify
+from megatron_mtp.cli.convert import main
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.load import load_runner
 

@@ -29,7 +29,6 @@ from judged_models import (
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.checkpoint.command import main
 from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 from megatron_mtp.checkpoint.families import Family, Layout
@@ -38,6 +37,7 @@ from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.proof.prompt import Prompt
 from megatron_mtp.checkpoint.proof.reference import all_logits
 from megatron_mtp.checkpoint.proof.verify import Check, acceptance, reference_logits, verify
+from megatron_mtp.cli.convert import main
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

@@ -1,7 +1,6 @@
 """Turn text into the `.bin` and `.idx` that Megatron trains on; without a tokenizer, train one first.
 
-The command line of this room: it reads the flags, calls the room, and prints one line per step. Exit status 2 is a
-user's mistake.
+It reads the flags, calls `megatron_mtp.data`, and prints one line per step. Exit status 2 is a user's mistake.
 """
 
 import argparse
@@ -48,17 +47,9 @@ TRAINING_BYTES_PER_FILE = 1_000_000
 NOT_SETTINGS = ("output_prefix", "workers", "overwrite")
 
 
-def main(argv: Sequence[str] | None = None, program: str = "preprocess.py") -> int:
-    """Run `preprocess`.
-
-    Args:
-        argv: the arguments; None for sys.argv.
-        program: the name of the command in messages.
-
-    Returns:
-        The exit status: 0 if the corpus is there, 2 for a mistake in the flags or the input.
-    """
-    args = parser(program).parse_args(argv)
+def main(arguments: list[str], program: str = "megatron-mtp preprocess") -> int:
+    """Run `preprocess`; exit status 0 if the corpus is there, 2 for a mistake in the flags or the input."""
+    args = parser(program).parse_args(arguments)
     return status_of(program, lambda: preprocess(args))
 
 

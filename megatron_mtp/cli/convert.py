@@ -1,8 +1,8 @@
 """Convert checkpoints between Hugging Face and Megatron, look into them, and prove that both are the same model.
 
-The command line of the conversions: it reads the flags, calls this room and prints what was done. Exit status 2 is a
-user's mistake; `verify` exits with 1 for a difference, and with 3 if no logits were compared; `inspect` exits with 1
-for what is damaged in part.
+It reads the flags, calls `megatron_mtp.checkpoint` and prints what was done. Exit status 2 is a user's mistake;
+`verify` exits with 1 for a difference, and with 3 if no logits were compared; `inspect` exits with 1 for what is
+damaged in part.
 """
 
 import argparse
@@ -53,18 +53,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 SHARD = "5GB"
 
 
-def main(argv: Sequence[str] | None = None, program: str = "convert.py") -> int:
-    """Run one command of `convert`.
-
-    Args:
-        argv: the arguments; None for sys.argv.
-        program: the name of the command in messages.
-
-    Returns:
-        The exit status.
-    """
+def main(arguments: list[str], program: str = "megatron-mtp convert") -> int:
+    """Run one command of `convert`, and return its exit status."""
     with sentences(program):
-        args = parser(program).parse_args(argv)
+        args = parser(program).parse_args(arguments)
     advice = "the same command with --resume goes on" if "resume" in args else ""
     return status_of(program, lambda: convert(args), advice=advice)
 

@@ -1,14 +1,129 @@
 """`megatron-mtp serve`: a checkpoint behind OpenAI's HTTP API until a signal ends it."""
 
+import os
+import time
+from argparse import Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+
+from megatron_mtp.drafting.flags import add_checkpoint_flags
+from megatron_mtp.errors import Parser, check_counts, sentences
 from megatron_mtp.platform import quieten
-from megatron_mtp.serving.flags import parser
+
+LARGEST_GIB = 2**20
+"""No machine has more; a larger number is a mistake."""
+
+EXAMPLES = """examples:
+  # OpenAI's API at http://127.0.0.1:8000/v1, drafting two tokens a step
+  megatron-mtp serve --load runs/quickstart/checkpoint \\
+      --speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'
+
+  # for other machines, with a key, up to 64 texts at once in 8 GiB of cache
+  megatron-mtp serve --load CHECKPOINT --host 0.0.0.0 --port 8080 --api-key "$KEY" --max-running 64 --cache-gib 8
+
+  # ask it
+  curl -N http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"prompt": "def ", "max_tokens": 32, "stream": true}'
+"""
 
 
 def main(arguments: list[str], program: str) -> int:
     """Serve; bad input ends with one sentence and exit status 2, a bug of the engine with status 1."""
     args = parser(program).parse_args(arguments)
     quieten()
+    with sentences(program):
+        return run(args)
 
-    from megatron_mtp.serving.command import main as serve
 
-    return serve(program, args)
+def parser(program: str) -> Parser:
+    """All flags."""
+    made = Parser(
+        program,
+        description="Serve a trained checkpoint by OpenAI's HTTP API: many texts at once, each drafting. Beginnings "
+        "that texts share run once, except on a hybrid with recurrent layers.",
+        epilog=f"{EXAMPLES}\nSIGTERM or Ctrl-C ends the server when its texts have ended; a second one at once.\n",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    add_checkpoint_flags(made)
+    add = made.add_argument
+    add("--host", default="127.0.0.1", metavar="H", help="address to listen at; default: 127.0.0.1, this machine alone")
+    add("--port", type=int, default=8000, metavar="N", help="0 for any that is free; default: 8000")
+    add("--api-key", metavar="KEY", help="that clients must send; default: none is asked for")
+    add("--served-model-name", metavar="NAME", help="by which clients call the model; default: the name of its folder")
+    add("--speculative-config", metavar="JSON", help="how texts draft, as of generate; default: plain decoding")
+    add("--max-running", type=int, default=16, metavar="N", help="texts in a step; default: 16")
+    add("--max-waiting", type=int, default=256, metavar="N", help="texts that wait; more are refused; default: 256")
+    add("--cache-gib", type=float, metavar="G", help="memory for keys and values, and for the states of recurrent "
+        "layers of --max-running texts; default: what texts of full length need, at most 4")  # fmt: skip
+    return made
+
+
+def run(args: Namespace) -> int:
+    """Load, listen, and serve; of several ranks, of torchrun, rank 0 speaks HTTP.
+
+    Raises:
+        ValueError: bad input, before anything is loaded if it can.
+    """
+    import torch
+
+    from megatron_mtp.drafting.config import parse_config
+    from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
+    from megatron_mtp.drafting.load import load_checkpoint, load_drafter
+    from megatron_mtp.drafting.memory import blocks_for, blocks_in
+    from megatron_mtp.platform import cpu
+    from megatron_mtp.serving.answers import Served
+    from megatron_mtp.serving.ranks import Leader, follow, group_of_all
+    from megatron_mtp.serving.server import listener, serve
+    from megatron_mtp.serving.tokens import Ids, Words
+
+    _check(args)
+    config = None if args.speculative_config is None else parse_config(args.speculative_config)
+    is_first = os.environ.get("RANK", "0") == "0"
+    listening = listener(args.host, args.port) if is_first else None
+
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code)
+    runner, drafter = loaded.runner, load_drafter(config, dtype)
+    tokenizer = loaded.read_tokenizer(args.tokenizer, args.trust_remote_code)
+    if args.cache_gib is None:
+        blocks = blocks_for(args.max_running, runner, drafter)
+    else:
+        blocks = blocks_in(args.cache_gib, args.max_running, runner, drafter)
+    sizes = EngineSettings(args.max_running, args.max_waiting, blocks, overlap=not cpu.installed())
+    engine = ContinuousEngine(runner, sizes, config, drafter)
+    served = Served(
+        name=args.served_model_name or _model_name(Path(args.load)),
+        codec=Ids() if tokenizer is None else Words(tokenizer),
+        positions=runner.positions,
+        vocabulary=runner.vocab_size,
+        most_texts=args.max_waiting,  # they wait for a step before they run
+        created=int(time.time()),
+    )
+    group = group_of_all() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    if listening is None:
+        follow(engine, served.codec, group)
+        return 0
+    print(f"> {loaded.line(args.load)}", flush=True)
+    if group is None:
+        return serve(engine, served, listening, args.api_key)
+    leader = Leader(engine, group)
+    status = serve(leader, served, listening, args.api_key)
+    if status == 0:
+        leader.end()
+    return status
+
+
+def _check(args: Namespace) -> None:
+    """Raises ValueError for flags that cannot be served."""
+    check_counts(args, "max_running", "max_waiting")
+    if args.cache_gib is not None and not 0 < args.cache_gib <= LARGEST_GIB:
+        raise ValueError(
+            f"--cache-gib is {args.cache_gib}; give the GiB of memory that the cache may take, at most {LARGEST_GIB}."
+        )
+    if args.api_key == "":
+        raise ValueError("--api-key is empty; give a key, or leave the flag out.")
+
+
+def _model_name(folder: Path) -> str:
+    """The folder's name; of a run's `checkpoint`, the run's."""
+    whole = folder.resolve()
+    return whole.parent.name if whole.name == "checkpoint" else whole.name

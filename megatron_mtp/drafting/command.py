@@ -4,26 +4,21 @@ import json
 import logging
 import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.drafting.api import check_prompts
 from megatron_mtp.drafting.config import SpeculativeConfig, parse_config
-from megatron_mtp.drafting.load import Loaded, load_checkpoint
+from megatron_mtp.drafting.load import load_checkpoint, load_drafter
 from megatron_mtp.drafting.loop import Limits
 from megatron_mtp.drafting.method import make_method
-from megatron_mtp.drafting.proposers.draft_model import DraftModelSettings
 from megatron_mtp.drafting.record import Record, make_folder
 from megatron_mtp.drafting.report import summary, table
-from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.text import Stream, cutter, own_output, quoted, read_prompts
 from megatron_mtp.drafting.timing import Listeners, Work
 from megatron_mtp.errors import sentences
-from megatron_mtp.platform import cpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,18 +41,18 @@ def run(args: Namespace, answer: TextIO) -> None:
         raise ValueError(f"--batch-size is {args.batch_size}; give 1 or more.")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code)
-    tokenizer = tokenizer_of(args, loaded)
+    tokenizer = loaded.read_tokenizer(args.tokenizer, args.trust_remote_code)
     prompts = read_prompts(args.prompt, args.prompt_file, args.prompt_ids, tokenizer)
     if not -(2**63) <= args.seed <= 2**63 - len(prompts):
         raise ValueError(f"--seed is {args.seed}, which 64 bits do not hold for every prompt; give a smaller one.")
     check_prompts(loaded.runner, prompts, args.max_new_tokens)
-    drafter = drafter_of(config, dtype)
+    drafter = load_drafter(config, dtype)
     make_method(loaded.runner, config, sampling, drafter)
     limits = _limits(args, tokenizer)
     work = Work(loaded.runner, prompts, sampling, limits, drafter, args.batch_size, args.seed)
     listeners = _listeners(args, prompts, tokenizer)
     if _is_first() and not args.json:
-        _announce(args.load, loaded.runner, config, listeners.stream, prompts[0])
+        _announce(loaded.line(args.load), config, listeners.stream, prompts[0])
     texts, cost = work.timed(config, listeners)
     plain, same = None, None
     if args.compare and config is not None:
@@ -77,13 +72,6 @@ def run(args: Namespace, answer: TextIO) -> None:
     print(f"\n{table(figures, sampled=not sampling.greedy)}")
 
 
-def drafter_of(config: SpeculativeConfig | None, dtype: torch.dtype | None) -> Runner | None:
-    """The small model of `draft_model`."""
-    if config is None or not isinstance(config.settings, DraftModelSettings):
-        return None
-    return load_checkpoint(str(config.settings.model), dtype=dtype, flag="speculative config: model").runner
-
-
 def _listeners(args: Namespace, prompts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None") -> Listeners:
     """A single text is streamed where people read it; the folder of a record is made before anything is generated."""
     if args.record is not None and _is_first():
@@ -93,40 +81,13 @@ def _listeners(args: Namespace, prompts: list[list[int]], tokenizer: "PreTrained
     return Listeners(stream, None if args.record is None else Record(prompts))
 
 
-def _announce(
-    folder: str, runner: Runner, config: SpeculativeConfig | None, stream: Stream | None, prompt: list[int]
-) -> None:
+def _announce(line: str, config: SpeculativeConfig | None, stream: Stream | None, prompt: list[int]) -> None:
     """What stands before the text."""
-    print(f"> {named(folder, runner)}")
+    print(f"> {line}")
     if config is not None and not config.lossless:
         print(f"> the verifier '{config.verifier}' does not keep the model's distribution")
     if stream is not None:
         stream.echo(prompt)
-
-
-def tokenizer_of(args: Namespace, loaded: Loaded) -> "PreTrainedTokenizerBase | None":
-    """The one that was asked for, or else the one of the training; one without an end token is good as well."""
-    folder: str | Path | None = args.tokenizer or loaded.tokenizer
-    if folder is None:
-        return None
-    from megatron_mtp.data.tokenizer import read_tokenizer
-
-    tokenizer = read_tokenizer(Path(folder), args.trust_remote_code)
-    if args.tokenizer is not None:
-        _check_vocabulary(args.tokenizer, tokenizer, loaded)
-    return tokenizer
-
-
-def _check_vocabulary(folder: str, tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> None:
-    """Ids mean other tokens in a tokenizer of another size; without the one of the training, only a bound is known."""
-    from megatron_mtp.data.tokenizer import entries
-
-    given, trained = entries(tokenizer), loaded.runner.vocab_size
-    if given > trained or (loaded.tokenizer is not None and given != trained):
-        raise ValueError(
-            f"--tokenizer is {folder} with {given} entries, but the model was trained with {trained}; give the "
-            "tokenizer of the training."
-        )
 
 
 def _limits(args: Namespace, tokenizer: "PreTrainedTokenizerBase | None") -> Limits:
@@ -144,21 +105,6 @@ def _limits(args: Namespace, tokenizer: "PreTrainedTokenizerBase | None") -> Lim
 
 def _is_first() -> bool:
     return torch.distributed.get_rank() == 0
-
-
-def named(folder: str, runner: Runner) -> str:
-    """What was loaded, in a line."""
-    size = sum(weight.numel() for weight in runner.model.parameters())
-    ranks = torch.distributed.get_world_size()
-    share = "" if ranks == 1 else f" on each of {ranks} ranks"
-    device = "the CPU" if cpu.installed() else torch.cuda.get_device_name()
-    repeats = runner.depths > 1 and runner.model.config.mtp_use_repeated_layer
-    many = f"1 depth in {runner.depths} passes" if repeats else f"{runner.depths} depths"
-    depths = {0: "no depths", 1: "1 depth"}.get(runner.depths, many)
-    dtype = str(runner.dtype).removeprefix("torch.")
-    return (
-        f"{folder}, {iteration_folder(Path(folder)).name}: {size:,} parameters{share}, {depths}, {dtype}, on {device}"
-    )
 
 
 def _print_json(

@@ -9,7 +9,7 @@ import io
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
@@ -20,12 +20,18 @@ from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, run_tokenizer
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.proposers.draft_model import DraftModelSettings
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.arguments import TE, arguments_without, completed
 from megatron_mtp.model.build import build, config_of, join_world
 from megatron_mtp.model.hybrid import without_stages
 from megatron_mtp.model.trunk import MTPTrunk
+from megatron_mtp.platform import cpu
 from megatron_mtp.platform.kernels import transformer_engine_works
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 HERE: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
@@ -77,6 +83,45 @@ class Loaded:
 
     runner: Runner
     tokenizer: Path | None
+
+    def read_tokenizer(
+        self, folder: str | None = None, trust_remote_code: bool = False
+    ) -> "PreTrainedTokenizerBase | None":
+        """The tokenizer in `folder`, or else the one of the training; one without an end token is good as well.
+
+        Raises:
+            ValueError: ids mean other tokens in it, by its size; without the one of the training only a bound is known.
+        """
+        if folder is None:
+            return None if self.tokenizer is None else read_tokenizer(self.tokenizer, trust_remote_code)
+        tokenizer = read_tokenizer(Path(folder), trust_remote_code)
+        given, trained = entries(tokenizer), self.runner.vocab_size
+        if given > trained or (self.tokenizer is not None and given != trained):
+            raise ValueError(
+                f"--tokenizer is {folder} with {given} entries, but the model was trained with {trained}; give the "
+                "tokenizer of the training."
+            )
+        return tokenizer
+
+    def line(self, folder: str) -> str:
+        """What was loaded from the folder, in a line."""
+        runner = self.runner
+        size = sum(weight.numel() for weight in runner.model.parameters())
+        ranks = torch.distributed.get_world_size()
+        share = "" if ranks == 1 else f" on each of {ranks} ranks"
+        device = "the CPU" if cpu.installed() else torch.cuda.get_device_name()
+        repeats = runner.depths > 1 and runner.model.config.mtp_use_repeated_layer
+        many = f"1 depth in {runner.depths} passes" if repeats else f"{runner.depths} depths"
+        depths = {0: "no depths", 1: "1 depth"}.get(runner.depths, many)
+        iteration, dtype = iteration_folder(Path(folder)).name, str(runner.dtype).removeprefix("torch.")
+        return f"{folder}, {iteration}: {size:,} parameters{share}, {depths}, {dtype}, on {device}"
+
+
+def load_drafter(config: SpeculativeConfig | None, dtype: torch.dtype | None = None) -> Runner | None:
+    """The small model of the method `draft_model`; None of other methods."""
+    if config is None or not isinstance(config.settings, DraftModelSettings):
+        return None
+    return load_checkpoint(str(config.settings.model), dtype=dtype, flag="speculative config: model").runner
 
 
 def load_runner(folder: str | Path, vocab_size: int | None = None, dtype: torch.dtype | None = None) -> Runner:

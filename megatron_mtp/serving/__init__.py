@@ -13,6 +13,4 @@ completions.py  the form of /v1/completions
 chat.py         the form of /v1/chat/completions
 app.py          the paths
 server.py       uvicorn, which drains
-flags.py        the flags of serve, parsed without torch
-command.py      megatron-mtp serve
 """

@@ -10,10 +10,26 @@ from typing import override
 import uvicorn
 from starlette.types import ASGIApp
 
+from megatron_mtp.drafting.requests import Engine
+from megatron_mtp.serving.answers import Served
+from megatron_mtp.serving.app import make_app
+from megatron_mtp.serving.metrics import Metrics
 from megatron_mtp.serving.service import Service
 
 PATIENCE = 10
 """Seconds in which clients read the end of what they asked for, after the last token of all texts."""
+
+
+def serve(engine: Engine, served: Served, listening: socket.socket, key: str | None = None) -> int:
+    """Serve an engine at a socket until a signal ends it; returns the exit status, 1 if the engine has failed."""
+    metrics = Metrics()
+    service = Service(engine, metrics)
+
+    def ready() -> None:
+        print(f"> '{served.name}' is served at {address_of(listening)}", flush=True)
+
+    Server(make_app(service, served, metrics, key), service, ready).run([listening])
+    return int(service.broken)
 
 
 class Server(uvicorn.Server):

@@ -13,9 +13,9 @@ from drafting_single import prompts_of, runner_of
 from installed import ask_again
 from torch import Tensor
 
+from megatron_mtp.cli.generate import parser
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
-from megatron_mtp.drafting.flags import parser
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.verifiers import VERIFIERS
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss

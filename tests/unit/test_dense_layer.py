@@ -8,7 +8,8 @@ import torch
 from drafting_single import model_of, prompts_of, trained_forward
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_mtp.drafting import command, dense_layer
+from megatron_mtp.cli.generate import main
+from megatron_mtp.drafting import dense_layer
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.trunk import MTPGPTModel
@@ -61,7 +62,7 @@ def test_the_command_shows_the_warning_though_it_silences_others(monkeypatch: py
     monkeypatch.setattr(logging.getLogger(), "level", logging.ERROR)
     logging.getLogger()._cache.clear()  # type: ignore[attr-defined]
     with pytest.raises(SystemExit):
-        command.main(["generate", "--load", "/nowhere", "--prompt-ids", "1"])
+        main(["--load", "/nowhere", "--prompt-ids", "1"], "generate")
     assert logging.getLogger(dense_layer.__name__).isEnabledFor(logging.WARNING)
     assert not logging.getLogger("megatron.core").isEnabledFor(logging.WARNING)
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from documents import ROOT
 
+from megatron_mtp.cli.generate import parser
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
 from megatron_mtp.drafting import energy
-from megatron_mtp.drafting.command import parser
 from megatron_mtp.drafting.config import parse_config
 from megatron_mtp.drafting.energy import Meter
 from megatron_mtp.drafting.proposers import PROPOSERS
@@ -205,7 +205,7 @@ def test_the_list_says_what_each_method_is_and_which_keys_it_has(capsys: pytest.
 
 
 def test_help_does_not_wait_for_torch() -> None:
-    loaded = "import sys; from megatron_mtp.drafting.flags import parser; parser('generate').format_help(); "
+    loaded = "import sys; from megatron_mtp.cli.generate import parser; parser('generate').format_help(); "
     check = "print([name for name in ('torch', 'megatron.core', 'transformers') if name in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", loaded + check], capture_output=True, text=True, check=True).stdout
     assert answer.strip() == "[]"

@@ -9,11 +9,18 @@ A step decodes or runs prompts, by turns where there are both, so that first tok
 
 A text that was put back loses its rows and nothing else: its tokens are run again when there is room, and its random
 numbers depend on its seed and positions. So a text depends on its request alone, whatever comes when.
+
+Where a forward raises, its texts are put back, and each goes on in forwards of its own. One that fails there as well
+ends with `Finish.ERROR`; the others do not notice. On several tensor-parallel ranks the error is raised: the other
+ranks may not have failed, and their collectives would meet those of another step.
 """
 
 import heapq
+import logging
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -25,7 +32,7 @@ from megatron_mtp.drafting.loop import CHUNK, Limits, catch_up
 from megatron_mtp.drafting.memory import Memory, entry_bytes
 from megatron_mtp.drafting.method import Method, make_method
 from megatron_mtp.drafting.pages import BLOCK, Pages
-from megatron_mtp.drafting.requests import Load, QueueFull, Request, Update
+from megatron_mtp.drafting.requests import Finish, Load, QueueFull, Request, Update
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import AcceptanceStats, merged
@@ -38,6 +45,8 @@ SEEDS = range(-(2**63), 2**63)
 
 Kind = tuple[SpeculativeConfig, bool]
 """Texts of one kind draft alike: their config, and whether they are greedy."""
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ class ContinuousEngine:
         self._texts: dict[int, Text] = {}
         self._waiting: list[int] = []
         self._prefilled: list[Text] = []
-        self._groups: dict[Kind, LiveGroup] = {}
+        self._groups: dict[tuple[Kind, int | None], LiveGroup] = {}
         self._updates: list[Update] = []
         self._decoded = True
         self._added = self._preempted = self._prompt_tokens = self._cached_tokens = 0
@@ -134,6 +143,7 @@ class ContinuousEngine:
         text = self._texts.get(request)
         if text is not None:
             self._remove(text)
+            self._free(text)
             del self._texts[request]
 
     @torch.inference_mode()
@@ -176,8 +186,8 @@ class ContinuousEngine:
     def _decode(self) -> None:
         self._make_room()
         for group in [*self._groups.values()]:
-            group.step()
-            self._leave([text for text, live in zip(group.texts, group.sequences.live, strict=True) if not live])
+            if self._survives(group.texts, group.step):
+                self._leave([text for text, live in zip(group.texts, group.sequences.live, strict=True) if not live])
 
     def _make_room(self) -> None:
         """Blocks for what the next step of every text may write, the oldest text's first."""
@@ -192,11 +202,16 @@ class ContinuousEngine:
                 if youngest is text:
                     break
             if len(text.held.blocks) > before:
-                self._groups[_kind(text)].place(text)
+                self._groups[_group(text)].place(text)
 
     def _put_back(self, text: Text) -> None:
         """Let a text wait again; it comes before all that have not begun."""
         self._remove(text)
+        self._wait_again(text)
+
+    def _wait_again(self, text: Text) -> None:
+        """The same for one that is in no group and no forward."""
+        self._free(text)
         text.progress = text.progress.anew()
         text.run = 0
         if not text.has_begun:
@@ -205,7 +220,7 @@ class ContinuousEngine:
         self._preempted += 1
 
     def _remove(self, text: Text) -> None:
-        """Take a text out of where it is, and its blocks from it."""
+        """Take a text out of where it is."""
         if text.number in self._waiting:
             self._waiting.remove(text.number)
             heapq.heapify(self._waiting)
@@ -214,7 +229,6 @@ class ContinuousEngine:
         else:
             self._learn(text)
             self._take_out([text])
-        self._free(text)
 
     def _leave(self, texts: list[Text]) -> None:
         """These texts of one group have ended."""
@@ -233,10 +247,49 @@ class ContinuousEngine:
             text.entry = None
 
     def _take_out(self, texts: list[Text]) -> None:
-        kind = _kind(texts[0])
-        self._groups[kind].leave(texts)
-        if not self._groups[kind].texts:
-            del self._groups[kind]
+        group = _group(texts[0])
+        self._groups[group].leave(texts)
+        if not self._groups[group].texts:
+            del self._groups[group]
+
+    # ---- errors
+
+    def _survives(self, texts: list[Text], forward: Callable[[], None]) -> bool:
+        """Run a forward of these texts. Where it raises, they are out of it, and others are as before."""
+        texts, known = [*texts], {text.number: len(text.tokens) for text in texts}
+        try:
+            forward()
+        except Exception as error:
+            if isinstance(error, torch.AcceleratorError) or self.runner.model.config.tensor_model_parallel_size > 1:
+                raise  # a device that has failed, or ranks that may differ
+            _logger.exception("a step of the requests %s has failed", sorted(known))
+            self._recover(texts, known)
+            return False
+        return True
+
+    def _recover(self, texts: list[Text], known: dict[int, int]) -> None:
+        """Let texts of a forward that has raised begin anew, each alone; one that was alone ends.
+
+        What their groups have on the device may be half of a step, so these are made anew as well.
+        """
+        gone = [self._groups.pop(group) for group in {_group(text) for text in texts} & self._groups.keys()]
+        others = [text for group in gone for text in group.texts if text.number not in known]
+        self._prefilled = [text for text in self._prefilled if text.number not in known]
+        for text in texts:
+            given = [update for update in self._updates if update.request == text.number]
+            del text.tokens[known[text.number] + sum(len(update.tokens) for update in given) :]
+            text.progress.rounds = [one for one in text.progress.rounds if one[0] < len(text.tokens)]
+            has_ended = any(update.finish is not None for update in given)
+            if text.alone and not has_ended:
+                self._updates.append(Update(text.number, [], finish=Finish.ERROR))
+            if text.alone or has_ended:
+                self._free(text)
+                del self._texts[text.number]
+            else:
+                text.alone = True
+                self._wait_again(text)
+        for text in others:
+            self._wait_again(text)
 
     # ---- prompts
 
@@ -244,7 +297,8 @@ class ContinuousEngine:
         """A chunk of rows, if any prompt can run; says whether one could."""
         rows = self.settings.chunk
         while rows > 0 and (parts := self._next_parts(rows)):
-            self._run([text for text, _ in parts], [count for _, count in parts])
+            texts, counts = [text for text, _ in parts], [count for _, count in parts]
+            self._survives(texts, partial(self._run, texts, counts))
             rows -= max(sum(count for _, count in parts), 1)
         return rows < self.settings.chunk
 
@@ -259,11 +313,14 @@ class ContinuousEngine:
         if not self._prefilled:
             return []
         oldest, *others = self._prefilled
+        if oldest.alone:
+            return [(oldest, min(_rows_left(oldest), rows))]
+        others = [text for text in others if not text.alone]
         turns = [(oldest, -(-rows // 2)), *((text, rows) for text in sorted(others, key=_rows_left)), (oldest, rows)]
-        counts = dict.fromkeys((text.number for text in self._prefilled), 0)
+        counts = dict.fromkeys((text.number for text in (oldest, *others)), 0)
         for text, most in turns:
             counts[text.number] += min(_rows_left(text) - counts[text.number], most, rows - sum(counts.values()))
-        parts = [(text, counts[text.number]) for text in self._prefilled]
+        parts = [(text, counts[text.number]) for text in (oldest, *others)]
         return [(text, count) for text, count in parts if count or text.has_run]
 
     def _wanted(self, rows: int) -> int:
@@ -328,10 +385,10 @@ class ContinuousEngine:
         for text in ended:
             self._learn(text)
             self.cancel(text.number)
-        going: dict[Kind, list[Text]] = defaultdict(list)
+        going: dict[tuple[Kind, int | None], list[Text]] = defaultdict(list)
         for text in texts:
             if text.number in self._texts:
-                going[_kind(text)].append(text)
+                going[_group(text)].append(text)
         for some in going.values():
             self._go_on(prompts, some)
 
@@ -363,12 +420,12 @@ class ContinuousEngine:
                 catch_up(part, method, method.count)
 
     def _join(self, texts: list[Text], sequences: Sequences) -> None:
-        kind = _kind(texts[0])
+        kind, group = _kind(texts[0]), _group(texts[0])
         sequences.packs = False
-        if kind in self._groups:
-            self._groups[kind].join(texts, sequences)
+        if group in self._groups:
+            self._groups[group].join(texts, sequences)
         else:
-            self._groups[kind] = LiveGroup(
+            self._groups[group] = LiveGroup(
                 self.runner,
                 texts,
                 sequences,
@@ -420,6 +477,11 @@ class ContinuousEngine:
 
 def _kind(text: Text) -> Kind:
     return text.method.config, text.method.sampling.greedy
+
+
+def _group(text: Text) -> tuple[Kind, int | None]:
+    """Texts of one kind are decoded together, and one that has to be alone in a group of its own."""
+    return _kind(text), text.number if text.alone else None
 
 
 def _rows_left(text: Text) -> int:

@@ -40,6 +40,7 @@ class Text:
         held: its blocks.
         entry: where recurrent layers keep its states; None where it has no place.
         run: rows of the trunk that the prefill has done.
+        alone: whether it shares no forward with others, after one that has failed.
         cached: tokens of the prompt whose rows were found; None before the text first had a place.
         prompt_logprobs: as far as the prompt has run.
     """
@@ -53,6 +54,7 @@ class Text:
     entry: int | None = None
     progress: Progress = field(default_factory=Progress)
     run: int = 0
+    alone: bool = False
     cached: int | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 

@@ -15,10 +15,11 @@ from megatron_mtp.drafting.types import AcceptanceStats
 
 
 class Finish(StrEnum):
-    """Why a text ended, as OpenAI's API names it."""
+    """Why a text ended, as OpenAI's API names it; an error is a bug, whose traceback is logged."""
 
     STOP = "stop"
     LENGTH = "length"
+    ERROR = "error"
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,13 @@ class Sequences:
         """Tokens of every text, the prompt included."""
         return [len(text) for text in self.texts]
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that a live text may have."""
+        return self.ahead + max(
+            (len(text) for text, live in zip(self.texts, self.live, strict=True) if live), default=1
+        )
+
     def growth_since(self, cache: int) -> int:
         """The most tokens that a live text has gained since a drafter's cache last ran, or `growth` if that is more."""
         behind = [
@@ -229,9 +236,8 @@ class Sequences:
 
     def window(self, beyond: int) -> int:
         """How many slots a forward looks at whose last row is `beyond` rows after the newest token; `rounded`."""
-        longest = max((len(text) for text, live in zip(self.texts, self.live, strict=True) if live), default=1)
-        beyond = max(beyond, self.growth, self.reach) + self.ahead
-        return min(rounded(longest + beyond, self.few_shapes), self.capacity)
+        beyond = max(beyond, self.growth, self.reach)
+        return min(rounded(self.longest + beyond, self.few_shapes), self.capacity)
 
     def chain(self, first_B: Tensor, rows: int, beyond: int, end_B: Tensor | None = None) -> Rows:
         """Rows from slot `first_B` on; those of texts that have ended leave no trace.

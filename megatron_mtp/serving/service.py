@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from queue import SimpleQueue
 from typing import Any
 
-from megatron_mtp.drafting.requests import Engine, Load, QueueFull, Request, Update
+from megatron_mtp.drafting.requests import Engine, Finish, Load, QueueFull, Request, Update
 from megatron_mtp.serving.errors import APIError, failed
 from megatron_mtp.serving.metrics import GONE, Metrics
 
@@ -49,7 +49,7 @@ class Service:
     Attributes:
         draining: no request is taken any more.
         load: of the engine after its last step.
-        broken: the engine has raised what is a bug.
+        broken: the engine cannot go on after a bug; one of a single text ends with that text.
     """
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
@@ -140,7 +140,7 @@ class Service:
             if update.finish is not None:
                 del self._owners[update.request]
                 self._metrics.ended(update.request, update.finish)
-            texts.put((place, update))
+            texts.put(failed() if update.finish is Finish.ERROR else (place, update))
 
     def _break(self) -> None:
         self.broken = True

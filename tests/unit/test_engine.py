@@ -1,14 +1,17 @@
 """Continuous batching against `generate` in float32: the same tokens, whatever comes when."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from drafting_single import KINDS, method_of, model_of, prompts_of, trained_forward
+from hybrid_single import drafting_hybrid
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron_single import VOCABULARY
@@ -17,6 +20,7 @@ from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
 from megatron_mtp.drafting.judged import Judge, penalised
+from megatron_mtp.drafting.live import LiveGroup, Prompts
 from megatron_mtp.drafting.loop import Limits, emitted_of
 from megatron_mtp.drafting.memory import block_bytes, blocks_in
 from megatron_mtp.drafting.requests import Engine, Finish, Penalties, QueueFull, Request, Update
@@ -45,6 +49,8 @@ SHARING = {**CHAINS, **TREES}
 METHODS = {**SHARING, **ROUNDS}
 SAMPLINGS = [Sampling(), Sampling(), Sampling(1.0), Sampling(0.7, top_k=20), Sampling(1.2, top_p=0.8, min_p=0.02)]
 KEPT: dict[str, Runner] = {}
+LENGTHS = (510, 512, 600, 1030)
+HYBRID = "M*EG/GM*/GM*/GM*"
 
 
 def runner_of(kind: str = "gqa") -> Runner:
@@ -193,6 +199,39 @@ def test_every_kind_of_model_is_served(kind: str) -> None:
         speculative = config_from({"method": "mtp_eagle", "num_speculative_tokens": 2})
     wanted = [replace(request_of(prompt, 15), speculative=speculative) for prompt in prompts_of(5, 70)]
     same_as_alone(engine_of(runner, running=3, blocks=14), wanted, runner)
+
+
+LONG = {length: [(place * place * 7 + length) % (VOCABULARY - 1) + 1 for place in range(length)] for length in LENGTHS}
+
+
+def long_runner(kind: str, compiled: str, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """A model with positions for more than two chunks; the same for all tests."""
+    monkeypatch.setenv("MEGATRON_MTP_COMPILED", compiled)
+    if (name := f"long {kind} {compiled}") not in KEPT:
+        model = drafting_hybrid(HYBRID, torch.float32) if kind == "hybrid" else model_of(kind, 3, torch.float32)
+        model.max_sequence_length = 1100
+        KEPT[name] = Runner(model)
+    return KEPT[name]
+
+
+@pytest.mark.parametrize("compiled", ["0", pytest.param("1", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        *((kind, method) for kind in ("gqa", "moe", "mla", "hybrid") for method in ("mtp", "mtp_eagle")),
+        *(("gqa", method) for method in ("draft_model", "mtp_trunk_states", "mtp_tree")),
+    ],
+)
+def test_prompts_around_a_chunk_and_two(kind: str, method: str, compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No window of a drafter that catches up has padding alone; prompts come one by one, and together."""
+    runner, drafter = (long_runner(one, compiled, monkeypatch) for one in (kind, "mha-tied-layernorm"))
+    wanted = [request_of(LONG[length], 4, method) for length in LENGTHS]
+    right = [alone(request, runner, drafter) for request in wanted]
+    for running in (1, 3):
+        engine = ContinuousEngine(runner, EngineSettings(running=running, blocks=256), drafter=drafter)
+        numbers = [engine.add(request) for request in wanted]
+        made = texts_of(drained(engine))
+        assert [made[number] for number in numbers] == right
 
 
 def test_it_is_an_engine() -> None:
@@ -681,3 +720,73 @@ def test_blocks_of_a_model_fill_the_memory_that_is_given() -> None:
     assert blocks_in(6.5 * block_bytes(runner_of()) / 2**30, 16, runner_of()) == 5
     with pytest.raises(ValueError, match="holds no block of 32 tokens; give at least"):
         blocks_in(1e-9, 16, runner_of())
+
+
+# ---- a step that raises
+
+PLACES: dict[str, tuple[type, str]] = {
+    "the rows of a prompt": (Prompts, "run"),
+    "a first token": (Prompts, "begin"),
+    "a step": (LiveGroup, "step"),
+    "what a step gave": (LiveGroup, "give"),
+    "a text that joins": (LiveGroup, "join"),
+}
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, where: str, raises: Callable[[list[int]], bool]) -> None:
+    """Raise behind a call in the engine where `raises` says so of the seeds of the texts that take part."""
+    owner, name = PLACES[where]
+    real = getattr(owner, name)
+
+    def stumbling(self: Any, *given: Any) -> Any:
+        made = real(self, *given)
+        if raises([text.request.seed for text in self.texts]):
+            raise RuntimeError("planted")
+        return made
+
+    monkeypatch.setattr(owner, name, stumbling)
+
+
+def check_errors(method: str, bad: set[int], **sizes: Any) -> ContinuousEngine:
+    """All but the bad requests give the tokens that they give alone, and nothing is left of any."""
+    every = zip(prompts_of(7, 50), [3, 30, 9, 12, 17, 24, 12], SAMPLINGS * 2, strict=False)
+    wanted = [request_of(p, m, method, sampling=s, seed=seed) for seed, (p, m, s) in enumerate(every)]
+    engine = engine_of(running=4, **sizes)
+    numbers = [engine.add(request) for request in wanted]
+    updates = drained(engine)
+    made, ends = texts_of(updates), {one.request: one.finish for one in updates if one.finish is not None}
+    for seed, (number, request) in enumerate(zip(numbers, wanted, strict=True)):
+        right = alone(request)
+        assert (ends[number] is Finish.ERROR) == (seed in bad)
+        assert made.get(number, []) == (right[: len(made.get(number, []))] if seed in bad else right)
+    assert engine.load.blocks_used == engine.load.running == engine.load.waiting == 0
+    return engine
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", PLACES)
+def test_a_request_that_fails_is_the_only_one(where: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of seven always raise, also when they are alone."""
+    bad = set[int]() if where == "a text that joins" else {1, 5}  # one that is alone joins no group
+    plant(monkeypatch, where, lambda seeds: bool({1, 5} & {*seeds}))
+    check_errors("mtp", bad, overlap=overlap)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_error_that_passes_costs_no_token(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fifth forward of prompts raises once, and the fifth step, whoever takes part."""
+    for where in ("the rows of a prompt", "a step"):
+        with monkeypatch.context() as patched:
+            plant(patched, where, partial(lambda calls, _: next(calls) == 5, count(1)))
+            assert check_errors(method, set(), chunk=16).load.preempted > 0
+
+
+def test_a_device_that_has_failed_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raised(*_: Any) -> None:
+        raise torch.AcceleratorError("planted")
+
+    monkeypatch.setattr(Prompts, "run", raised)
+    engine = engine_of()
+    engine.add(request_of([1, 2, 3]))
+    with pytest.raises(torch.AcceleratorError):
+        engine.step()

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 import httpx2
 import openai
 import pytest
-from parrot import NAME, Parrot, Running, running, words
+from parrot import NAME, Parrot, Running, Text, running, words
 
+from megatron_mtp.drafting.requests import Finish, Update
 from megatron_mtp.serving.server import listener
 from megatron_mtp.serving.tokens import Words
 
@@ -113,8 +114,7 @@ def test_a_client_that_goes_away_before_its_request_is_queued(server: Running) -
     until(lambda: not server.service._asked)
     server.engine.go.set()
     assert b"200 OK" in answer(first)
-    until(lambda: live(server) == 0)
-    assert server.engine.cancelled == 1
+    until(lambda: server.engine.cancelled == 1 and live(server) == 0)
 
 
 def test_draining_ends_what_has_begun_and_refuses_the_rest(codec: Words) -> None:
@@ -151,6 +151,32 @@ def test_a_request_that_the_engine_stumbles_over_fails_alone(server: Running, mo
     monkeypatch.undo()
     assert server.post("/v1/completions", {"prompt": "ab"}).status_code == 200
     assert httpx2.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_text_that_fails_in_a_step_is_a_500_of_its_own(
+    stream: bool, codec: Words, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two texts of a request one fails; another request, which shares the steps, does not notice."""
+    real, failing = Parrot._update, list[int]()
+
+    def update(self: Parrot, number: int, text: Text) -> Update:
+        if text.request.prompt[0] != 4 or failing:
+            return real(self, number, text)
+        failing.append(number)
+        return Update(number, [], finish=Finish.ERROR)
+
+    monkeypatch.setattr(Parrot, "_update", update)
+    with running(Parrot(pace=0.01), codec) as server:
+        good = raw(server, {"prompt": [5, 6], "max_tokens": 100})
+        until(lambda: live(server) == 1)
+        bad = answer(raw(server, {"prompt": [4, 5], "n": 2, "max_tokens": 400, "stream": stream}))
+        assert b"engine_failed" in bad
+        assert stream or b"500 Internal" in bad
+        assert b"200 OK" in answer(good)
+        until(lambda: live(server) == 0)
+        assert httpx2.get(f"{server.url}/health").json() == {"status": "ok"}
+        assert 'requests_total{finished_reason="error"} 1.0' in httpx2.get(f"{server.url}/metrics").text
 
 
 def test_64_connections_at_once(codec: Words) -> None:

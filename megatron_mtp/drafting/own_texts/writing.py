@@ -11,7 +11,7 @@ from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
 from megatron_mtp.drafting.memory import blocks_for
 from megatron_mtp.drafting.own_texts.journal import Written
-from megatron_mtp.drafting.requests import Request
+from megatron_mtp.drafting.requests import Finish, Request
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.types import AcceptanceStats
@@ -81,6 +81,8 @@ def write_texts(
         for update in engine.step():
             number, prompt, tokens = live[update.request]
             tokens += update.tokens
+            if update.finish is Finish.ERROR:
+                raise RuntimeError(f"the continuation of prompt {number} has failed; the log has the reason.")
             if update.finish is not None:
                 del live[update.request]
                 keep(Written(number, prompt, tokens, update.finish))

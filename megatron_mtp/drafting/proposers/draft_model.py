@@ -85,8 +85,7 @@ class DraftModel(OneCache):
         """Run the rows up to t_m; the small model's logits there, [B, V]."""
         width = sequences.growth_since(self.own) + 1
         sequences.mark_seen(self.own)
-        for before_B, count, _ in windows(sequences, width):
-            first_B = before_B + 1
+        for first_B, count, _ in windows(sequences, width, end=1):
             rows = sequences.chain(first_B, count, 0)
             hidden_SBH = self.drafter.trunk(sequences.tokens_at(first_B, count), rows, cache)
         return self.drafter.logits(hidden_SBH[-1:])[:, 0]

@@ -238,12 +238,16 @@ class Eagle(OneCache):
         return state_SBH[-1:]
 
 
-def windows(sequences: "Sequences", width: int) -> Iterator[tuple[Tensor, int, bool]]:
-    """The `width` rows up to row m - 1 in chunks: first row [B], number of rows, and whether they are the last."""
-    before = width
+def windows(sequences: "Sequences", width: int, end: int = 0) -> Iterator[tuple[Tensor, int, bool]]:
+    """The `width` rows before row m + `end` in chunks: first row [B], number of rows, and whether they are the last.
+
+    Rows before row 0 are padding. In several chunks they are left out where no text has a row: the first chunk could
+    be padding alone, of a new prompt of 513 tokens for example, and a module cannot run 0 rows.
+    """
+    before = width if width <= CHUNK else min(width, sequences.longest - 1 + end)
     while before > 0:
         rows = min(CHUNK, before) if before <= CHUNK or before >= 2 * CHUNK else before - CHUNK
-        yield sequences.newest_B - before, rows, rows == before
+        yield sequences.newest_B + end - before, rows, rows == before
         before -= rows
 
 

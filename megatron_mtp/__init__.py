@@ -11,13 +11,12 @@ model/         from arguments to a model: the trunk, the MTP block, sharing, fre
 losses/        what the depths are trained on
 checkpoint/    checkpoints read, converted between Hugging Face and Megatron, and proved equal
 drafting/      speculative decoding with the trained depths
-foretell/      what other engines will accept of the drafts, by their own rules
 training/      one run on Megatron's training loop
 integrations/  two lines for a training script that is not ours
-report/        one HTML page of one run or several
 serving/       OpenAI's HTTP API in front of an engine of many texts
 cli/           the verbs of megatron-mtp
 __main__.py    python -m megatron_mtp
+extensions/    optional parts, which the core does not import
 """
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install llama.cpp's Python bindings into an environment of their own, and test exported folders with them:
-# tests/functional/test_llama_cpp.py.
+# tests/extensions/predict/test_llama_cpp.py.
 #   scripts/test_llama_cpp.sh [pytest arguments]
 # Where they cannot be installed, the script says so and ends with status 77, which test runners take for "skipped".
 set -euo pipefail
@@ -14,4 +14,4 @@ if [ ! -e .venv-llama/installed ]; then
         { echo "test_llama_cpp.sh: skipped, since xllamacpp and gguf cannot be installed here"; exit 77; }
     touch .venv-llama/installed
 fi
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 tests/functional/test_llama_cpp.py "$@"
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 tests/extensions/predict/test_llama_cpp.py "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install vLLM for CPU into an environment of its own, and test exported folders with it: tests/functional/test_vllm.py.
+# Install vLLM for CPU into an environment of its own, and test exported folders with it: tests/extensions/predict/test_vllm.py.
 #   scripts/test_vllm.sh [pytest arguments]
 # vLLM needs a Python 3.11 and a torch of its own (3 GB): they go to .venv-vllm. Where it cannot be installed, the script
 # says so and ends with status 77, which test runners take for "skipped".
@@ -20,4 +20,4 @@ if [ ! -e .venv-vllm/installed ]; then
     VIRTUAL_ENV=.venv-vllm .venv/bin/uv pip uninstall --quiet torchvision torchaudio torchcodec || true
     touch .venv-vllm/installed
 fi
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 tests/functional/test_vllm.py "$@"
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 tests/extensions/predict/test_vllm.py "$@"

@@ -9,9 +9,6 @@ sample.py      a corpus of a checkpoint's own texts
 serve.py       OpenAI's HTTP API
 evaluate.py    loss and acceptance of a checkpoint on a text
 audit.py       what is in a checkpoint, and what differs between two
-foretell.py    what another engine will accept
-tabulate.py    a table of acceptance for many checkpoints
-tabulating.py  its rows, one by one
 attach.py      depths for a Hugging Face model, step by step
 preprocess.py  text to .bin and .idx
 doctor.py      what this machine has, and what the absence of a thing costs

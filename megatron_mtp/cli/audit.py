@@ -6,11 +6,9 @@ Exit status 0: sound, or equal. 1: findings that are more than notes. 2: bad inp
 import json
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
-from pathlib import Path
 from typing import Any
 
 from megatron_mtp.errors import Parser, named, status_of
-from megatron_mtp.files import check_outside
 
 FOUND = 1
 """Exit status where something was found."""
@@ -22,8 +20,8 @@ EXAMPLES = """examples:
   # what an export has lost or changed: a folder against the checkpoint that it was made from
   megatron-mtp audit runs/quickstart/checkpoint runs/quickstart/exported
 
-  # what both compute as well, and a page of it
-  megatron-mtp audit models/mine exported --logits --text held_out/a.txt --html audit.html
+  # what both compute as well
+  megatron-mtp audit models/mine exported --logits --text held_out/a.txt
 
   # in a script: status 0 if both are equal, 1 if not, 2 if one is no model
   megatron-mtp audit models/mine exported --json > audit.json
@@ -53,12 +51,11 @@ def parser(program: str) -> Parser:
     add("--text", type=named, metavar="FILE", help="with --logits: the tokens of this text, not random ones")
     add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
     add("--json", action="store_true", help="print one JSON object instead of lines")
-    add("--html", type=named, metavar="FILE", help="write a page as well")
     return made
 
 
 def run(args: Namespace) -> int:
-    """Audit, print, write the page; returns the exit status.
+    """Audit and print; returns the exit status.
 
     Raises:
         ValueError: a path is no model, or a flag does not fit.
@@ -67,8 +64,6 @@ def run(args: Namespace) -> int:
         raise ValueError(f"--text is {args.text}, whose tokens only --logits reads; add --logits, or leave --text out.")
     if args.text is not None and not args.text.is_file():
         raise ValueError(f"--text is {args.text}, which is no file; give a text.")
-    if args.html is not None:
-        check_outside(args.html, args.a, *([] if args.b is None else [args.b]))
 
     from megatron_mtp.checkpoint.hf.hub import local_folder
     from megatron_mtp.platform import quieten
@@ -85,17 +80,8 @@ def run(args: Namespace) -> int:
         trust_remote_code=args.trust_remote_code,
         quiet=args.json or not sys.stderr.isatty(),
     )
-    if args.html is not None:
-        _write_page(result, args.html)
     print(json.dumps(result) if args.json else text_of(result), flush=True)
     return 0 if result["ok"] else FOUND
-
-
-def _write_page(result: dict[str, Any], target: Path) -> None:
-    from megatron_mtp.report.audited import page
-    from megatron_mtp.report.page import write_page
-
-    write_page(page(result), target, flag="--html")
 
 
 def text_of(result: dict[str, Any]) -> str:

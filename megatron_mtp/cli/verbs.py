@@ -52,13 +52,6 @@ VERBS: Registry[Verb] = Registry(
             "answer OpenAI's HTTP API with a checkpoint, many texts at once, each drafting", "megatron_mtp.cli.serve"
         ),
         "evaluate": Verb("compute loss and acceptance by depth of a checkpoint on a text", "megatron_mtp.cli.evaluate"),
-        "foretell": Verb(
-            "compute what another engine will accept of a checkpoint's drafts, and why", "megatron_mtp.cli.foretell"
-        ),
-        "tabulate": Verb(
-            "fill a table of acceptance for many checkpoints, here and in engines", "megatron_mtp.cli.tabulate"
-        ),
-        "report": Verb("make one HTML page from one or several runs", "megatron_mtp.report.command"),
         "doctor": Verb("show what this machine has, and what missing parts cost", "megatron_mtp.cli.doctor"),
         "preprocess": Verb("turn text into the .bin and .idx that train reads", "megatron_mtp.cli.preprocess"),
         "completion": Verb(

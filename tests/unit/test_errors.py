@@ -143,7 +143,6 @@ def test_a_verb_that_is_started_without_a_standard_stream(closed: str) -> None:
         ["audit", "x", ""],
         ["convert", "inspect", ""],
         ["convert", "hf-to-mcore", "x", ""],
-        ["tabulate", "", "--text", "x"],
         ["foretell", ""],
         ["report", ""],
         ["attach", "", "x"],

@@ -1,6 +1,7 @@
 """Which room of the package may import which: read from the source, so that no import need be run."""
 
 import ast
+import re
 from collections.abc import Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -30,13 +31,14 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint/audit": LOW | {"data", "model"} | CHECKPOINT,
     "checkpoint": LOW | {"model"} | CHECKPOINT,
     "drafting": LOW | {"data", "model", "losses", "checkpoint/mcore"},
-    "foretell": LOW | {"data", "model", "drafting", "checkpoint"} | CHECKPOINT,
     "training": LOW | {"data", "model", "losses", "checkpoint/mcore", "drafting"},
     "integrations": LOW | {"model", "training"},
-    "report": {"errors", "files"},
     "serving": {"errors", "files", "platform", "drafting"},
-    "cli": LOW | {"data", "losses", "checkpoint", "drafting", "foretell", "training", "report", "serving"} | CHECKPOINT,
+    "cli": LOW | {"data", "losses", "checkpoint", "drafting", "training", "serving"} | CHECKPOINT,
     "__main__": {"cli"},
+    "extensions": set(),
+    "extensions/predict": LOW | {"cli", "data", "model", "drafting"} | CHECKPOINT,
+    "extensions/report": {"cli", "errors", "files", "training"},
 }
 """Room to the other rooms that its files may import from."""
 
@@ -84,7 +86,7 @@ def wrong_imports(file: str, source: str) -> list[str]:
 def room_of(parts: Sequence[str]) -> str:
     """The room of a module, by the parts of its name in the package."""
     inner = "/".join(parts[:2])
-    return inner if inner in CHECKPOINT else parts[0]
+    return inner if inner in ALLOWED else parts[0]
 
 
 def files() -> list[str]:
@@ -105,6 +107,22 @@ def test_the_table_has_every_room_and_no_other() -> None:
 def test_arrows_go_one_way() -> None:
     """No two rooms may import from each other, also not by way of others."""
     TopologicalSorter({room: below - {room} for room, below in ALLOWED.items()}).prepare()
+
+
+def test_extensions_import_the_modules_of_the_core_that_the_design_lists() -> None:
+    """All of them, and each for one extension at least."""
+    design = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*`) \|", design.split("## Extensions")[1].split("\n## ")[0], re.M)
+    listed = {f"megatron_mtp.{name}." for row in rows for name in re.findall(r"`([\w.]+)`", row)}
+    used = {
+        f"{name}."
+        for file in files()
+        if file.startswith("extensions/")
+        for name in imported_modules((PACKAGE / file).read_text(encoding="utf-8"), "")
+        if name.startswith("megatron_mtp.") and not name.startswith("megatron_mtp.extensions.")
+    }
+    assert {name for name in used if not name.startswith(tuple(listed))} == set()
+    assert {name for name in listed if not any(one.startswith(name) for one in used)} == set()
 
 
 def test_the_plain_modules_are_where_this_test_looks_for_them() -> None:
@@ -138,7 +156,14 @@ def test_the_plain_modules_are_where_this_test_looks_for_them() -> None:
         ("training/run.py", "from megatron_mtp.cli.main import main", ["megatron_mtp.cli.main.main"]),
         ("training/run.py", "from megatron_mtp.integrations import a", ["megatron_mtp.integrations.a"]),
         ("integrations/a.py", "from megatron_mtp.cli.main import main", ["megatron_mtp.cli.main.main"]),
-        ("report/page.py", "from megatron_mtp.training.metrics import FILE", ["megatron_mtp.training.metrics.FILE"]),
+        ("cli/main.py", "import megatron_mtp.extensions.report", ["megatron_mtp.extensions.report"]),
+        ("serving/app.py", "from megatron_mtp.extensions import report", ["megatron_mtp.extensions.report"]),
+        (
+            "extensions/report/page.py",
+            "from megatron_mtp.extensions.predict import engines",
+            ["megatron_mtp.extensions.predict.engines"],
+        ),
+        ("extensions/report/a.py", "from megatron_mtp.checkpoint import hf", ["megatron_mtp.checkpoint.hf"]),
     ],
 )
 def test_the_check_sees_a_planted_import(file: str, source: str, wrong: list[str]) -> None:

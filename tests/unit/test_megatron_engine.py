@@ -16,8 +16,6 @@ from megatron_single import LATENT, MOE, join_world_of_one, our_model
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from megatron_mtp.foretell.engines import Feeding
-from megatron_mtp.foretell.rows import drafts, read_text
 from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.trunk import MTPGPTModel
 
@@ -110,22 +108,22 @@ def controller(model: MTPGPTModel, states_SBH: Tensor, tokens: list[int], last: 
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_megatrons_controller_drafts_what_is_foretold_of_it(repeated: bool) -> None:
-    """Its own code: base token and state in, drafts out, each from the state and the draft before."""
+@torch.no_grad()
+def test_megatrons_controller_drafts_each_from_the_state_and_the_draft_before(repeated: bool) -> None:
+    """Its own code: base token and state in, drafts out, compared with plain depths that stand alone."""
     model = our_model(2, mtp_use_repeated_layer=repeated).eval()
-    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    text = read_text(model, tokens)
-    state = controller(model, text.after_SBH, [tokens[6], tokens[3]], last=[5, 2], count=2)
-    position_N = torch.tensor([6, 3])
-    TextGenerationController._compute_serial_mtp_and_sample(state, position_N)
+    states_SBH, tokens, last = torch.randn(9, 1, WIDTH), [2, 4], [5, 2]
+    state = controller(model, states_SBH, tokens, last, count=2)
+    TextGenerationController._compute_serial_mtp_and_sample(state, torch.tensor([6, 3]))
     drafted_KN = state._sampled_mtp_tokens_cuda[:, :2]
     assert state.inference_wrapped_model.inference_context.mtp_decoder_hidden_states is None
-    for request, start in enumerate([5, 2]):
-        known = tokens[: start + 2]
-        for number in (1, 2):
-            made = drafts(model, read_text(model, [*known, *[0] * 2]), number, Feeding(keys="none"))
-            assert made[-1][start] == drafted_KN[number - 1, request]
-            known = [*known, int(drafted_KN[number - 1, request])]
+    for request, token in enumerate(tokens):
+        state_H = states_SBH[last[request], 0]
+        for number in range(2):
+            layer = model.mtp.layers[0 if repeated else number]
+            state_H = plain_depth(layer, state_H, model.embedding.word_embeddings.weight[token])
+            token = int(model.head(None).project(state_H[None, None])[0, 0].argmax())
+            assert token == drafted_KN[number, request]
 
 
 @torch.no_grad()

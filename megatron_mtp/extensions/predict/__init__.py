@@ -1,0 +1,17 @@
+"""What another engine will accept of a checkpoint's drafts, and which of its rules costs how much.
+
+engines.py     ENGINES: how each engine feeds the depths of each family, with the source of every rule
+rows.py        drafts made by such rules, for all positions of a text at once
+acceptance.py  rounds of drafting and verifying: acceptance by position, and what every rule costs
+source.py      the given folder: a Megatron checkpoint or a Hugging Face one, its family, prompts and continuations
+predict.py     a checkpoint and an engine in, acceptance by position and its causes out
+report.py      the answer as a table and as JSON, with the form of vLLM's synthetic acceptance
+command.py     megatron-mtp foretell
+"""
+
+from megatron_mtp.cli.verbs import Verb
+
+VERB = Verb(
+    "compute what another engine will accept of a checkpoint's drafts, and why",
+    "megatron_mtp.extensions.predict.command",
+)

@@ -1,0 +1,153 @@
+"""Acceptance by position of an engine's drafts, beside training's, and what every rule of the engine costs.
+
+A round makes K drafts for the tokens behind the newest one and keeps them up to the first that is not the trunk's own
+token; the trunk adds one more. "Acceptance" of position d is the share of rounds that keep d drafts or more.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_mtp.extensions.predict.engines import WORDS, Difference, Feeding, differences
+from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
+from megatron_mtp.model.trunk import MTPTrunk
+
+NOTABLE = 0.02
+"""Accepted drafts a round that exchanged halves have to bring to be named as a cause."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text that an engine would make: the prompt and its greedy continuation.
+
+    Attributes:
+        tokens: all of them, at least K + 1 more than are counted.
+        prompt: how many are the prompt.
+        end: tokens behind which no round starts.
+    """
+
+    tokens: list[int]
+    prompt: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Rounds, and in how many of them position 1 .. K was accepted."""
+
+    rounds: int
+    kept: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kept: list[int], count: int) -> "Acceptance":
+        """From the drafts that every round keeps, of `count` each."""
+        return cls(len(kept), tuple(sum(one > place for one in kept) for place in range(count)))
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of the rounds that accept each position."""
+        return [kept / self.rounds for kept in self.kept]
+
+    @property
+    def per_round(self) -> float:
+        """Accepted drafts of a round."""
+        return sum(self.kept) / self.rounds
+
+    def __add__(self, other: "Acceptance") -> "Acceptance":
+        """Of the rounds of both."""
+        kept = tuple(one + two for one, two in zip(self.kept, other.kept, strict=True))
+        return Acceptance(self.rounds + other.rounds, kept)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A rule that is not training's, and the acceptance if that rule alone were as in training."""
+
+    difference: Difference
+    undone: Acceptance
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What an engine will accept.
+
+    Attributes:
+        engine: by its rules.
+        trained: by training's, for as many drafts as the depths were trained for.
+        causes: what costs the difference, largest first.
+    """
+
+    engine: Acceptance
+    trained: Acceptance
+    causes: list[Cause]
+
+
+def foretell(
+    model: MTPTrunk,
+    samples: list[Sample],
+    count: int,
+    feeding: Feeding,
+    progress: Callable[[], object] = lambda: None,
+) -> Foretold:
+    """Acceptance of `count` drafts a round by an engine's rules, by training's, and with every rule undone.
+
+    Args:
+        model: the whole model.
+        samples: texts as the engine would make them.
+        count: K, drafts a round.
+        feeding: the engine's rules.
+        progress: called once per text.
+    """
+    trained = trained_feeding(model)
+    found = differences(trained, feeding, count)
+    ways = {each.rule: replace(feeding, **{each.rule: getattr(trained, each.rule)}) for each in found}
+    ways |= {"": feeding, "swapped": replace(feeding, swapped=not feeding.swapped)}
+    sums: dict[str, Acceptance] = {}
+    promised: Acceptance | None = None
+    for sample in samples:
+        text = read_text(model, sample.tokens)
+        for name, way in ways.items():
+            sums[name] = _plus(sums.get(name), accepted(model, text, sample, count, way))
+        promised = _plus(promised, accepted(model, text, sample, min(count, model.mtp.depths), trained))
+        progress()
+    assert promised is not None
+    if sums["swapped"].per_round >= sums[""].per_round + NOTABLE:
+        found.append(EXCHANGED)
+    causes = [Cause(each, sums[each.rule]) for each in found]
+    return Foretold(sums[""], promised, sorted(causes, key=lambda cause: -cause.undone.per_round))
+
+
+EXCHANGED = Difference(
+    "swapped",
+    WORDS["swapped", False],
+    f"{WORDS['swapped', True]} in this checkpoint",
+)
+"""A fault of the given folder, not of an engine."""
+
+
+def accepted(model: MTPTrunk, text: Text, sample: Sample, count: int, feeding: Feeding) -> Acceptance:
+    """Acceptance in the rounds that an engine would need for this text."""
+    return Acceptance.of(rounds(drafts(model, text, count, feeding), sample), count)
+
+
+def rounds(made: list[list[int]], sample: Sample) -> list[int]:
+    """Drafts that every round of a text keeps.
+
+    Args:
+        made: draft d of the round that starts behind row i, for all i; it is for token i + d + 1.
+        sample: the text; its first new token comes without drafts.
+
+    Six tokens, of which two are the prompt, and two drafts a round: the first round starts with tokens 0 .. 2 known, at
+    row 1, and its drafts are for tokens 3 and 4.
+    """
+    known, kept = sample.prompt + 1, []
+    while known < sample.end:
+        right = 0
+        while right < len(made) and made[right][known - 2] == sample.tokens[known + right]:
+            right += 1
+        known += right + 1
+        kept.append(right)
+    return kept
+
+
+def _plus(total: Acceptance | None, more: Acceptance) -> Acceptance:
+    return more if total is None else total + more

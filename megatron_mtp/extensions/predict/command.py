@@ -1,0 +1,103 @@
+"""`megatron-mtp foretell`: checkpoints, engines and a text in; acceptance by position and its causes out."""
+
+import json
+import sys
+from argparse import Namespace, RawDescriptionHelpFormatter
+from contextlib import redirect_stdout
+from itertools import product
+
+from megatron_mtp.drafting.config import MOST_DRAFTED
+from megatron_mtp.errors import Parser, check_counts, named, sentences
+from megatron_mtp.extensions.predict.engines import ENGINES
+from megatron_mtp.platform import quieten
+
+INCOMPLETE = 1
+"""Exit status where a row of the table is missing."""
+
+EXAMPLES = """examples:
+  # what vLLM will accept of a trained checkpoint's drafts, once it is exported
+  megatron-mtp foretell runs/quickstart/checkpoint --engine vllm --text docs
+
+  # three drafts a round, of a Hugging Face folder, as JSON with vLLM's synthetic acceptance rates
+  megatron-mtp foretell exported --engine sglang --text prompts.txt --num-speculative-tokens 3 --json
+
+  # the same checkpoint exported as another family
+  megatron-mtp foretell runs/mine/checkpoint --engine vllm --family mimo --text docs
+
+  # a line for every checkpoint and engine
+  megatron-mtp foretell runs/one/checkpoint runs/two/checkpoint --engine vllm --engine sglang --text docs --table
+"""
+
+
+def parser(program: str) -> Parser:
+    """All flags."""
+    made = Parser(
+        program,
+        description="Compute what an engine will accept, by position, of the drafts of a checkpoint's export, beside "
+        "what the depths reach when they are run as they were trained, and name the rules of the engine that cost the "
+        "difference. Pieces of the text are prompts; the model continues them greedily.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("checkpoints", nargs="+", type=named, metavar="CKPT", help="Megatron checkpoint, or Hugging Face folder")
+    engine = "the engine that is to serve it; with --table it may be given several times"
+    add("--engine", required=True, action="append", choices=ENGINES, help=engine)
+    add("--text", nargs="+", required=True, metavar="FILE", help="files or folders whose text gives the prompts")
+    add("--num-speculative-tokens", type=int, metavar="K", help="drafts a round; default: the number of depths")
+    add("--family", metavar="NAME", help="model_type of the export (default: the one that mcore-to-hf chooses)")
+    add("--prompts", type=int, default=16, metavar="N", help="prompts, evenly spread over the text; default: 16")
+    add("--prompt-tokens", type=int, default=32, metavar="N", help="tokens of each prompt; default: 32")
+    add("--new-tokens", type=int, default=64, metavar="N", help="tokens that continue each prompt; default: 64")
+    add("--tokenizer", type=named, metavar="FOLDER", help="Hugging Face tokenizer (default: the checkpoint's own)")
+    add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
+    table = "print a line for every checkpoint and engine; exit status 1 where one cannot be computed, with the reason"
+    add("--table", action="store_true", help=table)
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    return made
+
+
+def main(arguments: list[str], program: str) -> int:
+    """Predict and print; bad input ends with one sentence and status 2."""
+    args = parser(program).parse_args(arguments)
+    with sentences(program):
+        _check(args)
+        quieten()
+        return _table(args) if args.table else _alone(args)
+
+
+def _check(args: Namespace) -> None:
+    """Raises ValueError for a number that is out of range, and for several checkpoints or engines without a table."""
+    check_counts(args, "prompts", "prompt_tokens", "new_tokens")
+    count = args.num_speculative_tokens
+    if count is not None and not 1 <= count <= MOST_DRAFTED:
+        raise ValueError(f"--num-speculative-tokens is {count}; give 1 to {MOST_DRAFTED}.")
+    if not args.table and len(args.checkpoints) + len(args.engine) > 2:
+        raise ValueError("several checkpoints or engines were given; add --table, or give one of each.")
+
+
+def _alone(args: Namespace) -> int:
+    from megatron_mtp.extensions.predict.predict import predict
+    from megatron_mtp.extensions.predict.report import as_json, as_text
+
+    with redirect_stdout(sys.stderr):  # what libraries print is no part of the answer
+        case, foretold = predict(args.checkpoints[0], ENGINES[args.engine[0]], args)
+    print(json.dumps(as_json(case, foretold)) if args.json else as_text(case, foretold), flush=True)
+    return 0
+
+
+def _table(args: Namespace) -> int:
+    """A line for every checkpoint and engine; others go on where one cannot be computed."""
+    from megatron_mtp.extensions.predict.predict import predict
+    from megatron_mtp.extensions.predict.report import as_json, as_table
+
+    rows, failed = [], []
+    for checkpoint, engine in product(args.checkpoints, args.engine):
+        row: dict[str, object] = {"checkpoint": str(checkpoint), "engine": engine}
+        try:
+            with redirect_stdout(sys.stderr):
+                rows.append({**as_json(*predict(checkpoint, ENGINES[engine], args)), **row})
+        except (ValueError, OSError) as error:
+            failed.append({**row, "reason": " ".join(str(error).split())})
+    print(json.dumps({"rows": rows, "failed": failed}) if args.json else as_table(rows, failed), flush=True)
+    return INCOMPLETE if failed else 0

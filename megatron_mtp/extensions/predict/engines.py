@@ -1,0 +1,253 @@
+"""How engines feed the depths of an exported model: one table, every rule with its source.
+
+A draft is made from a hidden state and the embedding of the newest token. Training gives draft d to depth d, with the
+state of depth d - 1 after its final norm, and depth d attends to what itself has seen at all earlier positions. An
+engine that does otherwise still gives correct texts, because it verifies; it accepts less.
+
+    feeding = ENGINES["vllm"].feeding("glm4_moe", depths=2)
+    differences(TRAINED, feeding)          the rules that differ, with the words for both sides
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+
+EVERY_DEPTH = "every draft by its own depth"
+FIRST_DEPTH = "every draft by depth 1"
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """What drafts are made from. The defaults are those of training.
+
+    Attributes:
+        module: which depth makes draft d: "own" (depth d) or "first" (depth 1).
+        trunk: the state that the first draft continues from is the trunk's "after" or "before" its final norm.
+        chained: the state that later drafts continue from is a depth's "after" or "before" its final norm.
+        zeroed: whether the embedding at position 0 counts as zero.
+        keys: what a draft attends to. "own": the rows of the depth that makes it, made as in training. "chain": rows
+            made with the trunk's states, and the earlier drafts of the round, each one position further. "window": the
+            same with every row's trunk state and token d - 1 positions later. "none": itself alone.
+        first_row: whether a row of a zero state and token 0 stands before all others.
+        swapped: whether the halves of eh_proj are exchanged; no engine does that, but folders can be wrong.
+    """
+
+    module: str = "own"
+    trunk: str = "after"
+    chained: str = "after"
+    zeroed: bool = False
+    keys: str = "own"
+    first_row: bool = False
+    swapped: bool = False
+
+
+TRAINED = Feeding()
+SHARED_KEYS = Feeding(module="first", keys="chain")
+"""Training with --mtp-repeated-layer-shares-kv."""
+
+WORDS: dict[tuple[str, object], str] = {
+    ("module", "own"): EVERY_DEPTH,
+    ("module", "first"): FIRST_DEPTH,
+    ("trunk", "after"): "draft 1 continues from the trunk's state after the final norm",
+    ("trunk", "before"): "draft 1 continues from the trunk's state before the final norm",
+    ("chained", "after"): "later drafts continue from the depth's state after its final norm",
+    ("chained", "before"): "later drafts continue from the depth's state before its final norm",
+    ("zeroed", False): "the embedding at position 0 is used",
+    ("zeroed", True): "the embedding at position 0 is replaced by zeros",
+    ("keys", "own"): "a draft attends to what its depth has seen at all earlier positions",
+    ("keys", "chain"): "a draft attends to depth 1's rows of the known tokens and to the drafts before it",
+    ("keys", "window"): "a depth's earlier rows are made with the trunk's states",
+    ("keys", "none"): "a draft attends to itself alone",
+    ("first_row", False): "the first row is that of token 1",
+    ("first_row", True): "a row of a zero state and token 0 stands before all others",
+    ("swapped", False): "eh_proj has the embedding half where the family's class expects it",
+    ("swapped", True): "the halves of eh_proj are exchanged",
+}
+"""A rule in words, by its name and value."""
+
+
+@dataclass(frozen=True)
+class FamilyRules:
+    """What an engine's class of one family does.
+
+    Attributes:
+        source: the file of the class in the engine's repository.
+        embedding_first: whether the class expects the embedding's half of eh_proj before the hidden state's.
+        limit: how many depths a folder may have; None for any.
+        trunk, chained, zeroed: as in `Feeding`.
+    """
+
+    source: str
+    embedding_first: bool = True
+    limit: int | None = None
+    trunk: str = "after"
+    chained: str = "after"
+    zeroed: bool = False
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine.
+
+    Attributes:
+        title: its name and the version whose rules these are.
+        repository: where its sources are.
+        source: the file that makes the drafts, in its repository.
+        families: rules by `model_type`.
+        evidence: whether the counts of the engine itself were compared with these rules.
+        module, keys, first_row: as in `Feeding`.
+        counts: which numbers of drafts it takes: "any", "depths" (as many as depths), "multiple" (at most as many as
+            depths, or a multiple of them).
+        accepts: its rule for accepting drafts, where texts are greedy.
+        several: its rules where a folder has more than one depth, from those for one.
+    """
+
+    title: str
+    repository: str
+    source: str
+    families: Mapping[str, FamilyRules]
+    evidence: str
+    module: str = "first"
+    keys: str = "chain"
+    first_row: bool = False
+    counts: str = "any"
+    accepts: str = "a draft is accepted if it is the trunk's likeliest token, and all drafts before it are accepted"
+    several: Callable[[Feeding], Feeding] = lambda feeding: feeding
+
+    def feeding(self, family: str, depths: int) -> Feeding:
+        """How the drafts of a folder of this family with so many depths are made.
+
+        Raises:
+            ValueError: the engine has no class for this family.
+        """
+        if family not in self.families:
+            raise ValueError(
+                f"{self.title} has no depths for the family '{family}'; it has them for {', '.join(self.families)} "
+                "(--family chooses the form of the export)."
+            )
+        rules = self.families[family]
+        feeding = Feeding(
+            module=self.module,
+            trunk=rules.trunk,
+            chained=rules.chained,
+            zeroed=rules.zeroed,
+            keys=self.keys,
+            first_row=self.first_row,
+        )
+        return self.several(feeding) if depths > 1 else feeding
+
+    def source_of(self, rule: str, family: str) -> str:
+        """The file, in the engine's repository, in which a rule of `Feeding` can be read."""
+        in_class = rule in {row.name for row in fields(FamilyRules)}
+        return f"{self.repository}: {self.families[family].source if in_class else self.source}"
+
+    def check_count(self, count: int, depths: int) -> None:
+        """Raises ValueError for a number of drafts that the engine does not take."""
+        if self.counts == "depths" and count != depths:
+            raise ValueError(
+                f"--num-speculative-tokens is {count}, but {self.title} drafts with all depths of the folder, here "
+                f"{depths}; leave it out, or make a folder of other depths (convert drop-mtp --keep {count})."
+            )
+        if self.counts == "multiple" and count > depths and count % depths:
+            raise ValueError(
+                f"--num-speculative-tokens is {count}, but {self.title} takes at most the number of depths, here "
+                f"{depths}, or a multiple of it; give such a number."
+            )
+
+
+_VLLM_MODELS = "vllm/model_executor/models"
+_SGLANG_MODELS = "python/sglang/srt/models"
+_TENSORRT_MODELS = "tensorrt_llm/_torch/models"
+
+ENGINES: dict[str, Engine] = {
+    "vllm": Engine(
+        title="vLLM 0.32 (runner V1, as on CPUs)",
+        repository="vllm-project/vllm",
+        source="vllm/v1/spec_decode/llm_base_proposer.py",
+        families={
+            "glm4_moe": FamilyRules(f"{_VLLM_MODELS}/glm4_moe_mtp.py", chained="before", zeroed=True),
+            "deepseek_v3": FamilyRules(f"{_VLLM_MODELS}/deepseek_mtp.py", zeroed=True),
+            "mimo": FamilyRules(
+                f"{_VLLM_MODELS}/mimo_mtp.py, mimo.py", embedding_first=False, trunk="before", zeroed=True
+            ),
+        },
+        evidence="run: tests/extensions/predict/test_vllm.py",
+        counts="multiple",
+    ),
+    "sglang": Engine(
+        title="SGLang 0.5.23",
+        repository="sgl-project/sglang",
+        source="python/sglang/srt/speculative/eagle_worker_v2.py",
+        families={
+            "glm4_moe": FamilyRules(f"{_SGLANG_MODELS}/glm4_moe_nextn.py", limit=1),
+            "deepseek_v3": FamilyRules(f"{_SGLANG_MODELS}/deepseek_nextn.py", limit=1),
+            "mimo": FamilyRules(f"{_SGLANG_MODELS}/mimo_mtp.py", embedding_first=False, limit=1, zeroed=True),
+        },
+        evidence="read in its source",
+    ),
+    "transformers": Engine(
+        title="transformers 5.23",
+        repository="huggingface/transformers",
+        source="src/transformers/generation/candidate_generator.py",
+        families={
+            "glm4_moe": FamilyRules("src/transformers/modeling_layers.py"),
+            "deepseek_v3": FamilyRules("src/transformers/modeling_layers.py"),
+        },
+        evidence="run: tests/extensions/predict/test_foretold_engines.py",
+        module="own",
+        keys="own",
+        counts="depths",
+    ),
+    "llama.cpp": Engine(
+        title="llama.cpp of October 2026",
+        repository="ggml-org/llama.cpp",
+        source="common/speculative.cpp",
+        families={"glm4_moe": FamilyRules("src/models/glm4-moe.cpp", limit=1)},
+        evidence="run: tests/extensions/predict/test_llama_cpp.py",
+        first_row=True,
+    ),
+    "tensorrt-llm": Engine(
+        title="TensorRT-LLM of 2026 (PyTorch backend)",
+        repository="NVIDIA/TensorRT-LLM",
+        source="tensorrt_llm/_torch/speculative/mtp.py, eagle3.py",
+        families={
+            "glm4_moe": FamilyRules(f"{_TENSORRT_MODELS}/modeling_glm.py"),
+            "deepseek_v3": FamilyRules(f"{_TENSORRT_MODELS}/modeling_deepseekv3.py"),
+        },
+        evidence="read in its source",
+        several=lambda feeding: replace(feeding, module="own", keys="window"),
+    ),
+}
+"""Engines by the value of --engine."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A rule of an engine that is not training's.
+
+    Attributes:
+        rule: name of the field of `Feeding`.
+        trained, engine: both sides in words.
+    """
+
+    rule: str
+    trained: str
+    engine: str
+
+
+def differences(trained: Feeding, engine: Feeding, count: int) -> list[Difference]:
+    """The rules in which two ways of feeding differ, where so many drafts are made."""
+    found = []
+    for row in fields(Feeding):
+        one, other = getattr(trained, row.name), getattr(engine, row.name)
+        if one != other and (count > 1 or row.name in FOR_ONE_DRAFT) and not _same(row.name, one, other, count):
+            found.append(Difference(row.name, WORDS[row.name, one], WORDS[row.name, other]))
+    return found
+
+
+FOR_ONE_DRAFT = {"trunk", "zeroed", "keys", "first_row", "swapped"}
+"""Rules that bear on the first draft."""
+
+
+def _same(rule: str, one: object, other: object, count: int) -> bool:
+    """A single draft sees the same rows, however later drafts see them."""
+    return rule == "keys" and count == 1 and "none" not in (one, other)

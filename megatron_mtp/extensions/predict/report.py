@@ -1,0 +1,144 @@
+"""The answer of `megatron-mtp foretell`: as text, as JSON with vLLM's synthetic acceptance, and as lines of a table.
+
+vLLM's `--speculative-config` takes `synthetic_acceptance_rates` with `rejection_sample_method` "synthetic": rate d is
+the share of rounds that accept the drafts 1 .. d. So a load test can run before the model is deployed.
+"""
+
+from dataclasses import dataclass
+from textwrap import wrap
+from typing import Any
+
+from megatron_mtp.extensions.predict.acceptance import Acceptance, Cause, Foretold
+from megatron_mtp.extensions.predict.engines import Engine, FamilyRules
+
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Case:
+    """What was foretold.
+
+    Attributes:
+        depths: physical depths of the export.
+        count: K, drafts a round.
+        prompts, new: texts and the tokens that were counted in all of them.
+    """
+
+    engine: Engine
+    family: str
+    depths: int
+    count: int
+    prompts: int
+    new: int
+
+    @property
+    def rules(self) -> FamilyRules:
+        """The engine's rules of the family."""
+        return self.engine.families[self.family]
+
+
+def as_json(case: Case, foretold: Foretold) -> dict[str, Any]:
+    """All figures; `speculative_config` is vLLM's."""
+    rates = [round(rate, 4) for rate in foretold.engine.by_position]
+    return {
+        "speculative_config": {
+            "method": "mtp",
+            "num_speculative_tokens": case.count,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": rates,
+        },
+        "engine": case.engine.title,
+        "evidence": case.engine.evidence,
+        "family": case.family,
+        "depths": case.depths,
+        "depths_limit": case.rules.limit,
+        "accepts": case.engine.accepts,
+        "prompts": case.prompts,
+        "new_tokens": case.new,
+        "rounds": foretold.engine.rounds,
+        "acceptance": rates,
+        "accepted_per_round": round(foretold.engine.per_round, 4),
+        "acceptance_as_trained": [round(rate, 4) for rate in foretold.trained.by_position],
+        "accepted_per_round_as_trained": round(foretold.trained.per_round, 4),
+        "causes": [_cause_json(case, foretold, cause) for cause in foretold.causes],
+    }
+
+
+def _cause_json(case: Case, foretold: Foretold, cause: Cause) -> dict[str, Any]:
+    return {
+        "rule": cause.difference.rule,
+        "engine": cause.difference.engine,
+        "trained": cause.difference.trained,
+        "source": _source(case, cause),
+        "acceptance_if_undone": [round(rate, 4) for rate in cause.undone.by_position],
+        "accepted_per_round_lost": round(cause.undone.per_round - foretold.engine.per_round, 4),
+    }
+
+
+def as_text(case: Case, foretold: Foretold) -> str:
+    """The same for a terminal."""
+    head = [f"{case.engine.title} ({case.engine.evidence})"]
+    head.append(f"{case.family} with {_number(case.depths, 'depth')}, {_number(case.count, 'draft')} a round")
+    head.append(f"{case.prompts} prompts, {case.new} greedy tokens behind them, {foretold.engine.rounds} rounds")
+    parts = ["\n".join(head), _rates(case, foretold)]
+    if case.rules.limit is not None and case.depths > case.rules.limit:
+        parts.append(
+            f"It loads {_number(case.rules.limit, 'depth')} at most: export that many "
+            f"(megatron-mtp convert drop-mtp CKPT DST --keep {case.rules.limit})."
+        )
+    parts.append(_causes(case, foretold))
+    return "\n\n".join(parts)
+
+
+def as_table(rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> str:
+    """A line for every checkpoint and engine, from its JSON; a length is of tokens a forward pass of the trunk."""
+    head = ["checkpoint", "engine", "family", "depths", "K", "as trained, %", "length", "foretold, %", "length"]
+    table = [head]
+    for row in rows:
+        cells = [str(row[key]) for key in ("checkpoint", "engine", "family", "depths")]
+        cells.append(str(row["speculative_config"]["num_speculative_tokens"]))
+        for side in ("_as_trained", ""):
+            cells.append(" ".join(f"{100 * rate:.1f}" for rate in row[f"acceptance{side}"]))
+            cells.append(f"{1 + row[f'accepted_per_round{side}']:.3f}")
+        table.append(cells)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    return "\n".join([*lines, *(f"no line: {one['checkpoint']}, {one['engine']}: {one['reason']}" for one in failed)])
+
+
+def _rates(case: Case, foretold: Foretold) -> str:
+    """Acceptance by position: the engine's, training's."""
+    titles = [f"draft {place}" for place in range(1, case.count + 1)] + ["drafts a round"]
+    lines = [f"{'':<12}" + "".join(f"{title:>16}" for title in titles)]
+    for name, found in (("as trained", foretold.trained), ("foretold", foretold.engine)):
+        lines.append(f"{name:<12}" + "".join(f"{cell:>16}" for cell in _cells(found, case.count)))
+    return "\n".join(lines)
+
+
+def _cells(found: Acceptance, count: int) -> list[str]:
+    rates = [f"{100 * rate:.1f} %" for rate in found.by_position]
+    return [*rates, *["-"] * (count - len(rates)), f"{found.per_round:.3f}"]
+
+
+def _causes(case: Case, foretold: Foretold) -> str:
+    if not foretold.causes:
+        return "It feeds the depths as training does."
+    lines = ["What differs from training, and the drafts a round that are gained if that rule alone is undone:"]
+    for cause in foretold.causes:
+        gained = cause.undone.per_round - foretold.engine.per_round
+        first, *more = wrap(f"{cause.difference.engine} (in training: {cause.difference.trained})", WIDTH)
+        lines += [f"  {gained:+.3f}  {first}", *(f"          {line}" for line in more)]
+        lines.append(f"          ({_source(case, cause)})")
+    return "\n".join(lines)
+
+
+def _source(case: Case, cause: Cause) -> str:
+    return (
+        "the checkpoint"
+        if cause.difference.rule == "swapped"
+        else case.engine.source_of(cause.difference.rule, case.family)
+    )
+
+
+def _number(count: int, thing: str) -> str:
+    return f"{count} {thing}{'' if count == 1 else 's'}"

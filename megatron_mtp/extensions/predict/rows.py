@@ -1,0 +1,264 @@
+"""Drafts made by the rules of an engine (`Feeding`), at all positions of a text at once, with Megatron's modules.
+
+The chain that starts at row i makes draft 1 from the trunk's state i and token i + 1, and draft d predicts token
+i + d + 1. Its earlier drafts are taken to be right, since a wrong one ends the round. So one forward of the depth per
+draft suffices: what a draft attends to is written as blocks of rows, one behind the other, and a mask.
+
+    keys "chain", draft 3       block 0: rows 0 .. R-1 of the known tokens, trunk states
+                                block 1: of every start i, the row of draft 1's state, one position later
+                                block 2: of every start i, the row of draft 2's state, two positions later
+    the start i sees            of block 0 the rows 0 .. i, of the others its own
+
+A depth is a layer with one attention, so its keys depend on its input rows alone; rows need not be run in order.
+Letters in names: S positions of the text, R starts, B batch (1), H hidden, V vocabulary, N rows of all blocks.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.extensions.predict.engines import SHARED_KEYS, TRAINED, Feeding
+from megatron_mtp.model.causal import square_mask
+from megatron_mtp.model.hybrid import MTPHybridModel
+from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
+from megatron_mtp.model.trunk import MTPTrunk
+
+ROWS_OF_LOGITS = 256
+"""Rows whose logits are computed together."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text and the trunk's states of it, [S, 1, H], after and before the final norm."""
+
+    tokens: list[int]
+    after_SBH: Tensor
+    before_SBH: Tensor
+
+    def states(self, side: str) -> Tensor:
+        """The states of one side of the norm, [S, 1, H]."""
+        return self.after_SBH if side == "after" else self.before_SBH
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of a depth, one for every start: its states [R, 1, H], and how far tokens and positions are ahead of it."""
+
+    states_RBH: Tensor
+    token: int
+    position: int
+
+
+def check_model(model: MTPTrunk) -> None:
+    """Raises ValueError for a model whose drafts are not made here."""
+    if not model.mtp_process:
+        raise ValueError("the checkpoint has no depths to draft with; give one that was trained with --mtp-num-layers.")
+    if not model.mtp.sequential:
+        raise ValueError("the depths are parallel heads, which no engine of the table runs; give sequential depths.")
+    if isinstance(model, MTPHybridModel):
+        raise ValueError(
+            "the model is a hybrid (--hybrid-layer-pattern), whose depths foretell does not run yet; give a GPT."
+        )
+    if model.config.window_size is not None:
+        raise ValueError("the model's attention has a window, which foretell does not run yet; give one without.")
+
+
+def trained_feeding(model: MTPTrunk) -> Feeding:
+    """How the depths were fed in training; a single layer makes every draft, whatever it is called."""
+    feeding = SHARED_KEYS if model.mtp.shares_kv else TRAINED
+    return replace(feeding, module="first") if len(model.mtp.layers) == 1 else feeding
+
+
+@torch.no_grad()
+def read_text(model: MTPTrunk, tokens: list[int]) -> Text:
+    """Run the trunk over a text."""
+    attention = _attention(model, square_mask(len(tokens), _device(model)), list(range(len(tokens))))
+    with _input_of(model.decoder.final_layernorm) as before:
+        after_SBH = model.decoder(
+            hidden_states=_embed(model, tokens),
+            attention_mask=attention.attention_mask,
+            rotary_pos_emb=attention.rotary_pos_emb,
+        )
+    return Text(tokens, after_SBH, before[0])
+
+
+@torch.no_grad()
+def greedy(model: MTPTrunk, prompt: list[int], new: int) -> list[int]:
+    """Prompt and continuation, by whole forwards of the trunk: slow, and without a cache that could be wrong."""
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens += likeliest(model, read_text(model, tokens).after_SBH[-1:])
+    return tokens
+
+
+@torch.no_grad()
+def drafts(model: MTPTrunk, text: Text, count: int, feeding: Feeding) -> list[list[int]]:
+    """Drafts 1 .. `count` of every start i, as lists of R tokens; draft d is for token i + d + 1.
+
+    Args:
+        model: the whole model, in evaluation mode.
+        text: of at least `count` + 2 tokens.
+        count: drafts of a round.
+        feeding: what they are made from.
+    """
+    starts = len(text.tokens) - count - 1
+    states_RBH = text.states(feeding.trunk)[:starts]
+    chain: list[Tensor] = []
+    made: list[list[int]] = []
+    with _swapped(model, feeding.swapped):
+        for number in range(1, count + 1):
+            layer = _layer(model, number, feeding)
+            blocks = _blocks(text, states_RBH, chain, number, feeding)
+            before_RBH, after_RBH = _run(model, layer, text.tokens, blocks, number, feeding)
+            states_RBH = after_RBH if feeding.chained == "after" else before_RBH
+            chain.append(states_RBH)
+            made.append(likeliest(model, after_RBH))
+    return made
+
+
+def likeliest(model: MTPTrunk, states_RBH: Tensor) -> list[int]:
+    """The likeliest token of every state [R, 1, H]."""
+    project, tokens = model.head(None).project, model.true_vocab_size
+    parts = [project(part_RBH)[:, 0, :tokens].argmax(-1) for part_RBH in states_RBH.split(ROWS_OF_LOGITS)]
+    return [int(token) for token in torch.cat(parts)]
+
+
+def _layer(model: MTPTrunk, number: int, feeding: Feeding) -> MultiTokenPredictionLayer:
+    layers = model.mtp.layers
+    layer = layers[0] if feeding.module == "first" else layers[(number - 1) % len(layers)]
+    assert isinstance(layer, MultiTokenPredictionLayer)
+    return layer
+
+
+def _blocks(text: Text, states_RBH: Tensor, chain: list[Tensor], number: int, feeding: Feeding) -> list[Block]:
+    """The rows that exist where draft `number` is made; the last block has those that make it."""
+    if feeding.keys in ("own", "none"):
+        return [Block(states_RBH, number, 0)]
+    ahead = number - 1 if feeding.keys == "window" else 0
+    starts = states_RBH.size(0)
+    trunk_RBH = text.states(feeding.trunk)[ahead : ahead + starts]
+    later = [Block(state_RBH, 1 + place, place - ahead) for place, state_RBH in enumerate(chain, start=1)]
+    return [Block(trunk_RBH, 1 + ahead, 0), *later]
+
+
+def _run(
+    model: MTPTrunk,
+    layer: MultiTokenPredictionLayer,
+    tokens: list[int],
+    blocks: list[Block],
+    number: int,
+    feeding: Feeding,
+) -> tuple[Tensor, Tensor]:
+    """States of the last block, [R, 1, H], before and after the depth's final norm."""
+    starts, first = blocks[-1].states_RBH.size(0), int(feeding.first_row)
+    ahead = number - 1 if feeding.keys == "window" else 0
+    states_NBH = torch.cat([block.states_RBH for block in blocks])
+    ids = [tokens[start + block.token] for block in blocks for start in range(starts)]
+    positions = [max(0, start + block.position) for block in blocks for start in range(starts)]
+    embedded_NBH = _embed(model, ids)
+    if feeding.zeroed:
+        embedded_NBH[[place for place, position in enumerate(positions) if not position]] = 0
+    visible_NN = _visible(starts, len(blocks), ahead, feeding.keys)
+    if first:
+        states_NBH = torch.cat([torch.zeros_like(states_NBH[:1]), states_NBH])
+        embedded_NBH = torch.cat([_embed(model, tokens[:1]), embedded_NBH])
+        positions = [0, *(position + 1 for position in positions)]
+        visible_NN = _with_first(visible_NN)
+    mask = ~visible_NN[None, None].to(states_NBH.device)
+    with _input_of(layer.final_layernorm) as before, _placed(layer, positions):
+        after_NBH = layer(states_NBH, embedded_NBH, _attention(model, mask, positions))
+    return before[0][-starts:], after_NBH[-starts:]
+
+
+def _visible(starts: int, blocks: int, ahead: int, keys: str) -> Tensor:
+    """Bool [N, N], True where a row attends to another: in block 0 to what is known, in others to its own chain."""
+    own = torch.eye(starts, dtype=torch.bool)
+    if keys == "none":
+        return own
+    known = torch.ones(starts, starts, dtype=torch.bool).tril()
+    nothing = torch.zeros_like(own)
+    rows = [torch.cat([known, *[nothing] * (blocks - 1)], dim=1)]
+    for place in range(1, blocks):
+        seen = [known.tril(-ahead), *[own] * place, *[nothing] * (blocks - 1 - place)]
+        rows.append(torch.cat(seen, dim=1))
+    return torch.cat(rows)
+
+
+def _with_first(visible_NN: Tensor) -> Tensor:
+    """The same with a row in front, which all others see."""
+    wider = torch.cat([torch.ones_like(visible_NN[:, :1]), visible_NN], dim=1)
+    first = torch.zeros_like(wider[:1])
+    first[0, 0] = True
+    return torch.cat([first, wider])
+
+
+def _attention(model: MTPTrunk, mask: Tensor, positions: list[int]) -> AttentionInputs:
+    """Mask and rotary angles; latent attention makes its own (`_placed`)."""
+    angles = model.rotary_angles(max(positions) + 1)[0][positions] if model.turns_heads else None
+    return AttentionInputs(attention_mask=mask, rotary_pos_emb=angles)
+
+
+@contextmanager
+def _placed(layer: torch.nn.Module, positions: list[int]) -> Iterator[None]:
+    """While this lasts, latent attention in the layer takes its rows to stand at these positions."""
+    with ExitStack() as stack:
+        for module in layer.modules():
+            if hasattr(module, "get_emb"):  # only rotary modules have it, with and without YaRN
+                module.forward = _angles_at(module.forward, positions)
+                stack.callback(module.__dict__.pop, "forward")
+        yield
+
+
+def _angles_at(forward: Any, positions: list[int]) -> Any:
+    """A substitute for a rotary module's forward, which knows the number of rows alone."""
+
+    def angles(_: int, *args: Any, **kwargs: Any) -> Any:
+        made = forward(max(positions) + 1, *args, **kwargs)
+        return (made[0][positions], *made[1:]) if isinstance(made, tuple) else made[positions]
+
+    return angles
+
+
+@contextmanager
+def _swapped(model: MTPTrunk, swapped: bool) -> Iterator[None]:
+    """While this lasts, the halves of every eh_proj are exchanged."""
+    layers: Iterable[torch.nn.Module] = model.mtp.layers if swapped else ()
+    _exchange_halves(layers)
+    try:
+        yield
+    finally:
+        _exchange_halves(layers)
+
+
+def _exchange_halves(layers: Iterable[torch.nn.Module]) -> None:
+    for layer in layers:
+        weight = layer.get_parameter("eh_proj.weight")
+        weight.data = weight.data.roll(weight.size(1) // 2, dims=1)
+
+
+def _embed(model: MTPTrunk, tokens: list[int]) -> Tensor:
+    """[N, 1, H], a copy."""
+    device = _device(model)
+    positions_BN = torch.arange(len(tokens), device=device).unsqueeze(0)
+    ids_BN = torch.tensor([tokens], device=device)
+    embedded_NBH: Tensor = model.embedding(input_ids=ids_BN, position_ids=positions_BN)
+    return embedded_NBH.clone()
+
+
+def _device(model: MTPTrunk) -> torch.device:
+    return model.embedding.word_embeddings.weight.device
+
+
+@contextmanager
+def _input_of(module: torch.nn.Module) -> Iterator[list[Tensor]]:
+    """The inputs of a module's calls while this lasts."""
+    seen: list[Tensor] = []
+    handle = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        yield seen
+    finally:
+        handle.remove()

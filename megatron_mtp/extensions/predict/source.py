@@ -1,0 +1,146 @@
+"""The given checkpoint as what foretelling needs: a family, a model, and texts as an engine would make them.
+
+In:  a Megatron checkpoint, or a Hugging Face folder, which is converted into a folder of temporary files.
+Out: `Source`; prompts cut from files; their greedy continuations.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from megatron_mtp.checkpoint.convert.hf_form import form_of
+from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
+from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.families import family_of
+from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
+from megatron_mtp.checkpoint.hf.hub import local_folder
+from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
+from megatron_mtp.data.documents import TEXT_FILES, find_files, list_documents, read_document
+from megatron_mtp.data.tokenizer import entries, read_tokenizer
+from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.load import Loaded, load_checkpoint
+from megatron_mtp.extensions.predict.acceptance import Sample
+
+BATCH = 8
+"""Texts that are continued together."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint and the `model_type` of its export."""
+
+    checkpoint: Path
+    family: str
+
+
+@contextmanager
+def opened(path: Path, family: str | None, tokenizer: Path | None, trust_remote_code: bool) -> Iterator[Source]:
+    """The checkpoint, as long as this lasts.
+
+    Args:
+        path: a Megatron checkpoint, a Hugging Face folder, or a name on the Hub.
+        family: `model_type` of the export; None for the one that mcore-to-hf chooses.
+        tokenizer: folder of the tokenizer; None for the checkpoint's own.
+        trust_remote_code: whether to run the tokenizer folder's Python code.
+
+    Raises:
+        ValueError: there is no such model, it cannot be exported, or a folder was given with a family.
+    """
+    path = local_folder(path)
+    if is_checkpoint(path):
+        form = form_of(path, family=family, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+        yield Source(path, _family(HFConfig.from_keys(form.keys)))
+    elif (path / CONFIG).is_file():
+        if family is not None:
+            raise ValueError(f"--family is '{family}', but {path} is a Hugging Face folder; leave --family out.")
+        with TemporaryDirectory(prefix="megatron-mtp-") as folder:
+            target = Path(folder) / "checkpoint"
+            hf_to_mcore(path, target, Options(quiet=True), megatron_arguments)
+            yield Source(target, _family(HFConfig.read(path)))
+    else:
+        raise ValueError(
+            f"{path} is neither a Megatron checkpoint nor a Hugging Face folder; give the folder of one of both."
+        )
+
+
+def _family(config: HFConfig) -> str:
+    return family_of(config).model_types[0]
+
+
+def cut_prompts(ids: list[int], count: int, length: int) -> list[list[int]]:
+    """So many pieces of a text, evenly spread and without overlap.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+    if len(ids) < count * length:
+        raise ValueError(
+            f"--text has {len(ids)} tokens, and {count} prompts of {length} tokens need {count * length}; give more "
+            "text, or fewer or shorter prompts (--prompts, --prompt-tokens)."
+        )
+    apart = (len(ids) - length) // max(1, count - 1)
+    return [ids[place * apart :][:length] for place in range(count)]
+
+
+def read_ids(files: list[str], folder: Path, trust_remote_code: bool) -> tuple[list[int], int | None]:
+    """Token ids of all text, and the id that ends a text; folders are searched as by preprocess."""
+    tokenizer = read_tokenizer(folder, trust_remote_code)
+    documents = list_documents(find_files(files, TEXT_FILES))
+    texts = (read_document(document, "text") for document in documents)
+    ids = [token for text in texts for token in tokenizer(text, add_special_tokens=False).input_ids]
+    return ids, tokenizer.eos_token_id
+
+
+def load(source: Source, tokenizer: Path | None, trust_remote_code: bool) -> tuple[Loaded, Path]:
+    """The model to generate with, and the folder of its tokenizer.
+
+    Raises:
+        ValueError: Megatron cannot run the model, or there is no tokenizer.
+    """
+    vocabulary = None if tokenizer is None else entries(read_tokenizer(tokenizer, trust_remote_code))
+    loaded = load_checkpoint(source.checkpoint, vocabulary, torch.float32, "CKPT", trust_remote_code)
+    folder = tokenizer or loaded.tokenizer
+    if folder is None:
+        raise ValueError(f"{source.checkpoint} names no tokenizer for the text; give --tokenizer.")
+    return loaded, folder
+
+
+def continued(
+    loaded: Loaded, prompts: list[list[int]], new: int, count: int, stop: int | None, progress: Callable[[int], object]
+) -> list[Sample]:
+    """Every prompt with its greedy continuation.
+
+    Args:
+        loaded: the model.
+        prompts: token ids.
+        new: tokens that continue each.
+        count: K, drafts a round: so many tokens more are made, which the last round's drafts are compared with.
+        stop: a token that ends a text; None for none.
+        progress: called with the number of texts that are done.
+
+    Raises:
+        ValueError: the model does not have so many positions.
+    """
+    length = len(prompts[0]) + new + count + 1
+    if length > loaded.runner.positions:
+        raise ValueError(
+            f"--prompt-tokens and --new-tokens ask for {length} positions with the drafts, and the model has "
+            f"{loaded.runner.positions}; give fewer."
+        )
+    samples = []
+    for first in range(0, len(prompts), BATCH):
+        batch = prompts[first : first + BATCH]
+        made = generate(loaded.runner, batch, new + count + 1).token_ids
+        samples += [_sample(prompt, text, new, stop) for prompt, text in zip(batch, made, strict=True)]
+        progress(len(batch))
+    return samples
+
+
+def _sample(prompt: list[int], text: list[int], new: int, stop: int | None) -> Sample:
+    counted = text[:new].index(stop) + 1 if stop in text[:new] else new
+    return Sample([*prompt, *text], len(prompt), len(prompt) + counted)

@@ -1,0 +1,115 @@
+"""Which charts a page has, and how they are drawn.
+
+With one run, the depths share a chart and have a color each. With several, every figure has a chart of its own, where
+the runs have a color each.
+"""
+
+import re
+from dataclasses import dataclass
+from html import escape
+
+import plotly.graph_objects as go
+
+from megatron_mtp.extensions.report.runs import Run, figures
+
+MEMORY = "peak memory bytes"
+GIB = 2**30
+COLORS = ("#3b7ddd", "#c8611d", "#1f8f68", "#a94f95", "#8a7a1c", "#cf4651", "#6f6bd0", "#5d7f90")
+"""Seen on light and on dark paper; the page's script chooses the color of text."""
+LONGEST_NAME = 28
+"""Characters of a legend's entry; of a longer name the end is shown."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of chart: `pattern` matches the names of its figures, and `whole` are the ends of the vertical axis."""
+
+    pattern: str
+    title: str
+    unit: str
+    divisor: float = 1.0
+    whole: tuple[float, float] | None = None
+    logarithmic: bool = False
+
+
+RATE = (0.0, 1.0)
+KINDS = (
+    Kind("loss$", "Loss", "nats per token", logarithmic=True),
+    Kind(r"^mtp_\d+ acceptance$", "Acceptance", "from the start", whole=RATE),
+    Kind("conditional acceptance$", "Conditional acceptance", "given the earlier drafts", whole=RATE),
+    Kind("overlap$", "Overlap", "sum of min(p, q)", whole=RATE),
+    Kind("^expected accepted length$", "Expected accepted length", "tokens per forward pass of the trunk"),
+    Kind("^learning rate$", "Learning rate", "", logarithmic=True),
+    Kind("^grad norm$", "Grad norm", "before clipping", logarithmic=True),
+    Kind("^step seconds$", "Step seconds", "median", logarithmic=True),
+    Kind(f"^{MEMORY}$", "Peak memory", "GiB", divisor=GIB),
+)
+
+
+def charts(runs: list[Run]) -> list[tuple[Kind, str, go.Figure]]:
+    """Every chart that the runs have figures for: its kind, title and drawing."""
+    drawn = []
+    for kind in KINDS:
+        keys = [key for key in figures(runs) if re.search(kind.pattern, key)]
+        for group in [keys] if len(runs) == 1 else [[key] for key in keys]:
+            lines = [line for key in group for line in _lines(runs, key, kind.divisor)]
+            if lines:
+                title = kind.title if len(runs) == 1 or len(keys) == 1 else f"{kind.title}: {label(group[0])}"
+                drawn.append((kind, title, go.Figure(lines, _layout(kind, alone=len(lines) == 1))))
+    return drawn
+
+
+def _lines(runs: list[Run], key: str, divisor: float) -> list[go.Scatter]:
+    """Lines of training, and lines with marks of validation; test data is only in the table."""
+    made = []
+    for number, run in enumerate(runs):
+        name, place = (label(key), _depth(key)) if len(runs) == 1 else (run.name[-LONGEST_NAME:], number)
+        splits = ["training", *(one for one in run.evaluations() if not one.startswith("test"))]
+        lines = {split: points for split in splits if (points := run.points(split, key))}
+        for split, points in lines.items():
+            is_training, of_set = split == "training", split.partition("-")[2]
+            hint = " (training)" if is_training and len(lines) > 1 else f", {of_set}" if of_set else ""
+            made.append(
+                go.Scatter(
+                    x=list(points),
+                    y=[value / divisor for value in points.values()],
+                    name=escape(name + hint),
+                    legendgroup=escape(name),
+                    showlegend=not (is_training and len(lines) > 1),
+                    mode="lines" if is_training else "lines+markers",
+                    opacity=0.75 if is_training else 1.0,
+                    line={
+                        "color": COLORS[place % len(COLORS)],
+                        "width": 1.25 if is_training else 2,
+                        "dash": "dash" if place >= len(COLORS) else "solid",
+                    },
+                )
+            )
+    return made
+
+
+def _layout(kind: Kind, alone: bool) -> go.Layout:
+    grid = {"gridcolor": "rgba(128,128,128,0.3)", "zeroline": False, "automargin": True, "exponentformat": "power"}
+    return go.Layout(
+        template="none",
+        height=320,
+        margin={"l": 10, "r": 10, "t": 10, "b": 10},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        showlegend=not alone,
+        legend={"orientation": "h", "y": -0.15},
+        hovermode="x unified",
+        xaxis=grid,
+        yaxis={**grid, "range": kind.whole},
+    )
+
+
+def label(key: str) -> str:
+    """'mtp_2 loss' becomes 'depth 2' and 'lm loss' 'trunk'; other figures keep their names."""
+    return f"depth {_depth(key)}" if _depth(key) else "trunk" if key == "lm loss" else key
+
+
+def _depth(key: str) -> int:
+    """The number of the depth; 0 if the figure has none."""
+    named = re.match(r"mtp_(\d+) ", key)
+    return int(named[1]) if named else 0

@@ -1,0 +1,62 @@
+"""`megatron-mtp report RUN_DIR ...`: the folders of runs in, one HTML page out."""
+
+from argparse import Namespace, RawDescriptionHelpFormatter
+
+from megatron_mtp.errors import Parser, named, status_of
+from megatron_mtp.files import written_beside
+
+PAGE = "report.html"
+
+EXAMPLES = """examples:
+  # runs/mine/report.html, of the run that --mtp-metrics-dir runs/mine has recorded
+  megatron-mtp report runs/mine
+
+  # with the drafts of a generation, token by token
+  megatron-mtp generate --load runs/mine/checkpoint --prompt 'def ' --speculative-config '{"method": "mtp"}' \\
+      --record runs/mine
+  megatron-mtp report runs/mine
+
+  # three runs, one over the other
+  megatron-mtp report runs/one runs/two runs/three --output comparison.html
+"""
+
+
+def parser(program: str) -> Parser:
+    """All flags."""
+    made = Parser(
+        program,
+        description="One self-contained HTML page of runs: losses, acceptance, costs, settings, drafts.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("runs", nargs="+", type=named, metavar="RUN_DIR", help="folders that --mtp-metrics-dir has named")
+    add("--output", type=named, metavar="FILE", help=f"default: {PAGE} in the first folder")
+    return made
+
+
+def main(arguments: list[str], program: str) -> int:
+    """Write the page; bad input ends with one sentence and exit status 2."""
+    args = parser(program).parse_args(arguments)
+    return status_of(program, lambda: write(args))
+
+
+def write(args: Namespace) -> int:
+    """Write the page and print its path; ValueError for runs that cannot be read, or without plotly."""
+    try:
+        from megatron_mtp.extensions.report.page import page
+        from megatron_mtp.extensions.report.runs import read_runs
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("plotly"):
+            raise
+        raise ValueError(
+            "the page is drawn with plotly, which is not here; run: pip install 'megatron-mtp[report]'."
+        ) from error
+    text, target = page(read_runs(args.runs)), args.output or args.runs[0] / PAGE
+    try:
+        with written_beside(target, shared=True) as beside:
+            beside.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{target} cannot be written ({error.strerror}); name another file with --output.") from error
+    print(target)
+    return 0

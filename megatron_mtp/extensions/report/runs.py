@@ -1,0 +1,102 @@
+"""The files of runs' folders: metrics.jsonl, run.json, and drafts.json if text was generated with `--record`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from megatron_mtp.training.metrics_file import Row, read_rows
+from megatron_mtp.training.run_record import read_run_record
+
+DRAFTS = "drafts.json"
+
+Whole = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+
+
+class Step(BaseModel):
+    """A forward pass of the trunk: the drafted tree, how many of its tokens were accepted, and what was emitted."""
+
+    drafted: list[Whole | None]
+    parents: list[Whole]
+    accepted: Whole
+    emitted: list[Whole]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.parents) != len(self.drafted) or any(parent > node for node, parent in enumerate(self.parents)):
+            raise ValueError("a draft is no tree")
+        if self.accepted > len(self.emitted):
+            raise ValueError("more tokens are accepted than emitted")
+        return self
+
+    def rejected(self) -> list[int]:
+        """Drafted tokens that are not on the accepted path; `parents` are rows, of which row 0 is the newest token."""
+        row, path, nodes = 0, set(), list(zip(self.drafted, self.parents, strict=True))
+        for token in self.emitted[: self.accepted]:
+            row = next((n for n, node in enumerate(nodes, start=1) if node == (token, row)), row)
+            path.add(row)
+        return [token for n, (token, _) in enumerate(nodes, start=1) if token is not None and n not in path]
+
+
+class Text(BaseModel):
+    """A generated text."""
+
+    prompt: list[Whole]
+    steps: list[Step]
+
+
+class Drafts(BaseModel):
+    """The object of drafts.json; `pieces` has the text of every token id."""
+
+    config: dict[str, Any] | None
+    figures: dict[str, Any]
+    pieces: dict[str, str]
+    texts: list[Text]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One folder, named as it was given; `started` and `drafts` are None where there is no such file."""
+
+    name: str
+    rows: list[Row]
+    started: dict[str, Any] | None
+    drafts: Drafts | None
+
+    def points(self, split: str, key: str) -> dict[int, float]:
+        """Values by step, in the order of steps; the last row of a step counts."""
+        found = {row["iteration"]: row[key] for row in self.rows if row["split"] == split and key in row}
+        return dict(sorted(found.items()))
+
+    def evaluations(self) -> list[str]:
+        """Splits other than training: validation, or several such as validation-code, and test."""
+        return list(dict.fromkeys(row["split"] for row in self.rows if row["split"] != "training"))
+
+
+def read_runs(folders: list[Path]) -> list[Run]:
+    """Every folder once, in the order given; ValueError for one that is no run, or has a damaged file."""
+    return [
+        Run(str(folder), read_rows(folder), read_run_record(folder), _drafts(folder / DRAFTS))
+        for folder in dict.fromkeys(folders)
+    ]
+
+
+def figures(runs: list[Run]) -> list[str]:
+    """Names of all figures, in the order in which they first appear."""
+    return list(
+        dict.fromkeys(key for run in runs for row in run.rows for key in row if key not in ("iteration", "split"))
+    )
+
+
+def _drafts(file: Path) -> Drafts | None:
+    if not file.is_file():
+        return None
+    try:
+        return Drafts.model_validate_json(file.read_bytes())
+    except OSError as error:
+        found = error.strerror
+    except ValidationError as error:
+        first = error.errors()[0]
+        found = ".".join(map(str, (*first["loc"], first["msg"])))
+    raise ValueError(f"{file} is damaged ({found}); remove it, or write it again with generate --record.")

@@ -1,0 +1,346 @@
+"""What engines will accept of drafts: every engine's rules against plain rounds, the causes, and the command."""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import make
+from megatron_single import LATENT, MOE, join_world_of_one, our_model
+from torch import Tensor
+
+from megatron_mtp.checkpoint.families import FAMILIES
+from megatron_mtp.cli import main as cli
+from megatron_mtp.data.tokenizer import train_bpe
+from megatron_mtp.extensions.predict.acceptance import Acceptance, Sample, accepted, foretell, rounds
+from megatron_mtp.extensions.predict.engines import ENGINES, SHARED_KEYS, TRAINED, WORDS, Feeding, differences
+from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
+from megatron_mtp.model.causal import square_mask
+from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.trunk import MTPGPTModel
+
+COUNT = 3
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+
+
+@pytest.fixture(autouse=True)
+def _world() -> None:
+    join_world_of_one()
+
+
+# --- a plain reference: one round, one sequence, no blocks and no masks but the causal one ---------------------------
+
+
+def depth_of(
+    model: MTPGPTModel, number: int, states_SBH: Tensor, ids: list[int], zeroed: bool
+) -> tuple[Tensor, Tensor]:
+    """States [S, 1, H] of a depth over the rows of a sequence, before and after its final norm."""
+    layer, slots = model.mtp.layers[number], len(ids)
+    embedded_SBH = model.embedding(torch.tensor([ids]), torch.arange(slots)[None]).clone()
+    if zeroed:
+        embedded_SBH[0] = 0
+    latent = model.config.multi_latent_attention
+    angles = None if latent else model.rotary_pos_emb(slots)
+    norm, layer.final_layernorm = layer.final_layernorm, torch.nn.Identity()
+    before_SBH = layer(states_SBH, embedded_SBH, AttentionInputs(square_mask(slots, "cpu"), angles))
+    layer.final_layernorm = norm
+    return before_SBH, norm(before_SBH)
+
+
+def likeliest(model: MTPGPTModel, state_SBH: Tensor) -> int:
+    return int(model.head(None).project(state_SBH[-1:])[0, 0].argmax())
+
+
+def reused_round(
+    model: MTPGPTModel, text: Text, start: int, trunk: str, chained: str, zeroed: bool, first_row: bool = False
+) -> list[int]:
+    """Depth 1 over the known tokens with the trunk's states, then on its own state, as EAGLE's drafts are made."""
+    states_SBH, ids = text.states(trunk)[: start + 1], text.tokens[1 : start + 2]
+    if first_row:
+        states_SBH, ids = torch.cat([torch.zeros_like(states_SBH[:1]), states_SBH]), [text.tokens[0], *ids]
+    made = []
+    for number in range(COUNT):
+        before_SBH, after_SBH = depth_of(model, 0, states_SBH, ids, zeroed)
+        made.append(likeliest(model, after_SBH))
+        state_SBH = after_SBH if chained == "after" else before_SBH
+        states_SBH, ids = torch.cat([states_SBH, state_SBH[-1:]]), [*ids, text.tokens[start + 2 + number]]
+    return made
+
+
+def own_round(model: MTPGPTModel, text: Text, start: int) -> list[int]:
+    """Depth after depth, each over all rows of the depth before."""
+    states_SBH, made = text.after_SBH[: start + 1], []
+    for number in range(COUNT):
+        ids = text.tokens[1 + number : start + 2 + number]
+        _, states_SBH = depth_of(model, number, states_SBH, ids, zeroed=False)
+        made.append(likeliest(model, states_SBH))
+    return made
+
+
+def window_round(model: MTPGPTModel, text: Text, start: int) -> list[int]:
+    """Depth after depth; states and tokens move up by one, and the last output is appended (TensorRT-LLM's example)."""
+    states_SBH, ids, made = text.after_SBH[: start + 1], text.tokens[1 : start + 2], []
+    for number in range(COUNT):
+        _, after_SBH = depth_of(model, number, states_SBH, ids, zeroed=False)
+        made.append(likeliest(model, after_SBH))
+        states_SBH = torch.cat([states_SBH[1:], after_SBH[-1:]])
+        ids = [*ids[1:], text.tokens[start + 2 + number]]
+    return made
+
+
+Round = Callable[[MTPGPTModel, Text, int], list[int]]
+ROUNDS: dict[tuple[str, str, int], Round] = {
+    ("vllm", "glm4_moe", 2): lambda *given: reused_round(*given, "after", "before", zeroed=True),
+    ("vllm", "deepseek_v3", 2): lambda *given: reused_round(*given, "after", "after", zeroed=True),
+    ("vllm", "mimo", 1): lambda *given: reused_round(*given, "before", "after", zeroed=True),
+    ("sglang", "glm4_moe", 1): lambda *given: reused_round(*given, "after", "after", zeroed=False),
+    ("sglang", "deepseek_v3", 1): lambda *given: reused_round(*given, "after", "after", zeroed=False),
+    ("sglang", "mimo", 1): lambda *given: reused_round(*given, "after", "after", zeroed=True),
+    ("transformers", "glm4_moe", 3): own_round,
+    ("transformers", "deepseek_v3", 3): own_round,
+    ("llama.cpp", "glm4_moe", 1): lambda *given: reused_round(*given, "after", "after", zeroed=False, first_row=True),
+    ("tensorrt-llm", "glm4_moe", 1): lambda *given: reused_round(*given, "after", "after", zeroed=False),
+    ("tensorrt-llm", "glm4_moe", 3): window_round,
+    ("tensorrt-llm", "deepseek_v3", 1): lambda *given: reused_round(*given, "after", "after", zeroed=False),
+    ("tensorrt-llm", "deepseek_v3", 3): window_round,
+}
+"""Engine, family and depths to the plain round."""
+KINDS: dict[str, dict[str, Any]] = {"glm4_moe": MOE, "deepseek_v3": LATENT, "mimo": {}}
+
+
+@pytest.mark.parametrize("case", ROUNDS, ids=lambda case: "-".join(map(str, case)))
+@torch.no_grad()
+def test_the_rules_of_an_engine_make_the_drafts_of_its_rounds(case: tuple[str, str, int]) -> None:
+    engine, family, depths = case
+    model = our_model(3, **KINDS[family]).eval()
+    text = read_text(model, TOKENS)
+    made = drafts(model, text, COUNT, ENGINES[engine].feeding(family, depths))
+    for start in range(COUNT - 1, len(TOKENS) - COUNT - 1):
+        assert [draft[start] for draft in made] == ROUNDS[case](model, text, start), start
+
+
+def test_every_engine_and_family_of_the_table_has_a_plain_round() -> None:
+    assert {case[:2] for case in ROUNDS} == {(name, family) for name, one in ENGINES.items() for family in one.families}
+
+
+@pytest.mark.parametrize("changes", [{}, MOE, LATENT, {"mtp_use_repeated_layer": True}], ids=str)
+@torch.no_grad()
+def test_trainings_rules_make_the_drafts_of_the_trained_block(changes: dict[str, Any]) -> None:
+    compare_with_block(our_model(COUNT, **changes).eval(), TRAINED)
+
+
+@torch.no_grad()
+def test_shared_keys_make_the_drafts_of_a_block_that_was_trained_so() -> None:
+    model = our_model(COUNT, mtp_use_repeated_layer=True, shares_kv=True).eval()
+    compare_with_block(model, SHARED_KEYS)
+
+
+def compare_with_block(model: MTPGPTModel, feeding: Feeding) -> None:
+    text, starts = read_text(model, TOKENS), len(TOKENS) - COUNT - 1
+    made = drafts(model, text, COUNT, feeding)
+    tokens_DBS = torch.tensor([[TOKENS[depth : depth + starts]] for depth in range(1, COUNT + 1)])
+    latent = model.config.multi_latent_attention
+    attention = AttentionInputs(square_mask(starts, "cpu"), None if latent else model.rotary_pos_emb(starts))
+    positions_BS = torch.arange(starts)[None]
+    angles = model._later_angles(attention)
+    states = model.mtp(text.after_SBH[:starts], tokens_DBS, positions_BS, model.embedding, attention, angles=angles)
+    for draft, state_SBH in zip(made, states, strict=True):
+        assert draft == model.head(None).project(state_SBH)[:, 0].argmax(-1).tolist()
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def test_engines_expect_the_halves_that_an_export_writes() -> None:
+    for engine in ENGINES.values():
+        for family, rules in engine.families.items():
+            stored = FAMILIES[family].depths
+            assert stored is not None
+            assert rules.embedding_first == stored.embedding_first, (engine.title, family)
+
+
+def test_every_rule_has_words_and_a_source() -> None:
+    for engine in ENGINES.values():
+        for family in engine.families:
+            for depths in (1, 3):
+                feeding = engine.feeding(family, depths)
+                for row in fields(Feeding):
+                    assert (row.name, getattr(feeding, row.name)) in WORDS
+                    assert engine.source_of(row.name, family).startswith(f"{engine.repository}: ")
+
+
+def test_differences_leave_out_what_a_single_draft_does_not_see() -> None:
+    feeding = ENGINES["vllm"].feeding("glm4_moe", 2)
+    assert [each.rule for each in differences(TRAINED, feeding, 2)] == ["module", "chained", "zeroed", "keys"]
+    assert [each.rule for each in differences(TRAINED, feeding, 1)] == ["zeroed"]
+    assert [each.rule for each in differences(TRAINED, Feeding(keys="none"), 1)] == ["keys"]
+
+
+def test_who_makes_the_drafts_is_no_difference_where_there_is_one_layer() -> None:
+    feeding = ENGINES["sglang"].feeding("glm4_moe", 1)
+    assert [each.rule for each in differences(trained_feeding(our_model(1)), feeding, COUNT)] == ["keys"]
+    repeated = our_model(COUNT, mtp_use_repeated_layer=True, shares_kv=True)
+    assert differences(trained_feeding(repeated), feeding, COUNT) == []
+    assert [each.rule for each in differences(trained_feeding(our_model(2)), feeding, 2)] == ["module", "keys"]
+
+
+# --- acceptance ------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_by_hand() -> None:
+    """Tokens 0 1 | 2 3 4 5 6 7: the round at row 1 keeps two drafts, the one at row 4 keeps one."""
+    sample = Sample([0, 1, 2, 3, 4, 5, 6, 7], prompt=2, end=7)
+    first = [9, 3, 9, 9, 6, 9]  # of the round behind row i: its first draft, for token i + 2
+    second = [9, 4, 9, 9, 9, 9]
+    assert rounds([first, second], sample) == [2, 1]
+    found = Acceptance.of([2, 1], 2)
+    assert (found.rounds, found.kept) == (2, (2, 1))
+    assert found.by_position == [1.0, 0.5]
+    assert found.per_round == 1.5
+
+
+@torch.no_grad()
+def text_of_drafts(model: MTPGPTModel, feeding: Feeding, length: int) -> list[int]:
+    """A text in which the first draft by these rules is always right."""
+    tokens = [3, 5]
+    while len(tokens) < length:
+        made = drafts(model, read_text(model, [*tokens, 0]), 1, feeding)
+        tokens.append(made[0][-1])
+    return tokens
+
+
+def test_exchanged_halves_are_named_as_the_cause() -> None:
+    model = our_model(1).eval()
+    sample = Sample(text_of_drafts(model, TRAINED, 20), prompt=4, end=18)
+    feeding = ENGINES["transformers"].feeding("glm4_moe", 1)
+    right = foretell(model, [sample], 1, feeding)
+    assert right.engine.by_position == [1.0]
+    assert right.causes == []
+    weight = model.mtp.layers[0].eh_proj.weight
+    weight.data = weight.data.roll(weight.size(1) // 2, dims=1)
+    wrong = foretell(model, [sample], 1, feeding)
+    assert wrong.engine.per_round < 0.5
+    assert [cause.difference.rule for cause in wrong.causes] == ["swapped"]
+    assert wrong.causes[0].undone.by_position == [1.0]
+
+
+def test_causes_are_measured_one_by_one_and_sorted() -> None:
+    """MiMo in vLLM: the state before the norm costs all of it here, and the zeroed embedding next to nothing."""
+    model = our_model(1).eval()
+    with torch.no_grad():
+        model.decoder.final_layernorm.weight.mul_(torch.linspace(-3, 3, 32))
+    sample = Sample(text_of_drafts(model, TRAINED, 24), prompt=4, end=22)
+    calls: list[None] = []
+    found = foretell(model, [sample], 1, ENGINES["vllm"].feeding("mimo", 1), lambda: calls.append(None))
+    assert len(calls) == 1
+    assert found.trained.by_position == [1.0]
+    assert [cause.difference.rule for cause in found.causes] == ["trunk", "zeroed"]
+    assert found.causes[0].undone.per_round > found.engine.per_round + 0.3
+    text = read_text(model, sample.tokens)
+    undone = accepted(model, text, sample, 1, Feeding(module="first", keys="chain", zeroed=True))
+    assert found.causes[0].undone == undone
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random GLM-4 MoE of two depths with a tokenizer, and a text."""
+    place = tmp_path_factory.mktemp("foretell")
+    text = "".join(f"the model drafts {number} tokens and keeps {number % 7}\n" for number in range(200))
+    (place / "text.txt").write_text(text)
+    train_bpe([text], 258, place / "tokenizer")
+    make(place / "glm", "glm4_moe", 2, changes={"vocab_size": 258, "max_position_embeddings": 128})
+    return place
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    try:
+        status = cli.main(["foretell", *map(str, arguments)])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+SMALL = ("--prompts", "2", "--prompt-tokens", "6", "--new-tokens", "12")
+
+
+def test_the_command_answers_for_people_and_for_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = (folder / "glm", "--text", folder / "text.txt", "--tokenizer", folder / "tokenizer", *SMALL)
+    status, shown, _ = told(capsys, *given, "--engine", "vllm")
+    assert status == 0
+    assert "as trained" in shown
+    assert "every draft by depth 1 (in training: every draft by its own depth)" in shown
+    assert "(vllm-project/vllm: vllm/model_executor/models/glm4_moe_mtp.py)" in shown
+    figures = json_of(told(capsys, *given, "--engine", "sglang", "--num-speculative-tokens", "3", "--json"))
+    assert figures["depths_limit"] == 1
+    config = figures["speculative_config"]
+    assert config["rejection_sample_method"] == "synthetic"
+    assert len(config["synthetic_acceptance_rates"]) == config["num_speculative_tokens"] == 3
+    assert len(figures["acceptance_as_trained"]) == 2
+
+
+def test_a_table_has_a_line_for_every_checkpoint_and_engine_that_can_be_computed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--text", folder / "text.txt", "--tokenizer", folder / "tokenizer", *SMALL)
+    alone = json_of(told(capsys, folder / "glm", *given, "--engine", "vllm", "--json"))
+    asked = (folder / "glm", "nowhere", *given, "--table", "--engine", "vllm", "--engine", "transformers")
+    status, shown, _ = told(capsys, *asked, "--json")
+    table = json.loads(shown)
+    assert status == 1
+    row, other = table["rows"]
+    assert row == {**alone, "checkpoint": str(folder / "glm"), "engine": "vllm"}
+    assert other["acceptance"] == other["acceptance_as_trained"] == row["acceptance_as_trained"]
+    assert [(one["checkpoint"], one["engine"]) for one in table["failed"]] == [
+        ("nowhere", "vllm"),
+        ("nowhere", "transformers"),
+    ]
+    head, first, *others = told(capsys, *asked)[1].splitlines()
+    assert head.split()[:5] == ["checkpoint", "engine", "family", "depths", "K"]
+    rates = " ".join(f"{100 * rate:.1f}" for rate in row["acceptance"])
+    assert first.split()[1:5] == ["vllm", "glm4_moe", "2", "2"]
+    assert first.split()[-3:] == [*rates.split(), f"{1 + row['accepted_per_round']:.3f}"]
+    assert [line.split(":")[0] for line in others[1:]] == ["no line"] * 2
+
+
+def json_of(answer: tuple[int, str, str]) -> dict[str, Any]:
+    status, shown, said = answer
+    assert status == 0, said
+    return dict(json.loads(shown))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("nowhere", "--engine", "vllm"), "neither a Megatron checkpoint nor a Hugging Face folder"),
+        (("glm", "--engine", "nowhere"), "invalid choice"),
+        (("glm", "--engine", "vllm", "--num-speculative-tokens", "0"), "give 1 to 15"),
+        (("glm", "--engine", "vllm", "--num-speculative-tokens", "3"), "a multiple of it"),
+        (("glm", "--engine", "transformers", "--num-speculative-tokens", "1"), "with all depths of the folder"),
+        (("glm", "--engine", "vllm", "--prompts", "0"), "--prompts is 0"),
+        (("glm", "--engine", "vllm", "--prompts", "10000"), "give more text"),
+        (("glm", "--engine", "vllm", "--new-tokens", "500"), "positions"),
+        (("glm", "--engine", "vllm", "--family", "mimo"), "leave --family out"),
+        (("glm", "--engine", "vllm", "--engine", "sglang"), "add --table"),
+    ],
+)
+def test_bad_input_ends_with_one_sentence(
+    folder: Path, arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, *flags = arguments
+    texts = ("--text", folder / "text.txt", "--tokenizer", folder / "tokenizer")
+    status, shown, said = told(capsys, folder / path, *texts, *flags)
+    assert (status, shown) == (2, "")
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_a_family_that_an_engine_lacks_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ValueError, match="no depths for the family 'mimo'; it has them for glm4_moe"):
+        ENGINES["llama.cpp"].feeding("mimo", 1)

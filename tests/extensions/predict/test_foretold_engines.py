@@ -1,0 +1,56 @@
+"""What is foretold of transformers is what it accepts: exported models, one, two and three drafts a round."""
+
+import json
+from pathlib import Path
+
+import launch
+import pytest
+from test_vllm import EXPERTS, LATENT
+
+from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
+from megatron_mtp.checkpoint.convert.importing import Options
+from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.extensions.predict.acceptance import Acceptance, Sample, rounds
+from megatron_mtp.extensions.predict.engines import ENGINES
+from megatron_mtp.extensions.predict.rows import drafts, greedy, read_text
+from megatron_mtp.platform import prepare
+
+prepare()
+
+pytestmark = pytest.mark.usefixtures("forked_python")
+
+CLIENT = launch.ROOT / "tests" / "functional" / "mtp_client.py"
+PROMPT, NEW, COUNTS = [3, 4, 5, 6], 120, (1, 2, 3)
+RUN = (
+    "--mtp-num-layers 3 --train-iters 30 --lr 3e-3 --eval-interval 1000 --eval-iters 1 --save-interval 30 "
+    "--init-method-std 0.1 --untie-embeddings-and-output-weights --max-position-embeddings 256"
+).split()
+MODELS = {
+    "dense": ("glm4_moe", "--ffn-hidden-size 128 --qk-layernorm"),
+    "experts": ("glm4_moe", f"{EXPERTS} --add-qkv-bias"),
+    "latent": ("deepseek_v3", f"{EXPERTS} {LATENT}"),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["dense", "experts", "latent"])
+def test_transformers_accepts_what_is_foretold(name: str, tmp_path: Path) -> None:
+    (family, kind), checkpoint, exported = MODELS[name], tmp_path / "checkpoint", tmp_path / "exported"
+    flags = [*RUN, *kind.split(), "--save", str(checkpoint)]
+    launch.run(launch.pretrain(*flags), tmp_path / "train.log")
+    mcore_to_hf(checkpoint, exported, Options(quiet=True), form_of(checkpoint, family=family))
+    model = load_model(checkpoint)
+    whole = greedy(model, PROMPT, NEW + max(COUNTS) + 1)
+    for count in COUNTS:
+        command = launch.python(CLIENT, str(exported), json.dumps(PROMPT), str(NEW), str(count))
+        theirs = json.loads(launch.run(command, tmp_path / f"client-{count}.log").strip().splitlines()[-1])
+        assert theirs["with"] == theirs["without"] == whole[: len(PROMPT) + NEW]
+        sample = Sample(whole, len(PROMPT), len(PROMPT) + NEW)
+        feeding = ENGINES["transformers"].feeding(family, count)
+        ours = rounds(drafts(model, read_text(model, whole), count, feeding), sample)
+        kept = theirs["accepted"][1:]  # the trunk's first token comes without a draft
+        print(f"{name}, {count} drafts: transformers {Acceptance.of(kept, count)}, ours {Acceptance.of(ours, count)}")
+        assert kept[:-1] == ours[:-1]  # transformers cuts the last round to the tokens that are left
+        assert len(kept) == len(ours)
+        assert 0.05 < sum(ours) / (count * len(ours)) < 0.95  # all or none accepted would say nothing of the drafts

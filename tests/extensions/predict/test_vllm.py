@@ -1,0 +1,107 @@
+"""Trained checkpoints in vLLM for CPU: it loads what an audit calls sound, and emits the tokens that we compute.
+
+It accepts the drafts that we foretell.
+
+Optional: `scripts/test_vllm.sh` installs vLLM into an environment of its own and runs this; else it is skipped.
+
+`ENGINES` (extensions/predict/engines.py) says how vLLM feeds the depths of each family. Its rules are run with
+Megatron's modules on the tokens that vLLM emitted, and on those that our greedy decoding adds behind them.
+"""
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import launch
+import pytest
+
+from megatron_mtp.checkpoint.audit.auditing import audit
+from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
+from megatron_mtp.checkpoint.convert.importing import Options
+from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.extensions.predict.acceptance import Sample, accepted
+from megatron_mtp.extensions.predict.engines import ENGINES
+from megatron_mtp.extensions.predict.rows import greedy, read_text
+from megatron_mtp.platform import prepare
+
+prepare()
+
+PYTHON = launch.ROOT / ".venv-vllm" / "bin" / "python"
+CLIENT = Path(__file__).parent / "vllm_client.py"
+PROMPT, NEW, DRAFTS = [3, 4, 5, 6], 160, (1, 2, 3)
+
+pytestmark = pytest.mark.skipif(
+    not (PYTHON.parents[1] / "installed").exists(),
+    reason="vLLM for CPU is not installed; scripts/test_vllm.sh installs it into .venv-vllm and runs this",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    flags: str
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 32 --moe-layer-freq [0,1] "
+    "--moe-router-load-balancing-type none --moe-token-dispatcher-type allgather"
+)
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16 "
+    "--v-head-dim 32 --qk-layernorm --rope-type rope"
+)
+CASES = {
+    "dense": Case("glm4_moe", "--ffn-hidden-size 128 --qk-layernorm"),
+    "experts": Case("glm4_moe", f"{EXPERTS} --add-qkv-bias"),
+    "latent": Case("deepseek_v3", f"{EXPERTS} {LATENT}"),
+    "mimo": Case("mimo", "--ffn-hidden-size 128 --add-qkv-bias --mtp-num-layers 1"),
+}
+# vLLM's attention for CPU knows heads of 32 and more.
+RUN = (
+    "--num-attention-heads 2 --kv-channels 32 --max-position-embeddings 256 --mtp-num-layers 3 --train-iters 30 "
+    "--lr 3e-3 --eval-interval 1000 --eval-iters 1 --save-interval 30 --init-method-std 0.1 "
+    "--untie-embeddings-and-output-weights"
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vllm_accepts_what_was_trained(name: str, tmp_path: Path) -> None:
+    case, checkpoint, exported = CASES[name], tmp_path / "checkpoint", tmp_path / "exported"
+    flags = [*RUN.split(), *case.flags.split(), "--save", str(checkpoint)]
+    launch.run(launch.pretrain(*flags), tmp_path / "train.log")
+    mcore_to_hf(checkpoint, exported, Options(quiet=True), form_of(checkpoint, family=case.family))
+    assert audit(exported)["ok"]
+    command = [str(PYTHON), str(CLIENT), str(exported), json.dumps(PROMPT), str(NEW), json.dumps(DRAFTS)]
+    served = [json.loads(line) for line in launch.run(command, tmp_path / "vllm.log").splitlines() if line[:1] == "{"]
+    assert [each["drafts"] for each in served] == list(DRAFTS)
+    model = load_model(checkpoint)
+    feeding = ENGINES["vllm"].feeding(case.family, len(model.mtp.layers))
+    whole = greedy(model, PROMPT, NEW + max(DRAFTS) + 1)
+    for each in served:
+        drafts, tokens = each["drafts"], each["tokens"]
+        assert tokens == whole[: len(tokens)]
+        sample = Sample(whole, len(PROMPT), len(PROMPT) + NEW)
+        ours = accepted(model, read_text(model, whole), sample, drafts, feeding)
+        print(f"{name}, {drafts} drafts: {each['accepted_per_position']} of {each['proposed']}; ours {ours}")
+        assert each["proposed"] == ours.rounds * drafts
+        assert each["accepted_per_position"] == list(ours.kept)
+        assert 0.05 < ours.per_round / drafts < 0.95  # all or none accepted would say nothing of the drafts
+
+
+def test_vllm_does_not_start_with_a_file_that_an_audit_misses(tmp_path: Path) -> None:
+    """The two agree on what is no whole folder: an index that names a file which is not there."""
+    checkpoint, exported = tmp_path / "checkpoint", tmp_path / "exported"
+    flags = [*RUN.split(), *CASES["dense"].flags.split(), "--save", str(checkpoint)]
+    launch.run(launch.pretrain(*flags), tmp_path / "train.log")
+    small = Options(quiet=True, shard_bytes=200_000)
+    mcore_to_hf(checkpoint, exported, small, form_of(checkpoint, family="glm4_moe"))
+    assert audit(exported)["ok"]
+    gone = sorted(exported.glob("*.safetensors"))[-1]
+    gone.unlink()
+    (found,) = [one for one in audit(exported)["findings"] if one["guess"] == "file missing"]
+    assert gone.name in found["says"]
+    command = [str(PYTHON), str(CLIENT), str(exported), json.dumps(PROMPT), "8", "[1]"]
+    assert subprocess.run(command, capture_output=True).returncode != 0

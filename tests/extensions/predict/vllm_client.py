@@ -1,0 +1,51 @@
+"""vLLM as a client of an exported folder, in its own environment: greedy generation with MTP drafts.
+
+    .venv-vllm/bin/python vllm_client.py exported '[3, 4, 5, 6]' 100 '[1, 2]'
+
+FOLDER, prompt, new tokens, and the numbers of drafts a round to try. Prints a line of JSON for each: prompt with new
+tokens, and vLLM's own counters.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ |= {"VLLM_MLA_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+
+def generate(folder: str, tokens: list[int], new: int, drafts: int) -> dict[str, Any]:
+    """The prompt with the new tokens, and how many drafts were proposed and accepted."""
+    llm = LLM(
+        folder,
+        trust_remote_code=True,  # MiMo's configuration is a class in its folder
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=1,
+        disable_log_stats=False,
+        enable_prefix_caching=False,
+        compilation_config={"custom_ops": ["none"]},  # its rotary kernel for CPU is not DeepSeek's rotation
+        speculative_config={"method": "mtp", "num_speculative_tokens": drafts},
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    [done] = llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
+    metrics = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
+    counts = {
+        "proposed": metrics["draft_tokens"].value,
+        "accepted_per_position": metrics["accepted_tokens_per_pos"].values[:drafts],
+    }
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    cleanup_dist_env_and_memory()
+    return {"drafts": drafts, "tokens": [*tokens, *done.outputs[0].token_ids], **counts}
+
+
+if __name__ == "__main__":
+    for count in json.loads(sys.argv[4]):
+        print(json.dumps(generate(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), count)), flush=True)

@@ -111,7 +111,8 @@ def parser(program: str) -> Parser:
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")
     add("--batch", type=int, default=4, metavar="B", help="sequences per step; default: 4")
     add("--learning-rate", default="5e-4", metavar="LR", help="learning rate after the warm-up; default: 5e-4")
-    add("--loss", choices=LOSSES.names(), default="kd", help="the depths' --mtp-loss of train; default: kd")
+    losses = [name for name in LOSSES.names() if name != "mix"]  # which has weights, and so two flags of train
+    add("--loss", choices=losses, default="kd", help="the depths' --mtp-loss of train; default: kd")
     add("--token-fraction", default="1", metavar="F", help="part of the positions in the depths' loss; default: 1")
     add("--float32", action="store_true", help="train in float32; default: bfloat16")
     add("--evaluated-batches", default="8", metavar="N", help="batches of held-out text; default: 8")

@@ -3,7 +3,8 @@
 The Python API is `load_runner` and `generate`, which are looked up when asked for: they need Megatron on a prepared
 platform, and the rules in this room (types, sampling, verifiers) do not.
 
-    types.py             Draft (a tree), Verdict, Round, AcceptanceStats
+    types.py             Draft (a tree), Verdict, Round
+    stats.py             AcceptanceStats: what drafting has gained
     requests.py          Request and Update: what passes between the engine and those who send it requests
     settings.py          settings of a method or verifier: kinds, defaults, ranges, meanings
     config.py            SpeculativeConfig: a method, a verifier and their settings, from JSON

@@ -12,9 +12,10 @@ from megatron_mtp.drafting.config import SpeculativeConfig, config_from
 from megatron_mtp.drafting.graphs import kept_sequences
 from megatron_mtp.drafting.loop import Emit, Limits, decode
 from megatron_mtp.drafting.method import make_method
+from megatron_mtp.drafting.requests import check_prompt
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.types import AcceptanceStats
+from megatron_mtp.drafting.stats import AcceptanceStats
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,4 @@ def check_prompts(runner: Runner, prompts: list[list[int]], max_new_tokens: int)
     if not prompts:
         raise ValueError("there is no prompt; give one with --prompt, --prompt-file or --prompt-ids.")
     for number, prompt in enumerate(prompts, start=1):
-        if not prompt:
-            raise ValueError(f"prompt {number} is empty; give at least one token.")
-        if len(prompt) >= runner.positions:
-            raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens, and the model has {runner.positions} positions; give at "
-                f"most {runner.positions - 1} tokens."
-            )
-        if not all(0 <= token < runner.vocab_size for token in prompt):
-            raise ValueError(
-                f"prompt {number} has token ids outside of the model's vocabulary; give 0 to {runner.vocab_size - 1}."
-            )
+        check_prompt(prompt, runner.positions, runner.vocab_size, f"prompt {number}")

@@ -20,7 +20,7 @@ from statistics import median
 
 import torch
 
-from megatron_mtp.drafting.types import AcceptanceStats
+from megatron_mtp.drafting.stats import AcceptanceStats
 
 RECENT = 32
 """Steps of each kind whose times are remembered."""

@@ -35,7 +35,7 @@ def main(args: Namespace, program: str) -> None:
 
 def run(args: Namespace, answer: TextIO) -> None:
     """Load, check, generate, report. Raises ValueError for bad input, before anything is generated."""
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    sampling = Sampling.of(args)
     config = None if args.speculative_config is None else parse_config(args.speculative_config)
     if args.batch_size < 1:
         raise ValueError(f"--batch-size is {args.batch_size}; give 1 or more.")

@@ -32,10 +32,10 @@ from megatron_mtp.drafting.loop import CHUNK, Limits, catch_up
 from megatron_mtp.drafting.memory import Memory, entry_bytes
 from megatron_mtp.drafting.method import Method, make_method
 from megatron_mtp.drafting.pages import BLOCK, Pages
-from megatron_mtp.drafting.requests import Finish, Load, QueueFull, Request, Update
+from megatron_mtp.drafting.requests import Finish, Load, QueueFull, Request, Update, check_prompt
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.types import AcceptanceStats, merged
+from megatron_mtp.drafting.stats import AcceptanceStats
 
 BEYOND = 320
 """Slots after the model's last position, which drafts may use."""
@@ -167,7 +167,7 @@ class ContinuousEngine:
     @property
     def load(self) -> Load:
         """How busy it is."""
-        stats = merged([self._firsts, *(one.stats for one in self._shown.values())])
+        stats = sum((one.stats for one in self._shown.values()), self._firsts)
         return Load(
             running=len(self._texts) - len(self._waiting),
             waiting=len(self._waiting),
@@ -499,18 +499,7 @@ def _check_rows(method: Method) -> None:
 
 def check_request(runner: Runner, request: Request) -> None:
     """Raises ValueError, in one sentence, for what a model can never continue."""
-    prompt = request.prompt
-    if not prompt:
-        raise ValueError("the prompt is empty; give at least one token.")
-    if len(prompt) >= runner.positions:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens, and the model has {runner.positions} positions; give at most "
-            f"{runner.positions - 1} tokens."
-        )
-    if not (min(prompt) >= 0 and max(prompt) < runner.vocab_size):
-        raise ValueError(
-            f"the prompt has token ids outside of the model's vocabulary; give 0 to {runner.vocab_size - 1}."
-        )
+    check_prompt(request.prompt, runner.positions, runner.vocab_size)
     if request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {request.max_new_tokens}; give 1 or more.")
     if request.seed not in SEEDS:

@@ -20,7 +20,8 @@ from megatron_mtp.drafting.requests import Finish, Request, TokenLogprob, Update
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import RECOVER, draw, sampling_of
 from megatron_mtp.drafting.sequences import Progress, Sequences
-from megatron_mtp.drafting.types import AcceptanceStats, Draft, Emitted, End
+from megatron_mtp.drafting.stats import AcceptanceStats
+from megatron_mtp.drafting.types import Draft, Emitted, End
 from megatron_mtp.drafting.verifiers import VERIFIERS
 
 FAR_BEHIND = 32

@@ -9,7 +9,7 @@ from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling, SamplingByText
-from megatron_mtp.drafting.types import AcceptanceStats
+from megatron_mtp.drafting.stats import AcceptanceStats
 from megatron_mtp.drafting.verifiers import VERIFIERS
 from megatron_mtp.drafting.verifiers.base import Rule, Verifier
 

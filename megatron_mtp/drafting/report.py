@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.drafting.types import AcceptanceStats
+from megatron_mtp.drafting.stats import AcceptanceStats
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.types import AcceptanceStats
+from megatron_mtp.drafting.stats import AcceptanceStats
 
 
 class Finish(StrEnum):
@@ -66,6 +66,19 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     speculative: SpeculativeConfig | None = None
+
+
+def check_prompt(prompt: list[int], positions: int, vocabulary: int, name: str = "the prompt") -> None:
+    """Raises ValueError, in one sentence, for what a model of so many positions and tokens cannot continue."""
+    if not prompt:
+        raise ValueError(f"{name} is empty; give at least one token.")
+    if len(prompt) >= positions:
+        raise ValueError(
+            f"{name} has {len(prompt)} tokens, and the model has {positions} positions; give at most {positions - 1} "
+            "tokens."
+        )
+    if not (min(prompt) >= 0 and max(prompt) < vocabulary):
+        raise ValueError(f"{name} has token ids outside of the model's vocabulary; give 0 to {vocabulary - 1}.")
 
 
 @dataclass(frozen=True)

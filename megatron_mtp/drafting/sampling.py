@@ -6,7 +6,8 @@ They are hashes of (seed, position, stream, index), made without state (Salmon e
 Letters in names: B batch, V vocabulary; ... any leading dimensions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -53,6 +54,11 @@ class Sampling:
             raise ValueError(f"--top-p is {self.top_p}; give a share of the probability in (0, 1].")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"--min-p is {self.min_p}; give 0 (all tokens) or a share up to 1.")
+
+    @classmethod
+    def of(cls, given: object) -> Self:
+        """From the attributes of these names, of parsed flags for example."""
+        return cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
 
     @property
     def greedy(self) -> bool:

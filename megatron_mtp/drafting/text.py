@@ -23,7 +23,7 @@ def read_prompts(
     A file is one prompt; of a file that ends in .jsonl, every line is one, an object with a key 'prompt'.
 
     Raises:
-        ValueError: a file that cannot be read, ids that are no numbers, text without a tokenizer, an empty prompt.
+        ValueError: a file that cannot be read, ids that are no numbers, text without a tokenizer.
     """
     texts = [*texts, *([] if file is None else _texts_of(Path(file)))]
     if texts and tokenizer is None:
@@ -31,12 +31,7 @@ def read_prompts(
     for text in texts:
         _check_text(text)
     prompts = [tokenizer(text, add_special_tokens=False).input_ids for text in texts] if tokenizer is not None else []
-    prompts += [_ids_of(one) for one in ids]
-    if not prompts:
-        raise ValueError("there is no prompt; give one with --prompt, --prompt-file or --prompt-ids.")
-    if not all(prompts):
-        raise ValueError("a prompt is empty; give at least one token.")
-    return prompts
+    return prompts + [_ids_of(one) for one in ids]
 
 
 def _check_text(text: str) -> None:

@@ -14,8 +14,9 @@ from megatron_mtp.drafting.record import Record
 from megatron_mtp.drafting.report import Cost
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.drafting.stats import AcceptanceStats
 from megatron_mtp.drafting.text import Stream
-from megatron_mtp.drafting.types import Emitted, merged
+from megatron_mtp.drafting.types import Emitted
 
 WARM_UP = 8
 """Tokens that are generated before the clock starts, so that no side pays for what is made only once."""
@@ -68,7 +69,7 @@ class Work:
         parts = list(self._batches(config, listeners or Listeners()))
         seconds = time.perf_counter() - before
         texts = [ids for part in parts for ids in part.token_ids]
-        return texts, Cost(merged([part.stats for part in parts]), seconds, meter.joules(), meter.why)
+        return texts, Cost(sum((part.stats for part in parts), AcceptanceStats()), seconds, meter.joules(), meter.why)
 
     def compared(self, config: SpeculativeConfig, texts: list[list[int]], cost: Cost) -> tuple[Cost, Cost, bool | None]:
         """Costs of drafting and of plain decoding, and whether plain decoding emits `texts` too.

@@ -11,7 +11,7 @@ Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
@@ -142,66 +142,3 @@ class Emitted:
     offered: int
     draft: Draft | None
     end: End | None = None
-
-
-@dataclass
-class AcceptanceStats:
-    """Sums over the steps of a generation.
-
-    Attributes:
-        target_forwards: forwards, counted for every text: one over a batch of four counts four.
-        emitted: tokens that went out, those of the prefill's forward included.
-        drafted, accepted: tokens on the longest path that was offered, and on the path that was kept.
-        accepted_at: by position in the draft, how often it was accepted; `offered_at` likewise.
-        target_seconds, drafter_seconds: wall-clock time. On a GPU drafting is launched and not waited for, so work that
-            the device still has to do for it counts as the target's.
-    """
-
-    target_forwards: int = 0
-    emitted: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    accepted_at: list[int] = field(default_factory=list)
-    offered_at: list[int] = field(default_factory=list)
-    target_seconds: float = 0.0
-    drafter_seconds: float = 0.0
-
-    def count(self, offered: int, accepted: int, emitted: int) -> None:
-        """A step of one text: `offered` is the draft's depth."""
-        self.target_forwards += 1
-        self.emitted += emitted
-        self.drafted += offered
-        self.accepted += accepted
-        while len(self.accepted_at) < offered:
-            self.accepted_at.append(0)
-            self.offered_at.append(0)
-        for position in range(offered):
-            self.offered_at[position] += 1
-            self.accepted_at[position] += position < accepted
-
-    @property
-    def accepted_length(self) -> float:
-        """Tokens per forward of the target; 1 is plain decoding."""
-        return self.emitted / self.target_forwards if self.target_forwards else 0.0
-
-    @property
-    def accepted_per_position(self) -> list[float]:
-        """Acceptance: how often position k of a draft was accepted, among the drafts that had one."""
-        return [hit / of if of else 0.0 for hit, of in zip(self.accepted_at, self.offered_at, strict=True)]
-
-
-def merged(parts: list[AcceptanceStats]) -> AcceptanceStats:
-    """The sums over batches."""
-    total = AcceptanceStats()
-    for part in parts:
-        for name in ("target_forwards", "emitted", "drafted", "accepted", "target_seconds", "drafter_seconds"):
-            setattr(total, name, getattr(total, name) + getattr(part, name))
-        total.accepted_at = _added(total.accepted_at, part.accepted_at)
-        total.offered_at = _added(total.offered_at, part.offered_at)
-    return total
-
-
-def _added(one: list[int], other: list[int]) -> list[int]:
-    longest = max(len(one), len(other))
-    pairs = zip(*(values + [0] * (longest - len(values)) for values in (one, other)), strict=True)
-    return [a + b for a, b in pairs]

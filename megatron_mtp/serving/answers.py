@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from megatron_mtp.drafting.requests import Request
+from megatron_mtp.drafting.requests import Request, check_prompt
 from megatron_mtp.serving.bodies import Body
 from megatron_mtp.serving.choices import Choice, Delta
 from megatron_mtp.serving.errors import APIError, refused
@@ -208,8 +208,10 @@ def _check_prompt(prompt: list[int], limit: int | None, served: Served) -> None:
             "prompt",
             "context_length_exceeded",
         )
-    if not all(0 <= token < served.vocabulary for token in prompt):
-        raise refused(f"the prompt has ids outside of the vocabulary; give 0 to {served.vocabulary - 1}.", "prompt")
+    try:
+        check_prompt(prompt, served.positions, served.vocabulary)
+    except ValueError as error:
+        raise refused(str(error), "prompt") from error
 
 
 def _request(choice: Choice, seed: int, body: Body, served: Served) -> Request:

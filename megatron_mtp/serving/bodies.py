@@ -7,7 +7,7 @@ import secrets
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from megatron_mtp.drafting.config import SpeculativeConfig, config_from
 from megatron_mtp.drafting.requests import Penalties
@@ -53,7 +53,7 @@ class Body(BaseModel):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2), Finite] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1), Finite] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0
+    top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda given: max(given, 0))] = 0
     min_p: Annotated[float, Field(ge=0, le=1), Finite] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2), Finite] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2), Finite] = 0.0
@@ -119,8 +119,8 @@ class Body(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self) -> Sampling:
-        """How tokens are chosen; top_k is 0 or -1 for all."""
-        return Sampling(self.temperature, max(self.top_k, 0), self.top_p, self.min_p)
+        """How tokens are chosen."""
+        return Sampling.of(self)
 
     def penalties(self) -> Penalties:
         """On tokens that a text has."""

@@ -116,7 +116,7 @@ BAD = {
     "stop": (["--stop", ""], "--stop is empty; give the text to end after."),
     "file": (["--prompt-file", "/nowhere.txt"], "'/nowhere.txt' cannot be read"),
     "positions": (["--prompt-ids", ",".join(["1"] * 64)], "has 64 tokens, and the model has 64 positions"),
-    "empty": (["--prompt-ids", ""], "a prompt is empty"),
+    "empty": (["--prompt-ids", ""], "prompt 1 is empty"),
     "text": (["--prompt", "hello"], "names no tokenizer"),
     "checkpoint": (["--load", "/nowhere"], "--load: /nowhere does not exist; give a folder that a run"),
 }

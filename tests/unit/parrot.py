@@ -16,7 +16,7 @@ from openai import OpenAI
 
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
 from megatron_mtp.drafting.requests import Finish, Load, QueueFull, Request, TokenLogprob, Update
-from megatron_mtp.drafting.types import AcceptanceStats
+from megatron_mtp.drafting.stats import AcceptanceStats
 from megatron_mtp.serving.answers import Served
 from megatron_mtp.serving.app import make_app
 from megatron_mtp.serving.metrics import Metrics

@@ -10,7 +10,7 @@ from drafting_single import model_of
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.auto import FIRST_REST, SHARE, AutoK
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.types import AcceptanceStats
+from megatron_mtp.drafting.stats import AcceptanceStats
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -38,7 +38,8 @@ from megatron_mtp.drafting.proposers.tree import Beam
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.types import AcceptanceStats, Draft, Round
+from megatron_mtp.drafting.stats import AcceptanceStats
+from megatron_mtp.drafting.types import Draft, Round
 from megatron_mtp.drafting.verifiers import VERIFIERS
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -24,8 +24,9 @@ from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.record import Record, make_folder
 from megatron_mtp.drafting.report import Cost, summary, table
 from megatron_mtp.drafting.settings import keys
+from megatron_mtp.drafting.stats import AcceptanceStats
 from megatron_mtp.drafting.text import COLOUR, PLAIN, Stream, cutter, read_prompts
-from megatron_mtp.drafting.types import AcceptanceStats, Draft, Emitted, merged
+from megatron_mtp.drafting.types import Draft, Emitted
 from megatron_mtp.drafting.verifiers import VERIFIERS
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -47,8 +48,6 @@ def test_prompts_from_everywhere(tokenizer: object, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "file", "ids", "said"),
     [
-        ([], None, [], "there is no prompt"),
-        ([""], None, [], "a prompt is empty"),
         (["ab\udcff"], None, [], r"a prompt holds '\\udcff' at letter 3, which is no UTF-8; take it out"),
         ([], None, ["1;2"], "--prompt-ids is '1;2'"),
         ([], "latin.txt", [], "cannot be read"),
@@ -127,7 +126,7 @@ def test_figures_of_a_run() -> None:
     first, second = AcceptanceStats(), AcceptanceStats()
     first.count(2, 2, 3)
     second.count(1, 0, 1)
-    stats = merged([first, second])
+    stats = first + second
     figures = summary(Cost(stats, 2.0, None, "no meter"), torch.float32, Cost(stats, 4.0, 1.0), same=True)
     assert figures["accepted_per_position"] == [0.5, 1.0]
     assert figures["accepted_length"] == figures["tokens_per_second"] == figures["speed_up"] == 2.0

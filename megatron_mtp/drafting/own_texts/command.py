@@ -24,7 +24,7 @@ from megatron_mtp.drafting.own_texts.writing import MOST_SEED, How, default_meth
 from megatron_mtp.drafting.requests import Finish
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.types import AcceptanceStats
+from megatron_mtp.drafting.stats import AcceptanceStats
 from megatron_mtp.errors import check_counts, status_of
 from megatron_mtp.files import check_outside, one_writer, remove
 
@@ -77,7 +77,7 @@ def _check(args: Namespace) -> tuple[Sampling, SpeculativeConfig | None]:
         raise ValueError("--anywhere was given with --chat, whose prompts are turns of the user; leave it out.")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("there are several ranks, and sample runs in one process; start it without torchrun.")
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    sampling = Sampling.of(args)
     speculative = None if args.speculative_config is None else parse_config(args.speculative_config)
     if speculative is not None and speculative.num_speculative_tokens == "auto" and not sampling.greedy:
         raise ValueError(

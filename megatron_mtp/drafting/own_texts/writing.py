@@ -14,7 +14,7 @@ from megatron_mtp.drafting.own_texts.journal import Written
 from megatron_mtp.drafting.requests import Finish, Request
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.types import AcceptanceStats
+from megatron_mtp.drafting.stats import AcceptanceStats
 
 MOST_SEED = 2**31 - 1
 Numbered = tuple[int, list[int]]

@@ -38,7 +38,7 @@ from benchmarks.llama import greedy, llama_of
 from megatron_mtp.drafting import generate, load_runner
 from megatron_mtp.drafting.compiled import library
 from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.types import AcceptanceStats
+from megatron_mtp.drafting.stats import AcceptanceStats
 from megatron_mtp.model.build import join_world
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.platform import prepare

@@ -1,14 +1,246 @@
-"""`megatron-mtp sample`: a checkpoint and prompts in, a corpus of the model's own texts out."""
+"""`megatron-mtp sample`: a checkpoint and a corpus in; prompts with continuations out, as a corpus of train."""
 
-from megatron_mtp.drafting.own_texts.flags import parser
+import os
+import sys
+from argparse import Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_mtp.data.checks import PARTS, read_sidecar
+from megatron_mtp.drafting.flags import add_checkpoint_flags, add_sampling_flags
+from megatron_mtp.errors import Parser, check_counts, status_of
+from megatron_mtp.files import check_outside, one_writer, remove
 from megatron_mtp.platform import quieten
+
+if TYPE_CHECKING:
+    from megatron_mtp.data.tokenizer import Encoder
+    from megatron_mtp.drafting.own_texts.journal import Journal, Written
+    from megatron_mtp.drafting.own_texts.prompts import Prompts
+    from megatron_mtp.drafting.own_texts.writing import How
+    from megatron_mtp.drafting.runner import Runner
+
+OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed dtype".split()
+"""Flags on which texts depend; the number of texts, and how many run together, are not among them."""
+OF_DOCUMENTS = "prompt_tokens anywhere".split()
+ENDINGS = ("idx", "json", "bin", "answers.npy", "texts.jsonl")
+MOST_SEED = 2**31 - 1
+
+EXAMPLES = """examples:
+  # 2,000 continuations of a corpus' documents: data/own.bin and .idx, for train --data-path data/own
+  megatron-mtp sample --load checkpoints/trunk --data-path data/corpus --texts 2000 --output-prefix data/own
+
+  # answers to the user's turns of conversations, at the temperature at which the model will be served
+  megatron-mtp sample --load checkpoints/trunk --chat chats.jsonl --texts 5000 --temperature 0.6 \\
+      --max-new-tokens 512 --output-prefix data/answers
+
+The same command continues after an interruption, with the same texts. More --texts keep those that are there.
+"""
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Sample; bad input ends with one sentence and exit status 2."""
+    """Write the texts; bad input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
     quieten()
+    return status_of(program, lambda: run(args), advice="the same command continues")
 
-    from megatron_mtp.drafting.own_texts.command import main as sample
 
-    return sample(args, program)
+def parser(program: str) -> Parser:
+    """All flags."""
+    made = Parser(
+        program,
+        description="Let a model continue the prompts of a corpus, and write prompts with continuations as data for "
+        "train: depths that learn from it meet the texts that they will draft for.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    add_checkpoint_flags(made)
+    add = made.add_argument
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX.bin, .idx, .json, .answers.npy and .texts.jsonl",
+    )
+    add("--texts", type=int, required=True, metavar="N", help="number of texts")
+    prompts = made.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--data-path", metavar="PREFIX", help="a corpus of preprocess, whose documents are continued")
+    prompts.add_argument("--chat", nargs="+", metavar="FILE", help="JSON lines with 'messages', for the chat template")
+    add("--prompt-tokens", type=int, default=32, metavar="N", help="tokens of a document to continue; default: 32")
+    add("--anywhere", action="store_true", help="take them from anywhere in a document; default: its beginning")
+    add("--split", default="98,2,0", metavar="W,W,W", help="parts of the corpus, as in train; default: 98,2,0")
+    add("--part", choices=PARTS, default=PARTS[0], help="the part that prompts come from; default: training")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="of each text; default: 256")
+    add_sampling_flags(made, temperature=0.7)
+    add("--seed", type=int, default=1234, metavar="N", help="of prompts and texts; default: 1234")
+    add("--speculative-config", metavar="JSON", help="how to draft, as in generate; default: mtp if there are depths")
+    add("--batch-size", type=int, default=16, metavar="N", help="texts that run together; default: 16")
+    add("--overwrite", action="store_true", help="make everything anew")
+    add("--dry-run", action="store_true", help="print what would be done and what is there, and write nothing")
+    return made
+
+
+def run(args: Namespace) -> int:
+    """Check, write the texts that are not finished, and make the corpus of all; returns 0.
+
+    Raises:
+        ValueError: bad input, or texts of other settings are there.
+    """
+    from megatron_mtp.checkpoint.mcore.tensors import DistReader
+    from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
+    from megatron_mtp.data.tokenizer import Encoder
+    from megatron_mtp.drafting.config import parse_config
+    from megatron_mtp.drafting.own_texts.journal import Journal
+    from megatron_mtp.drafting.own_texts.writing import How
+    from megatron_mtp.drafting.sampling import Sampling
+
+    _check(args)
+    sampling = Sampling.of(args)
+    speculative = None if args.speculative_config is None else parse_config(args.speculative_config)
+    if speculative is not None and speculative.num_speculative_tokens == "auto" and not sampling.greedy:
+        raise ValueError(
+            "--speculative-config has num_speculative_tokens 'auto', with which sampled texts depend on the clock; "
+            "give a number."
+        )
+    file = Path(f"{args.output_prefix}.texts.jsonl")
+    check_outside(file, Path(args.load))
+    reader = DistReader(Path(args.load))
+    folder = args.tokenizer or run_tokenizer(reader.common()["args"], reader.folder.parent)
+    if folder is None:
+        raise ValueError(f"--load is {args.load}, which names no tokenizer that is there; give --tokenizer.")
+    encoder = Encoder.from_folder(folder, trust_remote_code=args.trust_remote_code)
+    settings = _settings(args) | {
+        "load": reader.fingerprint()["catalogue"],  # checksums by which a model is known
+        "speculative-config": None if speculative is None else speculative.flat(),
+    }
+    if args.dry_run:
+        prompts = _prompts(args, folder)
+        there = sum(number < args.texts for number in Journal(file, settings).texts)
+        print(f"{args.texts} texts of {prompts.documents} documents, {there} of them finished")
+        print(f"at most {(args.texts - there) * args.max_new_tokens} new tokens")
+        print(f"would write {args.output_prefix}.bin, .idx, .json, .answers.npy and .texts.jsonl")
+        return 0
+    with one_writer(Path(args.output_prefix), f"--output-prefix: '{args.output_prefix}'"):
+        if args.overwrite:
+            for ending in ENDINGS:
+                remove(Path(f"{args.output_prefix}.{ending}"))
+        journal = Journal(file, settings)
+        if _is_done(args, settings):
+            print(f"{args.output_prefix}.bin and .idx are already there: {args.texts} texts with these settings")
+            return 0
+        how = How(sampling, args.max_new_tokens, args.seed, frozenset([encoder.eod_id]), speculative, args.batch_size)
+        _write(args, journal, how, _prompts(args, folder), encoder.vocab_size)
+        _publish(args, journal, encoder, settings)
+    return 0
+
+
+def _check(args: Namespace) -> None:
+    """Raises ValueError for a value that is not allowed."""
+    check_counts(args, "texts", "prompt_tokens", "max_new_tokens", "batch_size")
+    if not 0 <= args.seed <= MOST_SEED:
+        raise ValueError(f"--seed is {args.seed}; give a number from 0 to {MOST_SEED}.")
+    if args.anywhere and args.chat:
+        raise ValueError("--anywhere was given with --chat, whose prompts are turns of the user; leave it out.")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("there are several ranks, and sample runs in one process; start it without torchrun.")
+
+
+def _settings(args: Namespace) -> dict[str, Any]:
+    """What texts depend on, by the name of the flag."""
+    if args.chat:
+        found: dict[str, Any] = {"chat": [os.path.abspath(file) for file in args.chat]}
+    else:
+        found = {name: getattr(args, name) for name in OF_DOCUMENTS}
+        found["data_path"] = os.path.abspath(args.data_path)
+    found |= {name: getattr(args, name) for name in OF_TEXTS}
+    return {name.replace("_", "-"): value for name, value in found.items()}
+
+
+def _prompts(args: Namespace, tokenizer: Path) -> "Prompts":
+    from megatron_mtp.data.tokenizer import read_tokenizer
+    from megatron_mtp.drafting.own_texts.prompts import Beginnings, UserTurns
+
+    if args.chat:
+        chats = read_tokenizer(tokenizer, args.trust_remote_code)
+        return UserTurns(args.chat, chats, args.seed, args.split, args.part)
+    found = Beginnings(args.data_path, args.prompt_tokens, args.seed, args.split, args.part, args.anywhere)
+    if args.temperature == 0 and not args.anywhere and args.texts > found.documents:
+        raise ValueError(
+            f"--texts is {args.texts}, but greedy texts of {found.documents} documents repeat after these; give "
+            "--anywhere, a --temperature or fewer texts."
+        )
+    return found
+
+
+def _is_done(args: Namespace, settings: dict[str, Any]) -> bool:
+    """Whether the corpus of these texts is there, and whole."""
+    made = read_sidecar(args.output_prefix)
+    files = [Path(f"{args.output_prefix}.{ending}") for ending in ("bin", "idx", "answers.npy")]
+    whole = all(file.is_file() for file in files) and files[0].stat().st_size == made.get("bin_bytes")
+    return whole and made.get("settings") == {**settings, "texts": args.texts}
+
+
+def _write(args: Namespace, journal: "Journal", how: "How", prompts: "Prompts", vocabulary: int) -> None:
+    """Make the texts that are not finished."""
+    import torch
+    from tqdm import tqdm
+
+    from megatron_mtp.drafting.load import load_checkpoint
+    from megatron_mtp.drafting.own_texts.writing import default_method, write_texts
+
+    left = [number for number in range(args.texts) if number not in journal.texts]
+    if not left:
+        return
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    runner = load_checkpoint(args.load, vocabulary, dtype, trust_remote_code=args.trust_remote_code).runner
+    how = replace(how, speculative=how.speculative or default_method(runner))
+    if not args.chat and args.prompt_tokens >= runner.positions:
+        raise ValueError(
+            f"--prompt-tokens is {args.prompt_tokens}, and the model has {runner.positions} positions; give fewer."
+        )
+    pause = 0.2 if sys.stderr.isatty() else 10.0  # a terminal shows a moving bar, a log file gets a line now and then
+    done = args.texts - len(left)
+    with (
+        journal.keeping() as keep,
+        tqdm(desc="sampling", total=args.texts, initial=done, unit="text", mininterval=pause, smoothing=0.05) as bar,
+    ):
+
+        def finished(text: "Written") -> None:
+            keep(text)
+            bar.update(1)
+
+        stats = write_texts(runner, _numbered(left, prompts, runner), how, finished)
+    if stats.drafted:
+        print(f"drafting: {stats.accepted_length:.2f} tokens per forward")
+
+
+def _numbered(numbers: list[int], prompts: "Prompts", runner: "Runner") -> Iterator[tuple[int, list[int]]]:
+    """The prompts that leave room for a token; a conversation that does not is left out."""
+    for number in numbers:
+        prompt = prompts.prompt(number)
+        if len(prompt) < runner.positions:
+            yield number, prompt
+
+
+def _publish(args: Namespace, journal: "Journal", encoder: "Encoder", settings: dict[str, Any]) -> None:
+    """Make the corpus of all texts in their order; each ends with the EOD, as documents do, chosen or not."""
+    from megatron_mtp.data.corpus import write_sequences
+    from megatron_mtp.drafting.requests import Finish
+
+    texts = [journal.texts[number] for number in sorted(journal.texts) if number < args.texts]
+    if not texts:
+        raise ValueError("--chat: every prompt is longer than the model's positions; give shorter conversations.")
+    ids = ([*text.prompt, *text.tokens] for text in texts)
+    sequences = (one[:-1] if one[-1] == encoder.eod_id else one for one in ids)
+    answers = [(len(text.prompt), len(text.prompt) + len(text.tokens)) for text in texts]
+    record = write_sequences(sequences, answers, encoder, args.output_prefix, {**settings, "texts": args.texts})
+    new = sum(len(text.tokens) for text in texts)
+    ended = sum(text.finish == Finish.STOP for text in texts)
+    left_out = (
+        f", {args.texts - len(texts)} left out since their prompts are too long" if len(texts) < args.texts else ""
+    )
+    print(
+        f"{args.output_prefix}.bin and .idx: {len(texts)} texts{left_out}, {record['tokens']} tokens, {new} of them "
+        f"new ({new / len(texts):.0f} a text; {ended} texts ended by themselves)"
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.verifiers import VERIFIERS
-from megatron_mtp.errors import Parser, sentences
+from megatron_mtp.errors import Parser, named, sentences
 
 DTYPES = ("float32", "bfloat16")
 
@@ -77,7 +77,12 @@ def add_checkpoint_flags(parser: Parser) -> None:
     add = parser.add_argument
     add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to; the newest iteration is taken")
     add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
-    add("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer folder; default: the one of the training")
+    add(
+        "--tokenizer",
+        type=named,
+        metavar="FOLDER",
+        help="a Hugging Face tokenizer; default: the training's",
+    )
     add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
 
 

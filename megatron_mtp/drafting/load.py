@@ -85,7 +85,7 @@ class Loaded:
     tokenizer: Path | None
 
     def read_tokenizer(
-        self, folder: str | None = None, trust_remote_code: bool = False
+        self, folder: Path | None = None, trust_remote_code: bool = False
     ) -> "PreTrainedTokenizerBase | None":
         """The tokenizer in `folder`, or else the one of the training; one without an end token is good as well.
 
@@ -94,7 +94,7 @@ class Loaded:
         """
         if folder is None:
             return None if self.tokenizer is None else read_tokenizer(self.tokenizer, trust_remote_code)
-        tokenizer = read_tokenizer(Path(folder), trust_remote_code)
+        tokenizer = read_tokenizer(folder, trust_remote_code)
         given, trained = entries(tokenizer), self.runner.vocab_size
         if given > trained or (self.tokenizer is not None and given != trained):
             raise ValueError(

@@ -16,7 +16,7 @@ from megatron_mtp.checkpoint.hf import hub
 from megatron_mtp.cli import attach
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.convert import parser as of_convert
-from megatron_mtp.drafting.own_texts.flags import parser as of_sample
+from megatron_mtp.cli.sample import parser as of_sample
 
 ORDER = "preprocess convert convert train train convert convert generate".split()
 

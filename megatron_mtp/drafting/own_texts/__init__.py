@@ -3,6 +3,4 @@
 prompts.py   beginnings of documents, or the user's turns of conversations, drawn by seed
 journal.py   finished texts on the disk: none is lost, and texts of other settings are refused
 writing.py   the model continues every prompt, many at once
-flags.py     the flags, for a parser that must not wait for torch
-command.py   megatron-mtp sample
 """

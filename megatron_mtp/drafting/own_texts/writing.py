@@ -16,7 +16,6 @@ from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.stats import AcceptanceStats
 
-MOST_SEED = 2**31 - 1
 Numbered = tuple[int, list[int]]
 """A text's number and its prompt."""
 

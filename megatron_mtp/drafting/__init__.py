@@ -16,15 +16,11 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     kv_cache.py          keys and values of rows, and the roll-back of rejected ones
     packed.py            rows of several texts one behind the other, without padding
     cached_attention.py  attention over the cache, in the place of a trained model's
-    split_attention.py   on a GPU, few rows over a long cache in parts
-    split_kernels.py     its kernels
     latent_attention.py  multi-latent attention over cached latents
     recurrent_layers.py  Mamba-2 and Gated DeltaNet row by row, in the places of a hybrid's
     recurrent_state.py   their states and the newest rows' inputs, from which states are rolled back
     experts.py           layers of experts for few rows, without reading back where they go
     dense_layer.py       a dense layer with little between its products
-    fused_rows.py        on a GPU, what is between them in one kernel each
-    row_kernels.py       these kernels
     products.py          products of few rows, by whichever kernel is faster on this CPU
     few_rows.py          few rows through all layers in one call of compiled code (native/few_rows.cpp)
     compiled.py          builds that code once for this CPU

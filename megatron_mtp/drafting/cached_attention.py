@@ -20,7 +20,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megatron_mtp.drafting.kv_cache import KVCache, Rows
 from megatron_mtp.drafting.packed import Packed
-from megatron_mtp.drafting.split_attention import is_worth, split_attention
 from megatron_mtp.model.portable import with_sink
 
 
@@ -72,20 +71,8 @@ def attend(
         value_BGRC: None where the keys are the values as well.
         sink_N: scores of the heads' sinks; None without sinks.
     """
-    key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, scope.rows)
-    return attend_to_window(scope, query_BNRC, key_BGWC, value_BGWC, scale, sink_N)
-
-
-def attend_to_window(
-    scope: Scope,
-    query_BNRC: Tensor,
-    key_BGWC: Tensor,
-    value_BGWC: Tensor,
-    scale: float,
-    sink_N: Tensor | None = None,
-) -> Tensor:
-    """The attention output over the cache's window, in which the rows' own keys and values already are."""
     rows = scope.rows
+    key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, rows)
     if not isinstance(rows, Packed):
         return _attended(scope, query_BNRC, key_BGWC, value_BGWC, scale, sink_N)
     return rows.packed_heads(_attended(scope, rows.heads(query_BNRC), key_BGWC, value_BGWC, scale, sink_N))
@@ -94,8 +81,6 @@ def attend_to_window(
 def _attended(
     scope: Scope, query_BNRC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scale: float, sink_N: Tensor | None
 ) -> Tensor:
-    if sink_N is None and is_worth(query_BNRC, key_BGWC, value_BGWC):
-        return split_attention(query_BNRC, key_BGWC, value_BGWC, scope.rows.mask_B1RW, scale)
     mask_B1RW = scope.mask(query_BNRC.dtype, query_BNRC.size(1) // key_BGWC.size(1))
     if sink_N is not None:
         query_BNRC, key_BGWC, value_BGWC = with_sink(query_BNRC, key_BGWC, value_BGWC, sink_N, scale)

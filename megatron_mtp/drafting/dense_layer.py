@@ -28,10 +28,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.linalg import vector_norm
-from torch.nn.functional import silu
 
-from megatron_mtp.drafting import fused_rows
-from megatron_mtp.drafting.cached_attention import CachedAttention, attend_to_window
+from megatron_mtp.drafting.cached_attention import CachedAttention, attend
 from megatron_mtp.drafting.products import product
 from megatron_mtp.drafting.recurrent_layers import CachedRecurrence, attention_of, mixer_of, mlp_of, norm_before
 from megatron_mtp.model.portable import PortableNorm
@@ -86,12 +84,10 @@ _logger = logging.getLogger(__name__)
 
 
 def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
-    """RMSNorm as `PortableNorm` computes it, in one kernel or half as many operations; other norms as they are."""
-    weight = _rms_weight(norm)
-    if weight is None:
+    """RMSNorm as `PortableNorm` computes it, in half as many operations; other norms as they are."""
+    if type(norm) is not PortableNorm or norm.bias is not None:
         return norm
-    if fused_rows.has_kernels(weight):
-        return lambda hidden: fused_rows.rms_norm(hidden, weight, norm.eps)
+    weight = norm.weight.detach() + (1 if norm.centred else 0)
     # x w / sqrt(|x|^2 / H + eps) = x (w sqrt(H)) / hypot(|x|, sqrt(eps H)), in float32 or better
     channels, dtype, exact = weight.numel(), weight.dtype, torch.promote_types(weight.dtype, torch.float32)
     scaled = weight.to(exact) * channels**0.5
@@ -102,27 +98,6 @@ def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
         return (hidden / torch.hypot(length, least) * scaled).to(dtype)
 
     return normalise
-
-
-def _rms_weight(norm: Any) -> Tensor | None:
-    """The factors of an RMSNorm; None for another norm."""
-    if type(norm) is not PortableNorm or norm.bias is not None:
-        return None
-    return norm.weight.detach() + (1 if norm.centred else 0)
-
-
-def _sum_and_norm(norm: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The sum of two states, and its norm."""
-    weight = _rms_weight(norm)
-    if weight is not None and fused_rows.has_kernels(weight):
-        return lambda hidden, added: fused_rows.sum_and_rms_norm(hidden, added, weight, norm.eps)
-    normalise = short_norm(norm)
-
-    def run(hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        total = hidden + added
-        return total, normalise(total)
-
-    return run
 
 
 def turns(angles_L11C: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -147,13 +122,13 @@ def lean(layer: Any) -> Forward | None:
     if mlp_of(layer) is None:
         return _alone(layer.input_layernorm, _attention(layer.self_attention))
     if attention_of(layer) is None:
-        return _alone(layer.pre_mlp_layernorm, _mlp_alone(layer.mlp))
-    attention, add_mlp = _attention(layer.self_attention), _mlp(layer.mlp)
-    before_attention, before_mlp = short_norm(layer.input_layernorm), _sum_and_norm(layer.pre_mlp_layernorm)
+        return _alone(layer.pre_mlp_layernorm, _mlp(layer.mlp))
+    attention, mlp = _attention(layer.self_attention), _mlp(layer.mlp)
+    before_attention, before_mlp = short_norm(layer.input_layernorm), short_norm(layer.pre_mlp_layernorm)
 
     def forward(hidden_SBH: Tensor, angles: Angles | None) -> Tensor:
-        hidden_SBH, given_SBH = before_mlp(hidden_SBH, attention(before_attention(hidden_SBH), angles))
-        return add_mlp(hidden_SBH, given_SBH)
+        hidden_SBH = hidden_SBH + attention(before_attention(hidden_SBH), angles)
+        return hidden_SBH + mlp(before_mlp(hidden_SBH), angles)
 
     return forward
 
@@ -233,66 +208,26 @@ def _warn(unknown: tuple[str, ...]) -> None:
 
 
 def _attention(attention: SelfAttention) -> Callable[[Tensor, Angles | None], Tensor]:
-    core = attention.core_attention
+    core, norms = attention.core_attention, (attention.q_layernorm, attention.k_layernorm)
     to_qkv, to_hidden = product(attention.linear_qkv.weight), product(attention.linear_proj.weight)
     groups, channels = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
     heads = attention.num_attention_heads_per_partition
-    place = _place_in_one(attention) or _place(attention)
 
     def forward(hidden_SBH: Tensor, angles: Angles | None) -> Tensor:
         rows, batch, _ = hidden_SBH.shape
         mixed_SBGQC = to_qkv(hidden_SBH).view(rows, batch, groups, heads // groups + 2, channels)
-        attended_BNRC = attend_to_window(core.scope, *place(mixed_SBGQC, angles), core.scale)
-        return to_hidden(attended_BNRC.permute(2, 0, 1, 3).reshape(rows, batch, heads * channels))
-
-    return forward
-
-
-Place = Callable[[Tensor, "Angles | None"], tuple[Tensor, Tensor, Tensor]]
-"""From a product [S, B, G, Q + 2, C] to queries [B, N, R, C], and the keys and values of the window [B, G, W, C], among
-which the rows' own have been written."""
-
-
-def _place(attention: SelfAttention) -> Place:
-    core, norms = attention.core_attention, (attention.q_layernorm, attention.k_layernorm)
-
-    def place(mixed_SBGQC: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        rows, batch, _, _, channels = mixed_SBGQC.shape
         both, value = mixed_SBGQC[..., :-1, :], mixed_SBGQC[..., -1, :]
         if norms[0] is not None or norms[1] is not None:
             pair = zip(norms, (both[..., :-1, :], both[..., -1:, :]), strict=True)
             both = torch.cat([one if norm is None else norm(one) for norm, one in pair], dim=3)
         if angles is not None:
             both = _rotated(both, *angles)
-        query_BNRC = both[..., :-1, :].permute(1, 2, 3, 0, 4).reshape(batch, -1, rows, channels)
+        query_BNRC = both[..., :-1, :].permute(1, 2, 3, 0, 4).reshape(batch, heads, rows, channels)
         key_BGRC, value_BGRC = both[..., -1, :].permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
-        return query_BNRC, *core.scope.cache.append(core.layer, key_BGRC, value_BGRC, core.scope.rows)
+        attended_BNRC = attend(core.scope, core.layer, query_BNRC, key_BGRC, value_BGRC, core.scale)
+        return to_hidden(attended_BNRC.permute(2, 0, 1, 3).reshape(rows, batch, heads * channels))
 
-    return place
-
-
-def _place_in_one(attention: SelfAttention) -> Place | None:
-    """The same in one kernel, of a cache without pages; None where there is none for the device, or for the norms."""
-    norms = [norm for norm in (attention.q_layernorm, attention.k_layernorm) if norm is not None]
-    fitting = fused_rows.has_kernels(attention.linear_qkv.weight)
-    if not fitting or any(_rms_weight(norm) is None for norm in norms):
-        return None
-    core, groups = attention.core_attention, attention.num_query_groups_per_partition
-    in_pages = _place(attention)
-    pair = attention.q_layernorm, attention.k_layernorm
-    weights = [None if norm is None else _rms_weight(norm) for norm in pair]
-    epsilons = [0.0 if norm is None else norm.eps for norm in pair]
-
-    def place(mixed_SBGQC: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        if core.scope.cache.pages is not None:
-            return in_pages(mixed_SBGQC, angles)
-        rows, turn = core.scope.rows, angles or (None, None)
-        cache = core.scope.cache.take(core.layer, groups, mixed_SBGQC.size(-1), mixed_SBGQC)
-        query_BNRC = fused_rows.place_rows(mixed_SBGQC, *turn, *weights, *epsilons, rows.slots_BR, *cache)
-        key_BGWC, value_BGWC = (one[:, :, : rows.window] for one in cache)
-        return query_BNRC, key_BGWC, value_BGWC
-
-    return place
+    return forward
 
 
 def _rotated(both: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
@@ -308,35 +243,17 @@ def _mixed(mixer: CachedRecurrence) -> Forward:
     return lambda hidden_SBH, _: narrow(mixer.between(widen(hidden_SBH)))
 
 
-def _mlp_alone(mlp: MLP) -> Forward:
+def _mlp(mlp: MLP) -> Forward:
     widen, narrow = product(mlp.linear_fc1.weight), product(mlp.linear_fc2.weight)
-    activate = activation(mlp.config, mlp.linear_fc2.weight)
+    activate = activation(mlp.config)
     return lambda hidden_SBH, _: narrow(activate(widen(hidden_SBH)))
 
 
-def _mlp(mlp: MLP) -> Callable[[Tensor, Tensor], Tensor]:
-    """From the states and their norm to the states after the MLP."""
-    widen, narrow_weight = product(mlp.linear_fc1.weight), mlp.linear_fc2.weight
-    activate = activation(mlp.config, narrow_weight)
-    if fused_rows.has_kernels(narrow_weight):
-        return lambda hidden, given: _add_product(hidden, activate(widen(given)), narrow_weight)
-    narrow = product(narrow_weight)
-    return lambda hidden, given: hidden + narrow(activate(widen(given)))
-
-
-def _add_product(hidden: Tensor, inner: Tensor, weight: Tensor) -> Tensor:
-    """The states plus a product, added where the product is made; the states are overwritten."""
-    hidden.flatten(0, 1).addmm_(inner.flatten(0, 1), weight.t())
-    return hidden
-
-
-def activation(config: TransformerConfig, like: Tensor) -> Callable[[Tensor], Tensor]:
+def activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
     """What an MLP does between its products: [..., F], or [..., 2 F] of a gated unit, to [..., F]."""
     activate = config.activation_func
     if not config.gated_linear_unit:
         return activate
-    if activate is silu and fused_rows.has_kernels(like):
-        return fused_rows.gated_silu
 
     def gated(wide: Tensor) -> Tensor:
         gate, up = wide.chunk(2, dim=-1)

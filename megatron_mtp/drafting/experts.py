@@ -59,7 +59,7 @@ class StaticExperts(torch.nn.Module):
         experts = own.experts.local_experts
         self.first_EFH = _joined([expert.linear_fc1 for expert in experts])
         self.second_EHF = _joined([expert.linear_fc2 for expert in experts])
-        self._activated = activation(own.config, self.second_EHF)
+        self._activated = activation(own.config)
 
     def forward(self, hidden_SBH: Tensor, **_: object) -> tuple[Tensor, None]:
         """[S, B, H], and no bias, as the layer returns them."""

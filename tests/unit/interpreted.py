@@ -1,4 +1,4 @@
-"""Triton's interpreter: cases that run in it as a process of their own, its arithmetic, and faults planted in kernels.
+"""Triton's interpreter: cases that run in it as a process of their own, and faults planted in kernels.
 
 Triton reads TRITON_INTERPRET when it is imported, hence the process.
 """
@@ -16,14 +16,10 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import numpy
-import torch
-
 
 def found_by(cases: str, *parts: str) -> dict[str, Any]:
     """What a file beside this one finds in its parts; on the CPU, with torch's operations as the reference."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"MEGATRON_MTP_COMPILED": "0", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, Path(__file__).parent / cases, *parts]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr
@@ -46,25 +42,3 @@ def planted(kernels: ModuleType, old: str, new: str) -> Iterator[None]:
         room, _, name = kernels.__name__.rpartition(".")
         with mock.patch.object(sys.modules[room], name, module):
             yield
-
-
-def compute_bfloat16_as_a_gpu() -> None:
-    """The interpreter cuts bfloat16 off, where a GPU rounds to the nearest, and multiplies its bits as integers."""
-    from triton.runtime import interpreter
-
-    multiply = interpreter.InterpreterBuilder.create_dot
-
-    def exact(self: Any, first: Any, second: Any, *rest: Any) -> Any:
-        factors = [self.cast_impl(one, interpreter.tl.float32) for one in (first, second)]
-        return multiply(self, *factors, *rest)
-
-    interpreter._convert_float = _to_nearest
-    interpreter.InterpreterBuilder.create_dot = exact
-
-
-def _to_nearest(values: Any, given: Any, wanted: Any, _: Any) -> Any:
-    if str(wanted) == "bf16":
-        halves = torch.from_numpy(values.astype(numpy.float32)).bfloat16()
-        return halves.view(torch.int16).numpy().view(numpy.uint16).reshape(values.shape)
-    assert (str(given), str(wanted)) == ("bf16", "fp32")
-    return (values.view(numpy.uint16).astype(numpy.uint32) << 16).reshape(values.shape)

@@ -16,7 +16,7 @@ suite.py        the unit tests, and parity with Megatron's own MTP
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-PACKAGES = {"pynvml": "nvidia-ml-py", "xdist": "pytest-xdist", "transformer_engine": "transformer-engine"}
+PACKAGES = {"xdist": "pytest-xdist", "transformer_engine": "transformer-engine"}
 """Names of distributions, where modules are called otherwise."""
 
 
@@ -56,7 +56,7 @@ PARTS = {
     "train_step": Part("benchmarks.gpu.training:train_step", _RUN),
     "mtp_memory": Part("benchmarks.gpu.training:mtp_memory", _RUN),
     "divergence": Part("benchmarks.gpu.divergence:divergence", _RUN),
-    "energy": Part("benchmarks.gpu.drafting:energy", ("pynvml",), only_cuda=True),
+    "energy": Part("benchmarks.gpu.drafting:energy", ("zeus",), only_cuda=True),
     "profile": Part("benchmarks.gpu.drafting:profiled"),
     "te_parity": Part("benchmarks.gpu.training:te_parity", _TE, only_cuda=True),
     "te_fp8": Part("benchmarks.gpu.training:te_fp8", _TE, only_cuda=True),

@@ -18,7 +18,7 @@ from benchmarks.harness import Goal, interleave
 from megatron_mtp.drafting import cached_attention, generate
 from megatron_mtp.drafting import graphs as graph_steps
 from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.energy import Meter
+from megatron_mtp.drafting.cost import NO_METER, start_meter
 from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.build import join_world
@@ -88,7 +88,7 @@ def found_of(runs: dict[tuple[int, bool], list[dict[str, Any]]], recorded: bool,
     results = {
         "sizes": vars(size),
         "graphs": recorded,
-        "energy": Meter().why or "measured",
+        "energy": NO_METER if start_meter()() is None else "measured",
         "sides": found,
         "plain_forward_against_bandwidth": round(bound * plain[recorded]["tokens_per_second"], 3),
     }
@@ -98,7 +98,7 @@ def found_of(runs: dict[tuple[int, bool], list[dict[str, Any]]], recorded: bool,
 def decoded(runner: Runner, new_tokens: int, count: int, graphed: bool) -> dict[str, Any]:
     """A text with K = `count`; with graphs where they can be."""
     config = {"method": "mtp", "num_speculative_tokens": count} if count else None
-    meter = Meter()
+    joules = start_meter()
     with contextlib.nullcontext() if graphed else mock.patch.object(graph_steps, "can_record", return_value=False):
         made = generate(runner, [PROMPT], new_tokens, None, config)
     stats = made.stats
@@ -106,7 +106,7 @@ def decoded(runner: Runner, new_tokens: int, count: int, graphed: bool) -> dict[
         "seconds": stats.target_seconds + stats.drafter_seconds,
         "tokens": made.token_ids[0],
         "accepted_length": stats.accepted_length,
-        "joules": meter.joules(),
+        "joules": joules(),
     }
 
 
@@ -172,8 +172,8 @@ def energy(setting: Setting) -> Found:
 
     No weight is zeros alone, since products with zeros draw less power.
     """
-    if (why := Meter().why) is not None:
-        raise NotRunError(why)
+    if start_meter()() is None:
+        raise NotRunError(NO_METER)
     size, runner = model_of(setting, zeros=False)
     spent = {count: joules_a_token(runner, size, count, 0.1 if setting.quick else STRETCH) for count in (0, 3)}
     rows = [(count, *of_count) for count, of_count in spent.items()]
@@ -188,10 +188,10 @@ def energy(setting: Setting) -> Found:
 def joules_a_token(runner: Runner, size: Model, count: int, least: float) -> tuple[float, float, float]:
     """The mean power in watts over at least so many seconds, and tokens a forward, too."""
     accepted_length = decoded(runner, size.new_tokens, count, True)["accepted_length"]
-    meter, begun, tokens = Meter(), time.monotonic(), 0
+    spent, begun, tokens = start_meter(), time.monotonic(), 0
     while time.monotonic() - begun < least:
         tokens += len(decoded(runner, size.new_tokens, count, True)["tokens"])
-    joules = meter.joules() or 0.0
+    joules = spent() or 0.0
     return joules / tokens, joules / (time.monotonic() - begun), round(accepted_length, 3)
 
 

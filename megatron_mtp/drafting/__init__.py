@@ -40,11 +40,9 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     flags.py             the flags of generate, parsed without torch
     listing.py           methods and verifiers in words: --list-methods, the tables of docs/drafting.md
     command.py           megatron-mtp generate
-    timing.py            its prompts in batches, timed and compared with plain decoding
     text.py              texts on the terminal
-    report.py            the tables of acceptance and speed
+    cost.py              its prompts under one clock, compared with plain decoding; acceptance, speed, energy
     record.py            drafts.json, of which the page of a run shows the drafts
-    energy.py            joules a token
     own_texts/           continuations of a corpus' prompts, as data to train on: megatron-mtp sample
 """
 

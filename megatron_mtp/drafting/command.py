@@ -10,14 +10,14 @@ import torch
 
 from megatron_mtp.drafting.api import check_prompts
 from megatron_mtp.drafting.config import SpeculativeConfig, parse_config
+from megatron_mtp.drafting.cost import Work, summary, table
 from megatron_mtp.drafting.load import load_checkpoint, load_drafter
 from megatron_mtp.drafting.loop import Limits
 from megatron_mtp.drafting.method import make_method
 from megatron_mtp.drafting.record import Record, make_folder
-from megatron_mtp.drafting.report import summary, table
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.text import Stream, cutter, own_output, quoted, read_prompts
-from megatron_mtp.drafting.timing import Listeners, Work
+from megatron_mtp.drafting.types import Emitted
 from megatron_mtp.errors import sentences
 
 if TYPE_CHECKING:
@@ -50,35 +50,37 @@ def run(args: Namespace, answer: TextIO) -> None:
     make_method(loaded.runner, config, sampling, drafter)
     limits = _limits(args, tokenizer)
     work = Work(loaded.runner, prompts, sampling, limits, drafter, args.batch_size, args.seed)
-    listeners = _listeners(args, prompts, tokenizer)
+    streams = _is_first() and not args.json and len(prompts) == 1
+    stream = Stream(tokenizer) if streams and tokenizer is not None else None
+    record = None if args.record is None else Record(prompts)
+    if record is not None and _is_first():
+        make_folder(args.record)  # before anything is generated
     if _is_first() and not args.json:
-        _announce(loaded.line(args.load), config, listeners.stream, prompts[0])
-    texts, cost = work.timed(config, listeners)
+        _announce(loaded.line(args.load), config, stream, prompts[0])
+
+    def emit(number: int, emitted: Emitted) -> None:
+        if stream is not None:
+            stream(emitted.tokens, emitted.accepted)
+        if record is not None:
+            record.add(number, emitted)
+
+    texts, cost = work.timed(config, None if stream is None and record is None else emit)
     plain, same = None, None
     if args.compare and config is not None:
         cost, plain, same = work.compared(config, texts, cost)
     figures = summary(cost, loaded.runner.dtype, plain, same)
     if not _is_first():
         return
-    if listeners.record is not None:
-        listeners.record.write(args.record, config, figures, tokenizer)
+    if record is not None:
+        record.write(args.record, config, figures, tokenizer)
     if args.json:
         _print_json(texts, tokenizer, figures, answer)
         return
-    if listeners.stream is None:
+    if stream is None:
         _print_texts(prompts, texts, tokenizer)
     else:
         print()
     print(f"\n{table(figures, sampled=not sampling.greedy)}")
-
-
-def _listeners(args: Namespace, prompts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None") -> Listeners:
-    """A single text is streamed where people read it; the folder of a record is made before anything is generated."""
-    if args.record is not None and _is_first():
-        make_folder(args.record)
-    streams = _is_first() and not args.json and len(prompts) == 1
-    stream = Stream(tokenizer) if streams and tokenizer is not None else None
-    return Listeners(stream, None if args.record is None else Record(prompts))
 
 
 def _announce(line: str, config: SpeculativeConfig | None, stream: Stream | None, prompt: list[int]) -> None:

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,11 @@ from documents import ROOT
 
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
-from megatron_mtp.drafting import energy
+from megatron_mtp.drafting import cost
 from megatron_mtp.drafting.config import parse_config
-from megatron_mtp.drafting.energy import Meter
+from megatron_mtp.drafting.cost import Cost, summary, table
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.record import Record, make_folder
-from megatron_mtp.drafting.report import Cost, summary, table
 from megatron_mtp.drafting.settings import keys
 from megatron_mtp.drafting.stats import AcceptanceStats
 from megatron_mtp.drafting.text import COLOUR, PLAIN, Stream, cutter, read_prompts
@@ -127,11 +127,11 @@ def test_figures_of_a_run() -> None:
     first.count(2, 2, 3)
     second.count(1, 0, 1)
     stats = first + second
-    figures = summary(Cost(stats, 2.0, None, "no meter"), torch.float32, Cost(stats, 4.0, 1.0), same=True)
+    figures = summary(Cost(stats, 2.0), torch.float32, Cost(stats, 4.0, 1.0), same=True)
     assert figures["accepted_per_position"] == [0.5, 1.0]
     assert figures["accepted_length"] == figures["tokens_per_second"] == figures["speed_up"] == 2.0
     assert figures["energy_joules_per_token"] is None
-    assert figures["energy_reason"] == "no meter"
+    assert figures["energy_reason"].startswith("zeus (the extra `energy`) is not installed")
     words = table(figures, sampled=False).split()
     assert "speed-up 2.00 over plain decoding at 1.0 tokens per second same tokens yes" in " ".join(words)
     assert summary(Cost(stats, 2.0, 8.0), torch.float32)["energy_joules_per_token"] == 2.0
@@ -140,46 +140,67 @@ def test_figures_of_a_run() -> None:
 def test_texts_that_differ_by_rounding_say_so() -> None:
     stats = AcceptanceStats()
     stats.count(2, 2, 3)
-    cost = Cost(stats, 1.0)
+    one = Cost(stats, 1.0)
     for dtype, said in (
         (torch.float32, "same tokens +NO$"),
         (torch.bfloat16, "NO: bfloat16 rounds .* --dtype float32"),
     ):
-        assert re.search(said, table(summary(cost, dtype, cost, same=False), sampled=False))
+        assert re.search(said, table(summary(one, dtype, one, same=False), sampled=False))
 
 
-def test_energy_of_counters_that_wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "_nvml", lambda: None)
+class StandInMonitor:
+    """zeus's, which counts 2.5 J on a GPU in every window, and 4 J on each of two CPUs."""
+
+    def __init__(self, gpu_indices: list[int], cpu_indices: list[int] | None) -> None:
+        self.gpu_indices, self.cpu_indices = gpu_indices, [0, 1] if cpu_indices is None else cpu_indices
+
+    def begin_window(self, key: str) -> None:
+        self.key = key
+
+    def end_window(self, key: str) -> SimpleNamespace:
+        assert key == self.key
+        return SimpleNamespace(
+            gpu_energy=dict.fromkeys(self.gpu_indices, 2.5), cpu_energy=dict.fromkeys(self.cpu_indices, 4.0)
+        )
+
+
+@pytest.mark.parametrize(("on_cpu", "joules"), [(True, 8.0), (False, 2.5)])
+def test_energy_is_that_of_the_device_of_this_process(
+    on_cpu: bool, joules: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zeus.monitor", SimpleNamespace(ZeusMonitor=StandInMonitor))
+    monkeypatch.setitem(sys.modules, "zeus", SimpleNamespace())
+    monkeypatch.setattr(cost.cpu, "installed", lambda: on_cpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert cost.start_meter()() == joules
+
+
+def test_without_a_library_or_a_counter_there_are_no_joules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zeus", SimpleNamespace())
+    without = SimpleNamespace(ZeusMonitor=lambda *_: SimpleNamespace(gpu_indices=[], cpu_indices=[]))
+    for module in (without, None):
+        monkeypatch.setitem(sys.modules, "zeus.monitor", module)
+        assert cost.start_meter()() is None
+
+
+@pytest.mark.skipif(find_spec("zeus") is None, reason="zeus is not installed; pip install zeus")
+def test_energy_of_counters_that_zeus_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that zeus finds among files; the counter stands still but for 3 J."""
+    import zeus.device.cpu
+    from zeus.device.cpu import rapl
+
     zone = tmp_path / "intel-rapl:0"
     zone.mkdir()
-    (zone / "max_energy_range_uj").write_text("10000000")
-    (zone / "energy_uj").write_text("9000000")
-    meter = Meter(tmp_path)
-    (zone / "energy_uj").write_text("2000000")
-    assert meter.joules() == pytest.approx(3.0)
-
-
-def test_without_a_meter_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "_nvml", lambda: None)
-    meter = Meter(tmp_path)
-    assert meter.joules() is None
-    assert meter.why == "no NVML (nvidia-ml-py), and no readable RAPL counter"
-
-
-def test_the_meter_is_of_the_device_that_torch_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVML counts all devices of a machine, CUDA_VISIBLE_DEVICES or not, so that it is asked by UUID."""
-    joules = {"GPU-of-this-process": 4.0, "GPU-another": 9.0}
-    nvml = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetTotalEnergyConsumption=lambda uuid: 1e3 * joules[uuid],
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(energy.cpu, "installed", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="of-this-process"))
-    meter = Meter(tmp_path)
-    joules["GPU-of-this-process"] += 2.5
-    assert meter.joules() == 2.5
+    for name, content in {"name": "package-0", "energy_uj": "2000000", "max_energy_range_uj": "10000000"}.items():
+        (zone / name).write_text(content)
+    monkeypatch.setattr(rapl, "RAPL_DIR", str(tmp_path))
+    rapl.rapl_is_available.cache_clear()
+    monkeypatch.setattr(zeus.device.cpu, "_cpus", None)
+    monkeypatch.setattr(rapl.RAPLFile, "wraparound_tracker", SimpleNamespace(get_num_wraparounds=lambda: 0))
+    joules = cost.start_meter()
+    (zone / "energy_uj").write_text("5000000")
+    assert joules() == pytest.approx(3.0)
+    rapl.rapl_is_available.cache_clear()
 
 
 def test_the_help_lists_methods_and_examples() -> None:

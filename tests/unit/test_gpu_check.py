@@ -75,21 +75,12 @@ def test_a_long_part_runs_on_the_cpu(name: str, forked_python: Path, tmp_path: P
         assert [row["texts that part"] for row in result["results"]["rows"][:2]] == [0, 0]
 
 
-class StandInMeter:
-    """Ten joules."""
-
-    why = None
-
-    def joules(self) -> float:
-        return 10.0
-
-
 def test_energy_is_counted_over_layers_that_are_not_zeros(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, megatron: None
 ) -> None:
     """On the CPU, with a stand-in for the meter; the depths agree with the trunk nevertheless."""
     runners = []
-    monkeypatch.setattr(drafting, "Meter", StandInMeter)
+    monkeypatch.setattr(drafting, "start_meter", lambda: lambda: 10.0)
     monkeypatch.setattr(drafting, "Runner", lambda model: runners.append(Runner(model)) or runners[-1])
     found = drafting.energy(Setting(True, tmp_path, 0.0))
     assert not [name for name, weight in runners[0].model.named_parameters() if not weight.any()]
@@ -161,7 +152,7 @@ def test_a_part_without_its_packages_says_so(settings: Namespace) -> None:
         "runs", Part("tests.unit.gpu_part_cases:runs", ("json", "no_such_module", "xdist_of_nobody")), settings
     )
     assert (found["status"], found["why"]) == ("not run", "needs no_such_module, xdist_of_nobody")
-    assert Part("x:y", ("pynvml_of_nobody",)).missing(on_cpu=False) == "needs pynvml_of_nobody"
+    assert Part("x:y", ("package_of_nobody",)).missing(on_cpu=False) == "needs package_of_nobody"
     assert Part("x:y", only_cuda=True).missing(on_cpu=True) == "needs a CUDA device"
     assert Part("x:y", only_cuda=True).missing(on_cpu=False) is None
 

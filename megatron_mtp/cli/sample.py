@@ -3,7 +3,8 @@
 import os
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,8 @@ from megatron_mtp.platform import quieten
 
 if TYPE_CHECKING:
     from megatron_mtp.data.tokenizer import Encoder
-    from megatron_mtp.drafting.own_texts.journal import Journal, Written
     from megatron_mtp.drafting.own_texts.prompts import Prompts
-    from megatron_mtp.drafting.own_texts.writing import How
+    from megatron_mtp.drafting.own_texts.writing import How, Written
     from megatron_mtp.drafting.runner import Runner
 
 OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed dtype".split()
@@ -91,8 +91,7 @@ def run(args: Namespace) -> int:
     from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
     from megatron_mtp.data.tokenizer import Encoder
     from megatron_mtp.drafting.config import parse_config
-    from megatron_mtp.drafting.own_texts.journal import Journal
-    from megatron_mtp.drafting.own_texts.writing import How
+    from megatron_mtp.drafting.own_texts.writing import How, appended, finished_texts
     from megatron_mtp.drafting.sampling import Sampling
 
     _check(args)
@@ -116,7 +115,7 @@ def run(args: Namespace) -> int:
     }
     if args.dry_run:
         prompts = _prompts(args, folder)
-        there = sum(number < args.texts for number in Journal(file, settings).texts)
+        there = sum(number < args.texts for number in finished_texts(file, settings))
         print(f"{args.texts} texts of {prompts.documents} documents, {there} of them finished")
         print(f"at most {(args.texts - there) * args.max_new_tokens} new tokens")
         print(f"would write {args.output_prefix}.bin, .idx, .json, .answers.npy and .texts.jsonl")
@@ -125,13 +124,13 @@ def run(args: Namespace) -> int:
         if args.overwrite:
             for ending in ENDINGS:
                 remove(Path(f"{args.output_prefix}.{ending}"))
-        journal = Journal(file, settings)
+        texts = finished_texts(file, settings)
         if _is_done(args, settings):
             print(f"{args.output_prefix}.bin and .idx are already there: {args.texts} texts with these settings")
             return 0
         how = How(sampling, args.max_new_tokens, args.seed, frozenset([encoder.eod_id]), speculative, args.batch_size)
-        _write(args, journal, how, _prompts(args, folder), encoder.vocab_size)
-        _publish(args, journal, encoder, settings)
+        _write(args, texts, appended(file, settings), how, _prompts(args, folder), encoder.vocab_size)
+        _publish(args, texts, encoder, settings)
     return 0
 
 
@@ -181,15 +180,22 @@ def _is_done(args: Namespace, settings: dict[str, Any]) -> bool:
     return whole and made.get("settings") == {**settings, "texts": args.texts}
 
 
-def _write(args: Namespace, journal: "Journal", how: "How", prompts: "Prompts", vocabulary: int) -> None:
-    """Make the texts that are not finished."""
+def _write(
+    args: Namespace,
+    texts: "dict[int, Written]",
+    appending: "AbstractContextManager[Callable[[Written], None]]",
+    how: "How",
+    prompts: "Prompts",
+    vocabulary: int,
+) -> None:
+    """Make the texts that are not finished, and add each to `texts` and to the file."""
     import torch
     from tqdm import tqdm
 
     from megatron_mtp.drafting.load import load_checkpoint
     from megatron_mtp.drafting.own_texts.writing import default_method, write_texts
 
-    left = [number for number in range(args.texts) if number not in journal.texts]
+    left = [number for number in range(args.texts) if number not in texts]
     if not left:
         return
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
@@ -202,12 +208,13 @@ def _write(args: Namespace, journal: "Journal", how: "How", prompts: "Prompts", 
     pause = 0.2 if sys.stderr.isatty() else 10.0  # a terminal shows a moving bar, a log file gets a line now and then
     done = args.texts - len(left)
     with (
-        journal.keeping() as keep,
+        appending as append,
         tqdm(desc="sampling", total=args.texts, initial=done, unit="text", mininterval=pause, smoothing=0.05) as bar,
     ):
 
         def finished(text: "Written") -> None:
-            keep(text)
+            append(text)
+            texts[text.number] = text
             bar.update(1)
 
         stats = write_texts(runner, _numbered(left, prompts, runner), how, finished)
@@ -223,12 +230,12 @@ def _numbered(numbers: list[int], prompts: "Prompts", runner: "Runner") -> Itera
             yield number, prompt
 
 
-def _publish(args: Namespace, journal: "Journal", encoder: "Encoder", settings: dict[str, Any]) -> None:
+def _publish(args: Namespace, finished: "dict[int, Written]", encoder: "Encoder", settings: dict[str, Any]) -> None:
     """Make the corpus of all texts in their order; each ends with the EOD, as documents do, chosen or not."""
     from megatron_mtp.data.corpus import write_sequences
     from megatron_mtp.drafting.requests import Finish
 
-    texts = [journal.texts[number] for number in sorted(journal.texts) if number < args.texts]
+    texts = [finished[number] for number in sorted(finished) if number < args.texts]
     if not texts:
         raise ValueError("--chat: every prompt is longer than the model's positions; give shorter conversations.")
     ids = ([*text.prompt, *text.tokens] for text in texts)

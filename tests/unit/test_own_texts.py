@@ -1,4 +1,4 @@
-"""`megatron-mtp sample`: prompts by seed, texts that are `generate`'s, a journal that survives, a corpus of them."""
+"""`megatron-mtp sample`: prompts by seed, texts that are `generate`'s, a file that kills do not harm, a corpus."""
 
 import json
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from megatron_mtp.cli import main as cli
 from megatron_mtp.data.checks import part_of, read_sidecar
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
 from megatron_mtp.drafting import generate, load_runner
-from megatron_mtp.drafting.own_texts.journal import Journal, Written
 from megatron_mtp.drafting.own_texts.prompts import Beginnings, UserTurns
+from megatron_mtp.drafting.own_texts.writing import Written, appended, finished_texts
 from megatron_mtp.drafting.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -143,22 +143,20 @@ def test_texts_are_those_of_generate_by_number_and_become_documents(
 def test_a_killed_command_loses_no_finished_text_and_goes_on_with_the_same(
     sample: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill leaves a beginning of the journal, and no corpus: here at the end of a line, and inside of others."""
+    """A kill leaves a beginning of the file, and no corpus: here at the end of a line, and inside of others."""
     assert sample("--texts", 6)[0] == 0
-    whole, journal = documents(tmp_path / "own"), tmp_path / "own.texts.jsonl"
-    data = journal.read_bytes()
+    whole, file = documents(tmp_path / "own"), tmp_path / "own.texts.jsonl"
+    data = file.read_bytes()
     lines = data.splitlines(keepends=True)
     for cut, kept in ((len(data) // 2, None), (len(lines[0] + lines[1]), 1), (len(lines[0]) + 7, 0), (9, 0)):
         for name in CORPUS:
             (tmp_path / name).unlink()
-        journal.write_bytes(data[:cut])
+        file.write_bytes(data[:cut])
         if kept is not None:
-            assert f"{kept} of them finished" in sample("--texts", 6, "--dry-run")[1] or cut == 9
-        if cut < len(lines[0]):
-            journal.unlink()  # which is written beside, so that no kill leaves a part of its first line
+            assert f"{kept} of them finished" in sample("--texts", 6, "--dry-run")[1]
         assert sample("--texts", 6)[0] == 0
         assert documents(tmp_path / "own") == whole
-        assert "6 of them finished" in sample("--texts", 8, "--dry-run")[1]  # a cut line is not left in the journal
+        assert "6 of them finished" in sample("--texts", 8, "--dry-run")[1]  # a cut line is not left in the file
     status, shown, _ = sample("--texts", 6)
     assert (status, "already there" in shown) == (0, True)
     assert sample("--texts", 8)[0] == 0
@@ -242,12 +240,12 @@ def test_chat_without_a_template_is_refused(sample: Callable[..., tuple[int, str
     assert "has no chat template" in said
 
 
-def test_a_damaged_line_of_a_journal_is_named(tmp_path: Path) -> None:
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"seed": 1}
     file = tmp_path / "own.texts.jsonl"
-    with Journal(file, settings).keeping() as keep:
+    with appended(file, settings) as keep:
         for number in range(3):
             keep(Written(number, [1], [2], "stop"))
     file.write_bytes(file.read_bytes().replace(b'"number":1', b'"nombre":1'))
     with pytest.raises(ValueError, match="is damaged in line 3; remove the line"):
-        Journal(file, settings)
+        finished_texts(file, settings)

@@ -1,23 +1,49 @@
 """A model continues prompts, many at once, each as its number and the settings have it, whatever it shares a step with.
 
 In:  a runner, and the prompts of texts by number.
-Out: finished texts, in the order in which they end.
+Out: finished texts, in the order in which they end; in a file, one line each after a line of what they depend on:
+
+    {"settings": {"load": 3735928559, "seed": 1234, "temperature": 0.7, ...}}
+    {"number": 4, "prompt": [5, 12], "tokens": [7, 9, 0], "finish": "stop"}
+
+The file is only ever appended to. A kill cuts its last line at most; that line is removed, and its text made again.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
 from megatron_mtp.drafting.memory import blocks_for
-from megatron_mtp.drafting.own_texts.journal import Written
 from megatron_mtp.drafting.requests import Finish, Request
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.stats import AcceptanceStats
+from megatron_mtp.files import synced
 
 Numbered = tuple[int, list[int]]
 """A text's number and its prompt."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished text.
+
+    Attributes:
+        number: its place among all texts.
+        prompt: token ids that it began with.
+        tokens: token ids that the model added.
+        finish: why it ended, as `requests.Finish`.
+    """
+
+    number: int
+    prompt: list[int]
+    tokens: list[int]
+    finish: str
 
 
 @dataclass(frozen=True)
@@ -85,3 +111,48 @@ def write_texts(
             if update.finish is not None:
                 del live[update.request]
                 keep(Written(number, prompt, tokens, update.finish))
+
+
+def finished_texts(file: Path, settings: dict[str, Any]) -> dict[int, Written]:
+    """The texts in a file by number; none where the file is not there yet.
+
+    Raises:
+        ValueError: they were made with other settings, or a line is damaged.
+    """
+    texts: dict[int, Written] = {}
+    kept: dict[str, Any] = {}
+    whole_lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    for place, line in enumerate(whole_lines, start=1):
+        try:
+            if place == 1:
+                kept = dict(json.loads(line)["settings"])
+            else:
+                text = Written(**json.loads(line))
+                texts[text.number] = text
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(
+                f"{file} is damaged in line {place}; remove the line, or make it anew with --overwrite."
+            ) from None
+    others = sorted(name for name in {*kept, *settings} if kept.get(name) != settings.get(name))
+    if texts and others:
+        raise ValueError(
+            f"{file} holds texts made with another {', '.join(f'--{name}' for name in others)}; add --overwrite to "
+            "make them anew, or name another --output-prefix."
+        )
+    return texts
+
+
+@contextmanager
+def appended(file: Path, settings: dict[str, Any]) -> Iterator[Callable[[Written], None]]:
+    """A function that appends a finished text: when it returns, the text is on the disk."""
+    with open(file, "ab") as stream:
+
+        def append(line: dict[str, Any]) -> None:
+            stream.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            synced(stream)
+
+        has_texts = bool(finished_texts(file, settings))
+        stream.truncate(file.read_bytes().rfind(b"\n") + 1 if has_texts else 0)
+        if not has_texts:
+            append({"settings": settings})
+        yield lambda text: append(asdict(text))

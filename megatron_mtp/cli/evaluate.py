@@ -14,7 +14,6 @@ from typing import Any
 from megatron_mtp.cli import preprocess, train
 from megatron_mtp.errors import Parser, sentences
 from megatron_mtp.platform import prepare
-from megatron_mtp.training.flags import parse_run
 from megatron_mtp.training.short_log import quiet
 
 DEFAULTS = (
@@ -55,7 +54,7 @@ def main(arguments: list[str], program: str) -> int:
         program: the name of the command in messages.
     """
     args, rest = parser(program).parse_known_args(arguments)
-    given, rest = parse_run(program, rest)
+    given, rest = train.parse_run(program, rest)
     with quiet(given.verbose, notes=sys.stderr) as output:
         on_cpu = prepare()
 
@@ -78,9 +77,8 @@ def _evaluate(
             _check(args, rest)
             flags = _data_flags(args, Path(folder), [word for word in rest if word == TRUST])
         from megatron_mtp.training.run import main as evaluate
-        from megatron_mtp.training.run import with_file
 
-        argv = with_file(program, given, [*DEFAULTS.split(), *flags, "--load", args.load, *rest])
+        argv = train.with_file(program, given, [*DEFAULTS.split(), *flags, "--load", args.load, *rest])
         return evaluate(argv, on_cpu, shows_tables=False).evaluated
 
 

@@ -1,11 +1,47 @@
 """`megatron-mtp train`: pretraining on Megatron's loop, with Megatron's flags and ours."""
 
 import os
-from argparse import ArgumentParser
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
 
+from megatron_mtp.errors import Parser, sentences
+from megatron_mtp.losses import listing
 from megatron_mtp.platform import prepare
-from megatron_mtp.training.flags import all_parser, help_parser, parse_run
-from megatron_mtp.training.short_log import quiet
+from megatron_mtp.training.flags import add_mtp_arguments, all_parser
+from megatron_mtp.training.short_log import quiet, say
+
+DESCRIPTION = """Pretrain a GPT with MTP depths on Megatron's training loop.
+
+These are the flags of this project. All of Megatron-LM's pretrain_gpt.py are taken as well; --help-megatron lists them.
+Those that most runs need:
+
+  model      --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --seq-length --max-position-embeddings
+             --position-embedding-type --normalization --swiglu --untie-embeddings-and-output-weights
+  depths     --mtp-num-layers --mtp-loss-scaling-factor --mtp-use-repeated-layer --mtp-detach-heads
+  training   --micro-batch-size --global-batch-size --train-iters --lr --lr-decay-style --lr-warmup-iters --bf16
+  data       --data-path --split --tokenizer-type --tokenizer-model
+  run        --save --save-interval --load --eval-interval --eval-iters --log-interval --tensorboard-dir
+  layout     --tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size
+             --expert-model-parallel-size --sequence-parallel --use-distributed-optimizer"""
+
+EXAMPLES = """examples:
+  # two depths, one process (without a CUDA device: on the CPU)
+  megatron-mtp train --num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 256 \\
+      --max-position-embeddings 256 --position-embedding-type rope --micro-batch-size 8 --train-iters 100 --lr 1e-3 \\
+      --data-path DATA --tokenizer-type HuggingFaceTokenizer --tokenizer-model DATA-tokenizer --mtp-num-layers 2
+
+  # the same over two pipeline stages
+  torchrun --nproc-per-node 2 -m megatron_mtp train ... --pipeline-model-parallel-size 2 --mtp-num-layers 2
+
+  # flags from a file, one of them overridden; what a job of 64 ranks would hold, without starting it
+  megatron-mtp train --config run.yaml --lr 2e-3
+  megatron-mtp train --config run.yaml --dry-run 64
+
+  # depths for a model that has none
+  megatron-mtp train ... --load CHECKPOINT --save NEW --mtp-num-layers 2 --mtp-init last-layer
+"""
 
 
 def main(arguments: list[str], program: str) -> int:
@@ -16,18 +52,94 @@ def main(arguments: list[str], program: str) -> int:
     with quiet(given.verbose):
         on_cpu = prepare()
 
-        from megatron_mtp.training.run import command
+        if given.help_megatron:
+            say(full_parser(program).format_help())
+            return 0
+        argv = with_file(program, given, rest)
+        if given.dry_run is None:
+            from megatron_mtp.training.run import main as train
 
-        command(program, given, rest, on_cpu)
+            train(argv, on_cpu)
+            return 0
+        from megatron_mtp.training.dry_run import plan
+        from megatron_mtp.training.startup import explained
+
+        with explained(program):
+            say(plan(argv, given.dry_run))
     return 0
 
 
 def parser(program: str) -> ArgumentParser:
-    """Our flags."""
-    return help_parser(program)
+    """Our flags; the description names those of Megatron's that most runs need."""
+    made = Parser(program, usage=f"{program} [flags]", description=DESCRIPTION)
+    return _with_examples(add_mtp_arguments(add_run_arguments(made)))
 
 
 def full_parser(program: str) -> ArgumentParser:
     """All flags, those of Megatron included."""
     prepare()
-    return all_parser(program)
+    return _with_examples(add_run_arguments(all_parser(program)))
+
+
+def _with_examples(parser: ArgumentParser) -> ArgumentParser:
+    parser.formatter_class, parser.epilog = RawDescriptionHelpFormatter, EXAMPLES
+    return parser
+
+
+def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """The flags that act before Megatron's parser, and are not passed on to it."""
+    group = parser.add_argument_group("the run (megatron-mtp)")
+    group.add_argument(
+        "--verbose",
+        action="store_true",
+        help="Show all that Megatron prints. Default: a short log, and the rest in megatron.log in --mtp-metrics-dir "
+        "or --save.",
+    )
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file of flags, such as 'num-layers: 4'; sections may group them. The command line's flags win.",
+    )
+    group.add_argument(
+        "--dry-run",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="RANKS",
+        help="Print the plan of a job of so many ranks and end: flags, layout, parameters, memory, tokens of a step. "
+        "Needs no GPU. Default: the fewest ranks that the layout takes.",
+    )
+    group.add_argument("--list-losses", action="store_true", help="Say what each --mtp-loss is, and end.")
+    group.add_argument("--help-megatron", action="store_true", help="List Megatron's flags as well, and end.")
+    return parser
+
+
+def parse_run(program: str, arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """The flags of the run, and the rest for Megatron's parser.
+
+    `--help` and `--list-losses` end the process here, before Megatron is imported.
+    """
+    if {"-h", "--help"} & set(arguments):
+        parser(program).parse_args(["--help"])
+    own = Parser(program, add_help=False, allow_abbrev=False)
+    given, rest = add_run_arguments(own).parse_known_args(arguments)
+    if given.list_losses:
+        with sentences(program):
+            print(listing())
+        own.exit()
+    return given, rest
+
+
+def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
+    """`sys.argv`, which Megatron's parser reads: the flags of --config, then those of the command line, which win."""
+    from megatron_mtp.training.run_file import flags_of, without_unset
+    from megatron_mtp.training.startup import explained
+
+    with explained(program):
+        flags = all_parser(program)
+        words = [] if given.config is None else flags_of(Path(given.config), flags)
+        if any(word.split("=")[0] == "--yaml-cfg" for word in (*words, *rest)):
+            raise ValueError("--yaml-cfg takes the place of all flags, those of the depths too; give --config.")
+        words, rest = without_unset(words, rest, flags)
+    sys.argv = [program, *words, *rest]
+    return sys.argv

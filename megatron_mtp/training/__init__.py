@@ -1,7 +1,7 @@
 """One run on Megatron's training loop: its forward step, losses, metrics and arguments. The loop is Megatron's.
 
 run.py               one run: arguments, model configuration, Megatron's pretrain()
-flags.py             flags of ours, parsed without Megatron
+flags.py             flags of the depths, for any parser of Megatron's flags
 run_file.py          flags from a YAML file (--config)
 dry_run.py           the plan of a job of any size (--dry-run)
 arguments.py         Megatron's parser with our flags, and all checks before a model is built

@@ -21,41 +21,12 @@ from megatron_mtp.patches import saving
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.flag_checks import check_machine
-from megatron_mtp.training.flags import all_parser
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.hooks import observed
 from megatron_mtp.training.machine import check_device, set_connections
 from megatron_mtp.training.metrics import Metrics, Reporter
-from megatron_mtp.training.run_file import flags_of, without_unset
 from megatron_mtp.training.short_log import Listing, ShortLog, fitting_interval, keep_listing, say
 from megatron_mtp.training.startup import explained
-
-
-def command(program: str, given: Namespace, rest: list[str], on_cpu: bool) -> None:
-    """`megatron-mtp train` with the flags of the run and the words for Megatron's parser (`flags.parse_run`)."""
-    if given.help_megatron:
-        say(all_parser(program).format_help())
-        return
-    argv = with_file(program, given, rest)
-    if given.dry_run is None:
-        main(argv, on_cpu)
-        return
-    from megatron_mtp.training.dry_run import plan
-
-    with explained(program):
-        say(plan(argv, given.dry_run))
-
-
-def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
-    """`sys.argv`, which Megatron's parser reads: the flags of --config, then those of the command line, which win."""
-    with explained(program):
-        flags = all_parser(program)
-        words = [] if given.config is None else flags_of(Path(given.config), flags)
-        if any(word.split("=")[0] == "--yaml-cfg" for word in (*words, *rest)):
-            raise ValueError("--yaml-cfg takes the place of all flags, those of the depths too; give --config.")
-        words, rest = without_unset(words, rest, flags)
-    sys.argv = [program, *words, *rest]
-    return sys.argv
 
 
 def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:

@@ -14,11 +14,11 @@ from documents import ROOT, blocks
 from installed import ask_again
 from megatron_single import make_batch, our_model
 
+from megatron_mtp.cli.train import parse_run, parser
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import LOSSES, depth_loss, listing
 from megatron_mtp.losses.mix import mix_weights
 from megatron_mtp.registry import Imported
-from megatron_mtp.training.flags import help_parser, parse_run
 from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 
 OWN = LOSSES._own
@@ -85,7 +85,7 @@ def test_an_added_loss_is_a_choice_of_the_flag_and_trains_a_step(
 
 def help_of_losses() -> str:
     """What `--help` shows of `--mtp-loss`, on one line."""
-    shown = " ".join(help_parser("train").format_help().split())
+    shown = " ".join(parser("train").format_help().split())
     return shown.split("--mtp-loss {")[1].split(" --mtp-loss-mix ")[0]
 
 

@@ -22,7 +22,7 @@ from document_command import PARSED, PROGRAMS
 from documents import DOCUMENTS, SHELLS, blocks
 
 COMMAND, SCENE = (Path(__file__).parent / f"document_{name}.py" for name in ("command", "scene"))
-LINKED = "pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks studies docs LICENSE".split()
+LINKED = "pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks studies LICENSE".split()
 RUN = (*SHELLS, "python")
 TOOLS = "cat cp ls".split()
 """Programs of the system that a document may call."""
@@ -92,6 +92,8 @@ def scene(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scene")
     for name in LINKED:
         (folder / name).symlink_to(launch.ROOT / name)
+    (folder / "docs").mkdir()  # to be read as text: one page is enough
+    shutil.copy(launch.ROOT / "docs" / "glossary.md", folder / "docs")
     (folder / ".venv").mkdir()
     (folder / ".venv" / "bin").symlink_to(shell.programs)
     shell(f"python {SCENE} .\n{QUICKSTART}", folder)

@@ -1,4 +1,7 @@
-"""A conversion that is killed leaves no folder that looks complete, and `--resume` ends with the same bytes."""
+"""A conversion that is killed leaves no folder that looks complete, and `--resume` ends with the same bytes.
+
+The first tier has conversions that end while they write: test_resumed_conversions.py.
+"""
 
 import json
 import os
@@ -18,7 +21,7 @@ from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.convert.streaming import PLAN, RECORDS, PartialFolder
 
 WORKER = Path(__file__).parent / "killed_conversions.py"
-KILLS = (4, pytest.param(20, marks=pytest.mark.matrix))
+KILLS = 20
 COMMANDS = {
     "hf-to-mcore": ["hf"],
     "mcore-to-hf": ["mcore"],
@@ -32,13 +35,13 @@ MIGRATIONS = {"gpt-to-hybrid": ["mcore"], "hybrid-to-gpt": ["hybrid"]}
 Told = dict[str, dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=KILLS)
-def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """What became of all commands, each killed so often."""
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What became of all commands."""
     folder = tmp_path_factory.mktemp("conversions")
     imported(folder, "deepseek_v3", "mcore", 3)
     imported(folder, "deepseek_v3", "trunk", 0)
-    return killed(folder, COMMANDS, request.param)
+    return killed(folder, COMMANDS)
 
 
 def imported(folder: Path, family: str, name: str, depths: int) -> None:
@@ -46,23 +49,24 @@ def imported(folder: Path, family: str, name: str, depths: int) -> None:
     hf_to_mcore(hf, folder / name, Options(quiet=True, workers=1), megatron_arguments)
 
 
-def killed(folder: Path, commands: dict[str, list[str]], kills: int) -> Told:
+def killed(folder: Path, commands: dict[str, list[str]]) -> Told:
     given = [[command, str(folder / source), *flags] for command, (source, *flags) in commands.items()]
     seed = secrets.randbits(32)
     print(f"seed {seed}")
-    words = [sys.executable, str(WORKER), str(folder / "killed"), str(kills), str(seed)]
+    words = [sys.executable, str(WORKER), str(folder / "killed"), str(KILLS), str(seed)]
     done = fork_server.run(words, input=json.dumps(given), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr[-3000:]
-    return {command: {"kills": kills, **found} for command, found in json.loads(done.stdout.splitlines()[-1]).items()}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_killed_conversion_is_resumed_to_the_same_bytes(command: str, told: Told) -> None:
     assert_resumed(told[command])
 
 
 def assert_resumed(told: dict[str, Any]) -> None:
-    assert told["killed"] == told["kills"]
+    assert told["killed"] == KILLS
     assert told["wrong"] == []
 
 
@@ -70,7 +74,7 @@ def assert_resumed(told: dict[str, Any]) -> None:
 def test_a_killed_migration_is_resumed_to_the_same_bytes(tmp_path: Path) -> None:
     imported(tmp_path, "glm4_moe", "mcore", 2)
     migrate(tmp_path / "mcore", tmp_path / "hybrid", True, Options(quiet=True, workers=1))
-    for told in killed(tmp_path, MIGRATIONS, 20).values():
+    for told in killed(tmp_path, MIGRATIONS).values():
         assert_resumed(told)
 
 

@@ -1,4 +1,7 @@
-"""A training that is killed at any moment, however often, ends with the checkpoints of one that nobody killed."""
+"""A training that is killed at any moment, however often, ends with the checkpoints of one that nobody killed.
+
+The first tier has one kill while a checkpoint is written: tests/functional/test_resume.py.
+"""
 
 import json
 import os
@@ -12,15 +15,18 @@ import pytest
 WORKER = Path(__file__).parent / "killed_trainings.py"
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.matrix)])
-def test_a_killed_training_loses_no_checkpoint_and_goes_on(kills: int, tmp_path: Path) -> None:
+KILLS = 20
+
+
+@pytest.mark.matrix
+def test_a_killed_training_loses_no_checkpoint_and_goes_on(tmp_path: Path) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
-    words = [sys.executable, str(WORKER), str(tmp_path), str(kills), str(seed)]
+    words = [sys.executable, str(WORKER), str(tmp_path), str(KILLS), str(seed)]
     done = fork_server.run(words, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
     print(told)
-    assert told["killed"] == kills
+    assert told["killed"] == KILLS
     assert told["wrong"] == []
     assert any(told["found at"]), "every kill came before the first save"

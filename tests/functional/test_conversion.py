@@ -56,7 +56,8 @@ STEPS = "--train-iters 30 --lr 3e-3 --eval-interval 1000 --eval-iters 1 --save-i
 NEW = 200
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.matrix), "experts"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", TRAINED)
 def test_a_trained_model_drafts_in_transformers_as_it_was_trained(kind: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     flags = [*STEPS.split(), *TRAINED[kind].split(), "--save", str(checkpoint)]

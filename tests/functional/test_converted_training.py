@@ -1,6 +1,8 @@
 """A converted model goes on training by its checkpoint's own arguments, in any layout, from the same loss.
 
 A hybrid goes back to its family after that, with the norms that its training changed.
+
+The first tier compares the logits of converted models: tests/unit/test_verify.py.
 """
 
 import re
@@ -26,6 +28,8 @@ from megatron_mtp.checkpoint.proof.verify import verify
 
 prepare()
 
+pytestmark = pytest.mark.matrix
+
 RUN = (
     "--use-checkpoint-args --micro-batch-size 2 --global-batch-size 4 --seq-length 32 --train-iters 1 --lr 1e-4 "
     "--log-interval 1 --eval-interval 10 --eval-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 95 "
@@ -50,12 +54,9 @@ CASES = {
     "nemotron_h-latent": (1, ("single", "ep2")),
 }
 """Families, the depths of each, and layouts."""
-MATRIX = ("deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron_h-latent")
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=pytest.mark.matrix) if family in MATRIX else family for family in CASES]
-)
+@pytest.mark.parametrize("family", CASES)
 def test_training_starts_from_the_same_losses_in_every_layout(family: str, tmp_path: Path) -> None:
     depths, layouts = CASES[family]
     source = make(tmp_path / "source", family, depths)
@@ -77,7 +78,6 @@ def test_training_starts_from_the_same_losses_in_every_layout(family: str, tmp_p
         assert found == pytest.approx(losses["single"], rel=1e-5), name
 
 
-@pytest.mark.matrix
 def test_a_step_makes_the_same_weights_with_tensor_and_expert_parallelism(tmp_path: Path) -> None:
     """Projections to a latent are whole on every rank, where Transformer Engine's or ours add up their gradients."""
     source = make(tmp_path / "source", "nemotron_h-latent", 1)
@@ -97,7 +97,6 @@ def test_a_step_makes_the_same_weights_with_tensor_and_expert_parallelism(tmp_pa
 
 
 @pytest.mark.usefixtures("forked_python")
-@pytest.mark.matrix
 @pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
 def test_a_trained_hybrid_goes_back_to_its_family(family: str, tmp_path: Path) -> None:
     """Also in bfloat16: a norm that Megatron keeps as w - 1 has then more digits than w."""

@@ -1,10 +1,15 @@
-"""A run that changes between GPT and hybrid model half-way has the losses of a run that does not."""
+"""A run that changes between GPT and hybrid model half-way has the losses of a run that does not.
+
+The first tier has the same conversions, bit by bit: tests/unit/test_migration.py.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import launch
 import pytest
+
+pytestmark = pytest.mark.matrix
 
 RUN = (
     "--seq-length 32 --micro-batch-size 2 --global-batch-size 2 --train-iters 20 --lr 1e-3 --log-interval 1 "
@@ -77,7 +82,6 @@ def test_the_other_form_goes_on_with_the_same_losses(case: str, tmp_path: Path) 
     both(tmp_path, *CASES[case])
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("case", MORE)
 def test_other_forms_of_model_and_optimizer_go_on_too(case: str, tmp_path: Path) -> None:
     both(tmp_path, *MORE[case])
@@ -98,7 +102,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_the_other_form_goes_on_in_any_layout(case: str, tmp_path: Path) -> None:
     model, run, before, after = LAYOUTS[case]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from drafting_single import model_of, prompts_of, run, runner_of, want_few_shapes
+from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.drafting import cached_attention
@@ -70,7 +71,7 @@ def drafts_by_chance(name: str, dtype: torch.dtype, prompts: list[list[int]], wa
 
 
 @every_method
-@pytest.mark.parametrize("longest", [8, 50])
+@pytest.mark.parametrize("longest", tiered([8, 50], (50,)))
 def test_a_hundred_tokens_have_few_shapes(
     name: str, longest: int, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +85,7 @@ def test_a_hundred_tokens_have_few_shapes(
 
 
 @every_method
-@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("few", tiered([True, False], (True,)))
 def test_texts_in_float32_are_those_of_plain_decoding(
     name: str, few: bool, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def own_class(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("megatron")
+@pytest.mark.usefixtures("forked_python")
 def test_a_tokenizers_own_code_runs_only_when_it_is_trusted(
     own_class: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -320,14 +320,22 @@ RECORDED: list[tuple[str, str, float]] = [
 ]
 """Methods and verifiers whose steps can be CUDA graphs, and a temperature."""
 
+RECORDED_FIRST = [
+    *(("mtp", "block", 1.0), ("mtp", "relaxed", 0.0), ("mtp_eagle", "rejection", 1.0), ("mtp_tree", "specinfer", 1.0)),
+    *(("mtp_tree", "spectr", 1.0), ("mtp_beam", "joint", 1.0), ("draft_model", "bild", 1.0), ("ngram", "greedy", 0.0)),
+]
+"""Every method and every verifier once."""
+
 
 def test_every_step_that_may_be_recorded_is_checked() -> None:
     methods = {name for name, one in PROPOSERS.items() if one.recordable} - {"plain", "parallel_heads"}
     assert {method for method, _, _ in RECORDED} == methods
     assert {verifier for _, verifier, _ in RECORDED} == {name for name, one in VERIFIERS.items() if one.recordable}
+    for column in (0, 1):
+        assert {one[column] for one in RECORDED_FIRST} == {one[column] for one in RECORDED}
 
 
-@pytest.mark.parametrize(("method", "verifier", "temperature"), RECORDED)
+@pytest.mark.parametrize(("method", "verifier", "temperature"), tiered(RECORDED, RECORDED_FIRST))
 def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, verifier: str, temperature: float) -> None:
     """Under FakeTensorMode, which refuses reads of data; drafting, verifying and keeping, two steps on end."""
     own = {"mtp_tree": {"tree": [3, 2, 1]}, "draft_model": {"model": "-"}}.get(method, {})

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from documents import DOORS, ROOT, parse
 
-PROGRAMS = ("python", "megatron-mtp", "torchrun", "bash", "sbatch", "srun", "vllm", "guidellm")
+PROGRAMS = ("python", "megatron-mtp", "torchrun", "bash", "sbatch", "vllm", "guidellm")
 PARSED = {
     "bash scripts/setup.sh": "installs",
     "python -m pip download": "downloads",
@@ -27,7 +27,6 @@ PARSED = {
     "torchrun --nproc-per-node 8": "wants eight processes",
     "python -m pytest": "is run with all tests",
     "sbatch": "needs SLURM, of which scripts/test_slurm.sh starts one",
-    "srun": "needs SLURM, of which scripts/test_slurm.sh starts one",
     "megatron-mtp serve": "serves until a signal ends it (tests/functional/test_serve.py)",
     "guidellm run": "needs a server (tests/functional/test_serve.py)",
     "vllm serve": "needs vLLM, which has an environment of its own (scripts/test_vllm.sh)",

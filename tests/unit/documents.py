@@ -21,7 +21,6 @@ DOORS = {
 
 ENGINES = {
     "sbatch": "--nodes --gpus-per-node --exclusive --time --mem --array --signal --requeue --partition",
-    "srun": "--kill-on-bad-exit --nodes --ntasks-per-node --gpus-per-node",
     "docker": "--build-arg --tag --rm --init --user --volume --gpus --entrypoint",
     "llama-server": "--model --spec-type --spec-draft-n-max",
     "scancel": "--signal",
@@ -56,9 +55,6 @@ def flags_in(text: str) -> list[str]:
 
 def parse(program: str, *arguments: str) -> None:
     """Parse as the program would: one that does not take the arguments ends with its own message and status 2."""
-    if program == "srun" and (tasks := [place for place, word in enumerate(arguments) if word.endswith("/python")]):
-        _check_engine(" ".join((program, *arguments[: tasks[0]])))
-        return parse("python", *arguments[tasks[0] + 1 :])
     if _check_engine(" ".join((program, *arguments))):
         sys.exit(0)
     if program == "torchrun":

@@ -42,7 +42,6 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     command.py           megatron-mtp generate
     text.py              texts on the terminal
     cost.py              its prompts under one clock, compared with plain decoding; acceptance, speed, energy
-    record.py            drafts.json, of which the page of a run shows the drafts
     own_texts/           continuations of a corpus' prompts, as data to train on: megatron-mtp sample
 """
 

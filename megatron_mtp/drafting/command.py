@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -14,14 +15,18 @@ from megatron_mtp.drafting.cost import Work, summary, table
 from megatron_mtp.drafting.load import load_checkpoint, load_drafter
 from megatron_mtp.drafting.loop import Limits
 from megatron_mtp.drafting.method import make_method
-from megatron_mtp.drafting.record import Record, make_folder
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.text import Stream, cutter, own_output, quoted, read_prompts
 from megatron_mtp.drafting.types import Emitted
 from megatron_mtp.errors import sentences
+from megatron_mtp.files import written_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+DRAFTS = "drafts.json"
+"""Written to `--record`: {"config": {"method": "mtp", ...}, "figures": {...}, "pieces": {"12": " the", ...}, "texts":
+[{"prompt": [5, 12], "steps": [as `Emitted.as_json`, ...]}, ...]}"""
 
 
 def main(args: Namespace, program: str) -> None:
@@ -52,27 +57,32 @@ def run(args: Namespace, answer: TextIO) -> None:
     work = Work(loaded.runner, prompts, sampling, limits, drafter, args.batch_size, args.seed)
     streams = _is_first() and not args.json and len(prompts) == 1
     stream = Stream(tokenizer) if streams and tokenizer is not None else None
-    record = None if args.record is None else Record(prompts)
-    if record is not None and _is_first():
-        make_folder(args.record)  # before anything is generated
+    steps: list[list[dict[str, Any]]] = [[] for _ in prompts]
+    if args.record is not None and _is_first():
+        args.record.mkdir(parents=True, exist_ok=True)  # before anything is generated
     if _is_first() and not args.json:
         _announce(loaded.line(args.load), config, stream, prompts[0])
 
     def emit(number: int, emitted: Emitted) -> None:
         if stream is not None:
             stream(emitted.tokens, emitted.accepted)
-        if record is not None:
-            record.add(number, emitted)
+        if args.record is not None:
+            steps[number].append(emitted.as_json())
 
-    texts, cost = work.timed(config, None if stream is None and record is None else emit)
+    texts, cost = work.timed(config, None if stream is None and args.record is None else emit)
     plain, same = None, None
     if args.compare and config is not None:
         cost, plain, same = work.compared(config, texts, cost)
     figures = summary(cost, loaded.runner.dtype, plain, same)
     if not _is_first():
         return
-    if record is not None:
-        record.write(args.record, config, figures, tokenizer)
+    if args.record is not None:
+        written = [{"prompt": prompt, "steps": own} for prompt, own in zip(prompts, steps, strict=True)]
+        ids = {token for text in written for token in _ids(text)}
+        pieces = {} if tokenizer is None else {token: tokenizer.decode([token]) for token in sorted(ids)}
+        settings = None if config is None else config.flat()
+        with written_beside(args.record / DRAFTS) as beside:
+            beside.write_text(json.dumps({"config": settings, "figures": figures, "pieces": pieces, "texts": written}))
     if args.json:
         _print_json(texts, tokenizer, figures, answer)
         return
@@ -81,6 +91,14 @@ def run(args: Namespace, answer: TextIO) -> None:
     else:
         print()
     print(f"\n{table(figures, sampled=not sampling.greedy)}")
+
+
+def _ids(text: dict[str, Any]) -> Iterator[int]:
+    """The tokens of a recorded text, drafted ones included."""
+    yield from text["prompt"]
+    for step in text["steps"]:
+        yield from step["emitted"]
+        yield from (token for token in step["drafted"] if token is not None)
 
 
 def _announce(line: str, config: SpeculativeConfig | None, stream: Stream | None, prompt: list[int]) -> None:

@@ -13,6 +13,7 @@ Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,3 +143,17 @@ class Emitted:
     offered: int
     draft: Draft | None
     end: End | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The step for a file; reads the draft back to the host, which costs a little time.
+
+        `drafted` are the nodes of the tree and `parents` the rows that they continue, as in `Draft`. A node that was no
+        candidate, or that lies beyond the text's end, is None.
+        """
+        drafted: list[int | None] = []
+        parents: list[int] = []
+        if self.draft is not None and self.draft.nodes:
+            nodes = zip(self.draft.tokens_BN[self.text].tolist(), self.draft.levels()[self.text], strict=True)
+            drafted = [token if 0 < level <= self.offered else None for token, level in nodes]
+            parents = self.draft.parents()[self.text].tolist()
+        return {"drafted": drafted, "parents": parents, "accepted": self.accepted, "emitted": self.tokens}

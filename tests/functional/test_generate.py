@@ -45,6 +45,9 @@ def test_drafting_emits_what_plain_decoding_does_and_says_what_it_cost(checkpoin
     assert len(one["accepted_per_position"]) == 2
     assert one["accepted_length"] == pytest.approx(48 / one["target_forwards"], abs=1e-3)
     drafts = json.loads((tmp_path / "run" / "drafts.json").read_text())
+    assert (drafts["config"]["method"], drafts["pieces"]) == ("mtp", {})
+    assert drafts["figures"]["drafted"] == one["drafted"]
+    assert [",".join(map(str, text["prompt"])) for text in drafts["texts"]] == PROMPTS[1::2]
     steps = [text["steps"] for text in drafts["texts"]]
     assert [[token for step in text for token in step["emitted"]] for text in steps] == one["token_ids"]
     assert sum(step["accepted"] for text in steps for step in text) == one["accepted"]

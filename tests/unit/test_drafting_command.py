@@ -1,7 +1,6 @@
 """What surrounds the engine: prompts, streamed text, stop strings, the table, energy, and K picked by cost."""
 
 import io
-import json
 import re
 import runpy
 import subprocess
@@ -19,10 +18,8 @@ from documents import ROOT
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
 from megatron_mtp.drafting import cost
-from megatron_mtp.drafting.config import parse_config
 from megatron_mtp.drafting.cost import Cost, summary, table
 from megatron_mtp.drafting.proposers import PROPOSERS
-from megatron_mtp.drafting.record import Record, make_folder
 from megatron_mtp.drafting.settings import keys
 from megatron_mtp.drafting.stats import AcceptanceStats
 from megatron_mtp.drafting.text import COLOUR, PLAIN, Stream, cutter, read_prompts
@@ -85,34 +82,19 @@ def test_text_streams_with_its_drafts_in_colour(tokenizer: object) -> None:
     assert plain.getvalue() == "ab"
 
 
-def test_a_record_holds_drafts_trees_and_what_became_of_them(tokenizer: object, tmp_path: Path) -> None:
+def test_a_recorded_step_holds_the_tree_and_what_became_of_it() -> None:
     """The second text of a batch: a tree a -> b and c, of which c was no candidate; then a draft beyond its end."""
-    record = Record([[1], [2, 3]])
-    record.add(1, Emitted(1, [4], 0, 0, None))
     tree = Draft(
         torch.tensor([[0, 0, 0], [5, 6, 7]]),
         parents_BN=torch.tensor([[0, 1, 1], [0, 1, 1]]),
         valid_BN=torch.tensor([[True] * 3, [True, True, False]]),
     )
-    record.add(1, Emitted(1, [5, 8], 1, 2, tree))
-    record.add(1, Emitted(1, [5, 6], 1, 1, tree))
-    record.write(tmp_path, parse_config('{"method": "mtp_tree"}'), {"drafted": 2}, tokenizer)  # type: ignore[arg-type]
-    written = json.loads((tmp_path / "drafts.json").read_text())
-    first = {"drafted": [], "parents": [], "accepted": 0, "emitted": [4]}
-    second = {"drafted": [5, 6, None], "parents": [0, 1, 1], "accepted": 1, "emitted": [5, 8]}
-    third = {"drafted": [5, None, None], "parents": [0, 1, 1], "accepted": 1, "emitted": [5, 6]}
-    assert written["texts"] == [{"prompt": [1], "steps": []}, {"prompt": [2, 3], "steps": [first, second, third]}]
-    assert sorted(map(int, written["pieces"])) == [1, 2, 3, 4, 5, 6, 8]
-    assert written["config"]["method"] == "mtp_tree"
-    assert [path.name for path in tmp_path.iterdir()] == ["drafts.json"]
-
-
-def test_a_record_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"--record is .*file, which cannot be written \(File exists\)"):
-        make_folder(tmp_path / "file")
-    with pytest.raises(ValueError, match="name another folder"):
-        Record([]).write(tmp_path / "nowhere", None, {}, None)
+    steps = [Emitted(1, [4], 0, 0, None), Emitted(1, [5, 8], 1, 2, tree), Emitted(1, [5, 6], 1, 1, tree)]
+    assert [step.as_json() for step in steps] == [
+        {"drafted": [], "parents": [], "accepted": 0, "emitted": [4]},
+        {"drafted": [5, 6, None], "parents": [0, 1, 1], "accepted": 1, "emitted": [5, 8]},
+        {"drafted": [5, None, None], "parents": [0, 1, 1], "accepted": 1, "emitted": [5, 6]},
+    ]
 
 
 def test_stop_strings_cut_after_the_token_that_completes_them(tokenizer: object) -> None:

@@ -91,7 +91,7 @@ def _lines(runs: list[Run], key: str, divisor: float) -> list[go.Scatter]:
 def _layout(kind: Kind, alone: bool) -> go.Layout:
     grid = {"gridcolor": "rgba(128,128,128,0.3)", "zeroline": False, "automargin": True, "exponentformat": "power"}
     return go.Layout(
-        template="none",
+        template={},
         height=320,
         margin={"l": 10, "r": 10, "t": 10, "b": 10},
         paper_bgcolor="rgba(0,0,0,0)",

@@ -280,6 +280,9 @@ def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert report(a_run(tmp_path / f"good-{folder}"), tmp_path / folder, "--output", tmp_path / "page.html") == 2
         assert said in _one_sentence(capsys)
     assert not (tmp_path / "page.html").exists()
+    with pytest.raises(SystemExit, match="2"):
+        report("")
+    assert "empty; give a path" in _one_sentence(capsys)
 
 
 def test_an_output_that_cannot_be_written_leaves_the_old_one(

@@ -1,0 +1,64 @@
+"""The core without its extensions: in a copy of the checkout without their folders, tests pass and verbs answer.
+
+The installed package still names the entry points of the extensions.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fork_server import ROOT
+
+SMOKE = """
+    test_config test_shift test_batch test_combine test_losses_table test_registry test_rules test_arguments
+    test_run_files test_sampling test_speculative_config test_drafting test_engine test_convert_tool test_serving
+    test_command
+""".split()
+WITHOUT_EDITABLE = """
+import sys
+sys.meta_path[:] = [each for each in sys.meta_path if not getattr(each, "__module__", "").startswith("__editable__")]
+"""
+"""Forgets where an editable installation has the package: what the copy lacks would be found there."""
+
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "runs", "extensions", "__pycache__")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("core") / "checkout", ignore=LEFT_OUT))
+    (made / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
+    return made
+
+
+def run(copy: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(copy)
+    return subprocess.run([sys.executable, *words], cwd=copy, env=environment, capture_output=True, text=True)
+
+
+VERBS = "import megatron_mtp; from megatron_mtp.cli.verbs import VERBS; print(megatron_mtp.__file__, *VERBS)"
+
+
+@pytest.mark.matrix
+def test_every_verb_of_the_core_answers(copy: Path) -> None:
+    file, *verbs = run(copy, "-c", VERBS).stdout.split()
+    assert Path(file).is_relative_to(copy)
+    assert {"train", "generate", "audit"} <= set(verbs)
+    assert not {"foretell", "report"} & set(verbs)
+    for verb in verbs:
+        done = run(copy, "-m", "megatron_mtp", verb, "--help")
+        assert (done.returncode, done.stderr) == (0, ""), verb
+        assert done.stdout.startswith("usage:"), verb
+    done = run(copy, "-m", "megatron_mtp", "report", "x")
+    assert done.returncode == 2
+    assert done.stderr.startswith("megatron-mtp: error: argument VERB: invalid choice: 'report'")
+
+
+@pytest.mark.matrix
+def test_fast_tests_of_the_core_pass(copy: Path) -> None:
+    files = [f"tests/unit/{name}.py" for name in SMOKE]
+    done = run(copy, "-m", "pytest", "-q", "-n", "0", *files)
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -13,11 +13,11 @@ import pytest
 from quicker import collect_new_objects_alone
 
 LONGEST = """
-    tests/functional/test_layouts.py tests/functional/test_document_commands.py tests/unit/test_types.py
-    tests/unit/test_fuzz.py
-    tests/functional/test_faults.py tests/unit/test_verify.py tests/functional/test_conversion.py
-    tests/unit/test_loading.py tests/unit/test_drafting.py tests/unit/test_killed_training.py
-    tests/functional/test_commands.py tests/unit/test_killed_conversion.py
+    tests/functional/test_layouts.py tests/functional/test_document_commands.py tests/unit/test_drafting.py
+    tests/unit/test_verify.py tests/unit/test_types.py tests/unit/test_loading.py tests/unit/test_fuzz.py
+    tests/functional/test_serve.py tests/functional/test_generate.py tests/functional/test_precision.py
+    tests/functional/test_commands.py tests/functional/test_conversion.py tests/functional/test_faults.py
+    tests/unit/test_killed_training.py tests/unit/test_killed_conversion.py
 """.split()
 """Files that take the longest, which go first: as the last one, each would keep one worker alone busy."""
 

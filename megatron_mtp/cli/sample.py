@@ -90,7 +90,7 @@ def run(args: Namespace) -> int:
     from megatron_mtp.checkpoint.mcore.tensors import DistReader
     from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
     from megatron_mtp.data.tokenizer import Encoder
-    from megatron_mtp.drafting.config import parse_config
+    from megatron_mtp.drafting.method import parse_config
     from megatron_mtp.drafting.own_texts.writing import How, appended, finished_texts
     from megatron_mtp.drafting.sampling import Sampling
 

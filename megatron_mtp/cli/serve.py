@@ -65,10 +65,10 @@ def run(args: Namespace) -> int:
     """
     import torch
 
-    from megatron_mtp.drafting.config import parse_config
     from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
     from megatron_mtp.drafting.load import load_checkpoint, load_drafter
     from megatron_mtp.drafting.memory import blocks_for, blocks_in
+    from megatron_mtp.drafting.method import parse_config
     from megatron_mtp.platform import cpu
     from megatron_mtp.serving.answers import Served
     from megatron_mtp.serving.ranks import Leader, follow, group_of_all

@@ -7,7 +7,7 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     stats.py             AcceptanceStats: what drafting has gained
     requests.py          Request and Update: what passes between the engine and those who send it requests
     settings.py          settings of a method or verifier: kinds, defaults, ranges, meanings
-    config.py            SpeculativeConfig: a method, a verifier and their settings, from JSON
+    config.py            SpeculativeConfig: a method, a verifier and their settings, as plain data
     sampling.py          logits to probabilities to tokens; random numbers by seed and position
     proposers/           PROPOSERS: what drafts
     verifiers/           VERIFIERS: which drafts are accepted
@@ -27,7 +27,7 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     graphs.py            steps as CUDA graphs, kept for later prompts
     memory.py            keys, values and states of texts, together
     sequences.py         the texts of a batch while they grow
-    method.py            proposer, verifier and K, checked against each other and the model
+    method.py            a config from JSON; proposer, verifier and K, checked against each other and the model
     loop.py              run -> propose -> verify -> keep -> emit; a text ends at EOS, also inside a draft
     blocks.py            which blocks are free, and which hold a beginning that texts share
     judged.py            penalties and log-probabilities

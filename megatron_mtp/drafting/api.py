@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_mtp.drafting.config import SpeculativeConfig, config_from
+from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.graphs import kept_sequences
 from megatron_mtp.drafting.loop import Emit, Limits, decode
-from megatron_mtp.drafting.method import make_method
+from megatron_mtp.drafting.method import config_from, make_method
 from megatron_mtp.drafting.requests import check_prompt
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling

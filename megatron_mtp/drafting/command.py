@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from megatron_mtp.drafting.api import check_prompts
-from megatron_mtp.drafting.config import SpeculativeConfig, parse_config
+from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.cost import Work, summary, table
 from megatron_mtp.drafting.load import load_checkpoint, load_drafter
 from megatron_mtp.drafting.loop import Limits
-from megatron_mtp.drafting.method import make_method
+from megatron_mtp.drafting.method import is_lossless, make_method, parse_config
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.text import Stream, cutter, own_output, quoted, read_prompts
 from megatron_mtp.drafting.types import Emitted
@@ -104,7 +104,7 @@ def _ids(text: dict[str, Any]) -> Iterator[int]:
 def _announce(line: str, config: SpeculativeConfig | None, stream: Stream | None, prompt: list[int]) -> None:
     """What stands before the text."""
     print(f"> {line}")
-    if config is not None and not config.lossless:
+    if config is not None and not is_lossless(config):
         print(f"> the verifier '{config.verifier}' does not keep the model's distribution")
     if stream is not None:
         stream.echo(prompt)

@@ -13,16 +13,13 @@ Letters in names: B batch, R rows of a forward, P rows of a path, G key heads, C
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_mtp.drafting.pages import Pages
 from megatron_mtp.model.causal import causal_mask
-
-if TYPE_CHECKING:
-    from megatron_mtp.drafting.recurrent_state import Recurrence
 
 WINDOW_STEP, FEW_WINDOWS_STEP = 32, 128
 """Slots that a forward looks at are a multiple of this; see `rounded`."""
@@ -164,6 +161,13 @@ def _scores(forbidden_BRW: Tensor) -> Tensor:
     return torch.where(forbidden_BRW.unsqueeze(1), FORBIDDEN, 0.0)
 
 
+class States(Protocol):
+    """What recurrent layers remember beside keys and values (recurrent_state.py)."""
+
+    def forget(self, entry: int) -> None:
+        """Let an entry be that of a text without rows."""
+
+
 class KVCache:
     """Keys and values of `layers` layers for a batch; a layer's memory is taken when its first keys come.
 
@@ -177,7 +181,7 @@ class KVCache:
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
         self._whole: KVCache | None = None
-        self._recurrence: Recurrence | None = None
+        self._recurrence: States | None = None
 
     def through(self, pages: Pages) -> "KVCache":
         """The same memory, for the texts of other pages."""
@@ -186,12 +190,12 @@ class KVCache:
         return made
 
     @property
-    def recurrence(self) -> "Recurrence | None":
+    def recurrence(self) -> States | None:
         """What recurrent layers remember; None before one has run."""
         return (self._whole or self)._recurrence
 
     @recurrence.setter
-    def recurrence(self, made: "Recurrence | None") -> None:
+    def recurrence(self, made: States | None) -> None:
         (self._whole or self)._recurrence = made
 
     @property

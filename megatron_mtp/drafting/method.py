@@ -1,20 +1,28 @@
-"""How to draft, as chosen for a model: proposer, verifier and K, checked against each other and against the model."""
+"""How to draft: a config from JSON, and the proposer, the verifier and K that it names, checked against the model."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.drafting.auto import AutoK
-from megatron_mtp.drafting.config import MOST_DRAFTED, SpeculativeConfig
+from megatron_mtp.drafting.config import COMMON_KEYS, MOST_DRAFTED, NO_SETTINGS, SpeculativeConfig
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.proposers.base import Proposer
-from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling, SamplingByText
+from megatron_mtp.drafting.settings import Settings, keys
 from megatron_mtp.drafting.stats import AcceptanceStats
 from megatron_mtp.drafting.verifiers import VERIFIERS
 from megatron_mtp.drafting.verifiers.base import Rule, Verifier
+from megatron_mtp.registry import Registry
+
+if TYPE_CHECKING:
+    from megatron_mtp.drafting.runner import Runner
 
 MOST_TRIED = 6
 """The largest K that 'auto' considers where the method has no limit of its own."""
+
+_EXAMPLE = """give for example '{"method": "mtp", "num_speculative_tokens": 2}'."""
 
 
 @dataclass
@@ -37,8 +45,42 @@ class Method:
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
 
 
+def parse_config(text: str) -> SpeculativeConfig:
+    """The settings that a JSON object spells out.
+
+    Raises:
+        ValueError: it is no JSON object, or has an unknown method, key or value; the message lists what exists.
+    """
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
+        raise ValueError(f"--speculative-config is not JSON ({error}); {_EXAMPLE}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"--speculative-config is {text}, not a JSON object; {_EXAMPLE}")
+    return config_from(given)
+
+
+def config_from(given: dict[str, Any]) -> SpeculativeConfig:
+    """The settings in a dict; errors as of `parse_config`."""
+    if "method" not in given:
+        raise ValueError(f"speculative config: 'method' is missing; choose one of {', '.join(PROPOSERS.names())}.")
+    drafting, verifying = _settings_kinds(given["method"], given.get("verifier"))
+    _check_keys(given, drafting, verifying)
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return SpeculativeConfig(
+        **{key: value for key, value in values.items() if key in COMMON_KEYS},
+        settings=drafting(**{one.name: values[one.name] for one in keys(drafting) if one.name in values}),
+        verifier_settings=verifying(**{one.name: values[one.name] for one in keys(verifying) if one.name in values}),
+    )
+
+
+def is_lossless(config: SpeculativeConfig) -> bool:
+    """Whether the target's distribution is kept."""
+    return config.verifier is None or VERIFIERS[config.verifier].lossless
+
+
 def make_method(
-    runner: Runner, config: SpeculativeConfig | None, sampling: Sampling, drafter: Runner | None = None
+    runner: "Runner", config: SpeculativeConfig | None, sampling: Sampling, drafter: "Runner | None" = None
 ) -> Method:
     """The method that a config asks for; plain decoding without one.
 
@@ -51,6 +93,7 @@ def make_method(
     config = config or SpeculativeConfig("plain")
     if config.verifier is None:
         config = replace(config, verifier="greedy" if sampling.greedy else "rejection")
+    config = _with_settings(config)
     _check_depths(runner, config.method)
     _check_states(runner, config.method)
     proposer = PROPOSERS[config.method](runner, config, drafter)
@@ -61,7 +104,63 @@ def make_method(
     return Method(proposer, verifier, config, sampling, count, auto)
 
 
-def _check_depths(runner: Runner, method: str) -> None:
+def _with_settings(config: SpeculativeConfig) -> SpeculativeConfig:
+    """The same with the defaults of the method and of the verifier where their settings were left out."""
+    drafting, verifying = _settings_kinds(config.method, config.verifier)
+    return replace(
+        config,
+        settings=_settings_of(config.method, drafting, config.settings),
+        verifier_settings=_settings_of(config.verifier, verifying, config.verifier_settings),
+    )
+
+
+def _settings_of(name: str | None, kind: type[Settings], given: Settings) -> Settings:
+    if given == NO_SETTINGS:
+        return kind()
+    if type(given) is not kind:
+        raise ValueError(
+            f"speculative config: '{name}' was given {type(given).__name__}; give {kind.__name__}, or leave them out."
+        )
+    return given
+
+
+def _settings_kinds(method: object, verifier: object) -> tuple[type[Settings], type[Settings]]:
+    """Classes of the method's and of the verifier's settings; ValueError for a name that is neither's."""
+    drafting = PROPOSERS[_name("method", method, PROPOSERS)].settings_kind
+    if verifier is None:
+        return drafting, Settings
+    return drafting, VERIFIERS[_name("verifier", verifier, VERIFIERS)].settings_kind
+
+
+def _name(key: str, value: object, table: Registry[Any]) -> str:
+    """All names are listed for a message alone: that asks every installed package."""
+    if not isinstance(value, str) or value not in table:
+        raise ValueError(f"speculative config: {key} is {value!r}; choose one of {', '.join(table.names())}.")
+    return value
+
+
+def _check_keys(given: dict[str, Any], drafting: type[Settings], verifying: type[Settings]) -> None:
+    known = [*COMMON_KEYS, *(one.name for kind in (drafting, verifying) for one in keys(kind))]
+    chosen = f"the method '{given['method']}'"
+    if given.get("verifier") is not None:
+        chosen += f" with the verifier '{given['verifier']}'"
+    for key in given:
+        if key not in known:
+            raise ValueError(
+                f"speculative config: {_not_here(key)}; known are {', '.join(known)}, the keys of {chosen}."
+            )
+
+
+def _not_here(key: str) -> str:
+    """Where else a key is one."""
+    for kind, table in (("method", PROPOSERS), ("verifier", VERIFIERS)):
+        for name, part in table.items():
+            if any(one.name == key for one in keys(part.settings_kind)):
+                return f"'{key}' is a key of the {kind} '{name}', which was not chosen"
+    return f"there is no key '{key}'"
+
+
+def _check_depths(runner: "Runner", method: str) -> None:
     wanted, found = PROPOSERS[method].depths, "sequential" if runner.sequential else "parallel"
     if wanted is None:
         return
@@ -76,7 +175,7 @@ def _check_depths(runner: Runner, method: str) -> None:
         raise ValueError(f"'{method}' was asked of a checkpoint whose depths are {found}; choose {_any_of(others)}.")
 
 
-def _check_states(runner: Runner, method: str) -> None:
+def _check_states(runner: "Runner", method: str) -> None:
     part = _without_branches(runner, PROPOSERS[method])
     if part is not None:
         kinds = None, "sequential" if runner.sequential else "parallel" if runner.depths else None
@@ -91,14 +190,14 @@ def _check_states(runner: Runner, method: str) -> None:
         )
 
 
-def _without_branches(runner: Runner, proposer: type[Proposer]) -> str | None:
+def _without_branches(runner: "Runner", proposer: type[Proposer]) -> str | None:
     """The part of the model whose states a method cannot keep; None if it can draft."""
     if runner.recurrent_trunk and proposer.drafts_trees:
         return "trunk"
     return "depths" if runner.recurrent_depths and proposer.depths is not None and not proposer.keeps_states else None
 
 
-def _count(runner: Runner, config: SpeculativeConfig, proposer: Proposer) -> int:
+def _count(runner: "Runner", config: SpeculativeConfig, proposer: Proposer) -> int:
     """K, or with 'auto' the largest K to consider."""
     asked, most = config.num_speculative_tokens, proposer.most
     if isinstance(asked, int):

@@ -220,6 +220,7 @@ def recurrence_of(cache: KVCache, device: torch.device) -> Recurrence:
     """That of a cache, which is made when a first recurrent layer runs."""
     if cache.recurrence is None:
         cache.recurrence = Recurrence(cache.entries, device)
+    assert isinstance(cache.recurrence, Recurrence)
     return cache.recurrence
 
 

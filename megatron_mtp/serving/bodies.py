@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megatron_mtp.drafting.config import SpeculativeConfig, config_from
+from megatron_mtp.drafting.config import SpeculativeConfig
+from megatron_mtp.drafting.method import config_from
 from megatron_mtp.drafting.requests import Penalties
 from megatron_mtp.drafting.sampling import LEAST_TEMPERATURE, Sampling
 from megatron_mtp.serving.errors import refused

@@ -14,10 +14,9 @@ from torch._subclasses import FakeTensorMode
 from megatron_mtp.data.batch import add_depths, depth_batch
 from megatron_mtp.drafting import graphs, loop, sequences
 from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.experts import place_static_experts
 from megatron_mtp.drafting.loop import Limits, decode
-from megatron_mtp.drafting.method import Method, make_method
+from megatron_mtp.drafting.method import Method, config_from, make_method
 from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling

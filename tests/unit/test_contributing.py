@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.config import config_from
+from megatron_mtp.drafting.method import config_from
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.verifiers import VERIFIERS
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss

@@ -28,10 +28,10 @@ from torch.nn.functional import one_hot
 
 from megatron_mtp.drafting import runner
 from megatron_mtp.drafting.api import check_prompts, generate
-from megatron_mtp.drafting.config import SpeculativeConfig, config_from
+from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.kv_cache import KVCache, Rows, chain_rows
 from megatron_mtp.drafting.loop import prefill, step
-from megatron_mtp.drafting.method import make_method
+from megatron_mtp.drafting.method import config_from, make_method
 from megatron_mtp.drafting.proposers import PROPOSERS, base, mtp
 from megatron_mtp.drafting.proposers.ngram import continuation
 from megatron_mtp.drafting.proposers.tree import Beam

@@ -7,10 +7,9 @@ import torch
 from drafting_single import model_of, prompts_of, run, run_every_step_in_python, runner_of, trained_forward
 from torch import Tensor
 
-from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.kv_cache import ancestors_of
 from megatron_mtp.drafting.loop import prefill, verify
-from megatron_mtp.drafting.method import Method, make_method
+from megatron_mtp.drafting.method import Method, config_from, make_method
 from megatron_mtp.drafting.proposers import base, mtp
 from megatron_mtp.drafting.proposers.lookahead import Window, _trie, _window_parents
 from megatron_mtp.drafting.proposers.tree import Beam, Tree

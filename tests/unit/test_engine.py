@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from megatron_single import VOCABULARY
 
 from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
 from megatron_mtp.drafting.judged import Judge, penalised
 from megatron_mtp.drafting.live import LiveGroup, Prompts
 from megatron_mtp.drafting.loop import Limits, emitted_of
 from megatron_mtp.drafting.memory import block_bytes, blocks_in
+from megatron_mtp.drafting.method import config_from
 from megatron_mtp.drafting.requests import Engine, Finish, Penalties, QueueFull, Request, Update
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Noise, Sampling

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from megatron_mtp.drafting import graphs, kv_cache, loop
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.auto import AutoK
-from megatron_mtp.drafting.config import SpeculativeConfig, config_from
+from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.graphs import GraphedStep, Recorded, Step, can_record
-from megatron_mtp.drafting.method import make_method
+from megatron_mtp.drafting.method import config_from, make_method
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.proposers.base import Proposer
 from megatron_mtp.drafting.runner import Runner
@@ -486,7 +486,7 @@ def test_only_steps_made_for_it_are_recorded() -> None:
     on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), recordable=True)
     target = runner_of()
     vanilla, eagle, tree = (
-        PROPOSERS[name](target, SpeculativeConfig(name)) for name in ("mtp", "mtp_eagle", "mtp_tree")
+        PROPOSERS[name](target, config_from({"method": name})) for name in ("mtp", "mtp_eagle", "mtp_tree")
     )
     assert can_record(on_cuda, vanilla, 2, "greedy")
     assert can_record(on_cuda, eagle, 2, "rejection")
@@ -494,7 +494,7 @@ def test_only_steps_made_for_it_are_recorded() -> None:
     assert can_record(on_cuda, tree, 2, "greedy")
     assert can_record(on_cuda, vanilla, 2, "block")
     assert can_record(on_cuda, vanilla, 2, "relaxed")
-    window = PROPOSERS["lookahead"](target, SpeculativeConfig("lookahead"))
+    window = PROPOSERS["lookahead"](target, config_from({"method": "lookahead"}))
     assert can_record(on_cuda, window, 0, "greedy")
     assert not can_record(on_cuda, window, 2, "greedy")
     small = PROPOSERS["draft_model"](target, config_from(settings_of("draft_model")), target)

@@ -14,10 +14,9 @@ from torch import Tensor
 from megatron_mtp.drafting import loop, recurrent_state
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.auto import AutoK
-from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.kv_cache import KVCache
 from megatron_mtp.drafting.loop import prefill, step
-from megatron_mtp.drafting.method import make_method
+from megatron_mtp.drafting.method import config_from, make_method
 from megatron_mtp.drafting.proposers import base, mtp
 from megatron_mtp.drafting.proposers.plain import Plain
 from megatron_mtp.drafting.runner import Runner

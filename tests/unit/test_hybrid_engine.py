@@ -19,13 +19,12 @@ from test_engine import PIECES, QUIET, alone, check_day, days, drained, request_
 from torch import Tensor
 
 from megatron_mtp.drafting import recurrent_state
-from megatron_mtp.drafting.config import config_from
 from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
 from megatron_mtp.drafting.kv_cache import read_rows
 from megatron_mtp.drafting.live import LiveGroup
 from megatron_mtp.drafting.loop import Limits, decode
 from megatron_mtp.drafting.memory import block_bytes, blocks_in, entry_bytes
-from megatron_mtp.drafting.method import make_method
+from megatron_mtp.drafting.method import config_from, make_method
 from megatron_mtp.drafting.proposers import mtp
 from megatron_mtp.drafting.requests import Request
 from megatron_mtp.drafting.runner import Runner

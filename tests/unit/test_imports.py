@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Sequence
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -107,6 +107,50 @@ def test_the_table_has_every_room_and_no_other() -> None:
 def test_arrows_go_one_way() -> None:
     """No two rooms may import from each other, also not by way of others."""
     TopologicalSorter({room: below - {room} for room, below in ALLOWED.items()}).prepare()
+
+
+def circle_among(sources: dict[str, str]) -> list[str]:
+    """Modules that import each other in a circle, inside functions and for type checkers too; none if there is none.
+
+    Args:
+        sources: by the file's path in the package.
+    """
+    parts = {file: Path(file).with_suffix("").parts for file in sources}
+    modules = {".".join(("megatron_mtp", *(one for one in names if one != "__init__"))) for names in parts.values()}
+    graph: dict[str, set[str]] = {}
+    for file, source in sources.items():
+        *folders, name = parts[file]
+        package = ".".join(("megatron_mtp", *folders))
+        module = package if name == "__init__" else f"{package}.{name}"
+        found = imported_modules(source, package)
+        named = {one if one in modules else one.rpartition(".")[0] for one in found}
+        graph[module] = named & modules - {module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circle_among({file: (PACKAGE / file).read_text(encoding="utf-8") for file in files()}) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from megatron_mtp.data.a import x",
+        "from megatron_mtp.data import a",
+        "from . import a",
+        "def f():\n    import megatron_mtp.data.a",
+        "if TYPE_CHECKING:\n    from megatron_mtp.data.a import x",
+    ],
+)
+def test_the_check_sees_a_planted_circle(back: str) -> None:
+    sources = {"data/a.py": "from megatron_mtp.data.b import y", "data/b.py": "import torch", "data/c.py": back}
+    assert circle_among(sources) == []
+    assert set(circle_among({**sources, "data/b.py": back})) == {"megatron_mtp.data.a", "megatron_mtp.data.b"}
 
 
 def test_extensions_import_the_modules_of_the_core_that_the_design_lists() -> None:

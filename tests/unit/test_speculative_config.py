@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_mtp import registry
-from megatron_mtp.drafting.config import COMMON_KEYS, NO_SETTINGS, SpeculativeConfig, config_from, parse_config
+from megatron_mtp.drafting.config import COMMON_KEYS, NO_SETTINGS, SpeculativeConfig
+from megatron_mtp.drafting.method import _with_settings, config_from, is_lossless, parse_config
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.proposers.ngram import NgramSettings
 from megatron_mtp.drafting.proposers.tree import TreeSettings
@@ -21,12 +22,12 @@ def test_vllms_form() -> None:
 
 
 def test_what_is_left_out_is_the_default() -> None:
-    config = SpeculativeConfig("ngram", verifier="joint")
+    config = config_from({"method": "ngram", "verifier": "joint"})
     assert config.settings == NgramSettings(ngram_min=1, ngram_max=4)
     assert config.verifier_settings == JointSettings(threshold=0.5)
-    assert config_from(config.flat()) == config
+    assert config_from(config.flat()) == config == _with_settings(SpeculativeConfig("ngram", verifier="joint"))
     with pytest.raises(ValueError, match="'mtp' was given NgramSettings; give Settings"):
-        SpeculativeConfig("mtp", settings=NgramSettings())
+        _with_settings(SpeculativeConfig("mtp", settings=NgramSettings()))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_no_two_keys_of_a_config_have_one_name() -> None:
 def test_rules_that_change_the_distribution_are_known() -> None:
     bounds = {"think_start": 1, "think_end": 2}
     given = [{"method": "mtp", "verifier": name} | (bounds if name == "relaxed" else {}) for name in VERIFIERS]
-    assert [config.verifier for config in map(config_from, given) if not config.lossless] == [
+    assert [config.verifier for config in map(config_from, given) if not is_lossless(config)] == [
         "relaxed",
         "joint",
         "bild",
@@ -101,4 +102,4 @@ def test_a_config_of_our_names_asks_no_installed_package(monkeypatch: pytest.Mon
     """Looking for entry points takes as long as many steps of a small model, and a config is made for every text."""
     monkeypatch.setattr(registry, "_points", lambda group: pytest.fail("looked for entry points"))
     config = config_from({"method": "ngram", "verifier": "joint", "threshold": 0.2})
-    assert replace(config, verifier="greedy", verifier_settings=NO_SETTINGS).lossless
+    assert is_lossless(replace(config, verifier="greedy", verifier_settings=NO_SETTINGS))

@@ -20,8 +20,7 @@ from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.checkpoint.mcore.model import model_of
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.config import MTPConfig, trained_depths
-from megatron_mtp.drafting.config import config_from
-from megatron_mtp.drafting.method import make_method
+from megatron_mtp.drafting.method import config_from, make_method
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.model.arguments import CUDA, flags_without, parsed

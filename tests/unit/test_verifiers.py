@@ -22,7 +22,7 @@ from tiny_target import (
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from megatron_mtp.drafting.config import config_from
+from megatron_mtp.drafting.method import config_from
 from megatron_mtp.drafting.sampling import RECOVER, VERIFY, Noise, Sampling, draw
 from megatron_mtp.drafting.types import Draft, Round, Verdict
 from megatron_mtp.drafting.verifiers import VERIFIERS

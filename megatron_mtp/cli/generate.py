@@ -1,15 +1,236 @@
 """`megatron-mtp generate`: a checkpoint and prompts in, texts and their cost out."""
 
-from megatron_mtp.drafting.flags import parser
+import json
+import logging
+import sys
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from megatron_mtp.drafting.proposers import PROPOSERS
+from megatron_mtp.drafting.verifiers import VERIFIERS
+from megatron_mtp.errors import Parser, named, sentences
+from megatron_mtp.files import written_beside
 from megatron_mtp.platform import quieten
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megatron_mtp.drafting.loop import Limits
+    from megatron_mtp.drafting.types import Emitted
+
+DTYPES = ("float32", "bfloat16")
+
+DRAFTS = "drafts.json"
+"""Written to `--record`: {"config": {"method": "mtp", ...}, "figures": {...}, "pieces": {"12": " the", ...}, "texts":
+[{"prompt": [5, 12], "steps": [as `Emitted.as_json`, ...]}, ...]}"""
+
+EXAMPLES = """examples:
+  # two drafts per step with the depths that the checkpoint was trained with, and how much faster that is
+  megatron-mtp generate --load runs/quickstart/checkpoint --prompt 'def forward(self' \\
+      --speculative-config '{"method": "mtp"}' --compare
+
+  # one module reused for five drafts, sampled; everything as JSON
+  megatron-mtp generate --load CHECKPOINT --prompt-file prompts.jsonl --batch-size 8 --temperature 0.8 --top-p 0.95 \\
+      --speculative-config '{"method": "mtp_eagle", "num_speculative_tokens": 5, "verifier": "block"}' --json
+
+  # as many drafts as pay off, 0 included
+  megatron-mtp generate --load CHECKPOINT --prompt-ids 1,2,3 \\
+      --speculative-config '{"method": "mtp", "num_speculative_tokens": "auto"}'
+"""
 
 
 def main(arguments: list[str], program: str) -> int:
     """Generate; bad input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
     quieten()
+    logging.getLogger("megatron_mtp").setLevel(logging.WARNING)  # ours are for the user
 
-    from megatron_mtp.drafting.command import main as generate
+    from megatron_mtp.drafting.text import own_output
 
-    generate(args, program)
+    answer = own_output() if args.json else sys.stdout
+    with sentences(program):
+        run(args, answer)
     return 0
+
+
+def parser(program: str) -> Parser:
+    """All flags."""
+    made = Parser(
+        program,
+        description="Generate text with a trained checkpoint, plainly or drafting several tokens per forward.",
+        epilog=f"{EXAMPLES}\n{_names()}",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    add_checkpoint_flags(made)
+    add = made.add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    add("--prompt-file", metavar="F", help='one prompt; of a .jsonl every line, as {"prompt": ...}')
+    add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="token ids; may be given several times")
+    add("--speculative-config", metavar="JSON", help="how to draft, see below; default: plain decoding")
+    add("--list-methods", action=_ListMethods, nargs=0, default=SUPPRESS, help="say what can be chosen there, and end")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    add_sampling_flags(made, temperature=0.0)
+    add("--seed", type=int, default=0, metavar="N", help="of the first prompt; the others count on; default: 0")
+    add("--batch-size", type=int, default=1, metavar="N", help="prompts that run together; default: 1")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end a text after this; may be given several times")
+    add("--compare", action="store_true", help="decode plainly as well, and say how much faster drafting is")
+    add("--record", type=Path, metavar="DIR", help="write DIR/drafts.json, for the page of megatron-mtp report")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    return made
+
+
+class _ListMethods(Action):
+    """Ends the command, as --help does."""
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        with sentences(parser.prog):
+            from megatron_mtp.drafting.listing import listing
+
+            print(listing())
+        parser.exit()
+
+
+def _names() -> str:
+    return (
+        f"methods: {', '.join(PROPOSERS.names())}\nverifiers: {', '.join(VERIFIERS.names())}\n"
+        "--list-methods says what each does, its keys, and which verifiers change the distribution.\n"
+        "Where a hybrid has recurrent layers, chains are drafted: mtp, mtp_eagle, parallel_heads, ngram, draft_model.\n"
+    )
+
+
+def add_checkpoint_flags(parser: Parser) -> None:
+    """The flags that say what is loaded, of every verb that runs a trained model."""
+    add = parser.add_argument
+    add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to; the newest iteration is taken")
+    add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
+    add("--tokenizer", type=named, metavar="FOLDER", help="a Hugging Face tokenizer; default: the training's")
+    add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
+
+
+def add_sampling_flags(parser: Parser, temperature: float) -> None:
+    """The flags that say which distribution tokens are drawn from; `temperature` is the default of its flag."""
+    add = parser.add_argument
+    said = f"0 is greedy; default: {temperature:g}"
+    add("--temperature", type=float, default=temperature, metavar="T", help=said)
+    add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens; default: 0, all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="and among those holding this probability; default: 1")
+    add("--min-p", type=float, default=0.0, metavar="P", help="and with this share of the likeliest's; default: 0, all")
+
+
+def run(args: Namespace, answer: TextIO) -> None:
+    """Load, check, generate, report. Raises ValueError for bad input, before anything is generated."""
+    import torch
+
+    from megatron_mtp.drafting.api import check_prompts
+    from megatron_mtp.drafting.cost import Work, summary, table
+    from megatron_mtp.drafting.load import load_checkpoint, load_drafter
+    from megatron_mtp.drafting.method import is_lossless, make_method, parse_config
+    from megatron_mtp.drafting.sampling import Sampling
+    from megatron_mtp.drafting.text import Stream, read_prompts
+
+    sampling = Sampling.of(args)
+    config = None if args.speculative_config is None else parse_config(args.speculative_config)
+    if args.batch_size < 1:
+        raise ValueError(f"--batch-size is {args.batch_size}; give 1 or more.")
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code)
+    runner, tokenizer = loaded.runner, loaded.read_tokenizer(args.tokenizer, args.trust_remote_code)
+    prompts = read_prompts(args.prompt, args.prompt_file, args.prompt_ids, tokenizer)
+    if not -(2**63) <= args.seed <= 2**63 - len(prompts):
+        raise ValueError(f"--seed is {args.seed}, which 64 bits do not hold for every prompt; give a smaller one.")
+    check_prompts(runner, prompts, args.max_new_tokens)
+    drafter = load_drafter(config, dtype)
+    make_method(runner, config, sampling, drafter)  # refuses what does not fit
+    work = Work(runner, prompts, sampling, _limits(args, tokenizer), drafter, args.batch_size, args.seed)
+
+    is_first = torch.distributed.get_rank() == 0
+    stream = None
+    if is_first and not args.json and len(prompts) == 1 and tokenizer is not None:
+        stream = Stream(tokenizer)
+    steps: list[list[dict[str, Any]]] = [[] for _ in prompts]
+    if args.record is not None and is_first:
+        args.record.mkdir(parents=True, exist_ok=True)  # before anything is generated
+    if is_first and not args.json:
+        print(f"> {loaded.line(args.load)}")
+        if config is not None and not is_lossless(config):
+            print(f"> the verifier '{config.verifier}' does not keep the model's distribution")
+        if stream is not None:
+            stream.echo(prompts[0])
+
+    def emit(number: int, emitted: "Emitted") -> None:
+        if stream is not None:
+            stream(emitted.tokens, emitted.accepted)
+        if args.record is not None:
+            steps[number].append(emitted.as_json())
+
+    texts, cost = work.timed(config, None if stream is None and args.record is None else emit)
+    plain, same = None, None
+    if args.compare and config is not None:
+        cost, plain, same = work.compared(config, texts, cost)
+    figures = summary(cost, runner.dtype, plain, same)
+    if not is_first:
+        return
+    if args.record is not None:
+        written = [{"prompt": prompt, "steps": own} for prompt, own in zip(prompts, steps, strict=True)]
+        ids = {token for text in written for token in _ids(text)}
+        pieces = {} if tokenizer is None else {token: tokenizer.decode([token]) for token in sorted(ids)}
+        settings = None if config is None else config.flat()
+        with written_beside(args.record / DRAFTS) as beside:
+            beside.write_text(json.dumps({"config": settings, "figures": figures, "pieces": pieces, "texts": written}))
+    if args.json:
+        print(json.dumps(_as_json(texts, tokenizer, figures)), file=answer, flush=True)
+        return
+    if stream is None:
+        _print_texts(prompts, texts, tokenizer)
+    else:
+        print()
+    print(f"\n{table(figures, sampled=not sampling.greedy)}")
+
+
+def _ids(text: dict[str, Any]) -> Iterator[int]:
+    """The tokens of a recorded text, drafted ones included."""
+    yield from text["prompt"]
+    for step in text["steps"]:
+        yield from step["emitted"]
+        yield from (token for token in step["drafted"] if token is not None)
+
+
+def _limits(args: Namespace, tokenizer: "PreTrainedTokenizerBase | None") -> "Limits":
+    from megatron_mtp.drafting.loop import Limits
+    from megatron_mtp.drafting.text import cutter
+
+    if "" in args.stop:
+        raise ValueError("--stop is empty; give the text to end after.")
+    if tokenizer is None:
+        if args.stop:
+            raise ValueError(
+                "--stop was given, but the checkpoint names no tokenizer to read text with; give --tokenizer."
+            )
+        return Limits(args.max_new_tokens)
+    ends = frozenset([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+    return Limits(args.max_new_tokens, None, ends, cutter(args.stop, tokenizer) if args.stop else None)
+
+
+def _as_json(
+    texts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None", figures: dict[str, Any]
+) -> dict[str, Any]:
+    """`token_ids`, `text` and the figures; of several prompts, the first two are lists."""
+    written = None if tokenizer is None else [tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
+    if len(texts) > 1:
+        return {"token_ids": texts, "text": written, **figures}
+    return {"token_ids": texts[0], "text": None if written is None else written[0], **figures}
+
+
+def _print_texts(prompts: list[list[int]], texts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None") -> None:
+    """Texts that were not streamed, each after its prompt; token ids where there is no tokenizer."""
+    from megatron_mtp.drafting.text import quoted
+
+    for number, (prompt, ids) in enumerate(zip(prompts, texts, strict=True), start=1):
+        sign = f"[{number}] " if len(texts) > 1 else ""
+        print(f"> {sign}prompt: {quoted(prompt, tokenizer)}")
+        body = ",".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True)
+        print(f"{sign}{body}")

@@ -5,7 +5,7 @@ import time
 from argparse import Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from megatron_mtp.drafting.flags import add_checkpoint_flags
+from megatron_mtp.cli.generate import add_checkpoint_flags
 from megatron_mtp.errors import Parser, check_counts, sentences
 from megatron_mtp.platform import quieten
 

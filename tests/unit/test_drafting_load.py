@@ -17,9 +17,9 @@ from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.mcore.tokenizer import keep_tokenizer, run_tokenizer
-from megatron_mtp.cli.generate import parser
+from megatron_mtp.cli import generate as verb
 from megatron_mtp.data.tokenizer import train_bpe
-from megatron_mtp.drafting import command, generate, load
+from megatron_mtp.drafting import generate, load
 from megatron_mtp.drafting.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -89,7 +89,7 @@ def test_a_tokenizer_without_an_end_token_drafts(tmp_path: Path) -> None:
     for prompt in (["--prompt-ids", "0,1,2"], ["--prompt", "abc"]):
         flags = ["--load", str(tmp_path / "mcore"), *prompt, "--max-new-tokens", "5", "--json"]
         answer = io.StringIO()
-        command.run(parser("generate").parse_args(flags), answer)
+        verb.run(verb.parser("generate").parse_args(flags), answer)
         assert len(json.loads(answer.getvalue())["token_ids"]) == 5
 
 

@@ -39,7 +39,7 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     api.py               generate(): prompts in, texts and statistics out
     listing.py           methods and verifiers in words: --list-methods, the tables of docs/drafting.md
     text.py              texts on the terminal
-    cost.py              its prompts under one clock, compared with plain decoding; acceptance, speed, energy
+    cost.py              prompts under one clock, compared with plain decoding; acceptance, speed, energy
     own_texts/           continuations of a corpus' prompts, as data to train on: megatron-mtp sample
 """
 

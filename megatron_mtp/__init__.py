@@ -12,7 +12,6 @@ losses/        what the depths are trained on
 checkpoint/    checkpoints read, converted between Hugging Face and Megatron, and proved equal
 drafting/      speculative decoding with the trained depths
 training/      one run on Megatron's training loop
-integrations/  two lines for a training script that is not ours
 serving/       OpenAI's HTTP API in front of an engine of many texts
 cli/           the verbs of megatron-mtp
 __main__.py    python -m megatron_mtp

@@ -46,21 +46,18 @@ class Index(NamedTuple):
 
 
 def check_weights(data_path: Sequence[str]) -> None:
-    """Check that all datasets of a blend have a weight, or none; as in Megatron, an odd number of entries has none.
+    """Check that the weights of a blend are above 0; as in Megatron, an odd number of entries has none.
 
     Args:
         data_path: values of `--data-path`.
 
     Raises:
-        ValueError: only some have one (Megatron may read the weights as names of datasets), or one is no weight.
+        ValueError: one is not; Megatron would take another share of text.
     """
-    weights = [_is_number(value) for value in data_path[::2]]
-    if len(data_path) % 2 == 0 and any(weights) and not all(weights):
-        raise ValueError(
-            f"--data-path: in '{' '.join(data_path)}' some datasets have a weight and some have none; "
-            "write WEIGHT PREFIX for each of them, or prefixes alone."
-        )
-    for value in data_path[::2] if len(data_path) % 2 == 0 and all(weights) else ():
+    weights = data_path[::2]
+    if len(data_path) % 2 or not all(map(_is_number, weights)):
+        return
+    for value in weights:
         if not 0 < float(value) < math.inf:
             raise ValueError(f"--data-path: {value} is no weight of a dataset; give a number above 0.")
 

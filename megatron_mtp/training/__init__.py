@@ -4,13 +4,8 @@ run.py               one run: arguments, model configuration, Megatron's pretrai
 flags.py             flags of the depths, for any parser of Megatron's flags
 run_file.py          flags from a YAML file (--config)
 dry_run.py           the plan of a job of any size (--dry-run)
-arguments.py         Megatron's parser with our flags, and all checks before a model is built
-machine.py           whether a rank may train on the CPU; what CUDA reads when it starts
-flag_checks.py       ranges of Megatron's flags, and relations between them
-hybrid_checks.py     --hybrid-layer-pattern, and what does not go with it
-run_checks.py        what a run with depths cannot have: layouts, packed rows, a refused position embedding
-unsupported.py       Megatron's features that a run cannot have, each with the reason
-data_flags.py        whether the corpus and the vocabulary that flags name are there and fit
+arguments.py         Megatron's parser with our flags and those of this machine, and the order of all checks
+checks.py            what Megatron would take in silence, and end over without an exception; flags of ours
 startup.py           how a run ends that cannot start: one sentence, and the traceback in a log file
 loading.py           whether what --load names can be loaded
 draft_vocabulary.py  the checkpoint's draft vocabulary, or a new one by the flags
@@ -28,4 +23,5 @@ plot.py              metrics.png
 short_log.py         what a run prints: ours on the terminal, Megatron's in a log file
 hooks.py             Megatron's loop, observed: steps, evaluations, checkpoints
 run_record.py        run.json: how the run was started
+megatron_lm.py       two lines for a training script that is not ours
 """

@@ -3,12 +3,16 @@
 Every check raises ValueError with one sentence that names the flag, the value and the remedy.
 """
 
+import os
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.training import get_tokenizer
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
@@ -19,17 +23,22 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import check_loss
 from megatron_mtp.model.arguments import APEX, CUDA, MODEL_ARGUMENTS, TE, flags_without
 from megatron_mtp.model.build import MTPModelConfig, config_of
+from megatron_mtp.model.hybrid import without_stages
 from megatron_mtp.patches.unpickling import CATALOGUE
 from megatron_mtp.platform.kernels import fuses_weight_gradients, transformer_engine_works
-from megatron_mtp.training.data_flags import check_data, leave_out_evaluations, true_vocab_size
+from megatron_mtp.training.checks import (
+    check_data,
+    check_flags,
+    check_hub,
+    check_ranges,
+    check_supported,
+    leave_out_evaluations,
+    set_depths,
+)
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
-from megatron_mtp.training.flag_checks import check_ranges, check_tokenizer_folder
 from megatron_mtp.training.flags import add_mtp_arguments
-from megatron_mtp.training.hybrid_checks import in_stages, set_depths
 from megatron_mtp.training.loading import check_layers, check_load, check_optimizer, check_positions
-from megatron_mtp.training.run_checks import check_flags
 from megatron_mtp.training.short_log import say
-from megatron_mtp.training.unsupported import check_supported
 
 ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 """Megatron's `extra_args_provider`: takes its parser, and returns it with flags added."""
@@ -59,6 +68,14 @@ def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
     return f"no {lack}: {running} with {' '.join(words)}"
 
 
+def set_connections(argv: list[str]) -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS to 1 where ranks share a layer or a sequence; CUDA reads it when it starts."""
+    words = " ".join(argv).replace("=", " ")
+    others = "--(use-torch-fsdp2|use-megatron-fsdp|overlap-moe-expert-parallel-comm)"
+    if re.search(r"--(tensor-model|context)-parallel-size (?!1\b)", words) and not re.search(others, words):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def _has_own_layers(argv: list[str]) -> bool:
     """Whether Megatron's own layers were asked for; Transformer Engine's fuse weight gradients without Apex."""
     return "--transformer-impl local" in " ".join(argv).replace("=", " ")
@@ -68,7 +85,7 @@ def parse_checked_args() -> tuple[Namespace, MTPModelConfig]:
     """Parse, check and validate `sys.argv`; Megatron's global arguments and tokenizer are set when this returns."""
     args = parse_run_args()
     if args.rank == 0:
-        check_data(args)
+        check_data(args, true_vocab_size(args))
     leave_out_evaluations(args)
     return args, checked_model_config(args)
 
@@ -91,7 +108,7 @@ def parse_run_args(
 
     given = parse_args(add_arguments)
     check_ranges(given)
-    check_tokenizer_folder(given)
+    check_hub(given)
     set_depths(given)
     if not given.use_checkpoint_args:
         check_flags(given, mtp_config_from_args(given))
@@ -134,6 +151,18 @@ def checked_model_config(args: Namespace, **given: Any) -> MTPModelConfig:
     return model_config
 
 
+def true_vocab_size(args: Namespace) -> int:
+    """Rows of the vocabulary that stand for tokens: the tokenizer's ids or, if these are fewer, `--vocab-size`.
+
+    A converted model may have more rows than its tokenizer has tokens; they are part of its softmax.
+    """
+    tokenizer = get_tokenizer()
+    known = [tokenizer.vocab_size, args.vocab_size or 0]
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        known.append(1 + max(tokenizer.inv_vocab))  # ids may have gaps
+    return min(max(known), args.padded_vocab_size)
+
+
 def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
     """What `--use-checkpoint-args` finds of the model, as defaults; Megatron's own misses latent attention and more.
 
@@ -148,8 +177,9 @@ def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
     found = DistReader(folder).common()["args"]
     check_trainable(found, f"--load {args.load}")
     stored = {name: value for name, value in vars(found).items() if name in MODEL_ARGUMENTS and value is not None}
-    if (pattern := stored.get("hybrid_layer_pattern")) is not None:
-        stored["hybrid_layer_pattern"] = in_stages(pattern, args.pipeline_model_parallel_size)
+    pattern = stored.get("hybrid_layer_pattern")
+    if pattern is not None and pattern.count(Symbols.PIPE) + 1 != args.pipeline_model_parallel_size:
+        stored["hybrid_layer_pattern"] = without_stages(pattern)  # Megatron then cuts the trunk evenly
     return stored
 
 

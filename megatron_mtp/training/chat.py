@@ -7,7 +7,6 @@ conversations of which each begins with a system message. Rows are packed, and p
 import importlib.util
 import json
 from array import array
-from pathlib import Path
 from typing import Any, override
 
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
@@ -48,28 +47,3 @@ class ChatDataset(SFTDataset):
 def sft_dataset() -> type[SFTDataset]:
     """Megatron's own class if it can read files, else ours."""
     return ChatDataset if importlib.util.find_spec("datasets") is None else SFTDataset
-
-
-def check_chat_files(paths: list[str]) -> None:
-    """Whether the files of `--data-path` are there, and begin as conversations do.
-
-    Raises:
-        ValueError: there is none, or one is missing or empty, or has something else in its first line.
-    """
-    if not paths:
-        raise ValueError("--data-path is missing; with --sft give files of conversations (JSONL), or --mock-data.")
-    for path in paths:
-        if not Path(path).is_file():
-            raise ValueError(f"--data-path: there is no file '{path}'; with --sft give files of conversations (JSONL).")
-        with open(path, encoding="utf-8") as file:
-            line = next((line for line in file if line.strip()), "")
-        try:
-            roles = [message["role"] for message in json.loads(line)["messages"]]
-        except (ValueError, KeyError, TypeError):
-            roles = []
-        if not roles:
-            raise ValueError(
-                f"--data-path: the first line of '{path}' is no conversation; with --sft give lines such as "
-                '{"messages": [{"role": "system", "content": "..."}, {"role": "user", "content": "..."}, '
-                '{"role": "assistant", "content": "..."}]}.'
-            )

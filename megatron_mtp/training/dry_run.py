@@ -27,8 +27,8 @@ from megatron_mtp.config import trained_depths
 from megatron_mtp.model.arguments import CUDA, flags_without
 from megatron_mtp.model.build import MTPModelConfig, build
 from megatron_mtp.model.trunk import MTPTrunk
-from megatron_mtp.training.arguments import checked_model_config, parse_run_args
-from megatron_mtp.training.data_flags import check_data
+from megatron_mtp.training.arguments import checked_model_config, parse_run_args, true_vocab_size
+from megatron_mtp.training.checks import check_data
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
 
 GIB = 2**30
@@ -200,7 +200,7 @@ def _gib(state: float, kept: float) -> str:
 
 def _data(args: Namespace) -> list[str]:
     try:
-        check_data(args)
+        check_data(args, true_vocab_size(args))
     except ValueError as error:
         return [f"data: {error}"]
     return []

@@ -18,12 +18,11 @@ from megatron.training.config import PretrainConfigContainer
 from megatron_mtp.checkpoint.mcore.tokenizer import keep_tokenizer
 from megatron_mtp.model.sharing import embedding_ranks
 from megatron_mtp.patches import saving
-from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
+from megatron_mtp.training.arguments import parse_checked_args, set_connections, set_machine_flags
+from megatron_mtp.training.checks import check_device, check_precision
 from megatron_mtp.training.datasets import datasets_provider
-from megatron_mtp.training.flag_checks import check_machine
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.hooks import observed
-from megatron_mtp.training.machine import check_device, set_connections
 from megatron_mtp.training.metrics import Metrics, Reporter
 from megatron_mtp.training.short_log import Listing, ShortLog, fitting_interval, keep_listing, say
 from megatron_mtp.training.startup import explained
@@ -38,7 +37,7 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
     program = Path(argv[0]).name
     with explained(program):
         args, model_config = parse_checked_args()
-        check_machine(args)
+        check_precision(args)
         config = pretrain_cfg_container_from_args(args, model_config)
     reporter = _short_log(args, argv, shows_tables) if isinstance(sys.stdout, Listing) else None
     metrics = train(config, datasets_provider, reporter)
@@ -67,7 +66,8 @@ def fit_to_machine(argv: list[str], on_cpu: bool) -> None:
     join_single_process()
     with explained(Path(argv[0]).name):
         check_device(on_cpu)
-        set_connections(argv, on_cpu)
+    if not on_cpu:
+        set_connections(argv)
     note = set_machine_flags(argv, on_cpu)
     if note and os.environ["RANK"] == "0":
         say(f"> {note}")

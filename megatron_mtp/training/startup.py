@@ -28,6 +28,7 @@ from megatron_mtp.training.short_log import keep_traceback, last_words
 PACKAGE = Path(__file__).parents[1]
 
 PHASES = {
+    "parse_hybrid_pattern": "--hybrid-layer-pattern cannot be read",
     "parse_args": "Megatron refuses these flags",
     "validate_args": "Megatron refuses these flags",
     "parse_and_validate_args": "Megatron refuses these flags",

@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = (Path(__file__).parent / "users_pretrain_gpt.py").read_text(encoding="utf-8")
 LAST_IMPORT = "from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage\n"
-IMPORT = "from megatron_mtp.integrations.megatron_lm import gpt_config_from_args, parse_and_validate_args, pretrain\n"
+IMPORT = "from megatron_mtp.training.megatron_lm import gpt_config_from_args, parse_and_validate_args, pretrain\n"
 STEP = "        forward_step,\n"
 RUN = "--train-iters 3 --log-interval 1 --eval-interval 2 --eval-iters 1".split()
 

@@ -13,8 +13,7 @@ from megatron.core.datasets.utils import Split
 from megatron_mtp.data.answers import AnswersDataset, read_answers
 from megatron_mtp.data.batch import add_depths
 from megatron_mtp.data.corpus import write_sequences
-from megatron_mtp.integrations import megatron_lm
-from megatron_mtp.training import datasets
+from megatron_mtp.training import datasets, megatron_lm
 
 pytestmark = pytest.mark.usefixtures("megatron")
 EOD = 0

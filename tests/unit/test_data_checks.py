@@ -41,10 +41,10 @@ def test_whole_blends_pass(blend: str) -> None:
     check_weights(blend.split())
 
 
-@pytest.mark.parametrize("blend", ["0.3 a b c", "a b 0.7 c"])
-def test_half_weighted_blend_is_refused(blend: str) -> None:
-    with pytest.raises(ValueError, match=f"--data-path: in '{blend}' some datasets have a weight and some have none"):
-        check_weights(blend.split())
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "1e400"])
+def test_a_weight_that_is_none_is_refused(weight: str) -> None:
+    with pytest.raises(ValueError, match=f"--data-path: {weight} is no weight of a dataset; give a number above 0."):
+        check_weights(["0.5", "a", weight, "b"])
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])

@@ -32,7 +32,6 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": LOW | {"model"} | CHECKPOINT,
     "drafting": LOW | {"data", "model", "losses", "checkpoint/mcore"},
     "training": LOW | {"data", "model", "losses", "checkpoint/mcore", "drafting"},
-    "integrations": LOW | {"model", "training"},
     "serving": {"errors", "files", "platform", "drafting"},
     "cli": LOW | {"data", "losses", "checkpoint", "drafting", "training", "serving"} | CHECKPOINT,
     "__main__": {"cli"},
@@ -198,8 +197,6 @@ def test_the_plain_modules_are_where_this_test_looks_for_them() -> None:
         ("model/mtp.py", "from megatron.core import mpu\nfrom . import sharing\nfrom ..data import batch", []),
         ("training/run.py", "from megatron_mtp.checkpoint.mcore.iterations import x", []),
         ("training/run.py", "from megatron_mtp.cli.main import main", ["megatron_mtp.cli.main.main"]),
-        ("training/run.py", "from megatron_mtp.integrations import a", ["megatron_mtp.integrations.a"]),
-        ("integrations/a.py", "from megatron_mtp.cli.main import main", ["megatron_mtp.cli.main.main"]),
         ("cli/main.py", "import megatron_mtp.extensions.report", ["megatron_mtp.extensions.report"]),
         ("serving/app.py", "from megatron_mtp.extensions import report", ["megatron_mtp.extensions.report"]),
         (

@@ -12,10 +12,10 @@ from megatron.core.num_microbatches_calculator import unset_num_microbatches_cal
 from megatron.training import argument_utils
 from megatron.training.global_vars import unset_global_variables
 
-from megatron_mtp.integrations import megatron_lm
 from megatron_mtp.model.build import MTPHybridModelConfig
 from megatron_mtp.model.hybrid import MTPHybridModel
 from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.training import megatron_lm
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "

@@ -12,7 +12,7 @@ from megatron.core.datasets.utils import Split
 
 from megatron_mtp.training import batches
 from megatron_mtp.training.batches import get_batch
-from megatron_mtp.training.chat import ChatDataset, check_chat_files
+from megatron_mtp.training.chat import ChatDataset
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -86,17 +86,3 @@ def test_masks_end_with_the_answer_and_prompts_count_nowhere(batch: dict[str, An
     assert tokens[0].tolist() == [2, 3, 4, 5, 6, 0, 7, 8, 9, PAD, PAD, 0]
     assert tokens[1].tolist() == [3, 4, 5, 6, 0, 0, 8, 9, PAD, PAD, 0, 0]
     assert batch["whole_tokens"].tolist() == [5, 5, 4]
-
-
-@pytest.mark.parametrize("text", ["", "\n", '{"text": "no chat"}\n', "no json\n", '{"messages": []}\n'])
-def test_a_file_without_conversations_is_one_sentence(text: str, tmp_path: Path) -> None:
-    (tmp_path / "chats.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=r"^--data-path: the first line of '.*chats.jsonl' is no conversation; with"):
-        check_chat_files([str(tmp_path / "chats.jsonl")])
-
-
-def test_a_file_that_is_not_there_is_one_sentence() -> None:
-    with pytest.raises(ValueError, match=r"^--data-path: there is no file '/nowhere'; with --sft give files of"):
-        check_chat_files(["/nowhere"])
-    with pytest.raises(ValueError, match=r"^--data-path is missing; with --sft give files of conversations"):
-        check_chat_files([])

@@ -11,8 +11,7 @@ from megatron.training.arguments import add_megatron_arguments
 from test_arguments import DEPTHS, MOCK, ROPE, _no_globals_left, refusal  # noqa: F401  # a fixture
 
 from megatron_mtp.model.arguments import parse_flags
-from megatron_mtp.training.flag_checks import check_machine
-from megatron_mtp.training.unsupported import UNSUPPORTED, Unsupported, check_supported
+from megatron_mtp.training.checks import UNSUPPORTED, Unsupported, check_supported
 
 sys.path.append(str(Path(__file__).parents[1] / "functional"))
 
@@ -22,8 +21,8 @@ PAGE, HEADING = ROOT / "docs" / "layouts.md", "## Megatron's features"
 PLAIN = f"{ROPE} {MOCK} {DEPTHS}"
 OF_GROUPS = {
     "never read in training": {"options", "vision", "biencoder", "inference", "autoresume"},
+    "refused by Megatron itself, whose wheel lacks the package": {"rl"},
     "refused as a whole, by their main flag": {
-        "rl",
         "straggler",
         "heterogeneous architecture",
         "In-process restart",
@@ -67,7 +66,7 @@ OF_FLAGS = {
         "--moe-paged-* --recompute-* --checkpoint-activations --moe-token-dispatcher-type"
     ),
     "how ranks communicate, below the model": (
-        "--disable-tp-comm-* --tp-comm-* --*p2p-communication* --wgrad-deferral-limit --*-comm-stream "
+        "--disable-tp-comm-* --tp-comm-* --delay-wgrad-compute --*p2p-communication* --wgrad-deferral-limit --*-comm-stream "
         "--max-seqlen-* --ep-overlap-* --distributed-* --local-rank --lazy-mpu-init --nccl-* --high-priority-* "
         "--sharp-* --flight-* --disable-flight-* --ddp-* --no-use-layer-wise-* --overlap-param-* --*fsdp* "
         "--*-sharding-* --no-gradient-reduce-* --suggested-* --keep-fp8-* --disable-align-* --disable-symmetric-* "
@@ -146,23 +145,6 @@ def test_a_feature_is_refused_by_its_older_name_too(
 def test_flags_that_ask_for_part_of_a_row_are_taken() -> None:
     for flags in ("--cuda-graph-impl transformer_engine", "--mtp-use-repeated-layer", "--cuda-graph-impl local"):
         check_supported(parse_flags(f"{DEPTHS} {flags}".split()))
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--fp8-format hybrid", "--fp8-format is hybrid, which Megatron computes with Transformer Engine alone"),
-        ("--fp4-format e2m1", "--fp4-format is e2m1, which Megatron computes with Transformer Engine alone"),
-        ("--cuda-graph-impl local", "--cuda-graph-impl is local, which needs a CUDA device"),
-        ("--optimizer-cuda-graph", "--optimizer-cuda-graph was given, which needs a CUDA device"),
-        ("--enable-ft-package", "--enable-ft-package needs the package nvidia-resiliency-ext"),
-    ],
-)
-def test_what_this_machine_would_leave_out_is_refused(flags: str, says: str) -> None:
-    """Without Transformer Engine, a run with --fp8-format trained in full precision and said nothing."""
-    check_machine(parse_flags([]))
-    with pytest.raises(ValueError, match=says):
-        check_machine(parse_flags(flags.split()))
 
 
 def rows_of_the_page() -> list[str]:

@@ -1,4 +1,4 @@
-"""training/hybrid_checks.py: patterns that cannot be trained with; what verbs say of a hybrid's checkpoint."""
+"""Checkpoints of hybrids: what is loaded into which layers, and what verbs say of them."""
 
 import re
 import sys
@@ -16,78 +16,10 @@ from megatron_mtp.cli import main as cli
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.build import MTPModelConfig, build
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
-from megatron_mtp.training.hybrid_checks import in_stages
 
 PATTERN = "--hybrid-layer-pattern"
-HEADS = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
 MAMBA = "--mamba-head-dim 8 --mamba-state-dim 8"
 
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (f"{PATTERN} *-*-/*-/*E", f"{PATTERN} is *-*-/*-/*E, whose depths *- and *E differ; give all depths the same"),
-        (f"{PATTERN} *-*-/*- {DEPTHS}", f"--mtp-num-layers is 2, but {PATTERN} *-*-/*- has 1 depths"),
-        (f"{PATTERN} *-*- {DEPTHS}", f"--mtp-num-layers is 2, but {PATTERN} *-*- has 0 depths"),
-        (
-            f"{PATTERN} *-X-/*-",
-            "whose part '*-X-' is no sequence of layers; give '<trunk>/<depth>/...' of * (attention)",
-        ),
-        (f"{PATTERN} *-*-/*|-", "whose part '*|-' is no sequence of layers"),
-        (f"{PATTERN} *-*-//*-", "whose part '' is no sequence of layers"),
-        (f"{PATTERN} +-*-/*-", "but one model has either * or latent attention (+ and D); give one kind"),
-        (f"{PATTERN} *-|*-/*-", "whose trunk has 2 stages, but there is one pipeline stage; drop the |"),
-        ("--hybrid-override-pattern *-", f"--hybrid-override-pattern is deprecated; give {PATTERN}"),
-        ("--mtp-hybrid-override-pattern *-", f"--mtp-hybrid-override-pattern is deprecated; give {PATTERN}"),
-        (f"{PATTERN} D-/D-", f"{PATTERN} has D, whose layers need Transformer Engine, which is not here; give * or +."),
-        (f"{PATTERN} *E/*E", f"{PATTERN} has E, but --num-experts is missing; give it, or - for an MLP"),
-        (f"{PATTERN} *G/*- {HEADS}", f"{PATTERN} has G, whose layers take SiLU for their convolution and gate"),
-        (f"{PATTERN} *-/*- --use-rope-scaling", f"--use-rope-scaling was given with {PATTERN}"),
-        (f"{PATTERN} M-/*- {MAMBA} --reset-attention-mask", "layers M of --hybrid-layer-pattern take states across"),
-        (f"{PATTERN} M-/*- {MAMBA} --mamba-num-groups 3", "--mamba-num-groups is 3; give a multiple of"),
-        (f"{PATTERN} M-/*- --mamba-head-dim 0", "--mamba-head-dim is 0; give 1 or more"),
-        (f"{PATTERN} G-/*- --swiglu --linear-num-key-heads 0", "--linear-num-key-heads is 0; give 1 or more"),
-        (f"{PATTERN} M-/*- --mamba-head-dim 7", "--mamba-head-dim is 7, which does not divide twice --hidden-size 32"),
-        (
-            f"{PATTERN} G-/*- --swiglu --linear-num-value-heads 5",
-            "--linear-num-value-heads is 5, which is no multiple of",
-        ),
-    ],
-)
-def test_a_pattern_that_cannot_be_trained_with_is_one_sentence(
-    flags: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert says in refusal(f"{ROPE} {MOCK} {flags}", monkeypatch, capsys)
-
-
-TWO_RANKS = "--tensor-model-parallel-size 2"
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (f"{PATTERN} G-/*- --swiglu {HEADS.replace('2', '3', 1)} {TWO_RANKS}", "--linear-num-key-heads is 3, which 2"),
-        (f"{PATTERN} G-/*- --swiglu {HEADS.replace('heads 4', 'heads 3')} {TWO_RANKS}", "heads is 3, which 2 ranks"),
-        (f"{PATTERN} M-/*- {MAMBA} --mamba-num-heads 3 {TWO_RANKS}", "--mamba-num-heads is 3, which 2 ranks"),
-        (f"{PATTERN} M-/*- {MAMBA} --mamba-num-groups 1 {TWO_RANKS}", "--mamba-num-groups is 1; give a multiple of"),
-        (f"{PATTERN} *-*/*- --pipeline-model-parallel-size 2", "whose 3 layers --pipeline-model-parallel-size 2 does"),
-        (f"{PATTERN} *|-|*/*- --pipeline-model-parallel-size 2", "whose trunk has 3 stages, but"),
-    ],
-)
-def test_what_ranks_cannot_share_is_one_sentence(
-    flags: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    assert says in refusal(f"{ROPE} {MOCK} {flags}", monkeypatch, capsys)
-
-
-def test_the_stages_of_a_stored_pattern_are_kept_where_they_fit() -> None:
-    assert in_stages("M-|*-/*-", 2) == "M-|*-/*-"
-    assert in_stages("M-|*-/*-", 1) == "M-*-/*-"
-
-
-# --- checkpoints -----------------------------------------------------------------------------------------------------
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --swiglu "

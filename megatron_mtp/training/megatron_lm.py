@@ -1,6 +1,6 @@
 """For a `pretrain_gpt.py` of one's own, as Megatron-LM's is since 0.19: two changed lines, and it has our depths.
 
-    from megatron_mtp.integrations.megatron_lm import gpt_config_from_args, parse_and_validate_args, pretrain
+    from megatron_mtp.training.megatron_lm import gpt_config_from_args, parse_and_validate_args, pretrain
 
 below the script's own imports, whose functions of these names they take the place of; and no `forward_step` in its
 call of `pretrain()`. docs/megatron_lm.md shows both lines in place. The first of these functions that is called makes
@@ -119,7 +119,7 @@ def pretrain(
     """
     if forward_step_func is not None or model_provider is not None:
         raise TypeError(
-            "pretrain() of megatron_mtp.integrations.megatron_lm was given a forward step or a model provider, which "
+            "pretrain() of megatron_mtp.training.megatron_lm was given a forward step or a model provider, which "
             "would not train the depths; take them out of the call."
         )
     if cfg_container.model is None:
@@ -128,7 +128,7 @@ def pretrain(
         kind = type(cfg_container.model).__name__
         name = "hybrid_config_from_args" if "Hybrid" in kind else "gpt_config_from_args"
         raise TypeError(
-            f"the model's configuration is a {kind}; make it by the {name} of megatron_mtp.integrations.megatron_lm, "
+            f"the model's configuration is a {kind}; make it by the {name} of megatron_mtp.training.megatron_lm, "
             "imported after Megatron's."
         )
     with explained(Path(sys.argv[0]).name):
@@ -141,7 +141,7 @@ def _check_prompts(args: Namespace, provider: Any) -> None:
     if args.mtp_mask_prompts and provider is not datasets_provider:
         raise ValueError(
             "--mtp-mask-prompts was given, and the script's own data sets do not read it; call pretrain() with the "
-            "datasets_provider of megatron_mtp.integrations.megatron_lm, or drop the flag."
+            "datasets_provider of megatron_mtp.training.megatron_lm, or drop the flag."
         )
 
 

@@ -1,0 +1,493 @@
+"""Checks before a run that Megatron does not make: `check_flags` for flags, `check_data` for text and vocabulary.
+
+Each has one of three reasons, which stands beside it: the flag is ours, or what we build does not have the feature
+(ours); the process would end by a signal or never (crash); the run would go on with wrong or useless numbers (silent).
+What Megatron refuses with an exception is not checked here: `startup.py` makes a sentence of that.
+
+In:  the parsed arguments; those that come from a checkpoint are None until it is read.
+Out: nothing, or a ValueError of one sentence: the flag, its value, what is allowed or what to do.
+"""
+
+import math
+import os
+import platform
+import re
+import socket
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
+from megatron.training.checkpointing import checkpoint_exists
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_mtp.config import MTPConfig, trained_depths
+from megatron_mtp.data.answers import read_answers
+from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
+from megatron_mtp.model.arguments import MODEL_ARGUMENTS
+from megatron_mtp.model.hybrid import RECURRENT
+from megatron_mtp.platform.kernels import transformer_engine_works
+from megatron_mtp.training.short_log import say
+
+PATTERN, SHARES = "--hybrid-layer-pattern", "--mtp-repeated-layer-shares-kv"
+
+RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    # silent: 0 or less is no size, or turns off what the flag asks for; crash: seq_length, recompute_num_layers and
+    # distributed_timeout_minutes end by a signal, never, or in frames of C++
+    (
+        "1 or more",
+        lambda number: number >= 1,
+        "seq_length recompute_num_layers distributed_timeout_minutes num_experts moe_router_topk q_lora_rank "
+        "kv_lora_rank v_head_dim qk_pos_emb_head_dim make_vocab_size_divisible_by eval_interval exit_interval "
+        "exit_duration_in_mins eval_global_batch_size dist_ckpt_workers lr_wsd_decay_iters",
+    ),
+    ("0 or more", lambda number: number >= 0, "eval_iters lr_warmup_iters ckpt_step"),  # silent: counts as none
+    ("a number above 0", lambda number: 0 < number < math.inf, "loss_scale"),  # silent: all gradients are 0
+    ("a number above 0, and at most 1", lambda number: 0 < number <= 1, "rotary_percent"),  # silent: no positions
+    ("a number, 0 for no clipping", math.isfinite, "clip_grad"),  # silent: NaN clips nothing
+    ("a number from 0 to less than 1", lambda number: 0 <= number < 1, "sgd_momentum"),  # silent: it diverges
+)
+"""What is allowed, and the arguments that Megatron takes with other values too."""
+
+WITHOUT_DEPTHS = ("mtp_metrics_dir", "mtp_linear_ce_main")
+"""Settings of ours that a run without depths has a use for."""
+
+
+class Unsupported(NamedTuple):
+    """A feature that our losses or our script do not have: ignored or computed wrongly. docs/layouts.md has the table.
+
+    Attributes:
+        flags: as a command line has them; the row is about runs with all of them.
+        because: what would go wrong, as a clause.
+        instead: what to do.
+        depths_alone: only runs with depths cannot have it.
+    """
+
+    flags: str
+    because: str
+    instead: str = "drop the flag"
+    depths_alone: bool = True
+
+    def is_given(self, args: Namespace) -> bool:
+        """Whether all flags were given, with these values where they have some."""
+        given = re.findall(r"--(\S+)(?: (\w\S*))?", self.flags)
+        found = [(getattr(args, name.replace("-", "_"), None), value) for name, value in given]
+        return all(str(has) == value if value else bool(has) for has, value in found)
+
+    def sentence(self) -> str:
+        """The refusal."""
+        beside = " with --mtp-num-layers" if self.depths_alone else ""
+        return f"{self.flags} was given{beside}, but {self.because}; {self.instead}."
+
+
+_SHARDED = "the losses read the output layer's weight, which it gathers in that layer's own forward alone"
+_SIZES = "a depth repeats the trunk's last layer, and here every layer has sizes of its own"
+_GRAPH, _DISTRIBUTED = "give --cuda-graph-impl transformer_engine, or drop the flag", "give --use-distributed-optimizer"
+UNSUPPORTED = (
+    Unsupported(
+        "--cuda-graph-impl full_iteration",
+        "a captured step runs without Python: metrics, loss schedules and token fractions would stand still",
+        _GRAPH,
+        False,
+    ),
+    Unsupported(
+        "--cuda-graph-impl transformer_engine --mtp-use-repeated-layer",
+        "the one captured layer would overwrite at a depth what the backward pass needs of the depth before",
+        "drop one of the two",
+    ),
+    Unsupported("--use-torch-fsdp2", _SHARDED, _DISTRIBUTED, False),
+    Unsupported("--use-megatron-fsdp", _SHARDED, _DISTRIBUTED, False),
+    Unsupported("--fp8-output-proj", "the depths' losses multiply with the output layer's weight, and not in FP8"),
+    Unsupported(
+        "--defer-embedding-wgrad-compute", "what the depths add to the output layer's gradient cannot be put off"
+    ),
+    Unsupported("--overlap-moe-expert-parallel-comm", "its schedule does not know these depths"),
+    Unsupported("--heterogeneous-layers-config-path", _SIZES),
+    Unsupported("--heterogeneous-layers-config-encoded-json", _SIZES),
+    Unsupported(
+        "--hybrid-context-parallel",
+        "this script does not cut batches for it",
+        "give --context-parallel-size alone, or use Megatron's own script",
+        False,
+    ),
+    Unsupported("--logits-save-dir", "it would save every product of the output layer, those of the depths too"),
+    Unsupported("--logits-load-dir", "this script does not train on a teacher's stored logits", depths_alone=False),
+    Unsupported("--freeze-all-layers", "this script builds the model without it", "give --mtp-train-only", False),
+    Unsupported("--inprocess-restart", "this script does not restart within its process", depths_alone=False),
+    Unsupported("--log-straggler", "the forward step takes no times for it", depths_alone=False),
+)
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def check_ranges(args: Namespace) -> None:
+    """Raises ValueError at the first number that cannot be trained with, and that Megatron takes."""
+    for allowed, holds, names in RANGES:
+        for name in names.split():
+            number = getattr(args, name, None)
+            if isinstance(number, int | float) and not holds(number):
+                raise ValueError(f"{flag_of(name)} is {number}; give {allowed}.")
+
+
+def check_supported(args: Namespace) -> None:
+    """Raises ValueError at the first feature that this run cannot have."""
+    for row in UNSUPPORTED:
+        if (args.mtp_num_layers is not None or not row.depths_alone) and row.is_given(args):
+            raise ValueError(row.sentence())
+
+
+def check_flags(args: Namespace, settings: MTPConfig) -> None:
+    """Raises ValueError at the first flags that do not go together."""
+    if args.split is not None:
+        split_weights(args.split)  # silent: Megatron takes the numbers in any text
+    check_supported(args)
+    _check_folder("--mtp-metrics-dir", args.mtp_metrics_dir)  # ours
+    _check_folder("--save", args.save)  # silent until the first checkpoint
+    if args.mtp_num_layers is None:
+        _check_without_depths(args, settings)
+    for is_wrong, sentence in (*TOGETHER, *(WITH_DEPTHS if args.mtp_num_layers is not None else ())):
+        if is_wrong(args):
+            raise ValueError(sentence.format(**vars(args)))
+    if args.mtp_repeated_layer_shares_kv:
+        _check_sharing(args)
+    if args.mtp_num_layers is not None:
+        settings.loss_weights(trained_depths(args))
+
+
+Row = tuple[Callable[[Namespace], Any], str]
+"""Whether the flags are wrong, and the sentence, with {} for their values."""
+
+
+def _is_packed(args: Namespace) -> bool:
+    return bool(args.sft or args.dataloader_inter_document_masking)
+
+
+def _has_layers(args: Namespace, symbols: str) -> bool:
+    return bool(set(args.hybrid_layer_pattern or "") & set(symbols))
+
+
+def _sources(args: Namespace) -> int:
+    """How many flags name data."""
+    per_split = args.train_data_path or args.valid_data_path or args.test_data_path
+    return sum(
+        map(bool, (args.mock_data, args.data_path, args.data_args_path, per_split, args.per_split_data_args_path))
+    )
+
+
+TOGETHER: tuple[Row, ...] = (
+    # silent: nothing is saved
+    (
+        lambda args: args.save is not None and args.save_interval is None,
+        "--save is {save}, but --save-interval is missing; give the steps between checkpoints.",
+    ),
+    # silent until the evaluation after the run, which fails
+    (
+        lambda args: args.full_validation and not args.multiple_validation_sets,
+        "--full-validation works with --multiple-validation-sets alone; give both, or neither.",
+    ),
+    # silent: one of them is read
+    (
+        lambda args: _sources(args) > 1,
+        "data comes from one source alone: give one of --mock-data, --data-path, --data-args-path, --train-data-path "
+        "(with its like) and --per-split-data-args-path.",
+    ),
+    # ours: how batches are cut and packed
+    (
+        lambda args: args.mtp_mask_prompts and (args.sft or args.mock_data or args.fim_data),
+        "--mtp-mask-prompts was given with --sft, --mock-data or --fim-data, whose data is not of megatron-mtp sample; "
+        "drop one.",
+    ),
+    (
+        lambda args: args.dataloader_inter_document_masking and args.context_parallel_size > 1,
+        "--dataloader-inter-document-masking was given with --context-parallel-size {context_parallel_size}, which "
+        "cannot cut documents of any length; give --reset-attention-mask in its place.",
+    ),
+    (
+        lambda args: _is_packed(args) and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1,
+        "--micro-batch-size is {micro_batch_size}, but a pipeline takes one packed row at a time; give 1.",
+    ),
+    # silent: Megatron's hybrid model does not read what these ask for
+    (
+        lambda args: _has_layers(args, Symbols.MOE) and args.num_experts is None,
+        "--hybrid-layer-pattern has E, but --num-experts is missing; give it, or - for an MLP.",
+    ),
+    (
+        lambda args: _has_layers(args, Symbols.GDN) and not args.swiglu,
+        "--hybrid-layer-pattern has G, whose layers take SiLU for their convolution and gate; give --swiglu.",
+    ),
+    (
+        lambda args: args.hybrid_layer_pattern is not None and args.use_rope_scaling,
+        "--use-rope-scaling was given with --hybrid-layer-pattern, whose model does not read it; drop the flag.",
+    ),
+    (
+        lambda args: _has_layers(args, "".join(RECURRENT)) and args.reset_attention_mask,
+        "--reset-attention-mask was given, but recurrent layers of --hybrid-layer-pattern {hybrid_layer_pattern} take "
+        "states across documents of unpacked rows; give --dataloader-inter-document-masking, which packs them.",
+    ),
+)
+
+WITH_DEPTHS: tuple[Row, ...] = (
+    # ours, all of them
+    (
+        lambda args: args.mtp_num_layers < 1,
+        "--mtp-num-layers is {mtp_num_layers}; give 1 or more, or leave the flag out to train without depths.",
+    ),
+    (
+        lambda args: not 0 <= (args.mtp_loss_scaling_factor or 0) < math.inf,
+        "--mtp-loss-scaling-factor is {mtp_loss_scaling_factor}; give 0 or more (0.1 is Megatron's default).",
+    ),
+    (
+        lambda args: args.mtp_train_only and args.mtp_loss_scaling_factor == 0 and not args.mtp_loss_final_factor,
+        "--mtp-loss-scaling-factor is 0, with which --mtp-train-only trains nothing; give more, such as 1.",
+    ),
+    (
+        lambda args: args.mtp_unroll is not None and not args.mtp_use_repeated_layer,
+        "--mtp-unroll is {mtp_unroll} without --mtp-use-repeated-layer, but layers of their own have one pass each; "
+        "give --mtp-use-repeated-layer too, or drop the flag.",
+    ),
+    (
+        lambda args: args.mtp_unroll is not None and args.mtp_unroll < args.mtp_num_layers,
+        "--mtp-unroll is {mtp_unroll}, which is less than --mtp-num-layers {mtp_num_layers}; give at least as many "
+        "passes as depths.",
+    ),
+    # crash: the stages without experts wait forever
+    (
+        lambda args: args.mtp_unroll is not None and args.num_experts and args.pipeline_model_parallel_layout,
+        "--mtp-unroll is {mtp_unroll} with --num-experts and --pipeline-model-parallel-layout, where Megatron logs the "
+        "routers of stages without experts for another number of depths, and would wait forever; drop one of the "
+        "three.",
+    ),
+    (
+        lambda args: args.seq_length is not None and trained_depths(args) >= args.seq_length,
+        "--mtp-num-layers is {mtp_num_layers} (--mtp-unroll {mtp_unroll}), but sequences of --seq-length {seq_length} "
+        "have no token that far ahead; give fewer depths, or longer sequences.",
+    ),
+    (
+        lambda args: args.mtp_hidden_state_mixing and trained_depths(args) < 2,
+        "--mtp-hidden-state-mixing was given with --mtp-num-layers 1, whose depth has the trunk's state alone to read; "
+        "give 2 or more depths, or drop the flag.",
+    ),
+    (
+        lambda args: args.mtp_init is not None and not _has_checkpoint(args),
+        "--mtp-init is {mtp_init}, but there is no checkpoint to add depths to (--load {load}); give --load or "
+        "--pretrained-checkpoint with one, or drop --mtp-init.",
+    ),
+    (
+        lambda args: args.mtp_train_only and not _has_checkpoint(args),
+        "--mtp-train-only was given with --load {load}, where there is no checkpoint of a trunk; give one that exists, "
+        "or --pretrained-checkpoint.",
+    ),
+    (
+        lambda args: args.mtp_init == "last-layer" and not _ends_with_a_depth(args.hybrid_layer_pattern or ""),
+        "--mtp-init is last-layer, but the last stage of the trunk in --hybrid-layer-pattern {hybrid_layer_pattern} "
+        "does not end with the layers of a depth; give such a pattern, or --mtp-init random.",
+    ),
+    (
+        lambda args: args.position_embedding_type not in ("rope", "none"),
+        "--position-embedding-type is {position_embedding_type}, which MTP cannot use, since a depth sees later tokens "
+        "at earlier positions; give rope or none.",
+    ),
+    (
+        lambda args: args.mtp_architecture == "parallel" and args.mtp_use_repeated_layer,
+        "--mtp-use-repeated-layer was given with --mtp-architecture parallel, where one repeated layer would make all "
+        "depths the same; drop one of the two.",
+    ),
+    (
+        lambda args: "quantile_balancing" in (args.moe_router_load_balancing_type or ()),
+        "--moe-router-load-balancing-type is quantile_balancing, which cannot leave out the positions that a depth "
+        "shifts in; give another type, such as aux_loss or none.",
+    ),
+)
+
+
+def _has_checkpoint(args: Namespace) -> bool:
+    return any(map(checkpoint_exists, (args.load, args.pretrained_checkpoint)))
+
+
+def _ends_with_a_depth(pattern: str) -> bool:
+    """Whether the last stage of the trunk does; a GPT's always do."""
+    parsed = parse_hybrid_pattern(pattern)
+    return (parsed.main_pattern or "").rpartition(Symbols.PIPE)[2].endswith(parsed.mtp_pattern or "")
+
+
+def _check_without_depths(args: Namespace, settings: MTPConfig) -> None:
+    """Ours: flags of depths would do nothing; what a checkpoint's arguments say of the model may stay."""
+    stored = MODEL_ARGUMENTS if args.use_checkpoint_args else ()
+    given = [field.name for field in fields(MTPConfig) if getattr(settings, field.name) != field.default]
+    given += [name for name in ("mtp_use_repeated_layer", "mtp_detach_heads") if getattr(args, name)]
+    for name in given:
+        if name not in (*WITHOUT_DEPTHS, *stored):
+            raise ValueError(
+                f"{flag_of(name)} was given without --mtp-num-layers; say how many depths to train, or drop it."
+            )
+
+
+def _check_sharing(args: Namespace) -> None:
+    """Ours: several passes of a layer with our own attention."""
+    if args.mtp_num_layers is None or not args.mtp_use_repeated_layer or trained_depths(args) < 2:
+        raise ValueError(
+            f"{SHARES} was given, but no layer has a second pass that could share; give --mtp-use-repeated-layer and "
+            "--mtp-unroll 2 or more."
+        )
+    recomputes = args.recompute_granularity == "full" or "core_attn" in (args.recompute_modules or ())
+    for is_given, flag, why in (
+        (args.multi_latent_attention, "--multi-latent-attention", "keys and values are made of latents"),
+        (args.hybrid_layer_pattern is not None, "--hybrid-layer-pattern", "not all layers keep keys"),
+        (args.window_size is not None, "--window-size", "a chain would leave the window of its keys"),
+        (args.softmax_type != "vanilla", f"--softmax-type {args.softmax_type}", "a chain does not share sinks"),
+        (args.spec not in (None, ["local"]), "--spec", "its attention may be any"),
+        (args.transformer_impl != "local", "--transformer-impl transformer_engine", "its attention takes no chains"),
+        (args.recompute_granularity is not None and recomputes, "recomputed attention", "keys of a pass would be lost"),
+    ):
+        if is_given:
+            remedy = "give --transformer-impl local" if "impl" in flag else "drop one of the two"
+            raise ValueError(f"{SHARES} was given with {flag}, where {why}; {remedy}.")
+
+
+def _check_folder(flag: str, named: str | None) -> None:
+    """It is made when there is something to write, which must not be when it turns out that it cannot."""
+    if named is None or "://" in named:
+        return
+    there = next(path for path in (Path(named), *Path(named).absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        kind = "a link to nowhere" if there.is_symlink() else "a file"
+        raise ValueError(f"{flag} is {named}, but {there} is {kind}; name a folder.")
+
+
+def set_depths(args: Namespace) -> None:
+    """Count the depths of --hybrid-layer-pattern as --mtp-num-layers, as Megatron does later (ours).
+
+    Raises:
+        ValueError: the pattern cannot be read, or --mtp-num-layers is another number.
+    """
+    for old in ("hybrid_override_pattern", "mtp_hybrid_override_pattern"):
+        if getattr(args, old) is not None:
+            raise ValueError(f"{flag_of(old)} is deprecated; give {PATTERN}, as '<trunk>/<depth>/...'.")
+    if args.hybrid_layer_pattern is None:
+        return
+    depths = parse_hybrid_pattern(args.hybrid_layer_pattern).mtp_num_depths
+    if args.mtp_num_layers not in (None, depths):
+        raise ValueError(
+            f"--mtp-num-layers is {args.mtp_num_layers}, but {PATTERN} {args.hybrid_layer_pattern} has {depths} depths "
+            "behind its trunk, one after each '/'; give as many, or leave --mtp-num-layers out."
+        )
+    args.mtp_num_layers = depths or None
+
+
+def flag_of(name: str) -> str:
+    """How Megatron calls the argument of this name."""
+    return "--" + name.replace("_", "-")
+
+
+# --- the machine -----------------------------------------------------------------------------------------------------
+
+ALLOW_CPU = "MEGATRON_MTP_ALLOW_CPU"
+GIVEN_GPUS = (
+    "CUDA_VISIBLE_DEVICES SLURM_JOB_GPUS SLURM_STEP_GPUS SLURM_GPUS SLURM_GPUS_ON_NODE SLURM_GPUS_PER_NODE "
+    "SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK"
+).split()
+"""Variables by which a launcher gives GPUs to a job."""
+
+NO_GPUS = ("", "0", "-1", "NoDevFiles", "void", "none")
+"""Values of them that give none; of CUDA_VISIBLE_DEVICES, 0 is a device."""
+
+
+def check_device(on_cpu: bool) -> None:
+    """Refuse a rank on the CPU in a job with GPUs (silent: it meets the others over gloo, slowly or never).
+
+    Raises:
+        ValueError: the launcher gave GPUs, this rank finds none, and MEGATRON_MTP_ALLOW_CPU is not 1.
+    """
+    if not on_cpu or os.environ.get(ALLOW_CPU) == "1":
+        return
+    for name in GIVEN_GPUS:
+        given = os.environ.get(name, "").strip()
+        if given not in NO_GPUS or (given == "0" and name == "CUDA_VISIBLE_DEVICES"):
+            raise ValueError(
+                f"rank {os.environ.get('RANK', '0')} on {platform.node()} finds no CUDA device, but {name} is {given}; "
+                f"look there with nvidia-smi and `megatron-mtp doctor`, or set {ALLOW_CPU}=1 to run on the CPU."
+            )
+
+
+def check_precision(args: Namespace) -> None:
+    """Refuse FP8 without Transformer Engine (silent: the run has full precision)."""
+    if args.fp8 and not transformer_engine_works():
+        raise ValueError(
+            f"--fp8-format is {args.fp8}, which Megatron computes with Transformer Engine alone, and that is not here; "
+            "drop the flag."
+        )
+
+
+def check_hub(args: Namespace) -> None:
+    """Refuse a tokenizer that transformers would seek on the Hub for a minute, without reaching it (crash)."""
+    name = args.tokenizer_model
+    if args.tokenizer_type != "HuggingFaceTokenizer" or name is None or Path(name).exists() or getproxies():
+        return
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if try_to_load_from_cache(name, "tokenizer_config.json") is None:
+        try:
+            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+        except OSError:
+            raise ValueError(
+                f"--tokenizer-model is {name}, which is no folder here, and the Hugging Face Hub cannot be reached; "
+                "give the folder of a tokenizer."
+            ) from None
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def check_data(args: Namespace, vocabulary: int) -> None:
+    """Whether the corpus can be read to its end, and was made with this vocabulary (crash, silent).
+
+    An empty part of --split is searched forever; ids beyond the vocabulary end a GPU; another tokenizer's are taken.
+    """
+    if args.mock_data:
+        return
+    for given in (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path):
+        check_weights(given or [])
+    blend, per_split = get_blend_and_blend_per_split(args)
+    prefixes = [prefix for one in (blend, *(per_split or ())) if one is not None for prefix in one[0]]
+    if not prefixes and not args.skip_train:  # silent: Megatron makes data up
+        raise ValueError(
+            "--data-path is missing; give the prefix of a .bin/.idx pair (megatron-mtp preprocess makes one), "
+            "files of conversations with --sft, or --mock-data."
+        )
+    if args.sft:
+        return
+    check_data_prefixes(prefixes, vocabulary)
+    if args.data_path is not None and args.split is not None:
+        check_split(prefixes, args.split)
+    if args.mtp_mask_prompts:
+        for prefix in prefixes:
+            read_answers(prefix)
+    if args.tokenizer_model is not None:
+        check_tokenizer(prefixes, args.tokenizer_model)
+
+
+def leave_out_evaluations(args: Namespace) -> None:
+    """Evaluate nothing (--eval-iters 0) where the flags name data for training alone: Megatron would read from none.
+
+    Raises:
+        ValueError: an evaluation of other data was asked for, and the flags name none for validation.
+    """
+    if args.mock_data or not (args.eval_iters or args.full_validation):
+        return
+    blend, per_split = get_blend_and_blend_per_split(args)
+    weights = split_weights(args.split) if args.split is not None and blend is not None else [1, 1, 1]
+    parts = per_split if per_split is not None else (*weights, 0, 0)
+    training, validation, test = [bool(part) for part in parts[:3]]
+    if validation:
+        return
+    said = f"--split is {args.split}" if args.data_path is not None else "--valid-data-path is missing"
+    if test or not training or args.full_validation or args.skip_train:
+        raise ValueError(f"{said}, which leaves nothing to validate on; give validation data, or --eval-iters 0.")
+    args.eval_iters = 0
+    if args.rank == 0:
+        say(f"> {said}, which leaves nothing to evaluate on: training without evaluations, as with --eval-iters 0")

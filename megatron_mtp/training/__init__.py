@@ -5,7 +5,7 @@ flags.py             flags of the depths, for any parser of Megatron's flags
 run_file.py          flags from a YAML file (--config)
 dry_run.py           the plan of a job of any size (--dry-run)
 arguments.py         Megatron's parser with our flags and those of this machine, and the order of all checks
-checks.py            what Megatron would take in silence, and end over without an exception; flags of ours
+checks.py            flags that are refused: ours, those that Megatron takes in silence, those that crash it
 startup.py           how a run ends that cannot start: one sentence, and the traceback in a log file
 loading.py           whether what --load names can be loaded
 draft_vocabulary.py  the checkpoint's draft vocabulary, or a new one by the flags

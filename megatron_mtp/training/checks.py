@@ -41,10 +41,11 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "1 or more",
         lambda number: number >= 1,
-        "seq_length recompute_num_layers distributed_timeout_minutes num_experts moe_router_topk q_lora_rank "
+        "seq_length recompute_num_layers distributed_timeout_minutes moe_router_topk q_lora_rank "
         "kv_lora_rank v_head_dim qk_pos_emb_head_dim make_vocab_size_divisible_by eval_interval exit_interval "
         "exit_duration_in_mins eval_global_batch_size dist_ckpt_workers lr_wsd_decay_iters",
     ),
+    ("1 to 100,000", lambda number: 1 <= number <= 100_000, "num_experts"),  # silent; crash: a list for all experts
     ("0 or more", lambda number: number >= 0, "eval_iters lr_warmup_iters ckpt_step"),  # silent: counts as none
     ("a number above 0", lambda number: 0 < number < math.inf, "loss_scale"),  # silent: all gradients are 0
     ("a number above 0, and at most 1", lambda number: 0 < number <= 1, "rotary_percent"),  # silent: no positions
@@ -430,14 +431,14 @@ def check_hub(args: Namespace) -> None:
         return
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if try_to_load_from_cache(name, "tokenizer_config.json") is None:
-        try:
+    try:
+        if try_to_load_from_cache(name, "tokenizer_config.json") is None:
             socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
-        except OSError:
-            raise ValueError(
-                f"--tokenizer-model is {name}, which is no folder here, and the Hugging Face Hub cannot be reached; "
-                "give the folder of a tokenizer."
-            ) from None
+    except (OSError, ValueError):  # a path is no name on the Hub
+        raise ValueError(
+            f"--tokenizer-model is {name}, which is no folder here, and the Hugging Face Hub cannot be reached or has "
+            "no such names; give the folder of a tokenizer."
+        ) from None
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

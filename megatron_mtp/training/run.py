@@ -88,11 +88,11 @@ def train(
     metrics = Metrics(None if settings.mtp_metrics_dir is None else Path(settings.mtp_metrics_dir), reporter)
     pretrain_arguments.setdefault("get_embedding_ranks", get_embedding_ranks)
     saving.BEFORE_SAVES[:] = [lambda checkpoint: keep_tokenizer(get_args(), checkpoint)]
-    try:
-        with (
-            explained(Path(sys.argv[0]).name, lambda: metrics.has_trained),
-            observed(metrics, shows_checkpoints=reporter is not None),
-        ):
+    with (
+        explained(Path(sys.argv[0]).name, lambda: metrics.has_trained),
+        observed(metrics, shows_checkpoints=reporter is not None),
+    ):
+        try:
             pretrain(
                 config,
                 datasets_provider,
@@ -101,9 +101,10 @@ def train(
                 non_loss_data_func=metrics.end_evaluation,
                 **pretrain_arguments,
             )
-    except SystemExit:  # --exit-interval and its like end the loop so, on all ranks together
-        metrics.close()
-        raise
+        except SystemExit as end:
+            if end.code == 0:  # --exit-interval and its like end the loop so, on all ranks together
+                metrics.close()
+            raise
     metrics.close()
     return metrics
 

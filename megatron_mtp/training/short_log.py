@@ -19,7 +19,6 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -28,16 +27,11 @@ from typing import TYPE_CHECKING, Any, TextIO, override
 
 from tqdm import tqdm
 
-from megatron_mtp.errors import INTERRUPTED, REFUSED, UNREAD
-
 if TYPE_CHECKING:
     from megatron_mtp.training.acceptance import AcceptanceRates
 
-SHOWN_AT_FAILURE = 20
-"""Lines of the listing that a failed run shows, since Megatron prints its reason before it exits."""
-
-LONGEST = 2**22
-"""Characters of a listing that has no file."""
+MOST_HELD = 10_000
+"""Pieces of a listing without a file that are kept in memory."""
 
 INTERVALS, LINES = (100, 50, 20, 10, 5, 2, 1), 20
 """Without --log-interval, a run of at least so many steps has at least so many lines."""
@@ -55,38 +49,35 @@ class Listing(io.TextIOBase):
     def __init__(self, terminal: TextIO) -> None:
         self.terminal, self.last = terminal, ""
         self.path: Path | None = None
-        self._file: TextIO = io.StringIO()
+        self._held: list[str] = []
+        self._file: TextIO | None = None
 
-    def keep_in(self, folder: Path) -> None:
-        """Write to a file in this folder from now on."""
+    def keep_in(self, folder: Path) -> Path:
+        """Write to a file in this folder from now on; returns the file."""
         rank = os.environ.get("RANK", "0")
         self.path = folder / ("megatron.log" if rank == "0" else f"megatron-{rank}.log")
-        if held := self.text():
+        held, self._held = "".join(self._held), []
+        if held:
             self.write(held)
-
-    def text(self) -> str:
-        """All that was printed, or the newer half of it where that is long and there is no file."""
-        return (
-            self._file.getvalue() if isinstance(self._file, io.StringIO) else Path(self._file.name).read_text("utf-8")
-        )
+        return folder / self.path.name
 
     @override
     def write(self, text: str) -> int:
         """A log that cannot be written does not end the run: one line on the terminal reports it."""
         self.last = next((line for line in reversed(text.splitlines()) if line.strip()), self.last)
+        if self.path is None:
+            self._held.append(text)
+            del self._held[:-MOST_HELD]
+            return len(text)
         try:
-            if self.path is not None and isinstance(self._file, io.StringIO):
+            if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # as long as the run
             self._file.write(text)
             self._file.flush()
         except OSError as error:
             print(f"> {self.path} cannot be written ({error.strerror}); going on without it", file=self.terminal)
-            self.path, self._file = None, io.StringIO()
-        if isinstance(self._file, io.StringIO) and self._file.tell() > LONGEST:
-            newer = self.text()[LONGEST // 2 :]
-            self._file = io.StringIO()
-            self._file.write(newer)
+            self.path = self._file = None
         return len(text)
 
     @override
@@ -95,8 +86,9 @@ class Listing(io.TextIOBase):
 
     @override
     def close(self) -> None:
-        with suppress(OSError):  # a full disk: `write` has reported it
-            self._file.close()
+        if self._file is not None:
+            with suppress(OSError):  # a full disk: `write` has reported it
+                self._file.close()
         super().close()
 
 
@@ -107,49 +99,35 @@ def say(line: str) -> None:
 
 def keep_listing(folder: Path | None) -> Path | None:
     """Write the listing of this process, if it has one, to a file in the folder; returns the file."""
-    if not isinstance(sys.stdout, Listing) or folder is None:
-        return None
-    sys.stdout.keep_in(folder)
-    return sys.stdout.path
-
-
-def last_words() -> str:
-    """The last line of the listing: Megatron prints why it ends the program without an exception."""
-    return sys.stdout.last.strip() if isinstance(sys.stdout, Listing) else "its last line above says why."
+    return sys.stdout.keep_in(folder) if isinstance(sys.stdout, Listing) and folder is not None else None
 
 
 def keep_traceback(error: BaseException) -> Path:
     """Write the traceback to the log file, or to a new one in the folder of temporary files; returns the file."""
     listing = sys.stdout if isinstance(sys.stdout, Listing) else Listing(sys.stdout)
-    if listing.path is None:
-        listing.keep_in(Path(mkdtemp(prefix="megatron-mtp-")))
-    assert listing.path is not None
-    kept = listing.path
+    kept = listing.path or listing.keep_in(Path(mkdtemp(prefix="megatron-mtp-")))
     listing.write("".join(traceback.format_exception(error)))
     return kept
 
 
+def last_words() -> str:
+    """The last line of the listing: Megatron prints why it ends the program without an exception."""
+    return sys.stdout.last.strip() if isinstance(sys.stdout, Listing) else "its last line above says why"
+
+
 @contextmanager
 def quiet(verbose: bool = False, notes: TextIO | None = None) -> Iterator[TextIO]:
-    """Send what libraries print to the listing, unless `verbose`; if the run fails, show the end of the listing.
+    """Send what libraries print to the listing, unless `verbose`.
 
     Yields standard output as it was. `say` prints to `notes`, or there if it is None.
     """
     if verbose:
         yield sys.stdout
         return
-    for name in ("TRANSFORMERS_VERBOSITY", "TORCH_CPP_LOG_LEVEL"):
-        os.environ.setdefault(name, "error" if name.startswith("TRANSFORMERS") else "ERROR")
-    with _own_terminal() as terminal, _replaced(Listing(notes or terminal)) as listing:
-        try:
-            yield terminal
-        except BaseException as end:
-            status = end.code if isinstance(end, SystemExit) else 1
-            if status not in (None, 0, REFUSED, INTERRUPTED, UNREAD) and listing.last:  # else a sentence is on stderr
-                where = f"all of it: {listing.path}" if listing.path else "--verbose shows all of it"
-                shown = "\n".join(listing.text().splitlines()[-SHOWN_AT_FAILURE:])
-                print(f"the last lines of Megatron's listing ({where}):\n{shown}", file=sys.stderr, flush=True)
-            raise
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with _own_terminal() as terminal, _replaced(Listing(notes or terminal)):
+        yield terminal
 
 
 @contextmanager
@@ -175,7 +153,7 @@ def _own_terminal() -> Iterator[TextIO]:
 
 
 @contextmanager
-def _replaced(listing: Listing) -> Iterator[Listing]:
+def _replaced(listing: Listing) -> Iterator[None]:
     """Standard output, warnings and log records below ERROR go to the listing; log records of errors to stderr."""
     output, show, root = sys.stdout, warnings.showwarning, logging.getLogger()
     handlers, level = list(root.handlers), root.level
@@ -188,7 +166,7 @@ def _replaced(listing: Listing) -> Iterator[Listing]:
     root.setLevel(logging.INFO)  # which is Megatron's default
     logging.captureWarnings(True)
     try:
-        yield listing
+        yield
     finally:
         logging.captureWarnings(False)
         sys.stdout, warnings.showwarning, root.handlers = output, show, handlers
@@ -204,15 +182,6 @@ def fitting_interval(steps: int | None) -> int:
     return next((one for one in INTERVALS if steps is None or one * LINES <= steps), 1)
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Progress of a run: steps done, all steps, and tokens of a step."""
-
-    done: int
-    steps: int
-    tokens: int
-
-
 class ShortLog:
     """The `Reporter` of training and of `evaluate`; `shows_tables` is off where the caller prints them."""
 
@@ -226,9 +195,9 @@ class ShortLog:
         from megatron.training import get_args
 
         args = get_args()
-        pace = Pace(row["iteration"], args.train_iters, get_current_running_global_batch_size() * args.seq_length)
+        tokens = get_current_running_global_batch_size() * args.seq_length
         width = shutil.get_terminal_size().columns if sys.__stdout__ is not None and sys.__stdout__.isatty() else None
-        say(line_of(row, rates, pace, width))
+        say(line_of(row, rates, args.train_iters, tokens, width))
 
     def evaluated_batch(self) -> None:
         """Move the bar; how long it is, is unknown where several sets are evaluated on."""
@@ -251,9 +220,11 @@ class ShortLog:
             say(f"{row['split']} {when}:\n{text}")
 
 
-def line_of(row: dict[str, Any], rates: "AcceptanceRates | None", pace: Pace, width: int | None = None) -> str:
-    """A training row as one line; parts that do not fit the terminal's width are left out from the right."""
-    parts = [f"step {pace.done}/{pace.steps}"]
+def line_of(
+    row: dict[str, Any], rates: "AcceptanceRates | None", steps: int, tokens: int, width: int | None = None
+) -> str:
+    """A training row as one line, of so many steps with so many tokens; what does not fit the width is left out."""
+    parts = [f"step {row['iteration']}/{steps}"]
     if "skipped steps" in row:
         parts.append(f"{row['skipped steps']} steps skipped")
     parts += [f"{name} {value:.4f}" for name, value in row.items() if name.endswith(" loss")]
@@ -265,8 +236,8 @@ def line_of(row: dict[str, Any], rates: "AcceptanceRates | None", pace: Pace, wi
             parts.append(f"{name} {' '.join(f'{rate:.1%}' for rate in values)}")
     if "step seconds" in row:
         seconds = row["step seconds"]
-        left = timedelta(seconds=round(seconds * max(pace.steps - pace.done, 0)))
-        parts += [f"{pace.tokens / seconds:,.0f} tokens/s", f"{left} left"]
+        left = timedelta(seconds=round(seconds * max(steps - row["iteration"], 0)))
+        parts += [f"{tokens / seconds:,.0f} tokens/s", f"{left} left"]
     if "learning rate" in row:
         parts.append(f"lr {row['learning rate']:.2e}")
     if "grad norm" in row:

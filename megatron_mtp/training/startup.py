@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_mtp.checkpoint.mcore.integrity import root_of
-from megatron_mtp.errors import InputError, sentence_of_the_machine, sentences
+from megatron_mtp.errors import INTERRUPTED, REFUSED, UNREAD, InputError, sentence_of_the_machine, sentences
 from megatron_mtp.training.flags import all_parser
 from megatron_mtp.training.short_log import keep_traceback, last_words
 
@@ -75,9 +75,10 @@ def explained(program: str, has_started: Callable[[], bool] = lambda: False) -> 
         try:
             yield
         except SystemExit as end:
-            if end.code is not None or has_started():
+            if end.code in (0, REFUSED, INTERRUPTED, UNREAD) or has_started():
                 raise
-            raise InputError(f"Megatron ends here: {last_words()}") from None
+            words = last_words()
+            raise InputError(f"Megatron ends here: {words}; its log is {keep_traceback(end)}") from None
         except (KeyboardInterrupt, BrokenPipeError, InputError, GeneratorExit):
             raise
         except BaseException as error:  # torch's CheckpointException is no Exception

@@ -77,11 +77,11 @@ BAD_TRAIN = """
 ! --min-lr nan -> --min-lr
 ! --min-lr -1
 ! --train-iters 0 -> --train-iters
-! --train-iters -3 -> --train-iters
+! --train-iters -3 -> --lr-decay-iters is -3
 ! --train-samples 0
 ! --train-samples -5
 ! --hidden-size 33 -> --hidden-size
-! --hidden-size 0 -> --hidden-size
+! --hidden-size 0 -> --kv-channels is 0
 ! --hidden-size -32
 ! --num-attention-heads 0
 ! --num-attention-heads -4
@@ -100,7 +100,7 @@ BAD_TRAIN = """
 ! --micro-batch-size -1 -> --micro-batch-size
 ! --global-batch-size 0 -> --global-batch-size
 ! --global-batch-size -2 -> --global-batch-size
-! --micro-batch-size 2 --global-batch-size 3 -> --global-batch-size
+! --micro-batch-size 2 --global-batch-size 3 -> --eval-global-batch-size is 3
 ! --bf16 --fp16
 ! --tensor-model-parallel-size 2
 ! --tensor-model-parallel-size 0
@@ -254,6 +254,7 @@ BAD_TRAIN = """
 ! --pipeline-model-parallel-layout junk
 ! --tensorboard-dir text/a.txt
 --rerun-mode nonsense
+--ffn-hidden-size 37
 --position-embedding-type learned_absolute
 --position-embedding-type relative
 --fp4-format e2m1
@@ -376,11 +377,11 @@ BAD_DATA = """
 ! --split 100,0,0,0,0
 ! --seq-length 16 --data-cache-path text/a.txt
 --mtp-draft-vocab-size 100000
-! --fim-data -> which the tokenizer lacks
+! --fim-data
 ! --mtp-mask-prompts -> corpus.answers.npy' is not there
 ! --mtp-mask-prompts --fim-data -> whose data is not of megatron-mtp sample
-! --sft --data-path chat.jsonl --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format identity -> padding
-! --sft --data-path chat.jsonl --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format default -> template
+! --sft --data-path chat.jsonl --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format identity
+! --sft --data-path chat.jsonl --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format default -> chat_template
 ! --sft --data-path chat.jsonl -> SFTTokenizer
 ! --load nowhere --mtp-init random
 ! --seq-length 100000 --max-position-embeddings 16
@@ -562,7 +563,6 @@ BAD_EVALUATE = """
 ! --split 1,0,0
 ! --split junk
 ! --eval-interval 0
-! --train-iters 0
 ! --seq-length 0
 --no-such-flag
 ! --tensor-model-parallel-size 2
@@ -766,6 +766,7 @@ evaluate --load run --text text
 """
 
 SCRIPTS = (
+    Case(f"{TRAIN} {MOCK}".replace("--eval-interval 9", ""), said="--eval-interval is None"),
     Case(f"{TRAIN} {MOCK} --seq-length 0", program="pretrain_gpt.py", said="pretrain_gpt.py: error: "),
     Case(f"{TRAIN} {MOCK} --no-such-flag", program="pretrain_gpt.py", said="pretrain_gpt.py: error: "),
     Case(f"{TRAIN} {MOCK}", False, program="pretrain_gpt.py"),

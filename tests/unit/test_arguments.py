@@ -132,10 +132,6 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             f"{ROPE} {MOCK} {DEPTHS} --mtp-train-only --mtp-loss-scaling-factor 0",
             "--mtp-loss-scaling-factor is 0, with which --mtp-train-only trains nothing",
         ),
-        (
-            f"{ROPE} {MOCK} {DEPTHS} --swiglu --ffn-hidden-size 37",
-            "--ffn-hidden-size is 37, of which a tensor-parallel rank has 37, and Megatron takes an odd number with",
-        ),
         (f"{ROPE} {MOCK} --mtp-train-only", "--mtp-train-only was given without --mtp-num-layers"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-train-only", "there is no checkpoint of a trunk; give one that exists"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-weights 1,2,3", "--mtp-loss-weights is '1,2,3'; give 2 numbers"),
@@ -153,8 +149,8 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ),
         (f"{ROPE} {DEPTHS}", "--data-path is missing; give the prefix"),
         (f"{ROPE} {DEPTHS} --data-path /nowhere/corpus", "there is no dataset '/nowhere/corpus'"),
-        (f"{ROPE} {DEPTHS} --data-path 0.5 a b c", "in '0.5 a b c' some datasets have a weight and some have none"),
-        (f"{ROPE} {DEPTHS} --data-path a b 0.5 c", "in 'a b 0.5 c' some datasets have a weight and some have none"),
+        (f"{ROPE} {DEPTHS} --data-path 0.5 a b c", "--data-path: there is no dataset '0.5' (neither 0.5.bin nor"),
+        (f"{ROPE} {DEPTHS} --data-path a b 0.5 c", "does not hold (--data-path is ['a', 'b', '0.5', 'c'])"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-scaling-factor nan", "--mtp-loss-scaling-factor is nan; give 0 or more"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-temperature inf", "--mtp-temperature is inf; give a number from 0.01 to 100"),
         (
@@ -371,9 +367,3 @@ def test_help_shows_our_flags_and_megatrons_when_asked_to(
     text = capsys.readouterr().out
     assert [word for word in shown.split() if word not in text] == []
     assert [word for word in hidden.split() if word in text] == []
-
-
-def test_evaluations_need_an_interval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Megatron divides by it, evaluations or not."""
-    monkeypatch.setattr(sys.modules[__name__], "MODEL", MODEL.replace("--eval-interval 1", ""))
-    assert "--eval-interval is missing" in refusal(f"{ROPE} {MOCK} {DEPTHS}", monkeypatch, capsys)

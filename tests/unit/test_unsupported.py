@@ -66,11 +66,11 @@ OF_FLAGS = {
         "--moe-paged-* --recompute-* --checkpoint-activations --moe-token-dispatcher-type"
     ),
     "how ranks communicate, below the model": (
-        "--disable-tp-comm-* --tp-comm-* --delay-wgrad-compute --*p2p-communication* --wgrad-deferral-limit --*-comm-stream "
+        "--disable-tp-comm-* --tp-comm-* --*p2p-communication* --wgrad-deferral-limit --*-comm-stream "
         "--max-seqlen-* --ep-overlap-* --distributed-* --local-rank --lazy-mpu-init --nccl-* --high-priority-* "
         "--sharp-* --flight-* --disable-flight-* --ddp-* --no-use-layer-wise-* --overlap-param-* --*fsdp* "
         "--*-sharding-* --no-gradient-reduce-* --suggested-* --keep-fp8-* --disable-align-* --disable-symmetric-* "
-        "--outer-dp-* --use-sharp --fake-process-group --cp-comm-type"
+        "--delay-wgrad-compute --outer-dp-* --use-sharp --fake-process-group --cp-comm-type"
     ),
     "the optimizer's own numbers": (
         "--optimizer --adam-* --sgd-* --muon-* --lion-* --weight-decay --clip-grad --no-weight-decay-* "

@@ -78,7 +78,7 @@ def explained(program: str, has_started: Callable[[], bool] = lambda: False) -> 
             if end.code in (0, REFUSED, INTERRUPTED, UNREAD) or has_started():
                 raise
             words = last_words()
-            raise InputError(f"Megatron ends here: {words}; its log is {keep_traceback(end)}") from None
+            raise InputError(f"Megatron ends here: {words}; its log is {keep_traceback(end)}.") from None
         except (KeyboardInterrupt, BrokenPipeError, InputError, GeneratorExit):
             raise
         except BaseException as error:  # torch's CheckpointException is no Exception
@@ -105,7 +105,7 @@ def _sentence(program: str, error: BaseException, has_started: bool) -> str | No
     advice = next((f"; {advice}" for part, advice in ADVICE.items() if part in str(error)), "")
     free = f"; {_free_space(Path(args.save))}" if "save_checkpoint" in running else ""
     said = sentence_of_the_machine(error) or f"{begin}: {reason(error)}"
-    return f"{said.rstrip('.')}{named}{free}{advice}; the traceback is in {keep_traceback(error)}"
+    return f"{said.rstrip('.')}{named}{free}{advice}; the traceback is in {keep_traceback(error)}."
 
 
 def _arguments(frame: FrameType) -> Namespace | None:
@@ -152,7 +152,12 @@ def _named_flags(parser: ArgumentParser, error: BaseException, args: Namespace) 
         if names:
             break
         names = _names(statement, attributes + (r"|\b(\w+)\b" if statement.startswith("assert") else ""), flags)
-    values = [f"{flags[name]} is {getattr(args, name)}" for name in names if hasattr(args, name)]
+    switches = {action.dest: action.default for action in parser._actions if action.nargs == 0}
+    values = [
+        f"{flags[name]} is {'given' if name in switches else getattr(args, name)}"
+        for name in names
+        if hasattr(args, name) and getattr(args, name) is not switches.get(name, args)
+    ]
     return f" ({', '.join(values)})" if 0 < len(values) <= MOST_NAMED else ""
 
 

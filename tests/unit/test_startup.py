@@ -15,7 +15,15 @@ from megatron_mtp.training.startup import DIVERGED, explained
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-ARGS = Namespace(save="runs/x", rerun_mode="disabled", hidden_size=33, num_attention_heads=4, lr=0.1)
+ARGS = Namespace(
+    save="runs/x",
+    rerun_mode="disabled",
+    hidden_size=33,
+    num_attention_heads=4,
+    lr=0.1,
+    mmap_bin_files=True,
+    group_query_attention=True,
+)
 
 
 def train_step(args: Namespace, work: Callable[[], Any]) -> None:
@@ -49,7 +57,7 @@ def said(work: Callable[[], Any], capfd: pytest.CaptureFixture[str], has_started
 
 
 def log_of(sentence: str) -> str:
-    return Path(sentence.rpartition("the traceback is in ")[2]).read_text(encoding="utf-8")
+    return Path(sentence.rpartition("the traceback is in ")[2].removesuffix(".")).read_text(encoding="utf-8")
 
 
 def test_an_assertion_without_a_message_shows_its_condition_and_the_flags_in_it(
@@ -79,6 +87,12 @@ def test_an_assertion_without_a_message_shows_its_condition_and_the_flags_in_it(
         ),
         (ValueError("give --num-attention-heads too"), "the first step fails: give --num-attention-heads too (--num-a"),
         (KeyError("x"), "the first step fails: KeyError 'x'; "),
+        (ValueError("no_mmap_bin_files"), "the first step fails: ValueError no_mmap_bin_files; "),
+        (ValueError("mmap_bin_files, use_mcore"), "the first step fails: ValueError mmap_bin_files, use_mcore; "),
+        (
+            ValueError("swiglu_it or group_query_attention"),
+            "the first step fails: swiglu_it or group_query_attention (--group-query-attention is given); ",
+        ),
         (RuntimeError(""), "the first step fails: RuntimeError; "),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "this machine has not enough memory (Default"),
         (FileNotFoundError(2, "No such file", "x.bin"), "'x.bin' cannot be used (No such file); correct the path"),
@@ -104,16 +118,16 @@ def test_the_traceback_goes_to_the_log_of_the_run(tmp_path: Path, capfd: pytest.
         keep_listing(tmp_path)
         with explained("train"):
             train_step(ARGS, raising(RuntimeError("a shape")))
-    assert f"the traceback is in {tmp_path}/megatron.log\n" in capfd.readouterr().err
+    assert f"the traceback is in {tmp_path}/megatron.log.\n" in capfd.readouterr().err
     assert re.match(
         "arguments\nTraceback .*RuntimeError: a shape\n$", (tmp_path / "megatron.log").read_text(), re.DOTALL
     )
 
 
 def test_an_exit_without_a_status_is_no_success(capfd: pytest.CaptureFixture[str]) -> None:
-    with quiet():
-        print("ERROR: could not find the checkpoint")
-        for status in (None, 1):
+    for status in (None, 1):
+        with quiet():
+            print("ERROR: could not find the checkpoint")
             sentence = said(raising(SystemExit(status)), capfd)
             assert sentence.startswith("Megatron ends here: ERROR: could not find the checkpoint; its log is ")
     for work, has_started in ((raising(SystemExit(0)), False), (raising(SystemExit()), True)):

@@ -57,6 +57,11 @@ class AcceptanceStats:
         return self.emitted / self.target_forwards if self.target_forwards else 0.0
 
     @property
+    def accepted_per_forward(self) -> float:
+        """Drafted tokens that a forward of the target accepts."""
+        return self.accepted / self.target_forwards if self.target_forwards else 0.0
+
+    @property
     def accepted_per_position(self) -> list[float]:
         """Acceptance: how often position k of a draft was accepted, among the drafts that had one."""
         return [hit / of if of else 0.0 for hit, of in zip(self.accepted_at, self.offered_at, strict=True)]

@@ -14,6 +14,7 @@ frozen.py            a trunk that stays as it is while depths are trained on it
 draft_vocabulary.py  the head's rows of a smaller vocabulary that the depths draft from
 padding.py           rows that pad the vocabulary have no probability
 causal.py            the causal mask, for queries at any positions
+rope.py              rotary modules at any positions
 portable.py          norm and attention for machines without TE: SP, CP, packed sequences, MLA
 latent.py            MLA's gradients under tensor parallelism, without TE
 recurrence.py        what Mamba-2 and Gated DeltaNet share: documents, convolution, decays, context parallelism

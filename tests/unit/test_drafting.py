@@ -308,6 +308,7 @@ def test_statistics_of_one_step_by_hand() -> None:
     for offered, accepted, emitted in [(3, 3, 4), (3, 1, 2), (3, 0, 1), (3, 1, 1)]:
         stats.count(offered, accepted, emitted)
     assert stats.accepted_length == 2.0
+    assert stats.accepted_per_forward == 1.25
     assert stats.accepted_per_position == [0.75, 0.25, 0.25]
     assert replace(stats).drafted == 12
 

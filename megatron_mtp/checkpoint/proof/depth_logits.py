@@ -16,10 +16,11 @@ from torch.nn.functional import linear
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.mcore.model import fill, model_of
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
-from megatron_mtp.checkpoint.proof.prompt import Prompt, place
+from megatron_mtp.checkpoint.proof.prompt import Prompt
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
+from megatron_mtp.model.rope import place
 from megatron_mtp.model.trunk import MTPTrunk
 
 OWN_EMBEDDING, OWN_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -55,7 +56,7 @@ def depth_logits(
     """
     reader = DistReader(folder)
     model = model_of(parsed(flags, source.config.integer("vocab_size")))
-    place(model, prompt)
+    place(model, prompt.positions_S.tolist())
     tokens_BS, given = prompt.tokens_BS.cuda(), {name: value.cuda() for name, value in given.items()}
     for number, layer in enumerate(model.mtp.layers, start=1):
         _replace_absent(layer, f"mtp.layers.{number - 1}.", reader, given.get(f"given {number}"))

@@ -7,7 +7,6 @@ Letters: B batch (1), S positions of the sequence.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,23 +56,3 @@ def random_tokens(config: HFConfig, count: int, seed: int) -> Tensor:
 def reach(config: HFConfig) -> int:
     """The last position: the longest context in the config, within bounds."""
     return min(max(LEAST_REACH, config.integer("max_position_embeddings", default=1)), MOST_REACH)
-
-
-def place(model: torch.nn.Module, prompt: Prompt) -> None:
-    """Make Megatron's rotary modules use the prompt's positions, not 0, 1, 2, ..."""
-    far = prompt.positions_S[prompt.near :].tolist()
-    for module in model.modules():
-        if hasattr(module, "get_emb"):  # only rotary modules have it, with and without YaRN
-            module.forward = _rows(module, prompt.near, far)
-
-
-def _rows(rotary: Any, near: int, far: list[int]) -> Any:
-    """A substitute for `forward(length, ...)`: angles [length, 1, 1, R], with YaRN's factor if the module has one."""
-
-    def forward(length: int, *_: Any, **__: Any) -> Any:
-        parts = [rotary.get_emb(near, 0), *(rotary.get_emb(1, position) for position in far)]
-        if isinstance(parts[0], tuple):
-            return torch.cat([angles for angles, _ in parts])[:length], parts[0][1]
-        return torch.cat(parts)[:length]
-
-    return forward

@@ -32,9 +32,10 @@ from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.checkpoint.proof.folder_config import whole_config
 from megatron_mtp.checkpoint.proof.precision import exact_float32
-from megatron_mtp.checkpoint.proof.prompt import Prompt, place, random_tokens
+from megatron_mtp.checkpoint.proof.prompt import Prompt, random_tokens
 from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.model.arguments import parsed
+from megatron_mtp.model.rope import place
 
 TOLERANCE = 3e-5
 """Largest allowed difference of float32 logits, relative to the largest logit: the order of additions differs.
@@ -318,7 +319,7 @@ def megatron_logits(folder: Path, prompt: Prompt, nudged: bool = False) -> dict[
     from megatron_mtp.checkpoint.mcore.model import load_model
 
     model = load_model(folder)
-    place(model, prompt)
+    place(model, prompt.positions_S.tolist())
     if nudged:
         words_VH = model.embedding.word_embeddings.weight.data
         words_VH.copy_(words_VH.nextafter(torch.tensor(torch.inf).to(words_VH)))

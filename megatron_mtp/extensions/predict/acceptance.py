@@ -7,6 +7,7 @@ token; the trunk adds one more. "Acceptance" of position d is the share of round
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron_mtp.drafting.stats import AcceptanceStats
 from megatron_mtp.extensions.predict.engines import WORDS, Difference, Feeding, differences
 from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
 from megatron_mtp.model.trunk import MTPTrunk
@@ -31,39 +32,11 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """Rounds, and in how many of them position 1 .. K was accepted."""
-
-    rounds: int
-    kept: tuple[int, ...]
-
-    @classmethod
-    def of(cls, kept: list[int], count: int) -> "Acceptance":
-        """From the drafts that every round keeps, of `count` each."""
-        return cls(len(kept), tuple(sum(one > place for one in kept) for place in range(count)))
-
-    @property
-    def by_position(self) -> list[float]:
-        """Share of the rounds that accept each position."""
-        return [kept / self.rounds for kept in self.kept]
-
-    @property
-    def per_round(self) -> float:
-        """Accepted drafts of a round."""
-        return sum(self.kept) / self.rounds
-
-    def __add__(self, other: "Acceptance") -> "Acceptance":
-        """Of the rounds of both."""
-        kept = tuple(one + two for one, two in zip(self.kept, other.kept, strict=True))
-        return Acceptance(self.rounds + other.rounds, kept)
-
-
-@dataclass(frozen=True)
 class Cause:
     """A rule that is not training's, and the acceptance if that rule alone were as in training."""
 
     difference: Difference
-    undone: Acceptance
+    undone: AcceptanceStats
 
 
 @dataclass(frozen=True)
@@ -76,8 +49,8 @@ class Foretold:
         causes: what costs the difference, largest first.
     """
 
-    engine: Acceptance
-    trained: Acceptance
+    engine: AcceptanceStats
+    trained: AcceptanceStats
     causes: list[Cause]
 
 
@@ -101,19 +74,18 @@ def foretell(
     found = differences(trained, feeding, count)
     ways = {each.rule: replace(feeding, **{each.rule: getattr(trained, each.rule)}) for each in found}
     ways |= {"": feeding, "swapped": replace(feeding, swapped=not feeding.swapped)}
-    sums: dict[str, Acceptance] = {}
-    promised: Acceptance | None = None
+    sums = {name: AcceptanceStats() for name in ways}
+    promised = AcceptanceStats()
     for sample in samples:
         text = read_text(model, sample.tokens)
         for name, way in ways.items():
-            sums[name] = _plus(sums.get(name), accepted(model, text, sample, count, way))
-        promised = _plus(promised, accepted(model, text, sample, min(count, model.mtp.depths), trained))
+            sums[name] += accepted(model, text, sample, count, way)
+        promised += accepted(model, text, sample, min(count, model.mtp.depths), trained)
         progress()
-    assert promised is not None
-    if sums["swapped"].per_round >= sums[""].per_round + NOTABLE:
+    if sums["swapped"].accepted_per_forward >= sums[""].accepted_per_forward + NOTABLE:
         found.append(EXCHANGED)
     causes = [Cause(each, sums[each.rule]) for each in found]
-    return Foretold(sums[""], promised, sorted(causes, key=lambda cause: -cause.undone.per_round))
+    return Foretold(sums[""], promised, sorted(causes, key=lambda cause: -cause.undone.accepted_per_forward))
 
 
 EXCHANGED = Difference(
@@ -124,9 +96,12 @@ EXCHANGED = Difference(
 """A fault of the given folder, not of an engine."""
 
 
-def accepted(model: MTPTrunk, text: Text, sample: Sample, count: int, feeding: Feeding) -> Acceptance:
+def accepted(model: MTPTrunk, text: Text, sample: Sample, count: int, feeding: Feeding) -> AcceptanceStats:
     """Acceptance in the rounds that an engine would need for this text."""
-    return Acceptance.of(rounds(drafts(model, text, count, feeding), sample), count)
+    stats = AcceptanceStats()
+    for kept in rounds(drafts(model, text, count, feeding), sample):
+        stats.count(count, kept, kept + 1)
+    return stats
 
 
 def rounds(made: list[list[int]], sample: Sample) -> list[int]:
@@ -147,7 +122,3 @@ def rounds(made: list[list[int]], sample: Sample) -> list[int]:
         known += right + 1
         kept.append(right)
     return kept
-
-
-def _plus(total: Acceptance | None, more: Acceptance) -> Acceptance:
-    return more if total is None else total + more

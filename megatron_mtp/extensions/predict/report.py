@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any
 
-from megatron_mtp.extensions.predict.acceptance import Acceptance, Cause, Foretold
+from megatron_mtp.drafting.stats import AcceptanceStats
+from megatron_mtp.extensions.predict.acceptance import Cause, Foretold
 from megatron_mtp.extensions.predict.engines import Engine, FamilyRules
 
 WIDTH = 100
@@ -39,7 +40,7 @@ class Case:
 
 def as_json(case: Case, foretold: Foretold) -> dict[str, Any]:
     """All figures; `speculative_config` is vLLM's."""
-    rates = [round(rate, 4) for rate in foretold.engine.by_position]
+    rates = [round(rate, 4) for rate in foretold.engine.accepted_per_position]
     return {
         "speculative_config": {
             "method": "mtp",
@@ -55,11 +56,11 @@ def as_json(case: Case, foretold: Foretold) -> dict[str, Any]:
         "accepts": case.engine.accepts,
         "prompts": case.prompts,
         "new_tokens": case.new,
-        "rounds": foretold.engine.rounds,
+        "rounds": foretold.engine.target_forwards,
         "acceptance": rates,
-        "accepted_per_round": round(foretold.engine.per_round, 4),
-        "acceptance_as_trained": [round(rate, 4) for rate in foretold.trained.by_position],
-        "accepted_per_round_as_trained": round(foretold.trained.per_round, 4),
+        "accepted_per_round": round(foretold.engine.accepted_per_forward, 4),
+        "acceptance_as_trained": [round(rate, 4) for rate in foretold.trained.accepted_per_position],
+        "accepted_per_round_as_trained": round(foretold.trained.accepted_per_forward, 4),
         "causes": [_cause_json(case, foretold, cause) for cause in foretold.causes],
     }
 
@@ -70,8 +71,8 @@ def _cause_json(case: Case, foretold: Foretold, cause: Cause) -> dict[str, Any]:
         "engine": cause.difference.engine,
         "trained": cause.difference.trained,
         "source": _source(case, cause),
-        "acceptance_if_undone": [round(rate, 4) for rate in cause.undone.by_position],
-        "accepted_per_round_lost": round(cause.undone.per_round - foretold.engine.per_round, 4),
+        "acceptance_if_undone": [round(rate, 4) for rate in cause.undone.accepted_per_position],
+        "accepted_per_round_lost": round(cause.undone.accepted_per_forward - foretold.engine.accepted_per_forward, 4),
     }
 
 
@@ -79,7 +80,9 @@ def as_text(case: Case, foretold: Foretold) -> str:
     """The same for a terminal."""
     head = [f"{case.engine.title} ({case.engine.evidence})"]
     head.append(f"{case.family} with {_number(case.depths, 'depth')}, {_number(case.count, 'draft')} a round")
-    head.append(f"{case.prompts} prompts, {case.new} greedy tokens behind them, {foretold.engine.rounds} rounds")
+    head.append(
+        f"{case.prompts} prompts, {case.new} greedy tokens behind them, {foretold.engine.target_forwards} rounds"
+    )
     parts = ["\n".join(head), _rates(case, foretold)]
     if case.rules.limit is not None and case.depths > case.rules.limit:
         parts.append(
@@ -115,9 +118,9 @@ def _rates(case: Case, foretold: Foretold) -> str:
     return "\n".join(lines)
 
 
-def _cells(found: Acceptance, count: int) -> list[str]:
-    rates = [f"{100 * rate:.1f} %" for rate in found.by_position]
-    return [*rates, *["-"] * (count - len(rates)), f"{found.per_round:.3f}"]
+def _cells(found: AcceptanceStats, count: int) -> list[str]:
+    rates = [f"{100 * rate:.1f} %" for rate in found.accepted_per_position]
+    return [*rates, *["-"] * (count - len(rates)), f"{found.accepted_per_forward:.3f}"]
 
 
 def _causes(case: Case, foretold: Foretold) -> str:
@@ -125,7 +128,7 @@ def _causes(case: Case, foretold: Foretold) -> str:
         return "It feeds the depths as training does."
     lines = ["What differs from training, and the drafts a round that are gained if that rule alone is undone:"]
     for cause in foretold.causes:
-        gained = cause.undone.per_round - foretold.engine.per_round
+        gained = cause.undone.accepted_per_forward - foretold.engine.accepted_per_forward
         first, *more = wrap(f"{cause.difference.engine} (in training: {cause.difference.trained})", WIDTH)
         lines += [f"  {gained:+.3f}  {first}", *(f"          {line}" for line in more)]
         lines.append(f"          ({_source(case, cause)})")

@@ -14,9 +14,8 @@ Letters in names: S positions of the text, R starts, B batch (1), H hidden, V vo
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from megatron_mtp.extensions.predict.engines import SHARED_KEYS, TRAINED, Feedin
 from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.hybrid import MTPHybridModel
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
+from megatron_mtp.model.rope import placed
 from megatron_mtp.model.trunk import MTPTrunk
 
 ROWS_OF_LOGITS = 256
@@ -169,7 +169,7 @@ def _run(
         positions = [0, *(position + 1 for position in positions)]
         visible_NN = _with_first(visible_NN)
     mask = ~visible_NN[None, None].to(states_NBH.device)
-    with _input_of(layer.final_layernorm) as before, _placed(layer, positions):
+    with _input_of(layer.final_layernorm) as before, placed(layer, positions):
         after_NBH = layer(states_NBH, embedded_NBH, _attention(model, mask, positions))
     return before[0][-starts:], after_NBH[-starts:]
 
@@ -197,30 +197,9 @@ def _with_first(visible_NN: Tensor) -> Tensor:
 
 
 def _attention(model: MTPTrunk, mask: Tensor, positions: list[int]) -> AttentionInputs:
-    """Mask and rotary angles; latent attention makes its own (`_placed`)."""
+    """Mask and rotary angles; latent attention makes its own (`placed`)."""
     angles = model.rotary_angles(max(positions) + 1)[0][positions] if model.turns_heads else None
     return AttentionInputs(attention_mask=mask, rotary_pos_emb=angles)
-
-
-@contextmanager
-def _placed(layer: torch.nn.Module, positions: list[int]) -> Iterator[None]:
-    """While this lasts, latent attention in the layer takes its rows to stand at these positions."""
-    with ExitStack() as stack:
-        for module in layer.modules():
-            if hasattr(module, "get_emb"):  # only rotary modules have it, with and without YaRN
-                module.forward = _angles_at(module.forward, positions)
-                stack.callback(module.__dict__.pop, "forward")
-        yield
-
-
-def _angles_at(forward: Any, positions: list[int]) -> Any:
-    """A substitute for a rotary module's forward, which knows the number of rows alone."""
-
-    def angles(_: int, *args: Any, **kwargs: Any) -> Any:
-        made = forward(max(positions) + 1, *args, **kwargs)
-        return (made[0][positions], *made[1:]) if isinstance(made, tuple) else made[positions]
-
-    return angles
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.cli import main as cli
 from megatron_mtp.data.tokenizer import train_bpe
-from megatron_mtp.extensions.predict.acceptance import Acceptance, Sample, accepted, foretell, rounds
+from megatron_mtp.extensions.predict.acceptance import Sample, accepted, foretell, rounds
 from megatron_mtp.extensions.predict.engines import ENGINES, SHARED_KEYS, TRAINED, WORDS, Feeding, differences
 from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
 from megatron_mtp.model.causal import square_mask
@@ -196,10 +196,6 @@ def test_rounds_by_hand() -> None:
     first = [9, 3, 9, 9, 6, 9]  # of the round behind row i: its first draft, for token i + 2
     second = [9, 4, 9, 9, 9, 9]
     assert rounds([first, second], sample) == [2, 1]
-    found = Acceptance.of([2, 1], 2)
-    assert (found.rounds, found.kept) == (2, (2, 1))
-    assert found.by_position == [1.0, 0.5]
-    assert found.per_round == 1.5
 
 
 @torch.no_grad()
@@ -217,14 +213,14 @@ def test_exchanged_halves_are_named_as_the_cause() -> None:
     sample = Sample(text_of_drafts(model, TRAINED, 20), prompt=4, end=18)
     feeding = ENGINES["transformers"].feeding("glm4_moe", 1)
     right = foretell(model, [sample], 1, feeding)
-    assert right.engine.by_position == [1.0]
+    assert right.engine.accepted_per_position == [1.0]
     assert right.causes == []
     weight = model.mtp.layers[0].eh_proj.weight
     weight.data = weight.data.roll(weight.size(1) // 2, dims=1)
     wrong = foretell(model, [sample], 1, feeding)
-    assert wrong.engine.per_round < 0.5
+    assert wrong.engine.accepted_per_forward < 0.5
     assert [cause.difference.rule for cause in wrong.causes] == ["swapped"]
-    assert wrong.causes[0].undone.by_position == [1.0]
+    assert wrong.causes[0].undone.accepted_per_position == [1.0]
 
 
 def test_causes_are_measured_one_by_one_and_sorted() -> None:
@@ -236,9 +232,9 @@ def test_causes_are_measured_one_by_one_and_sorted() -> None:
     calls: list[None] = []
     found = foretell(model, [sample], 1, ENGINES["vllm"].feeding("mimo", 1), lambda: calls.append(None))
     assert len(calls) == 1
-    assert found.trained.by_position == [1.0]
+    assert found.trained.accepted_per_position == [1.0]
     assert [cause.difference.rule for cause in found.causes] == ["trunk", "zeroed"]
-    assert found.causes[0].undone.per_round > found.engine.per_round + 0.3
+    assert found.causes[0].undone.accepted_per_forward > found.engine.accepted_per_forward + 0.3
     text = read_text(model, sample.tokens)
     undone = accepted(model, text, sample, 1, Feeding(module="first", keys="chain", zeroed=True))
     assert found.causes[0].undone == undone

@@ -11,7 +11,7 @@ from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
 from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.importing import Options
 from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.extensions.predict.acceptance import Acceptance, Sample, rounds
+from megatron_mtp.extensions.predict.acceptance import Sample, rounds
 from megatron_mtp.extensions.predict.engines import ENGINES
 from megatron_mtp.extensions.predict.rows import drafts, greedy, read_text
 from megatron_mtp.platform import prepare
@@ -50,7 +50,7 @@ def test_transformers_accepts_what_is_foretold(name: str, tmp_path: Path) -> Non
         feeding = ENGINES["transformers"].feeding(family, count)
         ours = rounds(drafts(model, read_text(model, whole), count, feeding), sample)
         kept = theirs["accepted"][1:]  # the trunk's first token comes without a draft
-        print(f"{name}, {count} drafts: transformers {Acceptance.of(kept, count)}, ours {Acceptance.of(ours, count)}")
+        print(f"{name}, {count} drafts: transformers kept {kept}, ours {ours}")
         assert kept[:-1] == ours[:-1]  # transformers cuts the last round to the tokens that are left
         assert len(kept) == len(ours)
         assert 0.05 < sum(ours) / (count * len(ours)) < 0.95  # all or none accepted would say nothing of the drafts

@@ -57,7 +57,7 @@ def test_llama_cpp_accepts_what_is_foretold(name: str, tmp_path: Path) -> None:
         assert each["tokens"] == [sample.tokens[8 : 8 + NEW] for sample in samples]
         count, feeding = each["drafts"], ENGINES["llama.cpp"].feeding("glm4_moe", 1)
         parts = [accepted(model, read_text(model, sample.tokens), sample, count, feeding) for sample in samples]
-        ours, theirs = reduce(add, parts).per_round / count, each["accepted"] / each["proposed"]
+        ours, theirs = reduce(add, parts).accepted_per_forward / count, each["accepted"] / each["proposed"]
         counts = f"llama.cpp {each['accepted']} of {each['proposed']}, {theirs:.4f}; ours {ours:.4f}"
         print(f"{name}, {count} drafts: {counts}")
         assert theirs == pytest.approx(ours, abs=0.02)

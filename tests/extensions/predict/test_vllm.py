@@ -86,9 +86,9 @@ def test_vllm_accepts_what_was_trained(name: str, tmp_path: Path) -> None:
         sample = Sample(whole, len(PROMPT), len(PROMPT) + NEW)
         ours = accepted(model, read_text(model, whole), sample, drafts, feeding)
         print(f"{name}, {drafts} drafts: {each['accepted_per_position']} of {each['proposed']}; ours {ours}")
-        assert each["proposed"] == ours.rounds * drafts
-        assert each["accepted_per_position"] == list(ours.kept)
-        assert 0.05 < ours.per_round / drafts < 0.95  # all or none accepted would say nothing of the drafts
+        assert each["proposed"] == ours.target_forwards * drafts
+        assert each["accepted_per_position"] == ours.accepted_at
+        assert 0.05 < ours.accepted_per_forward / drafts < 0.95  # all or none accepted would say nothing of the drafts
 
 
 def test_vllm_does_not_start_with_a_file_that_an_audit_misses(tmp_path: Path) -> None:

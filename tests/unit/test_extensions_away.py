@@ -14,8 +14,8 @@ from fork_server import ROOT
 
 SMOKE = """
     test_config test_shift test_batch test_combine test_losses_table test_registry test_rules test_arguments
-    test_run_files test_sampling test_speculative_config test_drafting test_engine test_convert_tool test_serving
-    test_command
+    test_run_files test_sampling test_speculative_config test_serving test_command test_families
+    test_drafting::test_identity_for_every_kind_of_model test_engine::test_every_kind_of_model_is_served
 """.split()
 WITHOUT_EDITABLE = """
 import sys
@@ -59,6 +59,7 @@ def test_every_verb_of_the_core_answers(copy: Path) -> None:
 
 @pytest.mark.matrix
 def test_fast_tests_of_the_core_pass(copy: Path) -> None:
-    files = [f"tests/unit/{name}.py" for name in SMOKE]
+    names = (name.partition("::") for name in SMOKE)
+    files = [f"tests/unit/{file}.py{colons}{case}" for file, colons, case in names]
     done = run(copy, "-m", "pytest", "-q", "-n", "0", *files)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -33,7 +33,6 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     judged.py            penalties and log-probabilities
     live.py              a text that is prefilled, and groups of texts that are decoded
     engine.py            continuous batching: requests join and leave between steps
-    rehearsal.py         how often the first depth is right about the prompt
     auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
     load.py              a checkpoint folder to a runner
     api.py               generate(): prompts in, texts and statistics out

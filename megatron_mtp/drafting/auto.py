@@ -7,9 +7,6 @@ While K = 0 is best, drafting rests. A draft is tried again after 16, 32, 64, ..
 cost less than `SHARE` of the time beyond plain decoding. After a rest the drafter has to run the rows of all tokens
 emitted meanwhile. That is part of the price: where it exceeds the share, the next draft waits for more time to pass.
 The measurements hold for all batches of one size that a model generates.
-
-Methods with MTP depths begin with a rehearsal (`rehearsal.py`): the first depth is judged on the prompt. Where it is
-hopeless there, nothing is drafted; further prompts are judged while drafting rests.
 """
 
 from collections import defaultdict, deque
@@ -36,12 +33,6 @@ FIRST_REST = 16
 
 LONGEST_REST = 512
 """Plain steps after which the price of another draft is looked at again, however far away it was."""
-
-HOPELESS = 0.1
-"""Chance of the first draft on the prompt below which it is not tried: a draft costs a tenth of a forward or more."""
-
-REHEARSED_STEPS = 4
-"""Steps with drafts that the chance on the prompt weighs as much as."""
 
 FEW_TIMES, CLOSE = 3, 0.9
 """A K that promises this share of the highest rate is tried until it was timed so often; first steps take longer."""
@@ -73,7 +64,6 @@ class AutoK:
     _elapsed: float = 0.0
     _drafting: float = 0.0
     _worth: float = 0.0
-    _rehearsal: float = 0.0
     _steps: int = 0
     _rest: int = 0
     _pause: int = FIRST_REST
@@ -89,22 +79,6 @@ class AutoK:
     def rests(self) -> bool:
         """Whether the next step is plain whatever it would take; the same on all ranks."""
         return self._rest > 0
-
-    @property
-    def may_rehearse(self) -> bool:
-        """Whether a batch is to begin with a rehearsal: the first one, and while drafting rests, within the share."""
-        if not self._offers or not self._target:
-            return not self._offers
-        return self._rests and self._lost() + self._rehearsal <= SHARE * self._elapsed
-
-    def expect(self, chance: float, rows: int, seconds: float) -> None:
-        """What a rehearsal of so many rows has shown of the first draft, and what it took."""
-        self._hits, self._offers = [REHEARSED_STEPS * chance], [REHEARSED_STEPS]
-        self._elapsed += seconds
-        self._drafting += seconds
-        self._rehearsal, self._caught_up = seconds, (seconds, 0, rows)
-        self._rests = chance < HOPELESS
-        self._rest = self._pause if self._rests else 0
 
     def choose(self) -> int:
         """K of the next step; with several ranks the first one's choice, since their clocks differ."""
@@ -185,11 +159,9 @@ class AutoK:
         return 0, self._pause - 1
 
     def _trials(self) -> tuple[int, ...]:
-        """K of the first steps; where the prompt speaks for drafts, one more with them, as the first ones are slow."""
+        """K of the first steps."""
         few = min(self.most, FIRST_DRAFTS)
-        if not self._rehearsal:
-            return few, few, 0, 0
-        return (1, 1, 0, 0) if self._chances()[0] < 0.5 else (few, few, few, 0, 0)
+        return few, few, 0, 0
 
     def _best(self) -> int:
         """K of the highest rate; if that is not 0, a larger one that is close to it and was timed a few times only."""
@@ -209,9 +181,9 @@ class AutoK:
 
     def _price(self) -> float:
         """Seconds of one more draft and of the rows that the drafter has to catch up on, as the last ones took."""
-        if not self._draft and not self._rehearsal:
+        if not self._draft:
             return float("inf")
-        draft = median(self._draft) if self._draft else self._rehearsal
+        draft = median(self._draft)
         seconds, count, rows = self._caught_up
         return draft + self._behind * max(seconds - count * draft, 0.0) / rows
 

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.graphs import GraphedStep
 from megatron_mtp.drafting.method import Method
-from megatron_mtp.drafting.rehearsal import rehearse
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import RECOVER, Sampling, SamplingByText, draw
 from megatron_mtp.drafting.sequences import Sequences
@@ -128,22 +126,8 @@ def decode(
     method.proposer.start(sequences)
     if method.auto is not None:
         method.auto.begin(max(sequences.lengths()), method.stats)
-        _rehearse(runner, sequences, method, method.auto)
     while any(sequences.live):
         group.step()
-
-
-def _rehearse(runner: Runner, sequences: Sequences, method: Method, auto: AutoK) -> None:
-    """Show automatic K how well the first depth does on the prompts, where it has not seen drafts."""
-    proposer = method.proposer
-    if not auto.may_rehearse or proposer.depths is None or proposer.drafts_trees:
-        return
-    before = time.perf_counter()
-    found = rehearse(runner, sequences, method.sampling)
-    if found is not None:
-        seconds = time.perf_counter() - before
-        method.stats.drafter_seconds += seconds
-        auto.expect(*found, seconds)
 
 
 def _graphed(runner: Runner, sequences: Sequences, method: Method) -> GraphedStep | None:

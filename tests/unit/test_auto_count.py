@@ -134,51 +134,6 @@ def test_a_forward_of_more_rows_may_cost_more() -> None:
     assert auto.choose() == 0
 
 
-def test_a_drafter_that_is_never_right_on_the_prompt_costs_the_rehearsal_alone() -> None:
-    auto = AutoK(2)
-    auto.expect(0.0, 32, 1.3)
-    cost, counts = Machine(never, behind=0.02).run(auto, 128)
-    assert not any(counts)
-    assert cost == 1
-
-
-def test_a_drafter_that_is_right_on_the_prompt_is_used_from_the_first_step() -> None:
-    auto = AutoK(2)
-    auto.expect(0.9, 32, 1.3)
-    _, counts = Machine(lambda _, count: count).run(auto, 128)
-    assert counts == [2, 2, 2, 0, 0, *[2] * (len(counts) - 5)]
-
-
-def test_while_drafting_rests_further_prompts_are_judged_and_a_good_one_ends_the_rest() -> None:
-    auto = AutoK(2)
-    auto.expect(0.0, 32, 0.5)
-    assert not auto.may_rehearse
-    _, counts = Machine(never).run(auto, 128)
-    assert not any(counts)
-    auto.begin(1, AcceptanceStats())
-    assert auto.may_rehearse
-    auto.expect(0.9, 32, 0.5)
-    cost, counts = Machine(lambda _, count: count).run(auto, 128)
-    assert counts[:2] == [2, 2]
-    assert counts[-1] == 2
-    assert cost < 0.6
-    assert not auto.may_rehearse
-
-
-def test_depths_are_judged_on_the_prompt_before_they_draft() -> None:
-    """Depths of random weights agree with the trunk's argmax on no more than a few of 24 rows."""
-    target = Runner(model_of("gqa", 2))
-    prompt = [(7 * place) % 50 + 1 for place in range(25)]
-    generate(target, [prompt], 4, speculative={"method": "mtp", "num_speculative_tokens": "auto"})
-    (measured,) = target.auto_counts.values()
-    assert measured._rehearsal > 0
-    assert not measured.may_rehearse
-    target = Runner(model_of("gqa", 2))
-    generate(target, [prompt[:4]], 4, speculative={"method": "mtp", "num_speculative_tokens": "auto"})
-    (measured,) = target.auto_counts.values()
-    assert measured._rehearsal == 0
-
-
 def test_batches_of_one_size_share_what_was_measured() -> None:
     target = Runner(model_of("gqa", 2))
     config = {"method": "mtp", "num_speculative_tokens": "auto"}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_mtp.drafting.proposers import PROPOSERS
+from megatron_mtp.drafting.settings import Settings, keys
 from megatron_mtp.drafting.verifiers import VERIFIERS
 from megatron_mtp.errors import Parser, named, sentences
 from megatron_mtp.files import written_beside
@@ -87,10 +88,23 @@ class _ListMethods(Action):
     def __call__(
         self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: str | None = None
     ) -> None:
-        with sentences(parser.prog):
-            from megatron_mtp.drafting.listing import listing
+        def row(name: str, line: str, kind: type[Settings]) -> None:
+            print(f"  {name:<18}{line}".replace("`", ""))
+            for key in keys(kind):
+                print(f"    {key.name:<16}{key.meaning}{key.limits}".replace("`", ""))
 
-            print(listing())
+        with sentences(parser.prog):
+            print("methods, which draft from")
+            for name, method in PROPOSERS.items():
+                states = method.recurrent_layers()
+                notes = [f"{method.depths} depths"] if method.depths else []
+                notes += [] if states == "yes" else [f"recurrent layers: {states}"]
+                row(name, method.line + (f" ({'; '.join(notes)})" if notes else ""), method.settings_kind)
+            print("\nverifiers")
+            for name, verifier in VERIFIERS.items():
+                row(name, verifier.line, verifier.settings_kind)
+            *others, last = (name for name, one in VERIFIERS.items() if not one.lossless)
+            print(f"{', '.join(others)} and {last} change the distribution; the others keep it.")
         parser.exit()
 
 

@@ -36,7 +36,6 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
     load.py              a checkpoint folder to a runner
     api.py               generate(): prompts in, texts and statistics out
-    listing.py           methods and verifiers in words: --list-methods, the tables of docs/drafting.md
     text.py              texts on the terminal
     cost.py              prompts under one clock, compared with plain decoding; acceptance, speed, energy
     own_texts/           continuations of a corpus' prompts, as data to train on: megatron-mtp sample

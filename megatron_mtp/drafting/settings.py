@@ -9,6 +9,7 @@ error messages read the same fields. Plain Python, without torch.
 """
 
 from dataclasses import dataclass, field, fields
+from math import inf
 from types import UnionType
 from typing import Any, get_args, get_origin
 
@@ -66,11 +67,15 @@ class Key:
             raise ValueError(f"speculative config: {self.name} is {value!r}; give a number from {low} to {high}.")
 
     @property
-    def shown_default(self) -> str:
-        """As JSON has it; nothing where there is none."""
-        return (
-            "" if self.default is None else str(list(self.default) if isinstance(self.default, tuple) else self.default)
+    def limits(self) -> str:
+        """Default, as JSON has it, and range in brackets, whichever there are."""
+        parts = (
+            [] if self.default is None else [str([*self.default] if isinstance(self.default, tuple) else self.default)]
         )
+        if self.range is not None:
+            low, high = self.range
+            parts.append(f"{low} or more" if high == inf else f"{low} to {high}")
+        return f" ({'; '.join(filter(None, parts))})" if any(parts) else ""
 
 
 def keys(kind: type[Settings]) -> list[Key]:

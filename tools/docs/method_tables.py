@@ -5,7 +5,9 @@ python tools/docs/method_tables.py
 
 from pathlib import Path
 
-from megatron_mtp.drafting.listing import markdown
+from megatron_mtp.drafting.proposers import PROPOSERS
+from megatron_mtp.drafting.settings import Settings, keys
+from megatron_mtp.drafting.verifiers import VERIFIERS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/drafting.md"
 BEGIN, END = "<!-- written by tools/docs/method_tables.py -->\n", "\n<!-- end -->"
@@ -15,7 +17,28 @@ def updated(page: str) -> str:
     """The page with new tables between the two marks."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return before + BEGIN + markdown() + END + after
+    return before + BEGIN + tables() + END + after
+
+
+def tables() -> str:
+    """Of all methods, and of all verifiers."""
+    methods = [
+        f"| `{name}` | {one.line} | {one.depths or ''} | {one.recurrent_layers()} | {_keys(one.settings_kind)} |"
+        for name, one in PROPOSERS.items()
+    ]
+    verifiers = [
+        f"| `{name}` | {one.line} | {'kept' if one.lossless else 'changed'} | {_keys(one.settings_kind)} |"
+        for name, one in VERIFIERS.items()
+    ]
+    heads = (
+        "| method | drafts from | needs depths | recurrent layers | keys (default; range) |\n|---|---|---|---|---|",
+        "| verifier | rule | distribution | keys (default; range) |\n|---|---|---|---|",
+    )
+    return "\n".join([heads[0], *methods, "", heads[1], *verifiers])
+
+
+def _keys(kind: type[Settings]) -> str:
+    return "; ".join(f"`{key.name}`: {key.meaning}{key.limits}" for key in keys(kind))
 
 
 if __name__ == "__main__":

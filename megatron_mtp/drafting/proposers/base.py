@@ -53,6 +53,14 @@ class Proposer:
     def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
         self.runner, self.config, self.settings = runner, config, config.settings
 
+    @classmethod
+    def recurrent_layers(cls) -> str:
+        """Where a hybrid may have recurrent layers: trees branch, and so do some rows of a depth."""
+        trunk, depths = not cls.drafts_trees, cls.depths is None or cls.keeps_states
+        return {(True, True): "yes", (True, False): "in the trunk", (False, True): "in depths"}.get(
+            (trunk, depths), "no"
+        )
+
     @property
     def most(self) -> int | None:
         """The largest K that it can be asked for; None without a limit."""

@@ -65,8 +65,7 @@ from benchmarks.sides import (
     side_of,
 )
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.drafting import generate
-from megatron_mtp.drafting import runner as runner_module
+from megatron_mtp.drafting import backend, generate
 from megatron_mtp.drafting.recurrent_state import KEPT, ROLLED_BACK
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.build import MTPHybridModelConfig, build
@@ -224,7 +223,7 @@ def mamba_runners() -> dict[str, Runner]:
     copy_weights(*models)
     for model in models:
         model.max_sequence_length = LATE + WINDOW
-    with mock.patch.object(runner_module, "lean", return_value=None):
+    with mock.patch.object(backend, "lean", return_value=None):
         modules = Runner(models[1])
     return {OURS: Runner(models[0]), MODULES: modules}
 

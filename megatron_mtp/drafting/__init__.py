@@ -21,9 +21,7 @@ platform, and the rules in this room (types, sampling, verifiers) do not.
     recurrent_state.py   their states and the newest rows' inputs, from which states are rolled back
     experts.py           layers of experts for few rows, without reading back where they go
     dense_layer.py       a dense layer with little between its products
-    products.py          products of few rows, by whichever kernel is faster on this CPU
-    few_rows.py          few rows through all layers in one call of compiled code (native/few_rows.cpp)
-    compiled.py          builds that code once for this CPU
+    backend.py           Modules, which runs rows through all layers; the table of backends
     graphs.py            steps as CUDA graphs, kept for later prompts
     memory.py            keys, values and states of texts, together
     sequences.py         the texts of a batch while they grow

@@ -30,11 +30,14 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from megatron_mtp.drafting.cached_attention import CachedAttention, attend
-from megatron_mtp.drafting.products import product
 from megatron_mtp.drafting.recurrent_layers import CachedRecurrence, attention_of, mixer_of, mlp_of, norm_before
 from megatron_mtp.model.portable import PortableNorm
 
 Forward = Callable[[Tensor, "Angles | None"], Tensor]
+Multiply = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor], Multiply]
+"""A weight to its product: x [..., in] to x @ weight.T [..., out]."""
+
 Angles = tuple[Tensor, Tensor]
 """Cosine and signed sine of every row's rotary angles, each [S, B, 1, 1, C]; see `turns`."""
 
@@ -113,17 +116,17 @@ def turns(angles_L11C: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor
     return (torch.stack((angles_L11C.cos(), sine), dim=1) * scale).to(dtype)
 
 
-def lean(layer: Any) -> Forward | None:
-    """The layer's forward, hidden [S, B, H] to the same; None for a layer of another kind."""
+def lean(layer: Any, product: Product) -> Forward | None:
+    """The layer's forward with these products, hidden [S, B, H] to the same; None for a layer of another kind."""
     if not _is_plain(layer) or not _is_known(layer.config):
         return None
     if (mixer := mixer_of(layer)) is not None:
-        return _alone(norm_before(layer), _mixed(mixer))
+        return _alone(norm_before(layer), _mixed(mixer, product))
     if mlp_of(layer) is None:
-        return _alone(layer.input_layernorm, _attention(layer.self_attention))
+        return _alone(layer.input_layernorm, _attention(layer.self_attention, product))
     if attention_of(layer) is None:
-        return _alone(layer.pre_mlp_layernorm, _mlp(layer.mlp))
-    attention, mlp = _attention(layer.self_attention), _mlp(layer.mlp)
+        return _alone(layer.pre_mlp_layernorm, _mlp(layer.mlp, product))
+    attention, mlp = _attention(layer.self_attention, product), _mlp(layer.mlp, product)
     before_attention, before_mlp = short_norm(layer.input_layernorm), short_norm(layer.pre_mlp_layernorm)
 
     def forward(hidden_SBH: Tensor, angles: Angles | None) -> Tensor:
@@ -207,7 +210,7 @@ def _warn(unknown: tuple[str, ...]) -> None:
     )
 
 
-def _attention(attention: SelfAttention) -> Callable[[Tensor, Angles | None], Tensor]:
+def _attention(attention: SelfAttention, product: Product) -> Forward:
     core, norms = attention.core_attention, (attention.q_layernorm, attention.k_layernorm)
     to_qkv, to_hidden = product(attention.linear_qkv.weight), product(attention.linear_proj.weight)
     groups, channels = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
@@ -238,12 +241,12 @@ def _rotated(both: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
     return front if rest is None else torch.cat((front, rest), dim=-1)
 
 
-def _mixed(mixer: CachedRecurrence) -> Forward:
+def _mixed(mixer: CachedRecurrence, product: Product) -> Forward:
     widen, narrow = product(mixer.own.in_proj.weight), product(mixer.own.out_proj.weight)
     return lambda hidden_SBH, _: narrow(mixer.between(widen(hidden_SBH)))
 
 
-def _mlp(mlp: MLP) -> Forward:
+def _mlp(mlp: MLP, product: Product) -> Forward:
     widen, narrow = product(mlp.linear_fc1.weight), product(mlp.linear_fc2.weight)
     activate = activation(mlp.config)
     return lambda hidden_SBH, _: narrow(activate(widen(hidden_SBH)))

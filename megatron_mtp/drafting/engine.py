@@ -27,8 +27,9 @@ import torch
 from megatron_mtp.drafting.auto import AutoK
 from megatron_mtp.drafting.blocks import BlockPool, Held
 from megatron_mtp.drafting.config import MOST_DRAFTED, SpeculativeConfig
+from megatron_mtp.drafting.kv_cache import BEYOND, CHUNK
 from megatron_mtp.drafting.live import LiveGroup, Prompts, Shown, Text
-from megatron_mtp.drafting.loop import CHUNK, Limits, catch_up
+from megatron_mtp.drafting.loop import Limits, catch_up
 from megatron_mtp.drafting.memory import Memory, entry_bytes
 from megatron_mtp.drafting.method import Method, make_method
 from megatron_mtp.drafting.pages import BLOCK, Pages
@@ -36,9 +37,6 @@ from megatron_mtp.drafting.requests import Finish, Load, QueueFull, Request, Upd
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.stats import AcceptanceStats
-
-BEYOND = 320
-"""Slots after the model's last position, which drafts may use."""
 
 SEEDS = range(-(2**63), 2**63)
 """What a seed may be."""

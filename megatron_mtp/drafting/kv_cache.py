@@ -24,6 +24,12 @@ from megatron_mtp.model.causal import causal_mask
 WINDOW_STEP, FEW_WINDOWS_STEP = 32, 128
 """Slots that a forward looks at are a multiple of this; see `rounded`."""
 
+CHUNK = 512
+"""Rows of a prompt that go through a model at once."""
+
+BEYOND = 320
+"""Slots and positions after the model's last one, which drafts may use; no token is emitted there."""
+
 FORBIDDEN = torch.finfo(torch.float32).min / 2
 """Added to the score of a slot that a row must not look at; finite, so that a padding row has no NaN."""
 

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from megatron_mtp.drafting.graphs import GraphedStep
+from megatron_mtp.drafting.kv_cache import CHUNK
 from megatron_mtp.drafting.method import Method
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import RECOVER, Sampling, SamplingByText, draw
 from megatron_mtp.drafting.sequences import Sequences
 from megatron_mtp.drafting.types import Draft, Emitted, End, Round
-
-CHUNK = 512
-"""Rows of a prompt that go through the model at once."""
 
 Emit = Callable[[Emitted], None]
 """Called with what every step gave every text, as it comes."""

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from megatron_mtp.data.batch import add_depths, depth_batch
 from megatron_mtp.drafting import graphs, loop, sequences
 from megatron_mtp.drafting.api import generate
+from megatron_mtp.drafting.backend import BACKENDS
 from megatron_mtp.drafting.experts import place_static_experts
 from megatron_mtp.drafting.loop import Limits, decode
 from megatron_mtp.drafting.method import Method, config_from, make_method
@@ -148,7 +149,13 @@ def method_of(kind: str) -> str:
 def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what a step calls can be watched: the replay of a CUDA graph calls nothing, nor does compiled code."""
     monkeypatch.setattr(graphs, "can_record", lambda *_: False)
-    monkeypatch.setattr(Runner, "drafts_at_once", lambda *_: False)
+    draft_one_by_one(monkeypatch)
+
+
+def draft_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MTP layers run and draft in turn, also where a backend has them all at once."""
+    for backend in BACKENDS.values():
+        monkeypatch.setattr(backend, "draft", lambda *_: False)
 
 
 def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_the_settings_of_a_usual_model_are_known() -> None:
     runner = Runner(model_of("gqa"))
-    assert runner.all_short
+    assert runner.backend.all_short
     assert dense_layer.unknown_settings(runner.model.config) == []
 
 
@@ -50,7 +50,7 @@ def test_a_switch_of_megatrons_leaves_the_layer_to_it(name: str, caplog: pytest.
     dense_layer._warn.cache_clear()
     with caplog.at_level(logging.WARNING):
         runner = Runner(model_of("gqa", **SWITCHES[name]))
-    assert not runner.all_short
+    assert not runner.backend.all_short
     assert next(iter(SWITCHES[name])) in warnings_of(caplog)[0]
     assert len(warnings_of(caplog)) == 1
     assert_drafts_as_trained(runner, model_of("gqa", **SWITCHES[name]))
@@ -76,7 +76,7 @@ def test_a_setting_that_is_not_listed_leaves_the_layer_to_megatron(name: str) ->
     setattr(model.config, name, True)
     runner = Runner(model)
     assert dense_layer.unknown_settings(model.config) == [name]
-    assert not runner.all_short
+    assert not runner.backend.all_short
 
 
 def half_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def with_planted_switch() -> MTPGPTModel:
 def test_a_planted_switch_leaves_the_layer_to_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     half_the_layer(monkeypatch)
     runner = Runner(with_planted_switch())
-    assert not runner.all_short
+    assert not runner.backend.all_short
     assert dense_layer.unknown_settings(runner.model.config) == ["residual_scale"]
     assert_drafts_as_trained(runner, with_planted_switch())
 

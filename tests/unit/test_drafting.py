@@ -26,7 +26,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.functional import one_hot
 
-from megatron_mtp.drafting import runner
+from megatron_mtp.drafting import backend
 from megatron_mtp.drafting.api import check_prompts, generate
 from megatron_mtp.drafting.config import SpeculativeConfig
 from megatron_mtp.drafting.kv_cache import KVCache, Rows, chain_rows
@@ -253,14 +253,14 @@ def test_short_layers_compute_what_the_modules_do(monkeypatch: pytest.MonkeyPatc
     for kind in KINDS:
         short = runner_of(kind)
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "lean", lambda _: None)
+            patch.setattr(backend, "lean", lambda *_: None)
             modules = runner_of(kind)
-        assert all(layer is None for layer, _ in modules._layers)
+        assert not any(any(stack.short) for stack in modules.backend.stacks)
         settings = {"method": method_of(kind), "num_speculative_tokens": 3}
         ours, theirs = (run(one, prompts, 20, settings)[0] for one in (short, modules))
         assert ours.texts == theirs.texts
         torch.testing.assert_close(ours.cache.keys, theirs.cache.keys, rtol=1e-9, atol=1e-9)
-    assert [layer is not None for layer, _ in runner_of("gqa")._layers] == [True, True]
+    assert runner_of("gqa").backend.all_short
 
 
 @pytest.mark.parametrize(

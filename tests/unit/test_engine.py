@@ -280,13 +280,13 @@ def test_a_place_is_taken_in_the_step_after_the_one_in_which_it_is_left() -> Non
 def test_prompts_run_in_one_forward_and_their_padding_does_not(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """100, 12 and 50 rows: through the trunk together, and through each of the three depths."""
     runner, rows = runner_of(), list[int]()
-    embed = runner._embed
+    embed = runner.backend._embed
 
     def counted(tokens_BR: torch.Tensor) -> torch.Tensor:
         rows.append(tokens_BR.numel())
         return embed(tokens_BR)
 
-    monkeypatch.setattr(runner, "_embed", counted)
+    monkeypatch.setattr(runner.backend, "_embed", counted)
     engine = engine_of()
     wanted = [request_of((PIECES[0] + PIECES[1] + PIECES[2])[:length], 5, method) for length in (100, 12, 50)]
     numbers = [engine.add(request) for request in wanted]

@@ -102,8 +102,8 @@ def test_texts_that_come_one_by_one_find_no_state_of_another() -> None:
 def test_prompts_that_run_in_one_forward_do_not_mix(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """70, 3 and 40 rows, the padding between them left out; then the rest of the longest ones."""
     runner, rows = runner_of(pattern), list[int]()
-    embed = runner._embed
-    monkeypatch.setattr(runner, "_embed", lambda tokens: rows.append(tokens.numel()) or embed(tokens))
+    embed = runner.backend._embed
+    monkeypatch.setattr(runner.backend, "_embed", lambda tokens: rows.append(tokens.numel()) or embed(tokens))
     wanted = [request_of(prompt, 12, "mtp-1") for prompt in (PIECES[0] + PIECES[1][:30], [1, 2, 3], PIECES[2])]
     engine = engine_of(pattern, chunk=100)
     numbers = [engine.add(request) for request in wanted]

@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": LOW | {"data", "losses", "checkpoint", "drafting", "training", "serving"} | CHECKPOINT,
     "__main__": {"cli"},
     "extensions": set(),
+    "extensions/cpu_rows": {"files", "model", "drafting"},
     "extensions/predict": LOW | {"cli", "data", "model", "drafting"} | CHECKPOINT,
     "extensions/report": {"cli", "errors", "files", "training"},
 }

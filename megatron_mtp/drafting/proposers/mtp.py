@@ -17,16 +17,14 @@ from typing import TYPE_CHECKING, ClassVar, override
 import torch
 from torch import Tensor
 
-from megatron_mtp.drafting.few_rows import DepthPass
-from megatron_mtp.drafting.kv_cache import KVCache, Rows
+from megatron_mtp.drafting.backend import MTPRows
+from megatron_mtp.drafting.kv_cache import CHUNK
 from megatron_mtp.drafting.proposers.base import Kind, OneCache, Proposer, pick
 from megatron_mtp.drafting.types import Draft, Round
 
 if TYPE_CHECKING:
+    from megatron_mtp.drafting.runner import Runner
     from megatron_mtp.drafting.sequences import Sequences
-
-CHUNK = 512
-"""The most rows that a module runs at once when it catches up."""
 
 
 class Vanilla(Proposer):
@@ -61,42 +59,19 @@ class Vanilla(Proposer):
             rows = sequences.chain(first_B, width, 0)
             trunk_SBH = sequences.states_at(first_B, width)
             tokens_BT = sequences.tokens_at(first_B + 1, width + run)
-            if is_last and round.sampling.greedy and self.runner.drafts_at_once(tokens_BT.size(0) * width):
-                draft = self._at_once(trunk_SBH, tokens_BT, rows, caches, count)
-            else:
-                draft = self._by_depth(trunk_SBH, tokens_BT, rows, caches, round, count if is_last else 0)
+            passes = [
+                MTPRows(
+                    depth,
+                    trunk_SBH if depth == 1 or not self.runner.sequential else None,
+                    tokens_BT[:, depth - 1 : depth - 1 + width],
+                    rows,
+                    caches[depth - 1],
+                )
+                for depth in range(1, run + 1)
+            ]
+            draft = in_turn(self.runner, passes, tokens_BT[:, width:], round, count if is_last else 0)
         assert draft is not None
         return draft
-
-    def _by_depth(
-        self, trunk_SBH: Tensor, tokens_BT: Tensor, rows: Rows, caches: list[KVCache], round: Round, count: int
-    ) -> Draft | None:
-        """Drafts of the first `count` depths; the others run, and with a count of 0 nothing is drafted."""
-        picked, states_SBH, width = [], trunk_SBH, trunk_SBH.size(0)
-        for depth in range(1, tokens_BT.size(1) - width + 1):
-            given_SBH = states_SBH if self.runner.sequential else trunk_SBH
-            tokens_BR = tokens_BT[:, depth - 1 : depth - 1 + width]
-            states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, caches[depth - 1])
-            if depth <= count:
-                picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], round, depth - 1))
-                tokens_BT[:, width + depth - 1] = picked[-1][0]
-        return chain_of(picked) if picked else None
-
-    def _at_once(self, trunk_SBH: Tensor, tokens_BT: Tensor, rows: Rows, caches: list[KVCache], count: int) -> Draft:
-        """The same in one call; the others draft too."""
-        width = trunk_SBH.size(0)
-        passes = [
-            DepthPass(
-                depth,
-                trunk_SBH if depth == 1 or not self.runner.sequential else None,
-                tokens_BT[:, depth - 1 : depth - 1 + width],
-                rows,
-                caches[depth - 1],
-            )
-            for depth in range(1, tokens_BT.size(1) - width + 1)
-        ]
-        self.runner.draft_greedily(passes, tokens_BT[:, width:])
-        return Draft(tokens_BT[:, width : width + count])
 
     def _depths_run(self, count: int) -> int:
         """All depths where they have states: one that falls behind would need rows that the others cannot run anew."""
@@ -199,43 +174,53 @@ class Eagle(OneCache):
     @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        width = sequences.growth_since(self.own)
-        if round.sampling.greedy and self.runner.drafts_at_once(len(sequences.texts) * width):
-            return self._at_once(sequences, width, count)
-        (cache,) = sequences.depth_caches(1)
-        state_SBH = self.run_new(sequences)
-        picked = [pick(self.runner.draft_logits(state_SBH)[:, 0], round, 0)]
-        for position in range(1, count):
-            token_B1 = picked[-1][0].unsqueeze(1)
-            rows = sequences.chain(sequences.newest_B - 1 + position, 1, count)
-            state_SBH = self.runner.depth(1, state_SBH, token_B1, rows, cache)
-            picked.append(pick(self.runner.draft_logits(state_SBH)[:, 0], round, position))
-        return chain_of(picked)
+        newest = self.new_rows(sequences)
+        drafted_BN = newest.tokens_BR.new_empty(len(sequences.texts), count)
+        passes = [newest]
+        for place in range(1, count):
+            rows = sequences.chain(sequences.newest_B - 1 + place, 1, count)
+            passes.append(MTPRows(1, None, drafted_BN[:, place - 1 : place], rows, newest.cache))
+        draft = in_turn(self.runner, passes, drafted_BN, round, count)
+        assert draft is not None
+        return draft
 
-    def _at_once(self, sequences: "Sequences", width: int, count: int) -> Draft:
-        """Catching up and all drafts in one call."""
-        first_B, newest_B = sequences.newest_B - width, sequences.newest_B
-        (cache,) = sequences.depth_caches(1)
-        tokens_BT = sequences.tokens_at(first_B + 1, width + count)
-        given_SBH, rows = sequences.states_at(first_B, width), sequences.chain(first_B, width, 0)
-        passes = [DepthPass(1, given_SBH, tokens_BT[:, :width], rows, cache)]
-        for place in range(width, width + count - 1):
-            rows = sequences.chain(newest_B + (place - width), 1, count)
-            passes.append(DepthPass(1, None, tokens_BT[:, place : place + 1], rows, cache))
-        self.runner.draft_greedily(passes, tokens_BT[:, width:])
-        sequences.mark_seen(self.own)
-        return Draft(tokens_BT[:, width:])
-
-    def run_new(self, sequences: "Sequences") -> Tensor:
-        """Run the rows whose trunk states are new; the module's state at row m - 1, [1, B, H]."""
+    def new_rows(self, sequences: "Sequences") -> MTPRows:
+        """The rows whose trunk states are new: the last chunk of them, and those before it are run."""
         width = sequences.growth_since(self.own)
         sequences.mark_seen(self.own)
         (cache,) = sequences.depth_caches(1)
-        for first_B, rows, _ in windows(sequences, width):
-            where: Rows = sequences.chain(first_B, rows, 0)
-            tokens_BR = sequences.tokens_at(first_B + 1, rows)
-            state_SBH = self.runner.depth(1, sequences.states_at(first_B, rows), tokens_BR, where, cache)
-        return state_SBH[-1:]
+        for first_B, rows, is_last in windows(sequences, width):
+            given_SBH, tokens_BR = sequences.states_at(first_B, rows), sequences.tokens_at(first_B + 1, rows)
+            chunk = MTPRows(1, given_SBH, tokens_BR, sequences.chain(first_B, rows, 0), cache)
+            if not is_last:
+                run(self.runner, chunk)
+        return chunk
+
+
+def in_turn(runner: "Runner", passes: list[MTPRows], drafted_BN: Tensor, round: Round, count: int) -> Draft | None:
+    """Run MTP layers in turn; the first `count` of them draft after their last row. None where none does.
+
+    Args:
+        drafted_BN: gets the drafts, and may be what later passes read.
+    """
+    if count and round.sampling.greedy and runner.backend.draft(passes, drafted_BN):
+        return Draft(drafted_BN[:, :count])
+    picked, states_SBH = [], None
+    for place, one in enumerate(passes):
+        states_SBH = run(runner, one, states_SBH)
+        if place < count:
+            picked.append(pick(runner.draft_logits(states_SBH[-1:])[:, 0], round, place))
+            drafted_BN[:, place] = picked[-1][0]
+    return chain_of(picked) if picked else None
+
+
+def run(runner: "Runner", one: MTPRows, before_SBH: Tensor | None = None) -> Tensor:
+    """States [S, B, H] of the rows; `before_SBH` are those of the pass before."""
+    given_SBH = one.given_SBH
+    if given_SBH is None:
+        assert before_SBH is not None
+        given_SBH = before_SBH[-one.tokens_BR.size(1) :]
+    return runner.depth(one.depth, given_SBH, one.tokens_BR, one.rows, one.cache)
 
 
 def windows(sequences: "Sequences", width: int, end: int = 0) -> Iterator[tuple[Tensor, int, bool]]:

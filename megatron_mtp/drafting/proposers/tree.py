@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.drafting.config import MOST_DRAFTED
-from megatron_mtp.drafting.proposers.mtp import Eagle
+from megatron_mtp.drafting.proposers.mtp import Eagle, run
 from megatron_mtp.drafting.sampling import DRAFT, draw
 from megatron_mtp.drafting.settings import Settings, setting
 from megatron_mtp.drafting.types import Draft, Round
@@ -107,8 +107,8 @@ class Grower(Eagle):
             most: candidates of a level that are continued, the best; None continues all.
             drawn: candidates are samples of q rather than its most likely tokens.
         """
-        (cache,) = sequences.depth_caches(1)
-        states_SBH = self.run_new(sequences)
+        newest = self.new_rows(sequences)
+        states_SBH = run(self.runner, newest)[-1:]
         levels = [self._candidates(states_SBH, round, widths[0], [], None, drawn)]
         shape, started = (len(sequences.texts), 1, self._rows_run(widths, most)), 0
         least = max(_level_rows(widths[:-1], most), default=0) if sequences.few_shapes else 0
@@ -120,7 +120,7 @@ class Grower(Eagle):
             ancestors_BFA = _with_themselves(_rows_of(ancestors_BFA, above_BF), started)
             where = sequences.tree(torch.full_like(run_BF, depth), ancestors_BFA, started)
             given_SBH = states_SBH.gather(0, above_BF.T.unsqueeze(2).expand(-1, -1, states_SBH.size(2)))
-            states_SBH = self.runner.depth(1, given_SBH, levels[-1].tokens_BN.gather(1, run_BF), where, cache)
+            states_SBH = self.runner.depth(1, given_SBH, levels[-1].tokens_BN.gather(1, run_BF), where, newest.cache)
             states_SBH = states_SBH[: taken_BF.size(1)]
             levels.append(self._candidates(states_SBH, round, width, levels, taken_BF, drawn))
             started += run_BF.size(1)

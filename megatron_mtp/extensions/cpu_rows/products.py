@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from megatron_mtp.drafting.few_rows import product_of
+from megatron_mtp.extensions.cpu_rows.few_rows import product_of
 
 Multiply = Callable[[Tensor], Tensor]
 """x [..., in] to x @ weight.T [..., out]."""

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import model_of, prompts_of
+from drafting_single import draft_one_by_one, model_of, prompts_of
 from megatron_single import VOCABULARY
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.drafting import compiled, few_rows, loop, products
+from megatron_mtp.drafting import loop
 from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.few_rows import MOST_ROWS, best_of, product_of
 from megatron_mtp.drafting.kv_cache import KVCache, Rows, ancestors_of, chain_rows, tree_rows
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.types import Draft
-from megatron_mtp.model.draft_vocabulary import DraftVocabulary
+from megatron_mtp.extensions.cpu_rows import compiled, few_rows, products
+from megatron_mtp.extensions.cpu_rows.backend import CpuRows
+from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, product_of
 from megatron_mtp.model.portable import PortableNorm
 
 pytestmark = pytest.mark.usefixtures("megatron", "compiler")
@@ -69,9 +70,16 @@ def both(kind: str, dtype: torch.dtype, **changes: Any) -> tuple[Runner, Runner]
         patch.setenv(compiled.SWITCH, "0")
         modules = Runner(model)
     runner = Runner(model)
-    assert not any(modules._few_rows)
-    assert all(runner._few_rows)
+    assert not any(compiled_stacks(modules))
+    assert all(compiled_stacks(runner))
     return runner, modules
+
+
+def compiled_stacks(runner: Runner) -> list[bool]:
+    """Whether few rows of the trunk and of each MTP layer run in compiled code."""
+    backend = runner.backend
+    stacks = backend.few_rows if isinstance(backend, CpuRows) else [None] * len(backend.stacks)
+    return [one is not None for one in stacks]
 
 
 class Forwards:
@@ -134,7 +142,7 @@ def test_drafts_of_one_call_are_those_of_depth_by_depth(
     all_settings = [{"method": method, "num_speculative_tokens": 2} for method in methods]
     at_once = [drafts_of(pair[0], batch, settings) for settings in all_settings]
     assert all(len(drafts) > 5 for drafts in at_once)
-    monkeypatch.setattr(Runner, "drafts_at_once", lambda *_: False)
+    draft_one_by_one(monkeypatch)
     assert at_once == [drafts_of(pair[0], batch, settings) for settings in all_settings]
 
 
@@ -176,7 +184,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
         narrow = ctypes.CDLL(str(compiled.built(tmp_path)))
         monkeypatch.setattr(few_rows, "library", lambda: narrow)
     runner = Runner(model_of("gqa", dtype=dtype, hidden_size=80, ffn_hidden_size=136))
-    assert all(runner._few_rows)
+    assert all(compiled_stacks(runner))
     tokens_BR, first_B = tokens_of(1, 11), torch.zeros(1, dtype=torch.long)
     caches = [KVCache(runner.trunk_layers, 1, SLOTS) for _ in range(2)]
     at_once_SBH = runner.trunk(tokens_BR, chain_rows(first_B, 11, 11, SLOTS), caches[0])
@@ -190,7 +198,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
 def test_layers_of_other_kinds_run_as_before(kind: str) -> None:
     name, changes = LEFT[kind]
     runner = Runner(model_of(name, dtype=torch.float32, **changes))
-    assert not any(runner._few_rows)
+    assert not any(compiled_stacks(runner))
     assert generate(runner, prompts_of(1), 4).token_ids
 
 
@@ -210,33 +218,6 @@ def test_a_long_window_is_attended_to_up_to_the_last_visible_slot() -> None:
     tokens_BR, first_B = tokens_of(1, 5), torch.zeros(1, dtype=torch.long)
     short, long = (next(Forwards(runner, 1).run(tokens_BR, chain_rows(first_B, 5, one, SLOTS))) for one in (5, SLOTS))
     assert torch.equal(short, long)
-
-
-@pytest.mark.parametrize("rows", [1, 5, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_most_probable_token_is_that_of_the_logits(dtype: torch.dtype, rows: int) -> None:
-    """Of a weight whose largest outputs are the last one, the first of two equal ones, and those in between."""
-    torch.manual_seed(0)  # of other weights, another row may have a larger product with the seventh than itself
-    weight_VH = torch.randn(101, 24, dtype=dtype)
-    weight_VH[50] = weight_VH[7]
-    state_SBH = torch.randn(rows, 2, 24, dtype=dtype)
-    state_SBH[0, 0], state_SBH[0, 1] = 9 * weight_VH[-1], 9 * weight_VH[7]
-    best = best_of(weight_VH)
-    assert best is not None
-    found_SB = best(state_SBH)
-    assert torch.equal(found_SB, (state_SBH.double() @ weight_VH.double().T).argmax(dim=-1))
-    assert found_SB[0].tolist() == [100, 7]
-
-
-@pytest.mark.parametrize("drafted", [None, torch.arange(3, 40)], ids=["all tokens", "a draft vocabulary"])
-def test_the_most_probable_token_is_one_that_may_be_drafted(drafted: Tensor | None) -> None:
-    model = model_of("gqa", dtype=torch.float32)
-    if drafted is not None:
-        model.draft_vocabulary = DraftVocabulary(drafted, VOCABULARY)
-    target = Runner(model)
-    state_SBH = torch.randn(9, 2, target.hidden_size, dtype=target.dtype)
-    assert torch.equal(target.most_probable(state_SBH), target.logits(state_SBH).argmax(dim=-1).T)
-    assert torch.equal(target.most_probable(state_SBH, draft=True), target.draft_logits(state_SBH).argmax(dim=-1).T)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_mtp.drafting import compiled, few_rows
+from megatron_mtp.extensions.cpu_rows import compiled, few_rows
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -151,5 +151,6 @@ def test_where_it_is_kept(given: dict[str, str], folder: str, monkeypatch: pytes
 
 def test_a_wheel_holds_the_source() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    source = ROOT / "megatron_mtp" / "drafting" / "native" / "few_rows.cpp"
-    assert source in {found for name in data["megatron_mtp.drafting"] for found in (source.parents[1]).glob(name)}
+    folder = ROOT / "megatron_mtp" / "extensions" / "cpu_rows"
+    globs = data["megatron_mtp.extensions.cpu_rows"]
+    assert folder / "native" / "few_rows.cpp" in {found for one in globs for found in folder.glob(one)}

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from megatron_mtp.drafting import products
-from megatron_mtp.drafting.products import TIMED_ROWS, WAYS
+from megatron_mtp.extensions.cpu_rows import products
+from megatron_mtp.extensions.cpu_rows.products import TIMED_ROWS, WAYS
 
 
 @pytest.mark.parametrize("name", WAYS)

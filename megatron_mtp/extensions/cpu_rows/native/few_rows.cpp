@@ -901,17 +901,6 @@ void draft_bfloat16(const Pass* passes, int64_t count, const void* head, int64_t
     draft<bfloat16>(passes, count, head, vocabulary, stride, threads);
 }
 
-// the output of the largest product of every row of x [rows, inputs] with weight [outputs, inputs]
-void best_float32(const void* weight, const void* x, int64_t* found, int64_t rows, int64_t inputs, int64_t outputs,
-                  int64_t threads) {
-    most_probable((const float*)weight, (const float*)x, rows, inputs, outputs, threads, found, 1);
-}
-
-void best_bfloat16(const void* weight, const void* x, int64_t* found, int64_t rows, int64_t inputs, int64_t outputs,
-                   int64_t threads) {
-    most_probable((const bfloat16*)weight, (const bfloat16*)x, rows, inputs, outputs, threads, found, 1);
-}
-
 // x [rows, inputs] @ weight [outputs, inputs]^T
 void product_float32(const void* weight, const void* x, void* to, int64_t rows, int64_t inputs, int64_t outputs,
                      int64_t threads) {

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.drafting.compiled import library
+from megatron_mtp.drafting.backend import MTPRows
 from megatron_mtp.drafting.kv_cache import Chain, KVCache, Rows
 from megatron_mtp.drafting.recurrent_layers import CachedRecurrence, attention_of, mixer_of, mlp_of, norm_before
 from megatron_mtp.drafting.recurrent_state import Recurrence, recurrence_of
+from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.model.mamba import GatedNorm
 from megatron_mtp.model.portable import PortableNorm
 
@@ -88,32 +89,20 @@ class _Pass(ctypes.Structure):
 
 def product_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
     """x [..., in] to x @ weight.T [..., out] by compiled code; None where there is none for this weight."""
-    outputs = weight.size(0)
-    return _with_weight("product", weight, lambda hidden: hidden.new_empty(*hidden.shape[:-1], outputs))
-
-
-def best_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """x [..., in] to the number of the largest entry of x @ weight.T [...], the first of equals; else None."""
-    return _with_weight("best", weight, lambda hidden: hidden.new_empty(hidden.shape[:-1], dtype=torch.long))
-
-
-def _with_weight(
-    name: str, weight: Tensor, make_result: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], Tensor] | None:
     compiled = library() if is_compiled(weight) else None
     if compiled is None:
         return None
-    function = _function(compiled, name, weight.dtype, [_P, _P, _P, _N, _N, _N, _N])
+    function = _function(compiled, "product", weight.dtype, [_P, _P, _P, _N, _N, _N, _N])
     outputs, inputs = weight.shape
 
-    def call(hidden: Tensor) -> Tensor:
+    def multiply(hidden: Tensor) -> Tensor:
         hidden = hidden.contiguous()
-        result = make_result(hidden)
+        result = hidden.new_empty(*hidden.shape[:-1], outputs)
         rows, threads = hidden.numel() // inputs, torch.get_num_threads()
         function(weight.data_ptr(), hidden.data_ptr(), result.data_ptr(), rows, inputs, outputs, threads)
         return result
 
-    return call
+    return multiply
 
 
 def is_compiled(weight: Tensor) -> bool:
@@ -301,21 +290,6 @@ class Prepared:
     held: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class DepthPass:
-    """Rows that a depth is to run, as `FewRows` takes them.
-
-    Attributes:
-        given_SBH: the states that it continues; None for the last states of the pass before.
-    """
-
-    depth: int
-    given_SBH: Tensor | None
-    tokens_BR: Tensor
-    rows: Rows
-    cache: KVCache
-
-
 class GreedyDrafts:
     """Depths in turn in one call of compiled code: each drafts the most probable token, which the next one may read.
 
@@ -329,7 +303,7 @@ class GreedyDrafts:
         self._depths, self._head_VH = depths, head_VH
         self._run = _function(compiled, "draft", head_VH.dtype, [_P, _N, _P, _N, _N, _N])
 
-    def __call__(self, passes: Sequence[DepthPass], drafted_BN: Tensor) -> None:
+    def __call__(self, passes: Sequence[MTPRows], drafted_BN: Tensor) -> None:
         """Write the token after the last row of every pass to `drafted_BN`."""
         array, prepared = (_Pass * len(passes))(), list[Prepared]()
         self._make_room(passes)
@@ -343,13 +317,13 @@ class GreedyDrafts:
         head_VH, threads = self._head_VH, torch.get_num_threads()
         self._run(array, len(passes), head_VH.data_ptr(), head_VH.size(0), drafted_BN.stride(0), threads)
 
-    def _make_room(self, passes: Sequence[DepthPass]) -> None:
+    def _make_room(self, passes: Sequence[MTPRows]) -> None:
         """For all passes over a cache before the first of them runs: states take in rows only between calls."""
         for first in {id(one.cache): one for one in reversed(passes)}.values():
             count = sum(one.tokens_BR.size(1) for one in passes if one.cache is first.cache)
             self._depth(first).room_for(first.cache, first.rows, count)
 
-    def _depth(self, one: DepthPass) -> FewRows:
+    def _depth(self, one: MTPRows) -> FewRows:
         return self._depths[(one.depth - 1) % len(self._depths)]
 
 

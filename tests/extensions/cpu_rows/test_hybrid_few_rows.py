@@ -6,20 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import prompts_of
+from drafting_single import draft_one_by_one, prompts_of
 from hybrid_single import drafting_hybrid
 from megatron_single import VOCABULARY
-from test_few_rows import compiler, drafts_of, untimed  # noqa: F401
+from test_few_rows import compiled_stacks, compiler, drafts_of, untimed  # noqa: F401
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.drafting import compiled, runner
+from megatron_mtp.drafting import backend
 from megatron_mtp.drafting.api import generate
 from megatron_mtp.drafting.auto import AutoK
-from megatron_mtp.drafting.few_rows import MOST_ROWS
 from megatron_mtp.drafting.kv_cache import KVCache, Rows, chain_rows
 from megatron_mtp.drafting.recurrent_state import KEPT
 from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.extensions.cpu_rows import compiled
+from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS
 
 pytestmark = pytest.mark.usefixtures("megatron", "compiler")
 
@@ -45,10 +46,10 @@ def runner_of(kind: str, way: str, dtype: torch.dtype = torch.float32) -> Runner
         if not asked.get("compiled", True):
             patch.setenv(compiled.SWITCH, "0")
         if not asked.get("short", True):
-            patch.setattr(runner, "lean", lambda _: None)
+            patch.setattr(backend, "lean", lambda *_: None)
         made = Runner(model)
-    assert made.all_short == asked.get("short", True)
-    assert all(made._few_rows) == asked.get("compiled", True)
+    assert made.backend.all_short == asked.get("short", True)
+    assert all(compiled_stacks(made)) == asked.get("compiled", True)
     return made
 
 
@@ -111,7 +112,7 @@ def test_texts_and_drafts_are_those_of_the_modules(kind: str, monkeypatch: pytes
     for each in (None, *settings):
         assert generate(ours, prompts_of(3), KEPT + 30, speculative=each).token_ids == right
     at_once = [drafts_of(ours, 3, each) for each in settings]
-    monkeypatch.setattr(Runner, "drafts_at_once", lambda *_: False)
+    draft_one_by_one(monkeypatch)
     assert at_once == [drafts_of(ours, 3, each) for each in settings]
 
 
@@ -121,7 +122,8 @@ def test_depths_with_states_run_in_every_draft(monkeypatch: pytest.MonkeyPatch) 
     for at_once in (True, False):
         order = cycle([1, 1, 1, 2, 2])
         monkeypatch.setattr(AutoK, "choose", lambda _, order=order: next(order))
-        monkeypatch.setattr(Runner, "drafts_at_once", lambda *_, at_once=at_once: at_once)
+        if not at_once:
+            draft_one_by_one(monkeypatch)
         settings = {"method": "mtp", "num_speculative_tokens": "auto"}
         drafts.append(drafts_of(runner_of("Mamba-2", "compiled"), 2, settings))
     assert drafts[0] == drafts[1]
@@ -158,8 +160,8 @@ def test_rows_before_the_first_leave_no_trace() -> None:
 def test_other_layers_leave_their_stack_to_modules() -> None:
     """Experts are not compiled; the layers around them are short."""
     target = Runner(drafting_hybrid("M*E-/M-", torch.float32))
-    assert [one is not None for one in target._few_rows] == [False, True]
-    assert [short is not None for short, _ in target._layers] == [True, True, False, True]
+    assert compiled_stacks(target) == [False, True]
+    assert [short is not None for short in target.backend.stacks[0].short] == [True, True, False, True]
     assert generate(target, prompts_of(1), 4).token_ids
 
 

@@ -1,0 +1,56 @@
+"""The backend `cpu_rows`: up to 64 rows in compiled code, where the model is on a CPU in float32 or bfloat16."""
+
+from collections.abc import Sequence
+from typing import override
+
+from torch import Tensor
+
+from megatron_mtp.drafting.backend import Modules, MTPRows, Stack, Unfit
+from megatron_mtp.drafting.dense_layer import Multiply
+from megatron_mtp.drafting.kv_cache import KVCache, Rows
+from megatron_mtp.drafting.recurrent_state import RecurrentScope
+from megatron_mtp.extensions.cpu_rows.compiled import library
+from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, FewRows, few_rows, greedy_drafts, is_compiled
+from megatron_mtp.extensions.cpu_rows.products import product
+from megatron_mtp.model.trunk import MTPTrunk
+
+
+class CpuRows(Modules):
+    """Arguments and attributes as those of `Modules`.
+
+    Attributes:
+        few_rows: of each stack; None for those with layers that are not compiled.
+
+    Raises:
+        Unfit: there is no compiled code, or none for weights of this kind.
+    """
+
+    def __init__(self, model: MTPTrunk, scope: RecurrentScope, positions: int, head_VH: Tensor | None) -> None:
+        if not is_compiled(model.embedding.word_embeddings.weight) or library() is None:
+            raise Unfit
+        super().__init__(model, scope, positions, head_VH)
+        self.few_rows = [self._few_rows_of(stack) for stack in self.stacks]
+        self._drafts = None if head_VH is None else greedy_drafts(self.few_rows[1:], head_VH)
+
+    def _few_rows_of(self, stack: Stack) -> FewRows | None:
+        if self.embedding_VH is None or not stack.is_short:
+            return None
+        return few_rows(stack.layers, stack.last, self.embedding_VH, self.turns_L211C, stack.mtp)
+
+    @override
+    def product(self, weight: Tensor) -> Multiply:
+        return product(weight)
+
+    @override
+    def run(self, number: int, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
+        compiled = self.few_rows[number]
+        if compiled is None or tokens_BR.numel() > MOST_ROWS:
+            return super().run(number, tokens_BR, given_SBH, rows, cache)
+        return compiled(tokens_BR, given_SBH, rows, cache)
+
+    @override
+    def draft(self, passes: Sequence[MTPRows], drafted_BN: Tensor) -> bool:
+        if self._drafts is None or max(one.tokens_BR.numel() for one in passes) > MOST_ROWS:
+            return False
+        self._drafts(passes, drafted_BN)
+        return True

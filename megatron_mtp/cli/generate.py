@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 from megatron_mtp.drafting.proposers import PROPOSERS
 from megatron_mtp.drafting.settings import Settings, keys
 from megatron_mtp.drafting.verifiers import VERIFIERS
-from megatron_mtp.errors import Parser, named, sentences
+from megatron_mtp.errors import Parser, check_counts, named, sentences
 from megatron_mtp.files import written_beside
 from megatron_mtp.platform import quieten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatron_mtp.drafting.config import SpeculativeConfig
     from megatron_mtp.drafting.loop import Limits
     from megatron_mtp.drafting.types import Emitted
 
@@ -148,9 +149,8 @@ def run(args: Namespace, answer: TextIO) -> None:
 
     sampling = Sampling.of(args)
     config = None if args.speculative_config is None else parse_config(args.speculative_config)
-    if args.batch_size < 1:
-        raise ValueError(f"--batch-size is {args.batch_size}; give 1 or more.")
-    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    check_counts(args, "batch_size")
+    dtype = args.dtype and getattr(torch, args.dtype)
     loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code)
     runner, tokenizer = loaded.runner, loaded.read_tokenizer(args.tokenizer, args.trust_remote_code)
     prompts = read_prompts(args.prompt, args.prompt_file, args.prompt_ids, tokenizer)
@@ -160,11 +160,9 @@ def run(args: Namespace, answer: TextIO) -> None:
     drafter = load_drafter(config, dtype)
     make_method(runner, config, sampling, drafter)  # refuses what does not fit
     work = Work(runner, prompts, sampling, _limits(args, tokenizer), drafter, args.batch_size, args.seed)
-
     is_first = torch.distributed.get_rank() == 0
-    stream = None
-    if is_first and not args.json and len(prompts) == 1 and tokenizer is not None:
-        stream = Stream(tokenizer)
+    shows_steps = is_first and not args.json and len(prompts) == 1
+    stream = Stream(tokenizer) if shows_steps and tokenizer is not None else None
     steps: list[list[dict[str, Any]]] = [[] for _ in prompts]
     if args.record is not None and is_first:
         args.record.mkdir(parents=True, exist_ok=True)  # before anything is generated
@@ -182,19 +180,14 @@ def run(args: Namespace, answer: TextIO) -> None:
             steps[number].append(emitted.as_json())
 
     texts, cost = work.timed(config, None if stream is None and args.record is None else emit)
-    plain, same = None, None
+    plain = same = None
     if args.compare and config is not None:
         cost, plain, same = work.compared(config, texts, cost)
     figures = summary(cost, runner.dtype, plain, same)
     if not is_first:
         return
     if args.record is not None:
-        written = [{"prompt": prompt, "steps": own} for prompt, own in zip(prompts, steps, strict=True)]
-        ids = {token for text in written for token in _ids(text)}
-        pieces = {} if tokenizer is None else {token: tokenizer.decode([token]) for token in sorted(ids)}
-        settings = None if config is None else config.flat()
-        with written_beside(args.record / DRAFTS) as beside:
-            beside.write_text(json.dumps({"config": settings, "figures": figures, "pieces": pieces, "texts": written}))
+        _record(args.record / DRAFTS, prompts, steps, config, figures, tokenizer)
     if args.json:
         print(json.dumps(_as_json(texts, tokenizer, figures)), file=answer, flush=True)
         return
@@ -203,6 +196,23 @@ def run(args: Namespace, answer: TextIO) -> None:
     else:
         print()
     print(f"\n{table(figures, sampled=not sampling.greedy)}")
+
+
+def _record(
+    file: Path,
+    prompts: list[list[int]],
+    steps: list[list[dict[str, Any]]],
+    config: "SpeculativeConfig | None",
+    figures: dict[str, Any],
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> None:
+    """Write every step's drafted and accepted tokens, with the characters of each token, for `report`."""
+    texts = [{"prompt": prompt, "steps": own} for prompt, own in zip(prompts, steps, strict=True)]
+    ids = {token for text in texts for token in _ids(text)}
+    pieces = {} if tokenizer is None else {token: tokenizer.decode([token]) for token in sorted(ids)}
+    settings = None if config is None else config.flat()
+    with written_beside(file) as beside:
+        beside.write_text(json.dumps({"config": settings, "figures": figures, "pieces": pieces, "texts": texts}))
 
 
 def _ids(text: dict[str, Any]) -> Iterator[int]:

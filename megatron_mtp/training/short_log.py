@@ -52,14 +52,14 @@ class Listing(io.TextIOBase):
         self._held: list[str] = []
         self._file: TextIO | None = None
 
-    def keep_in(self, folder: Path) -> Path:
-        """Write to a file in this folder from now on; returns the file."""
+    def keep_in(self, folder: Path) -> Path | None:
+        """Write to a file in this folder from now on; returns the file, None where what is held cannot be written."""
         rank = os.environ.get("RANK", "0")
         self.path = folder / ("megatron.log" if rank == "0" else f"megatron-{rank}.log")
         held, self._held = "".join(self._held), []
         if held:
             self.write(held)
-        return folder / self.path.name
+        return self.path
 
     @override
     def write(self, text: str) -> int:
@@ -105,7 +105,7 @@ def keep_listing(folder: Path | None) -> Path | None:
 def keep_traceback(error: BaseException) -> Path:
     """Write the traceback to the log file, or to a new one in the folder of temporary files; returns the file."""
     listing = sys.stdout if isinstance(sys.stdout, Listing) else Listing(sys.stdout)
-    kept = listing.path or listing.keep_in(Path(mkdtemp(prefix="megatron-mtp-")))
+    kept = listing.path or listing.keep_in(folder := Path(mkdtemp(prefix="megatron-mtp-"))) or folder
     listing.write("".join(traceback.format_exception(error)))
     return kept
 

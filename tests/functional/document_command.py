@@ -34,6 +34,8 @@ PARSED = {
 }
 """How a command begins that is not run, but looked up and parsed, to the reason."""
 
+FEW_TOKENS = ("--mtp-draft-vocab-size", "64")
+"""Of a draft vocabulary, for the scene's small models; the last value on a command line counts."""
 SHORTER = {"train": ("--exit-interval", "2"), "sample": ("--texts", "3", "--max-new-tokens", "8")}
 """Flags that a verb gets beside those of the document, so that a training ends after two steps, a text after few."""
 
@@ -52,10 +54,11 @@ def main(*command: str) -> None:
 
 def run(program: str, *arguments: str) -> None:
     """What the program would do."""
+    few_tokens = FEW_TOKENS if "draft-vocab" in arguments else ()
     if program == "megatron-mtp":
         from megatron_mtp.cli.main import main
 
-        sys.argv = [program, *arguments, *SHORTER.get(arguments[0], ())]
+        sys.argv = [program, *arguments, *SHORTER.get(arguments[0], ()), *few_tokens]
         sys.exit(main())
     if program != "python":
         sys.exit(f"{program} {' '.join(arguments)}: not run here, and not in PARSED")
@@ -64,7 +67,7 @@ def run(program: str, *arguments: str) -> None:
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
-    sys.argv = [first, *rest, *SHORTER.get(DOORS.get(first, ""), ())]
+    sys.argv = [first, *rest, *SHORTER.get(DOORS.get(first, ""), ()), *few_tokens]
     sys.path.insert(0, str(Path(first).resolve().parent))
     runpy.run_path(first, run_name="__main__")
 

@@ -113,11 +113,6 @@ class Runner:
         """Logits of a depth's states, [B, R, V]; -inf for tokens that may not be drafted."""
         return self._draft_head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
 
-    def most_probable(self, hidden_SBH: Tensor, draft: bool = False) -> Tensor:
-        """The most probable token after every state, [S, B]; with `draft`, of those that may be drafted."""
-        logits_BRV = self.draft_logits(hidden_SBH) if draft else self.logits(hidden_SBH)
-        return logits_BRV.argmax(dim=-1).transpose(0, 1)
-
     def _place_attention(self, scope: RecurrentScope) -> None:
         config = self.model.config
         stacks = self._stacks()

@@ -36,12 +36,12 @@ from megatron_mtp.training.short_log import say
 PATTERN, SHARES = "--hybrid-layer-pattern", "--mtp-repeated-layer-shares-kv"
 
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    # silent: 0 or less is no size, or turns off what the flag asks for; crash: seq_length, recompute_num_layers and
+    # silent: 0 or less is no count, or turns off what the flag asks for; crash: seq_length, recompute_num_layers and
     # distributed_timeout_minutes end by a signal, never, or in frames of C++
     (
         "1 or more",
         lambda number: number >= 1,
-        "seq_length recompute_num_layers distributed_timeout_minutes moe_router_topk q_lora_rank "
+        "seq_length train_iters recompute_num_layers distributed_timeout_minutes moe_router_topk q_lora_rank "
         "kv_lora_rank v_head_dim qk_pos_emb_head_dim make_vocab_size_divisible_by eval_interval exit_interval "
         "exit_duration_in_mins eval_global_batch_size dist_ckpt_workers lr_wsd_decay_iters",
     ),

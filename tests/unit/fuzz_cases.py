@@ -77,7 +77,7 @@ BAD_TRAIN = """
 ! --min-lr nan -> --min-lr
 ! --min-lr -1
 ! --train-iters 0 -> --train-iters
-! --train-iters -3 -> --lr-decay-iters is -3
+! --train-iters -3 -> --train-iters
 ! --train-samples 0
 ! --train-samples -5
 ! --hidden-size 33 -> --hidden-size
@@ -563,6 +563,7 @@ BAD_EVALUATE = """
 ! --split 1,0,0
 ! --split junk
 ! --eval-interval 0
+! --train-iters 0
 ! --seq-length 0
 --no-such-flag
 ! --tensor-model-parallel-size 2

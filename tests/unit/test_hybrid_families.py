@@ -33,9 +33,10 @@ from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.checkpoint.proof import reference_forms
 from megatron_mtp.checkpoint.proof.prompt import Prompt, random_tokens
 from megatron_mtp.checkpoint.proof.reference import all_logits
-from megatron_mtp.checkpoint.proof.verify import Check, compare, logits_of, megatron_logits, place, rounding, verify
+from megatron_mtp.checkpoint.proof.verify import Check, compare, logits_of, megatron_logits, rounding, verify
 from megatron_mtp.cli.convert import main
 from megatron_mtp.model.arguments import parsed
+from megatron_mtp.model.rope import place
 
 pytestmark = pytest.mark.usefixtures("forked_python", "megatron")
 
@@ -490,7 +491,7 @@ def trunk_logits(source: Path, mcore: Path, dtype: torch.dtype) -> tuple[Tensor,
     from transformers import AutoModelForCausalLM
 
     model = load_model(mcore)
-    place(model, PROMPT)
+    place(model, PROMPT.positions_S.tolist())
     for module in model.to(dtype).modules():
         if hasattr(module, "config") and hasattr(module.config, "params_dtype"):
             module.config.params_dtype = dtype

@@ -182,7 +182,7 @@ def write_experts(folder: Path, files: int, config: dict[str, Any]) -> None:
 
 
 def experts_shapes(keys: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    from megatron_mtp.platform import prepare
+    from megatron_mtp.runtime import prepare
 
     prepare()
     from megatron_mtp.checkpoint.families import Layout, family_of
@@ -203,7 +203,7 @@ def in_own_process(side: str, folder: Path) -> dict[str, Any]:
 def run_side(side: str, folder: Path) -> dict[str, Any]:
     """Seconds of the work itself, and the peak of the whole process."""
     if side != "copy":
-        from megatron_mtp.platform import prepare
+        from megatron_mtp.runtime import prepare
 
         prepare()
         import megatron_mtp.checkpoint.convert.megatron_flags  # noqa: F401  (importing Megatron is not what is timed)

@@ -35,13 +35,13 @@ import torch
 from benchmarks.agreeing import SMOLLM2, agreeing_model
 from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interleave, limit_threads, report, table
 from benchmarks.llama import greedy, llama_of
-from megatron_mtp.drafting import generate, load_runner
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.stats import AcceptanceStats
+from megatron_mtp.decoding import generate, load_runner
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.model.build import join_world
 from megatron_mtp.model.trunk import MTPGPTModel
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 
 ON_CPU = prepare()
 

@@ -65,9 +65,9 @@ from benchmarks.sides import (
     side_of,
 )
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.drafting import backend, generate
-from megatron_mtp.drafting.recurrent_state import KEPT, ROLLED_BACK
-from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.decoding import backend, generate
+from megatron_mtp.decoding.recurrent_state import KEPT, ROLLED_BACK
+from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.build import MTPHybridModelConfig, build
 from megatron_mtp.model.hybrid import stack_spec
 from megatron_mtp.model.portable import PortableNorm

@@ -32,14 +32,14 @@ import torch
 from benchmarks.agreeing import SMOLLM2, agreeing_model
 from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interleave, limit_threads, report, table
 from benchmarks.llama import greedy, llama_of
-from megatron_mtp.drafting import generate, load_runner
-from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
-from megatron_mtp.drafting.loop import Limits
-from megatron_mtp.drafting.requests import Request
-from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.decoding import generate, load_runner
+from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
+from megatron_mtp.decoding.loop import Limits
+from megatron_mtp.decoding.requests import Request
+from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.build import join_world
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 
 ON_CPU = prepare()
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.harness import Goal, compare, count, hardware, interleave, report, table
 from megatron_mtp.data.batch import add_depths
 from megatron_mtp.data.shift import documents_from_offsets
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 
 ON_CPU = prepare()
 

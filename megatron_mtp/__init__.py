@@ -3,16 +3,17 @@
 config.py      MTPConfig: every setting of the depths, whose fields become the --mtp-* flags
 errors.py      how a command that cannot go on ends: one sentence and an exit status
 files.py       how files are written so that a kill leaves nothing half-written
+runtime.py     prepare(): Megatron made runnable on this machine; which libraries of kernels can be used
 registry.py    tables to which other packages add rows: losses, proposers, verifiers, families
 patches/       faults of the published megatron-core that are put right
-platform/      the device: what Megatron needs to run without CUDA, and which kernels can be used
+cpu/           what Megatron needs to run without CUDA
 data/          text to tokens to batches; the shifts of every depth
 model/         from arguments to a model: the trunk, the MTP block, sharing, freezing, initialisation
 losses/        what the depths are trained on
 checkpoint/    checkpoints read, converted between Hugging Face and Megatron, and proved equal
-drafting/      speculative decoding with the trained depths
+decoding/      speculative decoding with the trained depths
 training/      one run on Megatron's training loop
-serving/       OpenAI's HTTP API in front of an engine of many texts
+server/        OpenAI's HTTP API in front of an engine of many texts
 cli/           the verbs of megatron-mtp
 __main__.py    python -m megatron_mtp
 extensions/    optional parts, which the core does not import

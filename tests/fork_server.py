@@ -163,9 +163,9 @@ def without_ranks() -> dict[str, str]:
 def _has_device() -> bool:
     import torch
 
-    from megatron_mtp.platform import cpu
+    from megatron_mtp.cpu import substitutions
 
-    return torch.cuda.is_available() and not cpu.installed()  # which answers for a device that is not there
+    return torch.cuda.is_available() and not substitutions.installed()  # which answers for a device that is not there
 
 
 def _address() -> str:
@@ -341,7 +341,7 @@ LATE = (
 def import_all() -> None:
     """All of the package, and what it uses, as far as it is installed; no thread may be left."""
     import megatron_mtp
-    from megatron_mtp.platform import prepare
+    from megatron_mtp.runtime import prepare
 
     prepare()
     import transformers

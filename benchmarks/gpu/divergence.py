@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.gpu.part import ROOT, Found, Setting, Table, finish, start
 from benchmarks.harness import Goal
-from megatron_mtp.drafting import generate
-from megatron_mtp.drafting.load import load_runner
-from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.decoding import generate
+from megatron_mtp.decoding.load import load_runner
+from megatron_mtp.decoding.runner import Runner
 
 MODEL = (
     "--num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 256 --max-position-embeddings 256 "

@@ -1,6 +1,6 @@
 """What a part is given and what it returns, and the commands that it may run.
 
-Importing it prepares the platform for Megatron.
+Importing it prepares Megatron for this machine.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Goal
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 
 ON_CPU = prepare()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.gpu.part import ROOT, Found, Setting, Table, finish, start
 from benchmarks.harness import Goal
 from megatron_mtp.model.arguments import TE, flags_without
-from megatron_mtp.platform.kernels import why_not
+from megatron_mtp.runtime import why_not
 
 TRAINED = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "

@@ -213,7 +213,7 @@ def _warned(args: Namespace) -> bool:
     if not start.is_dir():
         return False
 
-    from megatron_mtp.platform import quieten
+    from megatron_mtp.runtime import quieten
 
     quieten()
 

@@ -66,7 +66,7 @@ def run(args: Namespace) -> int:
         raise ValueError(f"--text is {args.text}, which is no file; give a text.")
 
     from megatron_mtp.checkpoint.hf.hub import local_folder
-    from megatron_mtp.platform import quieten
+    from megatron_mtp.runtime import quieten
 
     quieten()
 

@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.families import FAMILIES, trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.errors import Parser, check_counts, named, sentences, status_of
 from megatron_mtp.files import default_workers
-from megatron_mtp.platform import quieten
+from megatron_mtp.runtime import quieten
 
 EXAMPLES = """examples:
   # a model with MTP, ready for: megatron-mtp train --load checkpoints/glm --use-checkpoint-args ...

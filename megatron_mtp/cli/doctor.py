@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_mtp.errors import Parser
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 
 if TYPE_CHECKING:
     from megatron_mtp.patches.patch import Patch
@@ -176,7 +176,7 @@ def _transformer_engine() -> Check:
     says = "Megatron's own modules and plain attention take its place: slower on a CUDA device, and no FP8"
     if found is None or _torch() is None:
         return Check("Transformer Engine", found, False, False, says)
-    from megatron_mtp.platform.kernels import why_not
+    from megatron_mtp.runtime import why_not
 
     broken = why_not("transformer_engine.pytorch")
     says = "fused layers" if broken is None else f"{broken}; {says}"

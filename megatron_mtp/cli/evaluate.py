@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_mtp.cli import preprocess, train
 from megatron_mtp.errors import Parser, sentences
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 from megatron_mtp.training.short_log import quiet
 
 DEFAULTS = (
@@ -58,7 +58,7 @@ def main(arguments: list[str], program: str) -> int:
     with quiet(given.verbose, notes=sys.stderr) as output:
         on_cpu = prepare()
 
-        from megatron_mtp.drafting.text import own_output
+        from megatron_mtp.decoding.text import own_output
 
         answer = own_output() if given.verbose else output
         evaluated = _evaluate(args, given, rest, on_cpu, program)

@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from megatron_mtp.drafting.proposers import PROPOSERS
-from megatron_mtp.drafting.settings import Settings, keys
-from megatron_mtp.drafting.verifiers import VERIFIERS
+from megatron_mtp.decoding.proposers import PROPOSERS
+from megatron_mtp.decoding.settings import Settings, keys
+from megatron_mtp.decoding.verifiers import VERIFIERS
 from megatron_mtp.errors import Parser, check_counts, named, sentences
 from megatron_mtp.files import written_beside
-from megatron_mtp.platform import quieten
+from megatron_mtp.runtime import quieten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatron_mtp.drafting.config import SpeculativeConfig
-    from megatron_mtp.drafting.loop import Limits
-    from megatron_mtp.drafting.types import Emitted
+    from megatron_mtp.decoding.config import SpeculativeConfig
+    from megatron_mtp.decoding.loop import Limits
+    from megatron_mtp.decoding.types import Emitted
 
 DTYPES = ("float32", "bfloat16")
 
@@ -49,7 +49,7 @@ def main(arguments: list[str], program: str) -> int:
     quieten()
     logging.getLogger("megatron_mtp").setLevel(logging.WARNING)  # ours are for the user
 
-    from megatron_mtp.drafting.text import own_output
+    from megatron_mtp.decoding.text import own_output
 
     answer = own_output() if args.json else sys.stdout
     with sentences(program):
@@ -140,12 +140,12 @@ def run(args: Namespace, answer: TextIO) -> None:
     """Load, check, generate, report. Raises ValueError for bad input, before anything is generated."""
     import torch
 
-    from megatron_mtp.drafting.api import check_prompts
-    from megatron_mtp.drafting.cost import Work, summary, table
-    from megatron_mtp.drafting.load import load_checkpoint, load_drafter
-    from megatron_mtp.drafting.method import is_lossless, make_method, parse_config
-    from megatron_mtp.drafting.sampling import Sampling
-    from megatron_mtp.drafting.text import Stream, read_prompts
+    from megatron_mtp.decoding.api import check_prompts
+    from megatron_mtp.decoding.cost import Work, summary, table
+    from megatron_mtp.decoding.load import load_checkpoint, load_drafter
+    from megatron_mtp.decoding.method import is_lossless, make_method, parse_config
+    from megatron_mtp.decoding.sampling import Sampling
+    from megatron_mtp.decoding.text import Stream, read_prompts
 
     sampling = Sampling.of(args)
     config = None if args.speculative_config is None else parse_config(args.speculative_config)
@@ -224,8 +224,8 @@ def _ids(text: dict[str, Any]) -> Iterator[int]:
 
 
 def _limits(args: Namespace, tokenizer: "PreTrainedTokenizerBase | None") -> "Limits":
-    from megatron_mtp.drafting.loop import Limits
-    from megatron_mtp.drafting.text import cutter
+    from megatron_mtp.decoding.loop import Limits
+    from megatron_mtp.decoding.text import cutter
 
     if "" in args.stop:
         raise ValueError("--stop is empty; give the text to end after.")
@@ -251,7 +251,7 @@ def _as_json(
 
 def _print_texts(prompts: list[list[int]], texts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None") -> None:
     """Texts that were not streamed, each after its prompt; token ids where there is no tokenizer."""
-    from megatron_mtp.drafting.text import quoted
+    from megatron_mtp.decoding.text import quoted
 
     for number, (prompt, ids) in enumerate(zip(prompts, texts, strict=True), start=1):
         sign = f"[{number}] " if len(texts) > 1 else ""

@@ -13,13 +13,13 @@ from megatron_mtp.cli.generate import add_checkpoint_flags, add_sampling_flags
 from megatron_mtp.data.checks import PARTS, read_sidecar
 from megatron_mtp.errors import Parser, check_counts, status_of
 from megatron_mtp.files import check_outside, one_writer, remove
-from megatron_mtp.platform import quieten
+from megatron_mtp.runtime import quieten
 
 if TYPE_CHECKING:
     from megatron_mtp.data.tokenizer import Encoder
-    from megatron_mtp.drafting.own_texts.prompts import Prompts
-    from megatron_mtp.drafting.own_texts.writing import How, Written
-    from megatron_mtp.drafting.runner import Runner
+    from megatron_mtp.decoding.own_texts.prompts import Prompts
+    from megatron_mtp.decoding.own_texts.writing import How, Written
+    from megatron_mtp.decoding.runner import Runner
 
 OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed dtype".split()
 """Flags on which texts depend; the number of texts, and how many run together, are not among them."""
@@ -90,9 +90,9 @@ def run(args: Namespace) -> int:
     from megatron_mtp.checkpoint.mcore.tensors import DistReader
     from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
     from megatron_mtp.data.tokenizer import Encoder
-    from megatron_mtp.drafting.method import parse_config
-    from megatron_mtp.drafting.own_texts.writing import How, appended, finished_texts
-    from megatron_mtp.drafting.sampling import Sampling
+    from megatron_mtp.decoding.method import parse_config
+    from megatron_mtp.decoding.own_texts.writing import How, appended, finished_texts
+    from megatron_mtp.decoding.sampling import Sampling
 
     _check(args)
     sampling = Sampling.of(args)
@@ -158,7 +158,7 @@ def _settings(args: Namespace) -> dict[str, Any]:
 
 def _prompts(args: Namespace, tokenizer: Path) -> "Prompts":
     from megatron_mtp.data.tokenizer import read_tokenizer
-    from megatron_mtp.drafting.own_texts.prompts import Beginnings, UserTurns
+    from megatron_mtp.decoding.own_texts.prompts import Beginnings, UserTurns
 
     if args.chat:
         chats = read_tokenizer(tokenizer, args.trust_remote_code)
@@ -192,8 +192,8 @@ def _write(
     import torch
     from tqdm import tqdm
 
-    from megatron_mtp.drafting.load import load_checkpoint
-    from megatron_mtp.drafting.own_texts.writing import default_method, write_texts
+    from megatron_mtp.decoding.load import load_checkpoint
+    from megatron_mtp.decoding.own_texts.writing import default_method, write_texts
 
     left = [number for number in range(args.texts) if number not in texts]
     if not left:
@@ -233,7 +233,7 @@ def _numbered(numbers: list[int], prompts: "Prompts", runner: "Runner") -> Itera
 def _publish(args: Namespace, finished: "dict[int, Written]", encoder: "Encoder", settings: dict[str, Any]) -> None:
     """Make the corpus of all texts in their order; each ends with the EOD, as documents do, chosen or not."""
     from megatron_mtp.data.corpus import write_sequences
-    from megatron_mtp.drafting.requests import Finish
+    from megatron_mtp.decoding.requests import Finish
 
     texts = [finished[number] for number in sorted(finished) if number < args.texts]
     if not texts:

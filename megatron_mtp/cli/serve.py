@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_mtp.cli.generate import add_checkpoint_flags
 from megatron_mtp.errors import Parser, check_counts, sentences
-from megatron_mtp.platform import quieten
+from megatron_mtp.runtime import quieten
 
 LARGEST_GIB = 2**20
 """No machine has more; a larger number is a mistake."""
@@ -65,15 +65,15 @@ def run(args: Namespace) -> int:
     """
     import torch
 
-    from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
-    from megatron_mtp.drafting.load import load_checkpoint, load_drafter
-    from megatron_mtp.drafting.memory import blocks_for, blocks_in
-    from megatron_mtp.drafting.method import parse_config
-    from megatron_mtp.platform import cpu
-    from megatron_mtp.serving.answers import Served
-    from megatron_mtp.serving.ranks import Leader, follow, group_of_all
-    from megatron_mtp.serving.server import listener, serve
-    from megatron_mtp.serving.tokens import Ids, Words
+    from megatron_mtp.cpu import substitutions
+    from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
+    from megatron_mtp.decoding.load import load_checkpoint, load_drafter
+    from megatron_mtp.decoding.memory import blocks_for, blocks_in
+    from megatron_mtp.decoding.method import parse_config
+    from megatron_mtp.server.answers import Served
+    from megatron_mtp.server.ranks import Leader, follow, group_of_all
+    from megatron_mtp.server.server import listener, serve
+    from megatron_mtp.server.tokens import Ids, Words
 
     _check(args)
     config = None if args.speculative_config is None else parse_config(args.speculative_config)
@@ -88,7 +88,7 @@ def run(args: Namespace) -> int:
         blocks = blocks_for(args.max_running, runner, drafter)
     else:
         blocks = blocks_in(args.cache_gib, args.max_running, runner, drafter)
-    sizes = EngineSettings(args.max_running, args.max_waiting, blocks, overlap=not cpu.installed())
+    sizes = EngineSettings(args.max_running, args.max_waiting, blocks, overlap=not substitutions.installed())
     engine = ContinuousEngine(runner, sizes, config, drafter)
     served = Served(
         name=args.served_model_name or _model_name(Path(args.load)),

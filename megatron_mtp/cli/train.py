@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_mtp.errors import Parser, sentences
 from megatron_mtp.losses import listing
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
 from megatron_mtp.training.short_log import quiet, say
 

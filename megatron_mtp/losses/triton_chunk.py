@@ -22,7 +22,7 @@ from megatron_mtp.losses.distillation import LARGEST_GAP, Divergence
 from megatron_mtp.losses.overlap import AdaptiveDivergence, NegativeLogOverlap, OverlapLoss, TotalVariation
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
-from megatron_mtp.platform.kernels import why_not
+from megatron_mtp.runtime import why_not
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK, WARPS = 4096, 8

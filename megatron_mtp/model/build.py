@@ -32,6 +32,7 @@ from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig, trained_depths
+from megatron_mtp.cpu import substitutions
 from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.portable import (
@@ -42,7 +43,6 @@ from megatron_mtp.model.portable import (
 )
 from megatron_mtp.model.shared_keys import SharingAttention
 from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
-from megatron_mtp.platform import cpu
 
 
 def join_world(alone: bool = False) -> None:
@@ -52,7 +52,7 @@ def join_world(alone: bool = False) -> None:
         alone: make a group of this process, whatever job it belongs to.
     """
     if not torch.distributed.is_initialized():
-        backend = "gloo" if alone or cpu.installed() else "nccl"
+        backend = "gloo" if alone or substitutions.installed() else "nccl"
         if "RANK" in os.environ and not alone:
             torch.distributed.init_process_group(backend)
         else:

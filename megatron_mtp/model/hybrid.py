@@ -35,12 +35,12 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from megatron_mtp import runtime
 from megatron_mtp.model.delta import PortableGatedDeltaNet
 from megatron_mtp.model.mamba import PortableMamba
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.portable import PortableNorm, with_modules, with_portable_modules
 from megatron_mtp.model.trunk import MTPTrunk, Objective
-from megatron_mtp.platform import kernels
 
 RECURRENT = (Symbols.MAMBA, Symbols.GDN)
 """Layers with states."""
@@ -163,9 +163,9 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
     use_te = config.transformer_impl == "transformer_engine"
     submodules = _te_submodules(config) if use_te else _local_submodules(config)
     swaps: dict[Any, Any] = {}
-    if not kernels.mamba_works():
+    if not runtime.mamba_works():
         swaps[MambaMixer] = PortableMamba
-    if not kernels.delta_rule_works():
+    if not runtime.delta_rule_works():
         swaps[GatedDeltaNet] = PortableGatedDeltaNet
     submodules = with_modules(submodules, swaps)
     if use_te:

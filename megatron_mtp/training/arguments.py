@@ -25,7 +25,7 @@ from megatron_mtp.model.arguments import APEX, CUDA, MODEL_ARGUMENTS, TE, flags_
 from megatron_mtp.model.build import MTPModelConfig, config_of
 from megatron_mtp.model.hybrid import without_stages
 from megatron_mtp.patches.unpickling import CATALOGUE
-from megatron_mtp.platform.kernels import fuses_weight_gradients, transformer_engine_works
+from megatron_mtp.runtime import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.training.checks import (
     check_data,
     check_flags,

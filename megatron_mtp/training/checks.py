@@ -30,7 +30,7 @@ from megatron_mtp.data.answers import read_answers
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS
 from megatron_mtp.model.hybrid import RECURRENT
-from megatron_mtp.platform.kernels import transformer_engine_works
+from megatron_mtp.runtime import transformer_engine_works
 from megatron_mtp.training.short_log import say
 
 PATTERN, SHARES = "--hybrid-layer-pattern", "--mtp-repeated-layer-shares-kv"

@@ -24,7 +24,7 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def all_parser(program: str) -> ArgumentParser:
-    """A parser with Megatron's flags too; call `platform.prepare` before."""
+    """A parser with Megatron's flags too; call `runtime.prepare` before."""
     from megatron.training.arguments import add_megatron_arguments
 
     return add_mtp_arguments(add_megatron_arguments(ArgumentParser(program)))

@@ -4,7 +4,7 @@
 
 below the script's own imports, whose functions of these names they take the place of; and no `forward_step` in its
 call of `pretrain()`. docs/megatron_lm.md shows both lines in place. The first of these functions that is called makes
-Megatron runnable on this machine (`megatron_mtp.platform`).
+Megatron runnable on this machine (`megatron_mtp.runtime`).
 """
 
 import sys
@@ -20,7 +20,7 @@ from megatron.training import get_args
 from megatron.training.config import PretrainConfigContainer
 
 from megatron_mtp.model.build import MTPGPTModelConfig, MTPHybridModelConfig, MTPModelConfig, build
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 from megatron_mtp.training.arguments import (
     ArgumentsProvider,
     checked_model_config,

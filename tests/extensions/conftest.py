@@ -3,7 +3,7 @@
 import pytest
 from megatron_single import join_world_of_one
 
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 
 prepare()
 

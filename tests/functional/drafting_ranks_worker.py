@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    from megatron_mtp.platform import prepare
+    from megatron_mtp.runtime import prepare
 
     prepare()
     sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -19,8 +19,8 @@ if __name__ == "__main__":
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_mtp.drafting.api import generate
-    from megatron_mtp.drafting.runner import Runner
+    from megatron_mtp.decoding.api import generate
+    from megatron_mtp.decoding.runner import Runner
 
     METHODS = (None, {"method": "mtp"}, {"method": "mtp_tree"})
     CHAINS = (None, {"method": "mtp"}, {"method": "mtp_eagle", "num_speculative_tokens": 3})

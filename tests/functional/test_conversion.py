@@ -16,7 +16,7 @@ from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.importing import Options
 from megatron_mtp.checkpoint.proof.prompt import Prompt
 from megatron_mtp.checkpoint.proof.verify import megatron_logits, verify
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 
 prepare()
 

@@ -13,7 +13,7 @@ import launch
 import pytest
 import torch
 
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import PreTrainedTokenizerFast
 
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 

@@ -13,7 +13,7 @@ from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
 from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 from megatron_mtp.checkpoint.proof.verify import verify
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 
 prepare()
 

@@ -4,7 +4,7 @@ import pytest
 from megatron_single import join_world_of_one
 from quicker import parse_sources_once
 
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 
 prepare()
 parse_sources_once()

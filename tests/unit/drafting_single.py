@@ -12,17 +12,17 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from megatron_mtp.data.batch import add_depths, depth_batch
-from megatron_mtp.drafting import graphs, loop, sequences
-from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.backend import BACKENDS
-from megatron_mtp.drafting.experts import place_static_experts
-from megatron_mtp.drafting.loop import Limits, decode
-from megatron_mtp.drafting.method import Method, config_from, make_method
-from megatron_mtp.drafting.proposers.base import Proposer
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.types import Draft, Round
+from megatron_mtp.decoding import graphs, loop, sequences
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.backend import BACKENDS
+from megatron_mtp.decoding.experts import place_static_experts
+from megatron_mtp.decoding.loop import Limits, decode
+from megatron_mtp.decoding.method import Method, config_from, make_method
+from megatron_mtp.decoding.proposers.base import Proposer
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.types import Draft, Round
 from megatron_mtp.model.build import MTPGPTModelConfig, build
 from megatron_mtp.model.trunk import MTPGPTModel, StageOutput
 

@@ -80,10 +80,10 @@ def _keys(keys: Iterable[str]) -> list[str]:
 def _config_keys() -> Names:
     """Of `--speculative-config`; the fields of MTPConfig, which are flags and stored arguments; names of losses."""
     from megatron_mtp.config import MTPConfig
-    from megatron_mtp.drafting.config import COMMON_KEYS
-    from megatron_mtp.drafting.proposers import PROPOSERS
-    from megatron_mtp.drafting.settings import keys
-    from megatron_mtp.drafting.verifiers import VERIFIERS
+    from megatron_mtp.decoding.config import COMMON_KEYS
+    from megatron_mtp.decoding.proposers import PROPOSERS
+    from megatron_mtp.decoding.settings import keys
+    from megatron_mtp.decoding.verifiers import VERIFIERS
     from megatron_mtp.losses import LOSSES
 
     made = {"speculative config": COMMON_KEYS, "MTPConfig": [field.name for field in fields(MTPConfig)]}
@@ -116,7 +116,7 @@ def write() -> None:
 
 
 if __name__ == "__main__":
-    from megatron_mtp.platform import prepare
+    from megatron_mtp.runtime import prepare
 
     prepare()
     from megatron_single import join_world_of_one

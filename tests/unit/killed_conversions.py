@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from megatron_mtp.checkpoint.convert.streaming import PLAN, RECORDS
 from megatron_mtp.cli import convert
-from megatron_mtp.platform import quieten
+from megatron_mtp.runtime import quieten
 
 
 def main(folder: Path, kills: int, seed: int, commands: list[list[str]]) -> dict[str, dict[str, object]]:

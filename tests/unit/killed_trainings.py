@@ -20,7 +20,7 @@ from killing import Killer, files
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 from megatron_mtp.training.metrics_file import FILE, read_rows
 from megatron_mtp.training.run import main as train
 from megatron_mtp.training.run_record import read_run_record

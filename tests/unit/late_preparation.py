@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import megatron_mtp
-from megatron_mtp.platform import cpu, prepare
+from megatron_mtp.cpu import substitutions
+from megatron_mtp.runtime import prepare
 
 RUN = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -47,7 +48,7 @@ def copies(originals: dict[int, str]) -> list[str]:
         for name, value in vars(module).items():
             values = value if isinstance(value, tuple) else (value,)
             found += [f"{module.__name__}.{name}" for one in values if id(one) in originals]
-        for function in cpu._functions(module):
+        for function in substitutions._functions(module):
             given = function.__defaults__ or ()
             found += [f"{module.__name__}.{function.__qualname__}" for one in given if id(one) in originals]
     return sorted(set(found))
@@ -82,7 +83,7 @@ def train(flags: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    kept = [getattr(torch, name) for name in cpu._FACTORIES] + [torch.compile, torch.cuda.FloatTensor]
+    kept = [getattr(torch, name) for name in substitutions._FACTORIES] + [torch.compile, torch.cuda.FloatTensor]
     if sys.argv[1] == "late":
         import_everything()
     before = copies({id(one): "" for one in kept})

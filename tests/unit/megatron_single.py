@@ -1,6 +1,6 @@
 """One process, a world of one: tiny models of ours and of Megatron with the same weights, and batches for them.
 
-`megatron_mtp.platform.prepare()` has to be called before a model is made (conftest.py does that).
+`megatron_mtp.runtime.prepare()` has to be called before a model is made (conftest.py does that).
 """
 
 import os

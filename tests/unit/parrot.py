@@ -15,14 +15,14 @@ import httpx2
 from openai import OpenAI
 
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
-from megatron_mtp.drafting.requests import Finish, Load, QueueFull, Request, TokenLogprob, Update
-from megatron_mtp.drafting.stats import AcceptanceStats
-from megatron_mtp.serving.answers import Served
-from megatron_mtp.serving.app import make_app
-from megatron_mtp.serving.metrics import Metrics
-from megatron_mtp.serving.server import Server, address_of, listener
-from megatron_mtp.serving.service import Service
-from megatron_mtp.serving.tokens import Ids, Words
+from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, TokenLogprob, Update
+from megatron_mtp.decoding.stats import AcceptanceStats
+from megatron_mtp.server.answers import Served
+from megatron_mtp.server.app import make_app
+from megatron_mtp.server.metrics import Metrics
+from megatron_mtp.server.server import Server, address_of, listener
+from megatron_mtp.server.service import Service
+from megatron_mtp.server.tokens import Ids, Words
 
 POSITIONS, BLOCK, NAME = 512, 16, "parrot"
 TEMPLATE = (

@@ -11,9 +11,9 @@ from drafting_single import model_of, prompts_of, run, runner_of, want_few_shape
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.drafting import cached_attention
-from megatron_mtp.drafting.proposers import PROPOSERS
-from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.decoding import cached_attention
+from megatron_mtp.decoding.proposers import PROPOSERS
+from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

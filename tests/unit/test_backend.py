@@ -7,10 +7,10 @@ import torch
 from drafting_single import model_of, prompts_of
 from torch import Tensor
 
-from megatron_mtp.drafting import backend
-from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.backend import BACKENDS, Modules, MTPRows, Unfit
-from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.decoding import backend
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.backend import BACKENDS, Modules, MTPRows, Unfit
+from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

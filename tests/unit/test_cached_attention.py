@@ -8,9 +8,9 @@ import torch
 from drafting_single import model_of
 from torch import Tensor
 
-from megatron_mtp.drafting import cached_attention
-from megatron_mtp.drafting.cached_attention import CachedAttention, attend
-from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.decoding import cached_attention
+from megatron_mtp.decoding.cached_attention import CachedAttention, attend
+from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -14,10 +14,10 @@ from installed import ask_again
 from torch import Tensor
 
 from megatron_mtp.cli.generate import parser
-from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.method import config_from
-from megatron_mtp.drafting.proposers import PROPOSERS
-from megatron_mtp.drafting.verifiers import VERIFIERS
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.method import config_from
+from megatron_mtp.decoding.proposers import PROPOSERS
+from megatron_mtp.decoding.verifiers import VERIFIERS
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
 

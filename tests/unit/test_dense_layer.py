@@ -9,9 +9,9 @@ from drafting_single import model_of, prompts_of, trained_forward
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_mtp.cli.generate import main
-from megatron_mtp.drafting import dense_layer
-from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.decoding import dense_layer
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.trunk import MTPGPTModel
 
 pytestmark = pytest.mark.usefixtures("megatron")

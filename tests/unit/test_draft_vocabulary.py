@@ -10,9 +10,9 @@ from megatron.core import dist_checkpointing
 from megatron_single import VOCABULARY, forward_ours, make_batch, our_model, randomise
 
 from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
-from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary
 from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 

@@ -26,21 +26,21 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.functional import one_hot
 
-from megatron_mtp.drafting import backend
-from megatron_mtp.drafting.api import check_prompts, generate
-from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.kv_cache import KVCache, Rows, chain_rows
-from megatron_mtp.drafting.loop import prefill, step
-from megatron_mtp.drafting.method import config_from, make_method
-from megatron_mtp.drafting.proposers import PROPOSERS, base, mtp
-from megatron_mtp.drafting.proposers.ngram import continuation
-from megatron_mtp.drafting.proposers.tree import Beam
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.stats import AcceptanceStats
-from megatron_mtp.drafting.types import Draft, Round
-from megatron_mtp.drafting.verifiers import VERIFIERS
+from megatron_mtp.decoding import backend
+from megatron_mtp.decoding.api import check_prompts, generate
+from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.kv_cache import KVCache, Rows, chain_rows
+from megatron_mtp.decoding.loop import prefill, step
+from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.proposers import PROPOSERS, base, mtp
+from megatron_mtp.decoding.proposers.ngram import continuation
+from megatron_mtp.decoding.proposers.tree import Beam
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.stats import AcceptanceStats
+from megatron_mtp.decoding.types import Draft, Round
+from megatron_mtp.decoding.verifiers import VERIFIERS
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -16,14 +16,14 @@ from documents import ROOT
 
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
-from megatron_mtp.drafting import cost
-from megatron_mtp.drafting.cost import Cost, summary, table
-from megatron_mtp.drafting.proposers import PROPOSERS
-from megatron_mtp.drafting.settings import keys
-from megatron_mtp.drafting.stats import AcceptanceStats
-from megatron_mtp.drafting.text import COLOUR, PLAIN, Stream, cutter, read_prompts
-from megatron_mtp.drafting.types import Draft, Emitted
-from megatron_mtp.drafting.verifiers import VERIFIERS
+from megatron_mtp.decoding import cost
+from megatron_mtp.decoding.cost import Cost, summary, table
+from megatron_mtp.decoding.proposers import PROPOSERS
+from megatron_mtp.decoding.settings import keys
+from megatron_mtp.decoding.stats import AcceptanceStats
+from megatron_mtp.decoding.text import COLOUR, PLAIN, Stream, cutter, read_prompts
+from megatron_mtp.decoding.types import Draft, Emitted
+from megatron_mtp.decoding.verifiers import VERIFIERS
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -19,8 +19,8 @@ from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.mcore.tokenizer import keep_tokenizer, run_tokenizer
 from megatron_mtp.cli import generate as verb
 from megatron_mtp.data.tokenizer import train_bpe
-from megatron_mtp.drafting import generate, load
-from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.decoding import generate, load
+from megatron_mtp.decoding.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -9,17 +9,17 @@ import torch
 from drafting_single import model_of, prompts_of, run, run_every_step_in_python, runner_of
 from torch import Tensor
 
-from megatron_mtp.drafting import loop
-from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.kv_cache import KVCache
-from megatron_mtp.drafting.loop import Limits
-from megatron_mtp.drafting.method import Method
-from megatron_mtp.drafting.proposers import PROPOSERS, mtp
-from megatron_mtp.drafting.proposers.base import Proposer
-from megatron_mtp.drafting.proposers.mtp import Vanilla
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.types import Draft, Emitted, Round
+from megatron_mtp.decoding import loop
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.loop import Limits
+from megatron_mtp.decoding.method import Method
+from megatron_mtp.decoding.proposers import PROPOSERS, mtp
+from megatron_mtp.decoding.proposers.base import Proposer
+from megatron_mtp.decoding.proposers.mtp import Vanilla
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.types import Draft, Emitted, Round
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -7,16 +7,16 @@ import torch
 from drafting_single import model_of, prompts_of, run, run_every_step_in_python, runner_of, trained_forward
 from torch import Tensor
 
-from megatron_mtp.drafting.kv_cache import ancestors_of
-from megatron_mtp.drafting.loop import prefill, verify
-from megatron_mtp.drafting.method import Method, config_from, make_method
-from megatron_mtp.drafting.proposers import base, mtp
-from megatron_mtp.drafting.proposers.lookahead import Window, _trie, _window_parents
-from megatron_mtp.drafting.proposers.tree import Beam, Tree
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.types import Draft, Round, Verdict
+from megatron_mtp.decoding.kv_cache import ancestors_of
+from megatron_mtp.decoding.loop import prefill, verify
+from megatron_mtp.decoding.method import Method, config_from, make_method
+from megatron_mtp.decoding.proposers import base, mtp
+from megatron_mtp.decoding.proposers.lookahead import Window, _trie, _window_parents
+from megatron_mtp.decoding.proposers.tree import Beam, Tree
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.types import Draft, Round, Verdict
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPGPTModel
 

@@ -16,17 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron_single import VOCABULARY
 
-from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
-from megatron_mtp.drafting.judged import Judge, penalised
-from megatron_mtp.drafting.live import LiveGroup, Prompts
-from megatron_mtp.drafting.loop import Limits, emitted_of
-from megatron_mtp.drafting.memory import block_bytes, blocks_in
-from megatron_mtp.drafting.method import config_from
-from megatron_mtp.drafting.requests import Engine, Finish, Penalties, QueueFull, Request, Update
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Noise, Sampling
-from megatron_mtp.drafting.types import Draft, End, Round, Verdict
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
+from megatron_mtp.decoding.judged import Judge, penalised
+from megatron_mtp.decoding.live import LiveGroup, Prompts
+from megatron_mtp.decoding.loop import Limits, emitted_of
+from megatron_mtp.decoding.memory import block_bytes, blocks_in
+from megatron_mtp.decoding.method import config_from
+from megatron_mtp.decoding.requests import Engine, Finish, Penalties, QueueFull, Request, Update
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Noise, Sampling
+from megatron_mtp.decoding.types import Draft, End, Round, Verdict
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -7,10 +7,10 @@ import torch
 from drafting_single import KINDS, model_of, place_static_experts_everywhere, prompts_of, two_steps
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from megatron_mtp.drafting import experts
-from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.experts import StaticExperts, place_static_experts
-from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.decoding import experts
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.experts import StaticExperts, place_static_experts
+from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

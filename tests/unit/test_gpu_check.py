@@ -20,7 +20,7 @@ from benchmarks.gpu.divergence import first_other
 from benchmarks.gpu.page import page, records_of
 from benchmarks.gpu.part import Setting, finish, start
 from benchmarks.harness import Goal
-from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.decoding.runner import Runner
 
 SCRIPT = str(REPOSITORY / "benchmarks" / "gpu_check.py")
 WITHOUT_DEVICE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

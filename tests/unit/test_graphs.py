@@ -19,18 +19,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_mtp.drafting import graphs, kv_cache, loop
-from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.auto import AutoK
-from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.graphs import GraphedStep, Recorded, Step, can_record
-from megatron_mtp.drafting.method import config_from, make_method
-from megatron_mtp.drafting.proposers import PROPOSERS
-from megatron_mtp.drafting.proposers.base import Proposer
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.types import Draft, Emitted
+from megatron_mtp.decoding import graphs, kv_cache, loop
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.auto import AutoK
+from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.graphs import GraphedStep, Recorded, Step, can_record
+from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.proposers import PROPOSERS
+from megatron_mtp.decoding.proposers.base import Proposer
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.types import Draft, Emitted
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -11,18 +11,18 @@ from megatron_single import VOCABULARY
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.drafting import loop, recurrent_state
-from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.auto import AutoK
-from megatron_mtp.drafting.kv_cache import KVCache
-from megatron_mtp.drafting.loop import prefill, step
-from megatron_mtp.drafting.method import config_from, make_method
-from megatron_mtp.drafting.proposers import base, mtp
-from megatron_mtp.drafting.proposers.plain import Plain
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.types import Draft, Round
+from megatron_mtp.decoding import loop, recurrent_state
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.auto import AutoK
+from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.loop import prefill, step
+from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.proposers import base, mtp
+from megatron_mtp.decoding.proposers.plain import Plain
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.types import Draft, Round
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

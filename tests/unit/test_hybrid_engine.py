@@ -18,20 +18,20 @@ from parrot import running
 from test_engine import PIECES, QUIET, alone, check_day, days, drained, request_of, texts_of
 from torch import Tensor
 
-from megatron_mtp.drafting import recurrent_state
-from megatron_mtp.drafting.engine import ContinuousEngine, EngineSettings
-from megatron_mtp.drafting.kv_cache import read_rows
-from megatron_mtp.drafting.live import LiveGroup
-from megatron_mtp.drafting.loop import Limits, decode
-from megatron_mtp.drafting.memory import block_bytes, blocks_in, entry_bytes
-from megatron_mtp.drafting.method import config_from, make_method
-from megatron_mtp.drafting.proposers import mtp
-from megatron_mtp.drafting.requests import Request
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Sampling
-from megatron_mtp.drafting.sequences import Sequences
-from megatron_mtp.drafting.types import Round
-from megatron_mtp.serving.tokens import Ids
+from megatron_mtp.decoding import recurrent_state
+from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
+from megatron_mtp.decoding.kv_cache import read_rows
+from megatron_mtp.decoding.live import LiveGroup
+from megatron_mtp.decoding.loop import Limits, decode
+from megatron_mtp.decoding.memory import block_bytes, blocks_in, entry_bytes
+from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.proposers import mtp
+from megatron_mtp.decoding.requests import Request
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.types import Round
+from megatron_mtp.server.tokens import Ids
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -11,7 +11,7 @@ import pytest
 import megatron_mtp
 
 PACKAGE = Path(megatron_mtp.__file__).parent
-LOW = {"config", "errors", "files", "registry", "platform", "patches"}
+LOW = {"config", "errors", "files", "registry", "runtime", "cpu", "patches"}
 CHECKPOINT = {f"checkpoint/{room}" for room in ("hf", "mcore", "families", "convert", "proof", "audit")}
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
@@ -19,10 +19,11 @@ ALLOWED: dict[str, set[str]] = {
     "files": set(),
     "registry": set(),
     "patches": set(),
-    "platform": {"patches"},
+    "cpu": set(),
+    "runtime": {"cpu", "patches"},
     "data": LOW,
     "model": LOW | {"data"},
-    "losses": {"config", "registry", "platform", "data", "model"},
+    "losses": {"config", "registry", "runtime", "data", "model"},
     "checkpoint/hf": LOW | {"data"},
     "checkpoint/mcore": LOW | {"data", "model", "checkpoint/hf"},
     "checkpoint/families": LOW | {"registry", "checkpoint/hf"},
@@ -30,14 +31,14 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint/proof": LOW | {"data", "model"} | CHECKPOINT - {"checkpoint/audit"},
     "checkpoint/audit": LOW | {"data", "model"} | CHECKPOINT,
     "checkpoint": LOW | {"model"} | CHECKPOINT,
-    "drafting": LOW | {"data", "model", "losses", "checkpoint/mcore"},
-    "training": LOW | {"data", "model", "losses", "checkpoint/mcore", "drafting"},
-    "serving": {"errors", "files", "platform", "drafting"},
-    "cli": LOW | {"data", "losses", "checkpoint", "drafting", "training", "serving"} | CHECKPOINT,
+    "decoding": LOW | {"data", "model", "losses", "checkpoint/mcore"},
+    "training": LOW | {"data", "model", "losses", "checkpoint/mcore", "decoding"},
+    "server": {"errors", "files", "runtime", "decoding"},
+    "cli": LOW | {"data", "losses", "checkpoint", "decoding", "training", "server"} | CHECKPOINT,
     "__main__": {"cli"},
     "extensions": set(),
-    "extensions/cpu_rows": {"files", "model", "drafting"},
-    "extensions/predict": LOW | {"cli", "data", "model", "drafting"} | CHECKPOINT,
+    "extensions/cpu_rows": {"files", "model", "decoding"},
+    "extensions/predict": LOW | {"cli", "data", "model", "decoding"} | CHECKPOINT,
     "extensions/report": {"cli", "errors", "files", "training"},
 }
 """Room to the other rooms that its files may import from."""
@@ -47,10 +48,10 @@ WITHOUT_MEGATRON = [
     "data/shift.py",
     "data/batch.py",
     "losses/combine.py",
-    "drafting/config.py",
-    "drafting/types.py",
-    "drafting/sampling.py",
-    "drafting/verifiers/rejection.py",
+    "decoding/config.py",
+    "decoding/types.py",
+    "decoding/sampling.py",
+    "decoding/verifiers/rejection.py",
 ]
 """Plain torch: readable, and usable, without knowing Megatron."""
 
@@ -182,7 +183,7 @@ def test_the_plain_modules_are_where_this_test_looks_for_them() -> None:
         ("data/shift.py", "def f():\n    import megatron_mtp.losses.combine", ["megatron_mtp.losses.combine"]),
         ("data/shift.py", "from megatron.core import mpu", ["megatron.core.mpu"]),
         ("model/mtp.py", "from megatron_mtp.losses import LOSSES", ["megatron_mtp.losses.LOSSES"]),
-        ("drafting/draft.py", "import megatron_mtp.training.run as run", ["megatron_mtp.training.run"]),
+        ("decoding/draft.py", "import megatron_mtp.training.run as run", ["megatron_mtp.training.run"]),
         ("checkpoint/a.py", "from megatron_mtp.training.run import main", ["megatron_mtp.training.run.main"]),
         (
             "checkpoint/hf/a.py",
@@ -194,12 +195,12 @@ def test_the_plain_modules_are_where_this_test_looks_for_them() -> None:
             "from megatron_mtp.checkpoint.proof import verify",
             ["megatron_mtp.checkpoint.proof.verify"],
         ),
-        ("platform/cpu.py", "from megatron_mtp.config import MTPConfig", ["megatron_mtp.config.MTPConfig"]),
+        ("cpu/substitutions.py", "from megatron_mtp.config import MTPConfig", ["megatron_mtp.config.MTPConfig"]),
         ("model/mtp.py", "from megatron.core import mpu\nfrom . import sharing\nfrom ..data import batch", []),
         ("training/run.py", "from megatron_mtp.checkpoint.mcore.iterations import x", []),
         ("training/run.py", "from megatron_mtp.cli.main import main", ["megatron_mtp.cli.main.main"]),
         ("cli/main.py", "import megatron_mtp.extensions.report", ["megatron_mtp.extensions.report"]),
-        ("serving/app.py", "from megatron_mtp.extensions import report", ["megatron_mtp.extensions.report"]),
+        ("server/app.py", "from megatron_mtp.extensions import report", ["megatron_mtp.extensions.report"]),
         (
             "extensions/report/page.py",
             "from megatron_mtp.extensions.predict import engines",

@@ -12,9 +12,11 @@ from typing import Any
 import fork_server
 import pytest
 
-from megatron_mtp.platform import cpu
+from megatron_mtp.cpu import substitutions
 
-pytestmark = pytest.mark.skipif(not cpu.installed(), reason="there is a CUDA device here: nothing is substituted")
+pytestmark = pytest.mark.skipif(
+    not substitutions.installed(), reason="there is a CUDA device here: nothing is substituted"
+)
 
 
 WORKER = Path(__file__).parent / "late_preparation.py"

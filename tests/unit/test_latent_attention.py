@@ -7,10 +7,10 @@ import torch
 from drafting_single import LATENT, model_of, prompts_of, run
 from torch import Tensor
 
-from megatron_mtp.drafting import runner
-from megatron_mtp.drafting.kv_cache import KVCache, chain_rows
-from megatron_mtp.drafting.latent_attention import LatentAttention
-from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.decoding import runner
+from megatron_mtp.decoding.kv_cache import KVCache, chain_rows
+from megatron_mtp.decoding.latent_attention import LatentAttention
+from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -16,10 +16,10 @@ from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
 from megatron_mtp.cli import main as cli
 from megatron_mtp.data.checks import part_of, read_sidecar
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
-from megatron_mtp.drafting import generate, load_runner
-from megatron_mtp.drafting.own_texts.prompts import Beginnings, UserTurns
-from megatron_mtp.drafting.own_texts.writing import Written, appended, finished_texts
-from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.decoding import generate, load_runner
+from megatron_mtp.decoding.own_texts.prompts import Beginnings, UserTurns
+from megatron_mtp.decoding.own_texts.writing import Written, appended, finished_texts
+from megatron_mtp.decoding.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -8,12 +8,12 @@ from drafting_single import model_of
 from megatron_single import VOCABULARY
 from torch import Tensor
 
-from megatron_mtp.drafting.backend import Modules
-from megatron_mtp.drafting.blocks import BlockPool, Held
-from megatron_mtp.drafting.kv_cache import KVCache, Rows, ancestors_of, chain_rows, read_rows, tree_rows, write_rows
-from megatron_mtp.drafting.packed import packed
-from megatron_mtp.drafting.pages import Pages
-from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.decoding.backend import Modules
+from megatron_mtp.decoding.blocks import BlockPool, Held
+from megatron_mtp.decoding.kv_cache import KVCache, Rows, ancestors_of, chain_rows, read_rows, tree_rows, write_rows
+from megatron_mtp.decoding.packed import packed
+from megatron_mtp.decoding.pages import Pages
+from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

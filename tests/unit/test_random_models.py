@@ -19,11 +19,11 @@ from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.proof.prompt import Prompt
 from megatron_mtp.checkpoint.proof.reference import all_logits
 from megatron_mtp.checkpoint.proof.verify import megatron_logits
-from megatron_mtp.drafting.kv_cache import KVCache
-from megatron_mtp.drafting.load import load_checkpoint
-from megatron_mtp.drafting.loop import CHUNK
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sequences import Sequences
+from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.load import load_checkpoint
+from megatron_mtp.decoding.loop import CHUNK
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sequences import Sequences
 
 QUIET = Options(quiet=True, workers=1)
 SEEDS = range(int(os.environ["RANDOM_MODELS"])) if "RANDOM_MODELS" in os.environ else (4, *range(0, 84, 14))

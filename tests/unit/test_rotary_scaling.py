@@ -21,7 +21,7 @@ from megatron_mtp.checkpoint.convert.options import Options
 from megatron_mtp.checkpoint.mcore.model import model_config
 from megatron_mtp.checkpoint.proof.prompt import Prompt
 from megatron_mtp.checkpoint.proof.verify import megatron_logits, verify
-from megatron_mtp.drafting.load import load_checkpoint
+from megatron_mtp.decoding.load import load_checkpoint
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.build import build
 

@@ -10,7 +10,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from megatron_mtp.drafting.sampling import DRAFT, RECOVER, VERIFY, Noise, Sampling, draw
+from megatron_mtp.decoding.sampling import DRAFT, RECOVER, VERIFY, Noise, Sampling, draw
 
 LOGITS = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
 

@@ -10,8 +10,8 @@ import openai
 import pytest
 from parrot import NAME, POSITIONS, Parrot, Running, running, words
 
-from megatron_mtp.serving.errors import LONGEST_BODY
-from megatron_mtp.serving.tokens import Ids
+from megatron_mtp.server.errors import LONGEST_BODY
+from megatron_mtp.server.tokens import Ids
 
 
 @pytest.fixture(scope="module")

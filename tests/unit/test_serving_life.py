@@ -12,9 +12,9 @@ import openai
 import pytest
 from parrot import NAME, Parrot, Running, Text, running, words
 
-from megatron_mtp.drafting.requests import Finish, Update
-from megatron_mtp.serving.server import listener
-from megatron_mtp.serving.tokens import Words
+from megatron_mtp.decoding.requests import Finish, Update
+from megatron_mtp.server.server import listener
+from megatron_mtp.server.tokens import Words
 
 TIMEOUT = 20
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from parrot import tokenizer_in, words
 from tokenizers import Tokenizer, decoders, models
 
-from megatron_mtp.serving.choices import finite
-from megatron_mtp.serving.stops import Reading, StopStrings
-from megatron_mtp.serving.tokens import Ids, Reader, Words
+from megatron_mtp.server.choices import finite
+from megatron_mtp.server.stops import Reading, StopStrings
+from megatron_mtp.server.tokens import Ids, Reader, Words
 
 LETTERS = st.text(alphabet="ab €🙂ü\n", max_size=12)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.passes import pass_keys, set_passes
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.drafting.method import config_from, make_method
-from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.model.shared_keys import SharingAttention, sharing
 
 LENGTH, ROWS, HEADS, GROUPS, CHANNELS, PASSES = 6, 2, 4, 2, 8, 4

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from megatron_mtp import registry
-from megatron_mtp.drafting.config import COMMON_KEYS, NO_SETTINGS, SpeculativeConfig
-from megatron_mtp.drafting.method import _with_settings, config_from, is_lossless, parse_config
-from megatron_mtp.drafting.proposers import PROPOSERS
-from megatron_mtp.drafting.proposers.ngram import NgramSettings
-from megatron_mtp.drafting.proposers.tree import TreeSettings
-from megatron_mtp.drafting.settings import keys
-from megatron_mtp.drafting.verifiers import VERIFIERS
-from megatron_mtp.drafting.verifiers.lossy import JointSettings
+from megatron_mtp.decoding.config import COMMON_KEYS, NO_SETTINGS, SpeculativeConfig
+from megatron_mtp.decoding.method import _with_settings, config_from, is_lossless, parse_config
+from megatron_mtp.decoding.proposers import PROPOSERS
+from megatron_mtp.decoding.proposers.ngram import NgramSettings
+from megatron_mtp.decoding.proposers.tree import TreeSettings
+from megatron_mtp.decoding.settings import keys
+from megatron_mtp.decoding.verifiers import VERIFIERS
+from megatron_mtp.decoding.verifiers.lossy import JointSettings
 
 
 def test_vllms_form() -> None:

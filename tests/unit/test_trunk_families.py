@@ -23,8 +23,8 @@ from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, Then, Tran
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.proof.verify import all_reference_logits, compare, megatron_logits, verify
 from megatron_mtp.cli.convert import main
-from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.load import load_runner
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.load import load_runner
 
 ALL = TRUNKS | LEFT
 pytestmark = pytest.mark.usefixtures("forked_python")

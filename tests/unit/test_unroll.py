@@ -20,9 +20,9 @@ from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.checkpoint.mcore.model import model_of
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.config import MTPConfig, trained_depths
-from megatron_mtp.drafting.method import config_from, make_method
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.sampling import Sampling
+from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.model.arguments import CUDA, flags_without, parsed
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.training.arguments import parse_run_args

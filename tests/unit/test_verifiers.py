@@ -22,17 +22,17 @@ from tiny_target import (
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from megatron_mtp.drafting.method import config_from
-from megatron_mtp.drafting.sampling import RECOVER, VERIFY, Noise, Sampling, draw
-from megatron_mtp.drafting.types import Draft, Round, Verdict
-from megatron_mtp.drafting.verifiers import VERIFIERS
-from megatron_mtp.drafting.verifiers.block import block
-from megatron_mtp.drafting.verifiers.greedy import greedy
-from megatron_mtp.drafting.verifiers.lossy import bild, joint, relaxed
-from megatron_mtp.drafting.verifiers.mtjd import mtjd
-from megatron_mtp.drafting.verifiers.rejection import rejection
-from megatron_mtp.drafting.verifiers.spectr import solve_rho
-from megatron_mtp.drafting.verifiers.walk import chosen, walk
+from megatron_mtp.decoding.method import config_from
+from megatron_mtp.decoding.sampling import RECOVER, VERIFY, Noise, Sampling, draw
+from megatron_mtp.decoding.types import Draft, Round, Verdict
+from megatron_mtp.decoding.verifiers import VERIFIERS
+from megatron_mtp.decoding.verifiers.block import block
+from megatron_mtp.decoding.verifiers.greedy import greedy
+from megatron_mtp.decoding.verifiers.lossy import bild, joint, relaxed
+from megatron_mtp.decoding.verifiers.mtjd import mtjd
+from megatron_mtp.decoding.verifiers.rejection import rejection
+from megatron_mtp.decoding.verifiers.spectr import solve_rho
+from megatron_mtp.decoding.verifiers.walk import chosen, walk
 
 CHAIN, TREE = (1, 1), (3, 2)
 LEVEL = 0.001

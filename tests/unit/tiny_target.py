@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_mtp.drafting.config import SpeculativeConfig
-from megatron_mtp.drafting.sampling import Noise, Sampling, draw
-from megatron_mtp.drafting.types import Draft, Round
-from megatron_mtp.drafting.verifiers.base import Rule
+from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.sampling import Noise, Sampling, draw
+from megatron_mtp.decoding.types import Draft, Round
+from megatron_mtp.decoding.verifiers.base import Rule
 
 V, K = 3, 2
 SAMPLES = 200_000

@@ -11,8 +11,8 @@ from pathlib import Path
 import pdoc
 
 import megatron_mtp
-from megatron_mtp import drafting
-from megatron_mtp.platform import prepare
+from megatron_mtp import decoding
+from megatron_mtp.runtime import prepare
 
 prepare()
 
@@ -21,8 +21,8 @@ DEFAULT = Path("runs/api")
 
 def main(folder: Path) -> None:
     """Write the pages of all modules; what is private has none."""
-    for name in drafting.__all__:
-        setattr(drafting, name, getattr(drafting, name))  # they are imported when asked for, which pdoc does not do
+    for name in decoding.__all__:
+        setattr(decoding, name, getattr(decoding, name))  # they are imported when asked for, which pdoc does not do
     modules = [module.name for module in pkgutil.walk_packages(megatron_mtp.__path__, "megatron_mtp.")]
     pdoc.render.configure(docformat="google", footer_text="megatron-mtp", show_source=False)
     with warnings.catch_warnings():

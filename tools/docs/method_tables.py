@@ -5,9 +5,9 @@ python tools/docs/method_tables.py
 
 from pathlib import Path
 
-from megatron_mtp.drafting.proposers import PROPOSERS
-from megatron_mtp.drafting.settings import Settings, keys
-from megatron_mtp.drafting.verifiers import VERIFIERS
+from megatron_mtp.decoding.proposers import PROPOSERS
+from megatron_mtp.decoding.settings import Settings, keys
+from megatron_mtp.decoding.verifiers import VERIFIERS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/drafting.md"
 BEGIN, END = "<!-- written by tools/docs/method_tables.py -->\n", "\n<!-- end -->"

@@ -28,10 +28,10 @@ from tqdm import tqdm
 
 from megatron_mtp.checkpoint.mcore.model import fill, model_of
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.cpu import substitutions
 from megatron_mtp.data.checks import check_data_prefixes, part_of
 from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.trunk import MTPTrunk
-from megatron_mtp.platform import cpu
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Times the mean of the diagonal of sum_i u_i u_i^T."""
@@ -130,7 +130,7 @@ class Fit:
 
 def _check_memory(reader: DistReader) -> None:
     needed = FLOAT32 * sum(prod(reader.shape(key)) for key in reader.keys)
-    free = psutil.virtual_memory().available if cpu.installed() else torch.cuda.mem_get_info()[0]
+    free = psutil.virtual_memory().available if substitutions.installed() else torch.cuda.mem_get_info()[0]
     if needed > free:
         raise ValueError(
             f"--mtp-init fitted runs the trunk in float32, which takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB "

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.drafting.backend import MTPRows
-from megatron_mtp.drafting.kv_cache import Chain, KVCache, Rows
-from megatron_mtp.drafting.recurrent_layers import CachedRecurrence, attention_of, mixer_of, mlp_of, norm_before
-from megatron_mtp.drafting.recurrent_state import Recurrence, recurrence_of
+from megatron_mtp.decoding.backend import MTPRows
+from megatron_mtp.decoding.kv_cache import Chain, KVCache, Rows
+from megatron_mtp.decoding.recurrent_layers import CachedRecurrence, attention_of, mixer_of, mlp_of, norm_before
+from megatron_mtp.decoding.recurrent_state import Recurrence, recurrence_of
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.model.mamba import GatedNorm
 from megatron_mtp.model.portable import PortableNorm

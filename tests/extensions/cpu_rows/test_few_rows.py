@@ -12,11 +12,11 @@ from megatron_single import VOCABULARY
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.drafting import loop
-from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.kv_cache import KVCache, Rows, ancestors_of, chain_rows, tree_rows
-from megatron_mtp.drafting.runner import Runner
-from megatron_mtp.drafting.types import Draft
+from megatron_mtp.decoding import loop
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.kv_cache import KVCache, Rows, ancestors_of, chain_rows, tree_rows
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.types import Draft
 from megatron_mtp.extensions.cpu_rows import compiled, few_rows, products
 from megatron_mtp.extensions.cpu_rows.backend import CpuRows
 from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, product_of

@@ -13,12 +13,12 @@ from test_few_rows import compiled_stacks, compiler, drafts_of, untimed  # noqa:
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.drafting import backend
-from megatron_mtp.drafting.api import generate
-from megatron_mtp.drafting.auto import AutoK
-from megatron_mtp.drafting.kv_cache import KVCache, Rows, chain_rows
-from megatron_mtp.drafting.recurrent_state import KEPT
-from megatron_mtp.drafting.runner import Runner
+from megatron_mtp.decoding import backend
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.auto import AutoK
+from megatron_mtp.decoding.kv_cache import KVCache, Rows, chain_rows
+from megatron_mtp.decoding.recurrent_state import KEPT
+from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.extensions.cpu_rows import compiled
 from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS
 

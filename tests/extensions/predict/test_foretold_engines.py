@@ -14,7 +14,7 @@ from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.extensions.predict.acceptance import Sample, rounds
 from megatron_mtp.extensions.predict.engines import ENGINES
 from megatron_mtp.extensions.predict.rows import drafts, greedy, read_text
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 
 prepare()
 

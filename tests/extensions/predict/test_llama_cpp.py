@@ -21,7 +21,7 @@ from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted
 from megatron_mtp.extensions.predict.engines import ENGINES
 from megatron_mtp.extensions.predict.rows import greedy, read_text
-from megatron_mtp.platform import prepare
+from megatron_mtp.runtime import prepare
 
 prepare()
 

@@ -1,0 +1,56 @@
+"""Drafting: several tokens per forward of the trunk, with the modules as trained.
+
+The Python API is `load_runner` and `generate`, which are looked up when asked for: they need Megatron on a prepared
+machine, and the rules in this room (types, sampling, verifiers) do not.
+
+    types.py             Draft (a tree), Verdict, Round
+    stats.py             AcceptanceStats: what drafting has gained
+    requests.py          Request and Update: what passes between the engine and those who send it requests
+    settings.py          settings of a method or verifier: kinds, defaults, ranges, meanings
+    config.py            SpeculativeConfig: a method, a verifier and their settings, as plain data
+    sampling.py          logits to probabilities to tokens; random numbers by seed and position
+    proposers/           PROPOSERS: what drafts
+    verifiers/           VERIFIERS: which drafts are accepted
+    runner.py            a loaded model row by row: trunk, depths, head
+    pages.py             blocks of memory that texts share, and the tables that name them
+    kv_cache.py          keys and values of rows, and the roll-back of rejected ones
+    packed.py            rows of several texts one behind the other, without padding
+    cached_attention.py  attention over the cache, in the place of a trained model's
+    latent_attention.py  multi-latent attention over cached latents
+    recurrent_layers.py  Mamba-2 and Gated DeltaNet row by row, in the places of a hybrid's
+    recurrent_state.py   their states and the newest rows' inputs, from which states are rolled back
+    experts.py           layers of experts for few rows, without reading back where they go
+    dense_layer.py       a dense layer with little between its products
+    backend.py           Modules, which runs rows through all layers; the table of backends
+    graphs.py            steps as CUDA graphs, kept for later prompts
+    memory.py            keys, values and states of texts, together
+    sequences.py         the texts of a batch while they grow
+    method.py            a config from JSON; proposer, verifier and K, checked against each other and the model
+    loop.py              run -> propose -> verify -> keep -> emit; a text ends at EOS, also inside a draft
+    blocks.py            which blocks are free, and which hold a beginning that texts share
+    judged.py            penalties and log-probabilities
+    live.py              a text that is prefilled, and groups of texts that are decoded
+    engine.py            continuous batching: requests join and leave between steps
+    auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
+    load.py              a checkpoint folder to a runner
+    api.py               generate(): prompts in, texts and statistics out
+    text.py              texts on the terminal
+    cost.py              prompts under one clock, compared with plain decoding; acceptance, speed, energy
+    own_texts/           continuations of a corpus' prompts, as data to train on: megatron-mtp sample
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_mtp.decoding.api import Generated, generate
+    from megatron_mtp.decoding.load import load_runner
+
+__all__ = ["Generated", "generate", "load_runner"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron_mtp.decoding import api, load
+
+    return getattr(load if name == "load_runner" else api, name)

@@ -1,0 +1,211 @@
+"""Backends run rows through the layers of a model: the trunk, and each MTP layer.
+
+`Modules` is the core's: the trained modules, and in the place of a layer that `dense_layer` knows the same weights with
+less in between. Packages add others by an entry point:
+
+    [project.entry-points."megatron_mtp.backends"]
+    mine = "my_package.mine:Mine"        # a subclass of Modules
+
+The first one that fits the model runs it; one that does not raises `Unfit` when it is made. It may override the three
+methods `run`, `draft` and `product`, call the core's for what it leaves to them, and read all attributes of `Modules`,
+`Stack` and `MTPRows`. kv_cache.py, pages.py and recurrent_state.py say what rows and caches hold, recurrent_layers.py
+what a layer is made of.
+
+Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary, N drafts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear
+
+from megatron_mtp.decoding.dense_layer import Angles, Forward, Multiply, lean, short_norm, turns
+from megatron_mtp.decoding.kv_cache import KVCache, Rows
+from megatron_mtp.decoding.packed import packed
+from megatron_mtp.decoding.recurrent_state import RecurrentScope
+from megatron_mtp.model.hybrid import DepthStack, MTPHybridModel
+from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.trunk import MTPTrunk
+from megatron_mtp.registry import Registry
+
+
+class Unfit(Exception):  # noqa: N818 - no error, but an answer
+    """A backend does not run this model."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The layers of the trunk, or of an MTP layer.
+
+    Attributes:
+        layers: their modules.
+        short: the forward that `dense_layer` has for each; None where it has none.
+        last: the norm after them; None without.
+        mtp: the MTP layer; None for the trunk.
+    """
+
+    layers: Sequence[Any]
+    short: Sequence[Forward | None]
+    last: Any
+    mtp: Any = None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether `dense_layer` has a forward for every layer."""
+        return None not in self.short
+
+
+@dataclass(frozen=True)
+class MTPRows:
+    """Rows that MTP layer `depth` is to run.
+
+    Attributes:
+        given_SBH: the states that it continues; None for the last ones of the rows before.
+        tokens_BR: whose embeddings it merges with these; may be a part of what is being drafted.
+    """
+
+    depth: int
+    given_SBH: Tensor | None
+    tokens_BR: Tensor
+    rows: Rows
+    cache: KVCache
+
+
+class Modules:
+    """The trained modules.
+
+    Args:
+        model: with caches in the places of attention and recurrent layers.
+        scope: which these read.
+        positions: that a row may have.
+        head_VH: the weight whose product with a state are its logits, of the trunk and the MTP layers; None where they
+            are more than that.
+
+    Attributes:
+        stacks: the trunk's, then those of the MTP layers.
+        embedding_VH: the weight that tokens are looked up in; None where the embedding does more.
+        turns_L211C: cosine and signed sine of every position; None without rotary embedding.
+        all_short: whether `dense_layer` has a forward for every layer.
+    """
+
+    def __init__(self, model: MTPTrunk, scope: RecurrentScope, positions: int, head_VH: Tensor | None) -> None:
+        self.model, self.scope, self.head_VH = model, scope, head_VH
+        has_own_norm = isinstance(model, MTPHybridModel)
+        last = model.decoder.final_norm if has_own_norm else model.decoder.final_layernorm
+        mtp_layers: list[Any] = [*model.mtp.layers] if model.mtp_process else []
+        self.stacks = [
+            self._stack([*model.decoder.layers], last),
+            *(self._stack(layers_of(one), one.final_layernorm, one) for one in mtp_layers),
+        ]
+        self.all_short = all(stack.is_short for stack in self.stacks)
+        self.embedding_VH = model.embedding.word_embeddings.weight.detach() if _looks_up(model) else None
+        self._last_norms = [None if one.last is None else short_norm(one.last) for one in self.stacks]
+        self._merges = [_merge(stack.mtp, self.product) if stack.is_short else None for stack in self.stacks]
+        self.turns_L211C: Tensor | None = None
+        if model.turns_heads:
+            self._angles_L11C, scale = model.rotary_angles(positions)
+            self.turns_L211C = turns(self._angles_L11C, model.embedding.word_embeddings.weight.dtype, scale)
+        self._turned_rows: Rows | None = None
+        self._turned: tuple[Tensor | None, Angles | None] = None, None
+
+    def product(self, weight: Tensor) -> Multiply:
+        """x [..., in] to x @ weight.T [..., out]."""
+        return lambda hidden: linear(hidden, weight)
+
+    def run(self, number: int, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
+        """States [S, B, H] of rows through a stack and the norm after it; their keys, values and states are kept.
+
+        Args:
+            number: of the stack.
+            given_SBH: the states that an MTP layer continues; None for the trunk.
+        """
+        if (own := packed(rows, cache)) is not None:
+            given_SBH = None if given_SBH is None else own.states(given_SBH)
+            return own.unpacked(self._run(number, own.tokens(tokens_BR), given_SBH, own, own.cache(cache)))
+        return self._run(number, tokens_BR, given_SBH, rows, cache)
+
+    def draft(self, passes: Sequence[MTPRows], drafted_BN: Tensor) -> bool:
+        """Run MTP layers in turn and write the most probable token after the last row of each to `drafted_BN`, at once.
+
+        Returns:
+            Whether this was done; else nothing was, and the caller does it step by step.
+        """
+        return False
+
+    def _run(self, number: int, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
+        self.scope.enter(cache, rows)
+        stack, merge, normalise = self.stacks[number], self._merges[number], self._last_norms[number]
+        rotary, angles = self._rotary(rows)
+        if stack.mtp is not None and not stack.is_short:
+            embedded_SBH = self._embed(tokens_BR) if self.model.mtp.sequential else None
+            made_SBH: Tensor = stack.mtp(given_SBH, embedded_SBH, AttentionInputs(rotary_pos_emb=rotary))
+            return made_SBH
+        if given_SBH is None:
+            hidden_SBH = self._embed(tokens_BR)
+        else:
+            hidden_SBH = given_SBH if merge is None else merge(self._embed(tokens_BR), given_SBH)
+        for layer, short in zip(stack.layers, stack.short, strict=True):
+            if short is not None:
+                hidden_SBH = short(hidden_SBH, angles)
+            else:
+                made = layer(hidden_states=hidden_SBH, attention_mask=None, rotary_pos_emb=rotary)
+                hidden_SBH = made[0] if isinstance(made, tuple) else made
+        return hidden_SBH if normalise is None else normalise(hidden_SBH)
+
+    def _embed(self, tokens_BR: Tensor) -> Tensor:
+        """[S, B, H]."""
+        if self.embedding_VH is not None:
+            return embedding(tokens_BR.transpose(0, 1), self.embedding_VH)
+        embedded_SBH: Tensor = self.model.embedding(input_ids=tokens_BR, position_ids=None)
+        return embedded_SBH
+
+    def _rotary(self, rows: Rows) -> tuple[Tensor | None, Angles | None]:
+        """Rotary inputs of Megatron's modules, and of short layers; kept for further forwards of these rows."""
+        if self.turns_L211C is not None and rows is not self._turned_rows:
+            place_SB = rows.positions_BR.transpose(0, 1)
+            cosine, signed_sine = self.turns_L211C[place_SB].unbind(2)
+            rotary_SB1C = None if self.all_short else self._angles_L11C[place_SB, 0]
+            self._turned_rows, self._turned = rows, (rotary_SB1C, (cosine, signed_sine))
+        return self._turned
+
+    def _stack(self, layers: list[Any], last: Any, mtp: Any = None) -> Stack:
+        return Stack(layers, [lean(layer, self.product) for layer in layers], last, mtp)
+
+
+BACKENDS: Registry[type[Modules]] = Registry("megatron_mtp.backends", {"modules": Modules})
+
+
+def backend_for(model: MTPTrunk, scope: RecurrentScope, positions: int, head_VH: Tensor | None) -> Modules:
+    """The first backend of another package that fits the model, else `Modules`; arguments as theirs.
+
+    Raises:
+        ValueError: a package's backend cannot be imported.
+    """
+    for kind in (one for one in BACKENDS.values() if one is not Modules):
+        try:
+            return kind(model, scope, positions, head_VH)
+        except Unfit:
+            continue
+    return Modules(model, scope, positions, head_VH)
+
+
+def layers_of(mtp: Any) -> list[Any]:
+    """The layers of an MTP layer: one, or those of its stack."""
+    return [*mtp.tf_layer.layers] if isinstance(mtp.tf_layer, DepthStack) else [mtp.tf_layer]
+
+
+def _merge(mtp: Any, product: Callable[[Tensor], Multiply]) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """From embeddings and states [S, B, H] to the input of a sequential MTP layer's layers; None for other layers."""
+    if not hasattr(mtp, "eh_proj"):
+        return None
+    multiply, enorm, hnorm = product(mtp.eh_proj.weight), short_norm(mtp.enorm), short_norm(mtp.hnorm)
+    return lambda embedded_SBH, given_SBH: multiply(torch.cat((enorm(embedded_SBH), hnorm(given_SBH)), dim=-1))
+
+
+def _looks_up(model: MTPTrunk) -> bool:
+    """Whether Megatron's embedding does no more than look up."""
+    config = model.config
+    return config.tensor_model_parallel_size == 1 and not (config.use_mup or config.fp32_residual_connection)

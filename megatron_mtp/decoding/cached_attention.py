@@ -1,0 +1,181 @@
+"""Attention over a cache, in the place of the core attention that a model was trained with.
+
+`attach` puts a `CachedAttention` into every attention module of a loaded model. They share a `Scope`, which holds the
+cache and the rows of the current forward. The modules around them, and their weights, are those of training.
+
+Letters in names: S rows of a forward (Megatron's sequence), B batch, N query heads, G key heads, C channels, W slots.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from megatron_mtp.decoding.kv_cache import KVCache, Rows
+from megatron_mtp.decoding.packed import Packed
+from megatron_mtp.model.portable import with_sink
+
+
+class Scope:
+    """The cache and the rows of the forward that is about to run."""
+
+    def __init__(self) -> None:
+        self._cache: KVCache | None = None
+        self._rows: Rows | None = None
+        self._masks: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def enter(self, cache: KVCache, rows: Rows) -> None:
+        """Attend over this cache, from these rows, until the next call."""
+        if rows is not self._rows:
+            self._masks = {}
+        self._cache, self._rows = cache, rows
+
+    def mask(self, dtype: torch.dtype, heads: int) -> Tensor:
+        """The rows' mask, once for each of `heads` query heads of a key head, [B, 1, heads * R, W]."""
+        if (dtype, heads) not in self._masks:
+            self._masks[dtype, heads] = self.rows.mask_B1RW.to(dtype).repeat(1, 1, heads, 1)
+        return self._masks[dtype, heads]
+
+    @property
+    def cache(self) -> KVCache:
+        """The cache of the rows that are run."""
+        assert self._cache is not None, "a forward outside of Runner"
+        return self._cache
+
+    @property
+    def rows(self) -> Rows:
+        """The rows that are run."""
+        assert self._rows is not None, "a forward outside of Runner"
+        return self._rows
+
+
+def attend(
+    scope: Scope,
+    layer: int,
+    query_BNRC: Tensor,
+    key_BGRC: Tensor,
+    value_BGRC: Tensor | None,
+    scale: float,
+    sink_N: Tensor | None = None,
+) -> Tensor:
+    """The attention output, [B, N, R, C of the values]; adds the rows' keys and values to the cache.
+
+    Args:
+        value_BGRC: None where the keys are the values as well.
+        sink_N: scores of the heads' sinks; None without sinks.
+    """
+    rows = scope.rows
+    key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, rows)
+    if not isinstance(rows, Packed):
+        return _attended(scope, query_BNRC, key_BGWC, value_BGWC, scale, sink_N)
+    return rows.packed_heads(_attended(scope, rows.heads(query_BNRC), key_BGWC, value_BGWC, scale, sink_N))
+
+
+def _attended(
+    scope: Scope, query_BNRC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scale: float, sink_N: Tensor | None
+) -> Tensor:
+    mask_B1RW = scope.mask(query_BNRC.dtype, query_BNRC.size(1) // key_BGWC.size(1))
+    if sink_N is not None:
+        query_BNRC, key_BGWC, value_BGWC = with_sink(query_BNRC, key_BGWC, value_BGWC, sink_N, scale)
+        mask_B1RW = pad(mask_B1RW, (0, 1))
+    batch, heads, rows, channels = query_BNRC.shape
+    groups, value_channels = key_BGWC.size(1), value_BGWC.size(3)
+    if heads != groups:  # the query heads of a group become further rows of one head
+        query_BNRC = query_BNRC.reshape(batch, groups, heads // groups * rows, channels)
+    if value_channels != channels:  # unequal channels would keep torch from its fast kernels
+        value_BGWC = pad(value_BGWC, (0, channels - value_channels))
+    with _own_kernels(query_BNRC):
+        attended = scaled_dot_product_attention(query_BNRC, key_BGWC, value_BGWC, attn_mask=mask_B1RW, scale=scale)
+    return attended.reshape(batch, heads, rows, channels)[..., :value_channels]
+
+
+@contextmanager
+def _own_kernels(query_BNRC: Tensor) -> Iterator[None]:
+    """Keep cuDNN out of attention: torch prefers it on some GPUs, and it makes a plan for every new shape."""
+    if not query_BNRC.is_cuda:
+        yield
+        return
+    before = cudnn_sdp_enabled()
+    enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        enable_cudnn_sdp(before)
+
+
+class CachedAttention(torch.nn.Module):
+    """Megatron's core attention for a forward whose earlier rows are in a cache."""
+
+    def __init__(self, scope: Scope, layer: int, scale: float, sink_N: Tensor | None = None) -> None:
+        super().__init__()
+        self.scope, self.layer, self.scale, self.sink_N = scope, layer, scale, sink_N
+
+    def forward(
+        self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, attention_mask: None = None, **_: object
+    ) -> Tensor:
+        """[S, B, N * C]; the mask is the scope's."""
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBNC, key_SBGC, value_SBGC))
+        attended_BNSC = attend(self.scope, self.layer, query, key, value, self.scale, self.sink_N)
+        return attended_BNSC.permute(2, 0, 1, 3).flatten(2)
+
+
+class PositionedRotary(torch.nn.Module):
+    """In the place of MLA's rotary embedding: every row has the position that the scope gives it."""
+
+    def __init__(self, own: torch.nn.Module, scope: Scope, positions: int) -> None:
+        super().__init__()
+        made = own(positions)
+        self.mscale = made[1] if isinstance(made, tuple) else None
+        self.angles_L11C = made[0] if isinstance(made, tuple) else made
+        self.scope = scope
+
+    def get_rotary_seq_len(self, *_: object) -> int:
+        """Megatron's modules call this; `forward` ignores the result."""
+        return 0
+
+    def forward(self, _: int, packed_seq: bool = False) -> Tensor | tuple[Tensor, float]:
+        """Angles [S, B, 1, C] and, where the kind of embedding has one, its scale."""
+        angles_SB1C = self.angles_L11C[self.scope.rows.positions_BR.transpose(0, 1), 0]
+        return angles_SB1C if self.mscale is None else (angles_SB1C, self.mscale)
+
+
+def attach(layers: Iterable[torch.nn.Module], scope: Scope, config: TransformerConfig, positions: int) -> None:
+    """Give every transformer layer an attention over its own part of the cache.
+
+    Raises:
+        ValueError: a layer's attention cannot run over a cache of all keys.
+    """
+    for index, layer in enumerate(layers):
+        attention = layer.self_attention
+        if not isinstance(attention, Attention):
+            raise ValueError(
+                f"drafting needs attention layers, and layer {index + 1} has {type(attention).__name__}; draft with "
+                "another model."
+            )
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, index + 1):
+            raise ValueError(
+                "the model attends to a sliding window (--window-size), which drafting does not support; draft with "
+                "another model."
+            )
+        if config.softmax_type != "vanilla" and isinstance(attention, MultiLatentAttention):
+            raise ValueError(
+                f"the model's latent attention has sinks ({config.softmax_type}), which drafting does not support; "
+                "draft with another model."
+            )
+        sink_N = getattr(attention.core_attention, "softmax_offset", None)
+        attention.core_attention = CachedAttention(scope, index, _scale_of(attention, config), sink_N)
+        if isinstance(attention, MultiLatentAttention):
+            attention.rotary_pos_emb = PositionedRotary(attention.rotary_pos_emb, scope, positions)
+
+
+def _scale_of(attention: Attention, config: TransformerConfig) -> float:
+    """The factor of attention scores, from the configuration: TE's core attention does not keep it."""
+    own: float | None = attention.softmax_scale if isinstance(attention, MultiLatentAttention) else config.softmax_scale
+    return config.kv_channels**-0.5 if own is None else own

@@ -1,0 +1,161 @@
+"""What a generation cost: the prompts of a run under one clock, alone or in turns with plain decoding; its figures."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_mtp.cpu import substitutions
+from megatron_mtp.decoding.api import Generated, generate
+from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.loop import Limits
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.stats import AcceptanceStats
+from megatron_mtp.decoding.types import Emitted
+
+WARM_UP = 8
+"""Tokens that are generated before the clock starts, so that no side pays for what is made only once."""
+TURNS = 5
+"""At most so many turns of drafting and plain decoding, where they are compared."""
+COMPARED_SECONDS = 2.0
+"""After so long no further turn is taken."""
+NO_METER = "zeus (the extra `energy`) is not installed, or finds no counter that it may read"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of all batches of a run: wall-clock seconds, prompts included, and energy where there is a meter."""
+
+    stats: AcceptanceStats
+    seconds: float
+    joules: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all texts a second."""
+        return self.stats.emitted / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """The prompts of a run in batches of `batch`, generated under one clock."""
+
+    runner: Runner
+    prompts: list[list[int]]
+    sampling: Sampling
+    limits: Limits
+    drafter: Runner | None
+    batch: int
+    seed: int
+
+    def timed(
+        self, config: SpeculativeConfig | None, emit: Callable[[int, Emitted], None] | None = None
+    ) -> tuple[list[list[int]], Cost]:
+        """All texts, and what they cost; `emit` receives every step of a text, by the text's number in the run."""
+
+        def generated(first: int, last: int, limits: Limits, emit: Callable[[int, Emitted], None] | None) -> Generated:
+            prompts = self.prompts[first:last]
+            seeds = [self.seed + first + number for number in range(len(prompts))]
+            each = None if emit is None else lambda emitted: emit(first + emitted.text, emitted)
+            given = (limits.new_tokens, self.sampling, config, seeds)
+            return generate(self.runner, prompts, *given, drafter=self.drafter, limits=limits, emit=each)
+
+        generated(0, 1, Limits(min(WARM_UP, self.limits.new_tokens)), None)
+        self.runner.auto_counts.clear()  # first steps are slower than those that follow
+        joules, began = start_meter(), time.perf_counter()
+        batches = range(0, len(self.prompts), self.batch)
+        parts = [generated(first, first + self.batch, self.limits, emit) for first in batches]
+        seconds = time.perf_counter() - began
+        cost = Cost(sum((part.stats for part in parts), AcceptanceStats()), seconds, joules())
+        return [ids for part in parts for ids in part.token_ids], cost
+
+    def compared(self, config: SpeculativeConfig, texts: list[list[int]], cost: Cost) -> tuple[Cost, Cost, bool | None]:
+        """Costs of drafting and of plain decoding, and whether plain decoding emits `texts` too.
+
+        Short runs take several turns, and the costs are their medians. Several ranks take one turn, since their clocks
+        might not agree on another. Sampled texts differ, though their distribution does not: for them it is None.
+        """
+        drafting, plain, same = [cost], [], True
+        turns = TURNS if torch.distributed.get_world_size() == 1 else 1
+        while True:
+            plain_texts, plain_cost = self.timed(None)
+            plain.append(plain_cost)
+            same = same and plain_texts == texts
+            if len(plain) == turns or sum(one.seconds for one in (*drafting, *plain)) > COMPARED_SECONDS:
+                return _median(drafting), _median(plain), same if self.sampling.greedy else None
+            drafting.append(self.timed(config)[1])
+
+
+def _median(costs: list[Cost]) -> Cost:
+    return sorted(costs, key=lambda cost: cost.seconds)[len(costs) // 2]
+
+
+def start_meter() -> Callable[[], float | None]:
+    """A function that returns the joules since now, of this process's GPU or of the CPUs; None without a meter."""
+    on_cpu = substitutions.installed()
+    try:
+        from zeus.monitor import ZeusMonitor
+
+        monitor = ZeusMonitor([] if on_cpu else [torch.cuda.current_device()], None if on_cpu else [])
+        if not (monitor.gpu_indices or monitor.cpu_indices):
+            return lambda: None
+        monitor.begin_window("generated")
+    except Exception:  # the library, drivers and permissions are optional, and each has errors of its own
+        return lambda: None
+
+    def joules() -> float:
+        spent = monitor.end_window("generated")
+        return sum(spent.gpu_energy.values()) + sum((spent.cpu_energy or {}).values())
+
+    return joules
+
+
+def summary(cost: Cost, dtype: torch.dtype, plain: Cost | None = None, same: bool | None = None) -> dict[str, Any]:
+    """The figures under the names of `--json`; `plain` is what plain decoding of the same prompts cost."""
+    stats = cost.stats
+    figures: dict[str, Any] = {
+        "target_forwards": stats.target_forwards,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "accepted_per_position": [round(rate, 4) for rate in stats.accepted_per_position],
+        "accepted_length": round(stats.accepted_length, 4),
+        "target_seconds": round(stats.target_seconds, 4),
+        "drafter_seconds": round(stats.drafter_seconds, 4),
+        "tokens_per_second": round(cost.tokens_per_second, 2),
+        "energy_joules_per_token": None if cost.joules is None else cost.joules / max(stats.emitted, 1),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    if cost.joules is None:
+        figures["energy_reason"] = NO_METER
+    if plain is not None:
+        figures["plain_tokens_per_second"] = round(plain.tokens_per_second, 2)
+        figures["speed_up"] = round(cost.tokens_per_second / plain.tokens_per_second, 3)
+        figures["same_tokens"] = same
+    return figures
+
+
+def table(figures: dict[str, Any], sampled: bool) -> str:
+    """The same as lines for a terminal."""
+    rates, joules = figures["accepted_per_position"], figures["energy_joules_per_token"]
+    rows = [
+        *((f"acceptance at position {place}", f"{100 * rate:.1f} %") for place, rate in enumerate(rates, start=1)),
+        ("accepted length", f"{figures['accepted_length']:.3f} tokens per target forward"),
+        ("target forwards", f"{figures['target_forwards']}"),
+        ("tokens per second", f"{figures['tokens_per_second']:.1f}"),
+        ("energy", f"not measured: {NO_METER}" if joules is None else f"{joules:.3g} J a token"),
+    ]
+    if "speed_up" in figures:
+        plain = figures["plain_tokens_per_second"]
+        rows.append(("speed-up", f"{figures['speed_up']:.2f} over plain decoding at {plain:.1f} tokens per second"))
+        if not sampled:
+            rows.append(("same tokens", "yes" if figures["same_tokens"] else f"NO{_rounding(figures['dtype'])}"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _rounding(dtype: str) -> str:
+    """Why greedy texts may differ: rounding, which depends on a forward's rows, decides near-ties of logits."""
+    return "" if dtype == "float32" else f": {dtype} rounds a row otherwise among others; compare with --dtype float32"

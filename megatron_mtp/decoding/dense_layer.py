@@ -1,0 +1,265 @@
+"""A dense layer with little between its matrix products: the same modules' weights, fewer steps of Python.
+
+A step of drafting has few rows. On a small model Megatron's bookkeeping around each product then takes longer than the
+product; on a large one the product takes as long as reading its weight. `lean` returns a forward for a transformer
+layer, and for a hybrid's layer of attention, MLP, Mamba-2 or Gated DeltaNet: one tensor-parallel rank, no biases,
+rotary halves, no quantisation. All others run as Megatron's modules.
+
+The settings that this file knows are listed. Where another one differs from Megatron's default, the layer runs as
+Megatron's module, and a warning names the setting. So a new switch of Megatron makes drafting slower, and never wrong.
+
+Letters in names: S rows of a forward, B batch, H hidden, G key heads, Q query heads of one key head, C channels.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from megatron_mtp.decoding.cached_attention import CachedAttention, attend
+from megatron_mtp.decoding.recurrent_layers import CachedRecurrence, attention_of, mixer_of, mlp_of, norm_before
+from megatron_mtp.model.portable import PortableNorm
+
+Forward = Callable[[Tensor, "Angles | None"], Tensor]
+Multiply = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor], Multiply]
+"""A weight to its product: x [..., in] to x @ weight.T [..., out]."""
+
+Angles = tuple[Tensor, Tensor]
+"""Cosine and signed sine of every row's rotary angles, each [S, B, 1, 1, C]; see `turns`."""
+
+READ = frozenset(
+    "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels softmax_scale "
+    "gated_linear_unit activation_func normalization layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm "
+    "add_bias_linear add_qkv_bias window_size window_attn_skip_freq".split()
+)
+"""Settings whose values are in the modules that `lean` reads: sizes, norms, activation, scale; it refuses biases."""
+
+WITHOUT_EFFECT = frozenset(
+    # which kernel computes the same
+    "transformer_impl attention_backend flash_attention_version attention_softmax_in_fp32 persist_layer_norm "
+    "memory_efficient_layer_norm bias_activation_fusion bias_dropout_fusion masked_softmax_fusion apply_rope_fusion "
+    "fused_single_qkv_rope gradient_accumulation_fusion deterministic_mode use_te_rng_tracker "
+    "disable_bf16_reduced_precision_matmul cross_entropy_loss_fusion cross_entropy_fusion_impl cp_comm_type "
+    # the dtype, which the weights have
+    "fp16 bf16 params_dtype pipeline_dtype autocast_dtype "
+    # which layers a stack has
+    "is_hybrid_model "
+    # before and after the layers; the scale of muP's attention is `softmax_scale`
+    "use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim "
+    "mup_attn_scale_power clone_scatter_output_in_embedding "
+    # training: dropout, initialisation, schedule, gradients, logs
+    "attention_dropout hidden_dropout init_method output_layer_init_method init_method_std embedding_init_method "
+    "embedding_init_method_std perform_initialization use_cpu_initialization init_model_with_meta_device timers "
+    "finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func calculate_per_token_loss "
+    "defer_embedding_wgrad_compute wgrad_deferral_limit delay_wgrad_compute qk_clip qk_clip_alpha qk_clip_threshold "
+    "log_max_attention_logit variable_seq_lengths deallocate_pipeline_outputs barrier_with_L1_time "
+    "distribute_saved_activations config_logger_dir num_microbatches_with_partial_activation_checkpoints "
+    # ranks: all of the layer is on this one, which its modules' sizes show
+    "tensor_parallel_num_weight_shards batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p "
+    "microbatch_group_size_per_vp_stage hetereogenous_dist_checkpoint".split()
+)
+"""Settings that change nothing in the forward of a dense layer on one rank without gradients."""
+
+OTHER_PARTS = (
+    "yarn_",  # the rotary angles, and their factor
+    *("moe_", "num_moe_experts", "mtp_", "expert_", "mamba_", "linear_", "dsa_"),  # other layers
+    *("recompute_", "cpu_offloading", "_cpu_offloading", "offload", "fine_grained_", "activation_offload"),  # memory
+    *("tp_comm_", "overlap_", "pipeline_model", "virtual_pipeline", "num_layers_in_", "account_for_"),  # ranks
+    *("cuda_graph_", "inference_", "fp8_", "fp4_"),  # how something runs that is off, or not used here
+)
+"""Beginnings of names of settings that are about other things than a dense layer's forward."""
+
+_logger = logging.getLogger(__name__)
+
+
+def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
+    """RMSNorm as `PortableNorm` computes it, in half as many operations; other norms as they are."""
+    if type(norm) is not PortableNorm or norm.bias is not None:
+        return norm
+    weight = norm.weight.detach() + (1 if norm.centred else 0)
+    # x w / sqrt(|x|^2 / H + eps) = x (w sqrt(H)) / hypot(|x|, sqrt(eps H)), in float32 or better
+    channels, dtype, exact = weight.numel(), weight.dtype, torch.promote_types(weight.dtype, torch.float32)
+    scaled = weight.to(exact) * channels**0.5
+    least = torch.tensor((norm.eps * channels) ** 0.5, dtype=exact, device=weight.device)
+
+    def normalise(hidden: Tensor) -> Tensor:
+        length = vector_norm(hidden, 2, -1, True, dtype=exact)
+        return (hidden / torch.hypot(length, least) * scaled).to(dtype)
+
+    return normalise
+
+
+def turns(angles_L11C: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """Cosine and signed sine of every position, [L, 2, 1, 1, C]; Megatron's modules compute them in every layer.
+
+    Turning (a, b) by an angle is (a, b) * cos + (b, a) * (-sin, sin), so the halves only change places.
+
+    Args:
+        scale: YaRN's factor of both.
+    """
+    sine = angles_L11C.sin()
+    sine[..., : sine.size(-1) // 2].neg_()
+    return (torch.stack((angles_L11C.cos(), sine), dim=1) * scale).to(dtype)
+
+
+def lean(layer: Any, product: Product) -> Forward | None:
+    """The layer's forward with these products, hidden [S, B, H] to the same; None for a layer of another kind."""
+    if not _is_plain(layer) or not _is_known(layer.config):
+        return None
+    if (mixer := mixer_of(layer)) is not None:
+        return _alone(norm_before(layer), _mixed(mixer, product))
+    if mlp_of(layer) is None:
+        return _alone(layer.input_layernorm, _attention(layer.self_attention, product))
+    if attention_of(layer) is None:
+        return _alone(layer.pre_mlp_layernorm, _mlp(layer.mlp, product))
+    attention, mlp = _attention(layer.self_attention, product), _mlp(layer.mlp, product)
+    before_attention, before_mlp = short_norm(layer.input_layernorm), short_norm(layer.pre_mlp_layernorm)
+
+    def forward(hidden_SBH: Tensor, angles: Angles | None) -> Tensor:
+        hidden_SBH = hidden_SBH + attention(before_attention(hidden_SBH), angles)
+        return hidden_SBH + mlp(before_mlp(hidden_SBH), angles)
+
+    return forward
+
+
+def _alone(norm: Any, part: Forward) -> Forward:
+    """A layer of one part, as a hybrid's are: its output is added to the states."""
+    normalise = short_norm(norm)
+    return lambda hidden_SBH, angles: hidden_SBH + part(normalise(hidden_SBH), angles)
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether the layer has the modules that `lean` knows, and nothing beside them."""
+    if layer.config.tensor_model_parallel_size > 1 or type(layer) not in (TransformerLayer, MLPLayer, MambaLayer):
+        return False
+    if type(layer) is MambaLayer:
+        return _is_plain_mixer(layer.mixer)
+    return bool(
+        isinstance(layer.cross_attention, IdentityOp)
+        and (type(layer.mlp) is IdentityOp or _is_plain_mlp(layer.mlp))
+        and (_is_plain_attention(layer.self_attention) or _is_plain_mixer(layer.self_attention))
+    )
+
+
+def _is_plain_attention(attention: Any) -> bool:
+    return type(attention) is IdentityOp or bool(
+        type(attention) is SelfAttention
+        and isinstance(attention.core_attention, CachedAttention)
+        and _are_plain(attention.linear_qkv, attention.linear_proj)
+    )
+
+
+def _is_plain_mixer(mixer: Any) -> bool:
+    return isinstance(mixer, CachedRecurrence) and _are_plain(mixer.own.in_proj, mixer.own.out_proj)
+
+
+def _is_plain_mlp(mlp: Any) -> bool:
+    return type(mlp) is MLP and _are_plain(mlp.linear_fc1, mlp.linear_fc2)
+
+
+def _are_plain(*products: Any) -> bool:
+    return all(type(one) in (ColumnParallelLinear, RowParallelLinear) and one.bias is None for one in products)
+
+
+def _is_known(config: TransformerConfig) -> bool:
+    unknown = unknown_settings(config)
+    if unknown:
+        _warn(tuple(unknown))
+    return not unknown
+
+
+def unknown_settings(config: TransformerConfig) -> list[str]:
+    """Names of settings that are not Megatron's defaults, and that `lean` does not know."""
+    defaults = default_settings(config)
+    return [
+        name
+        for name, value in vars(config).items()
+        if name not in READ | WITHOUT_EFFECT
+        and not name.startswith(OTHER_PARTS)
+        and (name not in defaults or value != defaults[name])
+    ]
+
+
+def default_settings(config: TransformerConfig) -> dict[str, Any]:
+    """Megatron's defaults of what a configuration has."""
+    return {
+        one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in fields(config)
+    }
+
+
+@cache
+def _warn(unknown: tuple[str, ...]) -> None:
+    """Once for the same settings."""
+    _logger.warning(
+        "drafting runs Megatron's own layers, which are slower: the model sets %s, which the short ones do not know",
+        ", ".join(unknown),
+    )
+
+
+def _attention(attention: SelfAttention, product: Product) -> Forward:
+    core, norms = attention.core_attention, (attention.q_layernorm, attention.k_layernorm)
+    to_qkv, to_hidden = product(attention.linear_qkv.weight), product(attention.linear_proj.weight)
+    groups, channels = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+    heads = attention.num_attention_heads_per_partition
+
+    def forward(hidden_SBH: Tensor, angles: Angles | None) -> Tensor:
+        rows, batch, _ = hidden_SBH.shape
+        mixed_SBGQC = to_qkv(hidden_SBH).view(rows, batch, groups, heads // groups + 2, channels)
+        both, value = mixed_SBGQC[..., :-1, :], mixed_SBGQC[..., -1, :]
+        if norms[0] is not None or norms[1] is not None:
+            pair = zip(norms, (both[..., :-1, :], both[..., -1:, :]), strict=True)
+            both = torch.cat([one if norm is None else norm(one) for norm, one in pair], dim=3)
+        if angles is not None:
+            both = _rotated(both, *angles)
+        query_BNRC = both[..., :-1, :].permute(1, 2, 3, 0, 4).reshape(batch, heads, rows, channels)
+        key_BGRC, value_BGRC = both[..., -1, :].permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+        attended_BNRC = attend(core.scope, core.layer, query_BNRC, key_BGRC, value_BGRC, core.scale)
+        return to_hidden(attended_BNRC.permute(2, 0, 1, 3).reshape(rows, batch, heads * channels))
+
+    return forward
+
+
+def _rotated(both: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
+    """Queries and keys [..., C] turned by their rows' angles, which may be of fewer channels."""
+    turned = cosine.size(-1)
+    front, rest = (both, None) if turned == both.size(-1) else (both[..., :turned], both[..., turned:])
+    front = torch.addcmul(front * cosine, front.roll(turned // 2, -1), signed_sine)
+    return front if rest is None else torch.cat((front, rest), dim=-1)
+
+
+def _mixed(mixer: CachedRecurrence, product: Product) -> Forward:
+    widen, narrow = product(mixer.own.in_proj.weight), product(mixer.own.out_proj.weight)
+    return lambda hidden_SBH, _: narrow(mixer.between(widen(hidden_SBH)))
+
+
+def _mlp(mlp: MLP, product: Product) -> Forward:
+    widen, narrow = product(mlp.linear_fc1.weight), product(mlp.linear_fc2.weight)
+    activate = activation(mlp.config)
+    return lambda hidden_SBH, _: narrow(activate(widen(hidden_SBH)))
+
+
+def activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+    """What an MLP does between its products: [..., F], or [..., 2 F] of a gated unit, to [..., F]."""
+    activate = config.activation_func
+    if not config.gated_linear_unit:
+        return activate
+
+    def gated(wide: Tensor) -> Tensor:
+        gate, up = wide.chunk(2, dim=-1)
+        return activate(gate) * up
+
+    return gated

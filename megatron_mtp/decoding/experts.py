@@ -1,0 +1,140 @@
+"""Layers of experts for few rows, without reading back which experts the rows go to.
+
+Megatron's layer sorts rows by expert and reads the counts back to the host, which a CUDA graph cannot do, and runs one
+expert after another. Here few rows gather the weights of their experts, and more rows run all experts at once; the
+probability of an expert that was not chosen is 0. The router and the shared experts are Megatron's modules.
+
+Letters in names: S rows of a forward, B batch, H hidden, T = S B, E experts, K experts of a row, F hidden of an expert.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron_mtp.decoding.dense_layer import activation, default_settings
+from megatron_mtp.model.latent import PortableLatentAttention
+
+MOST_ROWS = 1024
+"""With more rows, all experts for all rows take longer than sorting the rows, and much memory."""
+
+COPIES = 3
+"""Times that a gathered weight moves through memory: read, written and read again."""
+
+KNOWN = frozenset(
+    # of the router, which is Megatron's module
+    "moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor "
+    "moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate "
+    "moe_router_topk_limited_devices moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff "
+    # of the shared experts, which are Megatron's module, and sizes
+    "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_ffn_hidden_size moe_layer_freq "
+    # of how rows come to their experts, and of training
+    "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_token_drop_policy moe_layer_recompute "
+    "moe_per_layer_logging moe_hybridep_num_sms_preprocessing moe_flex_dispatcher_backend".split()
+)
+"""Settings of experts that may differ from Megatron's defaults; with another one the layer is Megatron's."""
+
+AS_THEY_ARE = ("activation_func_clamp_value", "glu_linear_offset", "use_te_activation_func", "fp8", "fp4")
+"""Further settings of an expert's forward, which must have Megatron's defaults."""
+
+BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
+"""Kinds of load balancing whose routers choose the likeliest experts, and read nothing back."""
+
+
+class StaticExperts(torch.nn.Module):
+    """In the place of a `MoELayer`, whose experts' weights become parts of one tensor."""
+
+    def __init__(self, own: MoELayer) -> None:
+        super().__init__()
+        self.own = own
+        experts = own.experts.local_experts
+        self.first_EFH = _joined([expert.linear_fc1 for expert in experts])
+        self.second_EHF = _joined([expert.linear_fc2 for expert in experts])
+        self._activated = activation(own.config)
+
+    def forward(self, hidden_SBH: Tensor, **_: object) -> tuple[Tensor, None]:
+        """[S, B, H], and no bias, as the layer returns them."""
+        hidden_TH = hidden_SBH.flatten(0, 1)
+        if hidden_TH.size(0) > MOST_ROWS and not torch.cuda.is_current_stream_capturing():
+            return self.own(hidden_SBH)
+        probs_TE, chosen_TE = self.own.router(hidden_SBH)
+        chosen = self.own.config.moe_router_topk
+        is_few = COPIES * hidden_TH.size(0) * chosen < probs_TE.size(1)
+        if is_few:
+            made_TH = self._by_gathering(hidden_TH, *probs_TE.masked_fill(~chosen_TE, -1).topk(chosen))
+        else:
+            made_TH = self._by_all(hidden_TH, probs_TE, chosen_TE)
+        made_SBH, shared_SBH = made_TH.view_as(hidden_SBH), self.own.shared_experts_compute(hidden_SBH)
+        return made_SBH if shared_SBH is None else made_SBH + shared_SBH, None
+
+    def _by_gathering(self, hidden_TH: Tensor, probs_TK: Tensor, index_TK: Tensor) -> Tensor:
+        rows, chosen = index_TK.shape
+        index_U = index_TK.flatten()
+        given_UH1 = hidden_TH.unsqueeze(1).expand(-1, chosen, -1).reshape(rows * chosen, -1, 1)
+        wide_UF = torch.bmm(self.first_EFH[index_U], given_UH1).squeeze(2)
+        inner_UF = (self._activated(wide_UF) * probs_TK.flatten().unsqueeze(1)).to(hidden_TH.dtype)
+        made_UH = torch.bmm(self.second_EHF[index_U], inner_UF.unsqueeze(2)).squeeze(2)
+        return made_UH.view(rows, chosen, -1).sum(dim=1)
+
+    def _by_all(self, hidden_TH: Tensor, probs_TE: Tensor, chosen_TE: Tensor) -> Tensor:
+        wide_ETF = hidden_TH @ self.first_EFH.mT
+        inner_ETF = (self._activated(wide_ETF) * probs_TE.T.unsqueeze(2)).to(hidden_TH.dtype)
+        inner_ETF = inner_ETF.masked_fill(~chosen_TE.T.unsqueeze(2), 0)  # 0 times what overflows were NaN
+        return torch.bmm(inner_ETF, self.second_EHF.mT).sum(dim=0)
+
+
+def place_static_experts(layer: TransformerLayer) -> None:
+    """Put `StaticExperts` in the place of a layer's experts, where they are of a kind that it knows."""
+    if isinstance(layer.mlp, MoELayer) and _is_known(layer.mlp):
+        layer.mlp = StaticExperts(layer.mlp)
+
+
+def reads_nothing_back(layer: TransformerLayer) -> bool:
+    """Whether a forward of a layer with cached attention can be part of a CUDA graph."""
+    return bool(
+        type(layer) is TransformerLayer
+        and type(layer.self_attention) in (SelfAttention, MLASelfAttention, PortableLatentAttention)
+        and type(layer.mlp) in (MLP, StaticExperts)
+        and layer.config.tensor_model_parallel_size == 1
+        and not any(type(module).__module__ == transformer_engine.__name__ for module in layer.modules())
+    )
+
+
+def _is_known(layer: MoELayer) -> bool:
+    config, defaults = layer.config, default_settings(layer.config)
+    balancing = config.moe_router_load_balancing_type
+    return bool(
+        type(layer.router) is TopKRouter
+        and type(layer.experts) is SequentialMLP
+        and len(layer.experts.local_experts) == config.num_moe_experts
+        and all(_is_plain(expert) for expert in layer.experts.local_experts)
+        and BALANCED.issuperset([balancing] if isinstance(balancing, str) else balancing)
+        and all(getattr(config, name) == defaults[name] for name in (*_others(config), *AS_THEY_ARE))
+    )
+
+
+def _is_plain(expert: MLP) -> bool:
+    """Whether it is whole on this rank, and has no biases."""
+    products = (expert.linear_fc1, expert.linear_fc2)
+    return all(one.bias is None for one in products) and expert.config.expert_tensor_parallel_size == 1
+
+
+def _others(config: TransformerConfig) -> list[str]:
+    return [name for name in vars(config) if name.startswith("moe_") and name not in KNOWN]
+
+
+def _joined(products: list[Any]) -> Tensor:
+    """The weights as one tensor [E, ...], of which each is a part from now on."""
+    joined = torch.stack([product.weight.detach() for product in products])
+    for product, part in zip(products, joined, strict=True):
+        product.weight.data = part
+    return joined

@@ -1,0 +1,215 @@
+"""A checkpoint folder to a runner: the model that the checkpoint's own arguments describe, on one pipeline stage.
+
+Megatron's distributed checkpoints load in any layout, whatever layout saved them; tensor parallelism is that of the
+process group.
+"""
+
+import contextlib
+import io
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+
+from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tracker
+from megatron_mtp.checkpoint.mcore.model import check_trainable, fill
+from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
+from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, run_tokenizer
+from megatron_mtp.cpu import substitutions
+from megatron_mtp.data.tokenizer import entries, read_tokenizer
+from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.proposers.draft_model import DraftModelSettings
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.model.arguments import TE, arguments_without, completed
+from megatron_mtp.model.build import build, config_of, join_world
+from megatron_mtp.model.hybrid import without_stages
+from megatron_mtp.model.trunk import MTPTrunk
+from megatron_mtp.runtime import transformer_engine_works
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HERE: dict[str, Any] = {
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+    "masked_softmax_fusion": False,
+    "moe_expert_capacity_factor": None,
+    "moe_pad_expert_input_to_capacity": False,
+    "moe_input_jitter_eps": None,
+    "moe_shared_expert_overlap": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "fp8": None,
+    "fp4": None,
+    "cpu_offloading": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "tp_comm_overlap": False,
+    "yaml_cfg": None,
+}
+"""How a model that drafts differs from the one that trained: tensor parallelism alone, no dropout, no noise before a
+router (Megatron adds it outside of training too), no fusions that need whole sequences, and no tokens dropped by
+experts, which would depend on the other texts."""
+
+OVER_ALL_RANKS = (
+    "tensor_model_parallel_size",
+    "tensor_parallel_num_weight_shards",
+    "expert_tensor_parallel_size",
+    "expert_tensor_parallel_num_weight_shards",
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint, ready to draft.
+
+    Attributes:
+        runner: the model.
+        tokenizer: the folder that the model was trained or converted with; None if there are plain ids alone.
+    """
+
+    runner: Runner
+    tokenizer: Path | None
+
+    def read_tokenizer(
+        self, folder: Path | None = None, trust_remote_code: bool = False
+    ) -> "PreTrainedTokenizerBase | None":
+        """The tokenizer in `folder`, or else the one of the training; one without an end token is good as well.
+
+        Raises:
+            ValueError: ids mean other tokens in it, by its size; without the one of the training only a bound is known.
+        """
+        if folder is None:
+            return None if self.tokenizer is None else read_tokenizer(self.tokenizer, trust_remote_code)
+        tokenizer = read_tokenizer(folder, trust_remote_code)
+        given, trained = entries(tokenizer), self.runner.vocab_size
+        if given > trained or (self.tokenizer is not None and given != trained):
+            raise ValueError(
+                f"--tokenizer is {folder} with {given} entries, but the model was trained with {trained}; give the "
+                "tokenizer of the training."
+            )
+        return tokenizer
+
+    def line(self, folder: str) -> str:
+        """What was loaded from the folder, in a line."""
+        runner = self.runner
+        size = sum(weight.numel() for weight in runner.model.parameters())
+        ranks = torch.distributed.get_world_size()
+        share = "" if ranks == 1 else f" on each of {ranks} ranks"
+        device = "the CPU" if substitutions.installed() else torch.cuda.get_device_name()
+        repeats = runner.depths > 1 and runner.model.config.mtp_use_repeated_layer
+        many = f"1 depth in {runner.depths} passes" if repeats else f"{runner.depths} depths"
+        depths = {0: "no depths", 1: "1 depth"}.get(runner.depths, many)
+        iteration, dtype = iteration_folder(Path(folder)).name, str(runner.dtype).removeprefix("torch.")
+        return f"{folder}, {iteration}: {size:,} parameters{share}, {depths}, {dtype}, on {device}"
+
+
+def load_drafter(config: SpeculativeConfig | None, dtype: torch.dtype | None = None) -> Runner | None:
+    """The small model of the method `draft_model`; None of other methods."""
+    if config is None or not isinstance(config.settings, DraftModelSettings):
+        return None
+    return load_checkpoint(str(config.settings.model), dtype=dtype, flag="speculative config: model").runner
+
+
+def load_runner(folder: str | Path, vocab_size: int | None = None, dtype: torch.dtype | None = None) -> Runner:
+    """The model of a checkpoint folder, its newest iteration; arguments and errors as of `load_checkpoint`."""
+    return load_checkpoint(folder, vocab_size, dtype).runner
+
+
+def load_checkpoint(
+    folder: str | Path,
+    vocab_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    flag: str = "--load",
+    trust_remote_code: bool = False,
+) -> Loaded:
+    """Build the model that the checkpoint's own arguments describe, and fill it.
+
+    Args:
+        folder: as given to `--save` in training, or one iteration's folder within it.
+        vocab_size: tokens that may be drafted; if None the tokenizer's, or those that the model was trained with.
+        dtype: of the weights; the checkpoint's if None.
+        flag: how messages call the folder.
+        trust_remote_code: whether to run the code of a tokenizer that has some.
+
+    Raises:
+        ValueError: there is no checkpoint that Megatron has written, or a model that drafting does not support.
+    """
+    iteration = _iteration(Path(folder), flag)
+    join_world()
+    reader = DistReader(iteration)
+    args = reader.common().get("args")
+    if not isinstance(args, Namespace):
+        raise ValueError(
+            f"{flag} is {folder}, which does not hold the arguments of its training; give one that Megatron saved."
+        )
+    if not hasattr(args, "params_dtype"):  # a conversion stores what the model computes, and no arguments of a run
+        args, dtype = _of_a_conversion(args, iteration, flag), dtype or reader.dtype(EMBEDDING)
+    _check_pattern(args, f"{flag} {folder}")
+    config = config_of(_adapted(args))
+    config.draft_vocabulary = stored_draft_vocabulary(iteration)
+    model = build(config)
+    fill(model, reader)
+    _keep_weights_in(model.cuda(), dtype or model.config.params_dtype)
+    tokenizer = run_tokenizer(args, iteration.parent)
+    if vocab_size is None and tokenizer is not None:
+        vocab_size = entries(read_tokenizer(tokenizer, trust_remote_code))
+    return Loaded(Runner(model, vocab_size), tokenizer)
+
+
+def _check_pattern(args: Namespace, name: str) -> None:
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is not None and Symbols.DS_ATTENTION in pattern:
+        raise ValueError(
+            f"{name} is a hybrid model of layers {pattern}, and drafting does not support sparse attention "
+            f"({Symbols.DS_ATTENTION}); draft with another model."
+        )
+
+
+def _iteration(folder: Path, flag: str) -> Path:
+    """The folder of the newest iteration, or of the one that a conversion has made."""
+    repair_tracker(folder)
+    try:
+        return iteration_folder(folder)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
+
+
+def _adapted(args: Namespace) -> Namespace:
+    """Without TE's modules on one rank: Megatron's own can be part of a CUDA graph, or have short layers."""
+    ranks = torch.distributed.get_world_size()
+    changes = HERE | dict.fromkeys(OVER_ALL_RANKS, ranks)
+    if args.transformer_impl == "local" or ranks == 1 or not transformer_engine_works():
+        changes |= arguments_without(TE)
+    if (pattern := getattr(args, "hybrid_layer_pattern", None)) is not None:
+        changes["hybrid_layer_pattern"] = without_stages(pattern)
+    return Namespace(**{**vars(args), **changes})
+
+
+def _keep_weights_in(model: MTPTrunk, dtype: torch.dtype) -> None:
+    """All weights, as in training; buffers, such as the biases of experts, stay as they are.
+
+    Mamba layers read the type of their input from the configuration.
+    """
+    model.config.params_dtype = dtype
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+
+
+def _of_a_conversion(args: Namespace, iteration: Path, flag: str) -> Namespace:
+    check_trainable(args, f"{flag} is {iteration.parent}, which")
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
+        return completed(args)

@@ -1,0 +1,155 @@
+"""What texts need from step to step: keys and values of the trunk, of depths and of a small model, and trunk states.
+
+All of it is divided into the same slots: a batch has it for itself, or in blocks that many texts share (pages.py).
+Recurrent layers keep as much of a short text as of a long one: an entry for each text that runs (recurrent_state.py).
+"""
+
+import copy
+
+import torch
+
+from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.pages import BLOCK, Pages
+from megatron_mtp.decoding.recurrent_state import state_bytes
+from megatron_mtp.decoding.runner import Runner
+
+MOST_GIB = 4.0
+"""Cache that is taken unasked."""
+
+
+class Memory:
+    """Of a batch; or of an engine, whose batches see it `through` their pages.
+
+    Args:
+        runner: the target.
+        capacity: slots of a text.
+
+    Attributes:
+        cache: the trunk's keys and values.
+        states_B1TH: the trunk's states, from which depths draft; with pages [N, 1, S, H].
+        free_entries: of recurrent layers, which no text of an engine has.
+    """
+
+    def __init__(self, runner: Runner, batch: int, capacity: int, pages: Pages | None = None) -> None:
+        self.pages, self._depth_layers = pages, runner.depth_layers
+        self._whole: Memory | None = None
+        self.cache = KVCache(runner.trunk_layers, batch, capacity, pages)
+        self._depths: list[KVCache] = []
+        self._drafter: tuple[Runner, KVCache] | None = None
+        blocks, slots = (batch, capacity + 1) if pages is None else (pages.blocks, pages.size)
+        self.states_B1TH = torch.zeros(blocks, 1, slots, runner.hidden_size, dtype=runner.dtype, device=runner.device)
+        self.free_entries = list(range(self.cache.entries))
+
+    def through(self, pages: Pages) -> "Memory":
+        """The same memory, as the texts of other pages see it."""
+        made = copy.copy(self)
+        made.pages, made._whole = pages, self._whole or self
+        made.cache = self.cache.through(pages)
+        made._depths, made._drafter = [], None
+        return made
+
+    def depth_caches(self, depths: int) -> list[KVCache]:
+        """Caches for a drafter's depths."""
+        for depth in range(len(self._depths), depths):
+            if self._whole is None:
+                self._depths.append(self._new(self._depth_layers))
+            else:
+                self._depths.append(self._whole.depth_caches(depths)[depth].through(self._own_pages))
+        return self._depths[:depths]
+
+    def drafter_cache(self, drafter: Runner) -> KVCache:
+        """A cache for a small model; of another model, a new one."""
+        if self._drafter is None or self._drafter[0] is not drafter:
+            whole = self._whole
+            new = self._new(drafter.trunk_layers) if whole is None else whole.drafter_cache(drafter)
+            self._drafter = drafter, new if whole is None else new.through(self._own_pages)
+        return self._drafter[1]
+
+    def take_entry(self) -> int:
+        """An entry for a text without rows; nothing is left there of a text that had it."""
+        entry = self.free_entries.pop()
+        for cache in self._caches:
+            if cache.recurrence is not None:
+                cache.recurrence.forget(entry)
+        return entry
+
+    def give_entry(self, entry: int) -> None:
+        """A text has ended, or is put back."""
+        self.free_entries.append(entry)
+
+    def clear_depths(self, blocks: list[int]) -> None:
+        """Make the rows of depths in some blocks zero, as those of a new memory are."""
+        for cache in self._depths:
+            cache.clear_blocks(blocks)
+
+    def has_drafter(self, drafter: Runner) -> bool:
+        """Whether the cache of a small model is this one's."""
+        return self._drafter is not None and self._drafter[0] is drafter
+
+    def clear(self) -> None:
+        """Forget all rows and keep the memory."""
+        for cache in self._caches:
+            cache.clear()
+
+    @property
+    def _caches(self) -> list[KVCache]:
+        return [self.cache, *self._depths, *(() if self._drafter is None else self._drafter[1:])]
+
+    @property
+    def _own_pages(self) -> Pages:
+        assert self.pages is not None
+        return self.pages
+
+    def _new(self, layers: int) -> KVCache:
+        return KVCache(layers, self.cache.batch, self.cache.capacity, self.pages)
+
+
+def block_bytes(runner: Runner, drafter: Runner | None = None) -> int:
+    """Bytes of one block: keys and values of the trunk, of depths and of a small model, and the trunk's states."""
+    layers = sum(one.attending for one in (runner.trunk_keeps, *runner.depths_keep))
+    total = (layers * _slot_numbers(runner) + runner.hidden_size) * runner.dtype.itemsize
+    if drafter is not None:
+        total += drafter.trunk_keeps.attending * _slot_numbers(drafter) * drafter.dtype.itemsize
+    return total * BLOCK
+
+
+def entry_bytes(runner: Runner, drafter: Runner | None = None) -> int:
+    """Bytes that the recurrent layers of all these keep of one text; 0 where there are none."""
+    total = sum(
+        state_bytes(one, runner.dtype) for part in (runner.trunk_keeps, *runner.depths_keep) for one in part.states
+    )
+    if drafter is not None:
+        total += sum(state_bytes(one, drafter.dtype) for one in drafter.trunk_keeps.states)
+    return total
+
+
+def blocks_in(gib: float, texts: int, runner: Runner, drafter: Runner | None = None) -> int:
+    """Blocks that so much memory holds, beside what recurrent layers keep of so many texts.
+
+    Raises:
+        ValueError: not even one.
+    """
+    each, states = block_bytes(runner, drafter), texts * entry_bytes(runner, drafter)
+    blocks = int((gib * 2**30 - states) / each) - 1  # one belongs to no text
+    if blocks < 1:
+        least = (2 * each + states) / 2**30
+        beside, fewer = (f" beside the states of {texts} texts", ", or run fewer texts") if states else ("", "")
+        raise ValueError(
+            f"a cache of {gib} GiB holds no block of {BLOCK} tokens{beside}; give at least {least:.6f}{fewer}."
+        )
+    return blocks
+
+
+def blocks_for(texts: int, runner: Runner, drafter: Runner | None = None) -> int:
+    """Blocks that so many texts of full length need, as far as `MOST_GIB` holds them; errors as `blocks_in`."""
+    each = -(-runner.positions // BLOCK) + 1  # and the drafts behind the last position
+    return min(texts * each, blocks_in(MOST_GIB, texts, runner, drafter))
+
+
+def _slot_numbers(runner: Runner) -> int:
+    """Numbers that a layer keeps of a token."""
+    config = runner.model.config
+    if config.multi_latent_attention:
+        return int(config.kv_lora_rank + config.qk_pos_emb_head_dim)
+    groups = config.num_query_groups or config.num_attention_heads
+    return int(2 * config.kv_channels * groups // config.tensor_model_parallel_size)

@@ -1,0 +1,243 @@
+"""How to draft: a config from JSON, and the proposer, the verifier and K that it names, checked against the model."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_mtp.decoding.auto import AutoK
+from megatron_mtp.decoding.config import COMMON_KEYS, MOST_DRAFTED, NO_SETTINGS, SpeculativeConfig
+from megatron_mtp.decoding.proposers import PROPOSERS
+from megatron_mtp.decoding.proposers.base import Proposer
+from megatron_mtp.decoding.sampling import Sampling, SamplingByText
+from megatron_mtp.decoding.settings import Settings, keys
+from megatron_mtp.decoding.stats import AcceptanceStats
+from megatron_mtp.decoding.verifiers import VERIFIERS
+from megatron_mtp.decoding.verifiers.base import Rule, Verifier
+from megatron_mtp.registry import Registry
+
+if TYPE_CHECKING:
+    from megatron_mtp.decoding.runner import Runner
+
+MOST_TRIED = 6
+"""The largest K that 'auto' considers where the method has no limit of its own."""
+
+_EXAMPLE = """give for example '{"method": "mtp", "num_speculative_tokens": 2}'."""
+
+
+@dataclass
+class Method:
+    """A proposer with its verifier.
+
+    Attributes:
+        config: with the verifier's name filled in.
+        count: K of every step, without `auto`.
+        auto: picks K of each step; None for a fixed K.
+        stats: what the steps have cost and gained.
+    """
+
+    proposer: Proposer
+    verifier: Rule
+    config: SpeculativeConfig
+    sampling: Sampling | SamplingByText
+    count: int
+    auto: AutoK | None = None
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+
+def parse_config(text: str) -> SpeculativeConfig:
+    """The settings that a JSON object spells out.
+
+    Raises:
+        ValueError: it is no JSON object, or has an unknown method, key or value; the message lists what exists.
+    """
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
+        raise ValueError(f"--speculative-config is not JSON ({error}); {_EXAMPLE}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"--speculative-config is {text}, not a JSON object; {_EXAMPLE}")
+    return config_from(given)
+
+
+def config_from(given: dict[str, Any]) -> SpeculativeConfig:
+    """The settings in a dict; errors as of `parse_config`."""
+    if "method" not in given:
+        raise ValueError(f"speculative config: 'method' is missing; choose one of {', '.join(PROPOSERS.names())}.")
+    drafting, verifying = _settings_kinds(given["method"], given.get("verifier"))
+    _check_keys(given, drafting, verifying)
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return SpeculativeConfig(
+        **{key: value for key, value in values.items() if key in COMMON_KEYS},
+        settings=drafting(**{one.name: values[one.name] for one in keys(drafting) if one.name in values}),
+        verifier_settings=verifying(**{one.name: values[one.name] for one in keys(verifying) if one.name in values}),
+    )
+
+
+def is_lossless(config: SpeculativeConfig) -> bool:
+    """Whether the target's distribution is kept."""
+    return config.verifier is None or VERIFIERS[config.verifier].lossless
+
+
+def make_method(
+    runner: "Runner", config: SpeculativeConfig | None, sampling: Sampling, drafter: "Runner | None" = None
+) -> Method:
+    """The method that a config asks for; plain decoding without one.
+
+    Args:
+        drafter: the small model, for a method that needs one.
+
+    Raises:
+        ValueError: the model, the sampling or the verifier does not go with the method.
+    """
+    config = config or SpeculativeConfig("plain")
+    if config.verifier is None:
+        config = replace(config, verifier="greedy" if sampling.greedy else "rejection")
+    config = _with_settings(config)
+    _check_depths(runner, config.method)
+    _check_states(runner, config.method)
+    proposer = PROPOSERS[config.method](runner, config, drafter)
+    verifier = VERIFIERS[str(config.verifier)]
+    count = _count(runner, config, proposer)
+    _check_verifier(proposer, verifier, config, sampling)
+    auto = AutoK(count) if config.num_speculative_tokens == "auto" and count else None
+    return Method(proposer, verifier, config, sampling, count, auto)
+
+
+def _with_settings(config: SpeculativeConfig) -> SpeculativeConfig:
+    """The same with the defaults of the method and of the verifier where their settings were left out."""
+    drafting, verifying = _settings_kinds(config.method, config.verifier)
+    return replace(
+        config,
+        settings=_settings_of(config.method, drafting, config.settings),
+        verifier_settings=_settings_of(config.verifier, verifying, config.verifier_settings),
+    )
+
+
+def _settings_of(name: str | None, kind: type[Settings], given: Settings) -> Settings:
+    if given == NO_SETTINGS:
+        return kind()
+    if type(given) is not kind:
+        raise ValueError(
+            f"speculative config: '{name}' was given {type(given).__name__}; give {kind.__name__}, or leave them out."
+        )
+    return given
+
+
+def _settings_kinds(method: object, verifier: object) -> tuple[type[Settings], type[Settings]]:
+    """Classes of the method's and of the verifier's settings; ValueError for a name that is neither's."""
+    drafting = PROPOSERS[_name("method", method, PROPOSERS)].settings_kind
+    if verifier is None:
+        return drafting, Settings
+    return drafting, VERIFIERS[_name("verifier", verifier, VERIFIERS)].settings_kind
+
+
+def _name(key: str, value: object, table: Registry[Any]) -> str:
+    """All names are listed for a message alone: that asks every installed package."""
+    if not isinstance(value, str) or value not in table:
+        raise ValueError(f"speculative config: {key} is {value!r}; choose one of {', '.join(table.names())}.")
+    return value
+
+
+def _check_keys(given: dict[str, Any], drafting: type[Settings], verifying: type[Settings]) -> None:
+    known = [*COMMON_KEYS, *(one.name for kind in (drafting, verifying) for one in keys(kind))]
+    chosen = f"the method '{given['method']}'"
+    if given.get("verifier") is not None:
+        chosen += f" with the verifier '{given['verifier']}'"
+    for key in given:
+        if key not in known:
+            raise ValueError(
+                f"speculative config: {_not_here(key)}; known are {', '.join(known)}, the keys of {chosen}."
+            )
+
+
+def _not_here(key: str) -> str:
+    """Where else a key is one."""
+    for kind, table in (("method", PROPOSERS), ("verifier", VERIFIERS)):
+        for name, part in table.items():
+            if any(one.name == key for one in keys(part.settings_kind)):
+                return f"'{key}' is a key of the {kind} '{name}', which was not chosen"
+    return f"there is no key '{key}'"
+
+
+def _check_depths(runner: "Runner", method: str) -> None:
+    wanted, found = PROPOSERS[method].depths, "sequential" if runner.sequential else "parallel"
+    if wanted is None:
+        return
+    if not runner.depths:
+        others = [name for name, one in PROPOSERS.items() if one.depths is None]
+        raise ValueError(
+            f"'{method}' drafts with MTP modules, and the checkpoint has no MTP weights; train some "
+            f"(megatron-mtp train --mtp-num-layers), or choose {_any_of(others)}."
+        )
+    if wanted != found:
+        others = [name for name, one in PROPOSERS.items() if one.depths == found]
+        raise ValueError(f"'{method}' was asked of a checkpoint whose depths are {found}; choose {_any_of(others)}.")
+
+
+def _check_states(runner: "Runner", method: str) -> None:
+    part = _without_branches(runner, PROPOSERS[method])
+    if part is not None:
+        kinds = None, "sequential" if runner.sequential else "parallel" if runner.depths else None
+        others = [
+            name
+            for name, one in PROPOSERS.items()
+            if one.depths in kinds and name != "plain" and _without_branches(runner, one) is None
+        ]
+        raise ValueError(
+            f"'{method}' runs rows that branch off or leaves rows out, which the states of recurrent layers in this "
+            f"model's {part} do not allow; choose {_any_of(others)}."
+        )
+
+
+def _without_branches(runner: "Runner", proposer: type[Proposer]) -> str | None:
+    """The part of the model whose states a method cannot keep; None if it can draft."""
+    if runner.recurrent_trunk and proposer.drafts_trees:
+        return "trunk"
+    return "depths" if runner.recurrent_depths and proposer.depths is not None and not proposer.keeps_states else None
+
+
+def _count(runner: "Runner", config: SpeculativeConfig, proposer: Proposer) -> int:
+    """K, or with 'auto' the largest K to consider."""
+    asked, most = config.num_speculative_tokens, proposer.most
+    if isinstance(asked, int):
+        if most is not None and asked > most:
+            raise ValueError(
+                f"speculative config: num_speculative_tokens is {asked}, and '{config.method}' drafts at most {most} "
+                f"here, {proposer.limit}; give at most {most}, or {proposer.remedy}."
+            )
+        return asked
+    if most is None and asked == "auto":
+        most = MOST_TRIED
+    elif most is None and proposer.depths is not None:
+        most = runner.depths
+    if most is None:
+        raise ValueError(
+            f"speculative config: '{config.method}' does not say how many tokens to draft; give num_speculative_tokens."
+        )
+    return min(most, MOST_DRAFTED)
+
+
+def _check_verifier(proposer: Proposer, verifier: Verifier, config: SpeculativeConfig, sampling: Sampling) -> None:
+    """Raises ValueError, with the lossless verifiers that fit, where this one does not."""
+    why = _misfit(proposer, verifier, sampling)
+    if why is not None:
+        fitting = [name for name, one in VERIFIERS.items() if one.lossless and _misfit(proposer, one, sampling) is None]
+        raise ValueError(f"speculative config: the verifier '{config.verifier}' {why}; choose {_any_of(fitting)}.")
+
+
+def _misfit(proposer: Proposer, verifier: Verifier, sampling: Sampling) -> str | None:
+    """Why a verifier cannot judge what is drafted; None if it can."""
+    method = proposer.config.method
+    if proposer.drafts_trees and not verifier.judges_trees:
+        return f"judges chains, and '{method}' drafts trees"
+    if verifier.needs_samples and not proposer.draws_siblings:
+        return f"needs siblings that are samples of one q, and '{method}' does not draft them with these settings"
+    if verifier.greedy_only and not sampling.greedy:
+        return f"is for temperature 0, and --temperature is {sampling.temperature}"
+    return None
+
+
+def _any_of(names: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

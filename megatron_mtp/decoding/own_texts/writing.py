@@ -1,0 +1,158 @@
+"""A model continues prompts, many at once, each as its number and the settings have it, whatever it shares a step with.
+
+In:  a runner, and the prompts of texts by number.
+Out: finished texts, in the order in which they end; in a file, one line each after a line of what they depend on:
+
+    {"settings": {"load": 3735928559, "seed": 1234, "temperature": 0.7, ...}}
+    {"number": 4, "prompt": [5, 12], "tokens": [7, 9, 0], "finish": "stop"}
+
+The file is only ever appended to. A kill cuts its last line at most; that line is removed, and its text made again.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
+from megatron_mtp.decoding.memory import blocks_for
+from megatron_mtp.decoding.requests import Finish, Request
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.stats import AcceptanceStats
+from megatron_mtp.files import synced
+
+Numbered = tuple[int, list[int]]
+"""A text's number and its prompt."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished text.
+
+    Attributes:
+        number: its place among all texts.
+        prompt: token ids that it began with.
+        tokens: token ids that the model added.
+        finish: why it ended, as `requests.Finish`.
+    """
+
+    number: int
+    prompt: list[int]
+    tokens: list[int]
+    finish: str
+
+
+@dataclass(frozen=True)
+class How:
+    """How texts are continued.
+
+    Attributes:
+        sampling: how a token is chosen.
+        new_tokens: of each text, at most.
+        seed: of all texts.
+        stop_ids: a text ends after any of these.
+        speculative: how they are drafted; None for plain decoding.
+        together: texts that run at once.
+    """
+
+    sampling: Sampling
+    new_tokens: int
+    seed: int
+    stop_ids: frozenset[int]
+    speculative: SpeculativeConfig | None
+    together: int
+
+    def seed_of(self, number: int) -> int:
+        """The seed of a text, which no other text of any seed has."""
+        return (self.seed << 32) + number
+
+
+def default_method(runner: Runner) -> SpeculativeConfig | None:
+    """Drafts of the depths as they were trained, where there are any; None for plain decoding."""
+    if not (runner.depths and runner.sequential):
+        return None
+    return SpeculativeConfig("mtp_eagle" if runner.shares_kv else "mtp")
+
+
+def write_texts(
+    runner: Runner, prompts: Iterable[Numbered], how: How, keep: Callable[[Written], object]
+) -> AcceptanceStats:
+    """Continue every prompt.
+
+    Args:
+        runner: the model.
+        prompts: numbers and prompts, taken as places become free.
+        how: the settings.
+        keep: called with every text when it has ended.
+
+    Returns:
+        What it cost.
+    """
+    settings = EngineSettings(how.together, 2 * how.together, blocks_for(how.together, runner))
+    engine = ContinuousEngine(runner, settings, how.speculative)
+    live: dict[int, tuple[int, list[int], list[int]]] = {}
+    left = iter(prompts)
+    while True:
+        while len(live) < 2 * how.together and (following := next(left, None)) is not None:
+            number, prompt = following
+            asked = Request(prompt, how.new_tokens, how.sampling, how.seed_of(number), stop_ids=how.stop_ids)
+            live[engine.add(asked)] = number, prompt, []
+        if not live:
+            return engine.load.stats
+        for update in engine.step():
+            number, prompt, tokens = live[update.request]
+            tokens += update.tokens
+            if update.finish is Finish.ERROR:
+                raise RuntimeError(f"the continuation of prompt {number} has failed; the log has the reason.")
+            if update.finish is not None:
+                del live[update.request]
+                keep(Written(number, prompt, tokens, update.finish))
+
+
+def finished_texts(file: Path, settings: dict[str, Any]) -> dict[int, Written]:
+    """The texts in a file by number; none where the file is not there yet.
+
+    Raises:
+        ValueError: they were made with other settings, or a line is damaged.
+    """
+    texts: dict[int, Written] = {}
+    kept: dict[str, Any] = {}
+    whole_lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    for place, line in enumerate(whole_lines, start=1):
+        try:
+            if place == 1:
+                kept = dict(json.loads(line)["settings"])
+            else:
+                text = Written(**json.loads(line))
+                texts[text.number] = text
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(
+                f"{file} is damaged in line {place}; remove the line, or make it anew with --overwrite."
+            ) from None
+    others = sorted(name for name in {*kept, *settings} if kept.get(name) != settings.get(name))
+    if texts and others:
+        raise ValueError(
+            f"{file} holds texts made with another {', '.join(f'--{name}' for name in others)}; add --overwrite to "
+            "make them anew, or name another --output-prefix."
+        )
+    return texts
+
+
+@contextmanager
+def appended(file: Path, settings: dict[str, Any]) -> Iterator[Callable[[Written], None]]:
+    """A function that appends a finished text: when it returns, the text is on the disk."""
+    with open(file, "ab") as stream:
+
+        def append(line: dict[str, Any]) -> None:
+            stream.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            synced(stream)
+
+        has_texts = bool(finished_texts(file, settings))
+        stream.truncate(file.read_bytes().rfind(b"\n") + 1 if has_texts else 0)
+        if not has_texts:
+            append({"settings": settings})
+        yield lambda text: append(asdict(text))

@@ -1,0 +1,38 @@
+"""Proposers: each drafts in its own way, and states its facts and settings in its own file.
+
+    base.py         Proposer
+    mtp.py          the trained depths: sequential, one reused, on the trunk's states, parallel heads
+    tree.py         trees and beams of the first depth's drafts
+    ngram.py        what followed the same tokens before
+    lookahead.py    n-grams from the trunk's own guesses
+    draft_model.py  a smaller model
+    plain.py        nothing: plain decoding
+
+A row of PROPOSERS is written as an entry point is, and imported when it is looked up, so that a list of names does not
+wait for torch. Other packages add rows under the group `megatron_mtp.proposers`.
+"""
+
+from typing import TYPE_CHECKING
+
+from megatron_mtp.registry import Imported, Registry
+
+if TYPE_CHECKING:
+    from megatron_mtp.decoding.proposers.base import Proposer
+
+PROPOSERS: "Registry[type[Proposer]]" = Registry(
+    "megatron_mtp.proposers",
+    Imported(
+        {
+            "mtp": "megatron_mtp.decoding.proposers.mtp:Vanilla",
+            "mtp_eagle": "megatron_mtp.decoding.proposers.mtp:Eagle",
+            "mtp_trunk_states": "megatron_mtp.decoding.proposers.mtp:TrunkStates",
+            "mtp_tree": "megatron_mtp.decoding.proposers.tree:Tree",
+            "mtp_beam": "megatron_mtp.decoding.proposers.tree:Beam",
+            "parallel_heads": "megatron_mtp.decoding.proposers.mtp:ParallelHeads",
+            "draft_model": "megatron_mtp.decoding.proposers.draft_model:DraftModel",
+            "ngram": "megatron_mtp.decoding.proposers.ngram:Ngram",
+            "lookahead": "megatron_mtp.decoding.proposers.lookahead:Lookahead",
+            "plain": "megatron_mtp.decoding.proposers.plain:Plain",
+        }
+    ),
+)

@@ -1,0 +1,126 @@
+"""Lookahead decoding (arXiv:2402.02057): n-grams that the target itself comes up with, verified in the same forward.
+
+Beside the text the target runs a window of W columns and N - 1 levels. Column c of level 0 guesses the token at m + c;
+each level above guesses one further. The target's token after the last level completes an n-gram of N tokens, which
+goes to a pool under its first token. The pool's n-grams after t_m are the draft, G of them merged to a tree.
+
+    W = 2, N = 3          row     t_m    a1  a2 | b1  b2 | guesses         a: level 0, b: level 1
+                          parent   -    t_m  a1 | a1  a2 |                 n-grams: (a1, b1, target's after b1), ...
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, override
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.decoding.proposers.base import Proposer
+from megatron_mtp.decoding.settings import Settings, setting
+from megatron_mtp.decoding.types import Draft, Round
+
+if TYPE_CHECKING:
+    from megatron_mtp.decoding.sequences import Sequences
+
+
+@dataclass(frozen=True)
+class LookaheadSettings(Settings):
+    """The paper's W, N and G."""
+
+    window: int = setting(5, "W, columns of the window", 1, 32)
+    ngram_size: int = setting(4, "N, tokens of an n-gram", 2, 16)
+    guesses: int = setting(3, "G, n-grams that are verified in a step", 1, 32)
+
+
+@dataclass
+class Window:
+    """One text's guesses: levels of columns, and the n-grams found, by their first token, newest first."""
+
+    levels: list[list[int]]
+    pool: dict[int, deque[tuple[int, ...]]] = field(default_factory=dict)
+
+    def learn(self, found: list[int], guesses: int) -> None:
+        """Take the target's tokens after the last level, which complete the n-grams; the lowest level is done."""
+        for first, *rest in zip(*self.levels, found, strict=True):
+            grams = self.pool.setdefault(first, deque(maxlen=guesses))
+            if tuple(rest) in grams:
+                grams.remove(tuple(rest))
+            grams.appendleft(tuple(rest))
+        self.levels = [*self.levels[1:], found]
+
+
+class Lookahead(Proposer):
+    """Deterministic; K is at most N - 1."""
+
+    line = "n-grams of a Jacobi window that the same forward runs"
+    settings_kind = LookaheadSettings
+    settings: LookaheadSettings
+    drafts_trees = True
+    limit = "the n-grams less their first token"
+    remedy = "give a larger ngram_size"
+
+    @property
+    @override
+    def most(self) -> int:
+        return self.settings.ngram_size - 1
+
+    @property
+    def _in_window(self) -> int:
+        return self.settings.window * self.most
+
+    @override
+    def nodes(self, count: int) -> int:
+        return self._in_window + self.settings.guesses * self.most
+
+    @override
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        tokens, parents, valid = [], [], []
+        for text, window in zip(sequences.texts, self._windows(sequences), strict=True):
+            grams = [gram[:count] for gram in window.pool.get(text[-1], ())]
+            guessed, below = _trie(grams, self._in_window)
+            spare = self.nodes(count) - self._in_window - len(guessed)
+            tokens.append([token for level in window.levels for token in level] + guessed + [0] * spare)
+            parents.append(_window_parents(self.settings.window, len(window.levels)) + below + [0] * spare)
+            valid.append([False] * self._in_window + [True] * len(guessed) + [False] * spare)
+        device = sequences.length_B.device
+        tokens_BN, parents_BN, valid_BN = (torch.tensor(rows, device=device) for rows in (tokens, parents, valid))
+        return Draft(tokens_BN, None, parents_BN, valid_BN)
+
+    def observe(self, sequences: "Sequences", draft: Draft, logits_BRV: Tensor) -> None:
+        """Rows 1 .. W * (N - 1) are the window; the tokens after its last level complete the n-grams."""
+        if not draft.nodes:
+            return
+        last = slice(1 + self._in_window - self.settings.window, 1 + self._in_window)
+        after = logits_BRV[:, last].argmax(dim=-1).tolist()
+        for window, found in zip(self._windows(sequences), after, strict=True):
+            window.learn(found, self.settings.guesses)
+
+    def _windows(self, sequences: "Sequences") -> list[Window]:
+        """Of every text."""
+        for text, one in zip(sequences.texts, sequences.progress, strict=True):
+            one.guesses = one.guesses or self._first(text)
+        return [one.guesses for one in sequences.progress]
+
+    def _first(self, text: list[int]) -> Window:
+        """The first window repeats the text's last tokens."""
+        levels, columns = self.most, self.settings.window
+        tail = (text * (levels + columns))[-(levels + columns) :]
+        return Window([tail[level : level + columns] for level in range(levels)])
+
+
+def _window_parents(columns: int, levels: int) -> list[int]:
+    """Rows that the window's nodes continue: level 0 its left neighbour, further levels the one below."""
+    return [*range(columns), *range(1, 1 + columns * (levels - 1))]
+
+
+def _trie(grams: list[tuple[int, ...]], before: int) -> tuple[list[int], list[int]]:
+    """N-grams merged by their beginnings: tokens and parent rows, with `before` nodes in front of them."""
+    rows: dict[tuple[int, ...], int] = {(): 0}
+    tokens, parents = [], []
+    for gram in grams:
+        for end in range(1, len(gram) + 1):
+            if gram[:end] not in rows:
+                tokens.append(gram[end - 1])
+                parents.append(rows[gram[: end - 1]])
+                rows[gram[:end]] = before + len(tokens)
+    return tokens, parents

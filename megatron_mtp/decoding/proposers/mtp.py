@@ -1,0 +1,243 @@
+"""Drafting with the modules as trained (`mtp`), and with other ways to feed them.
+
+With t_m the newest token, depth d drafts t_{m+d} at row m - 1, from the embedding of t_{m-1+d} (which the depth before
+drafted) and h_{d-1} of that row. Row i of depth d is final once t_{i+d} is known. So its last d - 1 rows were made
+from drafts, and are run again in the next round:
+
+    D = 2, known t_0 .. t_5 (m = 5)     depth 1, rows .. 4: embeds t_1 .. t_5              drafts x_1 = t_6
+                                        depth 2, rows .. 3: embeds t_2 .. t_5, final
+                                                 row  4:    embeds x_1, provisional        drafts x_2 = t_7
+
+Letters in names: S rows of a forward, B batch, H hidden, K drafted tokens, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, override
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.decoding.backend import MTPRows
+from megatron_mtp.decoding.kv_cache import CHUNK
+from megatron_mtp.decoding.proposers.base import Kind, OneCache, Proposer, pick
+from megatron_mtp.decoding.types import Draft, Round
+
+if TYPE_CHECKING:
+    from megatron_mtp.decoding.runner import Runner
+    from megatron_mtp.decoding.sequences import Sequences
+
+
+class Vanilla(Proposer):
+    """The exact recursion of training: D modules in turn, one cache each."""
+
+    line = "the D modules in turn, exactly as trained; K is at most D"
+    depths: ClassVar[Kind] = "sequential"
+    limit = "one with each of the checkpoint's depths"
+    remedy = "choose mtp_eagle, which reuses a module"
+    keeps_states = True
+    recordable = True
+
+    @property
+    @override
+    def most(self) -> int:
+        return 1 if self.runner.shares_kv else self.runner.depths
+
+    @override
+    def missed(self, sequences: "Sequences", count: int) -> int:
+        return max((sequences.growth_since(depth) for depth in range(count)), default=0)
+
+    @override
+    def mark_seen(self, sequences: "Sequences", count: int) -> None:
+        sequences.mark_seen(*range(count))
+
+    @torch.inference_mode()
+    @override
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        draft, run = None, self._depths_run(count)
+        caches = sequences.depth_caches(self.runner.depths)
+        for first_B, width, is_last in self._windows(sequences, run):
+            rows = sequences.chain(first_B, width, 0)
+            trunk_SBH = sequences.states_at(first_B, width)
+            tokens_BT = sequences.tokens_at(first_B + 1, width + run)
+            passes = [
+                MTPRows(
+                    depth,
+                    trunk_SBH if depth == 1 or not self.runner.sequential else None,
+                    tokens_BT[:, depth - 1 : depth - 1 + width],
+                    rows,
+                    caches[depth - 1],
+                )
+                for depth in range(1, run + 1)
+            ]
+            draft = in_turn(self.runner, passes, tokens_BT[:, width:], round, count if is_last else 0)
+        assert draft is not None
+        return draft
+
+    def _depths_run(self, count: int) -> int:
+        """All depths where they have states: one that falls behind would need rows that the others cannot run anew."""
+        return self.runner.depths if self.runner.recurrent_depths else count
+
+    def _windows(self, sequences: "Sequences", count: int) -> Iterator[tuple[Tensor, int, bool]]:
+        """First row, number of rows and whether they are the last, of what depths 1 .. `count` have to run."""
+        yield from windows(sequences, self._width(sequences, count))
+        self.mark_seen(sequences, count)
+
+    def _width(self, sequences: "Sequences", count: int) -> int:
+        return max(sequences.growth_since(depth) + depth for depth in range(count))
+
+
+class ParallelHeads(Vanilla):
+    """Heads that all read the trunk's state (Gloeckle et al., arXiv:2404.19737); run as `Vanilla` runs its modules."""
+
+    line = "the heads of `--mtp-architecture parallel`"
+    depths = "parallel"
+
+
+class TrunkStates(Vanilla):
+    """What TensorRT-LLM's vanilla MTP worker does (its `MTPWorker`), which is not what was trained.
+
+    Module d gets the trunk's states of d - 1 rows further on; only rows of drafts get the state of the module before.
+    A round runs the last K accepted tokens alone. Where K drafts were accepted and the bonus token followed, the first
+    of these K + 1 rows never runs, and its keys and values stay zero.
+
+        K = 2, t_0 .. t_5 known, t_3 .. t_5 of the last round (m = 5); h_0 the trunk's states, g_1 module 1's
+        module 1    rows 3, 4: (h_0[3], t_4) (h_0[4], t_5)      row 2, which would be (h_0[2], t_3), was left out
+        module 2    rows 3, 4: (h_0[4], t_5) (g_1[4], x_1)
+
+    So the rows of a text follow from its tokens and from where its rounds began, which is kept of every text.
+    """
+
+    line = "the D modules fed with the trunk's states, as TensorRT-LLM does: not as trained"
+    keeps_states = False
+    leaves_rows_out = True
+    recordable = False
+
+    @override
+    def missed(self, sequences: "Sequences", count: int) -> int:
+        """Those of texts that have not begun; what others miss stays out."""
+        each = zip(sequences.texts, sequences.progress, strict=True)
+        return max((len(text) for text, one in each if not one.seen[0]), default=0)
+
+    @torch.inference_mode()
+    @override
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        for text, one, live in zip(sequences.texts, sequences.progress, sequences.live, strict=True):
+            if live:
+                one.rounds.append((len(text), count))
+        return chain_of(self._run(sequences, round, count))
+
+    @torch.inference_mode()
+    @override
+    def catch_up(self, sequences: "Sequences", round: Round, count: int) -> None:
+        """Repeat the rounds of one text, with its tokens in the place of drafts; without any, run its prompt."""
+        (text,), (one,) = sequences.texts, sequences.progress
+        for length, drafted in one.rounds or [(len(text), count)]:
+            self._run(sequences.as_of(length), None, drafted)
+
+    def _run(self, sequences: "Sequences", round: Round | None, count: int) -> list[tuple[Tensor, Tensor | None]]:
+        """What each depth picks; without `round` nothing, and the next one reads what the text has there."""
+        picked: list[tuple[Tensor, Tensor | None]] = []
+        caches = sequences.depth_caches(self.runner.depths)
+        for first_B, width, is_last in self._windows(sequences, count):
+            rows = sequences.chain(first_B, width, 0)
+            tokens_BT = sequences.tokens_at(first_B + 1, width + count)
+            drafted: list[Tensor] = []
+            for depth in range(1, count + 1):
+                trunk_SBH = sequences.states_at(first_B + depth - 1, width - len(drafted))
+                tokens_BR = tokens_BT[:, depth - 1 : depth - 1 + width]
+                given_SBH = torch.cat([trunk_SBH, *drafted])
+                states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, caches[depth - 1])
+                if not is_last:
+                    continue
+                drafted.append(states_SBH[-1:])
+                if round is not None:
+                    picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], round, depth - 1))
+                    tokens_BT[:, width + depth - 1] = picked[-1][0]
+        return picked
+
+    def _width(self, sequences: "Sequences", count: int) -> int:
+        prompts_are_run = any(one.seen[0] for one in sequences.progress)
+        return count if prompts_are_run else max(sequences.growth_since(0), count)
+
+
+class Eagle(OneCache):
+    """The first module reused for any K: its own last state and the token just drafted make its next row.
+
+    Provisional rows are overwritten in the next round, by rows with the trunk's states.
+    """
+
+    line = "the first module reused on its own states, any K"
+    depths = "sequential"
+    keeps_states = True
+    recordable = True
+
+    @torch.inference_mode()
+    @override
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        newest = self.new_rows(sequences)
+        drafted_BN = newest.tokens_BR.new_empty(len(sequences.texts), count)
+        passes = [newest]
+        for place in range(1, count):
+            rows = sequences.chain(sequences.newest_B - 1 + place, 1, count)
+            passes.append(MTPRows(1, None, drafted_BN[:, place - 1 : place], rows, newest.cache))
+        draft = in_turn(self.runner, passes, drafted_BN, round, count)
+        assert draft is not None
+        return draft
+
+    def new_rows(self, sequences: "Sequences") -> MTPRows:
+        """The rows whose trunk states are new: the last chunk of them, and those before it are run."""
+        width = sequences.growth_since(self.own)
+        sequences.mark_seen(self.own)
+        (cache,) = sequences.depth_caches(1)
+        for first_B, rows, is_last in windows(sequences, width):
+            given_SBH, tokens_BR = sequences.states_at(first_B, rows), sequences.tokens_at(first_B + 1, rows)
+            chunk = MTPRows(1, given_SBH, tokens_BR, sequences.chain(first_B, rows, 0), cache)
+            if not is_last:
+                run(self.runner, chunk)
+        return chunk
+
+
+def in_turn(runner: "Runner", passes: list[MTPRows], drafted_BN: Tensor, round: Round, count: int) -> Draft | None:
+    """Run MTP layers in turn; the first `count` of them draft after their last row. None where none does.
+
+    Args:
+        drafted_BN: gets the drafts, and may be what later passes read.
+    """
+    if count and round.sampling.greedy and runner.backend.draft(passes, drafted_BN):
+        return Draft(drafted_BN[:, :count])
+    picked, states_SBH = [], None
+    for place, one in enumerate(passes):
+        states_SBH = run(runner, one, states_SBH)
+        if place < count:
+            picked.append(pick(runner.draft_logits(states_SBH[-1:])[:, 0], round, place))
+            drafted_BN[:, place] = picked[-1][0]
+    return chain_of(picked) if picked else None
+
+
+def run(runner: "Runner", one: MTPRows, before_SBH: Tensor | None = None) -> Tensor:
+    """States [S, B, H] of the rows; `before_SBH` are those of the pass before."""
+    given_SBH = one.given_SBH
+    if given_SBH is None:
+        assert before_SBH is not None
+        given_SBH = before_SBH[-one.tokens_BR.size(1) :]
+    return runner.depth(one.depth, given_SBH, one.tokens_BR, one.rows, one.cache)
+
+
+def windows(sequences: "Sequences", width: int, end: int = 0) -> Iterator[tuple[Tensor, int, bool]]:
+    """The `width` rows before row m + `end` in chunks: first row [B], number of rows, and whether they are the last.
+
+    Rows before row 0 are padding. In several chunks they are left out where no text has a row: the first chunk could
+    be padding alone, of a new prompt of 513 tokens for example, and a module cannot run 0 rows.
+    """
+    before = width if width <= CHUNK else min(width, sequences.longest - 1 + end)
+    while before > 0:
+        rows = min(CHUNK, before) if before <= CHUNK or before >= 2 * CHUNK else before - CHUNK
+        yield sequences.newest_B + end - before, rows, rows == before
+        before -= rows
+
+
+def chain_of(picked: list[tuple[Tensor, Tensor | None]]) -> Draft:
+    """A chain of tokens [B] with, if they were sampled, their q [B, V]."""
+    tokens_BN = torch.stack([token_B for token_B, _ in picked], dim=1)
+    probs = [q_BV for _, q_BV in picked if q_BV is not None]
+    return Draft(tokens_BN, torch.stack(probs, dim=1) if probs else None)

@@ -1,0 +1,304 @@
+"""Trees and beams of drafts, grown with the first MTP module as `Eagle` reuses it.
+
+Level 1 are candidates for the token after t_m, from the row m - 1 of the module. A node to be continued becomes a row
+of its own: its token, and the state of the row that drafted it. All rows of a level run in one forward, in slots after
+the committed ones, and see the committed rows and their own ancestors. Where few shapes are wanted, a level with fewer
+rows than the largest one is padded:
+
+    slot      ..  m-1   m    m+1   m+2          two nodes of level 1 at slots m and m + 1, and at m + 2 a child of the
+    sees           -    -     -    m            first, which does not see the second
+
+Letters in names: B batch, F rows of a level, C candidates of a row, N drafted nodes, A rows that may run, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, override
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.decoding.config import MOST_DRAFTED
+from megatron_mtp.decoding.proposers.mtp import Eagle, run
+from megatron_mtp.decoding.sampling import DRAFT, draw
+from megatron_mtp.decoding.settings import Settings, setting
+from megatron_mtp.decoding.types import Draft, Round
+from megatron_mtp.decoding.verifiers import VERIFIERS
+
+if TYPE_CHECKING:
+    from megatron_mtp.decoding.sequences import Sequences
+
+DEFAULT_TREE = (4, 2)
+"""4 + 8 nodes: 13 rows with t_m's."""
+
+MOST_NODES = 255
+"""Of a tree: what is scored and walked through in every step grows with their square."""
+
+
+@dataclass(frozen=True)
+class BeamSettings(Settings):
+    """How many chains grow side by side."""
+
+    beam_width: int = setting(4, "W, chains that grow side by side", 1, 64)
+
+
+@dataclass(frozen=True)
+class TreeSettings(BeamSettings):
+    """A tree of fixed shape, or one that is chosen anew in every step."""
+
+    tree: tuple[int, ...] | None = setting(None, "candidates a row, level by level; [4, 2] if left out")
+    tree_nodes: int | None = setting(
+        None, "instead of a fixed tree: so many likeliest nodes, chosen in every step", 1, 63
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tree is not None:
+            _check_tree(self.tree)
+
+
+def _check_tree(tree: tuple[int, ...]) -> None:
+    if not tree or min(tree) < 1:
+        raise ValueError(f"speculative config: tree is {list(tree)}; give candidates per level, like [4, 2].")
+    nodes = sum(prod(tree[:level]) for level in range(1, len(tree) + 1))
+    if len(tree) > MOST_DRAFTED or nodes > MOST_NODES:
+        raise ValueError(
+            f"speculative config: tree is {list(tree)}, of {len(tree)} levels and {nodes} nodes; give at most "
+            f"{MOST_DRAFTED} levels and {MOST_NODES} nodes."
+        )
+
+
+@dataclass(frozen=True)
+class Level:
+    """The candidates of one level, F * C of them, those of one row side by side.
+
+    Attributes:
+        tokens_BN: their tokens.
+        scores_BN: sum of log q along the path, float64; -inf for one that repeats a sibling.
+        rows_BN: among the rows of the level above, the one that each continues.
+        probs_BFV: q of the rows of the level above.
+        taken_BF: among the level above's candidates, those that the rows are; None for level 1, whose row is t_m's.
+    """
+
+    tokens_BN: Tensor
+    scores_BN: Tensor
+    rows_BN: Tensor
+    probs_BFV: Tensor
+    taken_BF: Tensor | None
+
+
+class Grower(Eagle):
+    """Level by level: run rows, choose their candidates, choose which of these to continue."""
+
+    settings: BeamSettings
+    keeps_states = False
+
+    @property
+    def beam(self) -> int:
+        """`beam_width`, or the number of tokens that may be drafted where these are fewer."""
+        return min(self.settings.beam_width, self.runner.drafted)
+
+    def grow(
+        self, sequences: "Sequences", round: Round, widths: list[int], most: int | None, drawn: bool
+    ) -> list[Level]:
+        """Levels with `widths[i]` candidates a row.
+
+        Args:
+            most: candidates of a level that are continued, the best; None continues all.
+            drawn: candidates are samples of q rather than its most likely tokens.
+        """
+        newest = self.new_rows(sequences)
+        states_SBH = run(self.runner, newest)[-1:]
+        levels = [self._candidates(states_SBH, round, widths[0], [], None, drawn)]
+        shape, started = (len(sequences.texts), 1, self._rows_run(widths, most)), 0
+        least = max(_level_rows(widths[:-1], most), default=0) if sequences.few_shapes else 0
+        ancestors_BFA = torch.zeros(shape, dtype=torch.bool, device=states_SBH.device)
+        for depth, width in enumerate(widths[1:]):
+            taken_BF = self._continued(levels[-1], most)
+            run_BF = _padded(taken_BF, least)
+            above_BF = levels[-1].rows_BN.gather(1, run_BF)
+            ancestors_BFA = _with_themselves(_rows_of(ancestors_BFA, above_BF), started)
+            where = sequences.tree(torch.full_like(run_BF, depth), ancestors_BFA, started)
+            given_SBH = states_SBH.gather(0, above_BF.T.unsqueeze(2).expand(-1, -1, states_SBH.size(2)))
+            states_SBH = self.runner.depth(1, given_SBH, levels[-1].tokens_BN.gather(1, run_BF), where, newest.cache)
+            states_SBH = states_SBH[: taken_BF.size(1)]
+            levels.append(self._candidates(states_SBH, round, width, levels, taken_BF, drawn))
+            started += run_BF.size(1)
+        return levels
+
+    def _rows_run(self, widths: list[int], most: int | None) -> int:
+        """Rows that run beyond the committed ones; at least 1, so that a mask has a column."""
+        levels = _level_rows(widths[:-1], most)
+        return max([1, *levels]) * max(len(levels), 1)
+
+    def _continued(self, level: Level, most: int | None) -> Tensor:
+        """Candidates [B, F] of a level that become rows."""
+        count = level.tokens_BN.size(1)
+        if most is None or count <= most:
+            return torch.arange(count, device=level.tokens_BN.device).expand_as(level.tokens_BN)
+        return level.scores_BN.topk(most, dim=1).indices
+
+    def _candidates(
+        self,
+        states_SBH: Tensor,
+        round: Round,
+        width: int,
+        above: list[Level],
+        taken_BF: Tensor | None,
+        drawn: bool,
+    ) -> Level:
+        """The candidates of rows that continue `taken_BF` of the last level above."""
+        logits_BFV = self.runner.draft_logits(states_SBH)
+        # At temperature 0 the order of a beam comes from the model's own distribution.
+        probs_BFV = logits_BFV.softmax(-1) if round.sampling.greedy else round.sampling.probabilities(logits_BFV)
+        before = sum(level.tokens_BN.size(1) for level in above)
+        tokens_BFC = _sampled(probs_BFV, round, width, before) if drawn else probs_BFV.topk(width, dim=2).indices
+        scores_BFC = probs_BFV.gather(2, tokens_BFC).double().log()
+        if taken_BF is not None:
+            scores_BFC = scores_BFC + above[-1].scores_BN.gather(1, taken_BF).unsqueeze(2)
+        repeats_BFC = (tokens_BFC.unsqueeze(3) == tokens_BFC.unsqueeze(2)).tril(-1).any(dim=3)
+        scores_BN = scores_BFC.masked_fill(repeats_BFC, -torch.inf).flatten(1)
+        batch, rows, _ = tokens_BFC.shape
+        row_FC = torch.arange(rows, device=tokens_BFC.device).unsqueeze(1).expand(-1, width)
+        return Level(tokens_BFC.flatten(1), scores_BN, row_FC.flatten().expand(batch, -1), probs_BFV, taken_BF)
+
+
+def _sampled(probs_BFV: Tensor, round: Round, width: int, before: int) -> Tensor:
+    """`width` independent samples of every row [B, F, C]; earlier levels have used `before` random numbers."""
+    batch, rows, _ = probs_BFV.shape
+    uniform_BN = round.noise.uniform(DRAFT, before + rows * width)[:, before:]
+    return draw(probs_BFV.unsqueeze(2).expand(-1, -1, width, -1), uniform_BN.view(batch, rows, width))
+
+
+def _level_rows(widths: list[int], most: int | None) -> list[int]:
+    """Candidates of every level that are continued."""
+    rows = [1]
+    for width in widths:
+        rows.append(rows[-1] * width if most is None else min(rows[-1] * width, most))
+    return rows[1:]
+
+
+def _padded(taken_BF: Tensor, least: int) -> Tensor:
+    """So many columns at least; what the copies of the last one give is not used."""
+    return torch.cat([taken_BF, taken_BF[:, -1:].expand(-1, max(0, least - taken_BF.size(1)))], dim=1)
+
+
+def _with_themselves(ancestors_BFA: Tensor, started: int) -> Tensor:
+    """Every row is an ancestor of its own; the first of these has the number `started`."""
+    _, rows, all_rows = ancestors_BFA.shape
+    own_FA = torch.eye(all_rows, device=ancestors_BFA.device).bool()[started : started + rows]
+    return ancestors_BFA | own_FA
+
+
+class Tree(Grower):
+    """`tree` gives every level's candidates a row; with `tree_nodes`, the likeliest so many nodes of a larger tree.
+
+    A static tree above temperature 0 is sampled, its siblings independent, so that `specinfer` and `spectr` may judge
+    it; a dynamic one (EAGLE-2, arXiv:2406.16858) is deterministic.
+    """
+
+    line = "a tree grown with the first module"
+    settings_kind = TreeSettings
+    settings: TreeSettings
+    drafts_trees = True
+    limit = "one with each level of 'tree'"
+    remedy = "give a deeper tree, or tree_nodes"
+
+    @property
+    @override
+    def most(self) -> int | None:
+        return len(self.settings.tree or DEFAULT_TREE) if self.settings.tree_nodes is None else None
+
+    @property
+    @override
+    def draws_siblings(self) -> bool:
+        return self.settings.tree_nodes is None and self.config.use_draft_probs
+
+    @override
+    def nodes(self, count: int) -> int:
+        widths = self._widths(count)
+        return max(self._rows_run(widths, self._beam), self.settings.tree_nodes or sum(_level_rows(widths, None)))
+
+    @property
+    def _beam(self) -> int | None:
+        return None if self.settings.tree_nodes is None else self.beam
+
+    def _widths(self, count: int) -> list[int]:
+        if self.settings.tree_nodes is not None:
+            return [self.beam] * count
+        return [min(width, self.runner.drafted) for width in self.settings.tree or DEFAULT_TREE][:count]
+
+    @torch.inference_mode()
+    @override
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        drawn = self.draws_siblings and not round.sampling.greedy
+        levels = self.grow(sequences, round, self._widths(count), self._beam, drawn)
+        tokens_BN, parents_BN, scores_BN = _flattened(levels)
+        if self.settings.tree_nodes is not None:
+            return _likeliest(tokens_BN, parents_BN, scores_BN, self.settings.tree_nodes)
+        if not drawn:
+            return Draft(tokens_BN, None, parents_BN)
+        probs = [_rows_of(level.probs_BFV, level.rows_BN) for level in levels]
+        return Draft(tokens_BN, torch.cat(probs, dim=1), parents_BN)
+
+
+class Beam(Grower):
+    """The likeliest of W chains, grown side by side (beam sampling of MTAD, arXiv:2407.09722).
+
+    Above temperature 0 the candidates are samples of q. The best of several samples is no sample of q, so a rule that
+    keeps the distribution gets it as a deterministic draft; only a rule that takes q as a score gets the path's q.
+    """
+
+    line = "the likeliest of W chains, grown with the first module"
+    settings_kind = BeamSettings
+
+    @override
+    def nodes(self, count: int) -> int:
+        return max(count, self._rows_run([self.beam] * count, self.beam))
+
+    @torch.inference_mode()
+    @override
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        width = self.beam
+        levels = self.grow(sequences, round, [width] * count, width, drawn=not round.sampling.greedy)
+        best_B1 = levels[-1].scores_BN.argmax(dim=1, keepdim=True)
+        tokens, probs = [], []
+        for level in reversed(levels):
+            row_B1 = level.rows_BN.gather(1, best_B1)
+            tokens.append(level.tokens_BN.gather(1, best_B1))
+            probs.append(_rows_of(level.probs_BFV, row_B1))
+            best_B1 = row_B1 if level.taken_BF is None else level.taken_BF.gather(1, row_B1)
+        probs_BNV = torch.cat(probs[::-1], dim=1) if _takes_path_probs(round) else None
+        return Draft(torch.cat(tokens[::-1], dim=1), probs_BNV)
+
+
+def _takes_path_probs(round: Round) -> bool:
+    return round.config.verifier is not None and VERIFIERS[round.config.verifier].takes_path_probs
+
+
+def _rows_of(values_BFV: Tensor, rows_BN: Tensor) -> Tensor:
+    return values_BFV.gather(1, rows_BN.unsqueeze(2).expand(-1, -1, values_BFV.size(2)))
+
+
+def _flattened(levels: list[Level]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, parents (as rows of a draft) and scores of all levels' candidates, each [B, N]."""
+    parents, before, above = [torch.zeros_like(levels[0].tokens_BN)], 0, 0
+    for level in levels[1:]:
+        assert level.taken_BF is not None
+        above, before = before, before + parents[-1].size(1)
+        parents.append(level.taken_BF.gather(1, level.rows_BN) + above + 1)
+    tokens_BN = torch.cat([level.tokens_BN for level in levels], dim=1)
+    return tokens_BN, torch.cat(parents, dim=1), torch.cat([level.scores_BN for level in levels], dim=1)
+
+
+def _likeliest(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, count: int) -> Draft:
+    """The `count` nodes of the highest score, which hold the parents of all their nodes, in their old order."""
+    nodes = tokens_BN.size(1)
+    # A child never scores above its parent; among equals the earlier one is taken, and parents come earlier.
+    order_BN = scores_BN.argsort(dim=1, descending=True, stable=True)[:, : min(count, nodes)]
+    kept_BN = order_BN.sort(dim=1).values
+    place_BR = torch.zeros(tokens_BN.size(0), nodes + 1, dtype=torch.long, device=tokens_BN.device)
+    new_BN = torch.arange(1, kept_BN.size(1) + 1, device=tokens_BN.device).expand_as(kept_BN)
+    place_BR.scatter_(1, kept_BN + 1, new_BN)
+    parents_BN = place_BR.gather(1, parents_BN.gather(1, kept_BN))
+    return Draft(tokens_BN.gather(1, kept_BN), None, parents_BN)

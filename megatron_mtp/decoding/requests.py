@@ -1,0 +1,176 @@
+"""What passes between the engine and its doors: a request goes in, and updates come out until one of them ends it.
+
+A door (HTTP, the command line, a test) calls `add`, then `step` until nothing is busy, and hands every update to whom
+it belongs. Only one thread calls an engine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.stats import AcceptanceStats
+
+
+class Finish(StrEnum):
+    """Why a text ended, as OpenAI's API names it; an error is a bug, whose traceback is logged."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Changes of the logits by the tokens that a text has; the defaults change nothing.
+
+    Attributes:
+        presence: subtracted once from the logit of every emitted token; -2 to 2.
+        frequency: subtracted for each time that it was emitted; -2 to 2.
+        repetition: logits of tokens of the prompt and of the text are divided by it if positive, else multiplied by it
+            (arXiv:1909.05858, section 4.1); above 0.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to grow. It depends on nothing but the request and the model, whatever it shares a step with.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_new_tokens: at most so many, and no more than the model's positions allow.
+        sampling: how a token is chosen.
+        seed: of its random numbers.
+        penalties: on tokens that the text has.
+        stop_ids: the text ends after any of these tokens, which counts as emitted.
+        cut: given the tokens emitted so far, how many of them to keep, or None to go on (stop strings).
+        logprobs: for each emitted token so many of the most probable tokens with their log-probabilities; None for no
+            log-probabilities at all.
+        prompt_logprobs: the same for every token of the prompt but the first.
+        speculative: how to draft; None as the engine was set up.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    penalties: Penalties = Penalties()
+    stop_ids: frozenset[int] = frozenset()
+    cut: Callable[[list[int]], int | None] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    speculative: SpeculativeConfig | None = None
+
+
+def check_prompt(prompt: list[int], positions: int, vocabulary: int, name: str = "the prompt") -> None:
+    """Raises ValueError, in one sentence, for what a model of so many positions and tokens cannot continue."""
+    if not prompt:
+        raise ValueError(f"{name} is empty; give at least one token.")
+    if len(prompt) >= positions:
+        raise ValueError(
+            f"{name} has {len(prompt)} tokens, and the model has {positions} positions; give at most {positions - 1} "
+            "tokens."
+        )
+    if not (min(prompt) >= 0 and max(prompt) < vocabulary):
+        raise ValueError(f"{name} has token ids outside of the model's vocabulary; give 0 to {vocabulary - 1}.")
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of a token, of the model's own distribution before temperature and penalties.
+
+    Attributes:
+        token: that was emitted, or stands in the prompt.
+        logprob: natural logarithm.
+        top: the most probable tokens at this place with theirs, in falling order.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a step gave a text.
+
+    Attributes:
+        request: the number that `add` returned.
+        tokens: the new ones, up to the text's end; empty where a step only ran a part of the prompt.
+        accepted: how many of these were drafted; they come first.
+        offered: drafted tokens that could have been accepted.
+        finish: why the text ended; None while it goes on.
+        logprobs: of `tokens`, if the request asked for them.
+        prompt_logprobs: of the prompt, once, with the first tokens, if the request asked for them.
+        cached_tokens: of the prompt, which were found in the cache and not run; with the first tokens.
+    """
+
+    request: int
+    tokens: list[int]
+    accepted: int = 0
+    offered: int = 0
+    finish: Finish | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy an engine is.
+
+    Attributes:
+        running, waiting: texts in the steps, and requests that wait for a place.
+        blocks_used, blocks: of the cache; blocks that hold a reusable prefix and no live text are free.
+        states_used, states: texts whose recurrent layers have states, and for how many there is room; 0 without any.
+        preempted: texts that were put back since the start, to be computed anew.
+        prompt_tokens, cached_tokens: tokens of prompts since the start, and those of them that the cache already held.
+        stats: acceptance since the start.
+    """
+
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks: int
+    preempted: int
+    prompt_tokens: int
+    cached_tokens: int
+    stats: AcceptanceStats
+    states_used: int = 0
+    states: int = 0
+
+
+class QueueFull(Exception):  # noqa: N818 - named like queue.Full
+    """As many requests wait as the engine was set up for."""
+
+
+class Engine(Protocol):
+    """What a door needs of an engine."""
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns its number.
+
+        Raises:
+            ValueError: it can never be served; one sentence.
+            QueueFull: not now.
+        """
+
+    def cancel(self, request: int) -> None:
+        """Forget a request; its place and blocks are free in the next step. Nothing happens if it has ended."""
+
+    def step(self) -> list[Update]:
+        """Run the next step, of texts that are decoded or of prompts; nothing is busy after the last update."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request has not ended."""
+
+    @property
+    def load(self) -> Load:
+        """How busy it is."""

@@ -1,0 +1,189 @@
+"""A loaded model, run row by row over caches: the trunk, each depth, and the head, with the modules of training.
+
+Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.decoding.auto import AutoK
+from megatron_mtp.decoding.backend import backend_for, layers_of
+from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.experts import place_static_experts, reads_nothing_back
+from megatron_mtp.decoding.kv_cache import BEYOND, KVCache, Rows
+from megatron_mtp.decoding.latent_attention import cache_latents
+from megatron_mtp.decoding.recurrent_layers import attach_stack
+from megatron_mtp.decoding.recurrent_state import RecurrentScope
+from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
+from megatron_mtp.model.hybrid import MTPHybridModel
+from megatron_mtp.model.trunk import MTPTrunk
+
+PLACES = ("rope", "yarn", "none")
+"""Position embeddings that can give every row the angles of its own position."""
+
+
+class Runner:
+    """A model for drafting. Its attention modules get caches, so it can no longer train.
+
+    Args:
+        model: all of it on this pipeline stage; any tensor parallelism.
+        vocab_size: tokens that may be emitted; those that the model was trained with by default. The padding of the
+            vocabulary beyond them is never chosen.
+
+    Attributes:
+        depths: D; 0 without MTP.
+        drafted: tokens that the depths may draft; fewer than `vocab_size` with a draft vocabulary.
+        shares_kv: whether later passes of a repeated layer were trained on pass 1's keys, as `mtp_eagle` runs them.
+        sequential: whether each depth continues the one before; False for parallel heads, and without depths.
+        positions: how many the model was trained for.
+        auto_counts: what has been measured for automatic K, by config and size of the batch.
+        kept: memory of earlier batches, by their size (`graphs.py`).
+        trunk_keeps, depths_keep: what the trunk and each depth keep of a text.
+        recurrent_trunk, recurrent_depths: whether the trunk or the depths have layers with a state.
+        depth_layers: layers of a depth.
+        backend: runs rows through the layers.
+        recordable: whether a forward of few rows reads nothing back to the host.
+
+    Raises:
+        ValueError: a kind of model that drafting does not support.
+    """
+
+    def __init__(self, model: MTPTrunk, vocab_size: int | None = None) -> None:
+        if not (model.pre_process and model.post_process):
+            raise ValueError("drafting needs the whole model on one pipeline stage; load it with pipeline size 1.")
+        if model.position_embedding_type not in PLACES:
+            raise ValueError(
+                f"the model has position embeddings of type {model.position_embedding_type}, which drafting does not "
+                f"support; give a model with {' or '.join(PLACES)}."
+            )
+        self.model = model.eval()
+        self.positions: int = model.max_sequence_length
+        self.vocab_size: int = vocab_size or model.true_vocab_size or model.vocab_size
+        self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0
+        self.sequential: bool = model.mtp.sequential if self.depths else False
+        self.shares_kv: bool = model.mtp.shares_kv if self.depths else False
+        self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
+        self.kept: dict[int, Any] = {}
+        scope = RecurrentScope()
+        self._place_attention(scope)
+        self._place_experts()
+        self.backend = backend_for(model, scope, self.positions + BEYOND, self._plain_head())
+        self.recordable = not (self.recurrent_trunk or self.recurrent_depths) and (
+            self.backend.all_short or all(map(reads_nothing_back, self._transformer_layers()))
+        )
+        self._head = self._make_head()
+        self._draft_head, self.drafted = self._make_draft_head()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.model.embedding.word_embeddings.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return self.model.embedding.word_embeddings.weight.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the hidden size."""
+        return self.model.config.hidden_size
+
+    @property
+    def trunk_layers(self) -> int:
+        """Layers of the trunk."""
+        return len(self.model.decoder.layers)
+
+    def trunk(self, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
+        """h_0 of the rows, after the final norm, [S, B, H]."""
+        return self.backend.run(0, tokens_BR, None, rows, cache)
+
+    def depth(self, depth: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
+        """h_d of the rows from h_{d-1} and the tokens t_{i+d}, which parallel heads do not read; [S, B, H]."""
+        return self.backend.run(1 + (depth - 1) % len(self.model.mtp.layers), tokens_BR, hidden_SBH, rows, cache)
+
+    def logits(self, hidden_SBH: Tensor) -> Tensor:
+        """[B, R, V], the same on every tensor-parallel rank."""
+        return self._head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
+
+    def draft_logits(self, hidden_SBH: Tensor) -> Tensor:
+        """Logits of a depth's states, [B, R, V]; -inf for tokens that may not be drafted."""
+        return self._draft_head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
+
+    def _place_attention(self, scope: RecurrentScope) -> None:
+        config = self.model.config
+        stacks = self._stacks()
+        keeping = [attach_stack(stack, scope, config, self.positions + BEYOND) for stack in stacks]
+        self.trunk_keeps = keeping[0]
+        self.depths_keep = [keeping[1 + depth % (len(keeping) - 1)] for depth in range(self.depths)]
+        self.recurrent_trunk = bool(self.trunk_keeps.states)
+        self.recurrent_depths = any(one.states for one in self.depths_keep)
+        self.depth_layers = max(map(len, stacks[1:]), default=1)
+        cache_latents(one for one in self._transformer_layers() if hasattr(one, "self_attention"))
+
+    @property
+    def _is_hybrid(self) -> bool:
+        return isinstance(self.model, MTPHybridModel)
+
+    def _stacks(self) -> list[list[torch.nn.Module]]:
+        """The layers of the trunk, and of every depth."""
+        depths = self.model.mtp.layers if self.depths else []
+        return [list(self.model.decoder.layers), *map(layers_of, depths)]
+
+    def _transformer_layers(self) -> list[Any]:
+        """Those of the trunk and of the depths; of a hybrid, layers of all kinds."""
+        return [layer for stack in self._stacks() for layer in stack]
+
+    def _place_experts(self) -> None:
+        """On a GPU alone: the host of a CPU's model need not wait for what it reads."""
+        if self.device.type == "cuda" and not self._is_hybrid:
+            for layer in self._transformer_layers():
+                place_static_experts(layer)
+
+    def _plain_head(self) -> Tensor | None:
+        """The head's rows where logits are its product with a state, of the trunk and of the depths; else None."""
+        if not self._has_whole_head() or self.model.config.use_mup or self.model.draft_vocabulary is not None:
+            return None
+        return self._head_weight().detach()[: self.vocab_size]
+
+    def _make_head(self) -> Callable[[Tensor], Tensor]:
+        model, weight = self.model, self._head_weight()
+        if self._has_whole_head():
+            multiply = self.backend.product(weight)
+            return (lambda hidden_SBH: model._scale_logits(multiply(hidden_SBH))) if model.config.use_mup else multiply
+
+        def project(hidden_SBH: Tensor) -> Tensor:
+            logits, _ = model.output_layer(hidden_SBH, weight=weight, runtime_gather_output=True)
+            return model._scale_logits(logits)
+
+        return project
+
+    def _make_draft_head(self) -> tuple[Callable[[Tensor], Tensor], int]:
+        """A depth's states to logits, and how many tokens it may draft; a whole head is cut to their rows."""
+        model, draft_vocabulary = self.model, self.model.draft_vocabulary
+        if draft_vocabulary is None:
+            return self._head, self.vocab_size
+        left_out_V = draft_vocabulary.index_V == NOT_DRAFTED
+        drafted = int((~left_out_V[: self.vocab_size]).sum())
+        if not self._has_whole_head():
+            return lambda hidden_SBH: self._head(hidden_SBH).masked_fill(left_out_V, -torch.inf), drafted
+        rows_K = draft_vocabulary.rows_K
+        multiply = self.backend.product(self._head_weight()[rows_K])
+
+        def project(hidden_SBH: Tensor) -> Tensor:
+            logits_SBK = model._scale_logits(multiply(hidden_SBH))
+            logits_SBV = logits_SBK.new_full((*logits_SBK.shape[:-1], left_out_V.numel()), -torch.inf)
+            return logits_SBV.index_copy_(-1, rows_K, logits_SBK)
+
+        return project, drafted
+
+    def _head_weight(self) -> Tensor:
+        model = self.model
+        tied = model.share_embeddings_and_output_weights
+        return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+
+    def _has_whole_head(self) -> bool:
+        return self.model.config.tensor_model_parallel_size == 1 and self.model.output_layer.bias is None

@@ -1,0 +1,339 @@
+"""The texts of a batch while they grow: their tokens, the trunk's states and cache, and how far each has come.
+
+`tokens` holds t_0 .. t_m and, beyond t_m, what a drafter writes there while it drafts. t_m, the newest token, is known
+but has not been through the trunk, so a text of m + 1 tokens has m final rows. A step reads tensors on the device;
+lists on the host with the same facts are updated between steps.
+
+Letters in names: B batch, R rows of a forward, P rows of a path, T slots, H hidden.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.decoding.kv_cache import (
+    KVCache,
+    Rows,
+    ancestors_of,
+    chain_rows,
+    read_rows,
+    rounded,
+    tree_rows,
+    write_rows,
+)
+from megatron_mtp.decoding.memory import Memory
+from megatron_mtp.decoding.pages import Pages
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Noise
+from megatron_mtp.decoding.types import Draft, Verdict
+
+HOST = ("texts", "prompt_lengths", "live", "progress")
+DEVICE = ("tokens_BT", "length_B", "live_B", "seed_B")
+"""What `Sequences` has of every text, in lists and in the rows of tensors."""
+
+
+def wants_few_shapes(device: torch.device) -> bool:
+    """On a GPU, whose kernels and graphs are made for a shape; on a CPU more rows and slots take more time."""
+    return device.type == "cuda"
+
+
+@dataclass
+class Progress:
+    """How far drafters have come with a text.
+
+    Attributes:
+        seen: tokens that the text had when rows of a drafter's cache last ran, by the number of the cache.
+        guesses: what a proposer without a cache has found out.
+        rounds: tokens that the text had in each of its rounds, and K, where a drafter's rows follow from these.
+    """
+
+    seen: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    guesses: Any = None
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+
+    def anew(self) -> "Progress":
+        """That of the same text when its rows are gone."""
+        return Progress(guesses=self.guesses, rounds=self.rounds)
+
+
+class Sequences:
+    """A batch of texts.
+
+    Args:
+        runner: the target.
+        prompts: token ids of each, at least one.
+        seeds: of each.
+        capacity: slots of a text, with room for a draft beyond the longest.
+        memory: what the texts keep from step to step; their own if None.
+
+    Attributes:
+        texts: tokens of each on the host.
+        prompt_lengths: how many of these are the prompt's.
+        live: on the host, whether each goes on.
+        progress: of each, what proposers remember.
+        few_shapes: whether shapes should be few rather than small; see `wants_few_shapes`.
+        growth: rows that a drafter has missed are run so many at least. Where few shapes are wanted, these are the most
+            tokens that a step may add, so that shapes do not follow what was accepted.
+        reach: so many slots after the newest token are looked at, at least. Where few shapes are wanted, these are all
+            that any forward of a step needs, so that its forwards have one window.
+        ahead: tokens that a text may have beyond those that the host knows.
+        fixed: whether a step must hold for texts of which any may have ended, and not for those that go on now.
+        packs: whether forwards of many rows leave out padding; the rows that are left are read back to the host.
+        records: whether steps are recorded as CUDA graphs where that is possible; `graphs.kept_sequences` decides.
+        recorded: steps that were recorded on these tensors; see `graphs.py`.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        prompts: list[list[int]],
+        seeds: list[int],
+        capacity: int,
+        memory: Memory | None = None,
+    ) -> None:
+        device, batch = runner.device, len(prompts)
+        self.few_shapes = wants_few_shapes(device)
+        self.capacity = capacity
+        self._memory = Memory(runner, batch, capacity) if memory is None else memory
+        self.records = False
+        self.recorded: dict[Hashable, Any] = {}
+        self._count_T = torch.arange(2 * capacity + 2, device=device)
+        self.tokens_BT = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
+        self.length_B = torch.zeros(batch, dtype=torch.long, device=device)
+        self.live_B = torch.ones(batch, dtype=torch.bool, device=device)
+        self.seed_B = torch.zeros(batch, dtype=torch.long, device=device)
+        self._fill(prompts, seeds)
+
+    @torch.inference_mode()
+    def begin(self, prompts: list[list[int]], seeds: list[int]) -> None:
+        """Other prompts, as many as before, in the same memory."""
+        self._fill(prompts, seeds)
+        self._memory.clear()
+
+    @torch.inference_mode()
+    def _fill(self, prompts: list[list[int]], seeds: list[int]) -> None:
+        self.texts = [list(prompt) for prompt in prompts]
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
+        self.live = [True] * len(prompts)
+        self.progress = [Progress() for _ in prompts]
+        self.growth, self.reach, self.ahead, self.fixed = 1, 0, 0, False
+        self.packs = False
+        tokens_BT = torch.zeros(self.tokens_BT.shape, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
+        self.tokens_BT.copy_(tokens_BT)
+        self.length_B.copy_(torch.tensor(self.prompt_lengths))
+        self.live_B.fill_(True)
+        self.seed_B.copy_(torch.tensor(seeds))
+
+    @property
+    def cache(self) -> KVCache:
+        """The trunk's keys and values."""
+        return self._memory.cache
+
+    @property
+    def pages(self) -> Pages | None:
+        """Where the texts' slots are, if they share blocks with others."""
+        return self._memory.pages
+
+    @property
+    def _states_B1TH(self) -> Tensor:
+        return self._memory.states_B1TH
+
+    def depth_caches(self, depths: int) -> list[KVCache]:
+        """Caches for a drafter's depths, in the same memory for every batch of prompts."""
+        return self._memory.depth_caches(depths)
+
+    def drafter_cache(self, drafter: Runner) -> KVCache:
+        """A cache for a small model, in the same memory for every batch of prompts; of another model, a new one."""
+        if not self._memory.has_drafter(drafter):
+            self.recorded.clear()
+        return self._memory.drafter_cache(drafter)
+
+    def join(self, other: "Sequences") -> None:
+        """Take in texts whose slots are in the same blocks, behind those that are here."""
+        for name in HOST:
+            getattr(self, name).extend(getattr(other, name))
+        for name in DEVICE:
+            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+        mine, theirs = self.pages, other.pages
+        assert mine is not None
+        assert theirs is not None
+        self._see(torch.cat([mine.table_BL, theirs.table_BL]), mine.entries + theirs.entries)
+
+    def keep_texts(self, rows: list[int]) -> None:
+        """Only these texts stay, in this order; the others must have ended, or go on elsewhere."""
+        pages = self.pages
+        assert pages is not None
+        for name in HOST:
+            setattr(self, name, [getattr(self, name)[row] for row in rows])
+        index_B = torch.tensor(rows, dtype=torch.long, device=self.length_B.device)
+        for name in DEVICE:
+            setattr(self, name, getattr(self, name)[index_B])
+        self._see(pages.table_BL[index_B], tuple(pages.entries[row] for row in rows))
+
+    def alone(self, row: int) -> "Sequences":
+        """One of the texts as a batch of its own, for a forward that the others do not need."""
+        return self.only([row])
+
+    def only(self, rows: list[int]) -> "Sequences":
+        """Some of the texts as a batch of their own."""
+        made = copy.copy(self)
+        made.keep_texts(rows)
+        return made
+
+    def as_of(self, length: int) -> "Sequences":
+        """The batch when its texts had so many tokens; those behind them are where a drafter writes its own."""
+        made = copy.copy(self)
+        made.texts = [text[:length] for text in self.texts]
+        made.length_B = torch.full_like(self.length_B, length)
+        return made
+
+    def _see(self, table_BL: Tensor, entries: tuple[int, ...]) -> None:
+        pages = self.pages
+        assert pages is not None
+        self._memory = self._memory.through(replace(pages, table_BL=table_BL, entries=entries))
+
+    @property
+    def newest_B(self) -> Tensor:
+        """m: where the newest token stands."""
+        return self.length_B - 1
+
+    @property
+    def noise(self) -> Noise:
+        """Random numbers by seed and position, for the next token of every text."""
+        return Noise(self.seed_B, self.length_B)
+
+    def lengths(self) -> list[int]:
+        """Tokens of every text, the prompt included."""
+        return [len(text) for text in self.texts]
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a live text may have."""
+        return self.ahead + max(
+            (len(text) for text, live in zip(self.texts, self.live, strict=True) if live), default=1
+        )
+
+    def growth_since(self, cache: int) -> int:
+        """The most tokens that a live text has gained since a drafter's cache last ran, or `growth` if that is more."""
+        behind = [
+            len(text) + self.ahead - one.seen[cache]
+            for text, one, live in zip(self.texts, self.progress, self.live, strict=True)
+            if live
+        ]
+        return max([self.growth, *behind])
+
+    def mark_seen(self, *caches: int) -> None:
+        """These caches of drafters have run the rows of all tokens so far."""
+        for text, one in zip(self.texts, self.progress, strict=True):
+            one.seen.update(dict.fromkeys(caches, len(text)))
+
+    def window(self, beyond: int) -> int:
+        """How many slots a forward looks at whose last row is `beyond` rows after the newest token; `rounded`."""
+        beyond = max(beyond, self.growth, self.reach)
+        return min(rounded(self.longest + beyond, self.few_shapes), self.capacity)
+
+    def chain(self, first_B: Tensor, rows: int, beyond: int, end_B: Tensor | None = None) -> Rows:
+        """Rows from slot `first_B` on; those of texts that have ended leave no trace.
+
+        Args:
+            end_B: rows from here on are padding; None where there is none behind the rows.
+        """
+        live_BR = None if self._all_live else self.live_B.unsqueeze(1).expand(-1, rows)
+        if end_B is not None:
+            place_BR = first_B.unsqueeze(1) + torch.arange(rows, device=first_B.device)
+            inside_BR = place_BR < end_B.unsqueeze(1)
+            live_BR = inside_BR if live_BR is None else inside_BR & live_BR
+        return chain_rows(first_B, rows, self.window(beyond), self.capacity, live_BR, self.packs)
+
+    def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
+        """Tokens at `count` positions from `first_B` on, [B, count]."""
+        return self.tokens_BT.gather(1, self._places(first_B, count).clamp(0, self.capacity))
+
+    def states_at(self, first_B: Tensor, count: int) -> Tensor:
+        """h_0 of `count` rows from `first_B` on, [S, B, H]."""
+        place_BR = self._places(first_B, count).clamp(min=0)
+        return read_rows(self._states_B1TH, place_BR, self.pages)[:, 0].transpose(0, 1)
+
+    def put_tokens(self, first_B: Tensor, tokens_BN: Tensor) -> None:
+        """Write tokens from position `first_B` on; a text that has ended keeps its own."""
+        place_BN = self._places(first_B, tokens_BN.size(1)).clamp(max=self.capacity)
+        if not self._all_live:
+            place_BN = torch.where(self.live_B.unsqueeze(1), place_BN, self.capacity)
+        self.tokens_BT.scatter_(1, place_BN, tokens_BN)
+
+    def put_states(self, hidden_SBH: Tensor, rows: Rows) -> None:
+        """Keep the trunk's hidden states [S, B, H] of the rows, from which depths draft."""
+        write_rows(self._states_B1TH, hidden_SBH.transpose(0, 1).unsqueeze(1), rows.slots_BR, self.pages)
+
+    def rows_of(self, draft: Draft) -> Rows:
+        """The newest token's row and those of the draft's nodes."""
+        if draft.is_chain:
+            return self.chain(self.newest_B, draft.nodes + 1, draft.nodes)
+        ancestors_BRR, depth_BR = ancestors_of(draft.parents())
+        return self.tree(depth_BR, ancestors_BRR)
+
+    def tree(self, depth_BR: Tensor, ancestors_BRA: Tensor, start: int = 0) -> Rows:
+        """Rows of a tree whose slots begin at t_m's; see `kv_cache.tree_rows`."""
+        rows = tree_rows(self.newest_B, depth_BR, ancestors_BRA, self.window(ancestors_BRA.size(2)), start)
+        return replace(rows, slots_BR=torch.where(self.live_B.unsqueeze(1), rows.slots_BR, self.capacity))
+
+    def keep(self, draft: Draft, verdict: Verdict) -> None:
+        """Append the accepted path and the token after it; cache and states keep only the path's rows."""
+        tokens_BN, accepted_B = draft.tokens_BN, verdict.accepted_B
+        if not draft.is_chain:
+            path_BR = verdict.kept_BR.int().argsort(dim=1, descending=True, stable=True)
+            self._gather(path_BR)
+            tokens_BN = tokens_BN.gather(1, (path_BR[:, 1:] - 1).clamp(min=0))
+        gained_BR = torch.cat([tokens_BN, verdict.token_B.unsqueeze(1)], dim=1)
+        self.put_tokens(self.length_B, gained_BR.scatter_(1, accepted_B.unsqueeze(1), verdict.token_B.unsqueeze(1)))
+        self._grow(accepted_B + 1)
+
+    def append(self, token_B: Tensor) -> None:
+        """Append one token to every live text."""
+        self.put_tokens(self.length_B, token_B.unsqueeze(1))
+        self._grow(torch.ones_like(self.length_B))
+
+    def read_back(self) -> list[list[int]]:
+        """The tokens of every text that the host does not know yet; a text that has ended has none."""
+        gained = [now - then for then, now in zip(self.lengths(), self.length_B.tolist(), strict=True)]
+        most = max(gained)
+        newest = self.tokens_at(self.length_B - most, most).tolist()
+        return [
+            tokens[most - count :] if live else []
+            for tokens, count, live in zip(newest, gained, self.live, strict=True)
+        ]
+
+    def settle(self, row: int, gained: list[int], ended: bool) -> None:
+        """Append those new tokens of a text that stay; the device's length of an ended text is cropped to them."""
+        self.texts[row] += gained
+        if ended:
+            self.live[row] = False
+            self.live_B[row] = False
+            self.length_B[row] = len(self.texts[row])
+
+    @property
+    def _all_live(self) -> bool:
+        """Whether the host knows that no text has ended; a fixed step must hold for any."""
+        return not self.fixed and all(self.live)
+
+    def _places(self, first_B: Tensor, count: int) -> Tensor:
+        """`count` consecutive places from `first_B` on, [B, count]."""
+        return first_B.unsqueeze(1) + self._count_T[:count]
+
+    def _grow(self, gained_B: Tensor) -> None:
+        self.length_B += gained_B if self._all_live else gained_B * self.live_B
+
+    def _gather(self, path_BR: Tensor) -> None:
+        newest_B1 = self.newest_B.unsqueeze(1)
+        live_B1 = self.live_B.unsqueeze(1)
+        source_BR = torch.where(live_B1, newest_B1 + path_BR, self.capacity)
+        target_BR = torch.where(live_B1, self._places(self.newest_B, path_BR.size(1)), self.capacity)
+        self.cache.keep(source_BR, target_BR)
+        write_rows(self._states_B1TH, read_rows(self._states_B1TH, source_BR, self.pages), target_BR, self.pages)

@@ -1,0 +1,159 @@
+"""What passes between the parts of a step: run -> propose -> verify -> keep -> emit.
+
+The trunk scores R = N + 1 rows of a sequence in one forward: row 0 is t_m, the newest token, and rows 1 .. N are the
+drafted nodes. A draft is a tree: every node names the row that it continues, and a chain is a tree with one branch.
+
+        row      0     1     2     3            the root t_m, two candidates for the next token, and one more token
+        token    t_m   a     b     c            that continues b
+        parent         0     0     2
+
+Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.sampling import Noise, Sampling, SamplingByText
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that a proposer offers.
+
+    Attributes:
+        tokens_BN: the drafted tokens; a node stands after its parent.
+        probs_BNV: q, the distribution that each was sampled from; None for deterministic drafts.
+        parents_BN: the row that each node continues; None for a chain.
+        valid_BN: False where a node is padding, or scored without being a candidate; None if all are candidates.
+    """
+
+    tokens_BN: Tensor
+    probs_BNV: Tensor | None = None
+    parents_BN: Tensor | None = None
+    valid_BN: Tensor | None = None
+
+    @property
+    def nodes(self) -> int:
+        """N, drafted tokens of a text."""
+        return self.tokens_BN.size(1)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every token continues the one before."""
+        return self.parents_BN is None
+
+    def parents(self) -> Tensor:
+        """[B, N], of a chain too."""
+        if self.parents_BN is not None:
+            return self.parents_BN
+        return torch.arange(self.nodes, device=self.tokens_BN.device).expand_as(self.tokens_BN)
+
+    def distributions(self, like: Tensor) -> Tensor:
+        """q of every node, [B, N, V], of the dtype of `like` [..., V]; one-hot where the draft is deterministic."""
+        if self.probs_BNV is not None:
+            return self.probs_BNV.to(like)
+        return one_hot(self.tokens_BN, like.size(-1)).to(like)
+
+    def valid(self) -> Tensor:
+        """[B, N], bool."""
+        if self.valid_BN is not None:
+            return self.valid_BN
+        return torch.ones_like(self.tokens_BN, dtype=torch.bool)
+
+    def levels(self) -> list[list[int]]:
+        """How deep every node stands, from 1 on, on the host; -1 where it is no candidate, or continues none."""
+        if self.is_chain and self.valid_BN is None:
+            return [list(range(1, self.nodes + 1))] * self.tokens_BN.size(0)
+        found = []
+        for valid, parents in zip(self.valid().tolist(), self.parents().tolist(), strict=True):
+            level = [0]
+            for ok, parent in zip(valid, parents, strict=True):
+                level.append(level[parent] + 1 if ok and level[parent] >= 0 else -1)
+            found.append(level[1:])
+        return found
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target makes of a draft.
+
+    Attributes:
+        kept_BR: rows on the accepted path; the root always is.
+        token_B: the token after the path: recovered after a rejection, bonus after none.
+    """
+
+    kept_BR: Tensor
+    token_B: Tensor
+
+    @property
+    def accepted_B(self) -> Tensor:
+        """[B], accepted drafts of every text."""
+        return self.kept_BR.sum(dim=1) - 1
+
+
+@dataclass(frozen=True)
+class Round:
+    """What proposers and verifiers may know beside the draft and the target's logits.
+
+    Attributes:
+        sampling: temperature, top-k, top-p and min-p, of target and drafter alike.
+        noise: this round's random numbers of every request.
+        config: the settings of the method and of the verifier.
+        texts: tokens of every text up to t_m, on the host; a recorded step has none.
+        tokens_BT: the same on the device, and behind t_m anything; `noise.position_B` says how many they are.
+    """
+
+    sampling: Sampling | SamplingByText
+    noise: Noise
+    config: SpeculativeConfig
+    texts: Sequence[list[int]] = ()
+    tokens_BT: Tensor | None = None
+
+
+class End(IntEnum):
+    """Why a text ended; of two reasons at one token, the first counts."""
+
+    STOP = 0
+    BUDGET = 1
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What one step gave one text.
+
+    Attributes:
+        text: its number in the batch.
+        tokens: the new ones, up to the text's end.
+        accepted: how many of these were drafted; they come first.
+        offered: how many drafted tokens could have been accepted: the longest path, within the text's budget.
+        draft: the batch's draft; None for the token that follows the prompt.
+        end: why the text ended; None while it goes on.
+    """
+
+    text: int
+    tokens: list[int]
+    accepted: int
+    offered: int
+    draft: Draft | None
+    end: End | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The step for a file; reads the draft back to the host, which costs a little time.
+
+        `drafted` are the nodes of the tree and `parents` the rows that they continue, as in `Draft`. A node that was no
+        candidate, or that lies beyond the text's end, is None.
+        """
+        drafted: list[int | None] = []
+        parents: list[int] = []
+        if self.draft is not None and self.draft.nodes:
+            nodes = zip(self.draft.tokens_BN[self.text].tolist(), self.draft.levels()[self.text], strict=True)
+            drafted = [token if 0 < level <= self.offered else None for token, level in nodes]
+            parents = self.draft.parents()[self.text].tolist()
+        return {"drafted": drafted, "parents": parents, "accepted": self.accepted, "emitted": self.tokens}

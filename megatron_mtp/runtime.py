@@ -1,0 +1,94 @@
+"""The machine: Megatron made runnable on it, and the libraries of fused kernels that can be used there.
+
+`prepare()` is called once, before a model is built or a flag of Megatron is parsed; Megatron may be imported before. An
+installed library may still fail to import. A Transformer Engine that is installed and broken would end the process:
+Megatron imports it, and takes ImportError alone for absence.
+"""
+
+import contextlib
+import importlib
+import io
+import logging
+import sys
+import warnings
+from functools import cache
+from types import ModuleType
+from typing import cast
+
+
+def quieten() -> None:
+    """Prepare, and silence Megatron and transformers, which warn a lot when they are imported on a CPU."""
+    warnings.filterwarnings("ignore")
+    with contextlib.redirect_stderr(io.StringIO()):
+        prepare()
+    logging.getLogger().setLevel(logging.ERROR)
+    for name in ("megatron", "transformers", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def prepare() -> bool:
+    """Make Megatron runnable on this machine; returns whether it runs on the CPU.
+
+    Only this call imports torch, so that command lines are parsed without it.
+    """
+    import torch
+
+    from megatron_mtp.cpu import substitutions
+
+    hide_broken_transformer_engine()
+    on_cpu = substitutions.installed() or not torch.cuda.is_available()
+    if on_cpu:
+        # Without a GPU these kernels are not used; every import would warn that they are missing.
+        warnings.filterwarnings("ignore", message="(?i).*(apex|transformer.engine).*", category=UserWarning)
+        substitutions.install()
+    from megatron_mtp.patches import table
+
+    table.install()
+    return on_cpu
+
+
+@cache
+def why_not(module: str) -> str | None:
+    """Why a module cannot be imported; None if it can. A build for another torch or driver may raise anything."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            return "it is not installed"
+        return f"it cannot be imported: {type(error).__name__}: {error}"[:200]
+    return None
+
+
+def hide_broken_transformer_engine() -> None:
+    """Make its import raise ImportError, which Megatron takes for absence; any other error would end the process."""
+    if why_not("transformer_engine.pytorch") is not None:
+        modules: dict[str, ModuleType | None] = cast("dict[str, ModuleType | None]", sys.modules)
+        modules["transformer_engine"] = None  # the import system raises ImportError for None
+
+
+def transformer_engine_works() -> bool:
+    """Whether Megatron can build its layers with it; they need a CUDA device."""
+    from megatron_mtp.cpu import substitutions
+
+    return not substitutions.installed() and why_not("transformer_engine.pytorch") is None
+
+
+def fuses_weight_gradients() -> bool:
+    """Whether Apex's extension is installed, which adds a weight's gradient to its buffer in the matrix product."""
+    return why_not("fused_weight_gradient_mlp_cuda") is None
+
+
+def mamba_works() -> bool:
+    """Whether Megatron's Mamba-2 layers can be used; they need a CUDA device."""
+    return _all_usable("mamba_ssm", "causal_conv1d", "einops")
+
+
+def delta_rule_works() -> bool:
+    """Whether Megatron's Gated DeltaNet layers can be used; they need a CUDA device."""
+    return _all_usable("fla")
+
+
+def _all_usable(*modules: str) -> bool:
+    from megatron_mtp.cpu import substitutions
+
+    return not substitutions.installed() and all(why_not(module) is None for module in modules)

@@ -1,0 +1,112 @@
+"""On a CPU, what asks for CUDA gets the CPU; every substitution says why it is there."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.datasets import utils as dataset_utils
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.moe import moe_utils, router
+
+from megatron_mtp import runtime
+from megatron_mtp.cpu import stand_ins, substitutions
+from megatron_mtp.patches import table
+from megatron_mtp.runtime import prepare
+
+pytestmark = pytest.mark.skipif(
+    not substitutions.installed(),
+    reason="there is a CUDA device here: nothing is substituted; run on a machine without one",
+)
+
+
+def test_tensors_asked_for_on_cuda_are_on_the_cpu() -> None:
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.tensor([1.0], device=torch.device("cuda", 0)).device.type == "cpu"
+    assert torch.ones(2).to("cuda").cuda().device.type == "cpu"
+    assert torch.ones(2).to(device="cuda", dtype=torch.float64).dtype == torch.float64
+    assert torch.nn.Linear(2, 2).cuda().weight.device.type == "cpu"
+
+
+def test_a_device_context_still_reaches_the_functions_that_make_tensors() -> None:
+    """transformers builds models so, and fills in afterwards what is on the meta device: RoPE's frequencies."""
+    with torch.device("meta"):
+        assert torch.empty(2).is_meta
+        assert torch.arange(3, dtype=torch.float32).is_meta
+
+
+def test_tensor_types_carry_the_names_that_optimizers_look_for() -> None:
+    assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+    assert torch.ones(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+    assert torch.ones(1).type(torch.float64).dtype == torch.float64
+
+
+def test_random_state_is_the_cpu_generators() -> None:
+    state = torch.cuda.get_rng_state()
+    drawn = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_events_measure_milliseconds() -> None:
+    start, end = stand_ins.CpuEvent(), stand_ins.CpuEvent()
+    start.seconds, end.seconds = 1.0, 1.25
+    assert start.elapsed_time(end) == 250.0
+
+
+def test_every_substitution_has_a_reason_and_is_in_place() -> None:
+    for row in substitutions.SUBSTITUTIONS:
+        assert len(row.reason) > 20
+        assert getattr(row.owner, row.name) is row.replacement, row.name
+
+
+@pytest.mark.parametrize("cause", ["OSError('libcublas.so.13: no such file')", "ImportError('undefined symbol')"])
+def test_a_transformer_engine_that_cannot_be_imported_is_none_to_megatron(
+    cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron takes an ImportError alone for its absence, and would end with any other."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(f"raise {cause}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    runtime.why_not.cache_clear()
+    runtime.hide_broken_transformer_engine()
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("transformer_engine")
+    assert str(runtime.why_not("transformer_engine.pytorch")).startswith("it cannot be imported")
+    runtime.why_not.cache_clear()
+
+
+def test_preparing_twice_changes_nothing() -> None:
+    before = list(substitutions.SUBSTITUTIONS)
+    assert prepare() is True
+    assert before == substitutions.SUBSTITUTIONS
+    wrapped = DistributedOptimizer.sharded_param_state_fully_reshardable.__wrapped__
+    assert not hasattr(wrapped, "__wrapped__")
+
+
+def test_a_router_that_masks_tokens_counts_those_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's sum over ranks is made in place, so that its count of one rank was that of both."""
+    table.install()
+    monkeypatch.setattr(moe_utils, "reduce_from_tensor_model_parallel_region", lambda counts, _: counts.mul_(2))
+    routing_map = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]])  # two experts for a token; the last one is masked
+    two_ranks = SimpleNamespace(size=lambda: 2)
+    of_experts, of_rank, of_all = router.get_tokens_per_expert_and_token_count(routing_map, two_ranks, 2, True)
+    assert of_experts.tolist() == [2, 4, 2]
+    assert (of_rank, of_all) == (2, 4)
+
+
+@pytest.mark.parametrize("has_makefile", [True, False])
+def test_a_checkout_of_megatron_lm_compiles_its_helpers(
+    has_makefile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_makefile:
+        (tmp_path / "Makefile").touch()
+    checkout: dict[str, Any] = {}
+    exec(compile("def compile_helpers(): run('make')", tmp_path / "utils.py", "exec"), checkout)
+    monkeypatch.setattr(dataset_utils, "compile_helpers", checkout["compile_helpers"])
+    table.install()
+    assert (dataset_utils.compile_helpers is checkout["compile_helpers"]) == has_makefile

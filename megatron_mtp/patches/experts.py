@@ -1,9 +1,11 @@
-"""Token counts of the MoE router, where some tokens are masked, as the last positions of every depth are.
+"""Routers of experts: their token counts where tokens are masked, and the average of their losses in the logs.
 
 T tokens, E experts.
 """
 
+from argparse import Namespace
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -39,3 +41,40 @@ def with_mean_count(count: Callable[..., Any]) -> Callable[..., Any]:
         return of_experts, of_all / reduce_group.size() if with_padding_mask else of_rank, of_all
 
     return token_counts
+
+
+def over_all_routers(report: Callable[..., str]) -> Callable[..., str]:
+    """`MoEMetricsTracker.report`, averaged over the routers that there are, and with one size of tensor on all stages.
+
+    Megatron takes the layers of the trunk that have experts, and a router for every depth, whatever its layers are. Its
+    tensors have a place for every layer of the trunk and for every pass of a depth.
+    """
+
+    @wraps(report)
+    def averaged(tracker: Any, *given: Any, **named: Any) -> str:
+        from megatron.training import get_args
+
+        args = get_args()
+        places = args.num_layers + _passes(args)
+        counts = {"num_layers": places, "moe_layer_freq": [routers_of(args)], "mtp_num_layers": None}
+        return report(tracker, *given, **{**named, **counts})
+
+    return averaged
+
+
+def _passes(args: Namespace) -> int:
+    return getattr(args, "mtp_unroll", None) or args.mtp_num_layers or 0
+
+
+def routers_of(args: Namespace) -> int:
+    """Routers whose losses are logged; a repeated layer counts once, a frozen trunk not at all."""
+    if args.hybrid_layer_pattern is not None:
+        trunk, *depths = (stack.count("E") for stack in args.hybrid_layer_pattern.split("/"))
+        of_depth = depths[0] if depths else 0
+    else:
+        frequency, layers = args.moe_layer_freq, range(args.num_layers)
+        has_experts = frequency if isinstance(frequency, list) else [layer % frequency == 0 for layer in layers]
+        trunk, of_depth = sum(has_experts), int(has_experts[-1])  # depths have the trunk's last layer
+    depths_apart = 1 if args.mtp_use_repeated_layer else args.mtp_num_layers or 0
+    is_frozen = getattr(args, "mtp_train_only", False)
+    return max(1, (0 if is_frozen else trunk) + of_depth * depths_apart)

@@ -79,6 +79,21 @@ def sum_overwrites_count(get_counts: Function) -> bool | None:
     return {(1, 2): False, (2, 2): True}.get((int(own), int(total)))
 
 
+def counts_other_routers(report: Function) -> bool | None:
+    """A trunk of one layer with experts, and a depth without: the average of the one router's 1.0 is 1.0, or 0.5."""
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+
+    class OfOneRank(MoEMetricsTracker):
+        def _sync_metrics(self, *_: Any) -> None:
+            pass
+
+    tracker, losses = OfOneRank(), dict[str, Any]()
+    tracker.record("loss", torch.ones(()), 1, 2)
+    counts = {"num_layers": 1, "moe_layer_freq": [1], "mtp_num_layers": 1}
+    report(tracker, 1.0, 0, track_names="loss", total_loss_dict=losses, **counts)
+    return {1.0: False, 0.5: True}.get(float(losses["loss"]))
+
+
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,15 @@ PATCHES = (
         experts.with_mean_count,
     ),
     Patch(
+        "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report",
+        "The logged losses of routers are averaged over another number of routers than there are, and pipeline stages "
+        "without experts wait forever for tensors of another size.",
+        f"fixed by {PULLS}/6748",
+        CORE,
+        probes.counts_other_routers,
+        experts.over_all_routers,
+    ),
+    Patch(
         "megatron.training.arguments:validate_args",
         "YaRN outside of latent attention is refused with depths, whose angles are those of the trunk.",
         NONE,

@@ -256,13 +256,6 @@ WITH_DEPTHS: tuple[Row, ...] = (
         "--mtp-unroll is {mtp_unroll}, which is less than --mtp-num-layers {mtp_num_layers}; give at least as many "
         "passes as depths.",
     ),
-    # crash: the stages without experts wait forever
-    (
-        lambda args: args.mtp_unroll is not None and args.num_experts and args.pipeline_model_parallel_layout,
-        "--mtp-unroll is {mtp_unroll} with --num-experts and --pipeline-model-parallel-layout, where Megatron logs the "
-        "routers of stages without experts for another number of depths, and would wait forever; drop one of the "
-        "three.",
-    ),
     (
         lambda args: args.seq_length is not None and trained_depths(args) >= args.seq_length,
         "--mtp-num-layers is {mtp_num_layers} (--mtp-unroll {mtp_unroll}), but sequences of --seq-length {seq_length} "

@@ -6,6 +6,7 @@ import queue
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.training import training
 
 import megatron_mtp
@@ -52,6 +54,11 @@ def get_tokens_per_expert_and_token_count(
     return total, own, total.sum() / topk
 
 
+def report(tracker: Any, loss_scale: float, iteration: int, total_loss_dict: dict[str, Any], **others: Any) -> str:
+    total_loss_dict["loss"] = torch.ones(())
+    return ""
+
+
 class DistributedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -85,6 +92,7 @@ def called_by_nothing() -> None:
 MENDED: dict[Any, Any] = {
     probes.compiles_without_makefile: compile_helpers,
     probes.sum_overwrites_count: get_tokens_per_expert_and_token_count,
+    probes.counts_other_routers: report,
     probes.needs_first_step: DistributedOptimizer,
     probes.makes_no_stubs: get_megatron_optimizer,
     probes.leaves_helper: get_write_results_queue,
@@ -270,3 +278,40 @@ def test_a_file_replaces_nothing_of_megatron(path: Path) -> None:
 )
 def test_a_planted_assignment_is_seen(source: str) -> None:
     assert len(assignments(source)) == 1
+
+
+# --- the average over routers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "routers"),
+    [
+        ({"moe_layer_freq": 1, "mtp_num_layers": 2}, 6),
+        ({"moe_layer_freq": 1, "mtp_num_layers": 2, "mtp_use_repeated_layer": True}, 5),
+        ({"moe_layer_freq": 1, "mtp_num_layers": 1, "mtp_use_repeated_layer": True, "mtp_unroll": 3}, 5),
+        ({"moe_layer_freq": 2, "mtp_num_layers": 2}, 2),
+        ({"moe_layer_freq": [0, 0, 1, 1], "mtp_num_layers": None}, 2),
+        ({"moe_layer_freq": 1, "mtp_num_layers": 2, "mtp_train_only": True}, 2),
+        ({"hybrid_layer_pattern": "M-*E/*E", "mtp_num_layers": 1}, 2),
+        ({"hybrid_layer_pattern": "*E|*E/EE/EE", "mtp_num_layers": 2}, 6),
+        ({"hybrid_layer_pattern": "M-*E/*-", "mtp_num_layers": 1}, 1),
+        ({"hybrid_layer_pattern": "M-|*E", "mtp_num_layers": None}, 1),
+    ],
+)
+def test_logged_losses_are_the_mean_of_all_routers(
+    flags: dict[str, Any], routers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four layers; every router records 1.0, a stage without any has the same size."""
+    default = {"hybrid_layer_pattern": None, "num_layers": 4, "mtp_use_repeated_layer": False}
+    args = Namespace(**default | flags)
+    passes = flags.get("mtp_unroll") or flags["mtp_num_layers"] or 0
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    monkeypatch.setattr(MoEMetricsTracker, "_sync_metrics", lambda *_: None)
+    losses, tracker, empty = dict[str, Any](), MoEMetricsTracker(), MoEMetricsTracker()
+    for _ in range(routers):
+        tracker.record("loss", torch.ones(()), 1, args.num_layers + passes)
+    for one in (empty, tracker):
+        losses.clear()
+        one.report(1.0, 0, track_names="loss", force_initialize=True, total_loss_dict=losses)
+    assert losses["loss"] == 1
+    assert len(empty.metrics["loss"].values) == len(tracker.metrics["loss"].values)

@@ -59,10 +59,11 @@ def _step(loss: Callable[..., Tensor], head: Any, leaves: list[Tensor], labels_N
 
 
 def _ours(head: Any, leaves: list[Tensor], labels_N: Tensor) -> Tensor:
-    target = Targets(labels_N, torch.ones_like(labels_N), torch.ones((), device=labels_N.device))
+    labels_DN = labels_N.expand(len(leaves), -1)
+    targets = Targets(labels_DN, torch.ones_like(labels_DN), torch.ones(len(leaves), device=labels_N.device))
     states = [leaf.flatten(0, 1) for leaf in leaves]
     vocabulary = Vocabulary(len(head.weight))
-    total, _ = linear_loss(CrossEntropy(), states, [target] * len(states), head.weight, vocabulary, main_grad=True)
+    total, _ = linear_loss(CrossEntropy(), states, targets, head.weight, vocabulary, main_grad=True)
     return total
 
 

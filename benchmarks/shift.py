@@ -4,7 +4,7 @@
     python benchmarks/shift.py --quick       does it run? (the figures mean nothing)
 
 Both sides shift the tokens, labels and loss mask of one packed row; ours also finds the document of every position, as
-`training/batches.py` does for every batch. The results have to be equal, or the benchmark ends with an error.
+`data/batch.py` does for every batch. The results have to be equal, or the benchmark ends with an error.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch import Tensor
 
 from benchmarks.harness import Goal, compare, count, hardware, interleave, report, table
-from megatron_mtp.data.batch import add_depths
+from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.data.shift import documents_from_offsets
 from megatron_mtp.runtime import prepare
 
@@ -94,14 +94,14 @@ def packed_batch(documents: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def our_shifts(batch: dict[str, Tensor], cu_seqlens: Tensor, depths: int) -> dict[str, Tensor]:
-    """[1, positions, D] each."""
-    shifted: dict[str, Any] = dict(batch)
-    add_depths(shifted, depths, documents_from_offsets(cu_seqlens.unsqueeze(0), None, batch["tokens"].size(1)))
-    return {name: shifted[f"depth_{name}"] for name in NAMES}
+    """[D, 1, positions] each."""
+    documents_BS = documents_from_offsets(cu_seqlens.unsqueeze(0), None, batch["tokens"].size(1))
+    shifted = depth_batch(batch, depths, documents_BS)
+    return {name: getattr(shifted, f"{name}_DBS") for name in NAMES}
 
 
 def megatron_shifts(batch: dict[str, Tensor], cu_seqlens: Tensor, depths: int) -> dict[str, Tensor]:
-    """[1, positions, D] each, rolled depth after depth."""
+    """[D, 1, positions] each, rolled depth after depth."""
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
     shifted: dict[str, Tensor] = {}
     for name in NAMES:
@@ -109,7 +109,7 @@ def megatron_shifts(batch: dict[str, Tensor], cu_seqlens: Tensor, depths: int) -
         for _ in range(depths):
             value, _ = roll_tensor(value, shifts=-1, dims=-1, packed_seq_params=packed)
             values.append(value)
-        shifted[name] = torch.stack(values, dim=-1)
+        shifted[name] = torch.stack(values)
     return shifted
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.data.batch import add_depths, depth_batch
+from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.drafting import generate
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
@@ -118,10 +118,10 @@ def forward(model: MTPTrunk, text: list[int]) -> list[Tensor]:
 
     tokens_BS = torch.tensor([text], device="cuda")
     batch: dict[str, Any] = {"tokens": tokens_BS, "labels": tokens_BS, "loss_mask": torch.ones_like(tokens_BS).float()}
-    add_depths(batch, model.mtp.depths, None)
     positions_BS = torch.arange(len(text), device="cuda").unsqueeze(0)
     mask = square_mask(len(text), "cuda")
+    shifted = depth_batch(batch, model.mtp.depths)
     out: list[Tensor] = model(
-        tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=depth_batch(batch)
+        tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=shifted
     )
     return out

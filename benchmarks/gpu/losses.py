@@ -66,10 +66,10 @@ def defined(
     """Loss and gradients by the definition, all logits at once."""
     own_NH, own_VH = (each.detach().to(dtype).requires_grad_() for each in (states_NH, weight_VH))
     ones = torch.ones_like(labels_N, dtype=dtype)
-    target = Targets(labels_N, ones, _scale(len(labels_N)).to(dtype), _taught(len(labels_N)))
+    targets = Targets(labels_N[None], ones[None], _scale(len(labels_N)).to(dtype)[None], _taught(len(labels_N))[None])
     drafted_K = torch.arange(len(weight_VH), device=DEVICE)
     trunk_NH = own_NH.detach()
-    total = plain_loss(MTPConfig(mtp_loss=name), [own_NH], [target], own_VH, 1.0, drafted_K, trunk_NH)
+    total = plain_loss(MTPConfig(mtp_loss=name), [own_NH], targets, own_VH, 1.0, drafted_K, trunk_NH)
     total.backward()
     return total, own_NH.grad, own_VH.grad
 
@@ -97,8 +97,8 @@ def chunked(name: str, states_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -
     token_loss = depth_loss(MTPConfig(mtp_loss=name))
     teacher = Teacher(states_NH.detach()) if token_loss.needs_teacher else None
     ones = torch.ones(len(labels_N), device=DEVICE)
-    targets = Targets(labels_N, ones, _scale(len(labels_N)), _taught(len(labels_N)))
-    total, _ = linear_loss(token_loss, [states_NH], [targets], weight_VH, Vocabulary(len(weight_VH)), teacher)
+    targets = Targets(labels_N[None], ones[None], _scale(len(labels_N))[None], _taught(len(labels_N))[None])
+    total, _ = linear_loss(token_loss, [states_NH], targets, weight_VH, Vocabulary(len(weight_VH)), teacher)
     total.backward()
     return total
 

@@ -1,8 +1,7 @@
 """From text to batches: tokenizer and corpus, checks of what is on disk, batches shifted per depth.
 
 shift.py             the only place where tokens, labels and masks are shifted; a shift stops at the end of its document
-batch.py             tokens, labels and masks of every depth, made once a batch
-context_parallel.py  which positions of a sequence each context-parallel rank holds
+batch.py             tokens, labels and masks of every depth, made once a batch, and their cut for context parallelism
 later_positions.py   values d positions later, also on another context-parallel rank
 documents.py         documents found, listed, chosen and read
 corpus.py            documents to .bin/.idx, in parallel, written beside and renamed

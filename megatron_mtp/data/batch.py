@@ -1,11 +1,19 @@
 """The depth-shifted batch: tokens, labels and masks of every depth, made once on whole sequences.
 
-`add_depths` adds the shifted tensors as [B, S, D], with the sequence second as in all of Megatron's batch;
-`keep_positions` cuts all entries for context parallelism, and `depth_batch` collects what is left.
-Letters in names: D depths, B batch, S sequence.
+    depth_batch(batch, D, document_BS)     Megatron's batch of whole sequences, shifted: every entry [D, B, S]
+    keep_positions(batch, positions_S)     context parallelism cuts Megatron's batch,
+    DepthBatch.at(positions_S)             and the depths' entries, which stay [D, B, S] up to the loss
+
+Context parallelism cuts every document into 2R chunks of equal length for R ranks. Rank r holds chunks r and 2R-1-r, so
+that all ranks compute the same amount of causal attention. Two ranks and two documents of four positions:
+
+    position   0 1 2 3 | 4 5 6 7
+    rank       0 1 1 0 | 0 1 1 0
+
+Letters in names: D depths, B batch, S sequence, R ranks, T positions of a packed row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +25,7 @@ from megatron_mtp.data.shift import inside_document, shift_left
 IGNORED_LABEL = -100
 """The label that Hugging Face data sets use for 'not trained on'."""
 
-WITHOUT_SEQUENCE = {"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "whole_tokens"}
+WITHOUT_SEQUENCE = {"cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
 """Entries of a batch without a sequence dimension."""
 
 
@@ -48,6 +56,37 @@ class DepthBatch:
     whole_tokens: Tensor
     ages_DS: Tensor | None = None
 
+    def at(self, positions_S: Tensor) -> "DepthBatch":
+        """The part at these positions of every sequence; `whole_tokens` still counts all of them."""
+        names = ("labels_BS", "loss_mask_BS", "tokens_DBS", "labels_DBS", "loss_mask_DBS", "inside_DBS", "positions_S")
+        whole = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: value.index_select(-1, positions_S) for name, value in whole.items()})
+
+
+def depth_batch(batch: dict[str, Any], depths: int, document_BS: Tensor | None = None) -> DepthBatch:
+    """The entries of every depth of a batch of whole sequences.
+
+    Args:
+        batch: Megatron's; `tokens` may be None.
+        depths: D, 0 or more.
+        document_BS: see `shift.shift_left`.
+    """
+    shifted = {
+        name: None if batch[name] is None else shift_left(batch[name], depths, document_BS).contiguous()
+        for name in ("tokens", "labels", "loss_mask")
+    }
+    labels_BS, mask_BS, mask_DBS = batch["labels"], batch["loss_mask"], shifted["loss_mask"]
+    return DepthBatch(
+        labels_BS=labels_BS,
+        loss_mask_BS=mask_BS,
+        tokens_DBS=shifted["tokens"],
+        labels_DBS=shifted["labels"],
+        loss_mask_DBS=mask_DBS,
+        inside_DBS=inside_document(labels_BS, depths, document_BS).contiguous(),
+        positions_S=torch.arange(labels_BS.size(1), device=labels_BS.device),
+        whole_tokens=torch.cat([mask_BS.float().sum().view(1), mask_DBS.float().sum((1, 2))]),
+    )
+
 
 def mask_ignored_labels(batch: dict[str, Any]) -> None:
     """Turn labels of -100 into label 0 with mask 0, in place."""
@@ -68,24 +107,6 @@ def join_rows(batch: dict[str, Any]) -> None:
             batch[name] = batch[name].view(1, -1)
 
 
-def add_depths(batch: dict[str, Any], depths: int, document_BS: Tensor | None) -> None:
-    """Add the tensors of every depth, as [B, S, D], and the other fields of `DepthBatch`, in place.
-
-    Args:
-        batch: Megatron's batch of whole sequences; `tokens` may be None.
-        depths: D, 0 or more.
-        document_BS: see `shift.shift_left`.
-    """
-    for name in ("tokens", "labels", "loss_mask"):
-        whole_BS = batch[name]
-        batch[f"depth_{name}"] = None if whole_BS is None else _depth_last(shift_left(whole_BS, depths, document_BS))
-    labels_BS = batch["labels"]
-    batch["depth_inside"] = _depth_last(inside_document(labels_BS, depths, document_BS))
-    batch["positions"] = torch.arange(labels_BS.size(1), device=labels_BS.device).unsqueeze(0)
-    counts = [batch["loss_mask"].float().sum().view(1), batch["depth_loss_mask"].float().sum((0, 1))]
-    batch["whole_tokens"] = torch.cat(counts)
-
-
 def keep_positions(batch: dict[str, Any], positions_S: Tensor) -> None:
     """Keep only these positions of every sequence, in place; an attention mask keeps all its columns."""
     for name, value in batch.items():
@@ -93,24 +114,24 @@ def keep_positions(batch: dict[str, Any], positions_S: Tensor) -> None:
             batch[name] = value.index_select(2 if name == "attention_mask" else 1, positions_S)
 
 
-def depth_batch(batch: dict[str, Any]) -> DepthBatch:
-    """What `add_depths` has added, after the batch was cut for context parallelism."""
-    tokens_BSD = batch["depth_tokens"]
-    return DepthBatch(
-        labels_BS=batch["labels"],
-        loss_mask_BS=batch["loss_mask"],
-        tokens_DBS=None if tokens_BSD is None else _depth_first(tokens_BSD),
-        labels_DBS=_depth_first(batch["depth_labels"]),
-        loss_mask_DBS=_depth_first(batch["depth_loss_mask"]),
-        inside_DBS=_depth_first(batch["depth_inside"]),
-        positions_S=batch["positions"].squeeze(0),
-        whole_tokens=batch["whole_tokens"],
-    )
+def positions_of_ranks(offsets: Tensor, ranks: int) -> Tensor:
+    """The positions of every rank, [R, T / R], in the order in which the rank holds them.
 
+    Args:
+        offsets: start of each document, and T, [documents + 1]; the length of a document is a multiple of 2R.
+        ranks: size R of the context-parallel group.
 
-def _depth_last(values_DBS: Tensor) -> Tensor:
-    return torch.movedim(values_DBS, 0, 2)
-
-
-def _depth_first(values_BSD: Tensor) -> Tensor:
-    return torch.movedim(values_BSD, 2, 0).contiguous()
+    Raises:
+        ValueError: a document cannot be cut into 2R chunks of equal length.
+    """
+    lengths = offsets.diff()
+    if (lengths % (2 * ranks)).any():
+        raise ValueError(
+            f"a packed batch has documents of {sorted(set(lengths.tolist()))} positions, but --context-parallel-size "
+            f"{ranks} cuts each into {2 * ranks} equal chunks; pad every document to a multiple of {2 * ranks}."
+        )
+    position = torch.arange(int(offsets[-1]), device=offsets.device)
+    document = torch.searchsorted(offsets[1:].contiguous(), position, right=True)
+    chunk = (position - offsets[document]) // (lengths[document] // (2 * ranks))
+    rank = torch.minimum(chunk, 2 * ranks - 1 - chunk)
+    return rank.argsort(stable=True).view(ranks, -1)

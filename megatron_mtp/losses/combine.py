@@ -49,17 +49,13 @@ def sum_losses(losses_BS: Tensor, mask_BS: Tensor, whole_tokens: Tensor) -> Loss
     return LossSum(counted_BS.sum(), mask_BS.sum(), whole_tokens)
 
 
-def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool) -> list[Tensor]:
-    """The factor of every depth's masked sum in the scalar that goes to Megatron's schedule.
+def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool) -> Tensor:
+    """The factors [D] of the depths' masked sums in the scalar that goes to Megatron's schedule.
 
     Args:
         whole_tokens: [1 + D], unmasked tokens of the trunk and of every depth in the whole microbatch.
         weights: w_1 .. w_D.
         per_token: whether `--calculate-per-token-loss` is on.
     """
-    main_tokens, *depth_tokens = whole_tokens
-    if per_token:
-        return [torch.full_like(main_tokens, weight) for weight in weights]
-    return [
-        weight * main_tokens.int() / tokens.clamp(min=1) for weight, tokens in zip(weights, depth_tokens, strict=True)
-    ]
+    weight_D = whole_tokens.new_tensor(weights)
+    return weight_D if per_token else weight_D * whole_tokens[0].int() / whole_tokens[1:].clamp(min=1)

@@ -20,7 +20,7 @@ at position i learns from the trunk's state at i + d, as depth d - 1 does at i +
                                                   the trunk's at   5  6  7  6  7  8     four rows of logits for six
 
 Letters in names: N rows (positions times depths; positions of one depth in what `linear_loss` takes), H hidden, V this
-rank's slice of the vocabulary, D depths, T states of the trunk.
+rank's slice of the vocabulary, D depths, T states of the trunk. Positions may have several dimensions, as [B, S].
 """
 
 from collections.abc import Sequence
@@ -57,19 +57,19 @@ and what it copies then stays in a core's cache. With 64 to 128 positions that t
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of one depth, for positions in one dimension or several.
+    """The targets of all depths.
 
     Attributes:
-        labels_N: tokens; of a draft vocabulary their numbers in it.
-        mask_N: float, the weight of each position in the depth's sum; 0 leaves it out.
-        scale: scalar tensor, the weight of the depth's sum in the total; [D] of rows of D depths.
-        taught_N: which of the teacher's states has the soft labels, if the loss needs a teacher.
+        labels_DN: tokens; of a draft vocabulary their numbers in it.
+        mask_DN: float, the weight of each position in the depth's sum; 0 leaves it out.
+        scale_D: the weight of the depth's sum in the total.
+        taught_DN: which of the teacher's states has the soft labels, if the loss needs a teacher.
     """
 
-    labels_N: Tensor
-    mask_N: Tensor
-    scale: Tensor
-    taught_N: Tensor | None = None
+    labels_DN: Tensor
+    mask_DN: Tensor
+    scale_D: Tensor
+    taught_DN: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Teacher:
 def linear_loss(
     token_loss: TokenLoss,
     hidden: Sequence[Tensor],
-    targets: Sequence[Targets],
+    targets: Targets,
     weight_VH: Tensor,
     vocabulary: Vocabulary,
     teacher: Teacher | None = None,
@@ -97,21 +97,22 @@ def linear_loss(
         token_loss: the loss of every chunk.
         hidden: states of every depth, [N, H]. Every tensor-parallel rank has all positions, and computes the part of
             their gradients that its slice gives (Megatron's copy or gather into the tensor-parallel region adds them).
-        targets: one for every depth, of the same positions; where the loss couples depths, with the same masks.
-            Positions that follow each other share most of the trunk's logits, so a text's belong side by side.
+        targets: of the same positions; where the loss couples depths, with the same masks at all of them. Positions
+            that follow each other share most of the trunk's logits, so those of a sequence belong side by side.
         weight_VH: this rank's slice of the head.
         vocabulary: what its rows stand for.
         teacher: needed where the loss needs one.
         main_grad: the weight's gradient may be added to Megatron's `main_grad`, and autograd gets none. Some other
             loss of the same backward pass has to give the weight one: with `--overlap-grad-reduce` DDP asks for it.
     """
-    states_NH = _in_turn([states.to(weight_VH.dtype) for states in hidden], hidden[0].dim() - 1)
+    dims = hidden[0].dim() - 1
+    states_NH = torch.stack([states.to(weight_VH.dtype) for states in hidden], dims).flatten(0, dims)
     if not torch.is_grad_enabled():  # autograd functions ignore no_grad, so detach here
         weight_VH, states_NH = weight_VH.detach(), states_NH.detach()
     if teacher is not None:
         taught_by_VH = weight_VH if teacher.weight_VH is None else teacher.weight_VH
         teacher = Teacher(teacher.states_TH.detach(), taught_by_VH.detach())
-    arguments = token_loss, _targets_in_turn(targets), vocabulary, teacher, main_grad, weight_VH, states_NH
+    arguments = token_loss, targets, vocabulary, teacher, main_grad, weight_VH, states_NH
     total, sums_D = _LinearLoss.apply(*arguments)  # type: ignore[no-untyped-call]
     return total, sums_D
 
@@ -123,7 +124,7 @@ class _LinearLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         token_loss: TokenLoss,
-        target: Targets,
+        targets: Targets,
         vocabulary: Vocabulary,
         teacher: Teacher | None,
         main_grad: bool,
@@ -135,11 +136,11 @@ class _LinearLoss(torch.autograd.Function):
         factors = trains_weight and keeps_factors(len(states_NH), weight_VH)
         sum_VH = torch.zeros_like(weight_VH, dtype=exact) if trains_weight and not factors else None
         most = None if sum_VH is None else positions_beside_sum(len(states_NH), weight_VH)
-        lift = _lift(target.scale, vocabulary, weight_VH.dtype)
+        lift = _lift(targets.scale_D, vocabulary, weight_VH.dtype)
         states_grad_NH = torch.empty_like(states_NH) if trains_states else None
         gradient_NV = states_NH.new_empty(len(states_NH), len(weight_VH)) if factors else None
         head = _Head(token_loss, vocabulary, weight_VH, sum_VH, most, lift)
-        total, sums_D = head.run(states_NH, target, teacher, states_grad_NH, gradient_NV)
+        total, sums_D = head.run(states_NH, targets, teacher, states_grad_NH, gradient_NV)
         ctx.main_grad, ctx.lift, ctx.factors = main_grad, lift, factors
         kept = (gradient_NV, states_NH) if factors else (sum_VH,)
         ctx.save_for_backward(weight_VH, states_grad_NH, *kept)
@@ -173,7 +174,7 @@ class _Head:
     def run(
         self,
         states_NH: Tensor,
-        target: Targets,
+        targets: Targets,
         teacher: Teacher | None,
         states_grad_NH: Tensor | None,
         gradient_NV: Tensor | None,
@@ -185,31 +186,32 @@ class _Head:
         Args:
             gradient_NV: by the logits.
         """
-        weight_VH, depths = self.weight_VH, target.scale.numel()
+        weight_VH, depths = self.weight_VH, targets.scale_D.numel()
+        labels_N, mask_N = _in_turn(targets.labels_DN), _in_turn(targets.mask_DN)
         exact = torch.promote_types(weight_VH.dtype, torch.float32)
+        mask_N, scale_D = mask_N.to(exact), targets.scale_D.to(exact)
         sums = torch.zeros(1 + depths, dtype=exact, device=weight_VH.device)
-        logits, taught = _Products(weight_VH, gradient_NV), None if teacher is None else _Taught(teacher, target)
+        logits, taught = _Products(weight_VH, gradient_NV), None if teacher is None else _Taught(teacher, targets)
         entries = max(self.vocabulary.widest, 0 if taught is None else taught.entries)
         for chunk in chunks(len(states_NH), entries, weight_VH.is_cuda, self.most, depths):
             logits_NV = logits.of(states_NH[chunk], chunk)
             soft = None if taught is None else taught.labels(chunk)
-            sums += self._sums_(logits_NV, soft, target, chunk)
+            sums += self._sums_(logits_NV, soft, labels_N[chunk], mask_N[chunk], scale_D)
             if states_grad_NH is not None:
                 torch.mm(logits_NV, weight_VH, out=states_grad_NH[chunk])
             if self.sum_VH is not None:
                 add_product(self.sum_VH, logits_NV.t(), states_NH[chunk])
         return sums[0], sums[1:]
 
-    def _sums_(self, product_NV: Tensor, soft: "_SoftLabels | None", target: Targets, chunk: slice) -> Tensor:
+    def _sums_(
+        self, product_NV: Tensor, soft: "_SoftLabels | None", labels_N: Tensor, mask_N: Tensor, scale_D: Tensor
+    ) -> Tensor:
         """[1 + D], a chunk's part of the total and its masked sums; the product is overwritten with the gradient."""
-        exact = torch.promote_types(product_NV.dtype, torch.float32)
-        scale_D = target.scale.to(exact)
-        target = Targets(target.labels_N[chunk], target.mask_N[chunk].to(exact), scale_D)
         if triton_chunk.has_kernel(self.token_loss, product_NV, self.vocabulary):
             given = triton_chunk.Products(
                 product_NV,
-                target.labels_N,
-                target.mask_N,
+                labels_N,
+                mask_N,
                 scale_D * self.lift,
                 None if soft is None else soft.product_TV,
                 None if soft is None else soft.row_N,
@@ -217,22 +219,24 @@ class _Head:
             )
             losses_N = triton_chunk.losses_(self.token_loss, given)
         else:
-            losses_N = self._losses_(product_NV, soft, target)
-        mask_ND = target.mask_N.view(-1, len(scale_D))
+            losses_N = self._losses_(product_NV, soft, labels_N, mask_N, scale_D)
+        mask_ND = mask_N.view(-1, len(scale_D))
         losses_ND = losses_N.view_as(mask_ND).masked_fill(mask_ND == 0, 0)  # whatever they are
         joined = self.token_loss.joined(losses_ND, mask_ND * scale_D)
         return torch.cat([joined.value_N.sum(0, keepdim=True), (mask_ND * joined.shown_ND).sum(0)])
 
-    def _losses_(self, product_NV: Tensor, soft: "_SoftLabels | None", target: Targets) -> Tensor:
+    def _losses_(
+        self, product_NV: Tensor, soft: "_SoftLabels | None", labels_N: Tensor, mask_N: Tensor, scale_D: Tensor
+    ) -> Tensor:
         """Losses of a chunk, block by block; the product is overwritten with the gradient."""
-        vocabulary, depths, losses = self.vocabulary, len(target.scale), []
+        vocabulary, depths, losses = self.vocabulary, len(scale_D), []
         positions, entries = product_NV.shape
         as_one = product_NV.is_cuda or vocabulary.ranks > 1
         for rows in blocks(positions, entries, as_one, depths):
             teacher_NV = None if soft is None else _logits(soft.of(rows), vocabulary)
             logits_NV = _logits(product_NV[rows], vocabulary)
-            loss_N, gradient_NV = self.token_loss(Chunk(logits_NV, target.labels_N[rows], teacher_NV, vocabulary))
-            weights_ND = target.mask_N[rows].view(-1, depths) * target.scale
+            loss_N, gradient_NV = self.token_loss(Chunk(logits_NV, labels_N[rows], teacher_NV, vocabulary))
+            weights_ND = mask_N[rows].view(-1, depths) * scale_D
             slopes_N = self.token_loss.joined(loss_N.view_as(weights_ND), weights_ND).slopes_ND.flatten()
             slopes_N *= vocabulary.logit_scale * self.lift
             product_NV[rows] = gradient_NV.mul_(slopes_N.unsqueeze(1))
@@ -247,21 +251,9 @@ def _lift(scale_D: Tensor, vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor
     return FLOAT16_GRADIENT / (scale_D.max() * vocabulary.logit_scale).clamp(min=1e-30)
 
 
-def _in_turn(values: Sequence[Tensor], dims: int) -> Tensor:
-    """[N, ...] of every depth's values, whose first `dims` dimensions are positions."""
-    together = torch.stack(list(values), dims) if len(values) > 1 else values[0].unsqueeze(dims)
-    return together.flatten(0, dims)
-
-
-def _targets_in_turn(targets: Sequence[Targets]) -> Targets:
-    dims = targets[0].labels_N.dim()
-    taught = [target.taught_N for target in targets if target.taught_N is not None]
-    return Targets(
-        _in_turn([target.labels_N for target in targets], dims),
-        _in_turn([target.mask_N for target in targets], dims),
-        torch.stack([target.scale for target in targets]),
-        _in_turn(taught, dims) if taught else None,
-    )
+def _in_turn(values_DN: Tensor) -> Tensor:
+    """[N * D]: the depths of a position one behind the other."""
+    return values_DN.movedim(0, -1).flatten()
 
 
 class _Products:
@@ -302,12 +294,12 @@ class _SoftLabels:
 class _Taught:
     """The soft labels of every chunk."""
 
-    def __init__(self, teacher: Teacher, target: Targets) -> None:
-        assert target.taught_N is not None
+    def __init__(self, teacher: Teacher, targets: Targets) -> None:
+        assert targets.taught_DN is not None
         assert teacher.weight_VH is not None
         self.entries = len(teacher.weight_VH)
         self._states_TH, self._products = teacher.states_TH, _Products(teacher.weight_VH)
-        self._taught_N = target.taught_N.cpu()  # once, since a GPU would be waited for in every chunk
+        self._taught_N = _in_turn(targets.taught_DN).cpu()  # once, since a GPU would be waited for in every chunk
 
     def labels(self, chunk: slice) -> _SoftLabels:
         """Of the chunk's rows."""

@@ -39,7 +39,7 @@ class Whole:
 def plain_loss(
     settings: MTPConfig,
     hidden: Sequence[Tensor],
-    targets: Sequence[Targets],
+    targets: Targets,
     weight_VH: Tensor,
     logit_scale: float,
     drafted_K: Tensor | None = None,
@@ -52,17 +52,17 @@ def plain_loss(
     if drafted_K is None:
         drafted_K = torch.arange(len(weight_VH))
     losses = []
-    for states_NH, target in zip(hidden, targets, strict=True):
+    for depth, states_NH in enumerate(hidden):
         logits_NV = logit_scale * states_NH @ weight_VH.t()
         teacher_NV = None
         if trunk_TH is not None:
-            teacher_NV = (logit_scale * trunk_TH[target.taught_N] @ weight_VH.t()).detach()
-        whole = Whole(logits_NV, target.labels_N, teacher_NV, drafted_K, settings)
+            assert targets.taught_DN is not None
+            teacher_NV = (logit_scale * trunk_TH[targets.taught_DN[depth]] @ weight_VH.t()).detach()
+        whole = Whole(logits_NV, targets.labels_DN[depth], teacher_NV, drafted_K, settings)
         losses.append(PLAIN_LOSSES[settings.mtp_loss](whole))
     if settings.mtp_loss == "e2e_tv":
         losses = [1 - accepted_N for accepted_N in accumulate((1 - loss_N for loss_N in losses), mul)]
-    sums = (target.scale * (loss_N * target.mask_N).sum() for loss_N, target in zip(losses, targets, strict=True))
-    return torch.stack(list(sums)).sum()
+    return (targets.scale_D * (torch.stack(losses) * targets.mask_DN).sum(1)).sum()
 
 
 def _ce(whole: Whole) -> Tensor:

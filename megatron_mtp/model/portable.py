@@ -36,7 +36,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, pad, rms_norm, scaled_dot_product_attention
 
-from megatron_mtp.data.context_parallel import positions_of_ranks
+from megatron_mtp.data.batch import positions_of_ranks
 from megatron_mtp.model.causal import causal_mask
 from megatron_mtp.model.latent import PortableLatentAttention
 from megatron_mtp.model.recurrence import having

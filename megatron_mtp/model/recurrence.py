@@ -22,7 +22,7 @@ from megatron.core.ssm.gated_delta_net import tensor_a2a_cp2hp, tensor_a2a_hp2cp
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_mtp.data.context_parallel import positions_of_ranks
+from megatron_mtp.data.batch import positions_of_ranks
 
 CHUNK = 64
 """Positions of a chunk: the matrices within chunks grow with it, the number of steps between chunks falls."""

@@ -9,10 +9,9 @@ checks.py            flags that are refused: ours, those that Megatron takes in 
 startup.py           how a run ends that cannot start: one sentence, and the traceback in a log file
 loading.py           whether what --load names can be loaded
 draft_vocabulary.py  the checkpoint's draft vocabulary, or a new one by the flags
-datasets.py          Megatron's data sets, by Megatron's flags
+datasets.py          Megatron's data sets, by Megatron's flags, and which stages read them
 chat.py              conversations for --sft, from files of JSON lines
 forward_step.py      the forward step for Megatron's schedules: batch, model, loss function
-batches.py           a rank's microbatch: document ends, depths, context-parallel slices
 objective.py         from hidden states to the depths' losses and acceptance
 mtp_loss.py          the depths' loss for training loops that are not Megatron's
 acceptance.py        what a verifier would accept

@@ -1,4 +1,4 @@
-"""Training, validation and test sets: Megatron's, by Megatron's flags."""
+"""Training, validation and test sets: Megatron's, by Megatron's flags, and which pipeline stages read them."""
 
 from argparse import Namespace
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
-from megatron.training.utils import get_blend_and_blend_per_split
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_mtp.data.answers import AnswersDataset
-from megatron_mtp.training.batches import reads_data
 from megatron_mtp.training.chat import sft_dataset
 
 
@@ -69,3 +69,40 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     tokens = {name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")}
     rates = {name: getattr(args, name) for name in _FIM}
     return GPTFIMDatasetConfig(**settings, **rates, fim_extra_tokens=tokens)
+
+
+def reads_data(vp_stage: int | None) -> bool:
+    """Whether this pipeline stage reads batches, so that its data sets are built."""
+    return reads_packed_rows() or reads_positions(vp_stage)
+
+
+def reads_packed_rows() -> bool:
+    """Whether rows are packed: attention on every stage needs the starts of documents."""
+    args = get_args()
+    return bool(args.sft or args.dataloader_inter_document_masking)
+
+
+def reads_positions(vp_stage: int | None) -> bool:
+    """Whether a stage reads tokens or labels, beside the offsets of packed rows."""
+    return is_first_or_last_pipeline_stage(vp_stage) or reads_everything(vp_stage)
+
+
+def reads_everything(vp_stage: int | None) -> bool:
+    """Whether a stage reads tokens, labels and all other entries: for the depths, for the ends of documents in their
+    losses, or for attention within documents, which Megatron's own script has on the first and last stage alone."""
+    args = get_args()
+    if holds_mtp_depths(vp_stage) or args.reset_attention_mask:
+        return True
+    return bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+
+
+def holds_mtp_depths(vp_stage: int | None) -> bool:
+    """Whether the depths live on this pipeline stage."""
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = get_args()
+    if args.pipeline_model_parallel_layout is None:
+        layout = None
+    else:
+        layout = core_transformer_config_from_args(args).pipeline_model_parallel_layout
+    return mtp_on_this_rank(layout=layout, mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)

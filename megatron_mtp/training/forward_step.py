@@ -1,6 +1,9 @@
 """The forward step that Megatron's schedule calls for every microbatch: batch -> model -> loss function.
 
-`ForwardStep` is what `pretrain()` takes as `forward_step_func`.
+`ForwardStep` is what `pretrain()` takes as `forward_step_func`. `get_batch` reads a rank's microbatch with Megatron's
+loader, gives it its depths, and cuts it for context parallelism.
+
+Letters in names: D depths, S sequence, B batch.
 """
 
 from collections.abc import Iterator
@@ -10,17 +13,27 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args, get_timers
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers, get_tokenizer
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig, trained_depths
-from megatron_mtp.data.batch import DepthBatch, depth_batch
+from megatron_mtp.data.batch import (
+    DepthBatch,
+    depth_batch,
+    join_rows,
+    keep_positions,
+    mask_ignored_labels,
+    positions_of_ranks,
+)
+from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.schedule import depth_weights, kept_positions, scaling_factor
 from megatron_mtp.model.mixing import drawn_ages
-from megatron_mtp.training.batches import get_batch, packed_seq_params
+from megatron_mtp.training.datasets import reads_data, reads_everything, reads_packed_rows, reads_positions
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 
@@ -39,10 +52,9 @@ class ForwardStep:
         """The model's output and the function that makes a loss of it."""
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
-        batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+        batch, depths = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
         timers("batch-generator").stop()
 
-        depths = None if batch["labels"] is None else self._mixed(depth_batch(batch))
         output = model(
             batch["tokens"],
             batch["position_ids"],
@@ -50,7 +62,7 @@ class ForwardStep:
             labels=batch["labels"],
             packed_seq_params=packed_seq_params(batch),
             output_processor=self._objective(),
-            output_processor_context=depths,
+            output_processor_context=None if depths is None else self._mixed(depths),
         )
         return output, self.loss
 
@@ -118,3 +130,98 @@ def _validate(loss: Tensor) -> None:
             tolerance=0.0,
             fatal=False,
         )
+
+
+# --- the batch -------------------------------------------------------------------------------------------------------
+
+BATCH_KEYS = ("tokens labels loss_mask position_ids attention_mask cu_seqlens cu_seqlens_padded max_seqlen").split()
+
+
+def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> tuple[dict[str, Any], DepthBatch | None]:
+    """This rank's part of the next microbatch, and its depths where there are labels.
+
+    Keys are Megatron's: `tokens`, `labels`, `loss_mask` and `position_ids` [B, S], `attention_mask`, `cu_seqlens`, ...
+    On a stage that needs no data every entry is None.
+    """
+    args = get_args()
+    if not reads_data(vp_stage):
+        return dict.fromkeys(BATCH_KEYS), None
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch: dict[str, Any] = {}
+    if tp_rank == 0:
+        if data_iterator is None:
+            raise ValueError(
+                "this pipeline stage reads batches, but the data sets provider built none for it; give pretrain() the "
+                "datasets_provider of megatron_mtp.training.datasets, or build them wherever its reads_data says."
+            )
+        loaded = next(data_iterator)
+        for key in BATCH_KEYS:
+            value = loaded.get(key)
+            batch[key] = None if value is None else value.cuda(non_blocking=True)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=reads_packed_rows(),
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=2,  # only decides whether padded offsets are broadcast; they are needed without context parallelism too
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=reads_everything(vp_stage),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    document_BS = None if batch["labels"] is None else _documents(batch)
+    if batch["cu_seqlens"] is not None:
+        join_rows(batch)
+    depths = None
+    if batch["labels"] is not None:
+        mask_ignored_labels(batch)
+        depths = depth_batch(batch, trained_depths(args), document_BS)
+    group = mpu.get_context_parallel_group()
+    if group.size() > 1 and reads_positions(vp_stage):
+        whole_BS = batch["labels"] if batch["tokens"] is None else batch["tokens"]
+        offsets = torch.tensor([0, whole_BS.size(1)]) if batch["cu_seqlens"] is None else _offsets(batch)
+        positions_S = positions_of_ranks(offsets, group.size())[group.rank()].to(whole_BS.device)
+        keep_positions(batch, positions_S)
+        depths = None if depths is None else depths.at(positions_S)
+    return batch, depths
+
+
+def _documents(batch: dict[str, Any]) -> Tensor | None:
+    """The document of every position, [B, S], or [1, B * S] of packed rows; None where documents do not matter."""
+    args = get_args()
+    if batch["cu_seqlens"] is not None:
+        rows = documents_from_offsets(batch["cu_seqlens"], batch["cu_seqlens_padded"], batch["labels"].size(1))
+        return rows.view(1, -1)
+    if (args.reset_attention_mask or args.eod_mask_loss) and batch["tokens"] is not None:
+        return documents_from_eod(batch["tokens"], get_tokenizer().eod)
+    return None
+
+
+def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
+    """Megatron's description of packed rows for attention; None for other batches."""
+    if batch["cu_seqlens"] is None:
+        return None
+    update_seqlen_stats_from_cu_seqlens(batch["cu_seqlens"])
+    padded = batch["cu_seqlens_padded"]
+    longest = int(_offsets(batch).diff().max().item())  # `max_seqlen` may leave out padding
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=_offsets(batch),
+        cu_seqlens_kv=_offsets(batch),
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        # Megatron's own Mamba layers read the document of every position, which is then made of the offsets.
+        total_tokens=None if get_args().hybrid_layer_pattern is None else int(_offsets(batch)[-1].item()),
+    )
+
+
+def _offsets(batch: dict[str, Any]) -> Tensor:
+    """Starts of the documents of a packed row, and its end, with padding, as attention needs them."""
+    return batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]

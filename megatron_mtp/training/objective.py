@@ -91,8 +91,8 @@ class NextTokensObjective:
         if not self.linear_main:
             losses_BS = head.cross_entropy(batch.labels_BS, head.project(hidden_SBH))
             return sum_losses(losses_BS, mask_BS, whole_tokens)
-        targets = Targets(batch.labels_BS.t(), mask_BS.t(), torch.ones_like(whole_tokens))
-        total, _ = linear_loss(CrossEntropy(), [head.whole(hidden_SBH)], [targets], head.weight, vocabulary_of(head))
+        targets = Targets(batch.labels_BS.t()[None], mask_BS.t()[None], torch.ones_like(whole_tokens)[None])
+        total, _ = linear_loss(CrossEntropy(), [head.whole(hidden_SBH)], targets, head.weight, vocabulary_of(head))
         return LossSum(total, mask_BS.float().sum(), whole_tokens)
 
     def of_depths(
@@ -111,21 +111,17 @@ class NextTokensObjective:
         batch = self._chained(self._drafted(head, batch))
         kept_S, share = self._kept(batch.positions_S)
         teacher = self._teacher(trunk_SBH, head, later)
-        scales = depth_scales(batch.whole_tokens, self.depth_weights, self.per_token)
-        states, targets = [], []
-        for depth, state_SBH in enumerate(depth_hidden):
-            labels_BS, mask_BS = batch.labels_DBS[depth], batch.loss_mask_DBS[depth].float() / share
-            if kept_S is not None:
-                labels_BS, mask_BS = labels_BS[:, kept_S], mask_BS[:, kept_S]
-            states.append(_chosen(head.whole(state_SBH), kept_S).transpose(0, 1))
-            taught_BS = None
-            if teacher is not None and later is not None:
-                taught_BS = _rows_of(_chosen(later.where(depth + 1), kept_S), len(labels_BS))
-            targets.append(Targets(labels_BS, mask_BS, scales[depth], taught_BS))
+        labels_DBS, mask_DBS = _chosen(batch.labels_DBS, kept_S), _chosen(batch.loss_mask_DBS, kept_S).float() / share
+        taught_DBS = None
+        if teacher is not None and later is not None:
+            where_DS = torch.stack([later.where(depth) for depth in range(1, len(depth_hidden) + 1)])
+            taught_DBS = _rows_of(_chosen(where_DS, kept_S), labels_DBS.size(1))
+        scale_D = depth_scales(batch.whole_tokens, self.depth_weights, self.per_token)
+        targets = Targets(labels_DBS, mask_DBS, scale_D, taught_DBS)
+        states = [_chosen(head.whole(state_SBH).transpose(0, 1), kept_S, 1) for state_SBH in depth_hidden]
         rows, vocabulary = head.draft_weight, vocabulary_of(head, drafts=True)
         total, sums_D = linear_loss(self.depth_loss, states, targets, rows, vocabulary, teacher, main_grad=beside_main)
-        tokens = [target.mask_N.sum() for target in targets]
-        sums = [LossSum(*each) for each in zip(sums_D, tokens, batch.whole_tokens[1:], strict=True)]
+        sums = [LossSum(*each) for each in zip(sums_D, mask_DBS.sum((1, 2)), batch.whole_tokens[1:], strict=True)]
         return total, sums
 
     def _drafted(self, head: Head, batch: DepthBatch) -> DepthBatch:
@@ -169,10 +165,10 @@ class NextTokensObjective:
         return Teacher(states_TH, head.weight if self.depth_loss.needs_whole_teacher else None)
 
 
-def _rows_of(positions_S: Tensor, batch: int) -> Tensor:
-    """[B, S], where these positions are in the rows of [S, B]."""
-    return batch * positions_S + torch.arange(batch, device=positions_S.device).unsqueeze(1)
+def _rows_of(positions_DS: Tensor, batch: int) -> Tensor:
+    """[D, B, S], where these positions are in the rows of [S, B]."""
+    return batch * positions_DS.unsqueeze(1) + torch.arange(batch, device=positions_DS.device).unsqueeze(1)
 
 
-def _chosen(values_S: Tensor, kept_S: Tensor | None) -> Tensor:
-    return values_S if kept_S is None else values_S[kept_S]
+def _chosen(values: Tensor, kept_S: Tensor | None, dim: int = -1) -> Tensor:
+    return values if kept_S is None else values.index_select(dim, kept_S)

@@ -11,7 +11,7 @@ from megatron_single import MOE, VOCABULARY, our_model, randomise, transformer_c
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from megatron_mtp.data.batch import add_depths, depth_batch
+from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.decoding import graphs, loop, sequences
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.backend import BACKENDS
@@ -133,12 +133,10 @@ def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Te
     tokens = torch.tensor([text], device="cuda")
     slots = len(text)
     batch: dict[str, Any] = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones_like(tokens).float()}
-    add_depths(batch, twin.config.mtp_num_layers or 1, None)
     mask = torch.ones(1, 1, slots, slots, device="cuda").tril().logical_not()
     positions = torch.arange(slots, device="cuda").unsqueeze(0)
-    return twin(
-        tokens, positions, mask, labels=tokens, output_processor=capture, output_processor_context=depth_batch(batch)
-    )
+    shifted = depth_batch(batch, twin.config.mtp_num_layers or 1)
+    return twin(tokens, positions, mask, labels=tokens, output_processor=capture, output_processor_context=shifted)
 
 
 def method_of(kind: str) -> str:

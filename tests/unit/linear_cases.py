@@ -71,7 +71,7 @@ class Case:
     def rows(self) -> int:
         return self.vocabulary + self.padding
 
-    def leaves(self, settings: MTPConfig | None = None) -> tuple[list[Tensor], list[Targets], Tensor, Tensor]:
+    def leaves(self, settings: MTPConfig | None = None) -> tuple[list[Tensor], Targets, Tensor, Tensor]:
         """States [N, H] and targets of every depth, the whole head's weight, padding included, and the trunk's states.
 
         Where the settings' loss couples depths, a position has the same weight at all of them.
@@ -79,17 +79,16 @@ class Case:
         generator = torch.Generator().manual_seed(self.seed)
         positions, hidden = self.positions, self.hidden
         states = [torch.randn(positions, hidden, generator=generator) for _ in range(self.depths)]
-        targets = [
-            Targets(
-                torch.randint(self.vocabulary, (positions,), generator=generator),
-                (torch.rand(positions, generator=generator) > 0.3) * torch.rand(positions, generator=generator),
-                torch.rand((), generator=generator),
-                torch.arange(positions) + depth,
-            )
-            for depth in range(1, self.depths + 1)
-        ]
+        shape = self.depths, positions
+        mask_DN = (torch.rand(shape, generator=generator) > 0.3) * torch.rand(shape, generator=generator)
+        targets = Targets(
+            torch.randint(self.vocabulary, shape, generator=generator),
+            mask_DN,
+            torch.rand(self.depths, generator=generator),
+            torch.arange(positions) + torch.arange(1, self.depths + 1).unsqueeze(1),
+        )
         if settings is not None and depth_loss(settings).couples_depths:
-            targets = [replace(target, mask_N=targets[0].mask_N) for target in targets]
+            targets = replace(targets, mask_DN=mask_DN[:1].expand_as(mask_DN))
         weight_VH = torch.randn(self.rows, hidden, generator=generator) / hidden**0.5
         trunk_TH = torch.randn(positions + self.depths + 1, hidden, generator=generator)
         return states, targets, weight_VH, trunk_TH
@@ -106,7 +105,7 @@ class Case:
         states, targets, weight_VH, trunk_TH = self.leaves(settings)
         states = [state_NH.double().requires_grad_() for state_NH in states]
         weight_VH, trunk_TH = weight_VH.double().requires_grad_(), trunk_TH.double()
-        exact = [replace(one, mask_N=one.mask_N.double(), scale=one.scale.double()) for one in targets]
+        exact = replace(targets, mask_DN=targets.mask_DN.double(), scale_D=targets.scale_D.double())
         tokens_VH = weight_VH[: self.vocabulary]
         value = plain_loss(settings, states, exact, tokens_VH, self.logit_scale, drafted_K, trunk_TH)
         value.backward()
@@ -131,7 +130,7 @@ class Case:
             drafts = DraftVocabulary(drafted_K, len(slice_VH), ranks, rank)
             rows = slice_VH[drafts.rows_K]
             vocabulary = replace(vocabulary, slice_size=len(rows), draft_vocabulary=drafts)
-            targets = [replace(one, labels_N=drafts.index_V[one.labels_N]) for one in targets]
+            targets = replace(targets, labels_DN=drafts.index_V[targets.labels_DN])
             head = slice_VH if token_loss.needs_whole_teacher else None
         teacher = Teacher(trunk_TH, head) if token_loss.needs_teacher else None
         value, _ = linear_loss(token_loss, states, targets, rows, vocabulary, teacher)

@@ -19,7 +19,7 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.data.batch import DepthBatch, depth_batch
 from megatron_mtp.model.build import MTPGPTModelConfig, build, join_world
 from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
@@ -154,7 +154,7 @@ def make_batch(
         "position_ids": torch.arange(LENGTH).expand(ROWS, LENGTH).contiguous().cuda(),
         "attention_mask": torch.ones(1, 1, LENGTH, LENGTH).tril().logical_not().cuda(),
     }
-    add_depths(batch, depths, None)
+    batch["depths"] = depth_batch(batch, depths)
     return batch
 
 
@@ -178,7 +178,7 @@ def forward_ours(
         batch["attention_mask"],
         labels=batch["labels"],
         output_processor=objective(model, factor, **settings),
-        output_processor_context=depth_batch(batch) if depths is None else depths,
+        output_processor_context=batch["depths"] if depths is None else depths,
     )
     assert isinstance(output, ObjectiveOutput)
     return output

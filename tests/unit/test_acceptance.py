@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.data.batch import DepthBatch, depth_batch
 from megatron_mtp.data.later_positions import LaterPositions
 from megatron_mtp.losses import chunks
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
@@ -54,8 +54,7 @@ def document(rows: int, slots: int, depths: int, mask_BS: Tensor | None = None) 
         "labels": torch.ones(rows, slots, dtype=torch.long).cuda(),
         "loss_mask": (torch.ones(rows, slots) if mask_BS is None else mask_BS).cuda(),
     }
-    add_depths(batch, depths, None)
-    return depth_batch(batch)
+    return depth_batch(batch, depths)
 
 
 def lists(counts: AcceptanceCounts) -> list[list[float]]:
@@ -111,10 +110,9 @@ def test_a_perfect_drafter_is_always_accepted(head: Head) -> None:
 def test_positions_beyond_the_document_do_not_count(head: Head, garbage: int) -> None:
     """Two documents of two slots: only their first slots have a second label, none has a third."""
     batch = {"tokens": None, "labels": torch.ones(1, 4, dtype=torch.long).cuda(), "loss_mask": torch.ones(1, 4).cuda()}
-    add_depths(batch, 2, torch.tensor([[0, 0, 1, 1]]).cuda())
     trunk = words([0, 1, 0, 2])
     drafts = [words([1, garbage, 2, garbage]), words([garbage] * 4)]
-    counts = count_acceptance(trunk, drafts, head, depth_batch(batch))
+    counts = count_acceptance(trunk, drafts, head, depth_batch(batch, 2, torch.tensor([[0, 0, 1, 1]]).cuda()))
     assert lists(counts) == [[2, 0], [2, 0], [2, 0]]
     assert counts.overlap[1] == 0
 

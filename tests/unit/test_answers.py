@@ -11,7 +11,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from megatron_mtp.data.answers import AnswersDataset, read_answers
-from megatron_mtp.data.batch import add_depths
+from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.data.corpus import write_sequences
 from megatron_mtp.training import datasets, megatron_lm
 
@@ -46,8 +46,7 @@ def test_the_row_of_the_docstring(tmp_path: Path) -> None:
     assert row["labels"].tolist() == [7, 8, 0, 3, 4, 9, 1, 0]
     assert row["loss_mask"].tolist() == [1, 1, 1, 0, 0, 1, 1, 0]
     batch = torch.utils.data.default_collate([row])
-    add_depths(batch, 2, None)
-    assert batch["depth_loss_mask"][0].T.tolist() == [[1, 1, 0, 0, 1, 1, 0, 0], [1, 0, 0, 1, 1, 0, 0, 0]]
+    assert depth_batch(batch, 2).loss_mask_DBS[:, 0].tolist() == [[1, 1, 0, 0, 1, 1, 0, 0], [1, 0, 0, 1, 1, 0, 0, 0]]
 
 
 def chosen(ids: list[int], first: int, stop: int) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.data.batch import add_depths, depth_batch, join_rows, keep_positions, mask_ignored_labels
+from megatron_mtp.data.batch import depth_batch, join_rows, keep_positions, mask_ignored_labels
 
 SIX = {
     "tokens": torch.tensor([[10, 11, 12, 13, 14, 15]]),
@@ -15,8 +15,7 @@ SIX = {
 
 def test_depth_d_sees_the_token_d_later_and_predicts_the_one_after_it() -> None:
     batch: dict[str, Any] = dict(SIX)
-    add_depths(batch, 2, None)
-    depths = depth_batch(batch)
+    depths = depth_batch(batch, 2)
     assert depths.tokens_DBS is not None
     assert depths.tokens_DBS.tolist() == [[[11, 12, 13, 14, 15, 0]], [[12, 13, 14, 15, 0, 0]]]
     assert depths.labels_DBS.tolist() == [[[12, 13, 14, 15, 16, 0]], [[13, 14, 15, 16, 0, 0]]]
@@ -28,8 +27,7 @@ def test_depth_d_sees_the_token_d_later_and_predicts_the_one_after_it() -> None:
 
 def test_no_depth_crosses_a_document() -> None:
     batch: dict[str, Any] = dict(SIX)
-    add_depths(batch, 2, torch.tensor([[0, 0, 0, 1, 1, 1]]))
-    depths = depth_batch(batch)
+    depths = depth_batch(batch, 2, torch.tensor([[0, 0, 0, 1, 1, 1]]))
     assert depths.tokens_DBS is not None
     assert depths.tokens_DBS.tolist() == [[[11, 12, 0, 14, 15, 0]], [[12, 0, 0, 15, 0, 0]]]
     assert depths.labels_DBS.tolist() == [[[12, 13, 0, 15, 16, 0]], [[13, 0, 0, 16, 0, 0]]]
@@ -40,9 +38,8 @@ def test_no_depth_crosses_a_document() -> None:
 def test_a_cut_for_context_parallelism_leaves_the_same_positions_of_everything() -> None:
     batch: dict[str, Any] = {name: value.repeat(3, 1) for name, value in SIX.items()}
     batch |= {"attention_mask": torch.ones(3, 1, 6, 6).tril() == 0, "cu_seqlens": None, "max_seqlen": torch.tensor([6])}
-    add_depths(batch, 2, None)
+    depths = depth_batch(batch, 2).at(torch.tensor([0, 3]))
     keep_positions(batch, torch.tensor([0, 3]))
-    depths = depth_batch(batch)
     assert depths.tokens_DBS is not None
     assert depths.labels_BS.tolist() == [[11, 14]] * 3
     assert depths.tokens_DBS[:, 0].tolist() == [[11, 14], [12, 15]]
@@ -55,9 +52,7 @@ def test_a_cut_for_context_parallelism_leaves_the_same_positions_of_everything()
 
 def test_tokens_are_counted_on_whole_sequences() -> None:
     batch: dict[str, Any] = dict(SIX)
-    add_depths(batch, 2, None)
-    keep_positions(batch, torch.tensor([0, 3]))
-    assert depth_batch(batch).whole_tokens.tolist() == [5, 4, 3]
+    assert depth_batch(batch, 2).at(torch.tensor([0, 3])).whole_tokens.tolist() == [5, 4, 3]
 
 
 def test_packed_rows_become_one_row_with_the_offsets_of_that_row() -> None:
@@ -84,24 +79,21 @@ def test_labels_of_minus_100_are_masked_at_every_depth() -> None:
     assert batch["labels"].tolist() == [[11, 12, 13, 0, 15, 0]]
     assert batch["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 0]]
     assert SIX["loss_mask"].tolist() == [[1, 1, 0, 1, 1, 1]], "the tensor that was given is left alone"
-    add_depths(batch, 1, None)
-    depths = depth_batch(batch)
+    depths = depth_batch(batch, 1)
     assert depths.labels_DBS.tolist() == [[[12, 13, 0, 15, 0, 0]]]
     assert depths.loss_mask_DBS.tolist() == [[[1, 0, 0, 1, 0, 0]]]
 
 
 def test_a_stage_without_tokens_still_gets_labels() -> None:
     batch: dict[str, Any] = dict(SIX, tokens=None)
-    add_depths(batch, 1, None)
-    depths = depth_batch(batch)
+    depths = depth_batch(batch, 1)
     assert depths.tokens_DBS is None
     assert depths.labels_DBS.tolist() == [[[12, 13, 14, 15, 16, 0]]]
 
 
 def test_a_batch_of_no_depths() -> None:
     batch: dict[str, Any] = dict(SIX)
-    add_depths(batch, 0, None)
-    depths = depth_batch(batch)
+    depths = depth_batch(batch, 0)
     for tensor in (depths.tokens_DBS, depths.labels_DBS, depths.loss_mask_DBS, depths.inside_DBS):
         assert tensor is not None
         assert tensor.shape == (0, 1, 6)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_mtp.data.context_parallel import positions_of_ranks
+from megatron_mtp.data.batch import positions_of_ranks
 
 
 def test_the_example_of_the_module() -> None:

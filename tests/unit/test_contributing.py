@@ -133,7 +133,8 @@ def test_a_loss_has_the_gradient_of_its_definition() -> None:
     labels_N, scale = torch.randint(20, (12,), generator=generator), torch.tensor(0.3, dtype=torch.double)
 
     def ours(states_NH: Tensor, weight_VH: Tensor) -> Tensor:
-        return linear_loss(focal_loss, [states_NH], [Targets(labels_N, mask_N, scale)], weight_VH, Vocabulary(20))[0]
+        targets = Targets(labels_N[None], mask_N[None], scale[None])
+        return linear_loss(focal_loss, [states_NH], targets, weight_VH, Vocabulary(20))[0]
 
     def plain(states_NH: Tensor, weight_VH: Tensor) -> Tensor:
         return scale * focal(states_NH @ weight_VH.t(), labels_N).dot(mask_N)

@@ -24,7 +24,7 @@ from megatron_single import (
 
 from megatron_mtp.model.hybrid import MTPHybridModel, stack_spec
 from megatron_mtp.model.trunk import MTPTrunk
-from megatron_mtp.training import batches
+from megatron_mtp.training import forward_step
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -157,10 +157,10 @@ def test_a_draft_vocabulary_works_as_on_a_gpt() -> None:
 def test_megatrons_own_mamba_layers_are_told_the_documents(
     pattern: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "get_args", lambda: Namespace(hybrid_layer_pattern=pattern))
-    monkeypatch.setattr(batches, "update_seqlen_stats_from_cu_seqlens", lambda _: None)
+    monkeypatch.setattr(forward_step, "get_args", lambda: Namespace(hybrid_layer_pattern=pattern))
+    monkeypatch.setattr(forward_step, "update_seqlen_stats_from_cu_seqlens", lambda _: None)
     offsets = {"cu_seqlens": torch.tensor([0, 2, 5, 5]), "cu_seqlens_padded": torch.tensor([0, 4, 8, 8])}
-    packed = batches.packed_seq_params(offsets)
+    packed = forward_step.packed_seq_params(offsets)
     assert packed is not None
     assert (None if packed.seq_idx is None else packed.seq_idx.tolist()) == (pattern and [[0] * 4 + [1] * 4])
 

@@ -19,8 +19,7 @@ from megatron_single import transformer_config
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron_mtp.data.batch import add_depths, depth_batch, keep_positions
-from megatron_mtp.data.context_parallel import positions_of_ranks
+from megatron_mtp.data.batch import depth_batch, positions_of_ranks
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.objective import NextTokensObjective
@@ -103,10 +102,9 @@ def ours(cut: Cut, rows: slice, hidden: list[Tensor], weight: Tensor) -> Parts:
     parts = []
     for positions_S in positions_of_ranks(torch.tensor([0, LENGTH]), cut.ranks):
         batch = {"tokens": None, "labels": labels_BS()[rows], "loss_mask": torch.tensor(cut.mask)[rows].float()}
-        add_depths(batch, DEPTHS, is_end_BS.cumsum(1) - is_end_BS)
-        keep_positions(batch, positions_S)
+        shifted = depth_batch(batch, DEPTHS, is_end_BS.cumsum(1) - is_end_BS).at(positions_S)
         trunk, *depths = (state[positions_S] for state in hidden)
-        output = objective(StageOutput(trunk, depths, head, head, depth_batch(batch)))
+        output = objective(StageOutput(trunk, depths, head, head, shifted))
         parts.append((output.loss, output.main.tokens))
     return parts
 

@@ -179,8 +179,8 @@ def test_distributions_with_nothing_in_common_have_finite_losses_and_gradients(l
 def test_a_position_of_weight_zero_counts_nowhere_whatever_its_loss() -> None:
     states_NH = torch.tensor([[1.0, 0.0], [1e30, 0.0]]).requires_grad_()
     weight_VH = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-    targets = Targets(torch.tensor([0, 1]), torch.tensor([1.0, 0.0]), torch.tensor(1.0))
-    total, sums_D = linear_loss(CrossEntropy(), [states_NH], [targets], weight_VH, Vocabulary(2))
+    targets = Targets(torch.tensor([[0, 1]]), torch.tensor([[1.0, 0.0]]), torch.tensor([1.0]))
+    total, sums_D = linear_loss(CrossEntropy(), [states_NH], targets, weight_VH, Vocabulary(2))
     total.backward()
     assert sums_D.tolist() == [pytest.approx(0.126928)]  # log(1 + exp(-2))
     assert states_NH.grad is not None
@@ -200,8 +200,8 @@ def test_float16_keeps_the_gradients_of_unlikely_tokens(scale: float) -> None:
     exact = scale * torch.nn.functional.cross_entropy(leaves[0] @ leaves[1].t(), labels_N, reduction="sum")
     exact_NH, exact_VH = torch.autograd.grad(exact, leaves)
     halves = [states_NH.requires_grad_(), weight_VH.requires_grad_()]
-    targets = Targets(labels_N, torch.ones(slots).cuda(), torch.tensor(scale).cuda())
-    total, _ = linear_loss(CrossEntropy(), halves[:1], [targets], weight_VH, Vocabulary(entries))
+    targets = Targets(labels_N[None], torch.ones(1, slots).cuda(), torch.tensor([scale]).cuda())
+    total, _ = linear_loss(CrossEntropy(), halves[:1], targets, weight_VH, Vocabulary(entries))
     loss_scale = 16 / scale
     found_NH, found_VH = torch.autograd.grad(loss_scale * total, halves)
     for found, expected in ((found_NH, exact_NH), (found_VH, exact_VH), (found_VH[often:], exact_VH[often:])):

@@ -10,7 +10,7 @@ from megatron_single import ROWS, make_batch, our_model
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.data.batch import DepthBatch, depth_batch
 from megatron_mtp.data.later_positions import LaterPositions
 from megatron_mtp.model.mixing import Mixer, drawn_ages
 from megatron_mtp.training import forward_step
@@ -24,8 +24,7 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 
 def batch_of(document_BS: Tensor) -> DepthBatch:
     tokens_BS = torch.arange(document_BS.numel()).view_as(document_BS)
     whole = {"tokens": tokens_BS, "labels": tokens_BS, "loss_mask": torch.ones_like(tokens_BS)}
-    add_depths(whole, DEPTHS, document_BS)
-    return depth_batch(whole)
+    return depth_batch(whole, DEPTHS, document_BS)
 
 
 @pytest.mark.usefixtures("megatron")
@@ -63,7 +62,7 @@ def test_ages_are_of_the_step_and_the_position_alone() -> None:
 @pytest.mark.usefixtures("megatron")
 def test_a_model_mixes_where_its_batch_has_ages_and_depth_1_reads_the_trunk() -> None:
     model, given = our_model(3), make_batch(3)
-    plain = depth_batch(given)
+    plain = given["depths"]
     positions = plain.positions_S.numel()
     ages_DS = drawn_ages(3, (1, 0), plain.positions_S, positions)
     found = []
@@ -93,7 +92,7 @@ def test_training_mixes_and_evaluation_does_not(
     args = SimpleNamespace(mtp_num_layers=2, seed=7, curr_iteration=3, context_parallel_size=1)
     monkeypatch.setattr(forward_step, "get_args", lambda: args)
     step = forward_step.ForwardStep(MTPConfig(mtp_hidden_state_mixing=mixes), Metrics(None))
-    batch = depth_batch(make_batch(2))
+    batch = make_batch(2)["depths"]
     with torch.set_grad_enabled(trains):
         ages_DS = step._mixed(batch).ages_DS
     assert (ages_DS is not None) is (mixes and trains)

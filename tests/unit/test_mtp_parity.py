@@ -33,7 +33,7 @@ from megatron_single import (
 from torch import Tensor
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 
-from megatron_mtp.data.batch import DepthBatch, depth_batch
+from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.model.trunk import MTPGPTModel
 
 TOLERANCE = 1e-5
@@ -62,7 +62,7 @@ def worst_gradient(ours: MTPGPTModel, theirs: GPTModel) -> float:
 def assert_parity(
     ours: MTPGPTModel, theirs: GPTModel, whole: dict[str, Any], note: Callable[..., None], **changes: Any
 ) -> None:
-    losses = backward_ours(ours, whole, replace(depth_batch(whole), **changes))
+    losses = backward_ours(ours, whole, replace(whole["depths"], **changes))
     expected = backward_megatron(theirs, whole)
     differences = [*map(relative_difference, losses, expected)]
     worst = worst_gradient(ours, theirs)
@@ -109,7 +109,7 @@ def test_same_as_megatron_with_router_losses(
     repeated: bool, aux: dict[str, Any], record_property: Callable[..., None]
 ) -> None:
     batch = make_batch(2)
-    inside_DBS = torch.ones_like(depth_batch(batch).inside_DBS)  # Megatron's depths know no shifted-in slots
+    inside_DBS = torch.ones_like(batch["depths"].inside_DBS)  # Megatron's depths know no shifted-in slots
     ours, theirs = pair(2, mtp_use_repeated_layer=repeated, **{**MOE, **aux})
     assert_parity(ours, theirs, batch, record_property, inside_DBS=inside_DBS)
 
@@ -179,7 +179,7 @@ def unshifted_mask(_: MTPGPTModel, batch: DepthBatch) -> DepthBatch:
 def test_a_planted_fault_is_seen(fault: Callable[[MTPGPTModel, DepthBatch], DepthBatch]) -> None:
     ours, theirs = pair(2)
     whole = make_batch(2)
-    losses = backward_ours(ours, whole, fault(ours, depth_batch(whole)))
+    losses = backward_ours(ours, whole, fault(ours, whole["depths"]))
     expected = backward_megatron(theirs, whole)
     assert relative_difference(losses[0], expected[0]) <= TOLERANCE, "the trunk is not touched"
     assert relative_difference(losses[2], expected[2]) > 100 * TOLERANCE

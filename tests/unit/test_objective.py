@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.batch import DepthBatch, add_depths, depth_batch
+from megatron_mtp.data.batch import DepthBatch, depth_batch
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.schedule import kept_positions
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
@@ -36,8 +36,7 @@ def batch() -> DepthBatch:
     labels_BS = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator).cuda()
     mask_BS = (torch.rand(ROWS, LENGTH, generator=generator) > 0.3).cuda()
     whole = {"tokens": None, "labels": labels_BS, "loss_mask": mask_BS}
-    add_depths(whole, DEPTHS, None)
-    return depth_batch(whole)
+    return depth_batch(whole, DEPTHS)
 
 
 def outcome(**settings: Any) -> ObjectiveOutput:

@@ -17,7 +17,7 @@ from megatron_single import (
 )
 from torch import Tensor
 
-from megatron_mtp.data.batch import add_depths, depth_batch
+from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.data.shift import documents_from_offsets
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import ObjectiveOutput
@@ -66,7 +66,9 @@ def row_of(pack: Pack) -> dict[str, Any]:
     return {"tokens": tokens.cuda(), "labels": labels.cuda(), "loss_mask": mask.cuda()}
 
 
-def outputs(model: MTPGPTModel, batch: dict[str, Any], packed: PackedSeqParams | None) -> ObjectiveOutput:
+def outputs(
+    model: MTPGPTModel, batch: dict[str, Any], packed: PackedSeqParams | None, document_BS: Tensor | None = None
+) -> ObjectiveOutput:
     position_ids = torch.zeros_like(batch["tokens"])  # RoPE does not look at them
     return model(
         batch["tokens"],
@@ -75,15 +77,14 @@ def outputs(model: MTPGPTModel, batch: dict[str, Any], packed: PackedSeqParams |
         labels=batch["labels"],
         packed_seq_params=packed,
         output_processor=objective(model, per_token=True),
-        output_processor_context=depth_batch(batch),
+        output_processor_context=depth_batch(batch, DEPTHS, document_BS),
     )
 
 
 def of_pack(model: MTPGPTModel, pack: Pack) -> ObjectiveOutput:
     batch, real, held = row_of(pack), pack.offsets(pack.lengths), pack.offsets(pack.held)
-    add_depths(batch, DEPTHS, documents_from_offsets(real[None], held[None], pack.slots))
     packed = PackedSeqParams("thd", held, held, held, held, max_seqlen_q=max(pack.held), max_seqlen_kv=max(pack.held))
-    return outputs(model, batch, packed)
+    return outputs(model, batch, packed, documents_from_offsets(real[None], held[None], pack.slots))
 
 
 def of_documents(model: MTPGPTModel, pack: Pack) -> list[ObjectiveOutput]:
@@ -91,7 +92,6 @@ def of_documents(model: MTPGPTModel, pack: Pack) -> list[ObjectiveOutput]:
     found = []
     for start, length in zip(pack.starts, pack.lengths, strict=True):
         batch = {name: value[:, start : start + length] for name, value in row.items()}
-        add_depths(batch, DEPTHS, None)
         found.append(outputs(model, batch, None))
     return found
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from megatron.core.datasets.utils import Split
 
-from megatron_mtp.training import batches
-from megatron_mtp.training.batches import get_batch
+from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.training import datasets, forward_step
 from megatron_mtp.training.chat import ChatDataset
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -42,7 +42,7 @@ class Words:
 
 
 @pytest.fixture
-def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], DepthBatch]:
     """What the forward step makes of a row with both conversations."""
     (tmp_path / "chats.jsonl").write_text("\n" + json.dumps({"messages": CHATS}) + "\n")
     config = Namespace(
@@ -69,20 +69,25 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         reset_attention_mask=False,
         eod_mask_loss=False,
     )
-    monkeypatch.setattr(batches, "get_args", lambda: args)
-    monkeypatch.setattr(batches, "is_first_or_last_pipeline_stage", lambda _: True)
-    return get_batch(iter([torch.utils.data.default_collate([rows[0]])]), None)
+    for module in (datasets, forward_step):
+        monkeypatch.setattr(module, "get_args", lambda: args)
+    monkeypatch.setattr(datasets, "is_first_or_last_pipeline_stage", lambda _: True)
+    found, depths = forward_step.get_batch(iter([torch.utils.data.default_collate([rows[0]])]), None)
+    assert depths is not None
+    return found, depths
 
 
-def test_masks_end_with_the_answer_and_prompts_count_nowhere(batch: dict[str, Any]) -> None:
+def test_masks_end_with_the_answer_and_prompts_count_nowhere(batch: tuple[dict[str, Any], DepthBatch]) -> None:
     """Slots 0 .. 5 are the first conversation, 6 .. 9 the second, and then there is padding."""
-    assert batch["tokens"].tolist() == [[1, 2, 3, 4, 5, 6, 1, 7, 8, 9, PAD, PAD]]
-    assert batch["cu_seqlens"].tolist() == [0, 6, 12]
-    assert batch["loss_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0]]
-    assert (batch["labels"] * batch["loss_mask"]).tolist() == [[0, 0, 4, 5, 6, 0, 0, 8, 9, 0, 0, 0]]
-    masks, labels, tokens = (batch[f"depth_{name}"][0].T for name in ("loss_mask", "labels", "tokens"))
+    whole, depths = batch
+    assert whole["tokens"].tolist() == [[1, 2, 3, 4, 5, 6, 1, 7, 8, 9, PAD, PAD]]
+    assert whole["cu_seqlens"].tolist() == [0, 6, 12]
+    assert whole["loss_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0]]
+    assert (whole["labels"] * whole["loss_mask"]).tolist() == [[0, 0, 4, 5, 6, 0, 0, 8, 9, 0, 0, 0]]
+    assert depths.tokens_DBS is not None
+    masks, labels, tokens = (each[:, 0] for each in (depths.loss_mask_DBS, depths.labels_DBS, depths.tokens_DBS))
     assert masks.tolist() == [[0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0]]
     assert (labels * masks).tolist() == [[0, 4, 5, 6, 0, 0, 8, 9, 0, 0, 0, 0], [4, 5, 6, 0, 0, 0, 9, 0, 0, 0, 0, 0]]
     assert tokens[0].tolist() == [2, 3, 4, 5, 6, 0, 7, 8, 9, PAD, PAD, 0]
     assert tokens[1].tolist() == [3, 4, 5, 6, 0, 0, 8, 9, PAD, PAD, 0, 0]
-    assert batch["whole_tokens"].tolist() == [5, 5, 4]
+    assert depths.whole_tokens.tolist() == [5, 5, 4]

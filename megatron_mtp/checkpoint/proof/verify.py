@@ -329,7 +329,7 @@ def megatron_logits(folder: Path, prompt: Prompt, nudged: bool = False) -> dict[
 
 def logits_of(model: Any, prompt: Prompt) -> dict[str, Tensor]:
     """Logits of a model of Megatron, trunk and depths; names as in reference.py."""
-    from megatron_mtp.data.batch import add_depths, depth_batch
+    from megatron_mtp.data.batch import depth_batch
     from megatron_mtp.model.causal import square_mask
 
     depths = model.config.mtp_num_layers or 0
@@ -338,14 +338,14 @@ def logits_of(model: Any, prompt: Prompt) -> dict[str, Tensor]:
     mask = square_mask(length, "cuda")
     ones_BS = torch.ones_like(tokens_BS).float()
     batch: dict[str, Any] = {"tokens": tokens_BS, "labels": tokens_BS.roll(-1, 1), "loss_mask": ones_BS}
-    add_depths(batch, max(depths, 1), None)
 
     def logits(stage: Any) -> dict[str, Tensor]:
         states = {"trunk": stage.hidden_SBH}
         states |= {f"depth {depth}": state_SBH for depth, state_SBH in enumerate(stage.depth_hidden, start=1)}
         return {name: stage.head.project(state_SBH)[:, 0].clone().cpu() for name, state_SBH in states.items()}
 
+    shifted = depth_batch(batch, max(depths, 1))
     out: dict[str, Tensor] = model(
-        tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=depth_batch(batch)
+        tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=shifted
     )
     return out

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_single import LAMBDA, MOE, forward_ours, make_batch, our_model, relative_difference
+from hybrid_single import drafting_hybrid
+from megatron_single import LAMBDA, LATENT, LENGTH, MOE, ROWS, forward_ours, make_batch, our_model, relative_difference
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import IGNORED_LABEL
+from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -31,6 +33,56 @@ def test_it_is_the_depths_part_of_a_training_step(kind: dict[str, Any]) -> None:
         if name.startswith("mtp."):
             assert parameter.grad is not None
             assert relative_difference(gradients[name], parameter.grad) < 1e-5, name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["dense", "latent", "hybrid"])
+def test_a_row_of_documents_computes_what_they_compute_alone(kind: str) -> None:
+    """Two rows of two documents; attention and recurrent states stop at their ends, and the second row has padding."""
+    if kind == "hybrid":
+        model: MTPTrunk = drafting_hybrid("MG*-/M*-/M*-", torch.float32)
+    else:
+        model = our_model(2, **(LATENT if kind == "latent" else {}))
+    batch = make_batch(2)
+    pieces = [(0, 0, 5), (0, 5, LENGTH), (1, 0, 7), (1, 7, LENGTH - 2)]
+    document_BS = torch.full((ROWS, LENGTH), -1)
+    for number, (row, start, end) in enumerate(pieces):
+        document_BS[row, start:end] = number % 2
+    given = batch["tokens"], batch["labels"], batch["loss_mask"] * (document_BS >= 0)
+    hidden_SBH = trunk_states(model, given[0], document_BS)
+    together = mtp_loss(hidden_SBH, model, *given, document_BS=document_BS).depth_means
+    sums_D, counts_D = torch.zeros(2), torch.zeros(2)
+    for row, start, end in pieces:
+        tokens, labels, mask = (each[row : row + 1, start:end] for each in given)
+        alone_SBH = trunk_states(model, tokens)
+        assert torch.allclose(alone_SBH[:, 0], hidden_SBH[start:end, row], atol=1e-5)
+        tokens_D = torch.stack([mask[:, depth:].sum() for depth in (1, 2)])
+        sums_D += tokens_D * mtp_loss(alone_SBH, model, tokens, labels, mask).depth_means
+        counts_D += tokens_D
+    assert torch.allclose(together, sums_D / counts_D, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("settings", [None, MTPConfig(mtp_train_only=True)])
+def test_a_detached_trunk_gets_no_gradient_anywhere(tied: bool, settings: MTPConfig | None) -> None:
+    model, batch = our_model(2, tied=tied), make_batch(2)
+    hidden_SBH = trunk_states(model, batch["tokens"])
+    states_SBH = hidden_SBH if settings else hidden_SBH.detach()
+    mtp_loss(states_SBH, model, batch["tokens"], batch["labels"], batch["loss_mask"], settings).loss.backward()
+    trained = {name.split(".")[0] for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {"mtp"}
+    assert not model.config.mtp_detach_heads
+
+
+def test_without_labels_the_next_tokens_are_learned_and_the_last_of_a_document_is_masked() -> None:
+    model, batch = our_model(2), make_batch(2)
+    tokens_BS, mask_BS = batch["tokens"], torch.ones_like(batch["loss_mask"])
+    document_BS = (torch.arange(LENGTH) >= 6).long().expand(ROWS, -1)
+    hidden_SBH = trunk_states(model, tokens_BS, document_BS)
+    made = mtp_loss(hidden_SBH, model, tokens_BS, None, mask_BS, document_BS=document_BS)
+    labels_BS = tokens_BS.roll(-1, 1)
+    labels_BS[:, [5, LENGTH - 1]] = IGNORED_LABEL
+    given = mtp_loss(hidden_SBH, model, tokens_BS, labels_BS, mask_BS, document_BS=document_BS)
+    assert torch.equal(made.depth_means, given.depth_means)
 
 
 def test_labels_that_are_ignored_are_masked_and_the_trunk_can_be_left_out() -> None:

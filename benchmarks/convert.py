@@ -206,7 +206,7 @@ def run_side(side: str, folder: Path) -> dict[str, Any]:
         from megatron_mtp.runtime import prepare
 
         prepare()
-        import megatron_mtp.checkpoint.convert.megatron_flags  # noqa: F401  (importing Megatron is not what is timed)
+        import megatron_mtp.checkpoint.convert.import_hf  # noqa: F401  (importing Megatron is not what is timed)
     started = time.perf_counter()
     _WORK[side](folder)
     seconds = time.perf_counter() - started
@@ -226,17 +226,15 @@ def _copy(folder: Path) -> None:
 
 
 def _import(folder: Path) -> None:
-    from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-    from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-    from megatron_mtp.checkpoint.convert.options import Options
+    from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+    from megatron_mtp.checkpoint.convert.stream import Options
 
     hf_to_mcore(folder / "source", folder / "mcore", Options(quiet=True), megatron_arguments)
 
 
 def _export(folder: Path) -> None:
-    from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
-    from megatron_mtp.checkpoint.convert.hf_form import form_of
-    from megatron_mtp.checkpoint.convert.options import Options
+    from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+    from megatron_mtp.checkpoint.convert.stream import Options
 
     mcore_to_hf(folder / "mcore", folder / "back", Options(quiet=True), form_of(folder / "mcore"))
 

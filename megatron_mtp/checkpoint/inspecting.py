@@ -9,12 +9,9 @@ import torch
 from megatron_mtp.checkpoint.audit.auditing import facts, open_side
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.side import HFSide
-from megatron_mtp.checkpoint.convert.exporting import Export
-from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.importing import origin
-from megatron_mtp.checkpoint.convert.megatron_flags import flags_of
-from megatron_mtp.checkpoint.convert.names import name_lines, name_rows
-from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.convert.export_hf import Export, form_of
+from megatron_mtp.checkpoint.convert.import_hf import flags_of, origin
+from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
 from megatron_mtp.checkpoint.families import known_types
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.kinds import check_kind

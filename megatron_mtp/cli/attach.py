@@ -217,7 +217,7 @@ def _warned(args: Namespace) -> bool:
 
     quieten()
 
-    from megatron_mtp.checkpoint.convert.hf_form import form_of
+    from megatron_mtp.checkpoint.convert.export_hf import form_of
 
     try:
         form_of(start, family=args.family, tokenizer=args.model)

@@ -92,8 +92,7 @@ def sentence(error: OSError, args: argparse.Namespace) -> str:
 
 def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
     """`convert hf-to-mcore`."""
-    from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-    from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+    from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
     from megatron_mtp.checkpoint.convert.plan import HFModel
     from megatron_mtp.checkpoint.proof.reference import check_carried
 
@@ -119,8 +118,7 @@ def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
 
 def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
     """`convert mcore-to-hf`."""
-    from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
-    from megatron_mtp.checkpoint.convert.hf_form import form_of
+    from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
     from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
     from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
 
@@ -138,8 +136,8 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
 
 def attach(args: argparse.Namespace) -> dict[str, Any]:
     """`convert attach-mtp`."""
-    from megatron_mtp.checkpoint.convert.depths import Init, attach_depths, plan_attaching
     from megatron_mtp.checkpoint.convert.dry_run import plan_change
+    from megatron_mtp.checkpoint.convert.edit import Init, attach_depths, plan_attaching
     from megatron_mtp.checkpoint.convert.fitting import FitData
 
     if args.mtp_num_layers < 1:
@@ -161,8 +159,8 @@ def attach(args: argparse.Namespace) -> dict[str, Any]:
 
 def drop(args: argparse.Namespace) -> dict[str, Any]:
     """`convert drop-mtp`."""
-    from megatron_mtp.checkpoint.convert.depths import drop_depths, plan_dropping
     from megatron_mtp.checkpoint.convert.dry_run import plan_change
+    from megatron_mtp.checkpoint.convert.edit import drop_depths, plan_dropping
 
     if args.dry_run:
         return plan_change(plan_dropping(args.source, args.keep), args.source, args.target)
@@ -171,9 +169,8 @@ def drop(args: argparse.Namespace) -> dict[str, Any]:
 
 def limit_drafts(args: argparse.Namespace) -> dict[str, Any]:
     """`convert draft-vocab`."""
-    from megatron_mtp.checkpoint.convert.depths import write_change
-    from megatron_mtp.checkpoint.convert.drafts import DraftTokens, plan_drafts
     from megatron_mtp.checkpoint.convert.dry_run import plan_change
+    from megatron_mtp.checkpoint.convert.edit import DraftTokens, plan_drafts, write_change
 
     check_counts(args, "mtp_draft_vocab_size")
     wanted = DraftTokens(args.mtp_draft_vocab_size, args.data_path, args.mtp_draft_vocab_file)
@@ -197,7 +194,7 @@ def to_gpt(args: argparse.Namespace) -> dict[str, Any]:
 
 def _migrate(args: argparse.Namespace, to_hybrid: bool) -> dict[str, Any]:
     from megatron_mtp.checkpoint.convert.dry_run import plan_forms
-    from megatron_mtp.checkpoint.convert.migrating import migrate, plan_migration
+    from megatron_mtp.checkpoint.convert.hybrid import migrate, plan_migration
 
     if args.dry_run:
         return plan_forms(plan_migration(args.source, to_hybrid), args.source, args.target)
@@ -238,7 +235,7 @@ def options(args: argparse.Namespace) -> Any:
     """
     import torch
 
-    from megatron_mtp.checkpoint.convert.options import Options
+    from megatron_mtp.checkpoint.convert.stream import Options
 
     if args.workers < 1:
         raise ValueError(f"--workers: {args.workers} layers at a time are none; give 1 or more.")

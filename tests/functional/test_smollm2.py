@@ -8,10 +8,8 @@ from pathlib import Path
 import launch
 import pytest
 
-from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
-from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.importing import Options, hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.proof.verify import verify
 from megatron_mtp.runtime import prepare
 

@@ -12,11 +12,10 @@ import torch
 from hf_models import MODELS, make, read, write
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import depth_flags_of, megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import depth_flags_of, hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.proof.depth_logits import depth_logits
 from megatron_mtp.checkpoint.proof.prompt import Prompt

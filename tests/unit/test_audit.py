@@ -22,10 +22,9 @@ from trunk_models import SEEING
 from megatron_mtp.checkpoint.audit.auditing import _states, audit
 from megatron_mtp.checkpoint.audit.guesses import Heads, block_of, difference, explain, is_rotary
 from megatron_mtp.checkpoint.audit.side import MegatronSide
-from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.migrating import migrate
+from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.hybrid import migrate
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.tensors import DistReader

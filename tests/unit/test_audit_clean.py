@@ -13,12 +13,10 @@ from judged_models import QUIET
 from transformers import AutoModelForCausalLM
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.convert.depths import Init, attach_depths, drop_depths
-from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
-from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.migrating import migrate
+from megatron_mtp.checkpoint.convert.edit import Init, attach_depths, drop_depths
+from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.hybrid import migrate
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 
 pytestmark = pytest.mark.usefixtures("megatron")

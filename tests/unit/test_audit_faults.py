@@ -10,8 +10,7 @@ from audit_faults import Fault, faults, sound, spoiled
 from judged_models import QUIET
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 
 FAULTS = faults()
 LEAST_RIGHT = 0.95

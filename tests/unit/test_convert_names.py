@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from hf_models import make, read
 
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.inspecting import names
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.cli.main import main

@@ -1,4 +1,4 @@
-"""checkpoint/convert/depths.py: a family's folder after `drop-mtp` is one that was published with fewer depths."""
+"""checkpoint/convert/edit.py: a family's folder after `drop-mtp` is one that was published with fewer depths."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,11 @@ import pytest
 import torch
 from hf_models import make, read
 
-from megatron_mtp.checkpoint.convert.depths import Init, attach_depths, drop_depths
-from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf, with_depths
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.edit import Init, attach_depths, drop_depths
+from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf, with_depths
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN

@@ -13,9 +13,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tokenizers import Tokenizer, models
 
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.tokenizer import keep_tokenizer, run_tokenizer
 from megatron_mtp.cli import generate as verb
 from megatron_mtp.data.tokenizer import train_bpe

@@ -10,10 +10,9 @@ from documents import ROOT
 from hf_models import CASES, make, read
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import FAMILIES, OWN
 from megatron_mtp.checkpoint.families.family import Family
 from megatron_mtp.checkpoint.families.table import families_table, trained_table

@@ -15,7 +15,7 @@ from tiers import tiered
 from transformers import AutoModelForCausalLM
 
 from megatron_mtp.checkpoint.convert import fitting
-from megatron_mtp.checkpoint.convert.depths import Template
+from megatron_mtp.checkpoint.convert.edit import Template
 from megatron_mtp.checkpoint.convert.fitting import HELD_OUT, RIDGES, FitData, Moments, moments
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.tensors import DistReader

@@ -9,11 +9,9 @@ import torch
 from hf_models import make, read
 from megatron.core import dist_checkpointing
 
-from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
-from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore, keep_hf_files
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, keep_hf_files, megatron_arguments
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.model import load_model, model_config
 from megatron_mtp.checkpoint.proof.verify import verify

@@ -9,10 +9,9 @@ import pytest
 import torch
 from hf_models import make, read, write
 
-from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf import shards
 from megatron_mtp.checkpoint.hf.quantised import by_block
 from megatron_mtp.checkpoint.hf.shards import HFFolder

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
-from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import flags_of, megatron_arguments
+from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import MinusOne, Piece, Rule, SwapHalves, Then

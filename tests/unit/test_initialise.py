@@ -12,10 +12,9 @@ from hybrid_single import our_hybrid
 from megatron_single import LATENT, MOE, our_model
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.depths import Init, attach_depths
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.edit import Init, attach_depths
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.model.initialise import fill_absent_layers
 from megatron_mtp.model.random_weights import RandomWeights

@@ -14,11 +14,9 @@ import fork_server
 import pytest
 from hf_models import make
 
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.migrating import migrate
-from megatron_mtp.checkpoint.convert.options import Options
-from megatron_mtp.checkpoint.convert.streaming import PLAN, RECORDS, PartialFolder
+from megatron_mtp.checkpoint.convert.hybrid import migrate
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.stream import PLAN, RECORDS, Options, PartialFolder
 
 WORKER = Path(__file__).parent / "killed_conversions.py"
 KILLS = 20

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 from hf_models import make
 
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.proof.verify import verify
 
 pytestmark = pytest.mark.usefixtures("forked_python")

@@ -14,7 +14,7 @@ QUESTIONS = {
     "Where is acceptance logged to W&B?": ("W&B|acceptance", "training/metrics.py"),
     "Where is the padding of the vocabulary removed at export?": (
         "pad|vocabulary|export",
-        "checkpoint/convert/hf_tokens.py",
+        "checkpoint/convert/export_hf.py",
     ),
     "Where does auto choose K = 0?": ("K = 0", "decoding/auto.py"),
     "What happens to an EOS inside a draft?": ("EOS|inside a draft", "decoding/loop.py"),

@@ -1,4 +1,4 @@
-"""checkpoint/convert/megatron_flags.py: no argument of Megatron's changes a model without a checkpoint's saying so."""
+"""checkpoint/convert/import_hf.py: no argument of Megatron's changes a model without a checkpoint's saying so."""
 
 import inspect
 import re

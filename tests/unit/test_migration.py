@@ -15,11 +15,9 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron_single import randomise
 from tiers import tiered
 
-from megatron_mtp.checkpoint.convert import migrating
-from megatron_mtp.checkpoint.convert.halves import Halves
-from megatron_mtp.checkpoint.convert.migrating import migrate
-from megatron_mtp.checkpoint.convert.options import Options
-from megatron_mtp.checkpoint.convert.pattern import gpt_arguments, hybrid_arguments
+from megatron_mtp.checkpoint.convert import hybrid
+from megatron_mtp.checkpoint.convert.hybrid import Halves, gpt_arguments, hybrid_arguments, migrate
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.model import model_of
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
@@ -221,14 +219,14 @@ def with_keys(change: Callable[[dict[str, list[str]]], None]) -> Callable[[pytes
     """The conversion writes tensors under keys that `change` has put wrong."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        original = migrating._new_keys
+        original = hybrid._new_keys
 
         def planted(*given: Any) -> dict[str, list[str]]:
             keys = original(*given)
             change(keys)
             return keys
 
-        patch.setattr(migrating, "_new_keys", planted)
+        patch.setattr(hybrid, "_new_keys", planted)
         patch.setattr(Halves, "check", lambda *_: None)
 
     return plant
@@ -249,14 +247,14 @@ def with_setting(name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
         def planted(args: Namespace, source: str) -> Namespace:
             return Namespace(**{**vars(hybrid_arguments(args, source)), name: value})
 
-        patch.setattr(migrating, "hybrid_arguments", planted)
+        patch.setattr(hybrid, "hybrid_arguments", planted)
 
     return plant
 
 
 def without_step(patch: pytest.MonkeyPatch) -> None:
-    original = migrating._common
-    patch.setattr(migrating, "_common", lambda *given: original(*given) | {"opt_param_scheduler": {"max_lr": 0.1}})
+    original = hybrid._common
+    patch.setattr(hybrid, "_common", lambda *given: original(*given) | {"opt_param_scheduler": {"max_lr": 0.1}})
 
 
 TENSORS, STATE = "tensors that are equal bit by bit", "tensors of the optimizer's state that are equal bit by bit"
@@ -316,8 +314,8 @@ def test_an_interrupted_conversion_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, target = trained(tmp_path / "gpt", f"{DEPTHS} 1"), tmp_path / "hybrid"
-    monkeypatch.setattr(migrating, "FILE_BYTES", 10_000)
-    original, written = migrating.write_chunk, []
+    monkeypatch.setattr(hybrid, "FILE_BYTES", 10_000)
+    original, written = hybrid.write_chunk, []
 
     def full(*given: Any) -> Any:
         written.append(given[1])
@@ -326,15 +324,15 @@ def test_an_interrupted_conversion_is_resumed(
         return original(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(migrating, "write_chunk", full)
+        patch.setattr(hybrid, "write_chunk", full)
         assert run("gpt-to-hybrid", source, target, "--workers", 1) == 2
     assert "no space is left" in capsys.readouterr().err
     assert not target.exists()
     assert len(set(written)) > 5
     with monkeypatch.context() as patch:
-        patch.setattr(migrating, "write_chunk", lambda *given: (written.append("again"), original(*given))[1])
+        patch.setattr(hybrid, "write_chunk", lambda *given: (written.append("again"), original(*given))[1])
         assert run("gpt-to-hybrid", source, target, "--resume") == 0
-    assert 0 < written.count("again") < len(migrating.plan_migration(source, True).keys)
+    assert 0 < written.count("again") < len(hybrid.plan_migration(source, True).keys)
     assert failed(verify_forms(source, target)) == []
 
 
@@ -396,7 +394,7 @@ def test_an_optimizer_in_another_order_is_refused(
     common["args"] = Namespace(**{**vars(common["args"]), **args})
     monkeypatch.setattr(DistReader, "common", lambda _: common | {"content_metadata": stored})
     with pytest.raises(ValueError, match=says) as refused:
-        migrating.plan_migration(source, True)
+        hybrid.plan_migration(source, True)
     assert "--dist-ckpt-optim-fully-reshardable" in str(refused.value)
 
 
@@ -405,9 +403,9 @@ def test_buffers_of_stages_that_are_not_a_gpts_are_refused(pattern: str, ranks: 
     args = Namespace(pipeline_model_parallel_size=ranks)
     common = {"args": args, "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}}
     with pytest.raises(ValueError, match="its stages were not cut evenly"):
-        migrating._check_optimizer(common, f"{pattern}/*-", "checkpoint")
-    migrating._check_optimizer(common, "*-|*-/*-", "checkpoint")
-    migrating._check_optimizer(common, "*-*-/*-", "checkpoint")
+        hybrid._check_optimizer(common, f"{pattern}/*-", "checkpoint")
+    hybrid._check_optimizer(common, "*-|*-/*-", "checkpoint")
+    hybrid._check_optimizer(common, "*-*-/*-", "checkpoint")
 
 
 def test_a_checkpoint_without_the_layers_of_its_arguments_is_refused(
@@ -418,4 +416,4 @@ def test_a_checkpoint_without_the_layers_of_its_arguments_is_refused(
     common["args"].num_layers = 3
     monkeypatch.setattr(DistReader, "common", lambda _: common)
     with pytest.raises(ValueError, match=r"lacks 'decoder\.layers\.4\.self_attention\.linear_qkv\.weight'"):
-        migrating.plan_migration(source, True)
+        hybrid.plan_migration(source, True)

@@ -11,8 +11,7 @@ from hf_models import make
 from judged_models import QUIET
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.cli import main as cli
 from megatron_mtp.data.checks import part_of, read_sidecar
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe

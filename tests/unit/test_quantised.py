@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from trunk_models import TRUNKS
 
-from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.hf.quantised import FP4, activation_scales, by_row, by_scale, coded_weights, from_mxfp4
 from megatron_mtp.checkpoint.hf.shards import HFFolder, block_of
 

@@ -12,10 +12,9 @@ import torch
 from random_models import RandomModel, random_model
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import flags_of, megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.proof.prompt import Prompt
 from megatron_mtp.checkpoint.proof.reference import all_logits
 from megatron_mtp.checkpoint.proof.verify import megatron_logits

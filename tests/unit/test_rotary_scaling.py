@@ -12,12 +12,10 @@ from test_hf_form import save
 from test_random_models import drafted_logits, off
 from tiers import tiered
 
-from megatron_mtp.checkpoint.convert.depths import Init, attach_depths
-from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
-from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.edit import Init, attach_depths
+from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.model import model_config
 from megatron_mtp.checkpoint.proof.prompt import Prompt
 from megatron_mtp.checkpoint.proof.verify import megatron_logits, verify

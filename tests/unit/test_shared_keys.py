@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_single import transformer_config
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.passes import pass_keys, set_passes
+from megatron_mtp.checkpoint.convert.import_hf import pass_keys, set_passes
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.sampling import Sampling

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp.checkpoint.convert.streaming import RECORDS, PartialFolder, run_parts
+from megatron_mtp.checkpoint.convert.stream import RECORDS, PartialFolder, run_parts
 
 
 @pytest.mark.parametrize("exists", [True, False])

@@ -14,10 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trunk_models import LEFT, TRUNKS, larger
 
-from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, Then, Transposed
 from megatron_mtp.checkpoint.hf.config import HFConfig

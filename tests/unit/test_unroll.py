@@ -9,12 +9,9 @@ import pytest
 from megatron.core import dist_checkpointing
 from megatron_single import LENGTH, VOCABULARY, backward_ours, gradients, make_batch, randomise, relative_difference
 
-from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
-from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
-from megatron_mtp.checkpoint.convert.passes import set_passes
+from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments, set_passes
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.checkpoint.mcore.model import model_of

@@ -29,8 +29,7 @@ from judged_models import (
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, SwapHalves, Then
 from megatron_mtp.checkpoint.hf.config import HFConfig

@@ -16,9 +16,8 @@ from test_rotary_scaling import LLAMA3, YARN
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.proof import verify as verify_module
 from megatron_mtp.checkpoint.proof.prompt import Prompt
 from megatron_mtp.checkpoint.proof.reference import all_logits, quieten

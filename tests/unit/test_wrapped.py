@@ -10,9 +10,8 @@ from judged_models import PROMPT, QUIET, Logits
 from tiers import tiered
 from trunk_models import SEEING
 
-from megatron_mtp.checkpoint.convert.exporting import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import flags_of, megatron_arguments
+from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families.wrapped import WRAPPERS
 from megatron_mtp.checkpoint.proof.verify import all_reference_logits, compare, megatron_logits, verify

@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.audit.pairing import Pair, Pairing
 from megatron_mtp.checkpoint.audit.parts import Parts
 from megatron_mtp.checkpoint.audit.side import MXFP4, HFSide, Side
 from megatron_mtp.checkpoint.audit.values import Ranges
-from megatron_mtp.checkpoint.convert.names import unnumbered
+from megatron_mtp.checkpoint.convert.plan import unnumbered
 from megatron_mtp.files import default_workers
 
 MILD = ("type", "trained further", "padding")

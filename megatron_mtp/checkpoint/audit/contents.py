@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from megatron_mtp.checkpoint.audit.finding import WARNING, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.parts import DEPTH, PROJECTION, TRUNK, Parts
 from megatron_mtp.checkpoint.audit.side import HFSide, MegatronSide, Side
-from megatron_mtp.checkpoint.convert.names import unnumbered
+from megatron_mtp.checkpoint.convert.plan import unnumbered
 from megatron_mtp.checkpoint.families.rules import Rule, Shape
 
 LOST = "export the depths as well, or set the number of depths in the config to what the files hold"

@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.audit.entry import Entry
 from megatron_mtp.checkpoint.audit.finding import WARNING, Finding
 from megatron_mtp.checkpoint.audit.parts import Parts
 from megatron_mtp.checkpoint.audit.side import HFSide, MegatronSide, Side
-from megatron_mtp.checkpoint.convert.halves import Halves
+from megatron_mtp.checkpoint.convert.hybrid import Halves
 from megatron_mtp.checkpoint.convert.plan import lost_features, zero_features
 from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.blocks import FUSED_NORM, OWN_NORM

@@ -12,8 +12,8 @@ from megatron_mtp.checkpoint.audit.finding import NOTE, Finding
 from megatron_mtp.checkpoint.audit.parts import Parts
 from megatron_mtp.checkpoint.audit.side import DEPTH_KEYS, HFSide, MegatronSide, Side
 from megatron_mtp.checkpoint.convert.computation import Settings, settings_of
-from megatron_mtp.checkpoint.convert.megatron_flags import flags_of
-from megatron_mtp.checkpoint.convert.pattern import hybrid_arguments
+from megatron_mtp.checkpoint.convert.hybrid import hybrid_arguments
+from megatron_mtp.checkpoint.convert.import_hf import flags_of
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.hf.config import CONFIG

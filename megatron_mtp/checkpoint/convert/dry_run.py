@@ -8,15 +8,12 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.checkpoint.convert.depths import Change
-from megatron_mtp.checkpoint.convert.exporting import Export, HFForm
-from megatron_mtp.checkpoint.convert.importing import bytes_read
-from megatron_mtp.checkpoint.convert.megatron_flags import flags_of
-from megatron_mtp.checkpoint.convert.migrating import Migration
-from megatron_mtp.checkpoint.convert.names import times, unnumbered
-from megatron_mtp.checkpoint.convert.options import Options
-from megatron_mtp.checkpoint.convert.plan import HFModel
-from megatron_mtp.checkpoint.convert.streaming import check_free
+from megatron_mtp.checkpoint.convert.edit import Change
+from megatron_mtp.checkpoint.convert.export_hf import Export, HFForm
+from megatron_mtp.checkpoint.convert.hybrid import Migration
+from megatron_mtp.checkpoint.convert.import_hf import bytes_read, flags_of
+from megatron_mtp.checkpoint.convert.plan import HFModel, times, unnumbered
+from megatron_mtp.checkpoint.convert.stream import Options, check_free
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.rules import Rule, Shape
 from megatron_mtp.checkpoint.hf.shards import HFFolder

@@ -1,17 +1,20 @@
-"""Checks before a conversion, by names and shapes alone: every tensor has its rule, and every rule its tensors.
+"""The rules of a conversion, checked by names and shapes alone: every tensor has its rule, and every rule its tensors.
 
-Rules are grouped into parts, one per layer, which are converted, recorded and resumed as one.
+Rules are grouped into parts, one per layer, which are converted, recorded and resumed as one. The name table at the end
+shows them: rows for JSON, one per rule, or lines for people, in which numbers of layers and experts are `*`.
 """
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of, known_types
-from megatron_mtp.checkpoint.families.rules import Piece, Rule, Shape
+from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import (
     ORIGINAL,
     ORIGINAL_NORMS,
@@ -182,3 +185,52 @@ def _name(dtype: torch.dtype) -> str:
 
 def _by(shape: Shape) -> str:
     return "x".join(map(str, shape)) or "a single number"
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+ShapeOf = Callable[[Rule], Shape]
+"""Returns the shape of a carried tensor, from its rule, which has none."""
+
+
+def name_rows(rules: Iterable[Rule], shape_of: ShapeOf) -> list[dict[str, Any]]:
+    """A row per rule: `hugging_face` (name, shape), `megatron` (key, shape, aliases, slab), and `map`."""
+    return [
+        {
+            "hugging_face": [{"name": hf.name, "shape": _shape(hf, rule, shape_of)} for hf in rule.hf],
+            "megatron": [
+                {"key": piece.key, "shape": piece.whole or _shape(piece, rule, shape_of)}
+                | ({"aliases": piece.aliases} if piece.aliases else {})
+                | ({"slab": {"offset": piece.offset, "shape": piece.shape}} if piece.offset else {})
+                for piece in rule.mcore
+            ],
+            "map": rule.map.what,
+        }
+        for rule in rules
+    ]
+
+
+def name_lines(rules: Iterable[Rule], shape_of: ShapeOf) -> list[str]:
+    """`HF name [shape], ... -> Megatron key [shape]  (map)  (N times)`, a line per kind of rule."""
+    counts = Counter(_line(rule, shape_of) for rule in rules)
+    return [times(line, count) for line, count in counts.items()]
+
+
+def times(line: str, count: int) -> str:
+    """The line, with the number of its repetitions if there are some."""
+    return f"{line}  ({count} times)" if count > 1 else line
+
+
+def unnumbered(names: Iterable[str]) -> str:
+    """Names of layers and experts as one pattern: `model.layers.*.mlp.experts.*.up_proj.weight`."""
+    return ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
+
+
+def _line(rule: Rule, shape_of: ShapeOf) -> str:
+    hf = unnumbered(f"{tensor.name} {list(_shape(tensor, rule, shape_of))}" for tensor in rule.hf)
+    keys = (f"{piece.key} {list(piece.whole or _shape(piece, rule, shape_of))}" for piece in rule.mcore)
+    what = f"  ({rule.map.what})" if rule.map.what else ""
+    return f"{hf} -> {unnumbered(keys) or 'nothing'}{what}"
+
+
+def _shape(tensor: HFTensor | Piece, rule: Rule, shape_of: ShapeOf) -> Shape:
+    return shape_of(rule) if tensor.shape is None else tensor.shape

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.computation import differences
-from megatron_mtp.checkpoint.convert.halves import Halves
-from megatron_mtp.checkpoint.convert.migrating import BY_BUCKET, sharding_type
-from megatron_mtp.checkpoint.convert.pattern import hybrid_arguments
+from megatron_mtp.checkpoint.convert.hybrid import BY_BUCKET, Halves, hybrid_arguments, sharding_type
 from megatron_mtp.checkpoint.mcore.model import check_trainable, fill, model_of
 from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
 from megatron_mtp.checkpoint.mcore.tensors import DistReader

@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
-from megatron_mtp.checkpoint.convert.exporting import HFForm, kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.megatron_flags import depth_flags_of, flags_of
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.export_hf import HFForm, kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import depth_flags_of, flags_of
 from megatron_mtp.checkpoint.convert.plan import HFModel, check_mcore, stored_key
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES

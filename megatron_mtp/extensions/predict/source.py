@@ -12,10 +12,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.importing import hf_to_mcore
-from megatron_mtp.checkpoint.convert.megatron_flags import megatron_arguments
-from megatron_mtp.checkpoint.convert.options import Options
+from megatron_mtp.checkpoint.convert.export_hf import form_of
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import family_of
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
 from megatron_mtp.checkpoint.hf.hub import local_folder

@@ -17,9 +17,8 @@ import launch
 import pytest
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.convert.exporting import mcore_to_hf
-from megatron_mtp.checkpoint.convert.hf_form import form_of
-from megatron_mtp.checkpoint.convert.importing import Options
+from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import Options
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted
 from megatron_mtp.extensions.predict.engines import ENGINES

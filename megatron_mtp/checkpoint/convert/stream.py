@@ -1,4 +1,7 @@
-"""Parts of a conversion, run by several workers in a folder beside the target, which is renamed when all are done.
+"""Groups of tensors through bounded memory into a folder beside the target, which is renamed when all are written.
+
+In:  files, each a list of groups of tensors; a group is made and written at once, and several workers share the files.
+Out: the folder; for a Megatron checkpoint with its catalogue and tracker.
 
 Each finished part leaves a record with checksums. An interrupted conversion leaves `<target>.partial`, which `--resume`
 completes. A lock beside the target keeps a second process out.
@@ -12,12 +15,58 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import IO, Any
 
+import torch
 from tqdm import tqdm
 
-from megatron_mtp.files import check_outside, is_inside, one_writer, sync, written_beside
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE, TRACKER
+from megatron_mtp.checkpoint.mcore.tensors import Chunk, chunks_are_in, read_chunk, write_catalogue
+from megatron_mtp.checkpoint.mcore.tokenizer import KEPT_TOKENIZER
+from megatron_mtp.files import check_outside, default_workers, is_inside, one_writer, sync, synced, written_beside
+
+STAYS_WIDE = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
+"""Endings of the tensors that models keep in float32 beside bfloat16 weights."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert.
+
+    Attributes:
+        dtype: type of all floating-point tensors except those of `STAYS_WIDE`; None keeps each tensor's own.
+        shard_bytes: size of the largest safetensors file.
+        workers: number of layers that are converted at a time.
+        resume: whether to continue an interrupted conversion.
+        quiet: whether to show no progress bar.
+    """
+
+    dtype: torch.dtype | None = None
+    shard_bytes: int = 5 * 10**9
+    workers: int = default_workers()
+    resume: bool = False
+    quiet: bool = False
+
+    def cast(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The type in which the tensor of this Hugging Face name and type is written."""
+        if self.dtype is None or not dtype.is_floating_point or name.endswith(STAYS_WIDE):
+            return dtype
+        return self.dtype
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion did: the family's title, and the numbers of depths, tensors and bytes."""
+
+    family: str
+    depths: int
+    tensors: int
+    bytes: int
+
 
 RECORDS = "progress"
 PLAN = "progress.json"
@@ -228,3 +277,80 @@ def _run_part(
         print(f"> part {index} of {partial.path} is damaged; making it again", file=sys.stderr)
     partial.keep(index, work(report))
     return partial.record(index)  # as read from the file: a pickle shows whether strings are shared
+
+
+UNTRAINED: dict[str, Any] = {
+    "iteration": 0,
+    "content_metadata": {"non_homogeneous_layers": True, "singleton_local_shards": False},
+}
+"""What a converted checkpoint stores beside tensors: no step was taken, and each layer has tensors of its own."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that are made together.
+
+    Attributes:
+        size: in memory, bytes.
+        write: appends the tensors to an open file of the given name, and returns their chunks.
+    """
+
+    size: int
+    write: Callable[[IO[bytes], str], list[Chunk]]
+
+
+def write_checkpoint(
+    folder: PartialFolder,
+    files: Mapping[str, list[Group]],
+    common: dict[str, Any],
+    options: Options,
+    iteration: str = RELEASE,
+    objects: Mapping[str, bytes] = MappingProxyType({}),
+) -> list[Chunk]:
+    """Write the tensors of a checkpoint, its catalogue and its tracker; parts that are already there are kept.
+
+    Args:
+        folder: the folder beside the target.
+        files: name of each `.distcp` file to its groups.
+        common: what Megatron stores beside tensors; `UNTRAINED` where it does not say otherwise.
+        options: number of workers, and whether to show progress.
+        iteration: name of the iteration in the tracker: its number, or `RELEASE`.
+        objects: further objects by key (`write_catalogue`).
+
+    Returns:
+        The chunks of all tensors.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    inside = folder.path / (RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}")
+    inside.mkdir(exist_ok=True)
+    torch.serialization.set_crc32_options(False)  # torch never checks these sums; making them takes half of the time
+    budget = Budget()
+    work = [
+        (sum(group.size for group in groups), partial(_write_file, inside / name, groups, budget))
+        for name, groups in files.items()
+    ]
+    records = run_parts(folder, work, options.workers, options.quiet, partial(chunks_are_in, inside))
+    chunks = [read_chunk(record) for part in records for record in part]
+    write_catalogue(inside, chunks, UNTRAINED | common, objects)
+    (folder.path / TRACKER).write_text(iteration)
+    return chunks
+
+
+def keep_files(source: Path, target: Path) -> None:
+    """Copy the files of Hugging Face and of the tokenizer beside the iterations of a checkpoint, where it has some."""
+    for name in (HF_FILES, KEPT_TOKENIZER):
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+
+
+def _write_file(file: Path, groups: list[Group], budget: Budget, report: Report) -> list[dict[str, Any]]:
+    chunks: list[Chunk] = []
+    with open(file, "wb") as stream:
+        for group in groups:
+            with budget.taking(group.size):
+                chunks += group.write(stream, file.name)
+            report(group.size)
+        synced(stream)
+    return [asdict(chunk) for chunk in chunks]

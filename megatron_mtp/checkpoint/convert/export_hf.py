@@ -1,26 +1,43 @@
-"""From a Megatron distributed checkpoint to a Hugging Face folder, a layer at a time."""
+"""mcore-to-hf: from a Megatron distributed checkpoint to a Hugging Face folder, a layer at a time.
+
+The form of the folder is that of another folder, the one that was imported, or made from Megatron's arguments. A
+trained model takes the first form that fits it (`Family.trained`). With depths that is GLM-4 MoE or DeepSeek-V3, which
+transformers, vLLM and SGLang load with MTP; a dense model fits into them too (`split_mlp_rules`).
+"""
 
 import functools
 import json
 import shutil
+from argparse import Namespace
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_mtp.checkpoint.convert.options import Converted, Options
-from megatron_mtp.checkpoint.convert.passes import pass_keys
-from megatron_mtp.checkpoint.convert.plan import check_mcore, parts_of, stored_key, stored_layout
-from megatron_mtp.checkpoint.convert.streaming import Budget, PartialFolder, Report, run_parts
-from megatron_mtp.checkpoint.families import Family, Layout, family_of
+from megatron_mtp.checkpoint.convert.computation import check_config
+from megatron_mtp.checkpoint.convert.hybrid import gpt_arguments
+from megatron_mtp.checkpoint.convert.import_hf import pass_keys
+from megatron_mtp.checkpoint.convert.plan import (
+    HFModel,
+    check_mcore,
+    parts_of,
+    stored_key,
+    stored_layout,
+    zero_features,
+)
+from megatron_mtp.checkpoint.convert.stream import Budget, Converted, Options, PartialFolder, Report, run_parts
+from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of, trained_forms
 from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.families.trained import check_computable, common_keys
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.hf.shards import NOT_KEPT, HFShards
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, has_tokenizer, run_tokenizer
+from megatron_mtp.data.tokenizer import entries, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -259,3 +276,185 @@ def _write_files(folder: Path, form: HFForm, keys: dict[str, Any]) -> None:
                 shutil.copyfile(file, folder / file.name)
     for name, text in {**form.texts, CONFIG: json.dumps(keys, indent=2) + "\n"}.items():
         (folder / name).write_text(text)
+
+
+def form_of(
+    source: Path,
+    like: Path | None = None,
+    family: str | None = None,
+    tokenizer: Path | None = None,
+    trust_remote_code: bool = False,
+) -> HFForm:
+    """The form of the folder that a checkpoint is exported to.
+
+    Args:
+        source: the checkpoint.
+        like: a Hugging Face folder or converted checkpoint from which to take config and files.
+        family: `model_type` to export to; None for the imported one, or the one that fits.
+        tokenizer: folder of the tokenizer to copy.
+        trust_remote_code: whether to run the tokenizer folder's Python code.
+
+    Raises:
+        ValueError: the flags contradict each other, the folder has no tokenizer, or no family supports the model.
+    """
+    if like is not None and family is not None:
+        raise ValueError("--like and --family were given, but a folder to be like has its family; drop one of the two.")
+    if tokenizer is not None and not has_tokenizer(tokenizer):
+        raise ValueError(
+            f"--tokenizer is {tokenizer}, where there is no tokenizer; give a folder with tokenizer.json or its like."
+        )
+    reader, kept = DistReader(source), kept_form(source)
+    if like is not None:
+        form, remedy = kept_form(like) or hf_folder_form(like), "give a folder of the same model (--like)."
+        check_said(form, reader, f"the {CONFIG} of {like}", remedy)
+    elif kept is not None and family is None and _holds(kept, StoredDepths.of(reader.keys).layers):
+        form = kept
+        check_said(form, reader, f"{source / HF_FILES / CONFIG}", f"make the config anew (--family {_named(kept)}).")
+    else:
+        form = trained_form(reader, family, tokenizer or (kept.files if kept else None), trust_remote_code)
+        check_said(form, reader, "the config for it", "it cannot be exported to this family.")
+    return replace(form, files=tokenizer or form.files)
+
+
+def check_said(form: HFForm, reader: DistReader, source: str, remedy: str) -> None:
+    """Compare the config of a form with the checkpoint's arguments.
+
+    Args:
+        form: the form of the export.
+        reader: the checkpoint.
+        source, remedy: as in `check_config`.
+
+    Raises:
+        ValueError: they describe different computations.
+    """
+    layout = stored_layout(reader, form.features, form.carried)
+    keys = with_depths(form.keys, layout.depths, pattern_of(reader))
+    check_config(keys, layout, reader.common()["args"], source, remedy)
+
+
+def _named(form: HFForm) -> str:
+    model_type = HFConfig.from_keys(form.keys).model_type
+    return model_type if model_type in trained_forms() else "NAME"
+
+
+def hf_folder_form(folder: Path) -> HFForm:
+    """The form of a Hugging Face folder, from its config and the names of its tensors."""
+    model = HFModel.read(folder)
+    keys = read_json(folder / CONFIG)
+    if model.folder.quantised:
+        keys.pop("quantization_config", None)
+    return HFForm(keys, tuple(model.layout.features), model.layout.carried, folder)
+
+
+def _check_is_gpt(args: Namespace) -> None:
+    """Raises ValueError for a hybrid, with what there is to do about it."""
+    if (pattern := getattr(args, "hybrid_layer_pattern", None)) is None:
+        return
+    remedy = "apply hybrid-to-gpt to it, and export what that makes."
+    try:
+        gpt_arguments(args, "")
+    except ValueError:
+        remedy = "give a folder of such a model (--like)."
+    raise ValueError(
+        f"the checkpoint is a hybrid model of layers {pattern}, which no form of a trained model here has; {remedy}"
+    )
+
+
+def _holds(form: HFForm, depths: int) -> bool:
+    """Whether the form's family can hold so many depths: any family holds none."""
+    return not depths or family_of(HFConfig.from_keys(form.keys)).depths is not None
+
+
+def trained_form(
+    reader: DistReader, family: str | None = None, tokenizer: Path | None = None, trust_remote_code: bool = False
+) -> HFForm:
+    """The form of a checkpoint that a training run saved, from Megatron's arguments.
+
+    Args:
+        reader: the checkpoint.
+        family: `model_type` of the folder; None for the one that fits.
+        tokenizer: folder of the tokenizer to copy; None for the training run's.
+        trust_remote_code: whether to run the tokenizer folder's Python code.
+
+    Raises:
+        ValueError: no family supports the model, or `family` does not.
+    """
+    args = reader.common()["args"]
+    _check_is_gpt(args)
+    check_computable(args)
+    depths = StoredDepths.of(reader.keys).layers
+    forms = trained_forms()
+    fitting = (name for name, form in forms.items() if form.fits(args, depths))
+    chosen = next(fitting) if family is None else family
+    if chosen not in forms:
+        raise ValueError(f"--family is '{chosen}'; a trained model becomes one of {', '.join(forms)}.")
+    form, stored = forms[chosen], FAMILIES[chosen].depths
+    tokens = Tokens.of(tokenizer or run_tokenizer(args, reader.folder.parent), args, trust_remote_code)
+    dtype = str(reader.dtype("decoder.final_layernorm.weight")).removeprefix("torch.")
+    keys = {**common_keys(args, tokens.vocabulary(reader), dtype), **form.keys(args), **tokens.ids}
+    keys |= {"architectures": [form.architecture], "model_type": chosen}
+    keys |= {stored.keys[0]: depths} if stored is not None and depths else {}
+    texts = {**form.files, **tokens.generation_config()}
+    return HFForm(keys, zero_features(reader), files=tokens.folder, texts=texts)
+
+
+GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The vocabulary, from the tokenizer and Megatron's arguments.
+
+    Attributes:
+        size: number of ids that can occur; None if neither names it.
+        ids: `bos_token_id`, `eos_token_id` and `pad_token_id`, those that exist.
+        folder: folder of the tokenizer; None if unknown.
+    """
+
+    size: int | None
+    ids: dict[str, int]
+    folder: Path | None
+
+    @classmethod
+    def of(cls, folder: Path | None, args: Namespace, trust_remote_code: bool = False) -> "Tokens":
+        """Read the tokenizer in a folder; without one, the training run's arguments.
+
+        Args:
+            folder: folder of the tokenizer.
+            args: Megatron's arguments, from the checkpoint.
+            trust_remote_code: whether to run the folder's Python code.
+
+        Raises:
+            ValueError: the tokenizer cannot be loaded, or not without its code.
+        """
+        given = getattr(args, "vocab_size", None)
+        if folder is None or not has_tokenizer(folder):
+            ends = getattr(args, "null_tokenizer_eod_id", None)
+            return cls(given, {} if ends is None else {"eos_token_id": ends}, folder)
+        tokenizer = read_tokenizer(folder, trust_remote_code)
+        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return cls(
+            max(entries(tokenizer), given or 0),
+            {name: value for name, value in ids.items() if value is not None},
+            folder,
+        )
+
+    def vocabulary(self, reader: DistReader) -> int:
+        """Number of rows of embedding and head in the folder, without the rows that Megatron adds as padding.
+
+        Raises:
+            ValueError: the tokenizer has more tokens than the checkpoint has rows.
+        """
+        rows = reader.shape(EMBEDDING)[0]
+        if self.size is not None and self.size > rows:
+            raise ValueError(
+                f"the tokenizer {self.folder or ''} has {self.size} tokens, but '{EMBEDDING}' in {reader.folder} has "
+                f"{rows} rows; give the tokenizer that the model was trained with (--tokenizer)."
+            )
+        return self.size or rows
+
+    def generation_config(self) -> dict[str, str]:
+        """`generation_config.json` by its name, so that engines know where texts end; empty if the folder has one."""
+        if not self.ids or (self.folder is not None and (self.folder / GENERATION).is_file()):
+            return {}
+        return {GENERATION: json.dumps(self.ids, indent=2) + "\n"}

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a Megatron distributed checkpoint, a layer at a time."""
+"""hf-to-mcore: from a Hugging Face folder to a Megatron distributed checkpoint, a layer at a time."""
 
 import json
 import shutil
@@ -10,16 +10,17 @@ from typing import IO, Any
 
 import torch
 
-from megatron_mtp.checkpoint.convert.options import Converted, Options
 from megatron_mtp.checkpoint.convert.plan import HFModel, parts_of
-from megatron_mtp.checkpoint.convert.streaming import PartialFolder
-from megatron_mtp.checkpoint.convert.writing import Group, write_checkpoint
+from megatron_mtp.checkpoint.convert.stream import Converted, Group, Options, PartialFolder, write_checkpoint
 from megatron_mtp.checkpoint.families import Layout
+from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.families.rules import Rule
-from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
+from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.hf.shards import NOT_KEPT, HFFolder
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.tensors import Chunk, write_chunk
+from megatron_mtp.config import trained_depths
+from megatron_mtp.model.arguments import parsed
 
 
 def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callable[[HFModel], Namespace]) -> Converted:
@@ -115,3 +116,67 @@ def keep_hf_files(source: Path, folder: Path, origin: dict[str, Any]) -> None:
             shutil.copyfile(file, folder / file.name)
     assert (folder / CONFIG).is_file()
     (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
+
+
+def flags_of(model: HFModel) -> tuple[list[str] | None, str | None]:
+    """Megatron's flags for a model and None, or None and the reason why Megatron cannot run it."""
+    if model.family.flags is None:
+        return None, model.family.untrainable
+    try:
+        return model.family.flags(model.config, model.layout), None
+    except UntrainableError as reason:
+        return None, str(reason)
+
+
+def depth_flags_of(model: HFModel) -> list[str] | None:
+    """Megatron's flags for the depths of a model whose trunk it cannot run; None if it cannot run the depths either.
+
+    Without depths there are no flags: transformers runs all of such a model.
+    """
+    depths = model.family.depths
+    if model.family.untrainable is not None and not model.layout.depths:
+        return []
+    try:
+        return None if depths is None or depths.flags is None else depths.flags(model.config, model.layout)
+    except UntrainableError:
+        return None
+
+
+def megatron_arguments(model: HFModel) -> Namespace:
+    """The arguments that a checkpoint of this model stores.
+
+    If Megatron cannot run the model, these are `mtp_num_layers` and the reason, `megatron_mtp_untrainable`.
+    """
+    flags, reason = flags_of(model)
+    if flags is None:
+        return Namespace(mtp_num_layers=model.layout.depths or None, megatron_mtp_untrainable=reason)
+    args = parsed(flags, model.config.integer("vocab_size"))
+    set_passes(args, model.config)
+    return args
+
+
+UNROLL = "mtp_unroll"
+"""Passes of the layer in training."""
+
+SHARES = "mtp_repeated_layer_shares_kv"
+"""Whether later passes attended to the keys and values of pass 1."""
+
+
+def pass_keys(args: Namespace) -> dict[str, Any]:
+    """The keys of `config.json` for a checkpoint with these arguments; none where every depth had one pass."""
+    if not getattr(args, "mtp_use_repeated_layer", False) or trained_depths(args) < 2:
+        return {}
+    shares = {SHARES: True} if getattr(args, SHARES, False) else {}
+    return {UNROLL: trained_depths(args), **shares}
+
+
+def set_passes(args: Namespace, config: HFConfig) -> None:
+    """Give Megatron's arguments of an imported folder what `pass_keys` has written.
+
+    Raises:
+        ValueError: a value is no number of passes, or neither true nor false.
+    """
+    if args.mtp_num_layers and config.has(UNROLL):
+        args.mtp_use_repeated_layer = True
+        args.mtp_unroll = config.integer(UNROLL, least=args.mtp_num_layers)
+        args.mtp_repeated_layer_shares_kv = config.flag(SHARES)

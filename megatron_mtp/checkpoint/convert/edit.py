@@ -1,12 +1,16 @@
-"""Attach depths to a Megatron checkpoint or drop them from it; the trunk is copied unchanged, tensor by tensor.
+"""attach-mtp, drop-mtp and draft-vocab: a Megatron checkpoint with other depths; the trunk is copied unchanged.
 
 `last-layer` makes each depth a copy of the trunk's last layer and final norm, with input norms of 1 and
 eh_proj = [0 | I], which passes the hidden state on. `fitted` is the same with the eh_proj of fitting.py. `random` draws
 each depth as in a new model. A depth of a hybrid is a stack of the trunk's last attention and its last MLP or MoE:
 
     GEGEGE*E    becomes    GEGEGE*E/*E    with the weights of layers 6 and 7 in the depth
+
+With a draft vocabulary the head of the depths has one row for each token that they may draft, so a draft of few tokens
+costs little. The generated text is not restricted: the trunk verifies with the whole vocabulary.
 """
 
+import hashlib
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -19,18 +23,25 @@ import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.exporting import kept_origin
+from megatron_mtp.checkpoint.convert.export_hf import kept_origin
 from megatron_mtp.checkpoint.convert.fitting import Fit, FitData
-from megatron_mtp.checkpoint.convert.options import Converted, Options
-from megatron_mtp.checkpoint.convert.passes import SHARES, UNROLL
-from megatron_mtp.checkpoint.convert.streaming import PartialFolder
-from megatron_mtp.checkpoint.convert.writing import Group, keep_files, write_checkpoint
+from megatron_mtp.checkpoint.convert.import_hf import SHARES, UNROLL
+from megatron_mtp.checkpoint.convert.stream import (
+    Converted,
+    Group,
+    Options,
+    PartialFolder,
+    keep_files,
+    write_checkpoint,
+)
 from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.model import check_trainable
 from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths, depth_of
 from megatron_mtp.checkpoint.mcore.tensors import Chunk, DistReader, write_chunk
+from megatron_mtp.data.checks import check_data_prefixes
+from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 from megatron_mtp.model.hybrid import SHARDED_STACK, without_stages
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
@@ -346,3 +357,57 @@ def changed_args(reader: DistReader, **changes: Any) -> dict[str, Any]:
     args = Namespace(**{**vars(common["args"]), **changes})
     kept: dict[str, Any] = {name: common[name] for name in ("checkpoint_version", "megatron_mtp") if name in common}
     return kept | {"args": args}
+
+
+@dataclass(frozen=True)
+class DraftTokens:
+    """Which tokens the depths may draft: the most frequent ones of a corpus, or those in a file.
+
+    Attributes:
+        size: how many of the corpus.
+        data_path: prefix of the corpus's .bin and .idx.
+        file: a token id on every line, in place of the two others.
+    """
+
+    size: int | None = None
+    data_path: str | None = None
+    file: Path | None = None
+
+    def chosen(self, vocabulary: int) -> tuple[list[int], str]:
+        """Ids below `vocabulary` in ascending order, and what they are, for people.
+
+        Raises:
+            ValueError: neither size and corpus nor a file, or both; one is unreadable; fewer tokens in the vocabulary.
+        """
+        if self.file is not None:
+            if self.size or self.data_path:
+                raise ValueError(
+                    f"{FILE} is {self.file}, which lists the tokens itself; leave {SIZE} and --data-path out."
+                )
+            return tokens_of_file(self.file, vocabulary), f"those of {self.file}"
+        if self.size is None or self.data_path is None:
+            raise ValueError(f"tokens are counted in text or listed in a file; give {SIZE} and --data-path, or {FILE}.")
+        if self.size > vocabulary:
+            raise ValueError(f"{SIZE} is {self.size}, and the model has {vocabulary} tokens; give at most that.")
+        check_data_prefixes([self.data_path], vocabulary)
+        tokens, share = most_frequent([self.data_path], None, self.size, vocabulary)
+        return tokens, f"the most frequent, {share:.1%} of {self.data_path}"
+
+
+def plan_drafts(source: Path, wanted: DraftTokens) -> tuple[Change, str]:
+    """The checkpoint with this draft vocabulary in place of its own, and what its tokens are, for people.
+
+    Raises:
+        ValueError: the checkpoint has no depths, or as `DraftTokens.chosen`.
+    """
+    reader = DistReader(source)
+    depths = StoredDepths.of(reader.keys).layers
+    if not depths:
+        raise ValueError(f"{source} has no MTP depths, which alone draft; attach-mtp adds some.")
+    tokens, said = wanted.chosen(reader.common()["args"].padded_vocab_size)
+    drafted_N = torch.tensor(tokens)
+    made = [copied(reader, key) for key in reader.keys if key.startswith("mtp.") and key != DRAFT_VOCABULARY]
+    made.append(Source(DRAFT_VOCABULARY, (len(tokens),), drafted_N.dtype, partial(Tensor.clone, drafted_N)))
+    common = changed_args(reader, mtp_draft_vocab_size=None, mtp_draft_vocab_file=None)
+    plan = {"depths": depths, "drafts": hashlib.sha256(drafted_N.numpy().tobytes()).hexdigest()}
+    return Change(reader, trunk_of(reader), made, common, plan, depths, depths), f"{len(tokens)} tokens, {said}"

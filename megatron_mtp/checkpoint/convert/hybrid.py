@@ -1,0 +1,459 @@
+"""gpt-to-hybrid and hybrid-to-gpt: the same model in Megatron's other class, with its depths and its optimizer.
+
+In:  a distributed checkpoint. Out: one of the same iteration, whose tensors, optimizer's state, random states and
+learning rate are those of the source, bit by bit, under the other keys, and whose arguments describe the other class.
+
+A GPT's layer is two symbols of a hybrid's pattern:
+
+    two layers, the second with experts, and two depths   <->   *-*E/*E/*E
+
+decoder.layers.3.self_attention.linear_qkv.weight   <->   decoder.layers.6.self_attention.linear_qkv.weight
+decoder.layers.3.mlp.linear_fc2.weight              <->   decoder.layers.7.mlp.linear_fc2.weight
+mtp.layers.0.transformer_layer.mlp.router.weight    <->   mtp.layers.0.mtp_model_layer.layers.1.mlp.router.weight
+decoder.final_layernorm.weight                      <->   decoder.final_norm.weight
+"""
+
+import re
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+
+from megatron_mtp.checkpoint.convert.stream import (
+    UNTRAINED,
+    Converted,
+    Group,
+    Options,
+    PartialFolder,
+    keep_files,
+    write_checkpoint,
+)
+from megatron_mtp.checkpoint.families.blocks import FUSED_NORM, OWN_NORM, mlp_norm_keys
+from megatron_mtp.checkpoint.mcore.iterations import RELEASE
+from megatron_mtp.checkpoint.mcore.model import check_trainable
+from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
+from megatron_mtp.checkpoint.mcore.tensors import HEAD_STATE, STATE, Chunk, DistReader, Shape, write_chunk
+from megatron_mtp.model.hybrid import KINDS, SHARDED_STACK, trunk_and_depths
+
+FILE_BYTES = 2**30
+"""Size of a file, unless a single tensor is larger: what is made again at most after an interruption."""
+BY_PARAMETER = (None, "fully_reshardable", "fully_sharded_model_space")
+"""Formats of the optimizer's state with a tensor for every parameter; None is that of a plain optimizer."""
+BY_BUCKET = "dp_reshardable"
+"""The distributed optimizer's usual format: flat buffers of the parameters, in the model's order."""
+UNEVEN = (
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
+    "virtual_pipeline_model_parallel_size account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
+).split()
+"""Arguments by which pipeline stages have other layers than an even cut gives them."""
+
+
+@dataclass(frozen=True)
+class Migration:
+    """A checkpoint in its other form, before any of it is written.
+
+    Attributes:
+        reader: the source.
+        pattern: the hybrid's layers.
+        keys: the source's key of every tensor, and its keys in the other form.
+        objects: new key of everything else, and the source's key.
+        common: what the new checkpoint stores beside tensors.
+        to_hybrid: whether the new one is the hybrid.
+    """
+
+    reader: DistReader
+    pattern: str
+    keys: dict[str, list[str]]
+    objects: dict[str, str]
+    common: dict[str, Any]
+    to_hybrid: bool
+
+    @property
+    def depths(self) -> int:
+        """Number of physical depths."""
+        return StoredDepths.of(self.reader.keys).layers
+
+    @property
+    def size(self) -> int:
+        """Size of all tensors that are written, bytes."""
+        return sum(len(keys) * _size(self.reader, key, self.reader.shape(key)) for key, keys in self.keys.items())
+
+
+def plan_migration(source: Path, to_hybrid: bool) -> Migration:
+    """What `migrate` will write, from names and shapes alone.
+
+    Args:
+        source: the checkpoint.
+        to_hybrid: whether a GPT becomes a hybrid, or a hybrid a GPT.
+
+    Raises:
+        ValueError: the model has no such form, the optimizer's state cannot be moved, or the checkpoint is damaged.
+    """
+    reader = DistReader(source)
+    common = reader.common()
+    old = common["args"]
+    check_trainable(old, str(source))
+    new = (hybrid_arguments if to_hybrid else gpt_arguments)(old, str(source))
+    pattern = (new if to_hybrid else old).hybrid_layer_pattern
+    _check_optimizer(common, pattern, str(source))
+    halves = Halves.of(pattern)
+    keys = _new_keys(halves, [*reader.keys, *reader.state_keys], to_hybrid)
+    depths = 1 if old.mtp_num_layers and getattr(old, "mtp_use_repeated_layer", False) else old.mtp_num_layers or 0
+    halves.check((key for names in keys.values() for key in names) if to_hybrid else keys, depths, str(source))
+    objects = _objects(halves, reader, to_hybrid)
+    return Migration(reader, pattern, keys, objects, _common(common, new, to_hybrid), to_hybrid)
+
+
+def migrate(source: Path, target: Path, to_hybrid: bool, options: Options) -> Converted:
+    """Write a GPT's checkpoint as that of a hybrid, or a hybrid's as that of a GPT.
+
+    Args:
+        source: the checkpoint.
+        target: the checkpoint to make.
+        to_hybrid: whether a GPT becomes a hybrid, or a hybrid a GPT.
+        options: number of workers, and whether to resume.
+
+    Raises:
+        ValueError: as `plan_migration`, or the target is taken.
+    """
+    plan = plan_migration(source, to_hybrid)
+    reader = plan.reader
+    folder = PartialFolder(target, source, {"source": reader.fingerprint(), "hybrid": to_hybrid}, options.resume)
+    objects = {key: reader.stored_bytes(old) for key, old in plan.objects.items()}
+    name = RELEASE if reader.folder.name == RELEASE else str(plan.common["iteration"])
+    chunks = write_checkpoint(folder, _files(plan), plan.common, options, name, objects)
+    keep_files(reader.folder.parent, folder.path)
+    folder.finish()
+    title = f"hybrid of layers {plan.pattern}" if to_hybrid else "GPT"
+    return Converted(title, plan.depths, len({chunk.key for chunk in chunks}), sum(chunk.length for chunk in chunks))
+
+
+def sharding_type(common: dict[str, Any]) -> str | None:
+    """The format of the distributed optimizer's state; None if the optimizer is another one or not stored."""
+    metadata, optimizer = common.get("content_metadata") or {}, common.get("optimizer")
+    own = optimizer.get("param_state_sharding_type") if isinstance(optimizer, dict) else None
+    return metadata.get("distrib_optim_sharding_type", own)
+
+
+def _check_optimizer(common: dict[str, Any], pattern: str, source: str) -> None:
+    """Raises ValueError where the optimizer's state lies in another order in the other form."""
+    form, args = sharding_type(common), common["args"]
+    remedy = "save it again by megatron-mtp train with --dist-ckpt-optim-fully-reshardable, and convert that"
+    if form not in (*BY_PARAMETER, BY_BUCKET):
+        raise ValueError(f"{source} holds the optimizer's state in the format {form}, which cannot be moved; {remedy}.")
+    stages = [len(stage) for stage in pattern.split("/")[0].split("|")]
+    even = len(set(stages)) == 1 and len(stages) in (1, args.pipeline_model_parallel_size)
+    if form == BY_BUCKET and (not even or any(getattr(args, name, None) for name in UNEVEN)):
+        raise ValueError(
+            f"{source} holds the optimizer's state in buffers for each pipeline stage (format {form}), and its stages "
+            f"were not cut evenly; {remedy}."
+        )
+
+
+def _new_keys(halves: "Halves", keys: Iterable[str], to_hybrid: bool) -> dict[str, list[str]]:
+    """Every old key with its new ones; of two old keys for the same tensor the first stays."""
+    found: dict[str, list[str]] = {}
+    taken: set[str] = set()
+    for key in keys:
+        names = [halves.hybrid_key(key)] if to_hybrid else halves.gpt_keys(key)
+        if taken.isdisjoint(names):
+            found[key] = names
+            taken.update(names)
+    return found
+
+
+def _objects(halves: "Halves", reader: DistReader, to_hybrid: bool) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, stored in reader.objects.items():
+        if to_hybrid or key != HEAD_STATE:
+            found |= dict.fromkeys([halves.hybrid_key(key)] if to_hybrid else halves.gpt_keys(key), stored)
+    return found
+
+
+def _common(old: dict[str, Any], args: Namespace, to_hybrid: bool) -> dict[str, Any]:
+    """What the source stores beside tensors, with other arguments; every layer has tensors of its own."""
+    metadata = {**UNTRAINED["content_metadata"], **(old.get("content_metadata") or {})}
+    if (form := sharding_type(old)) is not None:
+        metadata["distrib_optim_sharding_type"] = form
+    if not to_hybrid:
+        metadata["non_homogeneous_layers"] = True
+    return {**old, "args": args, "content_metadata": metadata}
+
+
+def _files(plan: Migration) -> dict[str, list[Group]]:
+    """All pieces of all tensors, as many to a file as fit."""
+    files: list[list[Group]] = [[]]
+    room = FILE_BYTES
+    for group in _groups(plan):
+        if files[-1] and group.size > room:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(group)
+        room -= group.size
+    return {f"__{index}_0.distcp": groups for index, groups in enumerate(files)}
+
+
+def _groups(plan: Migration) -> Iterator[Group]:
+    reader = plan.reader
+    for key, names in plan.keys.items():
+        for offset, shape in reader.slabs(key):
+            yield Group(_size(reader, key, shape), partial(_write, reader, key, names, offset, shape))
+
+
+def _size(reader: DistReader, key: str, shape: Shape) -> int:
+    return torch.Size(shape).numel() * reader.dtype(key).itemsize
+
+
+def _write(
+    reader: DistReader, key: str, names: list[str], offset: Shape, shape: Shape, stream: IO[bytes], file: str
+) -> list[Chunk]:
+    """Copy a piece of a tensor to its new keys."""
+    piece = reader.read(key, offset, shape)
+    return [write_chunk(stream, file, name, reader.shape(key), offset, piece) for name in names]
+
+
+ATTENTION = (Symbols.ATTENTION, Symbols.MLA)
+CHANNELS = (Symbols.MLP, Symbols.MOE)
+"""The symbols of the first and of the second half of a GPT's layer."""
+
+POSITIONS = ("rope", "learned_absolute", "none")
+"""Position embeddings that both forms compute alike."""
+
+NOT_IN_HYBRIDS = (
+    "use_rope_scaling no_rope_freq window_attn_skip_freq experimental_attention_variant "
+    "heterogeneous_layers_config_path use_mup spec"
+).split()
+"""Arguments that a hybrid does not read, or whose layers it counts in another way."""
+
+
+def hybrid_arguments(args: Namespace, source: str) -> Namespace:
+    """The arguments of the hybrid that computes what a GPT of these arguments does.
+
+    Args:
+        args: the GPT's.
+        source: what messages call the checkpoint.
+
+    Raises:
+        ValueError: it is a hybrid, or computes something that a hybrid does not.
+    """
+    if (pattern := getattr(args, "hybrid_layer_pattern", None)) is not None:
+        raise ValueError(f"{source} is a hybrid model of layers {pattern} already; hybrid-to-gpt is the other way.")
+    wrong = [name for name in NOT_IN_HYBRIDS if _is_set(getattr(args, name, None))]
+    if args.position_embedding_type not in POSITIONS:
+        wrong.append(f"position_embedding_type {args.position_embedding_type}")
+    if wrong:
+        raise ValueError(
+            f"{source} was trained with --{wrong[0].replace('_', '-')}, which a hybrid model does not compute as a GPT "
+            "does; it has to stay a GPT."
+        )
+    _check_layers(args, source)
+    layers = [_attention(args) + channel for channel in _channels(args)]
+    depths = [layers[-1]] * (args.mtp_num_layers or 0)
+    return _changed(args, hybrid_layer_pattern="/".join(["".join(layers), *depths]), moe_layer_freq=1)
+
+
+def gpt_arguments(args: Namespace, source: str) -> Namespace:
+    """The arguments of the GPT that computes what a hybrid of these arguments does.
+
+    Args:
+        args: the hybrid's.
+        source: what messages call the checkpoint.
+
+    Raises:
+        ValueError: it is a GPT, or its layers are not those of one.
+    """
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is None:
+        raise ValueError(f"{source} is a GPT already; gpt-to-hybrid is the other way.")
+    trunk, depths = trunk_and_depths(pattern)
+    _check_order(trunk, f"{source} has the layers {pattern}")
+    if not trunk:
+        raise ValueError(f"the arguments in {source} have a pattern without layers; the checkpoint is damaged.")
+    if (other := next((depth for depth in depths if depth != trunk[-2:]), None)) is not None:
+        raise ValueError(
+            f"{source} has the layers {pattern}, whose depths are {other}, but a GPT's depths are layers like the "
+            f"last one of its trunk, {trunk[-2:]} here; it has to stay a hybrid."
+        )
+    if (Symbols.MLA in trunk) != bool(args.multi_latent_attention):
+        raise ValueError(
+            f"{source} has the layers {pattern}, but its arguments say multi_latent_attention "
+            f"{args.multi_latent_attention}; the checkpoint is damaged."
+        )
+    moe = [int(symbol == Symbols.MOE) for symbol in trunk[1::2]]
+    experts = {"num_experts": args.num_experts if any(moe) else None}
+    return _changed(args, hybrid_layer_pattern=None, moe_layer_freq=moe if 0 < sum(moe) < len(moe) else 1, **experts)
+
+
+def _check_layers(args: Namespace, source: str) -> None:
+    """Raises ValueError where the arguments of a GPT do not say what its layers are."""
+    layers, frequency = args.num_layers, args.moe_layer_freq
+    counts = {"num_layers": layers, "mtp_num_layers": args.mtp_num_layers or 1}
+    if isinstance(frequency, int):
+        counts["moe_layer_freq"] = frequency
+    wrong = next((name for name, value in counts.items() if not isinstance(value, int) or value < 1), None)
+    if wrong is None and not isinstance(frequency, int) and len(frequency or ()) != layers:
+        wrong = "moe_layer_freq"
+    if wrong is not None:
+        raise ValueError(f"the arguments in {source} say {wrong} {getattr(args, wrong)!r}; the checkpoint is damaged.")
+
+
+def _check_order(trunk: str, said: str) -> None:
+    """Raises ValueError at the first symbol that is no half of a GPT's layer, or in another order."""
+    for index, symbol in enumerate(trunk):
+        if symbol not in ATTENTION + CHANNELS:
+            raise ValueError(
+                f"{said}, and no GPT has {symbol} ({KINDS.get(symbol, 'no layer of Megatron')}); it has to stay "
+                "a hybrid."
+            )
+        if symbol not in (CHANNELS if index % 2 else ATTENTION):
+            raise ValueError(
+                f"{said}, whose symbol {index + 1} is {symbol} ({KINDS[symbol]}), but a GPT's layers are attention "
+                "(* or +) followed by an MLP (-) or MoE (E); it has to stay a hybrid."
+            )
+    if len(trunk) % 2:
+        raise ValueError(f"{said}, whose last {trunk[-1]} is half of a GPT's layer; it has to stay a hybrid.")
+
+
+def _attention(args: Namespace) -> str:
+    return Symbols.MLA if args.multi_latent_attention else Symbols.ATTENTION
+
+
+def _channels(args: Namespace) -> list[str]:
+    """The second half of every layer: an MLP, or experts by --moe-layer-freq."""
+    layers, frequency = range(args.num_layers), args.moe_layer_freq
+    if not args.num_experts:
+        return [Symbols.MLP for _ in layers]
+    moe = [n % frequency == 0 for n in layers] if isinstance(frequency, int) else frequency
+    return [Symbols.MOE if has_experts else Symbols.MLP for has_experts in moe]
+
+
+def _changed(args: Namespace, hybrid_layer_pattern: str | None, **changes: Any) -> Namespace:
+    """The arguments with another pattern (None: of a GPT), and the number of layers that goes with it."""
+    changes["hybrid_layer_pattern"] = hybrid_layer_pattern
+    layers = args.num_layers * 2 if hybrid_layer_pattern else args.num_layers // 2
+    changes |= {name: layers for name in ("num_layers", "encoder_num_layers") if getattr(args, name, None) is not None}
+    return Namespace(**{**vars(args), **changes})
+
+
+def _is_set(value: Any) -> bool:
+    return any(value) if isinstance(value, list) else bool(value)
+
+
+_STATE = rf"((?:{STATE}state\.\w+\.)?)"
+_GPT_LAYER = re.compile(_STATE + r"decoder\.layers\.(\d+)\.(.+)")
+_GPT_DEPTH = re.compile(_STATE + r"(mtp\.layers\.\d+\.)transformer_layer\.(.+)")
+_GPT_NORM = re.compile(_STATE + r"decoder\.final_layernorm\.(.+)")
+_DEPTH = re.compile(_STATE + rf"(mtp\.layers\.\d+\.){SHARDED_STACK}\.layers\.(\d+)\.(.+)")
+_NORM = re.compile(_STATE + r"decoder\.final_norm\.(.+)")
+_MLP_NORM = re.compile(rf"(?:{re.escape(FUSED_NORM)}|{re.escape(OWN_NORM)})(weight|bias)")
+HALVES = {"input_layernorm": 0, "self_attention": 0, "pre_mlp_layernorm": 1, "mlp": 1}
+"""Which of the two symbols of a GPT's layer a module belongs to."""
+WITNESSES = {
+    Symbols.ATTENTION: "self_attention.linear_qkv.weight",
+    Symbols.MLA: "self_attention.linear_kv_up_proj.weight",
+    Symbols.MLP: "mlp.linear_fc2.weight",
+    Symbols.MOE: "mlp.router.weight",
+}
+"""A tensor that a layer of this kind has, and no other."""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The layers of a model that is a GPT and a hybrid.
+
+    Attributes:
+        trunk: symbols of the trunk.
+        depth: symbols of a depth; empty if there are none.
+    """
+
+    trunk: str
+    depth: str
+
+    @classmethod
+    def of(cls, pattern: str) -> "Halves":
+        """The layers that a hybrid's pattern names."""
+        trunk, depths = trunk_and_depths(pattern)
+        return cls(trunk, depths[0] if depths else "")
+
+    def hybrid_key(self, key: str) -> str:
+        """The hybrid's key of a GPT's tensor.
+
+        Raises:
+            ValueError: the tensor is in a layer, or part of one, that the model does not have.
+        """
+        if match := _GPT_LAYER.fullmatch(key):
+            state, layer, rest = match.groups()
+            half = 2 * int(layer) + _half(rest, key)
+            return f"{state}decoder.layers.{half}.{_in_hybrid(rest, self._symbol(half, key))}"
+        if match := _GPT_DEPTH.fullmatch(key):
+            state, depth, rest = match.groups()
+            half = _half(rest, key)
+            return f"{state}{depth}{SHARDED_STACK}.layers.{half}.{_in_hybrid(rest, self.depth[half])}"
+        return _GPT_NORM.sub(r"\1decoder.final_norm.\2", key)
+
+    def gpt_keys(self, key: str) -> list[str]:
+        """The GPT's keys of a hybrid's tensor: several where its modules with and without TE have other names."""
+        if match := _GPT_LAYER.fullmatch(key):
+            state, half, rest = match.groups()
+            layer = int(half) // 2
+            self._symbol(int(half), key)
+            symbols, place = self.trunk[2 * layer : 2 * layer + 2], f"{state}decoder.layers.{layer}."
+        elif match := _DEPTH.fullmatch(key):
+            state, depth, _, rest = match.groups()
+            symbols, place = self.depth, f"{state}{depth}transformer_layer."
+        else:
+            return [_NORM.sub(r"\1decoder.final_layernorm.\2", key)]
+        norm = _MLP_NORM.fullmatch(rest)
+        if norm is None:
+            return [place + rest]
+        names = mlp_norm_keys(mla=symbols[0] == Symbols.MLA, moe=symbols[1] == Symbols.MOE)
+        return [f"{place}{name}{norm.group(1)}" for name in names]
+
+    def check(self, keys: Iterable[str], depths: int, source: str) -> None:
+        """Whether a checkpoint has the layers of its arguments.
+
+        Args:
+            keys: the hybrid's keys of all tensors.
+            depths: number of physical depths.
+            source: what messages call the checkpoint.
+
+        Raises:
+            ValueError: a layer is missing or of another kind.
+        """
+        held = set(keys)
+        layers = {f"decoder.layers.{index}.": symbol for index, symbol in enumerate(self.trunk)}
+        for depth in range(depths):
+            stack = f"mtp.layers.{depth}.{SHARDED_STACK}.layers."
+            layers |= {f"{stack}{index}.": symbol for index, symbol in enumerate(self.depth)}
+        for place, symbol in layers.items():
+            if place + WITNESSES[symbol] not in held:
+                raise ValueError(
+                    f"{source} lacks '{place}{WITNESSES[symbol]}' (its key in a hybrid), which its arguments call for; "
+                    "the checkpoint is damaged."
+                )
+
+    def _symbol(self, index: int, key: str) -> str:
+        if index >= len(self.trunk):
+            raise ValueError(
+                f"'{key}' is behind the last of the trunk's layers {self.trunk} in the checkpoint's arguments; the "
+                "checkpoint is damaged."
+            )
+        return self.trunk[index]
+
+
+def _half(rest: str, key: str) -> int:
+    half = HALVES.get(rest.partition(".")[0])
+    if half is None:
+        raise ValueError(f"'{key}' has no place in a hybrid model; the checkpoint has to stay a GPT.")
+    return half
+
+
+def _in_hybrid(rest: str, symbol: str) -> str:
+    """A layer's part under the name that it has in a hybrid, where the norm before experts stands alone."""
+    norm = _MLP_NORM.fullmatch(rest)
+    return rest if norm is None else (OWN_NORM if symbol == Symbols.MOE else FUSED_NORM) + norm.group(1)

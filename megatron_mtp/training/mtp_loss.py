@@ -10,8 +10,6 @@ One pipeline stage; tensor and sequence parallelism as the model has them. Lette
 hidden, D depths.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.batch import depth_batch, mask_ignored_labels
+from megatron_mtp.data.batch import DepthBatch, depth_batch, mask_ignored_labels
 from megatron_mtp.data.shift import NO_DOCUMENT, inside_document, shift_left
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.schedule import depth_weights
@@ -108,27 +106,16 @@ def mtp_loss(
             f"tokens, labels and loss mask have the shapes {tuple(tokens_BS.shape)}, {tuple(labels_BS.shape)} and "
             f"{tuple(loss_mask_BS.shape)}; give all three as [B, S]."
         )
-    rows, packed = len(tokens_BS), None
+    packed = None if document_BS is None else _packed(model, document_BS)
     if document_BS is not None:
-        packed = _packed(model, document_BS)
-        own_BS = document_BS + (document_BS.max() + 1) * torch.arange(rows, device=document_BS.device).unsqueeze(1)
-        document_BS = own_BS.masked_fill(document_BS == NO_DOCUMENT, NO_DOCUMENT)
-        tokens_BS, labels_BS, loss_mask_BS, document_BS = (
-            each.reshape(1, -1) for each in (tokens_BS, labels_BS, loss_mask_BS, document_BS)
-        )
-        if rows > 1:
-            hidden_SBH = hidden_SBH.transpose(0, 1).reshape(-1, 1, hidden_SBH.size(-1))
+        hidden_SBH = hidden_SBH.transpose(0, 1).reshape(1, -1, hidden_SBH.size(-1)).transpose(0, 1)
+        tokens_BS, labels_BS, loss_mask_BS = (each.reshape(1, -1) for each in (tokens_BS, labels_BS, loss_mask_BS))
+        document_BS = _apart(document_BS).view(1, -1)
     batch: dict[str, Any] = {"tokens": tokens_BS, "labels": labels_BS, "loss_mask": loss_mask_BS.float()}
     mask_ignored_labels(batch)
     depths = depth_batch(batch, model.mtp.depths, document_BS)
-    mask = None if packed is not None else square_mask(tokens_BS.size(1), tokens_BS.device)
-    length = tokens_BS.size(1) if packed is None else packed.max_seqlen_q
-    angles = model.rotary_angles(length, packed_seq=packed is not None)[0] if model.turns_heads else None
     is_apart = model.config.mtp_detach_heads or settings.mtp_train_only or not hidden_SBH.requires_grad
-    with _detached(model, is_apart):
-        states = model.depth_states(
-            hidden_SBH, depths, _positions(tokens_BS), AttentionInputs(mask, angles, packed_seq_params=packed)
-        )
+    states = _depth_states(model, hidden_SBH, depths, packed, is_apart)
     loss = depth_loss(settings)
     weights = depth_weights(settings, model.mtp.depths, 1.0, loss.couples_depths)
     objective = NextTokensObjective(weights, model.pg_collection.cp, loss)
@@ -138,12 +125,18 @@ def mtp_loss(
     return MTPLoss(total / depths.whole_tokens[0].clamp(min=1), means.detach())
 
 
-@contextmanager
-def _detached(model: MTPTrunk, is_apart: bool) -> Iterator[None]:
-    """While this lasts, the depths pass no gradient to the trunk's states and embedding, if they are to be apart."""
+def _depth_states(
+    model: MTPTrunk, hidden_SBH: Tensor, depths: DepthBatch, packed: PackedSeqParams | None, is_apart: bool
+) -> list[Tensor]:
+    """Hidden states of the depths; if they are apart, they pass no gradient to the trunk's states and embedding."""
+    positions = depths.positions_S.numel()
+    mask = None if packed is not None else square_mask(positions, hidden_SBH.device)
+    length = positions if packed is None else packed.max_seqlen_q
+    angles = model.rotary_angles(length, packed_seq=packed is not None)[0] if model.turns_heads else None
+    attention = AttentionInputs(mask, angles, packed_seq_params=packed)
     before, model.config.mtp_detach_heads = model.config.mtp_detach_heads, is_apart
     try:
-        yield
+        return model.depth_states(hidden_SBH, depths, _positions(depths.labels_BS), attention)
     finally:
         model.config.mtp_detach_heads = before
 
@@ -159,6 +152,12 @@ def _packed(model: MTPTrunk, document_BS: Tensor) -> PackedSeqParams:
     offsets = pad(starts, (0, 1), value=document_BS.numel()).to(torch.int32)
     longest = int(offsets.diff().max())
     return PackedSeqParams("thd", offsets, offsets, None, None, longest, longest, total_tokens=document_BS.numel())
+
+
+def _apart(document_BS: Tensor) -> Tensor:
+    """Numbers of documents that differ between rows too."""
+    first_B1 = (document_BS.max() + 1) * torch.arange(len(document_BS), device=document_BS.device).unsqueeze(1)
+    return torch.where(document_BS == NO_DOCUMENT, document_BS, document_BS + first_B1)
 
 
 def _positions(tokens_BS: Tensor) -> Tensor:

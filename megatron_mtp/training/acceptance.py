@@ -13,78 +13,26 @@ Letters in names: D depths, S sequence, B batch, H hidden, V this rank's slice o
 chunk, L the later positions that they need, T positions of this rank and copies from other ranks.
 """
 
-from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
-
 import torch
 from torch import Tensor
 
 from megatron_mtp.data.later_positions import LaterPositions
+from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.losses.chunks import chunks
 from megatron_mtp.losses.vocabulary import vocabulary_of
 from megatron_mtp.model.sharing import Head
 
 
-@dataclass(frozen=True)
-class AcceptanceCounts:
-    """Sums over positions, each [D], float; add them over microbatches and ranks before asking for rates.
-
-    Attributes:
-        valid: positions that are not masked at depth d; a masked one is not reached by later depths either.
-        reached: valid positions where depths 1 .. d-1 were accepted.
-        accepted: reached positions where depth d is accepted.
-        overlap: sum over valid positions of sum_v min(p, q).
-    """
-
-    valid: Tensor
-    reached: Tensor
-    accepted: Tensor
-    overlap: Tensor
-
-    def stacked(self) -> Tensor:
-        """[4, D]"""
-        return torch.stack([self.valid, self.reached, self.accepted, self.overlap])
-
-
-@dataclass(frozen=True)
-class AcceptanceRates:
-    """Rates by depth, depth 1 first.
-
-    Attributes:
-        conditional_acceptance: the probability that depth d is accepted, given that the depths before were.
-        overlap: the probability that a sampled draft of depth d is accepted at temperature 1.
-    """
-
-    conditional_acceptance: list[float]
-    overlap: list[float]
-
-    @property
-    def acceptance(self) -> list[float]:
-        """The probability that depths 1 .. d are all accepted: prod_{k<=d} conditional_acceptance_k."""
-        return list(accumulate(self.conditional_acceptance, mul))
-
-    @property
-    def length(self) -> float:
-        """Expected accepted length, 1 + sum_d acceptance_d: tokens per forward of the trunk."""
-        return 1.0 + sum(self.acceptance)
-
-    def named(self) -> dict[str, float]:
-        """Every figure by the name that it has in logs, metrics.jsonl, TensorBoard, W&B and reports."""
-        lists = {
-            "acceptance": self.acceptance,
-            "conditional acceptance": self.conditional_acceptance,
-            "overlap": self.overlap,
-        }
-        named = {f"mtp_{depth} {name}": rate for name, of in lists.items() for depth, rate in enumerate(of, start=1)}
-        return {**named, "expected accepted length": self.length}
-
-
 @torch.no_grad()
 def count_acceptance(
     hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, loss_mask_DBS: Tensor, later: LaterPositions
-) -> AcceptanceCounts:
-    """Counts over this rank's positions; the same on every tensor-parallel rank."""
+) -> Tensor:
+    """Counts [4, D], float, over this rank's positions, the same on every tensor-parallel rank; `stats_of` reads them.
+
+    A row each: positions that are not masked, those of them where the depths before were accepted, those where this
+    depth is accepted too, and the sum of sum_v min(p, q). A position that is masked at a depth is not reached by later
+    ones. Add counts over microbatches and ranks before asking for rates.
+    """
     trunk_TBH = later.lookup(head.whole(hidden_SBH))
     depths = [head.whole(state_SBH) for state_SBH in depth_hidden]
     where_DS = torch.stack([later.where(depth) for depth in range(1, len(depths) + 1)])
@@ -99,14 +47,26 @@ def count_acceptance(
     reached_DSB = valid_DSB.clone()
     reached_DSB[1:] &= accepted_DSB[:-1]
     counted = (valid_DSB, reached_DSB, accepted_DSB, overlap_DSB * valid_DSB)
-    return AcceptanceCounts(*(each_DSB.sum(dim=(1, 2)).float() for each_DSB in counted))
+    return torch.stack([each_DSB.sum(dim=(1, 2)).float() for each_DSB in counted])
 
 
-def acceptance_rates(stacked_4D: Tensor) -> AcceptanceRates:
-    """Rates from summed counts (`AcceptanceCounts.stacked`); a depth that was never reached has rate 0."""
-    valid, reached, accepted, overlap = stacked_4D.tolist()
-    conditional = [a / r if r else 0.0 for a, r in zip(accepted, reached, strict=True)]
-    return AcceptanceRates(conditional, [o / v if v else 0.0 for o, v in zip(overlap, valid, strict=True)])
+def stats_of(counts_4D: Tensor) -> AcceptanceStats:
+    """The counts that drafting has too, of `count_acceptance`'s."""
+    offered, reached, accepted = ([int(count) for count in counts] for counts in counts_4D[:3].tolist())
+    return AcceptanceStats(
+        offered_at=offered, reached_at=reached, accepted_at=accepted, overlap_at=counts_4D[3].tolist()
+    )
+
+
+def named(stats: AcceptanceStats) -> dict[str, float]:
+    """Every figure by the name that it has in logs, metrics.jsonl, TensorBoard, W&B and reports."""
+    lists = {
+        "acceptance": stats.acceptance,
+        "conditional acceptance": stats.conditional_acceptance,
+        "overlap": stats.overlap,
+    }
+    figures = {f"mtp_{depth} {name}": rate for name, of in lists.items() for depth, rate in enumerate(of, start=1)}
+    return {**figures, "expected accepted length": stats.expected_length}
 
 
 def _judge(trunk_LBH: Tensor, where_DC: Tensor, depths: list[Tensor], head: Head) -> tuple[Tensor, Tensor]:

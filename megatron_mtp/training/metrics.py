@@ -19,7 +19,8 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron.training.utils import is_last_rank
 from torch import Tensor
 
-from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates, acceptance_rates
+from megatron_mtp.decoding.stats import AcceptanceStats
+from megatron_mtp.training.acceptance import named, stats_of
 from megatron_mtp.training.cost import StepClock, peak_memory
 from megatron_mtp.training.metrics_file import FILE, append, drop_rows_after
 from megatron_mtp.training.plot import plot_metrics
@@ -36,20 +37,19 @@ class Window:
     losses: dict[str, Tensor] = field(default_factory=dict)
     acceptance_4D: Tensor | None = None
 
-    def add(self, report: dict[str, Tensor], acceptance: AcceptanceCounts | None) -> None:
+    def add(self, report: dict[str, Tensor], counts_4D: Tensor | None) -> None:
         """Add what a step reported: sums and counts by name, and counts of acceptance if they were measured."""
         for name, sum_and_tokens in report.items():
             self.losses[name] = self.losses.get(name, 0) + sum_and_tokens
-        if acceptance is not None:
-            stacked_4D = acceptance.stacked()
-            self.acceptance_4D = stacked_4D if self.acceptance_4D is None else self.acceptance_4D + stacked_4D
+        if counts_4D is not None:
+            self.acceptance_4D = counts_4D if self.acceptance_4D is None else self.acceptance_4D + counts_4D
 
     @property
     def idle(self) -> list[str]:
         """Names of losses of which no position counted, on any rank; call `reduce` before."""
         return [name for name, sum_and_tokens in self.losses.items() if sum_and_tokens[1] < 0.5]
 
-    def reduce(self) -> tuple[dict[str, float], AcceptanceRates | None]:
+    def reduce(self) -> tuple[dict[str, float], AcceptanceStats | None]:
         """Mean losses and rates over all data- and context-parallel ranks of this stage."""
         group = mpu.get_data_parallel_group(with_context_parallel=True)
         losses = {}
@@ -59,7 +59,7 @@ class Window:
         if self.acceptance_4D is None:
             return losses, None
         torch.distributed.all_reduce(self.acceptance_4D, group=group)
-        return losses, acceptance_rates(self.acceptance_4D)
+        return losses, stats_of(self.acceptance_4D)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Step:
 class Reporter(Protocol):
     """Shows a run's figures while it trains; called only on the last rank."""
 
-    def interval(self, row: dict[str, Any], rates: AcceptanceRates | None) -> None:
+    def interval(self, row: dict[str, Any], rates: AcceptanceStats | None) -> None:
         """Training since the last call."""
 
     def evaluated_batch(self) -> None:
@@ -94,7 +94,7 @@ class PrintedTables(Reporter):
     """The reporter with Megatron's own log: prints what that lacks."""
 
     @override
-    def interval(self, row: dict[str, Any], rates: AcceptanceRates | None) -> None:
+    def interval(self, row: dict[str, Any], rates: AcceptanceStats | None) -> None:
         if rates is not None:
             print(table(row, rates), flush=True)
 
@@ -132,12 +132,12 @@ class Metrics:
         self._closing = False
         self._idle = set[str]()  # losses of which it was said that nothing counts
 
-    def add(self, report: dict[str, Tensor], acceptance: AcceptanceCounts | None) -> None:
+    def add(self, report: dict[str, Tensor], counts_4D: Tensor | None) -> None:
         """Take in a microbatch, in training (where gradients are recorded) or in evaluation."""
         if torch.is_grad_enabled():
-            self._training.add(report, acceptance)
+            self._training.add(report, counts_4D)
             return
-        self._evaluation.add(report, acceptance)
+        self._evaluation.add(report, counts_4D)
         if is_last_rank():
             self._reporter.evaluated_batch()
 
@@ -191,7 +191,7 @@ class Metrics:
         iteration = get_args().iteration if self._step is None else self._step.number
         row: dict[str, Any] = {"iteration": iteration, "split": split, **losses}
         if rates is not None:
-            row |= rates.named()
+            row |= named(rates)
         if split == "training":
             row |= {**self._step_figures(), **self._clock.read(), "peak memory bytes": peak_memory()}
         self._write(row)
@@ -215,7 +215,7 @@ class Metrics:
         figures = {} if self._step is None else self._step.figures()
         return {**figures, "skipped steps": skipped} if skipped else figures
 
-    def _report(self, row: dict[str, Any], rates: AcceptanceRates | None) -> None:
+    def _report(self, row: dict[str, Any], rates: AcceptanceStats | None) -> None:
         if row["split"] == "training":
             self._reporter.interval(row, rates)
             return
@@ -246,7 +246,7 @@ class Metrics:
             self._has_failed = True
 
 
-def table(losses: dict[str, float], rates: AcceptanceRates | None) -> str:
+def table(losses: dict[str, float], rates: AcceptanceStats | None) -> str:
     """The table after an evaluation: loss and acceptance by depth, and tokens per forward of the trunk."""
     if rates is None:
         return f"loss of the trunk: {losses['lm loss']:.4f}; there are no depths"
@@ -260,13 +260,13 @@ def table(losses: dict[str, float], rates: AcceptanceRates | None) -> str:
     for depth, (acceptance, conditional, overlap) in enumerate(of_depths, start=1):
         loss = losses[f"mtp_{depth} loss"]
         lines.append(f"| {depth:5d} | {loss:10.4f} | {acceptance:10.1%} | {conditional:22.1%} | {overlap:7.1%} |")
-    lines += [lines[0], f"expected accepted length: {rates.length:.3f} tokens per target forward"]
+    lines += [lines[0], f"expected accepted length: {rates.expected_length:.3f} tokens per target forward"]
     return "\n".join(lines)
 
 
-def _log_acceptance(rates: AcceptanceRates, iteration: int, suffix: str) -> None:
+def _log_acceptance(rates: AcceptanceStats, iteration: int, suffix: str) -> None:
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    for name, value in rates.named().items():
+    for name, value in named(rates).items():
         if writer:
             writer.add_scalar(name + suffix, value, iteration)
         if wandb and is_last_rank():

@@ -20,7 +20,7 @@ from megatron_mtp.losses.vocabulary import vocabulary_of
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.model.trunk import StageOutput
-from megatron_mtp.training.acceptance import AcceptanceCounts, count_acceptance
+from megatron_mtp.training.acceptance import count_acceptance
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class ObjectiveOutput:
         loss: the scalar that goes to Megatron's schedule, before its division by tokens.
         main: the trunk's loss sum.
         depths: of depth 1 .. D.
-        acceptance: counts, where they were asked for.
+        acceptance: counts [4, D] of `count_acceptance`, where they were asked for.
     """
 
     loss: Tensor
     main: LossSum
     depths: list[LossSum]
-    acceptance: AcceptanceCounts | None
+    acceptance: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TextIO, override
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from megatron_mtp.training.acceptance import AcceptanceRates
+    from megatron_mtp.decoding.stats import AcceptanceStats
 
 MOST_HELD = 10_000
 """Pieces of a listing without a file that are kept in memory."""
@@ -189,7 +189,7 @@ class ShortLog:
         self._shows_tables = shows_tables
         self._bar: tqdm[Any] | None = None
 
-    def interval(self, row: dict[str, Any], rates: "AcceptanceRates | None") -> None:
+    def interval(self, row: dict[str, Any], rates: "AcceptanceStats | None") -> None:
         """A line of training; the last rank, which has the losses, says it."""
         from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
         from megatron.training import get_args
@@ -221,7 +221,7 @@ class ShortLog:
 
 
 def line_of(
-    row: dict[str, Any], rates: "AcceptanceRates | None", steps: int, tokens: int, width: int | None = None
+    row: dict[str, Any], rates: "AcceptanceStats | None", steps: int, tokens: int, width: int | None = None
 ) -> str:
     """A training row as one line, of so many steps with so many tokens; what does not fit the width is left out."""
     parts = [f"step {row['iteration']}/{steps}"]

@@ -18,8 +18,8 @@ from megatron_mtp.data.later_positions import LaterPositions
 from megatron_mtp.losses import chunks
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head
-from megatron_mtp.training.acceptance import AcceptanceCounts, acceptance_rates
 from megatron_mtp.training.acceptance import count_acceptance as count_at_later_slots
+from megatron_mtp.training.acceptance import stats_of
 
 WORDS = 3
 
@@ -37,7 +37,7 @@ def head_of(weight_VH: Tensor) -> Head:
     return Head(all_at_once, all_at_once, group, weight_VH, whole=lambda states_SBH: states_SBH)
 
 
-def count_acceptance(trunk_SBV: Tensor, drafts: list[Tensor], head: Head, batch: DepthBatch) -> AcceptanceCounts:
+def count_acceptance(trunk_SBV: Tensor, drafts: list[Tensor], head: Head, batch: DepthBatch) -> Tensor:
     """Of whole sequences; cut ones need several processes."""
     later = LaterPositions(batch.positions_S, len(drafts), parallel_state.get_context_parallel_group())
     return count_at_later_slots(trunk_SBV, drafts, head, batch.loss_mask_DBS, later)
@@ -57,8 +57,8 @@ def document(rows: int, slots: int, depths: int, mask_BS: Tensor | None = None) 
     return depth_batch(batch, depths)
 
 
-def lists(counts: AcceptanceCounts) -> list[list[float]]:
-    return [counts.valid.tolist(), counts.reached.tolist(), counts.accepted.tolist()]
+def lists(counts: Tensor) -> list[list[float]]:
+    return counts[:3].tolist()
 
 
 def test_a_depth_counts_where_the_depths_before_it_were_accepted(head: Head) -> None:
@@ -67,22 +67,22 @@ def test_a_depth_counts_where_the_depths_before_it_were_accepted(head: Head) -> 
     second = words([2, 1, 0, 0])  # the trunk says 2 1: yes, and yes where depth 1 was wrong; slots 2, 3 have no label
     counts = count_acceptance(trunk, [first, second], head, document(1, 4, 2))
     assert lists(counts) == [[3, 2], [3, 1], [2, 1]]
-    rates = acceptance_rates(counts.stacked())
+    rates = stats_of(counts)
     assert rates.conditional_acceptance == pytest.approx([2 / 3, 1])
-    assert rates.length == pytest.approx(1 + 2 / 3 + 2 / 3 * 1)
+    assert rates.expected_length == pytest.approx(1 + 2 / 3 + 2 / 3 * 1)
 
 
 def test_rates_and_expected_length_of_summed_counts() -> None:
     valid, reached, accepted, overlap = [10.0, 8.0, 6.0], [10.0, 4.0, 1.0], [5.0, 1.0, 0.0], [7.0, 2.0, 3.0]
-    rates = acceptance_rates(torch.tensor([valid, reached, accepted, overlap]))
+    rates = stats_of(torch.tensor([valid, reached, accepted, overlap]))
     assert rates.conditional_acceptance == [0.5, 0.25, 0]
     assert rates.overlap == pytest.approx([0.7, 0.25, 0.5])
-    assert rates.length == 1 + 0.5 + 0.5 * 0.25
+    assert rates.expected_length == 1 + 0.5 + 0.5 * 0.25
 
 
 def test_a_depth_that_was_never_reached_has_rate_zero() -> None:
-    rates = acceptance_rates(torch.tensor([[4.0, 0], [4, 0], [0, 0], [1, 0]]))
-    assert (rates.conditional_acceptance, rates.overlap, rates.length) == ([0, 0], [0.25, 0], 1)
+    rates = stats_of(torch.tensor([[4.0, 0], [4, 0], [0, 0], [1, 0]]))
+    assert (rates.conditional_acceptance, rates.overlap, rates.expected_length) == ([0, 0], [0.25, 0], 1)
 
 
 def test_overlap_is_the_sum_of_the_smaller_probabilities(head: Head) -> None:
@@ -92,18 +92,18 @@ def test_overlap_is_the_sum_of_the_smaller_probabilities(head: Head) -> None:
     counts = count_acceptance(
         target.log().unsqueeze(1).cuda(), [draft.log().unsqueeze(1).cuda()], head, document(1, 3, 1)
     )
-    assert counts.overlap.tolist() == pytest.approx([0.75 + 0.3])
-    assert acceptance_rates(counts.stacked()).overlap == pytest.approx([(0.75 + 0.3) / 2])
+    assert counts[3].tolist() == pytest.approx([0.75 + 0.3])
+    assert stats_of(counts).overlap == pytest.approx([(0.75 + 0.3) / 2])
 
 
 def test_a_perfect_drafter_is_always_accepted(head: Head) -> None:
     slots, depths = 7, 3
     trunk_SBV = torch.randn(slots, 2, WORDS, generator=torch.Generator().manual_seed(3)).cuda()
     ahead = [trunk_SBV.roll(-depth, dims=0) for depth in range(1, depths + 1)]
-    rates = acceptance_rates(count_acceptance(trunk_SBV, ahead, head, document(2, slots, depths)).stacked())
+    rates = stats_of(count_acceptance(trunk_SBV, ahead, head, document(2, slots, depths)))
     assert rates.conditional_acceptance == [1, 1, 1]
     assert rates.overlap == pytest.approx([1, 1, 1])
-    assert rates.length == 4
+    assert rates.expected_length == 4
 
 
 @pytest.mark.parametrize("garbage", [0, 1, 2])
@@ -114,7 +114,7 @@ def test_positions_beyond_the_document_do_not_count(head: Head, garbage: int) ->
     drafts = [words([1, garbage, 2, garbage]), words([garbage] * 4)]
     counts = count_acceptance(trunk, drafts, head, depth_batch(batch, 2, torch.tensor([[0, 0, 1, 1]]).cuda()))
     assert lists(counts) == [[2, 0], [2, 0], [2, 0]]
-    assert counts.overlap[1] == 0
+    assert counts[3, 1] == 0
 
 
 def test_the_mask_decides_and_not_the_label(head: Head) -> None:
@@ -170,10 +170,8 @@ def test_counts_do_not_depend_on_chunks(at_once: int, megatron: None, monkeypatc
     monkeypatch.setattr(chunks, "CHUNK_BYTES", at_once * rows * vocabulary * 4)
     monkeypatch.setattr(chunks, "CHUNK_BYTES_CUDA", at_once * rows * vocabulary * 4)
     monkeypatch.setattr(chunks, "LEAST_POSITIONS", 1)
-    torch.testing.assert_close(
-        count_acceptance(trunk, states, head, batch).stacked(), whole.stacked(), atol=0, rtol=1e-6
-    )
-    assert (whole.stacked() > 0).all()
+    torch.testing.assert_close(count_acceptance(trunk, states, head, batch), whole, atol=0, rtol=1e-6)
+    assert (whole > 0).all()
 
 
 class Largest(TorchDispatchMode):
@@ -205,4 +203,4 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(megatron: None, monkeypa
 def test_measuring_keeps_no_graph(head: Head) -> None:
     trunk = words([0, 1, 2]).requires_grad_()
     counts = count_acceptance(trunk, [words([1, 2, 0]).requires_grad_()], head, document(1, 3, 1))
-    assert not counts.stacked().requires_grad
+    assert not counts.requires_grad

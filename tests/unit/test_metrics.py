@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.training import cost, metrics_file, run_record
 from megatron_mtp.training import metrics as metrics_module
-from megatron_mtp.training.acceptance import AcceptanceCounts, AcceptanceRates
 from megatron_mtp.training.metrics import FILE, PLOT, Metrics, Step, table
 from megatron_mtp.training.run_record import write_run_record
 
@@ -32,8 +32,8 @@ def args(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Namespace:
     return args
 
 
-def counts(valid: list[float], reached: list[float], accepted: list[float]) -> AcceptanceCounts:
-    return AcceptanceCounts(*(torch.tensor(numbers) for numbers in (valid, reached, accepted, [0.0] * len(valid))))
+def counts(valid: list[float], reached: list[float], accepted: list[float]) -> torch.Tensor:
+    return torch.tensor([valid, reached, accepted, [0.0] * len(valid)])
 
 
 def report(total: float, tokens: float) -> dict[str, torch.Tensor]:
@@ -232,7 +232,7 @@ def test_two_runs_in_one_process_do_not_see_each_other(args: Namespace, tmp_path
 def test_table_multiplies_the_conditional_rates() -> None:
     text = table(
         {"lm loss": 2.5, "mtp_1 loss": 3.0, "mtp_2 loss": 3.5},
-        AcceptanceRates(conditional_acceptance=[0.8, 0.5], overlap=[0.7, 0.4]),
+        AcceptanceStats(accepted_at=[8, 4], reached_at=[10, 8], offered_at=[10, 10], overlap_at=[7.0, 4.0]),
     )
     assert "| depth |       loss | acceptance | conditional acceptance | overlap |" in text
     assert "|     1 |     3.0000 |      80.0% |                  80.0% |   70.0% |" in text

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.training import short_log
-from megatron_mtp.training.acceptance import AcceptanceRates
 from megatron_mtp.training.short_log import (
     ShortLog,
     fitting_interval,
@@ -28,7 +28,7 @@ ROW = {
     "step seconds": 0.5,
     "peak memory bytes": 2**30,
 }
-RATES = AcceptanceRates(conditional_acceptance=[0.8, 0.5], overlap=[0.7, 0.4])
+RATES = AcceptanceStats(accepted_at=[8, 4], reached_at=[10, 8], offered_at=[10, 10], overlap_at=[7.0, 4.0])
 
 
 def test_a_line_has_step_losses_acceptance_speed_and_time_left() -> None:

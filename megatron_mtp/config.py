@@ -6,14 +6,26 @@ and live in Megatron's TransformerConfig; here is only what Megatron lacks.
 
 import math
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
-SCHEDULE_NAMES = ("constant", "step", "cosine")
 TEMPERATURES = (0.01, 100.0)
 """The lowest and the highest: below it a distribution is a single token in float32, above it all tokens are equal."""
+
+
+def _step(first: float, final: float, progress: float) -> float:
+    """The first value until the end, as DeepSeek-V3 did (arXiv:2412.19437, section 4.2)."""
+    return first if progress < 1 else final
+
+
+def _cosine(first: float, final: float, progress: float) -> float:
+    return final + (first - final) * (1 + math.cos(math.pi * progress)) / 2
+
+
+SCHEDULES: dict[str, Callable[[float, float, float], float]] = {"step": _step, "cosine": _cosine}
+"""How lambda goes from a first to a final value, as the progress grows from 0 to 1; a new one is a row."""
 
 
 def _flag[T](default: T, help_text: str, **argparse_kwargs: object) -> T:
@@ -132,7 +144,7 @@ class MTPConfig:
         "constant",
         "How lambda goes from --mtp-loss-scaling-factor to --mtp-loss-final-factor: 'step' after "
         "--mtp-loss-schedule-steps steps, 'cosine' during them. Default: constant.",
-        metavar="{" + ",".join(SCHEDULE_NAMES) + "}",
+        metavar="{" + ",".join(("constant", *SCHEDULES)) + "}",
     )
     mtp_loss_final_factor: float = _flag(0.0, "lambda at the end of its schedule. Default: 0.", type=float, metavar="X")
     mtp_loss_schedule_steps: int = _flag(0, "Training steps of lambda's schedule. Default: 0.", type=int, metavar="N")
@@ -165,7 +177,7 @@ class MTPConfig:
 
     def __post_init__(self) -> None:
         _one_of("--mtp-architecture", self.mtp_architecture, ARCHITECTURES)
-        _one_of("--mtp-loss-schedule", self.mtp_loss_schedule, SCHEDULE_NAMES)
+        _one_of("--mtp-loss-schedule", self.mtp_loss_schedule, ("constant", *SCHEDULES))
         if self.mtp_init is not None:
             _one_of("--mtp-init", self.mtp_init, INITS)
         if self.mtp_acceptance_interval < 0:
@@ -238,7 +250,7 @@ class MTPConfig:
         if (self.mtp_loss_schedule == "constant") != (self.mtp_loss_schedule_steps == 0):
             raise ValueError(
                 f"--mtp-loss-schedule is {self.mtp_loss_schedule} and --mtp-loss-schedule-steps "
-                f"{self.mtp_loss_schedule_steps}; 'step' and 'cosine' need a number of steps, 'constant' takes none."
+                f"{self.mtp_loss_schedule_steps}; all but 'constant' need a number of steps, and 'constant' takes none."
             )
         if self.mtp_loss_schedule_steps < 0:
             raise ValueError(f"--mtp-loss-schedule-steps is {self.mtp_loss_schedule_steps}; give 1 or more.")
@@ -247,7 +259,7 @@ class MTPConfig:
         if self.mtp_loss_final_factor and self.mtp_loss_schedule == "constant":
             raise ValueError(
                 f"--mtp-loss-final-factor is {self.mtp_loss_final_factor}, which a constant lambda never reaches; give "
-                "--mtp-loss-schedule step or cosine, or drop the flag."
+                f"--mtp-loss-schedule {' or '.join(SCHEDULES)}, or drop the flag."
             )
 
 

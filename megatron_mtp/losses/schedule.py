@@ -2,22 +2,11 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig
-
-
-@dataclass(frozen=True)
-class Ramp:
-    """How lambda goes from a first to a final value in so many steps."""
-
-    first: float
-    final: float
-    steps: int
+from megatron_mtp.config import SCHEDULES, MTPConfig
 
 
 def scaling_factor(args: Namespace, settings: MTPConfig, step: int) -> float:
@@ -25,21 +14,8 @@ def scaling_factor(args: Namespace, settings: MTPConfig, step: int) -> float:
     first: float = args.mtp_loss_scaling_factor
     if settings.mtp_loss_schedule == "constant":
         return first
-    ramp = Ramp(first, settings.mtp_loss_final_factor, settings.mtp_loss_schedule_steps)
-    return SCHEDULES[settings.mtp_loss_schedule](ramp, step)
-
-
-def _step(ramp: Ramp, step: int) -> float:
-    return ramp.first if step < ramp.steps else ramp.final
-
-
-def _cosine(ramp: Ramp, step: int) -> float:
-    return ramp.final + (ramp.first - ramp.final) * (1 + math.cos(math.pi * min(step / ramp.steps, 1))) / 2
-
-
-SCHEDULES: dict[str, Callable[[Ramp, int], float]] = {"step": _step, "cosine": _cosine}
-"""`step` keeps the first value for the ramp's steps, as DeepSeek-V3 did (arXiv:2412.19437, section 4.2); `cosine` goes
-from one to the other during them."""
+    progress = min(step / settings.mtp_loss_schedule_steps, 1)
+    return SCHEDULES[settings.mtp_loss_schedule](first, settings.mtp_loss_final_factor, progress)
 
 
 def depth_weights(settings: MTPConfig, depths: int, factor: float, are_coupled: bool = False) -> list[float]:

@@ -59,8 +59,8 @@ def test_allowed_settings(settings: dict[str, Any]) -> None:
         ({"mtp_token_fraction": 1.5}, "--mtp-token-fraction is 1.5; give a number above 0, and at most 1."),
         (
             {"mtp_loss_schedule": "step"},
-            "--mtp-loss-schedule is step and --mtp-loss-schedule-steps 0; 'step' and 'cosine' need a number of steps, "
-            "'constant' takes none.",
+            "--mtp-loss-schedule is step and --mtp-loss-schedule-steps 0; all but 'constant' need a number of steps, "
+            "and 'constant' takes none.",
         ),
         (
             {"mtp_loss_schedule": "step", "mtp_loss_schedule_steps": -3},

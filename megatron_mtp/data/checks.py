@@ -98,8 +98,8 @@ def split_weights(split: str) -> list[float]:
     return weights
 
 
-def part_of(count: int, split: str, part: str) -> range:
-    """The documents of a part of `--split`, out of so many, as Megatron cuts them.
+def part_of(count: int, split: str, part: str, of: str = "") -> range:
+    """The documents of a part of `--split`, out of so many (of the dataset `of`), as Megatron cuts them.
 
     Raises:
         ValueError: the part is empty.
@@ -107,12 +107,12 @@ def part_of(count: int, split: str, part: str) -> range:
     weights = np.array(split_weights(split))
     ends = [0, *(round(end * count) for end in weights.cumsum() / weights.sum())]
     place = PARTS.index(part)
-    found = range(*ends[place : place + 2]) if place + 1 < len(ends) else range(0)
-    if not found:
-        raise ValueError(
-            f"--split is {split}, which of {count} documents leaves none for {part}; give more text, or other weights."
-        )
-    return found
+    if found := range(*ends[place : place + 2]) if place + 1 < len(ends) else range(0):
+        return found
+    raise ValueError(
+        f"--split is {split}, which of the {count} documents{of} leaves none for {part}; give more documents, or "
+        f"another --split (of 0 for {part}, it is left out)."
+    )
 
 
 def check_split(prefixes: Sequence[str], split: str) -> None:
@@ -125,19 +125,10 @@ def check_split(prefixes: Sequence[str], split: str) -> None:
     Raises:
         ValueError: the first dataset that has too few sequences for a part.
     """
-    weights = np.array(split_weights(split))
-    ends = weights.cumsum() / weights.sum()
+    wanted = [part for part, weight in zip(PARTS, split_weights(split), strict=False) if weight]
     for prefix in prefixes:
-        if "://" in prefix:
-            continue
-        count = read_index(prefix).sequences
-        bounds = [0, *(round(end * count) for end in ends)]
-        for part, weight, start, end in zip(PARTS, weights, bounds, bounds[1:], strict=False):
-            if weight and start == end:
-                raise ValueError(
-                    f"--split is {split}, which of the {count} documents of '{prefix}' leaves none for {part}; give "
-                    f"text of more documents, or another --split (of 0 for {part}, it is left out)."
-                )
+        for part in wanted if "://" not in prefix else ():
+            part_of(read_index(prefix).sequences, split, part, f" of '{prefix}'")
 
 
 def read_sidecar(prefix: str) -> dict[str, Any]:
@@ -195,18 +186,12 @@ def token_slices(prefix: str, index: Index) -> list[np.ndarray]:
 
 
 def _check_files(prefix: str) -> Index:
-    has_bin, has_idx = (os.path.isfile(f"{prefix}.{kind}") for kind in ("bin", "idx"))
-    if not has_bin and not has_idx:
+    absent = [f"{prefix}.{kind}" for kind in ("bin", "idx") if not os.path.isfile(f"{prefix}.{kind}")]
+    if absent:
         raise ValueError(
-            f"--data-path: there is no dataset '{prefix}' (neither {prefix}.bin nor {prefix}.idx); make one with "
-            f"megatron-mtp preprocess --input TEXT --output-prefix {prefix}, or correct the path."
+            f"--data-path: there is no dataset '{prefix}' ({' and '.join(absent)} missing); make it with megatron-mtp "
+            f"preprocess --input TEXT --output-prefix {prefix} --overwrite, or correct the path."
         )
-    if not has_idx:
-        raise ValueError(
-            f"--data-path: '{prefix}.bin' has no '{prefix}.idx' beside it, as after an interrupted run; {REBUILD}."
-        )
-    if not has_bin:
-        raise ValueError(f"--data-path: '{prefix}.idx' has no '{prefix}.bin' beside it; copy that too, or {REBUILD}.")
     index = read_index(prefix)
     if index.documents == 0 or index.tokens == 0:
         raise ValueError(

@@ -71,16 +71,17 @@ def depth_batch(batch: dict[str, Any], depths: int, document_BS: Tensor | None =
         depths: D, 0 or more.
         document_BS: see `shift.shift_left`.
     """
-    shifted = {
-        name: None if batch[name] is None else shift_left(batch[name], depths, document_BS).contiguous()
-        for name in ("tokens", "labels", "loss_mask")
-    }
-    labels_BS, mask_BS, mask_DBS = batch["labels"], batch["loss_mask"], shifted["loss_mask"]
+
+    def shifted(values_BS: Tensor) -> Tensor:
+        return shift_left(values_BS, depths, document_BS).contiguous()
+
+    labels_BS, mask_BS = batch["labels"], batch["loss_mask"]
+    mask_DBS = shifted(mask_BS)
     return DepthBatch(
         labels_BS=labels_BS,
         loss_mask_BS=mask_BS,
-        tokens_DBS=shifted["tokens"],
-        labels_DBS=shifted["labels"],
+        tokens_DBS=None if batch["tokens"] is None else shifted(batch["tokens"]),
+        labels_DBS=shifted(labels_BS),
         loss_mask_DBS=mask_DBS,
         inside_DBS=inside_document(labels_BS, depths, document_BS).contiguous(),
         positions_S=torch.arange(labels_BS.size(1), device=labels_BS.device),

@@ -107,13 +107,16 @@ def parse_run_args(
         return add_mtp_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
 
     given = parse_args(add_arguments)
+    has_none = given.mtp_num_layers == 0
+    older = {"position_embedding_type": "rope"} if given.use_rotary_position_embeddings else {}
+    vars(given).update(older)  # which Megatron does after it has checked the positions of depths
     check_ranges(given)
     check_hub(given)
     set_depths(given)
     if not given.use_checkpoint_args:
         check_flags(given, mtp_config_from_args(given))
     check_load(given, mends)
-    stored = checkpoint_arguments(given)
+    stored = checkpoint_arguments(given) | older
 
     def add_stored_arguments(parser: ArgumentParser) -> ArgumentParser:
         parser = add_arguments(parser)
@@ -123,6 +126,8 @@ def parse_run_args(
     args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
     if given.mtp_use_repeated_layer:
         args.mtp_use_repeated_layer = True  # with --use-checkpoint-args Megatron has put the checkpoint's in its place
+    if has_none:
+        args.mtp_num_layers = None
     check_supported(args)  # older flags now have their newer names
     if args.use_checkpoint_args:
         if given.mtp_num_layers is not None:

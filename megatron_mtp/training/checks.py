@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
+from megatron.training import get_tokenizer
 from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -31,6 +32,7 @@ from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tok
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS
 from megatron_mtp.model.hybrid import RECURRENT
 from megatron_mtp.runtime import transformer_engine_works
+from megatron_mtp.training.chat import ChatFile, trained_part
 from megatron_mtp.training.short_log import say
 
 PATTERN, SHARES = "--hybrid-layer-pattern", "--mtp-repeated-layer-shares-kv"
@@ -187,6 +189,12 @@ TOGETHER: tuple[Row, ...] = (
         "--save is {save}, but --save-interval is missing; give the steps between checkpoints.",
     ),
     # silent until the evaluation after the run, which fails
+    # silent: Megatron ignores it
+    (
+        lambda args: args.rampup_batch_size is not None,
+        "--rampup-batch-size was given, which Megatron 0.19 ignores; give --step-batch-size-schedule in its place, and "
+        "without --global-batch-size: '0:64 1B:256' goes from 64 to 256 at a billion tokens.",
+    ),
     (
         lambda args: args.full_validation and not args.multiple_validation_sets,
         "--full-validation works with --multiple-validation-sets alone; give both, or neither.",
@@ -236,7 +244,7 @@ WITH_DEPTHS: tuple[Row, ...] = (
     # ours, all of them
     (
         lambda args: args.mtp_num_layers < 1,
-        "--mtp-num-layers is {mtp_num_layers}; give 1 or more, or leave the flag out to train without depths.",
+        "--mtp-num-layers is {mtp_num_layers}; give 1 or more, or 0 to train without depths.",
     ),
     (
         lambda args: not 0 <= (args.mtp_loss_scaling_factor or 0) < math.inf,
@@ -354,7 +362,7 @@ def _check_folder(flag: str, named: str | None) -> None:
 
 
 def set_depths(args: Namespace) -> None:
-    """Count the depths of --hybrid-layer-pattern as --mtp-num-layers, as Megatron does later (ours).
+    """Count the depths of --hybrid-layer-pattern as --mtp-num-layers, as Megatron does later, and 0 as none (ours).
 
     Raises:
         ValueError: the pattern cannot be read, or --mtp-num-layers is another number.
@@ -363,6 +371,7 @@ def set_depths(args: Namespace) -> None:
         if getattr(args, old) is not None:
             raise ValueError(f"{flag_of(old)} is deprecated; give {PATTERN}, as '<trunk>/<depth>/...'.")
     if args.hybrid_layer_pattern is None:
+        args.mtp_num_layers = args.mtp_num_layers or None
         return
     depths = parse_hybrid_pattern(args.hybrid_layer_pattern).mtp_num_depths
     if args.mtp_num_layers not in (None, depths):
@@ -418,9 +427,13 @@ def check_precision(args: Namespace) -> None:
 
 
 def check_hub(args: Namespace) -> None:
-    """Refuse a tokenizer that transformers would seek on the Hub for a minute, without reaching it (crash)."""
-    name = args.tokenizer_model
-    if args.tokenizer_type != "HuggingFaceTokenizer" or name is None or Path(name).exists() or getproxies():
+    """Refuse a tokenizer that would be sought on the Hub for minutes, without reaching it (crash)."""
+    flag, name, instead = "--tokenizer-model", args.tokenizer_model, "give the folder of a tokenizer"
+    if args.tokenizer_type == "GPT2BPETokenizer":  # with its files too, Megatron asks for GPT-2's configuration
+        flag, name, instead = "--tokenizer-type", "gpt2", "give HuggingFaceTokenizer and --tokenizer-model FOLDER"
+    elif args.tokenizer_type != "HuggingFaceTokenizer":
+        return
+    if name is None or Path(name).exists() or getproxies():
         return
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -428,10 +441,11 @@ def check_hub(args: Namespace) -> None:
         if try_to_load_from_cache(name, "tokenizer_config.json") is None:
             socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
     except (OSError, ValueError):  # a path is no name on the Hub
-        raise ValueError(
-            f"--tokenizer-model is {name}, which is no folder here, and the Hugging Face Hub cannot be reached or has "
-            "no such names; give the folder of a tokenizer."
-        ) from None
+        given = name if flag == "--tokenizer-model" else args.tokenizer_type
+        where = "which is no folder here, and the Hugging Face Hub cannot be reached or has no such names"
+        if flag == "--tokenizer-type":
+            where = "which needs the model gpt2 of the Hugging Face Hub, and that cannot be reached"
+        raise ValueError(f"{flag} is {given}, {where}; {instead}.") from None
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -454,6 +468,9 @@ def check_data(args: Namespace, vocabulary: int) -> None:
             "files of conversations with --sft, or --mock-data."
         )
     if args.sft:
+        if prefixes and "://" not in prefixes[0] and len(chats := ChatFile(prefixes[0])):
+            for line in trained_part(get_tokenizer(), chats[0], args.sft_tokenizer_prompt_format):
+                say(f"> {line}")
         return
     check_data_prefixes(prefixes, vocabulary)
     if args.data_path is not None and args.split is not None:

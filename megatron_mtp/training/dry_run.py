@@ -2,7 +2,8 @@
 
 Megatron's own parser reads and checks the flags. The model of the first rank of every pipeline stage is built on the
 meta device, over process groups that never send anything, so that parameters are counted. Memory is Megatron's own
-estimate for the trunk, and the same formulas for the depths.
+estimate for the trunk, and the same formulas for the depths. What needs libraries of GPUs changes no number:
+the plan is made without it, and names the libraries.
 """
 
 import math
@@ -11,6 +12,7 @@ from argparse import BooleanOptionalAction, Namespace
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -35,6 +37,17 @@ GIB = 2**30
 RESOLVED = ("ffn_hidden_size", "global_batch_size", "kv_channels", "padded_vocab_size")
 """Sizes that Megatron derives if no flag gives them."""
 
+OF_LIBRARIES: dict[str, tuple[str, Any]] = {
+    "fp8": ("Transformer Engine", None),
+    "fp4": ("Transformer Engine", None),
+    "fp8_param_gather": ("Transformer Engine", False),
+    "moe_permute_fusion": ("Transformer Engine", False),
+    "moe_router_fusion": ("Transformer Engine", False),
+    "tp_comm_overlap": ("Transformer Engine", False),
+    "moe_enable_deepep": ("DeepEP", False),
+}
+"""Arguments that need a library, and what they are in a plan."""
+
 PARTS = {"trunk": "decoder.", "depths": "mtp.", "embedding": "embedding.", "head": "output_layer."}
 """The parts of a model, and how the names of their parameters begin."""
 
@@ -49,6 +62,7 @@ def plan(argv: list[str], ranks: int) -> str:
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # the kernels for experts need it
     argv += flags_without(CUDA)
     args = parse_run_args(mends=False)
+    flags, needed = _flags(args), _without_libraries(args)
     config = checked_model_config(args)
     config.transformer.perform_initialization = False
     total, lines = Counter[str](), list[str]()
@@ -59,7 +73,20 @@ def plan(argv: list[str], ranks: int) -> str:
         lines.append(f"a rank of stage {stage} holds {local.total():,} parameters: {parts}")
     counted = [f"parameters: {total.total():,}", *(f"  {part:<10}{total[part]:>20,}" for part in PARTS)]
     memory = _memory(args, local["depths"])
-    return "\n".join([*_flags(args), "", *_layout(args), "", *counted, "", *lines, "", *memory, *_data(args)])
+    return "\n".join([*flags, "", *needed, *_layout(args), "", *counted, "", *lines, "", *memory, *_data(args)])
+
+
+def _without_libraries(args: Namespace) -> list[str]:
+    """Leave out what needs libraries that this machine may lack; a line names them."""
+    needed = dict[str, None]()
+    for name, (library, plain) in OF_LIBRARIES.items():
+        if getattr(args, name) != plain:
+            setattr(args, name, plain)
+            needed[library] = None
+    if args.moe_token_dispatcher_type == "flex":
+        needed["HybridEP" if args.moe_flex_dispatcher_backend == "hybridep" else "DeepEP"] = None
+        args.moe_token_dispatcher_type = "alltoall"
+    return [f"planned as for a machine with {' and '.join(needed)}", ""] if needed else []
 
 
 def _fewest_ranks() -> int:

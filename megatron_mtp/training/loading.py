@@ -198,23 +198,41 @@ def check_positions(args: Namespace) -> None:
 
 
 def check_optimizer(args: Namespace) -> None:
-    """Whether the optimizer's state in the checkpoint is of the kind that the run has, where it is to be loaded.
+    """Whether the optimizer's state in the checkpoint is there, and can be loaded by this run, where it is to be.
 
     Raises:
         ValueError: it is not.
     """
-    if args.finetune or args.no_load_optim or not checkpoint_exists(args.load):
+    if args.finetune or not checkpoint_exists(args.load):
         return
     folder = Path(get_load_checkpoint_path_by_args(args))
     if folder.name == RELEASE or not (folder / FORMAT).exists():
         return
     stored = DistReader(folder).state().get("args")
+    parts = {"optim": "state of an optimizer", "rng": "state of random numbers"}
+    unsaved = [part for part in parts if getattr(stored, f"no_save_{part}", False)]
+    if absent := [part for part in unsaved if not getattr(args, f"no_load_{part}")]:
+        raise ValueError(
+            f"--load {args.load} was saved without the {' and the '.join(parts[part] for part in absent)} "
+            f"(--no-save-{' --no-save-'.join(absent)}); give --no-load-{' --no-load-'.join(absent)} to go on with new "
+            "ones, or --finetune for a new run."
+        )
     was = getattr(stored, "use_distributed_optimizer", None)
-    if was is None or getattr(stored, "no_save_optim", False) or bool(was) == args.use_distributed_optimizer:
+    if args.no_load_optim or was is None:
         return
-    theirs, own = ("a distributed", "a plain") if was else ("a plain", "a distributed")
-    change = "give --use-distributed-optimizer" if was else "leave out --use-distributed-optimizer"
-    raise ValueError(
-        f"--load {args.load} holds the state of {theirs} optimizer, and this run has {own} one; {change}, or start "
-        "with a new state (--no-load-optim)."
-    )
+    if bool(was) != args.use_distributed_optimizer:
+        theirs, own = ("a distributed", "a plain") if was else ("a plain", "a distributed")
+        change = "give --use-distributed-optimizer" if was else "leave out --use-distributed-optimizer"
+        raise ValueError(
+            f"--load {args.load} holds the state of {theirs} optimizer, and this run has {own} one; {change}, or start "
+            "with a new state (--no-load-optim)."
+        )
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    other = [name for name in sizes if getattr(stored, name, None) != getattr(args, name)]
+    if was and other and not getattr(stored, "dist_ckpt_optim_fully_reshardable", True):
+        name = "--" + other[0].replace("_", "-")
+        raise ValueError(
+            f"--load {args.load} holds the state of a distributed optimizer for {name} {getattr(stored, other[0])}, "
+            f"and this run has {getattr(args, other[0])}; save with --dist-ckpt-optim-fully-reshardable to change the "
+            "layout, or start with a new state (--no-load-optim)."
+        )

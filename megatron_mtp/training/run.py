@@ -48,13 +48,15 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
 
 def _short_log(args: Namespace, argv: list[str], shows_tables: bool) -> ShortLog:
     """The reporter of a short log; one line names Megatron's listing, and --log-interval fits the run unless given."""
+    steps, samples = args.train_iters, args.train_samples
     if not any(word.startswith("--log-i") for word in argv):
-        args.log_interval = fitting_interval(args.train_iters)
+        args.log_interval = fitting_interval(steps if samples is None else samples // args.global_batch_size)
     folder = args.mtp_metrics_dir or args.save
     listing = keep_listing(None if folder is None else Path(folder))
     if args.rank == 0 and not args.skip_train:
         where = "--verbose shows Megatron's listing" if listing is None else f"Megatron's listing: {listing}"
-        say(f"> training to step {args.train_iters}, a line every {args.log_interval} steps; {where}")
+        end = f"sample {samples:,}" if steps is None else f"step {steps}"
+        say(f"> training to {end}, a line every {args.log_interval} steps; {where}")
     return ShortLog(shows_tables)
 
 

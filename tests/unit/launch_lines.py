@@ -18,13 +18,17 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Line:
-    """A launch line: the GPUs that torchrun starts, the vocabulary, the flags, and how many depths are added."""
+    """A launch line: the GPUs that torchrun starts, the vocabulary, the flags, and how many depths are added.
+
+    `for_megatron` are flags that Megatron needs as well: it checks depths before it applies an older flag.
+    """
 
     gpus: int
     vocabulary: int
     flags: str
     depths: int = 1
     refused: Refusal | None = None
+    for_megatron: str = ""
 
     @property
     def mended(self) -> str:
@@ -104,7 +108,11 @@ LINES: dict[str, Line] = {
         f"""--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --micro-batch-size 1 --global-batch-size 1536
         --rampup-batch-size 16 16 5859375 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16
         --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 {_GPT3}""",
-        refused=_LEARNED,
+        refused=Refusal(
+            "--rampup-batch-size was given, which Megatron 0.19 ignores",
+            drop="--rampup-batch-size 16 16 5859375",
+            add="--position-embedding-type rope",
+        ),
     ),
     "llama2-7b": Line(
         16,
@@ -178,7 +186,7 @@ LINES: dict[str, Line] = {
         --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 4096
         --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 384 --tensor-model-parallel-size 4
         --sequence-parallel {_OVERLAPPED}""",
-        refused=_LEARNED,  # Megatron checks depths before it applies the older flag
+        for_megatron="--position-embedding-type rope",
     ),
     "mixtral-8x7b": Line(
         8,

@@ -5,6 +5,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from megatron_mtp.checkpoint.mcore import stored_depths
 from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
 from megatron_mtp.cli import main as cli
 from megatron_mtp.model.arguments import APEX, CUDA, TE, flags_without
-from megatron_mtp.training import arguments
+from megatron_mtp.training import arguments, loading
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 from megatron_mtp.training.run import main
 
@@ -54,10 +55,10 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     ("flags", "says"),
     [
         (f"{ROPE} {MOCK} {DEPTHS} --save runs/x", "--save is runs/x, but --save-interval is missing"),
-        (f"{ROPE} {MOCK} --mtp-num-layers 0", "--mtp-num-layers is 0; give 1 or more"),
         (f"{ROPE} {MOCK} --mtp-num-layers -1", "--mtp-num-layers is -1; give 1 or more"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-scaling-factor -0.1", "--mtp-loss-scaling-factor is -0.1; give 0 or more"),
         (f"{MOCK} {DEPTHS}", "--position-embedding-type is learned_absolute"),
+        (f"{ROPE} {MOCK} --rampup-batch-size 2 2 8", "ignores; give --step-batch-size-schedule in its place"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-architecture diagonal", "--mtp-architecture is 'diagonal'; choose one of"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-init zeros", "--mtp-init is 'zeros'; choose one of random, last-layer"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-acceptance-interval -3", "--mtp-acceptance-interval is -3; give 0"),
@@ -149,7 +150,10 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ),
         (f"{ROPE} {DEPTHS}", "--data-path is missing; give the prefix"),
         (f"{ROPE} {DEPTHS} --data-path /nowhere/corpus", "there is no dataset '/nowhere/corpus'"),
-        (f"{ROPE} {DEPTHS} --data-path 0.5 a b c", "--data-path: there is no dataset '0.5' (neither 0.5.bin nor"),
+        (
+            f"{ROPE} {DEPTHS} --data-path 0.5 a b c",
+            "--data-path: there is no dataset '0.5' (0.5.bin and 0.5.idx missing)",
+        ),
         (f"{ROPE} {DEPTHS} --data-path a b 0.5 c", "does not hold (--data-path is ['a', 'b', '0.5', 'c'])"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-scaling-factor nan", "--mtp-loss-scaling-factor is nan; give 0 or more"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-temperature inf", "--mtp-temperature is inf; give a number from 0.01 to 100"),
@@ -242,6 +246,79 @@ def test_other_depths_than_stored_need_a_word(
     flags: str, says: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert says in refusal(f"{ROPE} {MOCK} {flags} --load {checkpoint}", monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("stored", "flags", "says"),
+    [
+        (
+            {"no_save_optim": True, "no_save_rng": True},
+            "",
+            "without the state of an optimizer and the state of random numbers (--no-save-optim --no-save-rng); give "
+            "--no-load-optim --no-load-rng to go on",
+        ),
+        ({"no_save_optim": True}, "--no-load-rng", "(--no-save-optim); give --no-load-optim to go on"),
+        (
+            {"use_distributed_optimizer": True, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1},
+            "--use-distributed-optimizer",
+            "for --tensor-model-parallel-size 2, and this run has 1; save with --dist-ckpt-optim-fully-reshardable",
+        ),
+    ],
+)
+def test_a_state_that_was_not_saved_for_this_run_is_one_sentence(
+    stored: dict[str, Any],
+    flags: str,
+    says: str,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    saved = Namespace(**stored, dist_ckpt_optim_fully_reshardable=False)
+    monkeypatch.setattr(loading.DistReader, "state", lambda _: {"args": saved})
+    words = f"{ROPE} {MOCK} --mtp-num-layers 1 --load {checkpoint} {flags}"
+    assert says in refusal(words, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (DEPTHS, "has 1 MTP layer(s); say with --mtp-init random or --mtp-init last-layer"),
+        (f"{DEPTHS} --mtp-use-repeated-layer --mtp-architecture parallel", "drop one of the two"),
+        ("--mtp-num-layers 1 --mtp-architecture parallel", "give --mtp-architecture sequential"),
+    ],
+)
+def test_depths_of_the_older_format_are_counted(
+    flags: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--ckpt-format torch made them at random without a word; two pipeline stages, the depth is on the last."""
+    names = {"00_000": "decoder.layers.0.x", "00_001": "mtp.layers.0.eh_proj.weight"}
+    for rank, name in names.items():
+        file = tmp_path / "iter_0000001" / f"mp_rank_{rank}" / "model_optim_rng.pt"
+        file.parent.mkdir(parents=True)
+        torch.save({"model": {name: torch.zeros(4)}, "iteration": 1}, file)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    words = f"{ROPE} {MOCK} {flags} --ckpt-format torch --load {tmp_path}"
+    assert says in refusal(words, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "depths", "position"),
+    [
+        (f"{ROPE} --num-layers 2 --mtp-num-layers 0", None, "rope"),
+        ("--position-embedding-type none --hybrid-layer-pattern *-*- --mtp-num-layers 0", None, "none"),
+        (f"--num-layers 2 --use-rotary-position-embeddings {DEPTHS}", 2, "rope"),
+    ],
+)
+def test_older_ways_of_saying_mean_what_they_mean_to_megatron(
+    flags: str, depths: int | None, position: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"{MODEL.replace('--num-layers 2', '')} {MOCK} {flags}"
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split(), *flags_without(CUDA)])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    args, model = parse_checked_args()
+    assert (args.mtp_num_layers, model.transformer.mtp_num_layers) == (depths, depths)
+    assert args.position_embedding_type == position
 
 
 def test_more_depths_than_the_model_has_are_taken_out_by_their_owner(

@@ -75,6 +75,7 @@ def test_a_line_means_with_depths_what_megatron_makes_of_it(name: str, monkeypat
     args, model = parse_checked_args()
     assert (args.mtp_num_layers, model.transformer.mtp_num_layers) == (line.depths, line.depths)
     forget()
+    launch(line, f"{line.mended} {line.for_megatron}", monkeypatch)
     assert differences(args, parse_and_validate_args()) == []
 
 

@@ -12,7 +12,7 @@ from megatron.core.datasets.utils import Split
 
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.training import datasets, forward_step
-from megatron_mtp.training.chat import ChatDataset
+from megatron_mtp.training.chat import ChatDataset, trained_part
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -75,6 +75,28 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, An
     found, depths = forward_step.get_batch(iter([torch.utils.data.default_collate([rows[0]])]), None)
     assert depths is not None
     return found, depths
+
+
+@pytest.mark.parametrize(
+    ("masks", "pad", "messages", "said"),
+    [
+        (True, PAD, CHATS[:3], ["of 6 tokens of the first conversation 3 are trained on: '4 5 6'"]),
+        (False, PAD, CHATS[:3], ["6 are trained on: '1 2 3 4 5 6'", "this format masks nothing: system and user"]),
+        (True, 6, CHATS[1:3], ["2 are trained on: '4 5'", "pads with '6', so that the end", "lines without system"]),
+    ],
+)
+def test_what_is_trained_on_is_said(
+    masks: bool, pad: int, messages: list[dict[str, str]], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = Words()
+    if not masks:
+        monkeypatch.setattr(words, "tokenize_conversation", lambda *_, **__: (np.arange(1, 7), np.arange(1, 7)))
+    monkeypatch.setattr(Words, "pad", pad)
+    monkeypatch.setattr(Words, "eod", 6, raising=False)
+    monkeypatch.setattr(Words, "detokenize", lambda _, ids: " ".join(map(str, ids)), raising=False)
+    lines = trained_part(words, messages, "default")
+    assert len(lines) == len(said)
+    assert all(part in line for part, line in zip(said, lines, strict=True)), lines
 
 
 def test_masks_end_with_the_answer_and_prompts_count_nowhere(batch: tuple[dict[str, Any], DepthBatch]) -> None:

@@ -5,10 +5,12 @@ A name such as `mtp.layers.1.eh_proj.weight` belongs to the layer of index 1. On
 """
 
 import re
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
@@ -46,10 +48,23 @@ def depth_of(key: str) -> int | None:
 
 
 def stored_depths(folder: Path) -> StoredDepths | None:
-    """The MTP layers of the checkpoint in an iteration's folder; None if it is no distributed checkpoint."""
-    if not (folder / FORMAT).is_file():
-        return None
-    return StoredDepths.of(read_catalogue(folder).state_dict_metadata)
+    """The MTP layers of the checkpoint in an iteration's folder; None if its format has no list of tensors."""
+    if (folder / FORMAT).is_file():
+        return StoredDepths.of(read_catalogue(folder).state_dict_metadata)
+    older = older_tensors(folder)
+    return None if older is None else StoredDepths.of(older)
+
+
+def older_tensors(folder: Path) -> dict[str, Tensor] | None:
+    """The tensors of an iteration saved by `--ckpt-format torch`, by name, of all ranks; None if it was not."""
+    found: dict[str, Tensor] = {}
+    files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
+    for file in files:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        for part, tensors in state.items():
+            if part.startswith("model"):
+                found |= tensors
+    return found if files else None
 
 
 def absent_layers(folder: Path, layers: int, sequential: bool, init: str | None) -> tuple[int, ...]:
@@ -95,9 +110,9 @@ def absent_layers(folder: Path, layers: int, sequential: bool, init: str | None)
 def stored_draft_vocabulary(folder: Path) -> Tensor | None:
     """Ids [N] of the tokens that the depths of the checkpoint in an iteration's folder draft.
 
-    Returns None if they draft all tokens, or if it is no distributed checkpoint.
+    Returns None if they draft all tokens, or if the format has no list of tensors.
     """
     if not (folder / FORMAT).is_file():
-        return None
+        return (older_tensors(folder) or {}).get(DRAFT_VOCABULARY)
     reader = DistReader(folder)
     return reader.read(DRAFT_VOCABULARY) if reader.holds(DRAFT_VOCABULARY) else None

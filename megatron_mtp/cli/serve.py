@@ -70,10 +70,9 @@ def run(args: Namespace) -> int:
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.memory import blocks_for, blocks_in
     from megatron_mtp.decoding.method import parse_config
-    from megatron_mtp.server.answers import Served
-    from megatron_mtp.server.ranks import Leader, follow, group_of_all
-    from megatron_mtp.server.server import listener, serve
-    from megatron_mtp.server.tokens import Ids, Words
+    from megatron_mtp.server.api import Served, listener, serve
+    from megatron_mtp.server.async_engine import Leader, follow, group_of_all
+    from megatron_mtp.server.detokenizer import Codec, TextCodec
 
     _check(args)
     config = None if args.speculative_config is None else parse_config(args.speculative_config)
@@ -92,10 +91,10 @@ def run(args: Namespace) -> int:
     engine = ContinuousEngine(runner, sizes, config, drafter)
     served = Served(
         name=args.served_model_name or _model_name(Path(args.load)),
-        codec=Ids() if tokenizer is None else Words(tokenizer),
+        codec=Codec() if tokenizer is None else TextCodec(tokenizer),
         positions=runner.positions,
         vocabulary=runner.vocab_size,
-        most_texts=args.max_waiting,  # they wait for a step before they run
+        most_outputs=args.max_waiting,  # they wait for a step before they run
         created=int(time.time()),
     )
     group = group_of_all() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None

@@ -1,16 +1,9 @@
-"""Serving: OpenAI's HTTP API in front of an engine that runs many texts at once.
+"""Serving: OpenAI's HTTP API in front of an engine that runs many requests at once.
 
-errors.py       errors in the API's form
-bodies.py       the fields of requests, checked
-tokens.py       text to tokens and back, letters as they come
-stops.py        stop strings
-choices.py      a text of an answer while it grows
-metrics.py      what Prometheus reads
-service.py      the thread that owns the engine
-ranks.py        the steps of rank 0 on the other ranks
-answers.py      bodies to requests, updates to answers and event streams
-completions.py  the form of /v1/completions
-chat.py         the form of /v1/chat/completions
-app.py          the paths
-server.py       uvicorn, which drains
+protocol.py      bodies of requests, checked, and errors
+detokenizer.py   text to tokens and back, characters as they come, stop strings
+metrics.py       the page that Prometheus reads
+outputs.py       updates of the engine to one answer, or a stream of events
+async_engine.py  the thread that owns the engine, and its steps on other ranks
+api.py           the paths, and uvicorn, which drains
 """

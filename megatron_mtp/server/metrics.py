@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics: the engine's counts as they are, and how long clients wait.
+"""The page that Prometheus reads at /metrics: the engine's counts as they are, and how long clients wait.
 
 Names end like vLLM's, so that one query reads both: megatron_mtp_num_requests_running for vllm:num_requests_running.
 """
@@ -16,32 +16,32 @@ PREFIX = "megatron_mtp_"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Borders of the histograms."""
 
-GONE = "cancelled"
-"""Why a text ended whose client has gone."""
+CANCELLED = "cancelled"
+"""Why a request ended whose client has gone."""
 
 Value = Callable[[Load], float]
 
 GAUGES: dict[str, tuple[str, Value]] = {
-    "num_requests_running": ("texts in the engine's steps", lambda load: load.running),
+    "num_requests_running": ("requests in the engine's steps", lambda load: load.running),
     "num_requests_waiting": ("requests that wait for a place", lambda load: load.waiting),
     "cache_blocks": ("blocks of the cache", lambda load: load.blocks),
-    "cache_blocks_used": ("blocks that live texts hold", lambda load: load.blocks_used),
+    "cache_blocks_used": ("blocks that live requests hold", lambda load: load.blocks_used),
     "cache_usage_ratio": (
-        "share of blocks that live texts hold",
+        "share of blocks that live requests hold",
         lambda load: load.blocks_used / (load.blocks or 1),
     ),
     "recurrent_states": (
-        "texts for whose recurrent states there is room; 0 without recurrent layers",
+        "requests for whose recurrent states there is room; 0 without recurrent layers",
         lambda load: load.states,
     ),
-    "recurrent_states_used": ("texts that have recurrent states", lambda load: load.states_used),
+    "recurrent_states_used": ("requests that have recurrent states", lambda load: load.states_used),
 }
 COUNTERS: dict[str, tuple[str, Value]] = {
-    "num_preemptions": ("texts put back, to be computed anew", lambda load: load.preempted),
+    "num_preemptions": ("requests put back, to be computed anew", lambda load: load.preempted),
     "prompt_tokens": ("tokens of prompts", lambda load: load.prompt_tokens),
     "prompt_tokens_cached": ("tokens of prompts that the cache already held", lambda load: load.cached_tokens),
     "generation_tokens": ("tokens that were emitted", lambda load: load.stats.emitted),
-    "target_forwards": ("forwards of the trunk, counted for every text", lambda load: load.stats.target_forwards),
+    "target_forwards": ("forwards of the trunk, counted for every request", lambda load: load.stats.target_forwards),
     "spec_decode_num_drafts": ("drafts that were verified", lambda load: next(iter(load.stats.offered_at), 0)),
     "spec_decode_num_draft_tokens": ("drafted tokens", lambda load: load.stats.drafted),
     "spec_decode_num_accepted_tokens": ("drafted tokens that were accepted", lambda load: load.stats.accepted),
@@ -52,7 +52,7 @@ BY_POSITION: dict[str, tuple[str, Callable[[Load], list[int]]]] = {
 }
 
 
-class OfTheEngine(Collector):
+class EngineCollector(Collector):
     """Reads the engine's counts when they are asked for."""
 
     def __init__(self, load: Callable[[], Load]) -> None:
@@ -73,7 +73,7 @@ class OfTheEngine(Collector):
 
 
 @dataclass
-class _Times:
+class _RequestTimes:
     asked: float
     last: float | None = None
 
@@ -82,39 +82,39 @@ class Metrics:
     """All metrics of a server; times are those of `time.perf_counter`."""
 
     def __init__(self) -> None:
-        self._registry, self._texts = CollectorRegistry(), dict[int, _Times]()
+        self._registry, self._requests = CollectorRegistry(), dict[int, _RequestTimes]()
 
         def histogram(name: str, about: str) -> Histogram:
             return Histogram(PREFIX + name, about, registry=self._registry, buckets=SECONDS)
 
-        self._first = histogram("time_to_first_token_seconds", "from the request to a text's first token")
+        self._first = histogram("time_to_first_token_seconds", "from the request to its first token")
         self._between = histogram(
-            "time_per_output_token_seconds", "between tokens of a text: time since its last ones, by the new ones"
+            "time_per_output_token_seconds", "between tokens of an output: time since its last ones, by the new ones"
         )
-        self._whole = histogram("e2e_request_latency_seconds", "from the request to a text's end")
+        self._whole = histogram("e2e_request_latency_seconds", "from the request to its end")
         self._ends = Counter(
-            PREFIX + "requests", "texts that have ended, by reason", ["finished_reason"], registry=self._registry
+            PREFIX + "requests", "requests that have ended, by reason", ["finished_reason"], registry=self._registry
         )
-        for reason in (*Finish, GONE):
+        for reason in (*Finish, CANCELLED):
             self._ends.labels(reason)  # 0 before the first one
 
     def read(self, load: Callable[[], Load]) -> None:
         """Report the counts of an engine."""
-        self._registry.register(OfTheEngine(load))
+        self._registry.register(EngineCollector(load))
 
     def page(self) -> bytes:
         """The metrics as Prometheus reads them."""
         return generate_latest(self._registry)
 
     def began(self, request: int, asked: float) -> None:
-        """A request was queued that was made at `asked`."""
-        self._texts[request] = _Times(asked)
+        """Note when a request was made that is queued now."""
+        self._requests[request] = _RequestTimes(asked)
 
     def grew(self, update: Update, now: float) -> None:
-        """A text got tokens, or a part of its prompt was run."""
+        """Time new tokens; none where a step only ran a part of the prompt."""
         if not update.tokens:
             return
-        times = self._texts[update.request]
+        times = self._requests[update.request]
         if times.last is None:
             self._first.observe(now - times.asked)
         else:
@@ -123,8 +123,8 @@ class Metrics:
         times.last = now
 
     def ended(self, request: int, reason: str) -> None:
-        """A text has ended, also since its client has gone (`GONE`)."""
-        times = self._texts.pop(request)
+        """Count a request that has ended, or whose client has gone (`CANCELLED`)."""
+        times = self._requests.pop(request)
         self._ends.labels(reason).inc()
-        if times.last is not None and reason != GONE:
+        if times.last is not None and reason != CANCELLED:
             self._whole.observe(times.last - times.asked)

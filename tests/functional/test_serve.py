@@ -259,7 +259,7 @@ def test_a_signal_drains_and_a_second_one_ends_at_once(folder: Path, tmp_path: P
         stream = iter(server.client().completions.create(**body, stream=True))
         next(stream)
         os.kill(server.process.pid, signal.SIGTERM)
-        until(lambda: "ending when all texts have ended" in server.log.read_text())
+        until(lambda: "ending when all requests have ended" in server.log.read_text())
         *_, last = stream
         assert last.choices[0].finish_reason == "length"
         assert server.process.wait(TIMEOUT) == 0

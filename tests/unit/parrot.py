@@ -17,12 +17,10 @@ from openai import OpenAI
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
 from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, TokenLogprob, Update
 from megatron_mtp.decoding.stats import AcceptanceStats
-from megatron_mtp.server.answers import Served
-from megatron_mtp.server.app import make_app
+from megatron_mtp.server.api import Served, Server, address_of, listener, make_app
+from megatron_mtp.server.async_engine import AsyncEngine
+from megatron_mtp.server.detokenizer import Codec, TextCodec
 from megatron_mtp.server.metrics import Metrics
-from megatron_mtp.server.server import Server, address_of, listener
-from megatron_mtp.server.service import Service
-from megatron_mtp.server.tokens import Ids, Words
 
 POSITIONS, BLOCK, NAME = 512, 16, "parrot"
 TEMPLATE = (
@@ -146,7 +144,7 @@ class Running:
 
     url: str
     engine: Parrot
-    service: Service
+    service: AsyncEngine
     server: Server
 
     def client(self, **settings: Any) -> OpenAI:
@@ -163,10 +161,10 @@ class Running:
 
 
 @contextmanager
-def running(engine: Any, codec: Ids, key: str | None = None) -> Iterator[Running]:
+def running(engine: Any, codec: Codec, key: str | None = None) -> Iterator[Running]:
     """A server in a thread, on a port of its own."""
     metrics = Metrics()
-    service, ready = Service(engine, metrics), threading.Event()
+    service, ready = AsyncEngine(engine, metrics), threading.Event()
     served = Served(NAME, codec, POSITIONS, 258, 128, 0)
     listening: socket.socket = listener("127.0.0.1", 0)
     server = Server(make_app(service, served, metrics, key), service, ready.set)
@@ -183,6 +181,6 @@ def running(engine: Any, codec: Ids, key: str | None = None) -> Iterator[Running
         assert not thread.is_alive()
 
 
-def words(folder: Path, template: str | None = TEMPLATE) -> Words:
+def words(folder: Path, template: str | None = TEMPLATE) -> TextCodec:
     """The codec of `tokenizer_in`."""
-    return Words(tokenizer_in(folder, template))
+    return TextCodec(tokenizer_in(folder, template))

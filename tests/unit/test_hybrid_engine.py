@@ -31,7 +31,7 @@ from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Round
-from megatron_mtp.server.tokens import Ids
+from megatron_mtp.server.detokenizer import Codec
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -168,7 +168,7 @@ def test_drafters_with_states_take_their_steps_one_by_one(pattern: str, method: 
 def test_a_server_answers_with_a_hybrid() -> None:
     """Three texts of one request share two places."""
     engine, prompts = engine_of("M-*-/M-/M-/M-", running=2), [PIECES[0], [1, 2], PIECES[1] + PIECES[2]]
-    with running(engine, Ids()) as server:
+    with running(engine, Codec()) as server:
         fields = {"prompt": prompts, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
         body = {**fields, "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
         choices = server.post("/v1/completions", body).json()["choices"]

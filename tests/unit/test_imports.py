@@ -200,7 +200,7 @@ def test_the_plain_modules_are_where_this_test_looks_for_them() -> None:
         ("training/run.py", "from megatron_mtp.checkpoint.mcore.iterations import x", []),
         ("training/run.py", "from megatron_mtp.cli.main import main", ["megatron_mtp.cli.main.main"]),
         ("cli/main.py", "import megatron_mtp.extensions.report", ["megatron_mtp.extensions.report"]),
-        ("server/app.py", "from megatron_mtp.extensions import report", ["megatron_mtp.extensions.report"]),
+        ("server/api.py", "from megatron_mtp.extensions import report", ["megatron_mtp.extensions.report"]),
         (
             "extensions/report/page.py",
             "from megatron_mtp.extensions.predict import engines",

@@ -10,8 +10,8 @@ import openai
 import pytest
 from parrot import NAME, POSITIONS, Parrot, Running, running, words
 
-from megatron_mtp.server.errors import LONGEST_BODY
-from megatron_mtp.server.tokens import Ids
+from megatron_mtp.server.detokenizer import Codec
+from megatron_mtp.server.protocol import LONGEST_BODY
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_prompts_are_texts_or_ids_or_lists_of_them(client: openai.OpenAI, server
         assert [choice.index for choice in found] == list(range(texts))
 
 
-def test_a_stream_has_whole_letters_and_ends_with_usage_if_asked_for(client: openai.OpenAI) -> None:
+def test_a_stream_has_whole_characters_and_ends_with_usage_if_asked_for(client: openai.OpenAI) -> None:
     chunks = list(
         client.completions.create(
             model=NAME, prompt="ab€", max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}
@@ -234,17 +234,17 @@ BAD: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "long text": ({"prompt": "a" * 10**6}, "has 1000000 tokens", "prompt"),
     "too many new": ({"max_tokens": 508}, "has 5 tokens, and the model has 512 positions", "prompt"),
     "none new": ({"max_tokens": 0}, "max_tokens is 0; give 1 or more", "max_tokens"),
-    "surrogate": ({"prompt": "a\ud800"}, r"the text holds '\ud800' at letter 2", None),
+    "surrogate": ({"prompt": "a\ud800"}, r"the text holds '\ud800' at character 2", None),
     "temperature": ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2", "temperature"),
     "tiny": ({"temperature": 1e-9}, "temperature: give 0 (greedy) or at least 1e-06", "temperature"),
     "text": ({"temperature": "1"}, "temperature: Input should be a valid number", "temperature"),
     "top_p": ({"top_p": 0}, "top_p: Input should be greater than 0", "top_p"),
-    "seed": ({"seed": 2**63 - 1, "n": 2}, "which 64 bits do not hold for 2 texts", "seed"),
+    "seed": ({"seed": 2**63 - 1, "n": 2}, "seed + n exceeds a signed 64-bit integer (seed=", "seed"),
     "huge seed": ({"seed": 10**30}, "seed: Input should be less than", "seed"),
     "n": ({"n": 0}, "n: Input should be greater than or equal to 1", "n"),
-    "many": ({"prompt": ["a"] * 129}, "the request has 129 texts; this server takes 128 at once", None),
-    "a million": ({"prompt": ["a"] * 10**6}, "the request has 1000000 texts", None),
-    "stop": ({"stop": ""}, "stop: give at most 16 strings of 1 to 256 letters", "stop"),
+    "many": ({"prompt": ["a"] * 129}, "the request has 129 outputs; this server takes 128 at once", None),
+    "a million": ({"prompt": ["a"] * 10**6}, "the request has 1000000 outputs", None),
+    "stop": ({"stop": ""}, "stop: give at most 16 strings of 1 to 256 characters", "stop"),
     "stops": ({"stop": ["a"] * 17}, "stop: give at most 16 strings", "stop"),
     "logprobs": ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20", "logprobs"),
     "misspelt": ({"temprature": 1}, "'temprature' is not served here; leave it out.", "temprature"),
@@ -351,7 +351,7 @@ def test_an_api_key(tmp_path: Path) -> None:
 
 
 def test_without_a_tokenizer_token_ids_are_served() -> None:
-    with running(Parrot(), Ids()) as server:
+    with running(Parrot(), Codec()) as server:
         done = completion(server, prompt=[5, 6], max_tokens=3, return_token_ids=True, logprobs=1)["choices"][0]
         assert (done["text"], done["token_ids"]) == ("", [5, 6, 5])
         assert done["logprobs"]["tokens"] == ["token_id:5", "token_id:6", "token_id:5"]

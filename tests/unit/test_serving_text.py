@@ -1,4 +1,4 @@
-"""Letters as they come, and stop strings: the same however tokens arrive, and no letter is broken or too early."""
+"""Characters as they come, and stop strings: the same however tokens arrive, none broken, none too early."""
 
 import math
 from itertools import pairwise
@@ -11,45 +11,44 @@ from hypothesis import strategies as st
 from parrot import tokenizer_in, words
 from tokenizers import Tokenizer, decoders, models
 
-from megatron_mtp.server.choices import finite
-from megatron_mtp.server.stops import Reading, StopStrings
-from megatron_mtp.server.tokens import Ids, Reader, Words
+from megatron_mtp.server.detokenizer import Codec, Detokenizer, OutputText, StopStrings, TextCodec
+from megatron_mtp.server.outputs import finite
 
 LETTERS = st.text(alphabet="ab €🙂ü\n", max_size=12)
 
 
 @pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> Words:
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return words(tmp_path_factory.mktemp("tokenizer"))
 
 
-def read(reader: Reader, ids: list[int]) -> list[str]:
-    return [reader.add(token) for token in ids] + [reader.rest()]
+def read(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
+    return [detokenizer.add(token) for token in ids] + [detokenizer.rest()]
 
 
 @given(prompt=LETTERS, text=LETTERS, cut=st.integers(0, 60))
 @example(prompt="€", text="", cut=1)
-def test_letters_are_whole_wherever_the_prompt_ends(codec: Words, prompt: str, text: str, cut: int) -> None:
-    """Also where it ends in the middle of a letter, which then belongs to the text."""
+def test_characters_are_whole_wherever_the_prompt_ends(codec: TextCodec, prompt: str, text: str, cut: int) -> None:
+    """Also where it ends inside of a character, which then belongs to the text."""
     ids = codec.encode(prompt + text, special=False)
     cut = min(cut, len(ids))
     whole = codec.decode(ids[:cut]).rstrip("�")
-    assert whole + "".join(read(codec.reader(ids[:cut]), ids[cut:])) == prompt + text
+    assert whole + "".join(read(codec.detokenizer(ids[:cut]), ids[cut:])) == prompt + text
 
 
-def test_the_euro_sign_appears_with_its_last_byte(codec: Words) -> None:
+def test_the_euro_sign_appears_with_its_last_byte(codec: TextCodec) -> None:
     ids = codec.encode("a€b", special=False)
-    assert read(codec.reader([]), ids) == ["a", "", "", "€", "b", ""]
-    assert read(codec.reader([]), ids[:3]) == ["a", "", "", "�"], "bytes without an end are said at the end"
-    assert read(codec.reader([]), [0, ids[0], 1]) == ["", "a", "", ""], "special tokens are no text"
+    assert read(codec.detokenizer([]), ids) == ["a", "", "", "€", "b", ""]
+    assert read(codec.detokenizer([]), ids[:3]) == ["a", "", "", "�"], "bytes without an end are said at the end"
+    assert read(codec.detokenizer([]), [0, ids[0], 1]) == ["", "a", "", ""], "special tokens are no text"
 
 
 def test_a_leading_space_depends_on_the_prompt() -> None:
     """A tokenizer like Llama's writes no space before a text's first word, but one before a later word."""
     backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁a", -1.0), ("b", -1.0)], unk_id=0))
     backend.decoder = decoders.Metaspace()
-    assert read(Reader(backend, []), [1, 2, 1])[:3] == ["a", "b", " a"]
-    assert read(Reader(backend, [2]), [1, 2, 1])[:3] == [" a", "b", " a"]
+    assert read(Detokenizer(backend, []), [1, 2, 1])[:3] == ["a", "b", " a"]
+    assert read(Detokenizer(backend, [2]), [1, 2, 1])[:3] == [" a", "b", " a"]
 
 
 class Rewriting:
@@ -59,10 +58,10 @@ class Rewriting:
         return "x" * len(ids)
 
 
-def test_a_decoder_that_takes_letters_back_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = Reader(None, [])
-    monkeypatch.setattr(reader, "_backend", Rewriting())
-    assert read(reader, [1, 2]) == ["x", "x", ""]
+def test_a_decoder_that_takes_characters_back_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    detokenizer = Detokenizer(None, [])
+    monkeypatch.setattr(detokenizer, "_backend", Rewriting())
+    assert read(detokenizer, [1, 2]) == ["x", "x", ""]
 
 
 @given(text=st.text(alphabet="abc", max_size=20), stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4),
@@ -73,8 +72,8 @@ def test_stop_strings_do_not_depend_on_the_pieces(text: str, stops: list[str], b
     edges = sorted({0, len(text), *(border for border in borders if border < len(text))})
     strings, out, stop = StopStrings(tuple(stops)), "", None
     for start, end in pairwise(edges):
-        released = strings.add(text[start:end])
-        out, stop = out + released.text, released.stop
+        released, stop = strings.add(text[start:end])
+        out += released
         if stop is not None:
             break
     else:
@@ -86,46 +85,46 @@ def test_stop_strings_do_not_depend_on_the_pieces(text: str, stops: list[str], b
 
 def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     strings = StopStrings(("\n\n", "END"))
-    out = [strings.add(piece).text for piece in ("a\n", "b\n", "cE", "N", "X", "\n")]
+    out = [strings.add(piece)[0] for piece in ("a\n", "b\n", "cE", "N", "X", "\n")]
     assert out == ["a", "\nb", "\nc", "", "ENX", ""]
     assert strings.rest() == "\n"
 
 
 @given(text=st.text(alphabet="ab€", max_size=12), stop=st.text(alphabet="ab€", min_size=1, max_size=3))
-def test_the_cut_keeps_the_token_that_completes_a_stop_string(codec: Words, text: str, stop: str) -> None:
+def test_the_cut_keeps_the_token_that_completes_a_stop_string(codec: TextCodec, text: str, stop: str) -> None:
     ids = codec.encode(text, special=False)
     kept = next((end for end in range(1, len(ids) + 1) if stop in codec.decode(ids[:end])), None)
-    at_once = Reading(codec.reader([]), (stop,))
+    at_once = OutputText(codec.detokenizer([]), (stop,))
     assert at_once(ids) == kept
     assert at_once(ids) == kept, "asked again, it says the same"
-    growing = Reading(codec.reader([]), (stop,))
+    growing = OutputText(codec.detokenizer([]), (stop,))
     answers = [growing(ids[:end]) for end in range(1, len(ids) + 1)]
     assert next((answer for answer in answers if answer is not None), None) == kept
 
 
 @given(text=st.text(alphabet="ab€", max_size=12), stop=st.text(alphabet="ab€", min_size=1, max_size=3))
-def test_a_token_is_read_once_whoever_comes_first(codec: Words, text: str, stop: str) -> None:
+def test_a_token_is_read_once_whoever_comes_first(codec: TextCodec, text: str, stop: str) -> None:
     """The engine reads a step before the answer does; what goes out is what an answer alone would read."""
     ids = codec.encode(text, special=False)
-    alone, shared = (Reading(codec.reader([]), (stop,)) for _ in range(2))
+    alone, shared = (OutputText(codec.detokenizer([]), (stop,)) for _ in range(2))
     reads: list[int] = []
-    add = shared._reader.add
-    shared._reader.add = lambda token: reads.append(token) or add(token)  # type: ignore[method-assign]
+    add = shared._detokenizer.add
+    shared._detokenizer.add = lambda token: reads.append(token) or add(token)  # type: ignore[method-assign]
     kept = shared(ids) or len(ids)
-    letters = [[one.letters(place, token) for place, token in enumerate(ids[:kept])] for one in (alone, shared)]
-    assert letters[0] == letters[1]
+    pieces = [[one.piece(place, token) for place, token in enumerate(ids[:kept])] for one in (alone, shared)]
+    assert pieces[0] == pieces[1]
     assert alone.rest() == shared.rest()
     assert reads == ids
 
 
-def test_single_tokens_as_text_and_bytes(codec: Words, tmp_path: Path) -> None:
+def test_single_tokens_as_text_and_bytes(codec: TextCodec, tmp_path: Path) -> None:
     a, *euro = codec.encode("a€", special=False)
     assert codec.written(a) == ("a", [97])
     assert [codec.written(token) for token in euro] == [
         ("bytes:\\xe2", [0xE2]), ("bytes:\\x82", [0x82]), ("bytes:\\xac", [0xAC])
     ]  # fmt: skip
     assert codec.written(0) == ("<|endoftext|>", list(b"<|endoftext|>"))
-    assert Ids().written(5) == ("token_id:5", None)
+    assert Codec().written(5) == ("token_id:5", None)
 
 
 def test_byte_tokens_of_other_tokenizers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -141,7 +140,7 @@ def test_a_tokenizer_without_a_compiled_part_is_refused(tmp_path: Path, monkeypa
     tokenizer: Any = tokenizer_in(tmp_path)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(ValueError, match=r"has no tokenizer.json; give one that has"):
-        Words(tokenizer)
+        TextCodec(tokenizer)
 
 
 @pytest.mark.parametrize(("logprob", "written"), [(-1.5, -1.5), (-math.inf, -9999.0), (math.nan, -9999.0)])

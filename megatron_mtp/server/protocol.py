@@ -1,25 +1,42 @@
-"""Bodies of requests: OpenAI's fields, and those that vLLM adds under vLLM's names. Any other field is refused.
+"""The HTTP API's protocol: bodies of requests, checked, and errors, in OpenAI's form.
 
-Out comes what the engine understands: sampling, penalties, seeds, stop tokens, a way to draft.
+Fields are OpenAI's, and those that vLLM adds under vLLM's names. Any other field is refused, so that a misspelt one
+does not change a completion in silence.
+
+Errors are {"error": {"message", "type", "param", "code"}} with an HTTP status:
+
+400  what cannot be served, and what is no JSON        405  another method than the path has
+401  a wrong key                                       413  a body that is too long
+404  a path or a model that is not here                429  the queue is full
+500  the engine has failed                             503  the server is ending
 """
 
 import secrets
 from abc import abstractmethod
+from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.requests import Penalties
 from megatron_mtp.decoding.sampling import LEAST_TEMPERATURE, Sampling
-from megatron_mtp.server.errors import refused
+
+LONGEST_BODY = 8 * 2**20
+"""Bytes of a request: a million token ids, and no more."""
+
+TOO_LONG = f"the body has more than {LONGEST_BODY} bytes; send less."
 
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls"
     .split()
 )  # fmt: skip
-"""Fields that change no text, and may be sent."""
+"""Fields that change no completion, and may be sent."""
 
 ASKING_FOR_NOTHING: tuple[Any, ...] = (None, {}, [], "", False)
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -38,6 +55,89 @@ USUAL_LIMIT = 16
 Finite = Field(allow_inf_nan=False)
 
 
+class APIError(Exception):
+    """An answer that is an error.
+
+    Attributes:
+        status: of HTTP.
+        message: a sentence.
+        param: the field of the body that is wrong.
+        code: a word that programs compare.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, _sendable(message), code
+        self.param = None if param is None else _sendable(param)
+
+    def response(self) -> JSONResponse:
+        """The answer; clients ask again after a second where that may help."""
+        return JSONResponse(self.body(), self.status, {"Retry-After": "1"} if self.status in (429, 503) else None)
+
+    def body(self) -> dict[str, Any]:
+        """The object that is sent."""
+        kind = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == HTTPStatus.TOO_MANY_REQUESTS else kind
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _sendable(text: str) -> str:
+    """As UTF-8 can have it: JSON may name half of a surrogate pair, which a client has sent."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def refused(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    """Status 400: what cannot be served."""
+    return APIError(400, message, param, code)
+
+
+def failed() -> APIError:
+    """Status 500: a bug, whose traceback stands in the server's log."""
+    return APIError(500, "the engine has failed; the server's log has the reason.", code="engine_failed")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer in this form wherever the app, FastAPI or Starlette refuses something."""
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        return _as_api_error(request, error).response()
+
+    for kind in (APIError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _as_api_error(request: Request, error: Exception) -> APIError:
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _of_a_body(error)
+    if not isinstance(error, HTTPException):
+        return failed()
+    what, message = f"{request.method} {request.url.path}", str(error.detail)
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message = f"there is no {what}; the paths stand at /openapi.json."
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = error.headers["Allow"] if error.headers else "another method"
+        message = f"{what} is not served; this path has {allowed}."
+    elif error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        message = TOO_LONG
+    return APIError(error.status_code, message)
+
+
+def _of_a_body(error: RequestValidationError) -> APIError:
+    """The first field that is wrong."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        place = first["loc"][1] + 1
+        return refused(f"the body is no JSON ({first['ctx']['error']} at character {place}); correct it.")
+    param = ".".join(str(part) for part in first["loc"][1:])
+    if not param:
+        return refused("the body is no JSON object; send one, with Content-Type: application/json.")
+    if first["type"] == "extra_forbidden":
+        return refused(f"'{param}' is not served here; leave it out.", param, "unknown_parameter")
+    return refused(f"{param}: {first['msg'].removeprefix('Value error, ')}", param)
+
+
 class StreamOptions(BaseModel):
     """`include_usage`: the last event has the sums of tokens."""
 
@@ -46,7 +146,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What both endpoints have in common."""
+    """Fields of both endpoints, and what the engine understands of them."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -69,21 +169,17 @@ class Body(BaseModel):
     return_token_ids: bool = False
     return_drafts: bool = False
     speculative_config: dict[str, Any] | None = None
+    echo: bool = False
 
     @property
     @abstractmethod
     def top(self) -> int | None:
-        """How many of the most probable tokens go with each token; None for no log-probabilities."""
+        """The number of most probable tokens listed with each token; None for no log-probabilities."""
 
     @property
     @abstractmethod
     def limit(self) -> int | None:
         """New tokens, at most; None for as many as there are positions."""
-
-    @property
-    @abstractmethod
-    def echoes(self) -> bool:
-        """Whether the answer begins with the prompt."""
 
     @model_validator(mode="before")
     @classmethod
@@ -106,7 +202,7 @@ class Body(BaseModel):
     def _can_be_looked_for(cls, given: str | list[str] | None) -> str | list[str] | None:
         stops = [given] if isinstance(given, str) else given or []
         if len(stops) > MOST_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in stops):
-            raise ValueError(f"give at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} letters")
+            raise ValueError(f"give at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters")
         return given
 
     @property
@@ -116,7 +212,7 @@ class Body(BaseModel):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the sums of tokens."""
+        """True where a stream ends with the sums of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self) -> Sampling:
@@ -124,15 +220,15 @@ class Body(BaseModel):
         return Sampling.of(self)
 
     def penalties(self) -> Penalties:
-        """On tokens that a text has."""
+        """Changes of the logits."""
         return Penalties(self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
 
     def seeds(self, count: int) -> list[int]:
-        """Of so many texts: the given one and the numbers after it, or random ones. Raises APIError."""
+        """The given seed and the numbers after it, or random ones. Raises APIError."""
         if self.seed is None:
             return [secrets.randbelow(SEEDS) for _ in range(count)]
         if self.seed + count > SEEDS:
-            raise refused(f"seed is {self.seed}, which 64 bits do not hold for {count} texts; give less.", "seed")
+            raise refused(f"seed + n exceeds a signed 64-bit integer (seed={self.seed}, n={count}).", "seed")
         return list(range(self.seed, self.seed + count))
 
     def speculative(self) -> SpeculativeConfig | None:
@@ -149,10 +245,9 @@ class Body(BaseModel):
 
 
 class CompletionBody(Body):
-    """/v1/completions; a prompt is a text or token ids, or a list of these."""
+    """/v1/completions; a prompt is a string or token ids, or a list of these."""
 
     prompt: Any
-    echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     add_special_tokens: bool = False
 
@@ -165,11 +260,6 @@ class CompletionBody(Body):
     def limit(self) -> int | None:
         """As in `Body`."""
         return USUAL_LIMIT if self.max_tokens is None else self.max_tokens
-
-    @property
-    def echoes(self) -> bool:
-        """As in `Body`."""
-        return self.echo
 
 
 class Part(BaseModel):
@@ -188,7 +278,7 @@ class Message(BaseModel):
     content: str | list[Part] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As templates read it: the content is one text."""
+        """As templates read it: the content is one string."""
         parts = self.content if isinstance(self.content, list) else []
         text = "".join(part.text for part in parts) if parts else self.content or ""
         return {**(self.model_extra or {}), "role": self.role, "content": text}
@@ -201,6 +291,7 @@ class ChatBody(Body):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: Literal[False] = False
 
     @property
     def top(self) -> int | None:
@@ -211,11 +302,6 @@ class ChatBody(Body):
     def limit(self) -> int | None:
         """As in `Body`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def echoes(self) -> bool:
-        """As in `Body`."""
-        return False
 
 
 def _asks_for_nothing(name: str, value: Any, served: bool) -> bool:

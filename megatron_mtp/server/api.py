@@ -1,0 +1,359 @@
+"""The server's paths, as a FastAPI application, and uvicorn, which drains.
+
+POST  /v1/completions, /v1/chat/completions      GET  /v1/models, /v1/models/NAME
+GET   /health, /metrics                          GET  /openapi.json  the fields
+
+body -> prompts -> requests -> engine            updates -> choices -> one object, or events, the last one [DONE]
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, override
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi import Request as HTTPRequest
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from megatron_mtp.decoding.requests import Engine, Request, check_prompt
+from megatron_mtp.server.async_engine import AsyncEngine, Outputs
+from megatron_mtp.server.detokenizer import Codec, OutputText
+from megatron_mtp.server.metrics import Metrics
+from megatron_mtp.server.outputs import Answer, ChatAnswer, Choice, CompletionAnswer
+from megatron_mtp.server.protocol import (
+    LONGEST_BODY,
+    TOO_LONG,
+    APIError,
+    Body,
+    ChatBody,
+    CompletionBody,
+    add_error_handlers,
+    refused,
+)
+
+PATIENCE = 10
+"""Seconds in which clients read the end of what they asked for, after the last token of all requests."""
+
+GONE = 499
+"""Status in logs of a client that went away, as nginx has it; nobody reads it."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that is served.
+
+    Attributes:
+        name: by which clients call it.
+        codec: its tokenizer.
+        positions: of a prompt with its output.
+        vocabulary: token ids below this can occur.
+        most_outputs: of one HTTP request.
+        created: Unix time of the start.
+    """
+
+    name: str
+    codec: Codec
+    positions: int
+    vocabulary: int
+    most_outputs: int
+    created: int
+
+    def check_name(self, asked: str | None) -> None:
+        """Raises APIError for another model."""
+        if asked not in (None, self.name):
+            raise APIError(404, f"the model '{asked}' is not served; '{self.name}' is.", "model", "model_not_found")
+
+    def check_outputs(self, count: int) -> None:
+        """Raises APIError where one HTTP request has more outputs than the server ever takes."""
+        if count > self.most_outputs:
+            raise refused(
+                f"the request has {count} outputs; this server takes {self.most_outputs} at once, so send fewer."
+            )
+
+    def check_prompt(self, prompt: list[int], limit: int | None) -> None:
+        """Raises APIError for a prompt that cannot be continued by so many tokens."""
+        if len(prompt) + max(1 if limit is None else limit, 1) > self.positions:
+            raise refused(
+                f"the prompt has {len(prompt)} tokens, and the model has {self.positions} positions for it and the "
+                "new ones; send less, or ask for fewer tokens.",
+                "prompt",
+                "context_length_exceeded",
+            )
+        try:
+            check_prompt(prompt, self.positions, self.vocabulary)
+        except ValueError as error:
+            raise refused(str(error), "prompt") from error
+
+
+def serve(engine: Engine, served: Served, listening: socket.socket, key: str | None = None) -> int:
+    """Serve an engine at a socket until a signal ends it; returns the exit status, 1 if the engine has failed."""
+    metrics = Metrics()
+    running = AsyncEngine(engine, metrics)
+
+    def ready() -> None:
+        print(f"> '{served.name}' is served at {address_of(listening)}", flush=True)
+
+    Server(make_app(running, served, metrics, key), running, ready).run([listening])
+    return int(running.broken)
+
+
+class Server(uvicorn.Server):
+    """Serves an application until its engine has drained, or is broken.
+
+    The first SIGTERM or Ctrl-C ends it when all requests have ended, a second one at once.
+    """
+
+    def __init__(self, app: ASGIApp, engine: AsyncEngine, ready: Callable[[], None]) -> None:
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=PATIENCE))
+        self._engine, self._ready = engine, ready
+
+    @override
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._ready()
+
+    @override
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal, end at the second."""
+        if self._engine.draining:
+            os._exit(128 + sig)
+        self._engine.draining = True
+        print("> ending when all requests have ended; a second signal ends at once", file=sys.stderr, flush=True)
+
+    @override
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: end if there is nothing more to do."""
+        self.should_exit |= self._engine.broken or (self._engine.draining and self._engine.idle)
+        return await super().on_tick(counter)
+
+
+def listener(host: str, port: int) -> socket.socket:
+    """A socket with this address, which refuses connections until the server is ready.
+
+    Raises:
+        ValueError: the address cannot be had.
+    """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"--port is {port}; give 1 to 65535, or 0 for any that is free.")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        made = socket.socket(family, socket.SOCK_STREAM)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except (OSError, UnicodeError) as error:  # the latter for a name of too many characters
+        reason = getattr(error, "strerror", error)
+        raise ValueError(
+            f"--host {host} --port {port} cannot be listened at ({reason}); give another one, or --port 0 for any "
+            "that is free."
+        ) from error
+    return made
+
+
+def address_of(listening: socket.socket) -> str:
+    """The URL of a socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_app(engine: AsyncEngine, served: Served, metrics: Metrics, key: str | None = None) -> ASGIApp:
+    """The application; it starts and ends the engine's thread.
+
+    Args:
+        engine: takes the requests.
+        served: the model.
+        metrics: those that the engine feeds.
+        key: that clients must send, if any.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        engine.stop()
+
+    metrics.read(lambda: engine.load)
+    app = FastAPI(title="megatron-mtp", lifespan=lifespan, max_body_size=LONGEST_BODY, docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    model = {
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "megatron-mtp",
+        "max_model_len": served.positions,
+    }
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, asked: HTTPRequest) -> Response:
+        served.check_name(body.model)
+        prompts = await run_in_threadpool(_completion_prompts, body, served)
+        return await _answered(asked, engine, served, body, prompts, CompletionAnswer)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, asked: HTTPRequest) -> Response:
+        served.check_name(body.model)
+        messages = [message.plain() for message in body.messages]
+        prompt = await run_in_threadpool(served.codec.chat, messages)
+        return await _answered(asked, engine, served, body, [prompt], ChatAnswer)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def named(name: str) -> dict[str, Any]:
+        served.check_name(name)
+        return model
+
+    @app.get("/health")
+    async def health() -> Response:
+        state = "broken" if engine.broken else "draining" if engine.draining else "ok"
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+    @app.get("/metrics")
+    async def metrics_page() -> Response:
+        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    return RequestGuard(app, key)
+
+
+class RequestGuard:
+    """Refuses before a body is read: a wrong key for what costs something, and a body that says that it is too long."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app, self._key = app, key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it."""
+        answering = self._app if scope["type"] != "http" else self._refused(scope) or self._app
+        await answering(scope, receive, send)
+
+    def _refused(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        given, length = headers.get("authorization", ""), headers.get("content-length", "0")
+        guarded = self._key is not None and scope["path"].startswith("/v1")
+        if guarded and not secrets.compare_digest(given.encode("latin-1"), f"Bearer {self._key}".encode()):
+            message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`."
+            return APIError(401, message, code="invalid_api_key").response()
+        if length.isdecimal() and int(length) > LONGEST_BODY:
+            return APIError(413, TOO_LONG).response()
+        return None
+
+
+def _completion_prompts(body: CompletionBody, served: Served) -> list[list[int]]:
+    """Token ids of all prompts. Raises APIError for what is no prompt."""
+    given = [body.prompt] if isinstance(body.prompt, str) or _are_ids(body.prompt) else body.prompt
+    if not isinstance(given, list) or not given:
+        raise refused("prompt: give a text, a list of token ids, or a list of these.", "prompt")
+    served.check_outputs(len(given) * body.n)  # before they are tokenized
+    prompts = [served.codec.encode(one, body.add_special_tokens) if isinstance(one, str) else one for one in given]
+    if not all(map(_are_ids, prompts)):
+        raise refused("prompt: a prompt is empty, or neither a text nor a list of token ids; correct it.", "prompt")
+    return prompts
+
+
+def _are_ids(given: object) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(one) is int for one in given)
+
+
+async def _answered[AnyBody: Body](
+    asked: HTTPRequest,
+    engine: AsyncEngine,
+    served: Served,
+    body: AnyBody,
+    prompts: list[list[int]],
+    form: type[Answer[AnyBody]],
+) -> Response:
+    """The response to a body with these prompts. Raises APIError for what is not served."""
+    requests, choices = _requests(body, served, prompts)
+    answer = form(body, choices, served.name, served.codec)
+    if body.stream:
+        outputs = await engine.submit(requests)
+        return EventStream(engine, outputs, answer.events(outputs))
+
+    async def whole() -> dict[str, Any]:
+        outputs = await engine.submit(requests)
+        try:
+            return await answer.whole(outputs)
+        finally:
+            engine.forget(outputs)
+
+    written = await _unless_gone(asked, whole())
+    return Response(status_code=GONE) if written is None else JSONResponse(written)
+
+
+def _requests(body: Body, served: Served, prompts: list[list[int]]) -> tuple[list[Request], list[Choice]]:
+    """A request of the engine and a choice of the answer for each output. Raises APIError."""
+    limit, codec = body.limit, served.codec
+    served.check_outputs(len(prompts) * body.n)
+    for prompt in prompts:
+        served.check_prompt(prompt, limit)
+    if body.stops and codec.backend is None:
+        raise refused("the checkpoint names no tokenizer to look for stop strings with; use stop_token_ids.", "stop")
+    if limit == 0 and not body.echo:
+        raise refused("max_tokens is 0; give 1 or more, or echo for the prompt alone.", "max_tokens")
+    all_prompts = [prompt for prompt in prompts for _ in range(body.n)]
+    choices = [
+        Choice(index, prompt, OutputText(codec.detokenizer(prompt), body.stops), muted=limit == 0)
+        for index, prompt in enumerate(all_prompts)
+    ]
+    sampling, penalties, speculative = body.sampling(), body.penalties(), body.speculative()
+    requests = [
+        Request(
+            prompt=choice.prompt,
+            max_new_tokens=served.positions - len(choice.prompt) if limit is None else max(limit, 1),
+            sampling=sampling,
+            seed=seed,
+            penalties=penalties,
+            stop_ids=(frozenset() if body.ignore_eos else codec.ends) | frozenset(body.stop_token_ids or ()),
+            cut=choice.text if body.stops else None,
+            logprobs=body.top,
+            prompt_logprobs=body.top if body.echo else None,
+            speculative=speculative,
+        )
+        for choice, seed in zip(choices, body.seeds(len(choices)), strict=True)
+    ]
+    return requests, choices
+
+
+class EventStream(StreamingResponse):
+    """Events of outputs, which are forgotten however the response ends: with them, or without its client."""
+
+    def __init__(self, engine: AsyncEngine, outputs: Outputs, events: AsyncIterator[bytes]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._engine, self._outputs = engine, outputs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._engine.forget(self._outputs)
+
+
+async def _unless_gone(asked: HTTPRequest, work: Awaitable[dict[str, Any]]) -> dict[str, Any] | None:
+    """The work's result; None, and the work is cancelled, where the client goes away before."""
+
+    async def gone() -> None:
+        while (await asked.receive())["type"] != "http.disconnect":
+            pass
+
+    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        leaving.cancel()

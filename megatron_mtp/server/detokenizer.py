@@ -1,0 +1,240 @@
+"""Text to tokens and back, safely from several threads: prompts, chats, output as its characters come, stop strings.
+
+tokens    "a"  E2 82  AC    "\\n"   "\\n"
+text      "a"         "€"                   a character goes out when all of its bytes are there, and not before it is
+                                            known to belong to no stop string, here "\\n\\n", which has ended the output
+"""
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from megatron_mtp.server.protocol import refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONTEXT = 8
+"""Newest tokens of a prompt, by which the first new one is written: with a leading space, or inside of a character."""
+
+UNFINISHED = "\ufffd"
+
+
+class Detokenizer:
+    """Incremental detokenizer; holds back incomplete UTF-8."""
+
+    def __init__(self, backend: Tokenizer | None, context: list[int], hidden: frozenset[int] = frozenset()) -> None:
+        self._backend, self._hidden = backend, hidden
+        self._stream, self._pending = DecodeStream(skip_special_tokens=True), list[int]()
+        if backend is None:
+            return
+        context = context[-CONTEXT:]
+        whole = len(context)
+        while whole and backend.decode(context[:whole]).endswith(UNFINISHED):
+            whole -= 1  # the last character's first bytes stand in the context
+        self._stream = DecodeStream(context[:whole], skip_special_tokens=True)
+        for token in context[whole:]:
+            self.add(token)
+
+    def add(self, token: int) -> str:
+        """The characters that this token completes."""
+        if self._backend is None or token in self._hidden:
+            return ""
+        self._pending.append(token)
+        try:
+            piece = self._stream.step(self._backend, token)
+        except Exception:  # the library's own, where a decoder rewrites what it has given out
+            self._stream, piece = DecodeStream(skip_special_tokens=True), self.rest()
+        if piece:
+            self._pending.clear()
+        return piece or ""
+
+    def rest(self) -> str:
+        """The text of bytes that complete no character, at the output's end."""
+        pending, self._pending = self._pending, []
+        return "" if self._backend is None else self._backend.decode(pending, skip_special_tokens=True)
+
+
+class StopStrings:
+    """Pieces of text in, what may go out; cutting the text into other pieces changes nothing."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops, self._held = stops, ""
+
+    def add(self, piece: str) -> tuple[str, str | None]:
+        """The new characters that may go out, and the stop string that has ended the text."""
+        text = self._held + piece
+        found = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            _, start, stop = min(found)  # the one that is whole first
+            self._held = ""
+            return text[:start], stop
+        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept], None
+
+    def rest(self) -> str:
+        """The characters that were held back, of a text that has ended otherwise."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the text's end that begin the stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+
+
+class Piece(NamedTuple):
+    """A token's part of an output: the characters that it completes, and those that may go out with it."""
+
+    whole: str
+    released: str
+
+
+class OutputText:
+    """The tokens of one output, each read once: by the engine where there are stop strings, else by the answer.
+
+    As `Request.cut` it gives the number of tokens to keep, up to the one that completes a stop string; None before.
+    Lists must grow from call to call.
+
+    Attributes:
+        stops: the stop strings.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...]) -> None:
+        self.stops, self._detokenizer, self._strings = stops, detokenizer, StopStrings(stops)
+        self._pieces = list[Piece]()
+        self._end: int | None = None
+
+    def __call__(self, ids: list[int]) -> int | None:
+        """Read the tokens that were emitted so far."""
+        for place in range(len(self._pieces), len(ids)):
+            self.piece(place, ids[place])
+        return self._end
+
+    def piece(self, place: int, token: int) -> Piece:
+        """The part of the token at a place; places are read in their order."""
+        if place == len(self._pieces):
+            whole = self._detokenizer.add(token)
+            self._pieces.append(Piece(whole, self._released(whole)))
+        return self._pieces[place]
+
+    def rest(self) -> str:
+        """The end of the text, after all tokens: incomplete characters, and what was held back."""
+        return self._released(self._detokenizer.rest()) + ("" if self._end is not None else self._strings.rest())
+
+    def _released(self, piece: str) -> str:
+        """Nothing goes out behind a stop string."""
+        if self._end is not None:
+            return ""
+        released, stop = self._strings.add(piece)
+        if stop is not None:
+            self._end = len(self._pieces) + 1
+        return released
+
+
+class Codec:
+    """No tokenizer: text is refused, and outputs have no text; clients send and read token ids."""
+
+    ends: frozenset[int] = frozenset()
+    backend: Tokenizer | None = None
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """The tokens of a text, with the tokenizer's own beginning if `special`. Raises APIError."""
+        raise refused("the checkpoint names no tokenizer; send token ids as the prompt.", "prompt")
+
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The tokens of a chat, up to where the answer begins. Raises APIError."""
+        raise refused("the checkpoint names no tokenizer, so it has no chat template; use /v1/completions.", "messages")
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of tokens, without special ones."""
+        return ""
+
+    def detokenizer(self, context: list[int]) -> Detokenizer:
+        """Reads what continues the context."""
+        return Detokenizer(self.backend, context, self.ends)
+
+    def written(self, token: int) -> tuple[str, list[int] | None]:
+        """A token on its own as text, and its bytes."""
+        return f"token_id:{token}", None
+
+
+class TextCodec(Codec):
+    """A tokenizer, of which only the compiled part is used, which any number of threads may read.
+
+    Raises:
+        ValueError: it has no compiled part.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"the tokenizer is a {type(tokenizer).__name__}, which has no tokenizer.json; give one that has."
+            )
+        self._tokenizer = tokenizer
+        self.backend = backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        self.ends = frozenset([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+        self._added = {number: added.content for number, added in backend.get_added_tokens_decoder().items()}
+        self._bytes = _bytes_of_characters() if _is_byte_level(backend) else {}
+        self._backend = backend
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """As in `Codec`."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise refused(
+                f"the text holds {text[error.start]!a} at character {error.start + 1}, which is no Unicode "
+                "character; take it out."
+            ) from error
+        return list(self._backend.encode(text, add_special_tokens=special).ids)
+
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """As in `Codec`."""
+        if self._tokenizer.chat_template is None:
+            raise refused("the model's tokenizer has no chat template; use /v1/completions.", "messages")
+        try:
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates refuse roles and orders by exceptions of Jinja
+            raise refused(f"the chat template refuses these messages: {error}", "messages") from error
+        return self.encode(str(text), special=False)
+
+    def decode(self, ids: list[int]) -> str:
+        """As in `Codec`."""
+        return str(self._backend.decode(ids, skip_special_tokens=True))
+
+    def written(self, token: int) -> tuple[str, list[int] | None]:
+        """As in `Codec`; bytes that are no text are written as OpenAI does, bytes:\\xe2\\x82."""
+        found = self._bytes_of(token)
+        try:
+            return found.decode(), list(found)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found), list(found)
+
+    def _bytes_of(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._backend.id_to_token(token) or ""
+        if self._bytes and all(character in self._bytes for character in piece):
+            return bytes(self._bytes[character] for character in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("▁", " ").encode()
+
+
+def _is_byte_level(backend: Tokenizer) -> bool:
+    decoder = json.loads(backend.to_str())["decoder"] or {}
+    return any(part["type"] == "ByteLevel" for part in decoder.get("decoders", [decoder]) if part)
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """The byte that each character stands for in pieces of a byte-level BPE."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}

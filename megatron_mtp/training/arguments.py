@@ -17,7 +17,6 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
 from megatron_mtp.checkpoint.mcore.model import check_trainable
-from megatron_mtp.checkpoint.mcore.stored_depths import absent_layers
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import check_loss
@@ -37,8 +36,7 @@ from megatron_mtp.training.checks import (
 )
 from megatron_mtp.training.draft_vocabulary import draft_vocabulary
 from megatron_mtp.training.flags import add_mtp_arguments
-from megatron_mtp.training.loading import check_layers, check_load, check_optimizer, check_positions
-from megatron_mtp.training.short_log import say
+from megatron_mtp.training.loading import check_load, check_stored
 
 ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 """Megatron's `extra_args_provider`: takes its parser, and returns it with flags added."""
@@ -144,14 +142,11 @@ def checked_model_config(args: Namespace, **given: Any) -> MTPModelConfig:
         ValueError: the checkpoint to load lacks depths, and no flag says how to make them; or it has other ones.
     """
     model_config = config_of(args, **given)
-    check_layers(args)
     model_config.mtp = mtp_config_from_args(args)
     args.vocab_size = true_vocab_size(args)  # checkpoints keep the arguments
     model_config.true_vocab_size = args.vocab_size
     model_config.mtp_init_seed = args.seed
-    model_config.absent_mtp_layers = check_checkpoint(args, model_config.mtp)
-    check_positions(args)
-    check_optimizer(args)
+    model_config.absent_mtp_layers = check_stored(args, model_config.mtp)
     model_config.draft_vocabulary, model_config.absent_draft_vocabulary = draft_vocabulary(args, model_config.mtp)
     return model_config
 
@@ -186,18 +181,3 @@ def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
     if pattern is not None and pattern.count(Symbols.PIPE) + 1 != args.pipeline_model_parallel_size:
         stored["hybrid_layer_pattern"] = without_stages(pattern)  # Megatron then cuts the trunk evenly
     return stored
-
-
-def check_checkpoint(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
-    """The MTP layers that the checkpoint to load lacks; where there are some, a new run starts from its weights."""
-    load_arg = "load" if checkpoint_exists(args.load) else "pretrained_checkpoint"
-    if args.mtp_num_layers is None or not checkpoint_exists(getattr(args, load_arg)):
-        return ()
-    folder = Path(get_load_checkpoint_path_by_args(args, load_arg))
-    layers = 1 if args.mtp_use_repeated_layer else args.mtp_num_layers
-    absent = absent_layers(folder, layers, settings.mtp_architecture == "sequential", settings.mtp_init)
-    if absent:
-        args.finetune = True  # the stored optimizer knows nothing of the new depths
-        if args.rank == 0:
-            say(f"> depths that {folder} lacks: --mtp-init {settings.mtp_init}; starting as with --finetune")
-    return absent

@@ -428,9 +428,17 @@ def check_precision(args: Namespace) -> None:
 
 def check_hub(args: Namespace) -> None:
     """Refuse a tokenizer that would be sought on the Hub for minutes, without reaching it (crash)."""
-    flag, name, instead = "--tokenizer-model", args.tokenizer_model, "give the folder of a tokenizer"
-    if args.tokenizer_type == "GPT2BPETokenizer":  # with its files too, Megatron asks for GPT-2's configuration
-        flag, name, instead = "--tokenizer-type", "gpt2", "give HuggingFaceTokenizer and --tokenizer-model FOLDER"
+    name = args.tokenizer_model
+    said = (
+        f"--tokenizer-model is {name}, which is no folder here, and the Hugging Face Hub cannot be reached or has no "
+        "such names; give the folder of a tokenizer."
+    )
+    if args.tokenizer_type == "GPT2BPETokenizer":  # with vocabulary files too, Megatron asks for GPT-2's configuration
+        name = "gpt2"
+        said = (
+            "--tokenizer-type is GPT2BPETokenizer, which needs the model gpt2 of the Hugging Face Hub, and that cannot "
+            "be reached; give HuggingFaceTokenizer and --tokenizer-model FOLDER."
+        )
     elif args.tokenizer_type != "HuggingFaceTokenizer":
         return
     if name is None or Path(name).exists() or getproxies():
@@ -441,11 +449,7 @@ def check_hub(args: Namespace) -> None:
         if try_to_load_from_cache(name, "tokenizer_config.json") is None:
             socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
     except (OSError, ValueError):  # a path is no name on the Hub
-        given = name if flag == "--tokenizer-model" else args.tokenizer_type
-        where = "which is no folder here, and the Hugging Face Hub cannot be reached or has no such names"
-        if flag == "--tokenizer-type":
-            where = "which needs the model gpt2 of the Hugging Face Hub, and that cannot be reached"
-        raise ValueError(f"{flag} is {given}, {where}; {instead}.") from None
+        raise ValueError(said) from None
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 from megatron.training import get_tokenizer
-from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
 from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
+from megatron_mtp.training.loading import loaded_iteration
 from megatron_mtp.training.short_log import say
 
 
@@ -25,11 +25,11 @@ def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | Non
     """
     if args.mtp_num_layers is None:
         return None, False
-    folder = _loaded_folder(args)
-    stored = None if folder is None else stored_draft_vocabulary(folder)
-    if stored is not None:
-        _check_same(stored, settings, str(folder))
-        tokens, source = stored.tolist(), f"as {folder} has them"
+    loaded = loaded_iteration(args)
+    stored = None if loaded is None else stored_draft_vocabulary(loaded[1])
+    if stored is not None and loaded is not None:
+        _check_same(stored, settings, loaded[0])
+        tokens, source = stored.tolist(), f"as {loaded[0]} has them"
     elif settings.mtp_draft_vocab_file is not None:
         tokens = tokens_of_file(Path(settings.mtp_draft_vocab_file), get_tokenizer().vocab_size)
         source = f"those of {settings.mtp_draft_vocab_file}"
@@ -40,27 +40,19 @@ def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | Non
     _check_slices(tokens, args)
     if args.rank == 0:
         say(f"> the depths draft {len(tokens)} of {args.padded_vocab_size} tokens, {source}")
-    return torch.tensor(tokens), folder is not None and stored is None
+    return torch.tensor(tokens), loaded is not None and stored is None
 
 
-def _loaded_folder(args: Namespace) -> Path | None:
-    """The iteration that the run starts from."""
-    for name in ("load", "pretrained_checkpoint"):
-        if checkpoint_exists(getattr(args, name)):
-            return Path(get_load_checkpoint_path_by_args(args, name))
-    return None
-
-
-def _check_same(stored: Tensor, settings: MTPConfig, folder: str) -> None:
+def _check_same(stored: Tensor, settings: MTPConfig, source: str) -> None:
     size, file = settings.mtp_draft_vocab_size, settings.mtp_draft_vocab_file
     if size is not None and size != stored.numel():
         raise ValueError(
-            f"{SIZE} is {size}, but the depths of {folder} (--load) were trained to draft {stored.numel()} tokens; "
+            f"{SIZE} is {size}, but the depths of {source} were trained to draft {stored.numel()} tokens; "
             "leave the flag out to go on with those, or start from a checkpoint without depths."
         )
     if file is not None and tokens_of_file(Path(file), get_tokenizer().vocab_size) != stored.tolist():
         raise ValueError(
-            f"{FILE} is {file}, but the depths of {folder} (--load) were trained to draft {stored.numel()} other "
+            f"{FILE} is {file}, but the depths of {source} were trained to draft {stored.numel()} other "
             "tokens; leave the flag out to go on with those, or start from a checkpoint without depths."
         )
 

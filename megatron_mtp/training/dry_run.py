@@ -62,7 +62,7 @@ def plan(argv: list[str], ranks: int) -> str:
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # the kernels for experts need it
     argv += flags_without(CUDA)
     args = parse_run_args(mends=False)
-    flags, needed = _flags(args), _without_libraries(args)
+    flags, needed = _flags(args), without_libraries(args)
     config = checked_model_config(args)
     config.transformer.perform_initialization = False
     total, lines = Counter[str](), list[str]()
@@ -76,7 +76,7 @@ def plan(argv: list[str], ranks: int) -> str:
     return "\n".join([*flags, "", *needed, *_layout(args), "", *counted, "", *lines, "", *memory, *_data(args)])
 
 
-def _without_libraries(args: Namespace) -> list[str]:
+def without_libraries(args: Namespace) -> list[str]:
     """Leave out what needs libraries that this machine may lack; a line names them."""
     needed = dict[str, None]()
     for name, (library, plain) in OF_LIBRARIES.items():

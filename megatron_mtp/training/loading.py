@@ -14,7 +14,9 @@ from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoi
 
 from megatron_mtp.checkpoint.mcore.integrity import read_errors
 from megatron_mtp.checkpoint.mcore.iterations import RELEASE, named_iteration, repair_tracker
+from megatron_mtp.checkpoint.mcore.stored_depths import absent_layers
 from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.hybrid import trunk_and_depths
 from megatron_mtp.patches.saving import FORMAT
 from megatron_mtp.patches.unpickling import read_catalogue
@@ -108,17 +110,44 @@ def _check_older(iteration: Path) -> None:
         torch.load(files[0], map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(files[0]))
 
 
-def check_layers(args: Namespace) -> None:
-    """Whether the checkpoint's trunk has the layers of this run, where one of them is a hybrid.
+def loaded_iteration(args: Namespace) -> tuple[str, Path] | None:
+    """The flag that names the checkpoint which the run starts from, with its value, and the folder of the iteration."""
+    for name, flag in FLAGS.items():
+        if checkpoint_exists(given := getattr(args, name)):
+            return f"{flag} {given}", Path(get_load_checkpoint_path_by_args(args, name))
+    return None
+
+
+def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
+    """The MTP layers that the checkpoint to load lacks; where there are some, a new run starts from its weights.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it has other layers, depths, positions or another optimizer than this run.
     """
-    load_arg, stored = _stored_arguments(args)
-    if stored is None:
-        return
+    if (found := loaded_iteration(args)) is None:
+        return ()
+    source, folder = found
+    stored = DistReader(folder).state().get("args") if (folder / FORMAT).exists() else None
+    if stored is not None:
+        _check_layers(args, stored, f"{source} holds")
+    absent: tuple[int, ...] = ()
+    if args.mtp_num_layers is not None:
+        layers = 1 if args.mtp_use_repeated_layer else args.mtp_num_layers
+        absent = absent_layers(folder, layers, settings.mtp_architecture == "sequential", settings.mtp_init)
+    if absent:
+        args.finetune = True  # the stored optimizer knows nothing of the new depths
+        if args.rank == 0:
+            say(f"> depths that {folder} lacks: --mtp-init {settings.mtp_init}; starting as with --finetune")
+    if stored is not None and not args.use_checkpoint_args:
+        _check_positions(args, stored, source)
+    if stored is not None and source.startswith(FLAGS["load"]) and not args.finetune and folder.name != RELEASE:
+        _check_optimizer(args, stored, source)
+    return absent
+
+
+def _check_layers(args: Namespace, stored: Namespace, said: str) -> None:
+    """Whether the checkpoint's trunk has the layers of this run, where one of them is a hybrid."""
     own, theirs = (getattr(each, "hybrid_layer_pattern", None) for each in (args, stored))
-    said = f"{FLAGS[load_arg]} {getattr(args, load_arg)} holds"
     if theirs is not None and own is None:
         raise ValueError(f"{said} a hybrid model; give its --hybrid-layer-pattern '{theirs}'.")
     if theirs is None and own is not None:
@@ -159,35 +188,15 @@ def _fits(own: str, theirs: str) -> bool:
     return trunk == stored_trunk and (not stored_depths or depths[:1] == stored_depths[:1])
 
 
-def _stored_arguments(args: Namespace) -> tuple[str, Namespace | None]:
-    """What names the checkpoint to load, and the arguments that are stored in it; None where there is none."""
-    load_arg = "load" if checkpoint_exists(args.load) else "pretrained_checkpoint"
-    if not checkpoint_exists(getattr(args, load_arg)):
-        return load_arg, None
-    folder = Path(get_load_checkpoint_path_by_args(args, load_arg))
-    return load_arg, DistReader(folder).state().get("args") if (folder / FORMAT).exists() else None
-
-
-def check_positions(args: Namespace) -> None:
-    """Whether the rotary settings are those that the checkpoint was trained with; its tensors do not show them.
-
-    Raises:
-        ValueError: they are not, and no new run was asked for (--finetune).
-    """
-    load_arg = "load" if checkpoint_exists(args.load) else "pretrained_checkpoint"
-    if args.use_checkpoint_args or not checkpoint_exists(getattr(args, load_arg)):
-        return
-    folder = Path(get_load_checkpoint_path_by_args(args, load_arg))
-    if not (folder / FORMAT).exists():
-        return
-    stored = DistReader(folder).state().get("args")
+def _check_positions(args: Namespace, stored: Namespace, source: str) -> None:
+    """Whether the rotary settings are those of the training, which tensors do not show; a new run may change them."""
     names = POSITIONS + (LATENT_POSITIONS if args.multi_latent_attention else ())
     for name in names:
         own = getattr(args, name, None)
         theirs = getattr(stored, name, own)
         if theirs == own:
             continue
-        said = f"{FLAGS[load_arg]} {folder} was trained with {name} {theirs}, and this run has {own}"
+        said = f"{source} was trained with {name} {theirs}, and this run has {own}"
         if not args.finetune:
             raise ValueError(
                 f"{said}; give the flags of its training, or --use-checkpoint-args, or --finetune for a new run with "
@@ -197,23 +206,13 @@ def check_positions(args: Namespace) -> None:
             say(f"> {said}")
 
 
-def check_optimizer(args: Namespace) -> None:
-    """Whether the optimizer's state in the checkpoint is there, and can be loaded by this run, where it is to be.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if args.finetune or not checkpoint_exists(args.load):
-        return
-    folder = Path(get_load_checkpoint_path_by_args(args))
-    if folder.name == RELEASE or not (folder / FORMAT).exists():
-        return
-    stored = DistReader(folder).state().get("args")
+def _check_optimizer(args: Namespace, stored: Namespace, source: str) -> None:
+    """Whether the optimizer's state is there, and can be loaded by this run, where it is to be."""
     parts = {"optim": "state of an optimizer", "rng": "state of random numbers"}
     unsaved = [part for part in parts if getattr(stored, f"no_save_{part}", False)]
     if absent := [part for part in unsaved if not getattr(args, f"no_load_{part}")]:
         raise ValueError(
-            f"--load {args.load} was saved without the {' and the '.join(parts[part] for part in absent)} "
+            f"{source} was saved without the {' and the '.join(parts[part] for part in absent)} "
             f"(--no-save-{' --no-save-'.join(absent)}); give --no-load-{' --no-load-'.join(absent)} to go on with new "
             "ones, or --finetune for a new run."
         )
@@ -224,7 +223,7 @@ def check_optimizer(args: Namespace) -> None:
         theirs, own = ("a distributed", "a plain") if was else ("a plain", "a distributed")
         change = "give --use-distributed-optimizer" if was else "leave out --use-distributed-optimizer"
         raise ValueError(
-            f"--load {args.load} holds the state of {theirs} optimizer, and this run has {own} one; {change}, or start "
+            f"{source} holds the state of {theirs} optimizer, and this run has {own} one; {change}, or start "
             "with a new state (--no-load-optim)."
         )
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -232,7 +231,7 @@ def check_optimizer(args: Namespace) -> None:
     if was and other and not getattr(stored, "dist_ckpt_optim_fully_reshardable", True):
         name = "--" + other[0].replace("_", "-")
         raise ValueError(
-            f"--load {args.load} holds the state of a distributed optimizer for {name} {getattr(stored, other[0])}, "
+            f"{source} holds the state of a distributed optimizer for {name} {getattr(stored, other[0])}, "
             f"and this run has {getattr(args, other[0])}; save with --dist-ckpt-optim-fully-reshardable to change the "
             "layout, or start with a new state (--no-load-optim)."
         )

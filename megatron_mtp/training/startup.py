@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from megatron_mtp.checkpoint.mcore.integrity import root_of
 from megatron_mtp.errors import INTERRUPTED, REFUSED, UNREAD, InputError, sentence_of_the_machine, sentences
@@ -144,21 +145,43 @@ def _statements(error: BaseException) -> list[str]:
 
 
 def _named_flags(parser: ArgumentParser, error: BaseException, args: Namespace) -> str:
-    """The flags that the message names, or else the innermost statement that reads some, with their values."""
+    """The flags that the message names or quotes, or else the innermost statement that reads some, with their values.
+
+    A statement reads flags that have nothing to do with the mistake too: those at their defaults are left out.
+    """
     flags = {action.dest: action.option_strings[0] for action in parser._actions}
-    names = _names(str(root_of(error)), r"--([a-z0-9-]{2,})|\b([a-z0-9]+(?:[_-][a-z0-9]+)+)\b", flags)
+    switches = {action.dest: action.default for action in parser._actions if action.nargs == 0}
+    given = {
+        action.dest: value
+        for action in parser._actions
+        if (value := getattr(args, action.dest, None)) is not None and value != action.default
+    }
+    message = str(root_of(error))
+    names = _names(message, r"--([a-z0-9-]{2,})|\b([a-z0-9]+(?:[_-][a-z0-9]+)+)\b", flags)
+    names = names or _quoted(message, given)
     attributes = r"\b(?:args|config|self)\.(\w+)"
     for statement in reversed(_statements(error)[-FARTHEST:]):
         if names:
             break
-        names = _names(statement, attributes + (r"|\b(\w+)\b" if statement.startswith("assert") else ""), flags)
-    switches = {action.dest: action.default for action in parser._actions if action.nargs == 0}
+        read = _names(statement, attributes + (r"|\b(\w+)\b" if statement.startswith("assert") else ""), flags)
+        names = [name for name in read if name in given]
     values = [
         f"{flags[name]} is {'given' if name in switches else getattr(args, name)}"
         for name in names
         if hasattr(args, name) and getattr(args, name) is not switches.get(name, args)
     ]
     return f" ({', '.join(values)})" if 0 < len(values) <= MOST_NAMED else ""
+
+
+def _quoted(message: str, given: dict[str, Any]) -> list[str]:
+    """Arguments whose values stand in the message, where these are unusual: below 0, NaN, or with a point."""
+    quoted = re.findall(r"(?<![\w.])-?\d+\.\d+|(?<![\w.-])-\d+|\bnan\b", message)
+    numbers = {name: value for name, value in given.items() if type(value) in (int, float)}
+    return [
+        name
+        for name, value in numbers.items()
+        if any(str(value) == word or (value < 0 and value == float(word)) for word in quoted)
+    ]
 
 
 def _names(text: str, pattern: str, flags: dict[str, str]) -> list[str]:

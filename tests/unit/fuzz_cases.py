@@ -170,7 +170,6 @@ BAD_TRAIN = """
 ! --seed -1
 ! --seed 0
 ! --seed 1000000000000000000000
---mtp-num-layers 0
 --mtp-num-layers -1
 ! --mtp-num-layers 1000
 --mtp-num-layers abc

@@ -52,7 +52,7 @@ def test_the_map_is_saved_with_the_depths_and_loaded(lacks: bool, tmp_path: Path
 
 def test_rows_that_are_not_drafted_learn_of_the_trunk_alone() -> None:
     model, batch = our_model(2, drafted=DRAFTED), make_batch(2)
-    hidden_SBH = trunk_states(model, batch["tokens"]).detach()
+    hidden_SBH = trunk_states(model, batch["tokens"])
     made = mtp_loss(hidden_SBH, model, batch["tokens"], batch["labels"], batch["loss_mask"])
     made.loss.backward()
     gradient_VH = model.output_layer.weight.grad

@@ -21,6 +21,8 @@ ARGS = Namespace(
     hidden_size=33,
     num_attention_heads=4,
     lr=0.1,
+    adam_eps=-1.0,
+    seed=1234,
     mmap_bin_files=True,
     group_query_attention=True,
 )
@@ -66,13 +68,13 @@ def test_an_assertion_without_a_message_shows_its_condition_and_the_flags_in_it(
     """In a file of its own, since pytest gives those of tests a message."""
     source = tmp_path / "asserts.py"
     source.write_text(
-        "def validate_args(args):\n    assert (\n        args.hidden_size % args.num_attention_heads == 0\n    )\n"
+        "def validate_args(args):\n    assert (\n        args.hidden_size % args.num_attention_heads == args.seed)\n"
     )
     names: dict[str, Any] = {}
     exec(compile(source.read_text(), str(source), "exec"), names)
     sentence = said(lambda: names["validate_args"](ARGS), capfd)
     assert sentence.startswith(
-        "Megatron refuses these flags: ( args.hidden_size % args.num_attention_heads == 0 ) does not hold "
+        "Megatron refuses these flags: ( args.hidden_size % args.num_attention_heads == args.seed) does not hold "
         "(--hidden-size is 33, --num-attention-heads is 4); the traceback is in "
     )
     assert "AssertionError" in log_of(sentence)
@@ -93,6 +95,8 @@ def test_an_assertion_without_a_message_shows_its_condition_and_the_flags_in_it(
             ValueError("swiglu_it or group_query_attention"),
             "the first step fails: swiglu_it or group_query_attention (--group-query-attention is given); ",
         ),
+        (ValueError("Invalid epsilon value: -1.0"), "the first step fails: Invalid epsilon value: -1.0 (--adam-eps is"),
+        (ValueError("found std -1, not 33"), "the first step fails: found std -1, not 33 (--adam-eps is -1.0); "),
         (RuntimeError(""), "the first step fails: RuntimeError; "),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "this machine has not enough memory (Default"),
         (FileNotFoundError(2, "No such file", "x.bin"), "'x.bin' cannot be used (No such file); correct the path"),

@@ -1,6 +1,6 @@
 """The table of losses: what is derived from it, and losses that are added by a file or by another package.
 
-The added loss is the page's: CONTRIBUTING.md shows its file, its row and its entry point.
+The added loss is the page's: docs/extending.md shows its file, its row and its entry point.
 """
 
 import sys
@@ -23,7 +23,7 @@ from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 
 OWN = LOSSES._own
 assert isinstance(OWN, Imported)
-SECTION = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("\n## A loss\n")[1]
+SECTION = (ROOT / "docs/extending.md").read_text(encoding="utf-8").split("\n## A loss\n")[1]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md: each is run as it is printed, and does what the page says."""
+"""The examples of docs/extending.md: each is run as it is printed, and does what the page says."""
 
 import sys
 import tomllib
@@ -23,7 +23,7 @@ from megatron_mtp.losses.vocabulary import Vocabulary
 
 
 def section(heading: str) -> str:
-    return (ROOT / "CONTRIBUTING.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return (ROOT / "docs/extending.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def run_example(heading: str) -> dict[str, Any]:

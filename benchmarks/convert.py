@@ -103,7 +103,7 @@ def parse_args() -> argparse.Namespace:
 
 def write_model(folder: Path, gigabytes: float) -> int:
     """A Llama folder of random bits; returns its bytes."""
-    from megatron_mtp.checkpoint.hf.shards import HFShards
+    from megatron_mtp.checkpoint.hf.writer import HFShards
 
     folder.mkdir()
     outer = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
@@ -172,7 +172,7 @@ FILES = 20
 
 def write_experts(folder: Path, files: int, config: dict[str, Any]) -> None:
     """A GLM-4 MoE folder of zeros in so many files."""
-    from megatron_mtp.checkpoint.hf.shards import HFShards
+    from megatron_mtp.checkpoint.hf.writer import HFShards
 
     folder.mkdir(parents=True)
     tensors = [(name, shape, torch.bfloat16) for name, shape in experts_shapes(config).items()]

@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 from benchmarks.harness import Goal, count, hardware, report, some_of, table
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER, iteration_folder
 from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import StoredDepths
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.drafting import load_runner
 from studies.drafting import held_out
 from studies.forced import drafted, forced_length

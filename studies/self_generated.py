@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 from benchmarks.harness import Goal, count, hardware, report, table
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
-from megatron_mtp.checkpoint.mcore.stored_depths import stored_depths
+from megatron_mtp.checkpoint.mcore.reader import stored_depths
 from studies.losses import ON_CPU, ROOT, TRAINING
 
 OWN, CORPUS = "own texts", "corpus"

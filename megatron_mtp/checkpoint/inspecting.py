@@ -14,11 +14,9 @@ from megatron_mtp.checkpoint.convert.import_hf import flags_of, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
 from megatron_mtp.checkpoint.families import known_types
 from megatron_mtp.checkpoint.hf.config import CONFIG
-from megatron_mtp.checkpoint.hf.kinds import check_kind
-from megatron_mtp.checkpoint.mcore.integrity import check_entries
+from megatron_mtp.checkpoint.hf.folder import check_kind
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
-from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, check_entries
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 

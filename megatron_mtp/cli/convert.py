@@ -94,7 +94,7 @@ def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
     """`convert hf-to-mcore`."""
     from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
     from megatron_mtp.checkpoint.convert.plan import HFModel
-    from megatron_mtp.checkpoint.proof.reference import check_carried
+    from megatron_mtp.checkpoint.verify.reference import check_carried
 
     source = local_folder(args.source)
     if args.dry_run:
@@ -120,7 +120,7 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
     """`convert mcore-to-hf`."""
     from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
     from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
-    from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
+    from megatron_mtp.checkpoint.mcore.reader import stored_draft_vocabulary
 
     form = form_of(args.source, args.like, args.family, args.tokenizer, args.trust_remote_code)
     if args.dry_run:
@@ -212,11 +212,11 @@ def look(args: argparse.Namespace) -> dict[str, Any]:
 def prove(args: argparse.Namespace) -> dict[str, Any]:
     """`convert verify`."""
     from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
-    from megatron_mtp.checkpoint.proof.verify import verify
+    from megatron_mtp.checkpoint.verify.verify import verify
 
     source = local_folder(args.source)
     if is_checkpoint(source):
-        from megatron_mtp.checkpoint.proof.forms import verify_forms
+        from megatron_mtp.checkpoint.verify.forms import verify_forms
 
         if args.text is not None:
             raise ValueError(f"--text is {args.text}, but {source} is no Hugging Face folder; leave --text out.")

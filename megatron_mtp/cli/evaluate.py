@@ -126,7 +126,7 @@ def _check(args: Namespace, rest: list[str]) -> None:
 
 def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
     """Flags for tokenizer and data; `--text` becomes a corpus in `folder`, made with the flags `trust`."""
-    from megatron_mtp.checkpoint.mcore.tensors import DistReader
+    from megatron_mtp.checkpoint.mcore.reader import DistReader
     from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
 
     reader = DistReader(Path(args.load))

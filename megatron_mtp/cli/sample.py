@@ -87,7 +87,7 @@ def run(args: Namespace) -> int:
     Raises:
         ValueError: bad input, or texts of other settings are there.
     """
-    from megatron_mtp.checkpoint.mcore.tensors import DistReader
+    from megatron_mtp.checkpoint.mcore.reader import DistReader
     from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
     from megatron_mtp.data.tokenizer import Encoder
     from megatron_mtp.decoding.method import parse_config

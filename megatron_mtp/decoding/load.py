@@ -16,8 +16,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tracker
 from megatron_mtp.checkpoint.mcore.model import check_trainable, fill
-from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, run_tokenizer
 from megatron_mtp.cpu import substitutions
 from megatron_mtp.data.tokenizer import entries, read_tokenizer

@@ -17,7 +17,7 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
 from megatron_mtp.checkpoint.mcore.model import check_trainable
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import check_loss
 from megatron_mtp.model.arguments import APEX, CUDA, MODEL_ARGUMENTS, TE, flags_without

@@ -8,7 +8,7 @@ from megatron.training import get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
-from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
+from megatron_mtp.checkpoint.mcore.reader import stored_draft_vocabulary
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
 from megatron_mtp.training.loading import loaded_iteration

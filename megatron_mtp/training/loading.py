@@ -12,10 +12,8 @@ from typing import NoReturn
 import torch
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
-from megatron_mtp.checkpoint.mcore.integrity import read_errors
 from megatron_mtp.checkpoint.mcore.iterations import RELEASE, named_iteration, repair_tracker
-from megatron_mtp.checkpoint.mcore.stored_depths import absent_layers
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader, absent_layers, read_errors
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.hybrid import trunk_and_depths
 from megatron_mtp.patches.saving import FORMAT

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import Options
-from megatron_mtp.checkpoint.proof.prompt import Prompt
-from megatron_mtp.checkpoint.proof.verify import megatron_logits, verify
+from megatron_mtp.checkpoint.verify.prompt import Prompt
+from megatron_mtp.checkpoint.verify.verify import megatron_logits, verify
 from megatron_mtp.runtime import prepare
 
 prepare()

@@ -11,7 +11,7 @@ from records import Records
 from torch import Tensor, equal
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 
 TOLERANCE = 1e-5
 

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from hf_models import make
 
 from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore, megatron_arguments
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 
 prepare()
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore, megatron_arguments
-from megatron_mtp.checkpoint.proof.verify import verify
+from megatron_mtp.checkpoint.verify.verify import verify
 from megatron_mtp.runtime import prepare
 
 prepare()

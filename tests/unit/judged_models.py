@@ -17,9 +17,9 @@ from megatron_mtp.checkpoint.convert.import_hf import depth_flags_of, hf_to_mcor
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.checkpoint.proof.depth_logits import depth_logits
-from megatron_mtp.checkpoint.proof.prompt import Prompt
-from megatron_mtp.checkpoint.proof.verify import Check, all_reference_logits, compare, megatron_logits, rounding
+from megatron_mtp.checkpoint.verify.depth_logits import depth_logits
+from megatron_mtp.checkpoint.verify.prompt import Prompt
+from megatron_mtp.checkpoint.verify.verify import Check, all_reference_logits, compare, megatron_logits, rounding
 
 QUIET = Options(quiet=True, workers=1)
 PLAIN = {"llama": 0, "llama-tied": 0, "qwen2-mha": 0, "qwen3": 0}

@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.training.global_vars import unset_global_variables
 
-from megatron_mtp.checkpoint.mcore import stored_depths
-from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
+from megatron_mtp.checkpoint.mcore import reader
+from megatron_mtp.checkpoint.mcore.reader import StoredDepths
 from megatron_mtp.cli import main as cli
 from megatron_mtp.model.arguments import APEX, CUDA, TE, flags_without
 from megatron_mtp.training import arguments, loading
@@ -324,7 +324,7 @@ def test_older_ways_of_saying_mean_what_they_mean_to_megatron(
 def test_more_depths_than_the_model_has_are_taken_out_by_their_owner(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stored_depths, "stored_depths", lambda _: StoredDepths(3, True))
+    monkeypatch.setattr(reader, "stored_depths", lambda _: StoredDepths(3, True))
     sentence = refusal(f"{ROPE} {MOCK} {DEPTHS} --mtp-use-repeated-layer --load {checkpoint}", monkeypatch, capsys)
     assert "(--load) has 3 MTP layers, and the model is to have 1; give --mtp-num-layers 3 without" in sentence
     assert "drop-mtp --keep 1." in sentence

@@ -15,7 +15,7 @@ import yaml
 from audit_faults import blocks, config, drop, on, read, rewrite
 from hf_models import MODELS, make, write
 from judged_models import QUIET
-from test_quantised import blocked_folder, fp8_folder, mxfp4_folder
+from test_quantized import blocked_folder, fp8_folder, mxfp4_folder
 from torch import Tensor
 from trunk_models import SEEING
 
@@ -27,7 +27,7 @@ from megatron_mtp.checkpoint.convert.hybrid import migrate
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli import audit as command
 from megatron_mtp.cli import main as cli
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from megatron_mtp.checkpoint.families import FAMILIES, Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError, rotated_part
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.checkpoint.proof.reference_forms import FORMS
+from megatron_mtp.checkpoint.verify.reference_forms import FORMS
 
 Keys = dict[str, Any]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5e4, **BOTH}

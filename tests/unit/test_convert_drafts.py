@@ -11,8 +11,7 @@ from test_frequent_tokens import dataset
 
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
 from megatron_mtp.cli.convert import main
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 

@@ -8,7 +8,7 @@ import pytest
 from hf_models import make, read
 from test_hf_form import trained
 
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.convert import main
 from megatron_mtp.data.tokenizer import train_bpe
 

@@ -9,7 +9,7 @@ from hf_models import make, read
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.inspecting import names
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.main import main
 
 LINES = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hf_models import make
 
-from megatron_mtp.checkpoint.hf.shards import HFFolder
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.hf.folder import HFFolder
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.convert import main
 
 pytestmark = pytest.mark.usefixtures("megatron")

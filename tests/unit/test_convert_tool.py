@@ -19,8 +19,9 @@ from hf_models import make, read, write
 from safetensors.torch import save_file
 
 from megatron_mtp.checkpoint.convert import import_hf
-from megatron_mtp.checkpoint.hf.shards import INDEX, HFShards
-from megatron_mtp.checkpoint.mcore.tensors import CATALOGUE, DistReader
+from megatron_mtp.checkpoint.hf.folder import INDEX
+from megatron_mtp.checkpoint.hf.writer import HFShards
+from megatron_mtp.checkpoint.mcore.reader import CATALOGUE, DistReader
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.convert import COMMANDS
 

@@ -9,7 +9,7 @@ from drafting_single import model_of, p_value_of, prompts_of, run, run_every_ste
 from megatron.core import dist_checkpointing
 from megatron_single import VOCABULARY, forward_ours, make_batch, our_model, randomise
 
-from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
+from megatron_mtp.checkpoint.mcore.reader import stored_draft_vocabulary
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_mtp.checkpoint.proof import precision, reference, verify
+from megatron_mtp.checkpoint.verify import prompt, reference, verify
 
 ALLOWED, EXACT = ("high", True, True), ("highest", False, False)
 
@@ -43,8 +43,11 @@ def test_tf32_is_off_inside_and_back_on_afterwards(
         torch.set_float32_matmul_precision(before[0])
 
 
+HEAD = "from collections.abc import Iterator\nfrom contextlib import contextmanager\n"
+
+
 def test_the_variable_of_nvidias_images_does_not_win() -> None:
-    code = f"import torch\n{getsource(settings)}\n{getsource(precision)}\nprint(settings())\n"
+    code = f"import torch\n{getsource(settings)}\n{HEAD}{getsource(prompt.exact_float32)}\nprint(settings())\n"
     code += "with exact_float32():\n    print(settings())\nprint(settings())"
     environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

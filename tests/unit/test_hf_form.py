@@ -14,7 +14,7 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, keep_hf_files
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.model import load_model, model_config
-from megatron_mtp.checkpoint.proof.verify import verify
+from megatron_mtp.checkpoint.verify.verify import verify
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.model.arguments import parse_flags, parsed
 from megatron_mtp.model.build import build

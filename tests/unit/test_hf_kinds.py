@@ -11,7 +11,7 @@ import pytest
 import torch
 from hf_models import make, read, write
 
-from megatron_mtp.checkpoint.hf.shards import INDEX, SINGLE
+from megatron_mtp.checkpoint.hf.folder import INDEX, SINGLE
 from megatron_mtp.cli.convert import main
 
 Spoil = Callable[[Path], None]
@@ -90,14 +90,14 @@ def missing_shard(folder: Path) -> None:
 
 
 KINDS: dict[str, tuple[Spoil, str]] = {
-    "gptq": (quantised(quant_method="gptq", bits=4), "is quantised with gptq"),
-    "awq": (quantised(quant_method="awq", bits=4), "is quantised with awq"),
-    "bitsandbytes": (quantised(load_in_8bit=True), "is quantised with bitsandbytes"),
-    "compressed-tensors": (quantised(quant_method="compressed-tensors"), "is quantised with compressed-tensors"),
-    "hqq": (quantised(quant_method="hqq"), "is quantised with hqq"),
-    "unnamed": (quantised(bits=3), "is quantised with an unnamed method"),
-    "old gptq": (adds("quantize_config.json"), "is quantised with gptq"),
-    "old awq": (adds("quant_config.json"), "is quantised with awq"),
+    "gptq": (quantised(quant_method="gptq", bits=4), "is quantized with gptq"),
+    "awq": (quantised(quant_method="awq", bits=4), "is quantized with awq"),
+    "bitsandbytes": (quantised(load_in_8bit=True), "is quantized with bitsandbytes"),
+    "compressed-tensors": (quantised(quant_method="compressed-tensors"), "is quantized with compressed-tensors"),
+    "hqq": (quantised(quant_method="hqq"), "is quantized with hqq"),
+    "unnamed": (quantised(bits=3), "is quantized with an unnamed method"),
+    "old gptq": (adds("quantize_config.json"), "is quantized with gptq"),
+    "old awq": (adds("quant_config.json"), "is quantized with awq"),
     "lora": (adapter, "is an adapter (LoRA) of a/base; merge it into that model"),
     "gguf": (gguf, "is a GGUF model"),
     "wrapper": (

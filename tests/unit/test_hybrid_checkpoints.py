@@ -11,7 +11,7 @@ from test_arguments import DEPTHS, MOCK, ROPE, _no_globals_left, refusal  # noqa
 from test_hf_form import save
 
 from megatron_mtp.checkpoint.mcore.model import load_model, model_config
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli import main as cli
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.build import MTPModelConfig, build

@@ -12,7 +12,7 @@ import megatron_mtp
 
 PACKAGE = Path(megatron_mtp.__file__).parent
 LOW = {"config", "errors", "files", "registry", "runtime", "cpu", "patches"}
-CHECKPOINT = {f"checkpoint/{room}" for room in ("hf", "mcore", "families", "convert", "proof", "audit")}
+CHECKPOINT = {f"checkpoint/{room}" for room in ("hf", "mcore", "families", "convert", "verify", "audit")}
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "errors": set(),
@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint/mcore": LOW | {"data", "model", "checkpoint/hf"},
     "checkpoint/families": LOW | {"registry", "checkpoint/hf"},
     "checkpoint/convert": LOW | {"data", "model", "checkpoint/hf", "checkpoint/mcore", "checkpoint/families"},
-    "checkpoint/proof": LOW | {"data", "model"} | CHECKPOINT - {"checkpoint/audit"},
+    "checkpoint/verify": LOW | {"data", "model"} | CHECKPOINT - {"checkpoint/audit"},
     "checkpoint/audit": LOW | {"data", "model"} | CHECKPOINT,
     "checkpoint": LOW | {"model"} | CHECKPOINT,
     "decoding": LOW | {"data", "model", "losses", "checkpoint/mcore"},
@@ -192,8 +192,8 @@ def test_the_plain_modules_are_where_this_test_looks_for_them() -> None:
         ),
         (
             "checkpoint/convert/a.py",
-            "from megatron_mtp.checkpoint.proof import verify",
-            ["megatron_mtp.checkpoint.proof.verify"],
+            "from megatron_mtp.checkpoint.verify import verify",
+            ["megatron_mtp.checkpoint.verify.verify"],
         ),
         ("cpu/substitutions.py", "from megatron_mtp.config import MTPConfig", ["megatron_mtp.config.MTPConfig"]),
         ("model/mtp.py", "from megatron.core import mpu\nfrom . import sharing\nfrom ..data import batch", []),

@@ -10,7 +10,7 @@ from hf_models import make
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.audit.json_files import repeated_names
-from megatron_mtp.checkpoint.hf.shards import INDEX
+from megatron_mtp.checkpoint.hf.folder import INDEX
 from megatron_mtp.cli import main as cli
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -7,7 +7,7 @@ from hf_models import make
 
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.proof.verify import verify
+from megatron_mtp.checkpoint.verify.verify import verify
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

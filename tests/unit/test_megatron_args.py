@@ -14,8 +14,8 @@ from megatron.training import argument_utils
 from megatron_mtp.checkpoint import families
 from megatron_mtp.checkpoint.families import trained
 from megatron_mtp.checkpoint.mcore.model import model_config
-from megatron_mtp.checkpoint.proof.prompt import Prompt
-from megatron_mtp.checkpoint.proof.verify import megatron_logits
+from megatron_mtp.checkpoint.verify.prompt import Prompt
+from megatron_mtp.checkpoint.verify.verify import megatron_logits
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS, parse_flags, parsed
 from megatron_mtp.model.build import MTPGPTModelConfig, build
 

@@ -20,10 +20,10 @@ from megatron_mtp.checkpoint.convert.hybrid import Halves, gpt_arguments, hybrid
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.model import model_of
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.mcore.tokenizer import KEPT_TOKENIZER
-from megatron_mtp.checkpoint.proof.forms import verify_forms
-from megatron_mtp.checkpoint.proof.verify import Check
+from megatron_mtp.checkpoint.verify.forms import verify_forms
+from megatron_mtp.checkpoint.verify.verify import Check
 from megatron_mtp.cli import convert
 from megatron_mtp.model.arguments import parsed
 

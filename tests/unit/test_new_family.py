@@ -64,13 +64,13 @@ def in_the_package(path: Path) -> None:
         ROOT / "megatron_mtp", path / "megatron_mtp", ignore=shutil.ignore_patterns("__pycache__")
     )
     family, form = example()
-    families, forms = package / "checkpoint/families", package / "checkpoint/proof/reference_forms.py"
+    families, forms = package / "checkpoint/families", package / "checkpoint/verify/reference_forms.py"
     (families / "heron.py").write_text(family)
     table = (families / "__init__.py").read_text()
     row = "OWN: tuple[Family, ...] = (\n"
     table = table.replace(row, f"from megatron_mtp.checkpoint.families.heron import HERON\n\n{row}    HERON,\n")
     (families / "__init__.py").write_text(table)
-    form = form.replace("from megatron_mtp.checkpoint.proof.reference_forms import DepthForm\n", "")
+    form = form.replace("from megatron_mtp.checkpoint.verify.reference_forms import DepthForm\n", "")
     text = forms.read_text().replace("\n_OWN = {\n", f'\n{form}\n_OWN = {{\n    "heron": HERON_FORM,\n')
     forms.write_text(text)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.proof.prompt import Prompt
-from megatron_mtp.checkpoint.proof.reference import all_logits
-from megatron_mtp.checkpoint.proof.verify import megatron_logits
+from megatron_mtp.checkpoint.verify.prompt import Prompt
+from megatron_mtp.checkpoint.verify.reference import all_logits
+from megatron_mtp.checkpoint.verify.verify import megatron_logits
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.load import load_checkpoint
 from megatron_mtp.decoding.loop import CHUNK

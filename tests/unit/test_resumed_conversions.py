@@ -11,8 +11,8 @@ import pytest
 from hf_models import make
 
 from megatron_mtp.checkpoint.convert import edit, import_hf
-from megatron_mtp.checkpoint.hf.shards import HFShards
-from megatron_mtp.checkpoint.mcore.tensors import write_chunk
+from megatron_mtp.checkpoint.hf.writer import HFShards
+from megatron_mtp.checkpoint.mcore.writer import write_chunk
 from megatron_mtp.cli import main as cli
 
 

@@ -17,8 +17,8 @@ from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.model import model_config
-from megatron_mtp.checkpoint.proof.prompt import Prompt
-from megatron_mtp.checkpoint.proof.verify import megatron_logits, verify
+from megatron_mtp.checkpoint.verify.prompt import Prompt
+from megatron_mtp.checkpoint.verify.verify import megatron_logits, verify
 from megatron_mtp.decoding.load import load_checkpoint
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.build import build

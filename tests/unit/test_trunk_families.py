@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, Then, Transposed
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.checkpoint.proof.verify import all_reference_logits, compare, megatron_logits, verify
+from megatron_mtp.checkpoint.verify.verify import all_reference_logits, compare, megatron_logits, verify
 from megatron_mtp.cli.convert import main
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.load import load_runner
@@ -254,7 +254,7 @@ def test_verify_sees_a_fault_of_what_is_carried(
     folder = make(tmp_path / "hf", LEFT[name], 0)
     hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
     SPOILT[fault](folder)
-    monkeypatch.setattr("megatron_mtp.checkpoint.proof.verify._why_not_compared", lambda *_: "bits are enough here")
+    monkeypatch.setattr("megatron_mtp.checkpoint.verify.verify._why_not_compared", lambda *_: "bits are enough here")
     if fault == "a tensor missing":
         with pytest.raises(ValueError, match=r"lacks|has no place"):
             verify(folder, tmp_path / "mcore")

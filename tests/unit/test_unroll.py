@@ -15,7 +15,7 @@ from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.checkpoint.mcore.model import model_of
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import MTPConfig, trained_depths
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.runner import Runner

@@ -33,9 +33,9 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_argu
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, SwapHalves, Then
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.checkpoint.proof.prompt import Prompt
-from megatron_mtp.checkpoint.proof.reference import all_logits
-from megatron_mtp.checkpoint.proof.verify import Check, acceptance, reference_logits, verify
+from megatron_mtp.checkpoint.verify.prompt import Prompt
+from megatron_mtp.checkpoint.verify.reference import all_logits
+from megatron_mtp.checkpoint.verify.verify import Check, acceptance, reference_logits, verify
 from megatron_mtp.cli.convert import main
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -210,8 +210,8 @@ def test_logits_may_differ_by_a_few_times_what_the_last_bit_moves(
         logits["trunk"][3, 5] += 1e-3
         return logits
 
-    monkeypatch.setattr("megatron_mtp.checkpoint.proof.verify.reference_logits", differing)
-    monkeypatch.setattr("megatron_mtp.checkpoint.proof.verify.rounding", lambda *_: {"trunk": moved})
+    monkeypatch.setattr("megatron_mtp.checkpoint.verify.verify.reference_logits", differing)
+    monkeypatch.setattr("megatron_mtp.checkpoint.verify.verify.rounding", lambda *_: {"trunk": moved})
     assert failed(verify(folder, tmp_path / "mcore")) == expected
 
 
@@ -267,8 +267,8 @@ def test_depths_that_no_reference_describes_are_not_compared(
     folder = judged["glm4_moe", False].folder
     hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
     trunk = {"trunk": judged["glm4_moe", False].logits["trunk"]}
-    monkeypatch.setattr("megatron_mtp.checkpoint.proof.verify.compare", lambda *_, **__: [])
-    monkeypatch.setattr("megatron_mtp.checkpoint.proof.verify.reference_logits", lambda *_: trunk)
+    monkeypatch.setattr("megatron_mtp.checkpoint.verify.verify.compare", lambda *_, **__: [])
+    monkeypatch.setattr("megatron_mtp.checkpoint.verify.verify.reference_logits", lambda *_: trunk)
     last = verify(folder, tmp_path / "mcore")[-1]
     assert (last.name, last.made) == ("logits of the depths not compared", False)
     assert last.witness == "nothing describes to transformers how GLM-4 MoE stores its depths (reference_forms.py)"

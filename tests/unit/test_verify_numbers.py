@@ -18,10 +18,10 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.proof import verify as verify_module
-from megatron_mtp.checkpoint.proof.prompt import Prompt
-from megatron_mtp.checkpoint.proof.reference import all_logits, quieten
-from megatron_mtp.checkpoint.proof.verify import verify
+from megatron_mtp.checkpoint.verify import verify as verify_module
+from megatron_mtp.checkpoint.verify.prompt import Prompt
+from megatron_mtp.checkpoint.verify.reference import all_logits, quieten
+from megatron_mtp.checkpoint.verify.verify import verify
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -14,7 +14,7 @@ from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families.wrapped import WRAPPERS
-from megatron_mtp.checkpoint.proof.verify import all_reference_logits, compare, megatron_logits, verify
+from megatron_mtp.checkpoint.verify.verify import all_reference_logits, compare, megatron_logits, verify
 from megatron_mtp.cli.convert import main
 
 pytestmark = pytest.mark.usefixtures("forked_python")

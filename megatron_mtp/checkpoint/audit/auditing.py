@@ -24,7 +24,8 @@ from megatron_mtp.checkpoint.audit.settings import settings
 from megatron_mtp.checkpoint.audit.side import HFSide, MegatronSide, Side
 from megatron_mtp.checkpoint.audit.values import Ranges
 from megatron_mtp.checkpoint.hf.config import CONFIG
-from megatron_mtp.checkpoint.hf.kinds import ADAPTER, quantisation
+from megatron_mtp.checkpoint.hf.folder import ADAPTER
+from megatron_mtp.checkpoint.hf.quantized import quantization
 from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
 
 KNOWN = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", CONFIG, ADAPTER)
@@ -164,7 +165,7 @@ def _of_folder(side: HFSide) -> dict[str, Any]:
         "model_type": None if side.config is None else side.config.model_type,
         "family": None if side.family is None else side.family.title,
         "architectures": side.keys.get("architectures"),
-        "quant_method": quantisation(side.path, side.keys),
+        "quant_method": quantization(side.path, side.keys),
         "files": len(side.files),
         "unindexed tensors": len([name for name in side.hidden if name not in side.tensors]),
     }

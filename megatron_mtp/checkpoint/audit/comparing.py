@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.contents import LOST, missing_layers
-from megatron_mtp.checkpoint.audit.entry import Entry, Range, equal_bits, same_bits
+from megatron_mtp.checkpoint.audit.entry import Entry, equal_bits, largest
 from megatron_mtp.checkpoint.audit.finding import ERROR, WARNING, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.guesses import Guess, Heads, difference, explain
 from megatron_mtp.checkpoint.audit.moves import Move, moves
@@ -71,13 +70,13 @@ def compare(
     done, differences, heads = Compared(findings=list(paired.findings)), [], heads_of(a, b)
     with ThreadPoolExecutor(default_workers()) as pool:
         for pair, found in zip(paired.pairs, pool.map(_streamed, paired.pairs), strict=True):
-            if found is None:
+            if not found:
                 one = _one(pair, heads, ranges, done)
                 differences += [] if one is None else [one]
                 done.equal += one is None and not pair.copy
             else:
-                ranges[0].keep(pair.name, found)
-                ranges[1].keep(_name_in_b(pair), found)
+                ranges[0].keep(pair.name, *found)
+                ranges[1].keep(_name_in_b(pair), *found)
                 done.equal += not pair.copy
             step(pair.a.bytes + pair.b.bytes)
     moved = _moves(a, b, differences, paired)
@@ -106,22 +105,21 @@ def _one(pair: Pair, heads: Heads, ranges: tuple[Ranges, Ranges], done: Compared
         return None
 
 
-def _streamed(pair: Pair) -> Range | None:
-    """The range of two tensors that are equal bit by bit; None if they are not, or have to be read whole."""
-    one, other = pair.a, pair.b
-    if one.place is None or other.place is None or (one.shape, one.dtype) != (other.shape, other.dtype):
-        return None
-    found = Range(one.kind or torch.uint8)
+def _streamed(pair: Pair) -> list[float | None]:
+    """The largest number of two stored tensors that are equal bit by bit; empty if they are not, or cannot be read."""
+    if (pair.a.shape, pair.a.dtype) != (pair.b.shape, pair.b.dtype):
+        return []
     try:
-        return found if same_bits(one, other, found) else None
-    except OSError:
-        return None  # reading it whole says why
+        left = pair.a.read()
+        return [largest(left)] if equal_bits(left, pair.b.read()) else []
+    except (ValueError, OSError, RuntimeError):
+        return []  # reading it again says why
 
 
 def _difference(pair: Pair, heads: Heads, ranges: tuple[Ranges, Ranges]) -> Difference | None:
     left, right = pair.a.read(), pair.b.read()
-    ranges[0].keep(pair.name, Range.of(left))
-    ranges[1].keep(_name_in_b(pair), Range.of(right))
+    ranges[0].keep(pair.name, largest(left))
+    ranges[1].keep(_name_in_b(pair), largest(right))
     if equal_bits(left, right) or (_is_padding(pair, left.shape, right.shape) and _same_rows(left, right)):
         return None
     guess = explain(left, right, pair.name, heads)

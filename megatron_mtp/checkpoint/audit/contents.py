@@ -134,7 +134,7 @@ def _of_shapes(stored: Shape, wanted: Shape) -> str:
 
 def _odd_types(side: HFSide) -> Iterator[Finding]:
     """Weights whose type differs from that of the same weight in most other layers; a whole folder in another type."""
-    quantised = any(found.guess == "quantised" for found in side.findings)
+    quantised = any(found.guess == "quantization" for found in side.findings)
     integers = [n for n, e in side.tensors.items() if n.endswith(".weight") and not _floats(e.dtype)]
     if integers and not quantised:
         says = (

@@ -7,7 +7,7 @@ tensor that it would repeat: `base_of` names it.
 from collections.abc import Iterator
 
 from megatron_mtp.checkpoint.audit.contents import rules_of
-from megatron_mtp.checkpoint.audit.entry import Entry, same_bits
+from megatron_mtp.checkpoint.audit.entry import Entry, equal_bits
 from megatron_mtp.checkpoint.audit.finding import NOTE, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.parts import DEPTH, EMBEDDING, HEAD, Parts
 from megatron_mtp.checkpoint.audit.side import HFSide, Side
@@ -70,4 +70,4 @@ def check_copies(side: Side) -> Iterator[Finding]:
 
 
 def _equal(one: Entry, other: Entry) -> bool:
-    return (one.shape, one.dtype) == (other.shape, other.dtype) and same_bits(one, other)
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and equal_bits(one.read(), other.read())

@@ -16,7 +16,7 @@ ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 GUESSES = (
     "damaged file", "damaged index", "file missing", "unindexed file", "tensor in another file", "duplicate tensor",
     "tensor not in the index", "damaged config", "MTP dropped", "depth missing", "depth incomplete", "depth count",
-    "layers missing", "quantised", "rounded", "halves swapped", "depths swapped", "layers shifted",
+    "layers missing", "quantization", "rounded", "halves swapped", "depths swapped", "layers shifted",
     "experts permuted", "heads permuted", "rotary order", "tensors exchanged", "norm plus 1", "transposed", "negated",
     "scaled", "rows permuted", "columns permuted", "zeros", "ones", "tied copy", "stale copy", "padding", "reshaped",
     "few numbers differ", "not finite", "type", "renamed", "tensor missing", "shape", "tensor left over",

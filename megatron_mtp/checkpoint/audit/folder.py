@@ -8,25 +8,22 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
-from megatron_mtp.checkpoint.audit.entry import Entry, Place
+from megatron_mtp.checkpoint.audit.entry import Entry
 from megatron_mtp.checkpoint.audit.finding import NOTE, WARNING, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.json_files import json_findings
 from megatron_mtp.checkpoint.audit.side import DEPTH_KEYS, MXFP4, UNFIT, HFSide
 from megatron_mtp.checkpoint.families import Family, Layout, family_of
 from megatron_mtp.checkpoint.hf.config import CONFIG, ConfigError, HFConfig, read_json
-from megatron_mtp.checkpoint.hf.kinds import ADAPTER, quantisation
-from megatron_mtp.checkpoint.hf.quantised import BLOCKS, Coded, coded_weights
-from megatron_mtp.checkpoint.hf.shards import COPY, DTYPES, INDEX, SINGLE, block_of, raw_header
+from megatron_mtp.checkpoint.hf.folder import ADAPTER, COPY, DTYPES, INDEX, SINGLE, OpenFiles, Stored, stored_in
+from megatron_mtp.checkpoint.hf.quantized import Quantized, block_of, quantization, quantized_weights
 
 MTP = re.compile(r"(^|\.|_)mtp(_|\.)")
 """Names of depths' tensors that say so."""
 REFETCH = "fetch or export that file again"
-Header = dict[str, dict[str, Any]]
+Header = dict[str, Stored]
 
 
 def open_folder(path: Path) -> HFSide:
@@ -36,15 +33,15 @@ def open_folder(path: Path) -> HFSide:
     headers = _headers(side)
     side.files = [file.name for file in headers]
     weights = _weight_map(side)
-    visible = _visible(side, headers, weights)
+    visible, opened, where = _visible(side, headers, weights), OpenFiles(), dict[str, Path]()
     for file, header in headers.items():
         for name, value in header.items():
             if file not in visible:
                 side.hidden[name] = file.name
             elif name in side.tensors:
-                side.findings.append(_twice(name, side.tensors[name], file))
+                side.findings.append(_twice(name, where[name], file))
             else:
-                side.tensors[name] = _entry(file, name, value)
+                side.tensors[name], where[name] = _entry(name, value, opened), file
     _check_index(side, headers, weights)
     _check_hidden(side)
     _with_scales(side)
@@ -80,7 +77,7 @@ def _headers(side: HFSide) -> dict[Path, Header]:
     headers: dict[Path, Header] = {}
     for file in sorted(side.path.glob("*.safetensors")):
         try:
-            headers[file] = raw_header(file)
+            headers[file] = stored_in(file)
         except ValueError as error:
             says = f"No tensor of '{file.name}' can be read: {error}"
             side.findings.append(Finding("damaged file", says, REFETCH, names=(file.name,)))
@@ -112,27 +109,19 @@ def _visible(side: HFSide, headers: dict[Path, Header], weights: dict[str, str] 
     return {file for file in headers if not file.name.startswith(COPY)}
 
 
-def _entry(file: Path, name: str, value: dict[str, Any]) -> Entry:
-    dtype = DTYPES.get(value["dtype"])
-    start, end = value["data_offsets"]
-    return Entry(
-        tuple(value["shape"]),
-        value["dtype"] if dtype is None else str(dtype).removeprefix("torch."),
-        end - start,
-        partial(_read, file, name),
-        Place(file, value["start"] + start, end - start),
-    )
+def _entry(name: str, stored: Stored, opened: OpenFiles) -> Entry:
+    known = stored.kind in DTYPES
+    dtype = str(stored.dtype).removeprefix("torch.") if known else stored.kind
+    return Entry(stored.shape, dtype, stored.bytes if known else 0, partial(_read, opened, stored.file, name))
 
 
-def _read(file: Path, name: str) -> Tensor:
-    with safe_open(file, framework="pt", backend="pread") as stream:
-        tensor: Tensor = stream.get_tensor(name)
+def _read(opened: OpenFiles, file: Path, name: str) -> Tensor:
+    tensor: Tensor = opened.file(file).get_tensor(name)
     return tensor
 
 
-def _twice(name: str, first: Entry, file: Path) -> Finding:
-    there = "" if first.place is None else first.place.file.name
-    says = f"'{name}' is in '{there}' and in '{file.name}': which of the two is loaded depends on the loader."
+def _twice(name: str, first: Path, file: Path) -> Finding:
+    says = f"'{name}' is in '{first.name}' and in '{file.name}': which of the two is loaded depends on the loader."
     return Finding("duplicate tensor", says, "remove the file that does not belong", names=(name,))
 
 
@@ -198,26 +187,25 @@ def _check_hidden(side: HFSide) -> None:
 
 
 def _with_scales(side: HFSide) -> None:
-    """Read quantised weights with their scales, as the conversion does; the two tensors of MXFP4 become one."""
-    stored = {name: (entry.shape, entry.kind) for name, entry in side.tensors.items() if _has_a_form(name, entry)}
-    for name, coded in coded_weights(stored, block_of(side.keys)).items():
-        parts = [side.tensors[part] for part in coded.parts]
-        read = partial(_decoded, coded, parts)
-        if name in coded.parts:
+    """Read quantized weights with their scales, as the conversion does; the two tensors of MXFP4 become one."""
+    stored = {name: (entry.shape, entry.kind) for name, entry in side.tensors.items()}
+    weights = quantized_weights(stored, block_of(side.keys))
+    for name, says in weights.wrong.items():
+        advice = "restore the weight with its scale, or remove what does not belong"
+        side.findings.append(Finding("quantization", f"'{name}' {says}.", advice, names=(name,)))
+    for name, weight in weights.found.items():
+        parts = [side.tensors[part] for part in weight.parts]
+        read = partial(_decoded, weight, parts)
+        if name in weight.parts:
             side.tensors[name] = replace(parts[0], read=read)
             continue
-        for part in coded.parts:
+        for part in weight.parts:
             del side.tensors[part]
-        side.tensors[name] = Entry(coded.shape, MXFP4, sum(part.bytes for part in parts), read)
+        side.tensors[name] = Entry(weight.shape, MXFP4, sum(part.bytes for part in parts), read)
 
 
-def _has_a_form(name: str, entry: Entry) -> bool:
-    """Not blocks of MXFP4 with other dimensions than a weight's: they are listed as they are."""
-    return not name.endswith(BLOCKS) or len(entry.shape) == 4
-
-
-def _decoded(coded: Coded, parts: list[Entry]) -> Tensor:
-    return coded.decode(*(part.read() for part in parts))
+def _decoded(weight: Quantized, parts: list[Entry]) -> Tensor:
+    return weight.decode(*(part.read() for part in parts))
 
 
 def _check_kind(side: HFSide) -> None:
@@ -227,10 +215,10 @@ def _check_kind(side: HFSide) -> None:
         advice = "merge it into its base model, and audit the result"
         side.findings = [found for found in side.findings if found.guess != "damaged config"]
         side.findings.append(Finding("not compared", says, advice, names=(ADAPTER,)))
-    method = quantisation(side.path, side.keys)
+    method = quantization(side.path, side.keys)
     if method is not None:
-        says = f"The folder is quantised: quant_method '{method}'."
-        side.findings.append(Finding("quantised", says, severity=NOTE))
+        says = f"The folder is quantized: quant_method '{method}'."
+        side.findings.append(Finding("quantization", says, severity=NOTE))
     pickles = sorted(file.name for ending in ("*.bin", "*.pt", "*.pth") for file in side.path.glob(ending))
     if not side.tensors and not side.files and pickles:
         says = f"Its tensors are in pickles, which can run code and are never opened: {listed(pickles)}."

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_mtp.checkpoint.audit.finding import WARNING, Finding, listed
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json, wrong_kinds
-from megatron_mtp.checkpoint.hf.shards import INDEX
+from megatron_mtp.checkpoint.hf.folder import INDEX
 
 OBJECTS = ("generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
 """Files that hold an object; others may hold a list."""

@@ -14,10 +14,9 @@ from torch import Tensor
 from megatron_mtp.checkpoint.audit.finding import WARNING, Finding
 from megatron_mtp.checkpoint.audit.side import HFSide, MegatronSide, Side
 from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
-from megatron_mtp.checkpoint.proof.forms import prompt_of
-from megatron_mtp.checkpoint.proof.precision import exact_float32
-from megatron_mtp.checkpoint.proof.prompt import Prompt, random_tokens
-from megatron_mtp.checkpoint.proof.verify import (
+from megatron_mtp.checkpoint.verify.forms import prompt_of
+from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32, random_tokens
+from megatron_mtp.checkpoint.verify.verify import (
     acceptance,
     compare,
     megatron_logits,

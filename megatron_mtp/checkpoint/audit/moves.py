@@ -14,11 +14,8 @@ from megatron_mtp.checkpoint.audit.copies import OF_EMBEDDING, OF_HEAD
 from megatron_mtp.checkpoint.audit.entry import Entry, bits
 from megatron_mtp.checkpoint.audit.guesses import Guess
 from megatron_mtp.checkpoint.audit.parts import DEPTH, EMBEDDING, HEAD, Part, Parts
-from megatron_mtp.checkpoint.families.rules import Shape
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-BEGINNING = 2**12
-"""Bytes by which tensors are told apart before they are read whole."""
 LEAST = 2
 """Tensors of fewer numbers are not looked for: a single number is found everywhere."""
 
@@ -47,12 +44,10 @@ def moves(wanted: Mapping[str, Entry], given: Mapping[str, Entry], first: Iterab
         first: names of side A that are preferred: those that nothing explains either.
         names: how names are read.
     """
-    kinds = {_beginning(entry) for entry in wanted.values() if _is_found(entry)}
-    shapes, placed = {kind[:2] for kind in kinds}, all(entry.place is not None for entry in wanted.values())
+    kinds = {(entry.shape, entry.dtype) for entry in wanted.values() if _is_found(entry)}
     places: dict[bytes, list[str]] = defaultdict(list)
     for name, entry in given.items():
-        known = entry.place is not None and placed
-        if (entry.shape, entry.dtype) in shapes and (not known or _beginning(entry) in kinds):
+        if (entry.shape, entry.dtype) in kinds:
             places[checksum(entry)].append(name)
     preferred, found = set(first), []
     for name, entry in wanted.items():
@@ -72,20 +67,9 @@ def _is_found(entry: Entry) -> bool:
     return size >= LEAST
 
 
-def _beginning(entry: Entry) -> tuple[Shape, str, bytes]:
-    """Shape, type and first bytes: cheap to read, and different for most tensors."""
-    return entry.shape, entry.dtype, b"" if entry.place is None else entry.place.first(BEGINNING)
-
-
 def checksum(entry: Entry) -> bytes:
     """A checksum of a tensor's bits."""
-    digest = hashlib.blake2b(digest_size=16)
-    if entry.place is not None:
-        for piece in entry.place.pieces():
-            digest.update(piece)
-    else:
-        digest.update(bits(entry.read()).numpy())
-    return digest.digest()
+    return hashlib.blake2b(bits(entry.read()).numpy(), digest_size=16).digest()
 
 
 def _distance(one: str, other: str) -> tuple[bool, int]:

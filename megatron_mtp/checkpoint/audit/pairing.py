@@ -26,7 +26,7 @@ from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.blocks import FUSED_NORM, OWN_NORM
 from megatron_mtp.checkpoint.families.rules import MinusOne, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
-from megatron_mtp.checkpoint.hf.quantised import FP8
+from megatron_mtp.checkpoint.hf.quantized import FP8
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 from megatron_mtp.model.hybrid import without_stages
 

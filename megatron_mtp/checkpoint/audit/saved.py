@@ -17,9 +17,8 @@ import yaml
 from megatron_mtp.checkpoint.audit.entry import Entry
 from megatron_mtp.checkpoint.audit.finding import Finding, listed
 from megatron_mtp.checkpoint.audit.side import NESTED, MegatronSide
-from megatron_mtp.checkpoint.mcore.integrity import check_files
 from megatron_mtp.checkpoint.mcore.iterations import RELEASE
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader, check_files
 from megatron_mtp.patches.unpickling import read_catalogue
 
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.")

@@ -18,8 +18,7 @@ from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
-from megatron_mtp.checkpoint.proof.folder_config import whole_config
-from megatron_mtp.checkpoint.proof.forms import settings_by_pattern
+from megatron_mtp.checkpoint.verify.forms import settings_by_pattern
 from megatron_mtp.model.arguments import parsed
 
 TIE = ("tie_word_embeddings", "untie_embeddings_and_output_weights", "share_embeddings_and_output_weights")
@@ -78,6 +77,8 @@ def _folders(a: HFSide, b: HFSide) -> tuple[Settings, Settings]:
 
 
 def _whole(folder: Path) -> Settings:
+    from megatron_mtp.checkpoint.verify.reference_forms import whole_config
+
     return {name: value for name, value in whole_config(folder).items() if not name.endswith("transformers_version")}
 
 

@@ -16,8 +16,8 @@ from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.checkpoint.hf.quantised import ACTIVATION, BLOCK_SCALE, FP8, SCALE
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.hf.quantized import ACTIVATION, BLOCK_SCALE, FP8, SCALE
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 
 DEPTH_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
 """Config keys that count depths, of families known here and of others."""

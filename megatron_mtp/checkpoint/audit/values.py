@@ -1,9 +1,10 @@
 """Numbers that no trained weight has: not finite ones, and matrices of zeros."""
 
+import math
 from collections.abc import Iterable, Iterator
 
 from megatron_mtp.checkpoint.audit.contents import rules_of
-from megatron_mtp.checkpoint.audit.entry import INFINITE, Entry, Range, range_of
+from megatron_mtp.checkpoint.audit.entry import FLOATS, Entry, largest
 from megatron_mtp.checkpoint.audit.finding import WARNING, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.side import HFSide, Side
 from megatron_mtp.checkpoint.families.rules import Zeros
@@ -20,7 +21,7 @@ class Ranges:
 
     def __init__(self, side: Side) -> None:
         self._side = side
-        self.known: dict[str, Range] = {}
+        self.known: dict[str, float] = {}
         self.unreadable: dict[str, str] = {}
 
     def read(self, name: str) -> None:
@@ -28,24 +29,25 @@ class Ranges:
         if name in self.known or name in self.unreadable:
             return
         try:
-            found = range_of(self._side.tensors[name])
+            entry = self._side.tensors[name]
+            found = largest(entry.read()) if entry.kind in FLOATS else None
         except (ValueError, OSError, RuntimeError) as error:
             self.unreadable[name] = str(error)
             return
         if found is not None:
             self.known[name] = found
 
-    def keep(self, name: str, found: Range) -> None:
+    def keep(self, name: str, found: float | None) -> None:
         """Keep the range of a tensor that was read elsewhere; other names are passed over."""
-        if name in self._side.tensors and self._side.tensors[name].kind in INFINITE:
+        if found is not None and name in self._side.tensors and self._side.tensors[name].kind in FLOATS:
             self.known[name] = found
 
     def findings(self) -> Iterator[Finding]:
         """What is wrong with the ranges that are known."""
         yield from _unreadable(self.unreadable)
-        yield from _not_finite(name for name, found in self.known.items() if not found.finite)
+        yield from _not_finite(name for name, found in self.known.items() if not math.isfinite(found))
         may = zero_names(self._side)
-        zero = [n for n, f in self.known.items() if f.zero and n not in may and _is_matrix(self._side.tensors[n])]
+        zero = [n for n, f in self.known.items() if f == 0 and n not in may and _is_matrix(self._side.tensors[n])]
         if zero:
             says = f"{counted(len(zero), 'matrix').replace('matrixs', 'matrices')} of zeros: {listed(zero)}."
             advice = "unless the model is that new: take the tensors from an earlier save"

@@ -1,7 +1,7 @@
 """Do a checkpoint's arguments and a `config.json` describe the same computation?
 
 Both become Megatron's configuration, and its settings are compared. A model that Megatron cannot run has no such
-configuration: `verify` then compares the kept `config.json` with the folder's (proof/folder_config.py).
+configuration: `verify` then compares the kept `config.json` with the folder's (verify/reference_forms.py).
 """
 
 import contextlib

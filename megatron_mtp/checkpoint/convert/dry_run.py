@@ -16,7 +16,7 @@ from megatron_mtp.checkpoint.convert.plan import HFModel, times, unnumbered
 from megatron_mtp.checkpoint.convert.stream import Options, check_free
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.rules import Rule, Shape
-from megatron_mtp.checkpoint.hf.shards import HFFolder
+from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 

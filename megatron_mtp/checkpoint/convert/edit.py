@@ -38,8 +38,8 @@ from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.model import check_trainable
-from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths, depth_of
-from megatron_mtp.checkpoint.mcore.tensors import Chunk, DistReader, write_chunk
+from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, depth_of
+from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
 from megatron_mtp.data.checks import check_data_prefixes
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY

@@ -32,10 +32,11 @@ from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import check_computable, common_keys
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
-from megatron_mtp.checkpoint.hf.shards import NOT_KEPT, HFShards
+from megatron_mtp.checkpoint.hf.folder import NOT_KEPT
+from megatron_mtp.checkpoint.hf.quantized import without_quantization
+from megatron_mtp.checkpoint.hf.writer import HFShards
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
-from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, has_tokenizer, run_tokenizer
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
 
@@ -71,9 +72,8 @@ def kept_form(folder: Path) -> HFForm | None:
     keys, origin = read_json(kept / CONFIG), kept_origin(kept)
     HFConfig.from_keys(keys, str(kept / CONFIG))
     layout = origin.get("layout", {})
-    if origin.get("quantised", False):
-        keys.pop("quantization_config", None)  # its tensors were read as bfloat16
-    return HFForm(keys, tuple(layout.get("features", ())), tuple(layout.get("carried", ())), kept)
+    # An export is never quantized, whether the tensors were read as bfloat16 or the config alone said FP8.
+    return HFForm(without_quantization(keys), tuple(layout.get("features", ())), tuple(layout.get("carried", ())), kept)
 
 
 def kept_origin(kept: Path) -> dict[str, Any]:
@@ -340,9 +340,7 @@ def _named(form: HFForm) -> str:
 def hf_folder_form(folder: Path) -> HFForm:
     """The form of a Hugging Face folder, from its config and the names of its tensors."""
     model = HFModel.read(folder)
-    keys = read_json(folder / CONFIG)
-    if model.folder.quantised:
-        keys.pop("quantization_config", None)
+    keys = without_quantization(read_json(folder / CONFIG))
     return HFForm(keys, tuple(model.layout.features), model.layout.carried, folder)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_mtp.checkpoint.mcore.model import fill, model_of
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cpu import substitutions
 from megatron_mtp.data.checks import check_data_prefixes, part_of
 from megatron_mtp.model.causal import square_mask

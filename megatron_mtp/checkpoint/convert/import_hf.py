@@ -16,9 +16,9 @@ from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
-from megatron_mtp.checkpoint.hf.shards import NOT_KEPT, HFFolder
+from megatron_mtp.checkpoint.hf.folder import NOT_KEPT, HFFolder
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
-from megatron_mtp.checkpoint.mcore.tensors import Chunk, write_chunk
+from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
 from megatron_mtp.config import trained_depths
 from megatron_mtp.model.arguments import parsed
 
@@ -95,7 +95,7 @@ def origin(model: HFModel) -> dict[str, Any]:
         "model_type": model.config.model_type,
         "family": model.family.title,
         "layout": layout_record(model.layout),
-        "quantised": model.folder.quantised,
+        "quantised": model.folder.quantized,
         "eh_proj": "embedding half first",
         "eh_proj in the Hugging Face folder": f"{half} half first",
         "input of the first depth": f"trunk's hidden state {side} its final norm",

@@ -23,10 +23,9 @@ from megatron_mtp.checkpoint.families.trunk import (
     ZERO_ROUTER_BIAS,
 )
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.checkpoint.hf.kinds import check_kind
-from megatron_mtp.checkpoint.hf.shards import HFFolder, block_of
-from megatron_mtp.checkpoint.mcore.stored_depths import StoredDepths
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.hf.folder import HFFolder, check_kind
+from megatron_mtp.checkpoint.hf.quantized import block_of
+from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")

@@ -25,8 +25,8 @@ import torch
 from tqdm import tqdm
 
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE, TRACKER
-from megatron_mtp.checkpoint.mcore.tensors import Chunk, chunks_are_in, read_chunk, write_catalogue
 from megatron_mtp.checkpoint.mcore.tokenizer import KEPT_TOKENIZER
+from megatron_mtp.checkpoint.mcore.writer import Chunk, chunks_are_in, read_chunk, write_catalogue
 from megatron_mtp.files import check_outside, default_workers, is_inside, one_writer, sync, synced, written_beside
 
 STAYS_WIDE = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")

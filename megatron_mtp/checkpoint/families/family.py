@@ -4,8 +4,8 @@ In:  a `config.json` and the names of a folder's tensors.
 Out: a `Layout` (what the tensors decide) and the rules between both sides.
 
 Everything that other rooms need to know about a family is a field here. The judge of conversions
-(`checkpoint/proof/reference_forms.py`) has its own description of each family on purpose: a fault in a rule must not be
-in both.
+(`checkpoint/verify/reference_forms.py`) has its own description of each family on purpose: a fault in a rule must not
+be in both.
 """
 
 import re

@@ -9,9 +9,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from torch import Tensor
 
-from megatron_mtp.checkpoint.mcore.integrity import read_errors
-from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader, read_errors, stored_draft_vocabulary
 from megatron_mtp.model.arguments import completed
 from megatron_mtp.model.build import MTPModelConfig, build, config_of, join_world
 from megatron_mtp.model.trunk import MTPTrunk

@@ -5,7 +5,7 @@ import shutil
 from argparse import Namespace
 from pathlib import Path
 
-from megatron_mtp.checkpoint.hf.shards import NOT_KEPT
+from megatron_mtp.checkpoint.hf.folder import NOT_KEPT
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 from megatron_mtp.files import written_beside
 

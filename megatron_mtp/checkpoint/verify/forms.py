@@ -17,11 +17,9 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.computation import differences
 from megatron_mtp.checkpoint.convert.hybrid import BY_BUCKET, Halves, hybrid_arguments, sharding_type
 from megatron_mtp.checkpoint.mcore.model import check_trainable, fill, model_of
-from megatron_mtp.checkpoint.mcore.stored_depths import stored_draft_vocabulary
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
-from megatron_mtp.checkpoint.proof.precision import exact_float32
-from megatron_mtp.checkpoint.proof.prompt import Prompt
-from megatron_mtp.checkpoint.proof.verify import Check, logits_of
+from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
+from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
+from megatron_mtp.checkpoint.verify.verify import Check, logits_of
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS
 from megatron_mtp.model.hybrid import without_stages
 from megatron_mtp.model.trunk import MTPTrunk

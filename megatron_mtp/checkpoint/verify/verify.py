@@ -29,10 +29,8 @@ from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
-from megatron_mtp.checkpoint.proof.folder_config import whole_config
-from megatron_mtp.checkpoint.proof.precision import exact_float32
-from megatron_mtp.checkpoint.proof.prompt import Prompt, random_tokens
+from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32, random_tokens
 from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.rope import place
@@ -140,6 +138,8 @@ def _runs(reader: DistReader) -> bool:
 
 def _same_settings(model: HFModel, reader: DistReader) -> list[Check]:
     """Compare the folder's config with the checkpoint's arguments or kept config; no check if it has neither."""
+    from megatron_mtp.checkpoint.verify.reference_forms import whole_config
+
     flags, reason = flags_of(model)
     kept = reader.folder.parent / HF_FILES
     if flags is not None and _runs(reader):
@@ -277,7 +277,7 @@ def all_reference_logits(folders: list[Path], prompt: Prompt) -> list[dict[str, 
         words = [
             str(path) for folder, output in zip(folders, outputs, strict=True) for path in (folder, tokens, output)
         ]
-        command = [sys.executable, "-m", "megatron_mtp.checkpoint.proof.reference", *words]
+        command = [sys.executable, "-m", "megatron_mtp.checkpoint.verify.reference", *words]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
         if done.returncode:
             which = next(folder for folder, output in zip(folders, outputs, strict=True) if not output.exists())
@@ -296,7 +296,7 @@ def split_logits(
     Raises:
         ValueError: transformers cannot run the folder, or what the checkpoint gives back.
     """
-    from megatron_mtp.checkpoint.proof.depth_logits import depth_logits
+    from megatron_mtp.checkpoint.verify.depth_logits import depth_logits
 
     with tempfile.TemporaryDirectory() as scratch:
         own = kept_form(reader.folder.parent)

@@ -12,11 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
-from megatron_mtp.checkpoint.hf.shards import HFFolder, block_of
+from megatron_mtp.checkpoint.hf.quantized import block_of
 from megatron_mtp.registry import Registry
 
 Tensors = dict[str, Tensor]
@@ -109,10 +112,29 @@ def _renamed(name: str, renames: dict[str, str]) -> str:
 
 
 def read_tensors(folder: Path) -> Tensors:
-    """All tensors of a folder, floating-point ones in float32."""
-    source = HFFolder(folder, block_of(read_json(folder / CONFIG)))
-    tensors = {name: source.read(name) for name in source.tensors}
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    """All tensors of a folder, floating-point ones in float32, read and dequantized without `checkpoint/hf`.
+
+    A weight is multiplied by a scale only if it is FP8 itself; MXFP4 is unpacked by transformers.
+    """
+    stored: Tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        stored |= {} if file.name.startswith("consolidated") else load_file(file)
+    block = block_of(read_json(folder / CONFIG))
+    for name in list(stored):
+        weight = name.removesuffix("_blocks")
+        scale = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in stored), None)
+        if name.endswith("_blocks") and f"{weight}_scales" in stored:
+            stored[weight] = convert_moe_packed_tensors(stored.pop(name), stored.pop(f"{weight}_scales"))
+        elif scale is not None and stored[name].is_floating_point() and stored[name].element_size() == 1:
+            stored[name] = _dequantized(stored[name].float(), stored.pop(scale).float(), block)
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in stored.items()}
+
+
+def _dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """Values times a scale of the tensor, of each row, or of each block; bfloat16."""
+    if scale.numel() > 1 and scale.shape[-2:] != (weight.size(-2), 1):
+        scale = torch.kron(scale, torch.ones(block))[..., : weight.size(-2), : weight.size(-1)]
+    return (weight * scale).bfloat16()
 
 
 def _under(prefix: str, **parts: str) -> dict[str, str]:
@@ -297,3 +319,36 @@ _OWN = {
 }
 FORMS: Registry[DepthForm] = Registry("megatron_mtp.reference_forms", _OWN)
 """Descriptions by `model_type`; other packages register theirs."""
+
+
+def whole_config(folder: Path) -> dict[str, Any]:
+    """Every key that may change the logits of text, nested keys as `outer.inner`.
+
+    Without a class in transformers for the `model_type`, these are the keys of the file alone.
+
+    Args:
+        folder: a folder with a `config.json`.
+    """
+    try:
+        keys = config_of(folder)[1].to_dict()
+    except Exception:  # transformers raises many kinds of errors for a config that it does not know
+        keys = read_json(folder / CONFIG)
+    return dict(_flat(keys))
+
+
+NAMES_ALONE = (
+    "architectures auto_map dtype torch_dtype transformers_version _name_or_path quantization_config use_cache "
+    "initializer_range attention_dropout bos_token_id eos_token_id pad_token_id id2label label2id output_attentions "
+    "output_hidden_states return_dict output_router_logits router_aux_loss_coef vision_config compression_config"
+).split()
+"""Keys that do not change the logits of text."""
+
+
+def _flat(keys: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for name, value in keys.items():
+        if isinstance(value, dict) and name not in NAMES_ALONE:
+            found += _flat(value, f"{prefix}{name}.")
+        elif name not in NAMES_ALONE:
+            found.append((f"{prefix}{name}", value))
+    return found

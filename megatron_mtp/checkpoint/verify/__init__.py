@@ -1,11 +1,9 @@
 """Whether a Hugging Face folder and a Megatron checkpoint are the same model.
 
 verify.py           the proof: tensors bit by bit, settings, logits of trunk and depths
-prompt.py           the tokens and positions on which two models are compared
-precision.py        float32 products without TF32
-folder_config.py    the keys of a config.json that describe the computation, with transformers' defaults
+prompt.py           the tokens and positions on which two models are compared; float32 products without TF32
 reference.py        what a folder computes, by transformers, in a separate process
-reference_forms.py  how each family stores its depths, as engines load them
+reference_forms.py  how each family stores its depths, as engines load them; a config with transformers' defaults
 depth_logits.py     Megatron's depths behind a trunk that it cannot run
 forms.py            whether a GPT checkpoint and a hybrid one are the same model
 """

@@ -12,26 +12,13 @@ from hf_models import make, read, write
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.hf import shards
-from megatron_mtp.checkpoint.hf.quantised import by_block
-from megatron_mtp.checkpoint.hf.shards import HFFolder
-from megatron_mtp.checkpoint.mcore import tensors
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
+from megatron_mtp.checkpoint.hf import folder as folders
+from megatron_mtp.checkpoint.hf.folder import HFFolder
+from megatron_mtp.checkpoint.mcore import reader
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 
 QUIET = Options(quiet=True)
 NAME = "model.layers.1.mlp.down_proj.weight"
-
-
-def test_every_block_has_its_scale() -> None:
-    weight = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]).to(torch.float8_e4m3fn)
-    scale = torch.tensor([[1.0, 2.0], [10.0, 0.5]])
-    expected = [[1.0, 2.0, 6.0], [4.0, 5.0, 12.0], [70.0, 80.0, 4.5]]
-    assert by_block(weight, scale, (2, 2)).tolist() == expected
-
-
-def test_scales_that_do_not_cover_the_weight_are_refused() -> None:
-    with pytest.raises(ValueError, match="do not cover"):
-        by_block(torch.ones(3, 3).to(torch.float8_e4m3fn), torch.ones(1, 1), (2, 2))
 
 
 def fp8_folder(folder: Path, scaled: bool = True) -> Path:
@@ -73,8 +60,8 @@ def test_a_file_is_opened_once_for_all_its_tensors(tmp_path: Path, monkeypatch: 
     """Opening parses the whole header: an opening a tensor makes reading quadratic."""
     folder = HFFolder(make(tmp_path / "hf", "llama", 0, shards=True))
     opened: list[Path] = []
-    whole = shards.safe_open
-    monkeypatch.setattr(shards, "safe_open", lambda file, **_: (opened.append(file), whole(file, "pt"))[1])
+    whole = folders.safe_open
+    monkeypatch.setattr(folders, "safe_open", lambda file, **_: (opened.append(file), whole(file, "pt"))[1])
     for name in sorted(folder.tensors):
         folder.read(name)
     assert len(opened) == len(set(opened)) == 3
@@ -84,7 +71,7 @@ def test_an_expert_is_found_without_a_search_through_all(tmp_path: Path, monkeyp
     hf_to_mcore(make(tmp_path / "hf", "glm4_moe", 1), tmp_path / "mcore", QUIET, megatron_arguments)
     form = kept_form(tmp_path / "mcore")
     assert form is not None
-    monkeypatch.setattr(tensors, "_overlap", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(reader, "create_read_items_for_chunk_list", lambda *_: pytest.fail("searched"))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form)
     assert read(tmp_path / "back").keys() == read(tmp_path / "hf").keys()
 
@@ -92,14 +79,13 @@ def test_an_expert_is_found_without_a_search_through_all(tmp_path: Path, monkeyp
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="it is a folder or a pipe, not a file; fetch it again"):
-        shards.raw_header(tmp_path / "model.safetensors")
+        folders.stored_in(tmp_path / "model.safetensors")
 
 
 def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    """Readers take the first or the second of them, and both are whole."""
-    one, other = (json.dumps({"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}) for _ in range(2))
+    one, other = (json.dumps({"dtype": "U8", "shape": [1], "data_offsets": [at, at + 1]}) for at in (0, 1))
     header = f'{{"x": {one}, "x": {other}}}'.encode()
     file = tmp_path / "model.safetensors"
-    file.write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
-    with pytest.raises(ValueError, match=r"is not a whole safetensors file \(a name is there twice\)"):
-        shards.raw_header(file)
+    file.write_bytes(struct.pack("<Q", len(header)) + header + b"\0\0")
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        folders.stored_in(file)

@@ -15,8 +15,8 @@ from torch.nn.functional import linear
 
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.mcore.model import fill, model_of
-from megatron_mtp.checkpoint.mcore.tensors import DistReader
-from megatron_mtp.checkpoint.proof.prompt import Prompt
+from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer

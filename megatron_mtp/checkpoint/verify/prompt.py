@@ -1,4 +1,4 @@
-"""The tokens on which two models are compared, and their positions: near ones, and some that are far apart.
+"""The tokens on which two models are compared, their positions (near ones, and some far apart), and exact products.
 
 Attention with rotary positions depends only on distances. At the distances of a short prompt, scaled positions differ
 from unscaled ones by less than rounding. So the distances between the last tokens grow up to the model's longest
@@ -6,6 +6,8 @@ context: a few tokens cover the whole range of distances.
 Letters: B batch (1), S positions of the sequence.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -56,3 +58,20 @@ def random_tokens(config: HFConfig, count: int, seed: int) -> Tensor:
 def reach(config: HFConfig) -> int:
     """The last position: the longest context in the config, within bounds."""
     return min(max(LEAST_REACH, config.integer("max_position_embeddings", default=1)), MOST_REACH)
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Leave out TF32 inside, in matrix products and in cuDNN; as it was afterwards. Also a decorator.
+
+    Its 10 bits of mantissa would make comparisons of logits fail. NVIDIA's images set
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which only chooses what torch starts with; these settings win.
+    """
+    products, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")  # sets torch.backends.cuda.matmul.allow_tf32 as well
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = cudnn

@@ -1,6 +1,6 @@
 """What a Hugging Face folder computes, by transformers' own classes: the judge of conversions, in a separate process.
 
-    python -m megatron_mtp.checkpoint.proof.reference FOLDER TOKENS OUTPUT [FOLDER TOKENS OUTPUT ...]
+    python -m megatron_mtp.checkpoint.verify.reference FOLDER TOKENS OUTPUT [FOLDER TOKENS OUTPUT ...]
 
 Nothing here uses the rules of the conversion, or Megatron. The trunk is transformers' model. A depth is a model of the
 same class with one layer, whose input is the projection of both halves and whose final norm is the depth's;
@@ -29,8 +29,8 @@ from torch.nn.functional import linear
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging
 
-from megatron_mtp.checkpoint.proof.precision import exact_float32
-from megatron_mtp.checkpoint.proof.reference_forms import DepthForm, Tensors, config_of, depth_tensors, read_tensors
+from megatron_mtp.checkpoint.verify.prompt import exact_float32
+from megatron_mtp.checkpoint.verify.reference_forms import DepthForm, Tensors, config_of, depth_tensors, read_tensors
 
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
 NAMES_ALONE: dict[str, Any] = {"device_map": "meta"}

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,17 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from trunk_models import TRUNKS
 
-from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import hf_folder_form, kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
-from megatron_mtp.checkpoint.hf.quantised import FP4, activation_scales, by_row, by_scale, coded_weights, from_mxfp4
-from megatron_mtp.checkpoint.hf.shards import HFFolder, block_of
+from megatron_mtp.checkpoint.hf.folder import HFFolder
+from megatron_mtp.checkpoint.hf.quantized import (
+    FP4,
+    activation_scales,
+    block_of,
+    from_mxfp4,
+    quantized_weights,
+)
+from megatron_mtp.checkpoint.verify.reference_forms import read_tensors
 
 FLOAT_8 = {
     "quant_method": "compressed-tensors",
@@ -36,40 +44,70 @@ def test_a_byte_is_two_numbers_the_lower_half_first() -> None:
     assert from_mxfp4(blocks, scales).flatten().tolist() == expected
 
 
-def test_a_row_of_fp8_has_its_own_scale() -> None:
-    weight = torch.tensor([[1.0, 2.0], [4.0, -8.0]]).to(torch.float8_e4m3fn)
-    assert by_row(weight, torch.tensor([[2.0], [0.5]])).tolist() == [[2.0, 4.0], [2.0, -4.0]]
-    assert by_row(weight, torch.tensor([0.5])).tolist() == [[0.5, 1.0], [2.0, -4.0]]
-    with pytest.raises(ValueError, match="neither one nor one per row"):
-        by_row(weight, torch.ones(1, 2))
+F8, BF16, BYTE = torch.float8_e4m3fn, torch.bfloat16, torch.uint8
+ONES = torch.ones(3, 4)
 
 
-def test_a_block_of_compressed_tensors_has_its_own_scale() -> None:
-    weight = torch.tensor([[1.0, 2.0, 4.0], [1.0, -8.0, 2.0]]).to(torch.float8_e4m3fn)
-    scale = torch.tensor([[2.0, 0.5], [1.0, 4.0]])
-    assert by_scale(weight, scale, (1, 2)).tolist() == [[2.0, 4.0, 2.0], [1.0, -8.0, 8.0]]
-    assert by_scale(weight, scale[:, :1], (1, 2)).tolist() == [[2.0, 4.0, 8.0], [1.0, -8.0, 2.0]]
-    powers = torch.tensor([[2.0, 0.5], [1.0, 4.0]]).to(torch.float8_e8m0fnu)
-    assert torch.equal(by_scale(weight, powers, (1, 2)), by_scale(weight, scale, (1, 2)))
+@pytest.mark.parametrize(
+    ("name", "scale", "expected"),
+    [
+        ("w_scale_inv", torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [[1, 1, 1, 2], [1, 1, 1, 2], [3, 3, 3, 4]]),
+        ("w_scale", torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [[1, 1, 1, 2], [1, 1, 1, 2], [3, 3, 3, 4]]),
+        (
+            "w_scale",
+            torch.tensor([[1.0, 2.0], [4.0, 8.0]]).to(torch.float8_e8m0fnu),
+            [[1, 1, 1, 2]] * 2 + [[4, 4, 4, 8]],
+        ),
+        ("w_scale", torch.tensor([[2.0], [3.0], [0.5]]), [[2] * 4, [3] * 4, [0.5] * 4]),
+        ("w_scale", torch.tensor(0.5), [[0.5] * 4] * 3),
+    ],
+)
+def test_a_weight_is_multiplied_by_the_scale_of_its_block_row_or_tensor(
+    name: str, scale: Tensor, expected: list[list[float]]
+) -> None:
+    found = quantized_weights({"w": ((3, 4), F8), name: (tuple(scale.shape), scale.dtype)}, (2, 3)).found["w"]
+    assert found.parts == ("w", name)
+    assert found.decode(ONES.to(F8), scale).tolist() == expected
 
 
 def test_every_weight_of_several_tensors_is_found_with_its_parts() -> None:
-    fp8, bf16, byte = torch.float8_e4m3fn, torch.bfloat16, torch.uint8
     stored = {
-        "a.weight": ((4, 6), fp8), "a.weight_scale_inv": ((2, 2), torch.float32),
-        "b.weight": ((4, 6), fp8), "b.weight_scale": ((4, 1), bf16), "b.input_scale": ((1,), bf16),
-        "c_blocks": ((2, 8, 1, 16), byte), "c_scales": ((2, 8, 1), byte),
-        "d.weight": ((4, 6), bf16), "d.weight_scale": ((1,), bf16),
+        "a.weight": ((4, 6), F8), "a.weight_scale_inv": ((2, 2), torch.float32),
+        "b.weight": ((4, 6), F8), "b.weight_scale": ((4, 1), BF16), "b.input_scale": ((1,), BF16),
+        "c_blocks": ((2, 8, 1, 16), BYTE), "c_scales": ((2, 8, 1), BYTE),
     }  # fmt: skip
-    found = coded_weights(stored, (2, 3))
-    assert {name: (coded.parts, coded.shape) for name, coded in found.items()} == {
+    weights = quantized_weights(stored, (2, 3))
+    assert {name: (weight.parts, weight.shape) for name, weight in weights.found.items()} == {
         "a.weight": (("a.weight", "a.weight_scale_inv"), (4, 6)),
         "b.weight": (("b.weight", "b.weight_scale"), (4, 6)),
         "c": (("c_blocks", "c_scales"), (2, 32, 8)),
     }
+    assert weights.wrong == {}
     assert activation_scales(stored) == ["b.input_scale"]
-    ones, scale = torch.ones(4, 6).to(fp8), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    assert found["a.weight"].decode(ones, scale)[0].tolist() == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("stored", "says"),
+    [
+        ({"w": ((4, 6), BF16), "w_scale_inv": ((2, 2), BF16)}, "is bfloat16, but 'w_scale_inv' beside it is the scale"),
+        ({"w": ((4, 6), BF16), "w_scale": ((1,), BF16)}, "is bfloat16, but 'w_scale' beside it is the scale"),
+        ({"w": ((4, 6), F8)}, "is FP8 without a 'w_scale_inv' or 'w_scale'"),
+        ({"w": ((4, 6), F8), "w_scale_inv": ((1, 1), BF16)}, "is FP8 of shape 4x6 with scales of shape 1x1"),
+        ({"w": ((4, 6), F8), "w_scale": ((1, 6), BF16)}, "is FP8 of shape 4x6 with scales of shape 1x6"),
+        ({"w": ((4, 6), F8), "w_scale": ((1,), BF16), "w_scale_inv": ((2, 2), BF16)}, "has two scales"),
+        (
+            {"w": ((2, 32, 8), BF16), "w_blocks": ((2, 8, 1, 16), BYTE), "w_scales": ((2, 8, 1), BYTE)},
+            "is stored whole",
+        ),
+        ({"w_blocks": ((2, 8, 1, 16), BF16), "w_scales": ((2, 8, 1), BYTE)}, "is no weight in MXFP4"),
+        ({"w_blocks": ((2, 8, 1, 16), BYTE), "w_scales": ((2, 8), BYTE)}, "is no weight in MXFP4"),
+    ],
+)
+def test_tensors_that_make_no_weight_are_wrong(stored: dict[str, Any], says: str) -> None:
+    """A left-over scale once made a BF16 weight 1,000 times smaller, and every judge read it so."""
+    weights = quantized_weights(stored, (2, 3))
+    assert weights.found == {}
+    assert [says in one for one in weights.wrong.values()] == [True]
 
 
 def quantised(folder: Path, tensors: Tensors, settings: dict[str, object]) -> Path:
@@ -134,10 +172,12 @@ def test_a_quantised_folder_converts_and_comes_back_in_bfloat16(make_folder: obj
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form)
     block = block_of(json.loads((folder / "config.json").read_text()))
     source, back = HFFolder(folder, block), read(tmp_path / "back")
-    assert source.quantised
+    assert source.quantized
     assert source.tensors.keys() == back.keys()
     assert [name for name, tensor in back.items() if not torch.equal(tensor, source.read(name))] == []
     assert {tensor.dtype for tensor in back.values()} == {torch.bfloat16}
+    theirs = read_tensors(folder)  # the reader of verify's witness, which has no line in common with HFFolder
+    assert [name for name in back if not torch.equal(theirs[name], source.read(name).float())] == []
     keys = json.loads((tmp_path / "back/config.json").read_text())
     assert "quantization_config" not in keys
     assert keys["dtype"] == "bfloat16"
@@ -150,5 +190,29 @@ def test_other_numbers_of_compressed_tensors_are_refused(settings: dict[str, obj
     folder = fp8_folder(tmp_path / "hf")
     keys = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**keys, "quantization_config": settings}))
-    with pytest.raises(ValueError, match="is quantised with compressed-tensors, which is not read here"):
+    with pytest.raises(ValueError, match="is quantized with compressed-tensors, which is not read here"):
         hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+
+
+@pytest.mark.parametrize("place", ["quantization_config", "compression_config", "text_config"])
+def test_an_export_has_no_quantization_in_its_config(place: str, tmp_path: Path) -> None:
+    """Also where the tensors were bfloat16 already, or the key lies in the config of the text model."""
+    folder = make(tmp_path / "hf", "llama", 0, torch.bfloat16)
+    keys = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    keys[place] = {"quantization_config": settings, "model_type": "llama"} if place == "text_config" else settings
+    (folder / "config.json").write_text(json.dumps(keys))
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    form = kept_form(tmp_path / "mcore")
+    assert form is not None
+    assert "fp8" not in json.dumps(form.keys)
+    assert "fp8" not in json.dumps(hf_folder_form(folder).keys)
+
+
+def test_a_scale_that_was_left_over_is_refused_by_name(tmp_path: Path) -> None:
+    folder = fp8_folder(tmp_path / "hf")
+    name = "model.layers.0.mlp.down_proj.weight"
+    write(folder, {**read(folder), name: torch.ones(48, 64).bfloat16()})
+    with pytest.raises(ValueError, match=f"'{name}' in .* is bfloat16, but '{name}_scale' beside it is the scale"):
+        hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    assert not (tmp_path / "mcore").exists()

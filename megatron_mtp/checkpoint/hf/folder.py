@@ -1,0 +1,309 @@
+"""Hugging Face folders of safetensors: what is a model's folder, and its tensors, found and read one by one.
+
+Names, shapes and types come from the safetensors library. Pickles are refused and never opened. Quantized tensors are
+read as bfloat16 (quantized.py), and their scales are not listed as tensors. Folders that do not convert (adapters,
+GGUF, other quantizations, wrappers, broken links) are refused with a sentence that names their kind.
+"""
+
+import threading
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_mtp.checkpoint.hf.config import CONFIG, check_file, read_json
+from megatron_mtp.checkpoint.hf.quantized import Shape, activation_scales, quantization, quantized_weights
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+COPY = "consolidated"
+"""Prefix of files that repeat the model in another format (Mistral's); they are ignored."""
+NOT_KEPT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+"""Endings of the files that hold weights; all others are copied with the config."""
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Types by their names in safetensors headers."""
+ADAPTER = "adapter_config.json"
+READ_AS_BFLOAT16 = ("fp8", "fbgemm_fp8", "mxfp4")
+"""Quantizations that are read: FP8 of DeepSeek and Llama, MXFP4 of gpt-oss; compressed-tensors if all of it is FP8."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file.
+
+    Attributes:
+        file: the file.
+        shape: as stored.
+        kind: name of the type in safetensors: "BF16".
+    """
+
+    file: Path
+    shape: Shape
+    kind: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type; KeyError for one that is not known here."""
+        return DTYPES[self.kind]
+
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class HFFolder:
+    """The tensors of a folder.
+
+    Args:
+        folder: the folder.
+        block: rows and columns that share a scale, in FP8 tensors.
+
+    Raises:
+        ValueError: a file is missing, damaged or no safetensors file, or the files and the index disagree.
+    """
+
+    def __init__(self, folder: Path, block: tuple[int, int] = (128, 128)) -> None:
+        self.folder = folder
+        self._open = OpenFiles()
+        self.tensors: dict[str, Stored] = {}
+        for file, names in _files(folder).items():
+            self._add(file, names)
+        weights = quantized_weights({name: (one.shape, one.dtype) for name, one in self.tensors.items()}, block)
+        for name, says in weights.wrong.items():
+            raise ValueError(f"'{name}' in {self.tensors[name].file} {says}; or give the model in bfloat16.")
+        self._quantized = {name: (one, [self.tensors[p] for p in one.parts]) for name, one in weights.found.items()}
+        self._hide_parts()
+
+    def _add(self, file: Path, promised: Sequence[str] | None) -> None:
+        found = stored_in(file)
+        unknown = next((f"{name}' of type '{one.kind}" for name, one in found.items() if one.kind not in DTYPES), None)
+        if unknown is not None:
+            raise ValueError(f"{file} has '{unknown}', which is not known here; known are {', '.join(DTYPES)}.")
+        missing = sorted(set(promised or ()) - set(found))
+        if missing:
+            raise ValueError(f"{file} lacks the tensor '{missing[0]}' that {INDEX} puts there; fetch the file again.")
+        for name, stored in found.items():
+            if name in self.tensors:
+                raise ValueError(
+                    f"'{name}' is both in {self.tensors[name].file} and in {file}; remove the file that does not "
+                    "belong."
+                )
+            self.tensors[name] = stored
+
+    def _hide_parts(self) -> None:
+        """List weights in the place of the tensors that hold them, and leave out scales of activations."""
+        for name, (weight, (first, *_)) in self._quantized.items():
+            for part in weight.parts:
+                del self.tensors[part]
+            self.tensors[name] = first if name in weight.parts else Stored(first.file, weight.shape, "BF16")
+        for name in activation_scales(self.tensors.keys()) if self._quantized else ():
+            del self.tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self.tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of the tensor that `read` returns."""
+        return torch.bfloat16 if name in self._quantized else self.tensors[name].dtype
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the folder has tensors that are read as bfloat16."""
+        return bool(self._quantized)
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor; a quantized one is returned as bfloat16."""
+        if name not in self._quantized:
+            return self._read(self.tensors[name], name)
+        weight, stored = self._quantized[name]
+        return weight.decode(*map(self._read, stored, weight.parts))
+
+    def check_type(self, name: str, must_be_weight: bool) -> None:
+        """Check that a weight has a floating-point type.
+
+        Args:
+            name: name of the tensor.
+            must_be_weight: whether the tensor is a weight; any tensor named `.weight` counts as one.
+
+        Raises:
+            ValueError: a weight has another type.
+        """
+        dtype, file = self.dtype(name), self.tensors[name].file
+        if not dtype.is_floating_point and (must_be_weight or name.endswith(".weight")):
+            raise ValueError(
+                f"'{name}' in {file} is of type {str(dtype).removeprefix('torch.')}, but weights are floating-point "
+                "numbers; the model is quantized or damaged, so give it in bfloat16."
+            )
+
+    def _read(self, stored: Stored, name: str) -> Tensor:
+        tensor: Tensor = self._open.file(stored.file).get_tensor(name)
+        return tensor
+
+
+class OpenFiles(threading.local):
+    """Each thread's handles of the files that it used last: opening a file parses its whole header."""
+
+    def __init__(self) -> None:
+        self.file = lru_cache(maxsize=32)(_open)
+
+
+def _open(file: Path) -> Any:
+    # Not mapped: pages of mapped files would count as memory of this process.
+    return safe_open(file, framework="pt", backend="pread")
+
+
+def stored_in(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, whose header the safetensors library checks.
+
+    Raises:
+        ValueError: it is truncated, damaged or something else.
+    """
+    check_file(file)
+    try:
+        with safe_open(file, framework="pt") as stream:
+            slices = {name: stream.get_slice(name) for name in stream.keys()}  # noqa: SIM118
+            return {name: Stored(file, tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from None
+    except SafetensorError as error:
+        what = str(error).splitlines()[0][:120]
+        raise ValueError(f"{file} is not a whole safetensors file ({what}); fetch it again.") from None
+
+
+def _files(folder: Path) -> dict[Path, list[str] | None]:
+    """Files of a folder, each with the tensors that the index lists; None without an index."""
+    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith(COPY))
+    named: dict[Path, list[str] | None] = dict.fromkeys(files)
+    if (folder / INDEX).is_file():
+        named = _indexed(folder)
+    elif (folder / SINGLE) in files:
+        named = {folder / SINGLE: None}
+    beside = [file for file in files if file not in named]
+    if beside:
+        by = INDEX if (folder / INDEX).is_file() else f"a folder with {SINGLE}"
+        raise ValueError(
+            f"{beside[0]} is no file of {by}, and nothing is dropped silently; remove it, or name its tensors in "
+            f"{INDEX}."
+        )
+    if named:
+        return named
+    pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
+    if pickles:
+        raise ValueError(
+            f"{pickles[0]} is a pickle, which can run code and is never opened here; save the model as safetensors."
+        )
+    raise ValueError(f"{folder} holds no safetensors files; give the folder of a Hugging Face model.")
+
+
+def _indexed(folder: Path) -> dict[Path, list[str] | None]:
+    index = read_json(folder / INDEX)
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
+        raise ValueError(f"{folder / INDEX} has no 'weight_map' from tensors to files; fetch it again.")
+    files: dict[Path, list[str] | None] = {}
+    for name, file in weights.items():
+        path = folder / file
+        if Path(file).name != file or not path.is_file():
+            raise ValueError(f"{folder / INDEX} puts '{name}' into '{file:.100}', which is not there; fetch that file.")
+        names = files.setdefault(path, [])
+        assert names is not None
+        names.append(name)
+    return files
+
+
+def check_kind(folder: Path, known: Container[str]) -> None:
+    """Refuse a folder of a kind that does not convert.
+
+    Args:
+        folder: the folder, or what the user gave for one.
+        known: every `model_type` that converts.
+
+    Raises:
+        ValueError: the folder is of such a kind, or no folder.
+    """
+    _check_is_folder(folder)
+    _check_links(folder)
+    if is_adapter(folder):
+        base = _object(folder / ADAPTER).get("base_model_name_or_path") or "its base model"
+        raise ValueError(
+            f"{folder} is an adapter (LoRA) of {base!s:.100}; merge it into that model (merge_and_unload() of peft), "
+            "save the result, and give its folder."
+        )
+    if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
+        raise ValueError(_gguf(folder))
+    if (folder / CONFIG).is_file():
+        keys = _object(folder / CONFIG)
+        method = quantization(folder, keys)
+        if method is not None and method not in READ_AS_BFLOAT16:
+            raise ValueError(
+                f"{folder} is quantized with {method!s:.40}, which is not read here; give the model in bfloat16, FP8 "
+                "or MXFP4."
+            )
+        _check_wrapper(folder, keys, known)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter (LoRA), with or without a config, and no model beside it."""
+    weights = [file.name for file in folder.glob("*.safetensors")]
+    whole = any(not name.startswith("adapter_") for name in weights)
+    return (folder / ADAPTER).is_file() and not (whole and (folder / CONFIG).is_file())
+
+
+def _check_is_folder(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    if folder.is_file():
+        kind = _gguf(folder) if folder.suffix == ".gguf" else f"{folder} is a file; give the folder that it is in."
+        raise ValueError(kind)
+    raise ValueError(f"{folder} is no folder; give the folder of a Hugging Face model.")
+
+
+def _gguf(path: Path) -> str:
+    return f"{path} is a GGUF model, as llama.cpp runs it; give the safetensors folder that it was made from."
+
+
+def _check_links(folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"{path} is a link to {path.readlink()}, which is not there; fetch the folder again.")
+
+
+def _check_wrapper(folder: Path, keys: dict[str, Any], known: Container[str]) -> None:
+    outer, text = keys.get("model_type"), keys.get("text_config")
+    if str(outer) in known or not isinstance(text, dict):
+        return
+    inner = text.get("model_type")
+    status = "which converts by itself" if str(inner) in known else "which is unknown here too"
+    raise ValueError(
+        f"{folder} is a model of type '{outer!s:.40}' around a text model of type '{inner!s:.40}', {status}; save the "
+        "text model alone with transformers, and give its folder."
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that must hold an object."""
+    keys = read_json(path)
+    if not isinstance(keys, dict):
+        raise ValueError(f"{path} holds a {type(keys).__name__}, not an object of keys; fetch it again.")
+    return keys

@@ -1,0 +1,110 @@
+"""Safetensors files of a Hugging Face folder, written in place: all headers first, then the tensors in any order."""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.checkpoint.hf.folder import DTYPES, INDEX, SINGLE
+from megatron_mtp.patches.checksums import crc32_of
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class HFShards:
+    """Safetensors files that are being written: all headers first, then the tensors in any order.
+
+    Args:
+        folder: the folder to write to.
+        tensors: name, shape and type of every tensor, in the order of the files.
+        largest: largest size of a file in bytes, unless a single tensor is larger.
+        resumed: whether an interrupted run left the files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
+        largest: int,
+        resumed: bool = False,
+    ) -> None:
+        self._places: dict[str, tuple[Path, int, torch.dtype]] = {}
+        self._lengths: dict[str, int] = {}
+        shards = _shards(tensors, largest)
+        files = (
+            [SINGLE]
+            if len(shards) == 1
+            else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+        )
+        total = 0
+        for name, shard in zip(files, shards, strict=True):
+            total += self._open(folder / name, shard, resumed)
+        if len(shards) > 1:
+            weights = {tensor: place[0].name for tensor, place in sorted(self._places.items())}
+            index = {"metadata": {"total_size": total}, "weight_map": weights}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _open(self, file: Path, shard: list[tuple[str, tuple[int, ...], torch.dtype]], resumed: bool) -> int:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, shape, dtype in shard:
+            start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            self._places[name], self._lengths[name] = (file, start, dtype), end - start
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._places |= {name: (file, self._places[name][1] + 8 + len(text), dtype) for name, _, dtype in shard}
+        with open(file, "r+b" if resumed and file.exists() else "wb") as stream:
+            stream.write(struct.pack("<Q", len(text)) + text)
+            stream.truncate(8 + len(text) + end)
+        return end
+
+    def write(self, name: str, tensor: Tensor) -> int:
+        """Write a tensor at its place, and return the CRC-32 of its bytes."""
+        file, start, dtype = self._places[name]
+        data = tensor.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+        descriptor = os.open(file, os.O_WRONLY)
+        try:
+            view, done = memoryview(data), 0
+            while done < len(view):
+                done += os.pwrite(descriptor, view[done:], start + done)
+        finally:
+            os.close(descriptor)
+        return zlib.crc32(view)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Wait until these tensors are on the disk."""
+        for file in {self._places[name][0] for name in names}:
+            with open(file, "rb") as stream:
+                os.fsync(stream.fileno())
+
+    def holds(self, checksums: dict[str, int]) -> bool:
+        """Whether the files hold these tensors, given the CRC-32 of each by name."""
+        return isinstance(checksums, dict) and all(map(self._holds, checksums, checksums.values()))
+
+    def _holds(self, name: str, checksum: int) -> bool:
+        if name not in self._places:
+            return False
+        file, start, length = self._places[name][0], self._places[name][1], self._lengths[name]
+        with open(file, "rb") as stream:
+            return crc32_of(stream, start, length) == checksum
+
+
+def _shards(
+    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], largest: int
+) -> list[list[tuple[str, tuple[int, ...], torch.dtype]]]:
+    shards: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = [[]]
+    size = 0
+    for name, shape, dtype in tensors:
+        more = torch.Size(shape).numel() * dtype.itemsize
+        if shards[-1] and size + more > largest:
+            shards.append([])
+            size = 0
+        shards[-1].append((name, shape, dtype))
+        size += more
+    return shards

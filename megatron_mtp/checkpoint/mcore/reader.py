@@ -1,0 +1,481 @@
+"""Tensors of a Megatron distributed checkpoint (torch_dist), read piece by piece by torch's reader, without a model.
+
+The folder of an iteration holds `.metadata` (a catalogue of all tensors' chunks), `*.distcp` (the chunks, each as
+`torch.save` writes it), and `metadata.json`, which names the format. Faults of the files are errors of one sentence.
+Every count of MTP layers in the package is `StoredDepths`.
+"""
+
+import io
+import pickle
+import re
+import struct
+import time
+import zipfile
+import zlib
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.safe_globals import register_safe_globals
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
+from megatron_mtp.files import default_workers
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.patches.checksums import DamagedError, check_entry, checked_once
+from megatron_mtp.patches.saving import FORMAT
+from megatron_mtp.patches.unpickling import CATALOGUE, foreign, read_catalogue
+
+Shape = tuple[int, ...]
+
+COMMON = "common_state/shard_0_1"
+"""Megatron's key for everything beside tensors."""
+HYBRID_NORM = "decoder.final_norm.weight"
+"""A key that checkpoints of hybrids have, and those of GPTs have not."""
+HEAD_STATE = "output_layer._extra_state/shard_0_1"
+"""State of a kernel that Megatron's hybrid expects, and its GPT does not."""
+STATE = r"(?:chained_\d+\.)?optimizer\."
+"""How the keys of the optimizer's tensors begin."""
+_STATE = re.compile(STATE)
+_STACKED = re.compile(rf"((?:{STATE}state\.\w+\.)?decoder\.layers\.)(?!\d)(.+)")
+_LAYER = re.compile(rf"(?:{STATE}state\.\w+\.)?decoder\.layers\.(\d+)\..+")
+_STACKED_OBJECT = re.compile(r"(decoder\.layers\.)(?!\d)(.+/shard)_(\d+)((?:\.\d+)*)_\d+((?:\.\d+)*)")
+
+
+class DistReader:
+    """A distributed checkpoint, open for reading.
+
+    Args:
+        folder: a folder that Megatron saves to, or of one iteration.
+        whole: whether to refuse a checkpoint whose files are missing or cut short.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or is none of Megatron's.
+    """
+
+    def __init__(self, folder: Path, whole: bool = True) -> None:
+        self.folder = iteration_folder(folder)
+        catalogue = read_catalogue(self.folder)
+        if whole:
+            check_files(self.folder, catalogue.storage_data)
+        self._where: dict[MetadataIndex, _StorageInfo] = catalogue.storage_data
+        self._catalogue: dict[str, Any] = catalogue.state_dict_metadata
+        self._storage = _Storage(self.folder, catalogue)
+        self._tensors = {
+            key: value for key, value in self._catalogue.items() if isinstance(value, TensorStorageMetadata)
+        }
+        self._chunks = {(key, tuple(c.offsets)): c for key, entry in self._tensors.items() for c in entry.chunks}
+        self._layers = {layer: key for key in self._tensors for layer in self._layers_of(key)}
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of the model's tensors, layer by layer, without the optimizer's state."""
+        stacked = set(self._layers.values())
+        alone = [key for key in self._tensors if key not in stacked]
+        return [key for key in (*alone, *self._layers) if not _STATE.match(key)]
+
+    @property
+    def state_keys(self) -> list[str]:
+        """Keys of the optimizer's tensors, layer by layer."""
+        stacked = set(self._layers.values())
+        return [key for key in (*self._tensors, *self._layers) if key not in stacked and _STATE.match(key)]
+
+    def holds(self, key: str) -> bool:
+        """Whether the checkpoint has a tensor of this key."""
+        return key in self._tensors or key in self._layers
+
+    def shape(self, key: str) -> Shape:
+        """Shape of a whole tensor."""
+        if key in self._layers:
+            return tuple(self._tensors[self._layers[key]].size)[1:]
+        return tuple(self._tensors[key].size)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Type of a tensor."""
+        return self._tensors[self._layers.get(key, key)].properties.dtype
+
+    def fingerprint(self) -> dict[str, Any]:
+        """A record that differs when the checkpoint differs: names, sizes and times of its files."""
+        files = [self.folder / name for name in sorted({place.relative_path for place in self._where.values()})]
+        catalogue = zlib.crc32((self.folder / CATALOGUE).read_bytes())
+        stats = [(file.name, file.stat()) for file in files]
+        return {
+            "folder": str(self.folder.resolve()),
+            "catalogue": catalogue,
+            "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        }
+
+    def read(self, key: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
+        """Read a tensor, or the slab of `shape` at `offset`.
+
+        Raises:
+            ValueError: a file is missing or damaged, or the chunks do not cover the slab.
+        """
+        whole = self.shape(key)
+        offset, shape = offset or (0,) * len(whole), whole if shape is None else shape
+        if key in self._layers:
+            layer = int(_LAYER.fullmatch(key).group(1))  # type: ignore[union-attr]
+            return self._slab(self._layers[key], (layer, *offset), (1, *shape)).squeeze(0)
+        return self._slab(key, offset, shape)
+
+    def _layers_of(self, key: str) -> list[str]:
+        """The keys of the layers in a tensor that stacks them: Megatron does so if all layers have the same form."""
+        match = _STACKED.fullmatch(key)
+        if match is None:
+            return []
+        return [f"{match.group(1)}{layer}.{match.group(2)}" for layer in range(self._tensors[key].size[0])]
+
+    def slabs(self, key: str) -> list[tuple[Shape, Shape]]:
+        """Offset and shape of every stored piece of a tensor."""
+        chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in self._tensors[self._layers.get(key, key)].chunks]
+        if key not in self._layers:
+            return chunks
+        layer = int(_LAYER.fullmatch(key).group(1))  # type: ignore[union-attr]
+        return [(start[1:], sizes[1:]) for start, sizes in chunks if start[0] <= layer < start[0] + sizes[0]]
+
+    @property
+    def objects(self) -> dict[str, str]:
+        """What is stored beside the tensors and arguments (states of kernels, random numbers): key to stored key.
+
+        Layers that are stacked have keys of their own here.
+        """
+        stored = [key for key, entry in self._catalogue.items() if isinstance(entry, BytesStorageMetadata)]
+        return {_unstacked(key): key for key in stored if key != COMMON}
+
+    def stored_bytes(self, key: str) -> bytes:
+        """An object as it is stored, by its stored key.
+
+        Raises:
+            ValueError: it is damaged, or holds what no checkpoint of Megatron's holds.
+        """
+        register_safe_globals()
+        held = self._bytes(key)
+        with read_errors(f"{self.folder} does not hold '{key}' whole"):
+            torch.load(io.BytesIO(held), map_location="cpu", weights_only=True)
+        return held
+
+    def _slab(self, key: str, offset: Shape, shape: Shape) -> Tensor:
+        out = torch.empty(shape, dtype=self.dtype(key))
+        whole = self._chunks.get((key, offset))
+        if whole is not None and tuple(whole.sizes) == shape:  # one expert of many: do not search all their chunks
+            start = torch.Size([0] * len(shape))
+            index = MetadataIndex(key, whole.offsets)
+            items = [ReadItem(LoadItemType.TENSOR, index, start, index, start, whole.sizes)]
+        else:
+            wanted = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+            items = create_read_items_for_chunk_list(key, self._tensors[key], [wanted])
+        if sum(item.lengths.numel() for item in items) != out.numel():
+            raise ValueError(f"{self.folder}: the chunks of '{key}' do not cover it; the checkpoint is damaged.")
+        self._read_items(key, items, _Target(out))
+        return out
+
+    def _bytes(self, key: str) -> bytes:
+        """An object as it is stored."""
+        index, none = MetadataIndex(key), torch.Size([0])
+        target = _Target()
+        self._read_items(key, [ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)], target)
+        return target.held
+
+    def _read_items(self, key: str, items: list[ReadItem], target: "_Target") -> None:
+        places = [self._where.get(item.storage_index) for item in items]
+        if None in places:
+            raise ValueError(f"{self.folder / CATALOGUE} has no place for '{key}'; the checkpoint is damaged.")
+        files = ", ".join(sorted({str(self.folder / place.relative_path) for place in places if place is not None}))
+        with read_errors(f"{files} does not hold '{key}' whole"):
+            self._storage.read_data(LoadPlan(items), target)  # type: ignore[arg-type]
+
+    def common(self) -> dict[str, Any]:
+        """What the checkpoint stores beside tensors, with Megatron's arguments under `args`.
+
+        Raises:
+            ValueError: there are no arguments, or the state is none of Megatron's.
+        """
+        state = self.state()
+        if not isinstance(state.get("args"), Namespace):
+            raise ValueError(f"{self.folder} lacks Megatron's arguments; give a checkpoint that Megatron saved.")
+        return state
+
+    def state(self) -> dict[str, Any]:
+        """What the checkpoint stores beside tensors.
+
+        Raises:
+            ValueError: the state is none of Megatron's.
+        """
+        register_safe_globals()
+        legacy = self.folder / "common.pt"
+        with read_errors(f"{self.folder} lacks Megatron's arguments"):
+            if legacy.is_file():
+                state = torch.load(legacy, map_location="cpu", weights_only=True)
+            else:
+                state = torch.load(io.BytesIO(self._bytes(COMMON)), map_location="cpu", weights_only=True)[0]
+        if not isinstance(state, dict):
+            raise ValueError(f"{self.folder} lacks Megatron's arguments; give a checkpoint that Megatron saved.")
+        return state
+
+
+class _Storage(FileSystemReader):
+    """torch's reader of the files, which compares every entry with its checksum once."""
+
+    _slice_file = checked_once(FileSystemReader._slice_file)
+
+    def __init__(self, folder: Path, catalogue: Metadata) -> None:
+        super().__init__(folder)
+        self.storage_data = catalogue.storage_data
+
+
+@dataclass
+class _Target:
+    """The part of a `LoadPlanner` that torch's reader calls.
+
+    Attributes:
+        out: the tensor to fill.
+        held: the object that was read.
+    """
+
+    out: Tensor = field(default_factory=lambda: torch.empty(0))
+    held: bytes = b""
+
+    def resolve_tensor(self, item: ReadItem) -> Tensor:
+        """The part of the tensor that an item fills."""
+        return narrow_tensor_by_index(self.out, item.dest_offsets, item.lengths)
+
+    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
+        """Do nothing: the part is a view."""
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        """Keep an object."""
+        self.held = value.getvalue()
+
+
+def _unstacked(key: str) -> str:
+    """The key of an object in a checkpoint whose layers have keys of their own."""
+    match = _STACKED_OBJECT.fullmatch(key)
+    if match is None:
+        return key
+    stack, name, layer, place, shape = match.groups()
+    return f"{stack}{layer}.{name}_{place[1:] or 0}_{shape[1:] or 1}"
+
+
+_MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(\w+)")
+
+
+@dataclass(frozen=True)
+class StoredDepths:
+    """The MTP layers of a checkpoint.
+
+    Attributes:
+        layers: number of physical layers; one if a repeated layer serves all depths.
+        sequential: whether the architecture is the sequential one; None without layers.
+    """
+
+    layers: int
+    sequential: bool | None
+
+    @classmethod
+    def of(cls, keys: Iterable[str]) -> "StoredDepths":
+        """Count the layers among the names of a checkpoint's tensors."""
+        found = [match.groups() for key in keys if (match := _MTP_LAYER.match(key))]
+        layers = len({index for index, _ in found})
+        return cls(layers, any(name == "eh_proj" for _, name in found) if layers else None)
+
+
+def depth_of(key: str) -> int | None:
+    """Index (from 0) of the MTP layer that a tensor belongs to; None for any other tensor."""
+    match = _MTP_LAYER.match(key)
+    return None if match is None else int(match.group(1))
+
+
+def stored_depths(folder: Path) -> StoredDepths | None:
+    """The MTP layers of the checkpoint in an iteration's folder; None if its format has no list of tensors."""
+    if (folder / FORMAT).is_file():
+        return StoredDepths.of(read_catalogue(folder).state_dict_metadata)
+    older = older_tensors(folder)
+    return None if older is None else StoredDepths.of(older)
+
+
+def older_tensors(folder: Path) -> dict[str, Tensor] | None:
+    """The tensors of an iteration saved by `--ckpt-format torch`, by name, of all ranks; None if it was not."""
+    found: dict[str, Tensor] = {}
+    files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
+    for file in files:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        for part, tensors in state.items():
+            if part.startswith("model"):
+                found |= tensors
+    return found if files else None
+
+
+def absent_layers(folder: Path, layers: int, sequential: bool, init: str | None) -> tuple[int, ...]:
+    """Indices of the MTP layers that the checkpoint lacks, so that `--mtp-init` must make them.
+
+    Args:
+        folder: of an iteration.
+        layers: physical MTP layers of the model to be built.
+        sequential: whether the model's architecture is the sequential one.
+        init: the value of `--mtp-init`; None if it was not given.
+
+    Raises:
+        ValueError: the checkpoint has other depths than the model, and `init` is None where some are missing.
+    """
+    stored = stored_depths(folder)
+    if stored is None:
+        return ()
+    if stored.layers > layers:
+        raise ValueError(
+            f"the checkpoint {folder} (--load) has {stored.layers} MTP layers, and the model is to have {layers}; give "
+            f"--mtp-num-layers {stored.layers} without --mtp-use-repeated-layer, or take the others out with "
+            f"megatron-mtp convert drop-mtp --keep {layers}."
+        )
+    if stored.layers and stored.sequential != sequential:
+        trained = "sequential" if stored.sequential else "parallel"
+        raise ValueError(
+            f"--mtp-architecture does not fit the checkpoint {folder} (--load), whose depths are {trained}; give "
+            f"--mtp-architecture {trained}."
+        )
+    absent = tuple(range(stored.layers, layers))
+    if absent and init is None:
+        has = f"has {stored.layers} MTP layer(s)" if stored.layers else "has no MTP weights"
+        repeats = ""
+        if stored.layers == 1 and sequential:
+            repeats = ", or give --mtp-use-repeated-layer for one layer in all depths"
+        raise ValueError(
+            f"--mtp-num-layers asks for {layers} MTP layer(s), but the checkpoint {folder} (--load) {has}; say with "
+            f"--mtp-init random or --mtp-init last-layer how to initialise the missing ones{repeats}."
+        )
+    return absent
+
+
+def stored_draft_vocabulary(folder: Path) -> Tensor | None:
+    """Ids [N] of the tokens that the depths of the checkpoint in an iteration's folder draft.
+
+    Returns None if they draft all tokens, or if the format has no list of tensors.
+    """
+    if not (folder / FORMAT).is_file():
+        return (older_tensors(folder) or {}).get(DRAFT_VOCABULARY)
+    reader = DistReader(folder)
+    return reader.read(DRAFT_VOCABULARY) if reader.holds(DRAFT_VOCABULARY) else None
+
+
+READ_ERRORS = (
+    ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError, OSError, RuntimeError, EOFError,
+    MemoryError, pickle.UnpicklingError, struct.error, CheckpointingException, CheckpointException,
+)  # fmt: skip
+"""What torch and Megatron raise for files that are damaged, missing or of another model."""
+
+
+@contextmanager
+def read_errors(where: str) -> Iterator[None]:
+    """Turn errors of torch and Megatron while they read a checkpoint into a `DamagedError` of one sentence.
+
+    Args:
+        where: the beginning of the sentence.
+    """
+    try:
+        yield
+    except DamagedError:
+        raise
+    except READ_ERRORS as error:
+        raise DamagedError(f"{where}: {reason(error)}.") from None
+
+
+def reason(error: BaseException) -> str:
+    """The first line of the original error, without its full stop."""
+    error = root_of(error)
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    if isinstance(error, pickle.UnpicklingError) and "weights" in text.lower():
+        return f"it holds {foreign(error)}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = lines[0].removesuffix(".") if lines else ""
+    return first[:400] if " " in first else f"{type(error).__name__} {first}".strip()
+
+
+def root_of(error: BaseException) -> BaseException:
+    """The first rank's error if torch has collected the errors of all ranks, else the error itself."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return next((of_rank for of_rank, _ in failures), error)
+
+
+def check_files(folder: Path, places: Mapping[Any, Any]) -> None:
+    """Check that the files of a checkpoint exist, and are as long as its catalogue requires.
+
+    Args:
+        folder: folder of an iteration.
+        places: torch's records of where the entries are.
+
+    Raises:
+        ValueError: a file is missing or too short.
+    """
+    ends: dict[str, int] = {}
+    for place in places.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in ends.items():
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{file} is missing; give another iteration, or fetch the checkpoint again.")
+        if (size := file.stat().st_size) < end:
+            raise ValueError(
+                f"{file} has {size} bytes, but the checkpoint put {end} into it; give another iteration, or fetch the "
+                "file again."
+            )
+
+
+def check_entries(folder: Path) -> dict[str, Any]:
+    """Compare every entry of a checkpoint with its checksum.
+
+    Returns:
+        Numbers of entries, of entries with a checksum, of bytes, and of seconds, by name.
+
+    Raises:
+        ValueError: entries differ; the message names the first and counts the others.
+    """
+    began = time.monotonic()
+    places = {(place.relative_path, place.offset): place for place in read_catalogue(folder).storage_data.values()}
+    check_files(folder, places)
+    by_file: dict[str, list[Any]] = {}
+    for place in places.values():
+        by_file.setdefault(place.relative_path, []).append(place)
+    with ThreadPoolExecutor(default_workers()) as pool:
+        found = [error for errors in pool.map(_differing(folder), by_file.items()) for error in errors]
+    if found:
+        others = f" ({len(found) - 1} other entries are damaged, too)" if len(found) > 1 else ""
+        raise ValueError(f"{found[0]}{others}")
+    summed = [place for place in places.values() if hasattr(place, "crc32")]
+    return {
+        "entries": len(places),
+        "entries with their checksum": len(summed),
+        "bytes compared": sum(place.length for place in summed),
+        "seconds": round(time.monotonic() - began, 2),
+    }
+
+
+def _differing(folder: Path) -> Callable[[tuple[str, list[Any]]], list[str]]:
+    def check(of_file: tuple[str, list[Any]]) -> list[str]:
+        name, places = of_file
+        errors = []
+        with open(folder / name, "rb") as stream:
+            for place in sorted(places, key=lambda place: place.offset):
+                try:
+                    check_entry(stream, place, str(folder / name))
+                except ValueError as error:
+                    errors.append(str(error))
+        return errors
+
+    return check

@@ -1,0 +1,161 @@
+"""Megatron distributed checkpoints (torch_dist), written without a model: chunks first, the catalogue last.
+
+Every chunk keeps a checksum, so that an interrupted conversion goes on behind the chunks that are whole.
+"""
+
+import json
+import pickle
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_mtp.checkpoint.mcore.reader import COMMON, HEAD_STATE, HYBRID_NORM, STATE, Shape
+from megatron_mtp.files import synced
+from megatron_mtp.patches.checksums import Summed, crc32_of
+from megatron_mtp.patches.saving import FORMAT
+from megatron_mtp.patches.unpickling import CATALOGUE, seal
+
+_KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_proj)\.weight(?:\.\w+)?")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk that was written; `asdict` makes JSON of it for the records of a conversion."""
+
+    key: str
+    whole: Shape
+    offset: Shape
+    shape: Shape
+    dtype: str
+    file: str
+    start: int
+    length: int
+    crc32: int
+
+
+def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Shape, tensor: Tensor) -> Chunk:
+    """Append a tensor to a `.distcp` file.
+
+    Args:
+        stream: the open file.
+        file: its name.
+        key: key of the tensor.
+        whole: shape of the whole tensor.
+        offset: start of the slab in it.
+        tensor: the slab.
+
+    Raises:
+        OSError: the file cannot grow.
+    """
+    start, summed = stream.tell(), Summed(stream)
+    own = tensor.contiguous()
+    if own.untyped_storage().nbytes() != own.numel() * own.element_size():
+        own = own.clone()  # torch.save would write the whole storage of a view
+    try:
+        torch.save(own, cast(IO[bytes], summed))
+    except RuntimeError as error:  # torch hides the OSError behind a failure to close the archive
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    dtype = str(own.dtype).removeprefix("torch.")
+    return Chunk(key, whole, offset, tuple(own.shape), dtype, file, start, stream.tell() - start, summed.crc32)
+
+
+def read_chunk(record: dict[str, Any]) -> Chunk:
+    """A chunk from the JSON of `asdict`."""
+    return Chunk(**{**record, **{name: tuple(record[name]) for name in ("whole", "offset", "shape")}})
+
+
+def chunks_are_in(folder: Path, records: list[dict[str, Any]]) -> bool:
+    """Whether the files hold the recorded chunks of an interrupted conversion, by their checksums."""
+    try:
+        for chunk in map(read_chunk, records):
+            with open(folder / chunk.file, "rb") as stream:
+                if crc32_of(stream, chunk.start, chunk.length) != chunk.crc32:
+                    return False
+    except (OSError, TypeError, KeyError):
+        return False
+    return True
+
+
+def _kernel_states(tensors: dict[str, Any]) -> list[str]:
+    """Keys of kernel states: Megatron expects one for every linear layer and attention, though only FP8 uses it."""
+    keys = [HEAD_STATE] if HYBRID_NORM in tensors else []
+    for key, entry in tensors.items():
+        match = _KERNEL.fullmatch(key)
+        if match is None or re.match(STATE, key):
+            continue
+        module, name = match.groups()
+        shards = entry.size[0] if module.endswith(".experts.experts.") else 1
+        keys += [f"{module}{name}._extra_state/shard_{index}_{shards}" for index in range(shards)]
+        if name == "linear_proj":
+            keys.append(f"{module}core_attention._extra_state/shard_0_1")
+    return keys
+
+
+def write_catalogue(
+    folder: Path, chunks: Iterable[Chunk], common: dict[str, Any], objects: Mapping[str, bytes]
+) -> None:
+    """Complete a folder of chunks: the common state, the catalogue, and last the file that names the format.
+
+    Args:
+        folder: folder of the iteration.
+        chunks: all chunks in its files.
+        common: what Megatron stores beside tensors.
+        objects: other objects by key, as `DistReader.stored_bytes` gives them.
+    """
+    tensors: dict[str, Any] = {}
+    where: dict[MetadataIndex, _StorageInfo] = {}
+    for chunk in chunks:
+        properties = TensorProperties(dtype=getattr(torch, chunk.dtype))
+        entry = tensors.setdefault(chunk.key, TensorStorageMetadata(properties, torch.Size(chunk.whole), []))
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)))
+        where[MetadataIndex(chunk.key, chunk.offset)] = _place(chunk.file, chunk.start, chunk.length, chunk.crc32)
+    file = "__common_0.distcp"
+    with open(folder / file, "wb") as stream:
+        places = {COMMON: _write_object(stream, file, [common])}
+        empty = _write_object(stream, file, [None])  # one entry for all kernels
+        places |= dict.fromkeys(_kernel_states(tensors), empty)
+        places |= {key: _write_bytes(stream, file, held) for key, held in objects.items()}
+        synced(stream)
+    for name, place in places.items():
+        tensors[name], where[MetadataIndex(name)] = BytesStorageMetadata(), place
+    with open(folder / CATALOGUE, "wb") as stream:
+        pickle.dump(Metadata(tensors, storage_data=where, storage_meta=StorageMeta()), stream)
+        synced(stream)
+    seal(folder)
+    (folder / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+
+
+def _write_object(stream: IO[bytes], file: str, held: list[Any]) -> _StorageInfo:
+    start, summed = stream.tell(), Summed(stream)
+    torch.save(held, cast(IO[bytes], summed))
+    return _place(file, start, stream.tell() - start, summed.crc32)
+
+
+def _write_bytes(stream: IO[bytes], file: str, held: bytes) -> _StorageInfo:
+    start = stream.tell()
+    stream.write(held)
+    return _place(file, start, len(held), zlib.crc32(held))
+
+
+def _place(file: str, start: int, length: int, crc32: int) -> _StorageInfo:
+    place = _StorageInfo(file, start, length)
+    place.crc32 = crc32  # type: ignore[attr-defined]
+    return place

@@ -35,7 +35,6 @@ from benchmarks.llama import greedy, llama_of
 from megatron_mtp.decoding import generate, load_runner
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
-from megatron_mtp.decoding.loop import Limits
 from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.build import join_world
@@ -154,10 +153,8 @@ class Sides:
         self.texts[side] = list(texts.values())
 
     def _batch(self, side: str, config: SpeculativeConfig | None) -> None:
-        limits = [Limits(request.max_new_tokens) for request in self.requests]
-        prompts = [request.prompt for request in self.requests]
-        longest = max(request.max_new_tokens for request in self.requests)
-        self.texts[side] = generate(self.runner, prompts, longest, speculative=config, limits=limits).token_ids
+        prompts, limits = [one.prompt for one in self.requests], [one.max_new_tokens for one in self.requests]
+        self.texts[side] = generate(self.runner, prompts, limits, speculative=config).token_ids
 
     def _transformers(self) -> None:
         trunk, _ = self.llama

@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatron_mtp.decoding.config import SpeculativeConfig
-    from megatron_mtp.decoding.loop import Limits
-    from megatron_mtp.decoding.types import Emitted
+    from megatron_mtp.decoding.requests import Update
 
 DTYPES = ("float32", "bfloat16")
 
 DRAFTS = "drafts.json"
 """Written to `--record`: {"config": {"method": "mtp", ...}, "figures": {...}, "pieces": {"12": " the", ...}, "texts":
-[{"prompt": [5, 12], "steps": [as `Emitted.as_json`, ...]}, ...]}"""
+[{"prompt": [5, 12], "steps": [as `Update.as_json`, ...]}, ...]}"""
 
 EXAMPLES = """examples:
   # two drafts per step with the depths that the checkpoint was trained with, and how much faster that is
@@ -159,7 +158,9 @@ def run(args: Namespace, answer: TextIO) -> None:
     check_prompts(runner, prompts, args.max_new_tokens)
     drafter = load_drafter(config, dtype)
     make_method(runner, config, sampling, drafter)  # refuses what does not fit
-    work = Work(runner, prompts, sampling, _limits(args, tokenizer), drafter, args.batch_size, args.seed)
+    stop_ids, cut = _ends(args, tokenizer)
+    limits = (args.max_new_tokens, sampling, stop_ids, drafter, cut)
+    work = Work(runner, prompts, *limits, args.batch_size, args.seed)
     is_first = torch.distributed.get_rank() == 0
     shows_steps = is_first and not args.json and len(prompts) == 1
     stream = Stream(tokenizer) if shows_steps and tokenizer is not None else None
@@ -173,11 +174,11 @@ def run(args: Namespace, answer: TextIO) -> None:
         if stream is not None:
             stream.echo(prompts[0])
 
-    def emit(number: int, emitted: "Emitted") -> None:
+    def emit(update: "Update") -> None:
         if stream is not None:
-            stream(emitted.tokens, emitted.accepted)
+            stream(update.tokens, update.accepted)
         if args.record is not None:
-            steps[number].append(emitted.as_json())
+            steps[update.request].append(update.as_json())
 
     texts, cost = work.timed(config, None if stream is None and args.record is None else emit)
     plain = same = None
@@ -223,8 +224,10 @@ def _ids(text: dict[str, Any]) -> Iterator[int]:
         yield from (token for token in step["drafted"] if token is not None)
 
 
-def _limits(args: Namespace, tokenizer: "PreTrainedTokenizerBase | None") -> "Limits":
-    from megatron_mtp.decoding.loop import Limits
+def _ends(
+    args: Namespace, tokenizer: "PreTrainedTokenizerBase | None"
+) -> "tuple[frozenset[int], Callable[[list[int]], int | None] | None]":
+    """What ends a text before its budget: tokens, and `--stop`."""
     from megatron_mtp.decoding.text import cutter
 
     if "" in args.stop:
@@ -234,9 +237,9 @@ def _limits(args: Namespace, tokenizer: "PreTrainedTokenizerBase | None") -> "Li
             raise ValueError(
                 "--stop was given, but the checkpoint names no tokenizer to read text with; give --tokenizer."
             )
-        return Limits(args.max_new_tokens)
+        return frozenset(), None
     ends = frozenset([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
-    return Limits(args.max_new_tokens, None, ends, cutter(args.stop, tokenizer) if args.stop else None)
+    return ends, cutter(args.stop, tokenizer) if args.stop else None
 
 
 def _as_json(

@@ -13,7 +13,7 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     verifiers/           VERIFIERS: which drafts are accepted
     runner.py            a loaded model row by row: trunk, depths, head
     pages.py             blocks of memory that texts share, and the tables that name them
-    kv_cache.py          keys and values of rows, and the roll-back of rejected ones
+    kv_cache.py          keys and values of rows in these blocks, and the roll-back of rejected ones
     packed.py            rows of several texts one behind the other, without padding
     cached_attention.py  attention over the cache, in the place of a trained model's
     latent_attention.py  multi-latent attention over cached latents
@@ -22,18 +22,17 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     experts.py           layers of experts for few rows, without reading back where they go
     dense_layer.py       a dense layer with little between its products
     backend.py           Modules, which runs rows through all layers; the table of backends
-    graphs.py            steps as CUDA graphs, kept for later prompts
+    graphs.py            steps as CUDA graphs, kept for later texts
     memory.py            keys, values and states of texts, together
-    sequences.py         the texts of a batch while they grow
+    sequences.py         the tensors of a batch of texts while they grow
     method.py            a config from JSON; proposer, verifier and K, checked against each other and the model
-    loop.py              run -> propose -> verify -> keep -> emit; a text ends at EOS, also inside a draft
     blocks.py            which blocks are free, and which hold a beginning that texts share
     judged.py            penalties and log-probabilities
-    live.py              a text that is prefilled, and groups of texts that are decoded
+    batch.py             propose, verify and keep for texts that draft alike; a text ends at EOS, also inside a draft
     engine.py            continuous batching: requests join and leave between steps
     auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
     load.py              a checkpoint folder to a runner
-    api.py               generate(): prompts in, texts and statistics out
+    api.py               generate(): prompts in, texts and statistics out, by an engine of their own
     text.py              texts on the terminal
     cost.py              prompts under one clock, compared with plain decoding; acceptance, speed, energy
     own_texts/           continuations of a corpus' prompts, as data to train on: megatron-mtp sample

@@ -4,18 +4,22 @@ runner = load_runner("runs/quickstart/checkpoint")
 texts = generate(runner, [[1, 2, 3]], 64, speculative={"method": "mtp", "num_speculative_tokens": 2})
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.graphs import kept_sequences
-from megatron_mtp.decoding.loop import Emit, Limits, decode
+from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
+from megatron_mtp.decoding.kv_cache import CHUNK, rounded
 from megatron_mtp.decoding.method import config_from, make_method
-from megatron_mtp.decoding.requests import check_prompt
+from megatron_mtp.decoding.requests import Request, Update, check_prompt
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.sequences import wants_few_shapes
 from megatron_mtp.decoding.stats import AcceptanceStats
+
+LEAST_KEPT = 1024
+"""Slots of a text in memory that is kept for later prompts, at least, so that they seldom need other memory."""
 
 
 @dataclass(frozen=True)
@@ -34,50 +38,84 @@ class Generated:
 def generate(
     runner: Runner,
     prompts: list[list[int]],
-    max_new_tokens: int,
+    max_new_tokens: int | list[int],
     sampling: Sampling | None = None,
     speculative: SpeculativeConfig | dict[str, Any] | None = None,
     seeds: list[int] | None = None,
     stop_ids: Iterable[int] = (),
     drafter: Runner | None = None,
-    limits: Limits | list[Limits] | None = None,
-    emit: Emit | None = None,
+    cut: Callable[[list[int]], int | None] | None = None,
+    emit: Callable[[Update], None] | None = None,
 ) -> Generated:
-    """Continue every prompt, all in one batch.
+    """Continue every prompt, all at once.
 
     Args:
         runner: the target (`load_runner`).
         prompts: token ids, at least one each.
-        max_new_tokens: for each, fewer where the model's positions end before.
+        max_new_tokens: for all texts, or for each; fewer where the model's positions end before.
         sampling: greedy if None.
         speculative: how to draft, as a config or as the dict of one; None decodes plainly.
         seeds: of each prompt; its number in the list if None. A text depends on its own seed alone.
         stop_ids: a text ends with the first of these.
         drafter: the small model of `draft_model`.
-        limits: more on when a text ends, in place of `max_new_tokens` and `stop_ids`; for all texts, or for each.
-        emit: called with what every step gave every text, as it comes.
+        cut: given the tokens emitted so far, how many of them to keep, or None to go on (stop strings).
+        emit: called with what every step gave every text, by the prompt's number, as it comes.
 
     Raises:
         ValueError: a prompt or setting that the model does not allow.
     """
-    sampling = sampling or Sampling()
-    check_prompts(runner, prompts, max_new_tokens)
-    config = config_from(speculative) if isinstance(speculative, dict) else speculative
-    method = make_method(runner, config, sampling, drafter)
-    if method.auto is not None:  # what earlier batches of this size have shown still holds
-        method = replace(method, auto=runner.auto_counts.setdefault((method.config, len(prompts)), method.auto))
-    limits = limits or Limits(max_new_tokens, stop_ids=frozenset(stop_ids))
-    each = limits if isinstance(limits, list) else [limits] * len(prompts)
+    budgets = max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens] * len(prompts)
     seeds = list(range(len(prompts))) if seeds is None else seeds
-    for name, given in (("seeds", seeds), ("limits", each)):
+    check_prompts(runner, prompts, min(budgets, default=1))
+    for name, given in (("seeds", seeds), ("max_new_tokens", budgets)):
         if len(given) != len(prompts):
             raise ValueError(f"there are {len(given)} {name} for {len(prompts)} prompts; give one for each.")
-    each = [replace(one, positions=runner.positions) for one in each]
-    longest = max(len(prompt) + one.budget(len(prompt)) for prompt, one in zip(prompts, each, strict=True))
-    with kept_sequences(runner, method, prompts, seeds, longest + method.proposer.nodes(method.count) + 1) as sequences:
-        decode(runner, sequences, method, each, emit)
-    texts = [text[len(prompt) :] for text, prompt in zip(sequences.texts, prompts, strict=True)]
-    return Generated(texts, method.stats)
+    config = config_from(speculative) if isinstance(speculative, dict) else speculative or SpeculativeConfig("plain")
+    sampling, stops = sampling or Sampling(), frozenset(stop_ids)
+    requests = [
+        Request(prompt, new, sampling, seed, stop_ids=stops, cut=cut, speculative=config)
+        for prompt, new, seed in zip(prompts, budgets, seeds, strict=True)
+    ]
+    engine = _engine_for(runner, requests, drafter)
+    number_of = {engine.add(request): number for number, request in enumerate(requests)}
+    token_ids: list[list[int]] = [[] for _ in prompts]
+    while engine.busy:
+        for update in engine.step():
+            number = number_of[update.request]
+            token_ids[number] += update.tokens
+            if emit is not None and (update.tokens or update.finish):
+                emit(replace(update, request=number))
+    if wants_few_shapes(runner.device):
+        runner.kept = engine  # with the steps that it has recorded
+    return Generated(token_ids, engine.stats)
+
+
+def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None) -> ContinuousEngine:
+    """An engine with a block for each text, so that attention reads its keys where they are."""
+    first, few = requests[0], wants_few_shapes(runner.device)
+    method = make_method(runner, first.speculative, first.sampling, drafter)
+    positions = runner.positions
+    slots = max(min(len(one.prompt) + one.max_new_tokens, positions) for one in requests) + method.slots
+    kept, runner.kept = runner.kept, None  # a call within this one has memory of its own, as one after an error
+    running, slots = len(requests), rounded(max(slots, min(LEAST_KEPT, positions) if few else 0), few)
+    if isinstance(kept, ContinuousEngine):
+        had = kept.settings
+        if kept.drafter is drafter and had.running >= running and had.block_size >= slots:
+            kept.stats = AcceptanceStats()
+            return kept
+        running, slots = max(running, had.running), max(slots, had.block_size)
+    del kept
+    sizes = EngineSettings(
+        running=running,
+        waiting=running,
+        blocks=running,
+        block_size=slots,
+        slots=slots,
+        chunk=CHUNK * running,
+        reuse=False,
+        contains_errors=False,
+    )
+    return ContinuousEngine(runner, sizes, drafter=drafter)
 
 
 def check_prompts(runner: Runner, prompts: list[list[int]], max_new_tokens: int) -> None:

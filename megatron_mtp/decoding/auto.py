@@ -10,8 +10,7 @@ The measurements hold for all batches of one size that a model generates.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from statistics import median
 
@@ -56,7 +55,6 @@ class AutoK:
     most: int
     _hits: list[float] = field(default_factory=list)
     _offers: list[float] = field(default_factory=list)
-    _seen: AcceptanceStats = field(default_factory=AcceptanceStats)
     _target: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(_recent))
     _draft: deque[float] = field(default_factory=_recent)
     _behind: int = 1
@@ -70,10 +68,10 @@ class AutoK:
     _rests: bool = False
     _rested: list[float] = field(default_factory=list)
 
-    def begin(self, rows: int, stats: AcceptanceStats) -> None:
-        """Start a batch whose longest prompt has so many rows; the first draft has to run all of them."""
+    def fall_behind(self, rows: int) -> None:
+        """The drafter has so many rows of a text to run, before the first draft of it."""
         self._take_in_rest()
-        self._behind, self._seen = rows, _copy(stats)
+        self._behind = max(self._behind, rows)
 
     @property
     def rests(self) -> bool:
@@ -92,27 +90,27 @@ class AutoK:
             count, self._rest = agreed.tolist()
         return count
 
-    def learn(self, count: int, drafter: float, target: float, stats: AcceptanceStats) -> None:
-        """Take in the seconds of one step with K = `count`, and what was accepted so far."""
+    def learn(self, count: int, step: AcceptanceStats) -> None:
+        """Take in what one step with K = `count` took and gave."""
         if self._rest:
-            self._rested.append(target)
+            self._rested.append(step.target_seconds)
             return
         self._take_in_rest()
-        self._elapsed += drafter + target
-        self._time_step(count, target)
+        drafter, seconds = step.drafter_seconds, step.drafter_seconds + step.target_seconds
+        self._elapsed += seconds
+        self._time_step(count, step.target_seconds)
         if count == 0:
             self._behind += 1
-            self._seen.target_forwards, self._seen.emitted = stats.target_forwards, stats.emitted
             return
-        texts, emitted = stats.target_forwards - self._seen.target_forwards, stats.emitted - self._seen.emitted
-        self._remember(stats)
-        self._drafting += drafter + target
-        self._worth += emitted / max(texts, 1)
+        self._hits = [MEMORY * old + new for old, new in zip_longest(self._hits, step.accepted_at, fillvalue=0)]
+        self._offers = [MEMORY * old + new for old, new in zip_longest(self._offers, step.offered_at, fillvalue=0)]
+        self._drafting += seconds
+        self._worth += step.emitted / max(step.target_forwards, 1)
         if self._behind > 1:
             self._caught_up = drafter, count, self._behind
         else:
             self._draft.append(drafter / count)
-        self._behind, self._seen = 1, _copy(stats)
+        self._behind = 1
 
     def _take_in_rest(self) -> None:
         """The plain steps of a rest, which are only noted while it lasts: looking at each would cost more."""
@@ -187,12 +185,6 @@ class AutoK:
         seconds, count, rows = self._caught_up
         return draft + self._behind * max(seconds - count * draft, 0.0) / rows
 
-    def _remember(self, stats: AcceptanceStats) -> None:
-        new_hits = _difference(stats.accepted_at, self._seen.accepted_at)
-        new_offers = _difference(stats.offered_at, self._seen.offered_at)
-        self._hits = [MEMORY * old + new for old, new in zip_longest(self._hits, new_hits, fillvalue=0)]
-        self._offers = [MEMORY * old + new for old, new in zip_longest(self._offers, new_offers, fillvalue=0)]
-
     def _target_seconds(self, count: int) -> float:
         """Seconds of a forward of K + 1 rows; interpolated between measured K."""
         below = max((known for known in self._target if known <= count), default=min(self._target))
@@ -208,11 +200,3 @@ class AutoK:
         offers = [*self._offers, *[0] * self.most]
         reached = [offers[0], *hits]
         return [(hits[place] + 0.5) / (min(reached[place], offers[place]) + 1) for place in range(self.most)]
-
-
-def _copy(stats: AcceptanceStats) -> AcceptanceStats:
-    return replace(stats, accepted_at=[*stats.accepted_at], offered_at=[*stats.offered_at])
-
-
-def _difference(later: Sequence[int], earlier: Sequence[int]) -> list[int]:
-    return [new - old for new, old in zip_longest(later, earlier, fillvalue=0)]

@@ -12,6 +12,7 @@ A known block that no text uses keeps its rows, and counts as free; the one that
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 START = 0
 """What the first block of a text stands behind."""
@@ -55,9 +56,10 @@ class BlockPool:
 
     def __init__(self, count: int, size: int, ahead: int) -> None:
         self.count, self.size, self.ahead = count, size, ahead
-        self._unused = list(range(count, 0, -1))
+        self._unused = list(range(1, count + 1))
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._uses = [0] * (count + 1)
+        self._were_used: set[int] = set()
         self._known: dict[tuple[int, tuple[int, ...]], Known] = {}
         self._known_block: dict[int, Known] = {}
         self._last = START
@@ -76,13 +78,20 @@ class BlockPool:
         """How many blocks hold so many slots."""
         return -(-slots // self.size)
 
-    def extend(self, held: Held, slots: int) -> bool:
-        """Give a text room for so many slots; False, and nothing is given, where too few blocks are free."""
+    def extend(self, held: Held, slots: int) -> list[int] | None:
+        """Give a text room for so many slots; None, and nothing is given, where too few blocks are free.
+
+        Returns:
+            Those of the blocks that others have used.
+        """
         missing = self.blocks_for(slots) - len(held.blocks)
         if missing > self.free:
-            return False
-        held.blocks.extend(self._take() for _ in range(missing))
-        return True
+            return None
+        given = [self._take() for _ in range(missing)]
+        held.blocks += given
+        used = [block for block in given if block in self._were_used]
+        self._were_used.update(given)
+        return used
 
     def give_back(self, held: Held) -> None:
         """A text has ended, or is put back; known blocks keep their rows while there are others to take."""
@@ -145,7 +154,7 @@ class BlockPool:
 
     def _take(self) -> int:
         if self._unused:
-            block = self._unused.pop()
+            block = heappop(self._unused)  # texts that come together have blocks that follow one another
         else:
             block, _ = self._kept.popitem(last=False)
             del self._known[self._known_block.pop(block).key]
@@ -156,7 +165,7 @@ class BlockPool:
         if block in self._known_block:
             self._kept[block] = None
         else:
-            self._unused.append(block)
+            heappush(self._unused, block)
 
 
 def _number(held: Held) -> int:

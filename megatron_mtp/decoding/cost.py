@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,11 +10,10 @@ import torch
 from megatron_mtp.cpu import substitutions
 from megatron_mtp.decoding.api import Generated, generate
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.loop import Limits
+from megatron_mtp.decoding.requests import Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.stats import AcceptanceStats
-from megatron_mtp.decoding.types import Emitted
 
 WARM_UP = 8
 """Tokens that are generated before the clock starts, so that no side pays for what is made only once."""
@@ -41,33 +40,35 @@ class Cost:
 
 @dataclass(frozen=True)
 class Work:
-    """The prompts of a run in batches of `batch`, generated under one clock."""
+    """The prompts of a run in batches of `batch`, generated under one clock; the others as in `generate`."""
 
     runner: Runner
     prompts: list[list[int]]
+    new_tokens: int
     sampling: Sampling
-    limits: Limits
+    stop_ids: frozenset[int]
     drafter: Runner | None
+    cut: Callable[[list[int]], int | None] | None
     batch: int
     seed: int
 
     def timed(
-        self, config: SpeculativeConfig | None, emit: Callable[[int, Emitted], None] | None = None
+        self, config: SpeculativeConfig | None, emit: Callable[[Update], None] | None = None
     ) -> tuple[list[list[int]], Cost]:
         """All texts, and what they cost; `emit` receives every step of a text, by the text's number in the run."""
 
-        def generated(first: int, last: int, limits: Limits, emit: Callable[[int, Emitted], None] | None) -> Generated:
-            prompts = self.prompts[first:last]
+        def generated(first: int, new: int, emit: Callable[[Update], None] | None, batch: int) -> Generated:
+            prompts = self.prompts[first : first + batch]
             seeds = [self.seed + first + number for number in range(len(prompts))]
-            each = None if emit is None else lambda emitted: emit(first + emitted.text, emitted)
-            given = (limits.new_tokens, self.sampling, config, seeds)
-            return generate(self.runner, prompts, *given, drafter=self.drafter, limits=limits, emit=each)
+            each = None if emit is None else lambda update: emit(replace(update, request=first + update.request))
+            given = (self.sampling, config, seeds, self.stop_ids, self.drafter, self.cut, each)
+            return generate(self.runner, prompts, new, *given)
 
-        generated(0, 1, Limits(min(WARM_UP, self.limits.new_tokens)), None)
+        generated(0, min(WARM_UP, self.new_tokens), None, 1)
         self.runner.auto_counts.clear()  # first steps are slower than those that follow
         joules, began = start_meter(), time.perf_counter()
         batches = range(0, len(self.prompts), self.batch)
-        parts = [generated(first, first + self.batch, self.limits, emit) for first in batches]
+        parts = [generated(first, self.new_tokens, emit, self.batch) for first in batches]
         seconds = time.perf_counter() - began
         cost = Cost(sum((part.stats for part in parts), AcceptanceStats()), seconds, joules())
         return [ids for part in parts for ids in part.token_ids], cost

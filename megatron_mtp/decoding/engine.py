@@ -3,7 +3,7 @@
 A step decodes or runs prompts, by turns where there are both, so that first tokens wait for one step at most:
 
     make room    blocks for what the texts may write; where there are too few, the youngest text is put back
-    decode       the texts in groups of those that draft alike (live.py); one that ends leaves its place
+    decode       the texts in batches of those that draft alike (batch.py); one that ends leaves its place
     prefill      prompts of the requests that have a place, in one forward of up to a chunk of rows; beginnings that are
                  known do not run
 
@@ -17,6 +17,7 @@ ranks may not have failed, and their collectives would meet those of another ste
 
 import heapq
 import logging
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,11 +26,11 @@ from functools import partial
 import torch
 
 from megatron_mtp.decoding.auto import AutoK
+from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Text, catch_up
 from megatron_mtp.decoding.blocks import BlockPool, Held
 from megatron_mtp.decoding.config import MOST_DRAFTED, SpeculativeConfig
+from megatron_mtp.decoding.graphs import KeptTensors
 from megatron_mtp.decoding.kv_cache import BEYOND, CHUNK
-from megatron_mtp.decoding.live import LiveGroup, Prompts, Shown, Text
-from megatron_mtp.decoding.loop import Limits, catch_up
 from megatron_mtp.decoding.memory import Memory, entry_bytes
 from megatron_mtp.decoding.method import Method, make_method
 from megatron_mtp.decoding.pages import BLOCK, Pages
@@ -54,11 +55,14 @@ class EngineSettings:
     Attributes:
         running: texts in its steps, at most.
         waiting: requests that wait for a place, at most.
-        blocks: of its memory, of `pages.BLOCK` slots each; see `memory.blocks_in`.
+        blocks: of its memory; see `memory.blocks_in`.
+        block_size: slots of a block.
+        slots: of a text, at most; None for those of all positions, and of drafts behind the last one.
         chunk: rows of prompts in a step, at most.
         reuse: whether beginnings that texts share run once; those of a model with recurrent layers never do.
         overlap: whether a step is started before the tokens of the last one are read; they come a step later then. A
             GPU computes meanwhile; a CPU gains nothing.
+        contains_errors: whether a text whose forward raises ends with an error of its own, and the others go on.
 
     Raises:
         ValueError: a size below 1.
@@ -67,12 +71,15 @@ class EngineSettings:
     running: int = 16
     waiting: int = 256
     blocks: int = 1024
+    block_size: int = BLOCK
+    slots: int | None = None
     chunk: int = CHUNK
     reuse: bool = True
     overlap: bool = False
+    contains_errors: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("running", "waiting", "blocks", "chunk"):
+        for name in ("running", "waiting", "blocks", "block_size", "chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"the engine was given {name} {getattr(self, name)}; give 1 or more.")
 
@@ -85,6 +92,9 @@ class ContinuousEngine:
         settings: its sizes.
         speculative: how texts draft whose requests do not say; None decodes them plainly.
         drafter: the small model of `draft_model`.
+
+    Attributes:
+        stats: what its steps have cost and gained.
 
     Raises:
         ValueError: a model or config that it cannot serve.
@@ -101,16 +111,17 @@ class ContinuousEngine:
         self.speculative = speculative or SpeculativeConfig("plain")
         self._has_states = entry_bytes(runner, drafter) > 0
         self._methods: dict[Kind, Method] = {}
-        self._shown: dict[tuple[Kind, int], Shown] = {}
-        self._firsts = AcceptanceStats()
-        self._pool = BlockPool(self.settings.blocks, BLOCK, runner.depths)
-        longest = min(runner.positions, self.settings.blocks * BLOCK)
-        self._capacity = -(-(longest + BEYOND) // BLOCK) * BLOCK
-        self._memory = Memory(runner, 1, self._capacity, self._pages([]))
+        self.stats = AcceptanceStats()
+        size = self.settings.block_size
+        self._pool = BlockPool(self.settings.blocks, size, runner.depths)
+        longest = min(self.settings.slots or runner.positions + BEYOND, self.settings.blocks * size)
+        self._pages_of_a_text = self._pool.blocks_for(longest)
+        self._memory = Memory(runner, self._pages([]))
+        self._kept = KeptTensors()
         self._texts: dict[int, Text] = {}
         self._waiting: list[int] = []
         self._prefilled: list[Text] = []
-        self._groups: dict[tuple[Kind, int | None], LiveGroup] = {}
+        self._groups: dict[tuple[Kind, int | None], DecodeBatch] = {}
         self._updates: list[Update] = []
         self._decoded = True
         self._added = self._preempted = self._prompt_tokens = self._cached_tokens = 0
@@ -120,13 +131,12 @@ class ContinuousEngine:
         """Queue a request; returns its number. Errors as `requests.Engine.add`."""
         method = self._method_of(request)
         check_request(self.runner, request)
-        limits = Limits(request.max_new_tokens, self.runner.positions, request.stop_ids, request.cut)
-        longest = len(request.prompt) + limits.budget(len(request.prompt))
-        text = Text(self._added, request, method, limits, list(request.prompt))
-        blocks = self._pool.blocks_for(longest + text.slots - len(text.tokens))
-        if blocks > self._pool.count:
+        budget = min(request.max_new_tokens, self.runner.positions - len(request.prompt))
+        text = Text(self._added, request, method, budget, list(request.prompt))
+        blocks = self._pool.blocks_for(text.slots + budget)
+        if blocks > self._pages_of_a_text:
             raise ValueError(
-                f"the prompt of {len(request.prompt)} tokens and {longest - len(request.prompt)} new ones need "
+                f"the prompt of {len(request.prompt)} tokens and {budget} new ones need "
                 f"{blocks} blocks of the cache, which has {self._pool.count}; ask for less, or give the cache more."
             )
         if len(self._waiting) >= self.settings.waiting:
@@ -165,7 +175,6 @@ class ContinuousEngine:
     @property
     def load(self) -> Load:
         """How busy it is."""
-        stats = sum((one.stats for one in self._shown.values()), self._firsts)
         return Load(
             running=len(self._texts) - len(self._waiting),
             waiting=len(self._waiting),
@@ -176,7 +185,7 @@ class ContinuousEngine:
             preempted=self._preempted,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
-            stats=stats,
+            stats=self.stats,
         )
 
     # ---- decoding
@@ -184,16 +193,21 @@ class ContinuousEngine:
     def _decode(self) -> None:
         self._make_room()
         for group in [*self._groups.values()]:
-            if self._survives(group.texts, group.step):
-                self._leave([text for text, live in zip(group.texts, group.sequences.live, strict=True) if not live])
+            self._updates += self._survive(group.texts, partial(self._step_of, group))
+
+    def _step_of(self, group: DecodeBatch) -> list[Update]:
+        updates = group.step()
+        self.stats += group.method.stats
+        self._leave([self._texts[one.request] for one in updates if one.finish is not None])
+        return updates
 
     def _make_room(self) -> None:
         """Blocks for what the next step of every text may write, the oldest text's first."""
         decoded = sorted((text for group in self._groups.values() for text in group.texts), key=lambda one: one.number)
         for text in decoded:
             before = len(text.held.blocks)
-            if text.slots <= before * BLOCK or text.number in self._waiting:  # put back for an older one
-                continue
+            if text.number in self._waiting or text.slots <= before * self.settings.block_size:
+                continue  # the first was put back for an older one
             while not self._extend(text, text.held):
                 youngest = self._texts[max(set(self._texts) - set(self._waiting))]
                 self._put_back(youngest)
@@ -222,8 +236,8 @@ class ContinuousEngine:
         if text.number in self._waiting:
             self._waiting.remove(text.number)
             heapq.heapify(self._waiting)
-        elif any(text is one for one in self._prefilled):
-            self._prefilled = [one for one in self._prefilled if one is not text]
+        elif text in self._prefilled:
+            self._prefilled.remove(text)
         else:
             self._learn(text)
             self._take_out([text])
@@ -252,20 +266,20 @@ class ContinuousEngine:
 
     # ---- errors
 
-    def _survives(self, texts: list[Text], forward: Callable[[], None]) -> bool:
+    def _survive(self, texts: list[Text], forward: Callable[[], list[Update]]) -> list[Update]:
         """Run a forward of these texts. Where it raises, they are out of it, and others are as before."""
-        texts, known = [*texts], {text.number: len(text.tokens) for text in texts}
+        known = {text.number: len(text.tokens) for text in texts}
         try:
-            forward()
+            return forward()
         except Exception as error:
-            if isinstance(error, torch.AcceleratorError) or self.runner.model.config.tensor_model_parallel_size > 1:
-                raise  # a device that has failed, or ranks that may differ
+            if not self.settings.contains_errors or isinstance(error, torch.AcceleratorError):
+                raise
+            if self.runner.model.config.tensor_model_parallel_size > 1:
+                raise  # ranks may differ
             _logger.exception("a step of the requests %s has failed", sorted(known))
-            self._recover(texts, known)
-            return False
-        return True
+            return self._recover(texts, known)
 
-    def _recover(self, texts: list[Text], known: dict[int, int]) -> None:
+    def _recover(self, texts: list[Text], known: dict[int, int]) -> list[Update]:
         """Let texts of a forward that has raised begin anew, each alone; one that was alone ends.
 
         What their groups have on the device may be half of a step, so these are made anew as well.
@@ -273,14 +287,12 @@ class ContinuousEngine:
         gone = [self._groups.pop(group) for group in {_group(text) for text in texts} & self._groups.keys()]
         others = [text for group in gone for text in group.texts if text.number not in known]
         self._prefilled = [text for text in self._prefilled if text.number not in known]
+        ended = []
         for text in texts:
-            given = [update for update in self._updates if update.request == text.number]
-            del text.tokens[known[text.number] + sum(len(update.tokens) for update in given) :]
+            del text.tokens[known[text.number] :]
             text.progress.rounds = [one for one in text.progress.rounds if one[0] < len(text.tokens)]
-            has_ended = any(update.finish is not None for update in given)
-            if text.alone and not has_ended:
-                self._updates.append(Update(text.number, [], finish=Finish.ERROR))
-            if text.alone or has_ended:
+            if text.alone:
+                ended.append(Update(text.number, [], finish=Finish.ERROR))
                 self._free(text)
                 del self._texts[text.number]
             else:
@@ -288,6 +300,7 @@ class ContinuousEngine:
                 self._wait_again(text)
         for text in others:
             self._wait_again(text)
+        return ended
 
     # ---- prompts
 
@@ -296,7 +309,7 @@ class ContinuousEngine:
         rows = self.settings.chunk
         while rows > 0 and (parts := self._next_parts(rows)):
             texts, counts = [text for text, _ in parts], [count for _, count in parts]
-            self._survives(texts, partial(self._run, texts, counts))
+            self._updates += self._survive(texts, partial(self._run, texts, counts))
             rows -= max(sum(count for _, count in parts), 1)
         return rows < self.settings.chunk
 
@@ -306,8 +319,9 @@ class ContinuousEngine:
         The oldest prompt gets half of the rows. Of the others those with the fewest rows left go first, and the oldest
         gets what they leave. So a short prompt does not wait for a long one, and a long one goes on whatever comes.
         """
-        while self._wanted(rows) < rows and self._admit():
-            pass
+        wanted = self._wanted(rows)
+        while wanted < rows and (text := self._admit()):
+            wanted = self._wanted(rows) if text is self._prefilled[0] else wanted + _rows_left(text)
         if not self._prefilled:
             return []
         oldest, *others = self._prefilled
@@ -326,23 +340,23 @@ class ContinuousEngine:
         left = [_rows_left(text) for text in self._prefilled]
         return min(left[0], -(-rows // 2)) + sum(left[1:]) if left else 0
 
-    def _admit(self) -> bool:
+    def _admit(self) -> Text | None:
         """Give the oldest request that waits a place, if there are one and blocks for it."""
         if not self._waiting or len(self._texts) - len(self._waiting) >= self.settings.running:
-            return False
+            return None
         text = self._texts[self._waiting[0]]
         if not self._give_blocks(text):
-            return False
+            return None
         heapq.heappop(self._waiting)
-        self._prefilled = sorted([*self._prefilled, text], key=lambda one: one.number)
-        return True
+        insort(self._prefilled, text, key=lambda one: one.number)
+        return text
 
     def _give_blocks(self, text: Text) -> bool:
         """Blocks for a text that waits, those of a known beginning among them."""
         held = text.held
         if self._reuses(text) and text.request.prompt_logprobs is None:
             held = self._pool.find(text.tokens)
-        found = len(held.blocks) * BLOCK
+        found = len(held.blocks) * self.settings.block_size
         if not self._extend(text, held):
             self._pool.give_back(held)
             return False
@@ -355,61 +369,70 @@ class ContinuousEngine:
         return True
 
     def _extend(self, text: Text, held: Held) -> bool:
-        """Blocks for all slots of a text beside those that it holds, if there are enough."""
-        before = len(held.blocks)
-        given = self._pool.extend(held, text.slots)
-        if text.method.proposer.leaves_rows_out:
-            self._memory.clear_depths(held.blocks[before:])
-        return given
+        """Blocks for all slots of a text beside those that it holds, if there are enough.
 
-    def _run(self, texts: list[Text], counts: list[int]) -> None:
+        Nothing is left there of another text: no mask keeps a NaN out of a sum, and rows may be left out.
+        """
+        used = self._pool.extend(held, text.slots)
+        if used:
+            self._memory.clear(used)
+        return used is not None
+
+    def _run(self, texts: list[Text], counts: list[int]) -> list[Update]:
         """Run parts of prompts; texts whose prompts are over have their first tokens and join their groups."""
-        pages, seeds = self._pages(texts), [text.request.seed for text in texts]
-        prompts = Prompts(
-            self.runner,
-            texts,
-            Sequences(self.runner, [text.tokens for text in texts], seeds, self._capacity, self._memory.through(pages)),
+        seeds, memory = [text.request.seed for text in texts], self._memory.through(self._pages(texts))
+        prompts = PrefillBatch(
+            self.runner, texts, Sequences(self.runner, [text.tokens for text in texts], seeds, memory)
         )
         prompts.run(counts)
         first = {update.request: update for update in prompts.begin()}
+        going: dict[tuple[Kind, int | None], list[Text]] = defaultdict(list)
+        for text in texts:
+            if text.number not in first or first[text.number].finish is None:
+                going[_group(text)].append(text)
+        for some in going.values():
+            self._go_on(prompts, some)
         for update in first.values():
-            self._firsts.count(0, 0, len(update.tokens))
-        self._updates += [
+            self.stats.count(0, 0, len(update.tokens))
+            if update.finish is not None:
+                self._learn(self._texts[update.request])
+                self.cancel(update.request)
+        return [
             first.get(text.number, Update(text.number, []))
             for text in texts
             if text.number in first or not text.has_run
         ]
-        ended = [text for text in texts if text.number in first and first[text.number].finish is not None]
-        for text in ended:
-            self._learn(text)
-            self.cancel(text.number)
-        going: dict[tuple[Kind, int | None], list[Text]] = defaultdict(list)
-        for text in texts:
-            if text.number in self._texts:
-                going[_group(text)].append(text)
-        for some in going.values():
-            self._go_on(prompts, some)
 
-    def _go_on(self, prompts: Prompts, texts: list[Text]) -> None:
+    def _go_on(self, prompts: PrefillBatch, texts: list[Text]) -> None:
         """Texts that draft alike, of whose prompts parts have run."""
         self._keep_up(prompts, texts)
         for text in texts:
             self._learn(text, min(text.run + 1, len(text.tokens)))
         over = [text for text in texts if text.has_run]
-        self._prefilled = [text for text in self._prefilled if not any(text is one for one in over)]
-        if over:
-            self._join(over, prompts.part(over))
+        if not over:
+            return
+        numbers = {text.number for text in over}
+        self._prefilled = [text for text in self._prefilled if text.number not in numbers]
+        group, sequences = _group(over[0]), prompts.part(over)
+        sequences.packs = False
+        if group in self._groups:
+            self._groups[group].join(over, sequences)
+        else:
+            overlap = self.settings.overlap
+            self._groups[group] = DecodeBatch(self.runner, over, sequences, self._auto_of, self._kept, overlap)
 
-    def _keep_up(self, prompts: Prompts, texts: list[Text]) -> None:
+    def _keep_up(self, prompts: PrefillBatch, texts: list[Text]) -> None:
         """Let the drafter run its rows of the prompts, unless drafting does not pay.
 
         Texts of which it has run rows before go alone, since a forward begins at the first row that one of its texts
         has missed.
         """
         method = texts[0].method
-        shown = self._shown_by(_kind(texts[0]), len(self._texts) - len(self._waiting))
-        rests = shown.auto is not None and shown.auto.rests
-        if not method.count or rests or method.proposer.leaves_rows_out:  # the latter runs whole prompts
+        if not method.count or method.proposer.leaves_rows_out:  # the latter runs whole prompts
+            return
+        auto = self._auto_of(method, len(self._texts) - len(self._waiting))
+        if auto is not None and auto.rests:
+            auto.fall_behind(max(len(text.tokens) for text in texts))
             return
         new = [text for text in texts if not any(text.progress.seen.values())]
         for some in [new, *([text] for text in texts if any(text.progress.seen.values()))]:
@@ -417,25 +440,7 @@ class ContinuousEngine:
             if some and method.proposer.missed(part, method.count) > 1:
                 catch_up(part, method, method.count)
 
-    def _join(self, texts: list[Text], sequences: Sequences) -> None:
-        kind, group = _kind(texts[0]), _group(texts[0])
-        sequences.packs = False
-        if group in self._groups:
-            self._groups[group].join(texts, sequences)
-        else:
-            self._groups[group] = LiveGroup(
-                self.runner,
-                texts,
-                sequences,
-                lambda texts: self._shown_by(kind, texts),
-                self._hand,
-                self.settings.overlap,
-            )
-
     # ---- what they share
-
-    def _hand(self, _: Text, update: Update) -> None:
-        self._updates.append(update)
 
     def _learn(self, text: Text, length: int | None = None) -> None:
         """Let other texts use the blocks that this one has filled."""
@@ -450,9 +455,18 @@ class ContinuousEngine:
         return self.settings.reuse and not self._has_states and not text.method.proposer.leaves_rows_out
 
     def _pages(self, texts: list[Text]) -> Pages:
-        table_BL = torch.zeros(len(texts), self._capacity // BLOCK + 1, dtype=torch.long, device=self.runner.device)
-        entries = tuple(text.entry for text in texts if text.entry is not None)
-        return Pages(table_BL, self.settings.blocks + 1, entries=entries, kept_entries=self.settings.running)
+        pages = self._pages_of_a_text + 1  # the last one has the scratch slot
+        table_BL = torch.zeros(len(texts), pages, dtype=torch.long)
+        for row, text in enumerate(texts):
+            table_BL[row, : len(text.held.blocks)] = torch.tensor(text.held.blocks)
+        return Pages(
+            table_BL.to(self.runner.device),
+            self.settings.blocks + 1,
+            self.settings.block_size,
+            tuple(text.entry for text in texts if text.entry is not None),
+            self.settings.running,
+            tuple(text.held.blocks[0] for text in texts),
+        )
 
     def _method_of(self, request: Request) -> Method:
         """How a request drafts; errors as `make_method`."""
@@ -460,17 +474,17 @@ class ContinuousEngine:
         kind = config, request.sampling.greedy
         if kind not in self._methods:
             method = make_method(self.runner, config, request.sampling, self.drafter)
-            _check_rows(method)
+            if self.settings.slots is None:
+                _check_rows(method)
             self._methods[kind] = method
         return replace(self._methods[kind], sampling=request.sampling)
 
-    def _shown_by(self, kind: Kind, texts: int) -> Shown:
-        """What groups of about so many texts have shown: the next power of two."""
-        size = 1 << max(texts - 1, 0).bit_length()
-        if (kind, size) not in self._shown:
-            method = next(one for one in self._methods.values() if (one.config, one.sampling.greedy) == kind)
-            self._shown[kind, size] = Shown(None if method.auto is None else AutoK(method.count))
-        return self._shown[kind, size]
+    def _auto_of(self, method: Method, texts: int) -> AutoK | None:
+        """Automatic K of about so many texts, the next power of two; the model's, whatever engine has measured it."""
+        if not method.auto:
+            return None
+        key = method.config, 1 << max(texts - 1, 0).bit_length()
+        return self.runner.auto_counts.setdefault(key, AutoK(method.count))
 
 
 def _kind(text: Text) -> Kind:

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.pages import Pages
+from megatron_mtp.decoding.pages import Pages, Places, read_rows, write_rows
 from megatron_mtp.model.causal import causal_mask
 
 WINDOW_STEP, FEW_WINDOWS_STEP = 32, 128
@@ -178,20 +178,20 @@ class KVCache:
     """Keys and values of `layers` layers for a batch; a layer's memory is taken when its first keys come.
 
     Args:
-        capacity: slots of a sequence; slot `capacity` is the scratch slot.
-        pages: where the texts' slots are in blocks that others use as well; None gives every text its own run of slots.
+        pages: where the texts' slots are.
     """
 
-    def __init__(self, layers: int, batch: int, capacity: int, pages: Pages | None = None) -> None:
-        self.batch, self.capacity, self.pages = batch, capacity, pages
+    def __init__(self, layers: int, pages: Pages) -> None:
+        self.pages = pages
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
         self._whole: KVCache | None = None
         self._recurrence: States | None = None
+        self._placed: tuple[Rows | None, Places | None] = None, None
 
     def through(self, pages: Pages) -> "KVCache":
         """The same memory, for the texts of other pages."""
-        made = KVCache(len(self.keys), pages.table_BL.size(0), self.capacity, pages)
+        made = KVCache(len(self.keys), pages)
         made.keys, made.values, made._whole = self.keys, self.values, self._whole or self
         return made
 
@@ -204,32 +204,21 @@ class KVCache:
     def recurrence(self, made: States | None) -> None:
         (self._whole or self)._recurrence = made
 
-    @property
-    def entries(self) -> int:
-        """Texts whose states `recurrence` has."""
-        return self.batch if self.pages is None else self.pages.kept_entries
-
-    @property
-    def scratch(self) -> int:
-        """The place to which rows that do not count are written."""
-        return self.capacity
-
     def append(self, layer: int, key_BGRC: Tensor, value_BGRC: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
         """Write the rows' keys and values; returns those of all slots in the window, [B, G, W, C].
 
         Args:
             value_BGRC: None where the keys are the values as well.
         """
+        if self._placed[0] is not rows:  # once for all layers
+            self._placed = rows, self.pages.places(rows.slots_BR)
         key_BGWC = self._written(self.keys, layer, key_BGRC, rows)
         return key_BGWC, key_BGWC if value_BGRC is None else self._written(self.values, layer, value_BGRC, rows)
 
     def take(self, layer: int, heads: int, channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values in all slots, [B, G, capacity + 1, C] each, for code that writes them itself.
-
-        With pages, they are of all blocks, [N, G, size, C].
-        """
+        """A layer's keys and values in all blocks, [N, G, S, C] each, for code that writes them itself."""
         if self.keys[layer] is None:
-            first_BGRC = like.new_empty(self.batch, heads, 0, channels)
+            first_BGRC = like.new_empty(1, heads, 0, channels)
             self.keys[layer], self.values[layer] = self._new(first_BGRC), self._new(first_BGRC)
         keys, values = self.keys[layer], self.values[layer]
         assert keys is not None
@@ -238,48 +227,24 @@ class KVCache:
 
     def keep(self, source_BP: Tensor, target_BP: Tensor) -> None:
         """Move the rows at slots `source_BP` to slots `target_BP`, in every layer that has run."""
+        source, target = self.pages.places(source_BP), self.pages.places(target_BP)
         for cache in (*self.keys, *self.values):
             if cache is not None:
-                write_rows(cache, read_rows(cache, source_BP, self.pages), target_BP, self.pages)
+                write_rows(cache, read_rows(cache, source), target)
 
-    def clear(self) -> None:
-        """Forget all rows and keep the memory, which then holds no number of an earlier text."""
-        for cache in (*self.keys, *self.values):
-            if cache is not None:
-                cache.zero_()
-        self.recurrence = None
-
-    def clear_blocks(self, blocks: list[int]) -> None:
-        """The same for some blocks alone."""
+    def clear(self, blocks: list[int]) -> None:
+        """Forget all rows in some blocks, which then hold no number of an earlier text."""
         for cache in (*self.keys, *self.values):
             if cache is not None:
                 cache[blocks] = 0
 
     def _written(self, caches: list[Tensor | None], layer: int, new_BGRC: Tensor, rows: Rows) -> Tensor:
-        cache = caches[layer]
+        cache, places = caches[layer], self._placed[1]
+        assert places is not None
         if cache is None:
             cache = caches[layer] = self._new(new_BGRC)
-        write_rows(cache, new_BGRC, rows.slots_BR, self.pages)
-        return cache[:, :, : rows.window] if self.pages is None else self.pages.first_slots(cache, rows.window)
+        write_rows(cache, new_BGRC, places)
+        return self.pages.first_slots(cache, rows.window)
 
     def _new(self, like_BGRC: Tensor) -> Tensor:
-        batch, heads, _, channels = like_BGRC.shape
-        blocks, size = (batch, self.capacity + 1) if self.pages is None else (self.pages.blocks, self.pages.size)
-        return like_BGRC.new_zeros(blocks, heads, size, channels)
-
-
-def read_rows(cache_BGLC: Tensor, slots_BR: Tensor, pages: Pages | None = None) -> Tensor:
-    """The rows [B, G, R, C] at some slots."""
-    if pages is not None:
-        return pages.read(cache_BGLC, slots_BR)
-    return cache_BGLC.gather(2, slots_BR[:, None, :, None].expand(-1, cache_BGLC.size(1), -1, cache_BGLC.size(3)))
-
-
-def write_rows(cache_BGLC: Tensor, new_BGRC: Tensor, slots_BR: Tensor, pages: Pages | None = None) -> None:
-    """Put rows [B, G, R, C] at their slots, in place."""
-    if pages is not None:
-        pages.write(cache_BGLC, new_BGRC, slots_BR)
-    elif cache_BGLC.size(0) == 1:
-        cache_BGLC.index_copy_(2, slots_BR[0], new_BGRC)
-    else:
-        cache_BGLC.scatter_(2, slots_BR[:, None, :, None].expand_as(new_BGRC), new_BGRC)
+        return like_BGRC.new_zeros(self.pages.blocks, like_BGRC.size(1), self.pages.size, like_BGRC.size(3))

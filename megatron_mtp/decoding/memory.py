@@ -1,6 +1,6 @@
 """What texts need from step to step: keys and values of the trunk, of depths and of a small model, and trunk states.
 
-All of it is divided into the same slots: a batch has it for itself, or in blocks that many texts share (pages.py).
+All of it is divided into the same blocks of slots (pages.py).
 Recurrent layers keep as much of a short text as of a long one: an entry for each text that runs (recurrent_state.py).
 """
 
@@ -18,27 +18,26 @@ MOST_GIB = 4.0
 
 
 class Memory:
-    """Of a batch; or of an engine, whose batches see it `through` their pages.
+    """Of an engine, whose batches see it `through` their pages.
 
     Args:
         runner: the target.
-        capacity: slots of a text.
 
     Attributes:
         cache: the trunk's keys and values.
-        states_B1TH: the trunk's states, from which depths draft; with pages [N, 1, S, H].
-        free_entries: of recurrent layers, which no text of an engine has.
+        states_N1SH: the trunk's states, from which depths draft.
+        free_entries: of recurrent layers, which no text has.
     """
 
-    def __init__(self, runner: Runner, batch: int, capacity: int, pages: Pages | None = None) -> None:
+    def __init__(self, runner: Runner, pages: Pages) -> None:
         self.pages, self._depth_layers = pages, runner.depth_layers
         self._whole: Memory | None = None
-        self.cache = KVCache(runner.trunk_layers, batch, capacity, pages)
+        self.cache = KVCache(runner.trunk_layers, pages)
         self._depths: list[KVCache] = []
         self._drafter: tuple[Runner, KVCache] | None = None
-        blocks, slots = (batch, capacity + 1) if pages is None else (pages.blocks, pages.size)
-        self.states_B1TH = torch.zeros(blocks, 1, slots, runner.hidden_size, dtype=runner.dtype, device=runner.device)
-        self.free_entries = list(range(self.cache.entries))
+        sizes = pages.blocks, 1, pages.size, runner.hidden_size
+        self.states_N1SH = torch.zeros(sizes, dtype=runner.dtype, device=runner.device)
+        self.free_entries = list(range(pages.kept_entries))
 
     def through(self, pages: Pages) -> "Memory":
         """The same memory, as the texts of other pages see it."""
@@ -54,7 +53,7 @@ class Memory:
             if self._whole is None:
                 self._depths.append(self._new(self._depth_layers))
             else:
-                self._depths.append(self._whole.depth_caches(depths)[depth].through(self._own_pages))
+                self._depths.append(self._whole.depth_caches(depths)[depth].through(self.pages))
         return self._depths[:depths]
 
     def drafter_cache(self, drafter: Runner) -> KVCache:
@@ -62,7 +61,7 @@ class Memory:
         if self._drafter is None or self._drafter[0] is not drafter:
             whole = self._whole
             new = self._new(drafter.trunk_layers) if whole is None else whole.drafter_cache(drafter)
-            self._drafter = drafter, new if whole is None else new.through(self._own_pages)
+            self._drafter = drafter, new if whole is None else new.through(self.pages)
         return self._drafter[1]
 
     def take_entry(self) -> int:
@@ -77,31 +76,18 @@ class Memory:
         """A text has ended, or is put back."""
         self.free_entries.append(entry)
 
-    def clear_depths(self, blocks: list[int]) -> None:
-        """Make the rows of depths in some blocks zero, as those of a new memory are."""
-        for cache in self._depths:
-            cache.clear_blocks(blocks)
-
-    def has_drafter(self, drafter: Runner) -> bool:
-        """Whether the cache of a small model is this one's."""
-        return self._drafter is not None and self._drafter[0] is drafter
-
-    def clear(self) -> None:
-        """Forget all rows and keep the memory."""
+    def clear(self, blocks: list[int]) -> None:
+        """Make all rows in some blocks zero, as those of a new memory are."""
+        self.states_N1SH[blocks] = 0
         for cache in self._caches:
-            cache.clear()
+            cache.clear(blocks)
 
     @property
     def _caches(self) -> list[KVCache]:
         return [self.cache, *self._depths, *(() if self._drafter is None else self._drafter[1:])]
 
-    @property
-    def _own_pages(self) -> Pages:
-        assert self.pages is not None
-        return self.pages
-
     def _new(self, layers: int) -> KVCache:
-        return KVCache(layers, self.cache.batch, self.cache.capacity, self.pages)
+        return KVCache(layers, self.pages)
 
 
 def block_bytes(runner: Runner, drafter: Runner | None = None) -> int:

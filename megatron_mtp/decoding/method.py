@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.config import COMMON_KEYS, MOST_DRAFTED, NO_SETTINGS, SpeculativeConfig
 from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.proposers.base import Proposer
@@ -31,9 +30,9 @@ class Method:
 
     Attributes:
         config: with the verifier's name filled in.
-        count: K of every step, without `auto`.
-        auto: picks K of each step; None for a fixed K.
-        stats: what the steps have cost and gained.
+        count: K of every step.
+        auto: whether K of each step is picked by cost and acceptance; `count` is the largest then.
+        stats: what the last step has cost and gained.
     """
 
     proposer: Proposer
@@ -41,8 +40,13 @@ class Method:
     config: SpeculativeConfig
     sampling: Sampling | SamplingByText
     count: int
-    auto: AutoK | None = None
+    auto: bool = False
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+    @property
+    def slots(self) -> int:
+        """Slots behind the tokens of a text that two steps may write."""
+        return 2 + self.proposer.nodes(self.count) + self.count
 
 
 def parse_config(text: str) -> SpeculativeConfig:
@@ -100,8 +104,7 @@ def make_method(
     verifier = VERIFIERS[str(config.verifier)]
     count = _count(runner, config, proposer)
     _check_verifier(proposer, verifier, config, sampling)
-    auto = AutoK(count) if config.num_speculative_tokens == "auto" and count else None
-    return Method(proposer, verifier, config, sampling, count, auto)
+    return Method(proposer, verifier, config, sampling, count, config.num_speculative_tokens == "auto" and count > 0)
 
 
 def _with_settings(config: SpeculativeConfig) -> SpeculativeConfig:

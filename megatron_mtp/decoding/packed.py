@@ -41,7 +41,6 @@ class Packed(Rows):
 
     def cache(self, cache: KVCache) -> KVCache:
         """The same memory, as these rows are written to it."""
-        assert cache.pages is not None
         pages, rows = cache.pages, self.chain.counts_BR.size(1)
         own = {one.name: getattr(pages, one.name) for one in fields(Pages)}
         return cache.through(PackedPages(**own, text_X=self.place_X // rows))
@@ -66,7 +65,7 @@ class Packed(Rows):
 
 def packed(rows: Rows, cache: KVCache) -> Packed | None:
     """The rows that count; None where padding may run as well, or there is none."""
-    if not isinstance(rows, Chain) or not rows.packs or cache.pages is None:
+    if not isinstance(rows, Chain) or not rows.packs:
         return None
     place_X = rows.counts_BR.flatten().nonzero()[:, 0]
     if place_X.numel() == rows.counts_BR.numel():

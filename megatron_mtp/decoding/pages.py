@@ -21,16 +21,21 @@ BLOCK = 32
 """Slots of a block: as many as a window grows by, and a multiple of what compiled code adds up at once."""
 
 
+Places = tuple[Tensor, Tensor]
+"""The block of each row's slot [B, R], and where in it the slot is."""
+
+
 @dataclass(frozen=True)
 class Pages:
     """The pages of a batch.
 
     Attributes:
-        table_BL: the block of every page; 0 where there is none.
+        table_BL: the block of every page; 0 where there is none, and for the last page, which has the scratch slot.
         blocks: N, block 0 included.
         size: S.
         entries: where the states of every text's recurrent layers are, which have no slots to be cropped to.
         kept_entries: how many texts have such states.
+        firsts: the first block of every text, as the host knows it.
     """
 
     table_BL: Tensor
@@ -38,37 +43,68 @@ class Pages:
     size: int = BLOCK
     entries: tuple[int, ...] = ()
     kept_entries: int = 0
+    firsts: tuple[int, ...] = ()
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a text; the next one is the scratch slot."""
+        return (self.table_BL.size(1) - 1) * self.size
 
     @cached_property
     def entry_B(self) -> Tensor:
         """`entries` on the device."""
         return torch.tensor(self.entries, device=self.table_BL.device)
 
-    def write(self, memory_NGSC: Tensor, new_BGRC: Tensor, slots_BR: Tensor) -> None:
-        """Put rows at their slots, in place."""
-        if memory_NGSC.size(1) == 1:  # as of states: whole rows, which are copied several times as fast
-            memory_NGSC.view(-1, memory_NGSC.size(3)).index_copy_(0, self._row(slots_BR), new_BGRC.flatten(0, 2))
-            return
-        memory_NGSC[self._block(slots_BR), :, slots_BR % self.size] = new_BGRC.transpose(1, 2)
+    @cached_property
+    def where(self) -> slice | Tensor:
+        """The same as an index; a slice where they follow one another, which copies nothing."""
+        return _run(self.entries) or self.entry_B
 
-    def read(self, memory_NGSC: Tensor, slots_BR: Tensor) -> Tensor:
-        """The rows at some slots, [B, G, R, C]."""
-        if memory_NGSC.size(1) == 1:
-            rows_XC = memory_NGSC.view(-1, memory_NGSC.size(3)).index_select(0, self._row(slots_BR))
-            return rows_XC.view(slots_BR.size(0), 1, slots_BR.size(1), -1)
-        return memory_NGSC[self._block(slots_BR), :, slots_BR % self.size].transpose(1, 2)
+    @cached_property
+    def run(self) -> slice | None:
+        """The texts' blocks where each has one, behind that of the text before; else None."""
+        return _run(self.firsts) if self.capacity == self.size else None
+
+    def places(self, slots_BR: Tensor) -> Places:
+        """Where some slots are."""
+        return self._block(slots_BR), slots_BR % self.size
 
     def first_slots(self, memory_NGSC: Tensor, window: int) -> Tensor:
-        """A copy of every text's first slots, [B, G, W, C]."""
+        """Every text's first slots, [B, G, W, C]; a copy where they are in several blocks."""
+        if self.run is not None:
+            return memory_NGSC[self.run, :, :window]
         memory_BLGSC = memory_NGSC[self.table_BL[:, : -(-window // self.size)]]
         return memory_BLGSC.transpose(1, 2).flatten(2, 3)[:, :, :window]
 
-    def _row(self, slots_BR: Tensor) -> Tensor:
-        """Where the slots are among all slots of all blocks, [X]."""
-        return (self._block(slots_BR) * self.size + slots_BR % self.size).flatten()
-
     def _block(self, slots_BR: Tensor) -> Tensor:
         return self.table_BL.gather(1, slots_BR // self.size)
+
+
+def _run(numbers: tuple[int, ...]) -> slice | None:
+    """Numbers that follow one another, as a slice."""
+    if not numbers or numbers != tuple(range(numbers[0], numbers[0] + len(numbers))):
+        return None
+    return slice(numbers[0], numbers[0] + len(numbers))
+
+
+def write_rows(memory_NGSC: Tensor, new_BGRC: Tensor, places: Places) -> None:
+    """Put rows at their places."""
+    block_Bx, slot_BR = places
+    if memory_NGSC.size(1) == 1:  # as of states: whole rows, which are copied several times as fast
+        rows_X = (block_Bx * memory_NGSC.size(2) + slot_BR).flatten()
+        memory_NGSC.view(-1, memory_NGSC.size(3)).index_copy_(0, rows_X, new_BGRC.flatten(0, 2))
+        return
+    memory_NGSC[block_Bx, :, slot_BR] = new_BGRC.transpose(1, 2)
+
+
+def read_rows(memory_NGSC: Tensor, places: Places) -> Tensor:
+    """The rows at some places, [B, G, R, C]."""
+    block_Bx, slot_BR = places
+    if memory_NGSC.size(1) == 1:
+        rows_X = (block_Bx * memory_NGSC.size(2) + slot_BR).flatten()
+        rows_XC = memory_NGSC.view(-1, memory_NGSC.size(3)).index_select(0, rows_X)
+        return rows_XC.view(slot_BR.size(0), 1, slot_BR.size(1), -1)
+    return memory_NGSC[block_Bx, :, slot_BR].transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ class CachedRecurrence(torch.nn.Module):
         made = []
         for piece in self.scope.pieces():
             if piece.dropped_B is not None:
-                memory.drop(piece.dropped_B, piece.entry_B)
+                memory.drop(piece.dropped_B, piece.pages)
             made.append(self.run(memory, piece, mixed_BSC[:, piece.rows], steps_BSC[:, piece.rows]))
         return (made[0] if len(made) == 1 else torch.cat(made, dim=1)).transpose(0, 1)
 

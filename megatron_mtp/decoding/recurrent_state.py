@@ -14,14 +14,13 @@ Mamba-2 and Gated DeltaNet are the same here. Row t has a key k_t, a value u_t a
 
 Rows of a forward that are padding change nothing, and a row that runs anew takes its own slot.
 
-A batch has one entry for each of its texts. An engine has entries for all texts that may run at once, of which a
-forward reads and writes those of its texts (`Pages.entries`).
+There is an entry for every text that may run at once, and a forward reads and writes those of its texts
+(`Pages.entries`).
 
 Letters in names: B batch, E entries, R rows of a piece, T slots, W slots that are looked at, H heads, G groups of heads
 that share keys, N channels of a key, P of a value, C of the convolution.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import override
@@ -30,9 +29,9 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.cached_attention import Scope
-from megatron_mtp.decoding.kv_cache import Chain, KVCache, Rows, read_rows, write_rows
+from megatron_mtp.decoding.kv_cache import Chain, KVCache, Rows
 from megatron_mtp.decoding.packed import Packed
-from megatron_mtp.decoding.pages import Pages
+from megatron_mtp.decoding.pages import Pages, Places, read_rows, write_rows
 
 ROLLED_BACK = 32
 """How far behind the rows of one forward the next may begin: 15 drafts are rejected, and as many rows that another text
@@ -63,7 +62,7 @@ class Piece:
 
     Attributes:
         rows: which of the forward's.
-        entry_B: of the texts; None where text b has entry b.
+        pages: whose `entries` are the texts'.
         dropped_B: rows that the state takes in before these run; None if none.
         first_B: the slot of the first row; that of padding may be anywhere.
         lead_B: the slot of the first row that counts.
@@ -72,7 +71,7 @@ class Piece:
     """
 
     rows: slice
-    entry_B: Tensor | None
+    pages: Pages
     dropped_B: Tensor | None
     first_B: Tensor
     lead_B: Tensor
@@ -111,11 +110,8 @@ class Recurrence:
         self.held = [0] * entries
         self.layers: dict[int, Memory] = {}
 
-    def pieces(self, rows: Rows, pages: Pages | None = None) -> list[Piece]:
+    def pieces(self, rows: Rows, pages: Pages) -> list[Piece]:
         """The rows that are about to run, cut into pieces. Every layer has to run them once, one after another.
-
-        Args:
-            pages: those of the texts; None where text b has entry b.
 
         Raises:
             ValueError: the rows are no chain.
@@ -124,19 +120,19 @@ class Recurrence:
         count = chain.counts_BR.size(1)
         return [self._piece(chain, slice(at, min(at + PIECE, count)), pages) for at in range(0, count, PIECE)]
 
-    def make_room(self, rows: Rows, count: int, pages: Pages | None = None) -> None:
+    def make_room(self, rows: Rows, count: int, pages: Pages) -> None:
         """Before compiled code runs `count` rows from the first of these on: states take in rows where slots end.
 
         Raises:
             ValueError: the rows are no chain.
         """
-        chain, entry_B = _chain(rows), _entries(pages)
+        chain = _chain(rows)
         if self._most_held(pages) + count > KEPT:
-            dropped_B = self._dropped(self._lead(chain.counts_BR, chain.places_BR, entry_B), pages)
+            dropped_B = self._dropped(self._lead(chain.counts_BR, chain.places_BR, pages), pages)
             for memory in self.layers.values():
-                memory.drop(dropped_B, entry_B)
+                memory.drop(dropped_B, pages)
 
-    def hold(self, count: int, pages: Pages | None = None) -> int:
+    def hold(self, count: int, pages: Pages) -> int:
         """So many rows are about to run; slots in use before them, at most."""
         before = self._most_held(pages)
         self._set_held(before + count, pages)
@@ -154,58 +150,39 @@ class Recurrence:
         for memory in self.layers.values():
             memory.forget(entry)
 
-    def _piece(self, rows: Chain, part: slice, pages: Pages | None) -> Piece:
-        live_BR, place_BR, entry_B = rows.counts_BR[:, part], rows.places_BR[:, part], _entries(pages)
-        lead_B = self._lead(live_BR, place_BR, entry_B)
-        _put(self.end_E, entry_B, lead_B + live_BR.sum(dim=1))
+    def _piece(self, rows: Chain, part: slice, pages: Pages) -> Piece:
+        live_BR, place_BR = rows.counts_BR[:, part], rows.places_BR[:, part]
+        lead_B = self._lead(live_BR, place_BR, pages)
+        self.end_E[pages.where] = lead_B + live_BR.sum(dim=1)
         count = part.stop - part.start
         dropped_B = self._dropped(lead_B, pages) if self._most_held(pages) + count > KEPT else None
-        before, start_B = self.hold(count, pages), _taken(self.start_E, entry_B)
-        return Piece(part, entry_B, dropped_B, place_BR[:, 0] - start_B, lead_B - start_B, live_BR, before)
+        before, start_B = self.hold(count, pages), self.start_E[pages.where]
+        return Piece(part, pages, dropped_B, place_BR[:, 0] - start_B, lead_B - start_B, live_BR, before)
 
-    def _lead(self, live_BR: Tensor, place_BR: Tensor, entry_B: Tensor | None) -> Tensor:
+    def _lead(self, live_BR: Tensor, place_BR: Tensor, pages: Pages) -> Tensor:
         """The position of every text's first row that counts; where none does, of the one that would come next."""
         first_B = place_BR[:, 0] + live_BR.int().argmax(dim=1)
-        return torch.where(live_BR.any(dim=1), first_B, _taken(self.end_E, entry_B))
+        return torch.where(live_BR.any(dim=1), first_B, self.end_E[pages.where])
 
-    def _dropped(self, lead_B: Tensor, pages: Pages | None) -> Tensor:
+    def _dropped(self, lead_B: Tensor, pages: Pages) -> Tensor:
         """How many rows the states take in before the one at `lead_B` runs; the slots begin behind them."""
-        entry_B = _entries(pages)
-        start_B = _taken(self.start_E, entry_B)
+        start_B = self.start_E[pages.where]
         dropped_B = (lead_B - ROLLED_BACK - start_B).clamp(min=0)
-        _put(self.start_E, entry_B, start_B + dropped_B)
+        self.start_E[pages.where] = start_B + dropped_B
         self._set_held(ROLLED_BACK, pages)
         return dropped_B
 
-    def _most_held(self, pages: Pages | None) -> int:
-        return max(self.held[entry] for entry in self._own(pages))
+    def _most_held(self, pages: Pages) -> int:
+        return max(self.held[entry] for entry in pages.entries)
 
-    def _set_held(self, count: int, pages: Pages | None) -> None:
-        for entry in self._own(pages):
+    def _set_held(self, count: int, pages: Pages) -> None:
+        for entry in pages.entries:
             self.held[entry] = count
 
-    def _own(self, pages: Pages | None) -> Sequence[int]:
-        return range(len(self.held)) if pages is None else pages.entries
 
-
-def _entries(pages: Pages | None) -> Tensor | None:
-    return None if pages is None else pages.entry_B
-
-
-def _taken(values_Ex: Tensor, entry_B: Tensor | None) -> Tensor:
-    return values_Ex if entry_B is None else values_Ex[entry_B]
-
-
-def _put(values_Ex: Tensor, entry_B: Tensor | None, new_Bx: Tensor) -> None:
-    if entry_B is None:
-        values_Ex.copy_(new_Bx)
-    else:
-        values_Ex[entry_B] = new_Bx
-
-
-def _slots(values_ExTx: Tensor, entry_B: Tensor | None) -> Pages | None:
-    """Every text's entry as the one block of its slots."""
-    return None if entry_B is None else Pages(entry_B.unsqueeze(1), *values_ExTx.shape[::2])
+def _places(slots_BR: Tensor, pages: Pages) -> Places:
+    """A text's entry is the one block of its slots."""
+    return pages.entry_B.unsqueeze(1), slots_BR
 
 
 def _chain(rows: Rows) -> Chain:
@@ -219,7 +196,7 @@ def _chain(rows: Rows) -> Chain:
 def recurrence_of(cache: KVCache, device: torch.device) -> Recurrence:
     """That of a cache, which is made when a first recurrent layer runs."""
     if cache.recurrence is None:
-        cache.recurrence = Recurrence(cache.entries, device)
+        cache.recurrence = Recurrence(cache.pages.kept_entries, device)
     assert isinstance(cache.recurrence, Recurrence)
     return cache.recurrence
 
@@ -262,32 +239,32 @@ class Memory:
         for part in self.parts:
             part[entry] = 0
 
-    def drop(self, dropped_B: Tensor, entry_B: Tensor | None) -> None:
+    def drop(self, dropped_B: Tensor, pages: Pages) -> None:
         """Take rows from the first slots into the state, and move those behind them to the front."""
-        total_BH11 = self._sum_before(dropped_B, entry_B)
-        _put(self.state_EHNP, entry_B, self.state_after(dropped_B, entry_B))
+        total_BH11 = self._sum_before(dropped_B, pages)
+        self.state_EHNP[pages.where] = self.state_after(dropped_B, pages)
         for slots in (self.keys_EGTN, self.values_EHTP):
-            _move(slots, entry_B, dropped_B, ROLLED_BACK)
-        _move(self.sums_EHT1, entry_B, dropped_B, ROLLED_BACK, less=total_BH11)
-        _move(self.mixed_E1TC, entry_B, dropped_B, ROLLED_BACK + self.sizes.width - 1)
+            _move(slots, pages, dropped_B, ROLLED_BACK)
+        _move(self.sums_EHT1, pages, dropped_B, ROLLED_BACK, less=total_BH11)
+        _move(self.mixed_E1TC, pages, dropped_B, ROLLED_BACK + self.sizes.width - 1)
 
-    def state_after(self, count_B: Tensor, entry_B: Tensor | None = None) -> Tensor:
+    def state_after(self, count_B: Tensor, pages: Pages) -> Tensor:
         """S after so many slots of every text, [B, H, N, P]."""
-        total_BH11 = self._sum_before(count_B, entry_B)
+        total_BH11 = self._sum_before(count_B, pages)
         later_BT = torch.arange(KEPT + 1, device=count_B.device) >= count_B.unsqueeze(1)
-        left_BHT1 = (total_BH11 - _taken(self.sums_EHT1, entry_B)).masked_fill(later_BT[:, None, :, None], -torch.inf)
-        key_BHTN, value_BHTP = self._for_heads(_taken(self.keys_EGTN, entry_B)), _taken(self.values_EHTP, entry_B)
+        left_BHT1 = (total_BH11 - self.sums_EHT1[pages.where]).masked_fill(later_BT[:, None, :, None], -torch.inf)
+        key_BHTN, value_BHTP = self._for_heads(self.keys_EGTN[pages.where]), self.values_EHTP[pages.where]
         added_BHNP = key_BHTN.mT @ (value_BHTP * left_BHT1.exp())
-        return _taken(self.state_EHNP, entry_B) * total_BH11.exp() + added_BHNP
+        return self.state_EHNP[pages.where] * total_BH11.exp() + added_BHNP
 
     def convolved(self, mixed_BRC: Tensor, piece: Piece, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
         """The rows' convolution with the rows before them, [B, R, C]; keeps what it reads."""
         before = self.sizes.width - 1
         slots_BR = torch.where(piece.live_BR, piece.places_BR, KEPT) + before
-        where, rows = _slots(self.mixed_E1TC, piece.entry_B), mixed_BRC.size(1)
-        write_rows(self.mixed_E1TC, mixed_BRC.unsqueeze(1), slots_BR, where)
+        rows = mixed_BRC.size(1)
+        write_rows(self.mixed_E1TC, mixed_BRC.unsqueeze(1), _places(slots_BR, piece.pages))
         place_BQ = piece.first_B.unsqueeze(1) + torch.arange(rows + before, device=mixed_BRC.device)
-        read_BQC = read_rows(self.mixed_E1TC, place_BQ.clamp(0, KEPT + before), where)[:, 0]
+        read_BQC = read_rows(self.mixed_E1TC, _places(place_BQ.clamp(0, KEPT + before), piece.pages))[:, 0]
         made_BRC = read_BQC[:, before:] * weight_CW[:, -1]
         for back in range(1, self.sizes.width):
             made_BRC = made_BRC + read_BQC[:, before - back : before - back + rows] * weight_CW[:, -1 - back]
@@ -296,16 +273,15 @@ class Memory:
     def sums(self, decay_BHR: Tensor, piece: Piece) -> Tensor:
         """g summed from the first slot to every row, [B, H, R, 1]; that of rows that do not count is 0."""
         own_BHR = (decay_BHR * piece.live_BR.unsqueeze(1)).cumsum(dim=2)
-        return self._sum_before(piece.lead_B, piece.entry_B) + own_BHR.unsqueeze(3)
+        return self._sum_before(piece.lead_B, piece.pages) + own_BHR.unsqueeze(3)
 
     def seen(self, query_BGRN: Tensor, sums_BHR1: Tensor, piece: Piece) -> Tensor:
         """What queries see of the state and of earlier rows, [B, H, R, P]."""
-        seen_BHRP = self._for_heads(query_BGRN) @ _taken(self.state_EHNP, piece.entry_B) * sums_BHR1.exp()
+        seen_BHRP = self._for_heads(query_BGRN) @ self.state_EHNP[piece.pages.where] * sums_BHR1.exp()
         if piece.before == 0:
             return seen_BHRP
         key_BGWN, value_BHWP, sums_BHW1 = (
-            _taken(one[:, :, : piece.before], piece.entry_B)
-            for one in (self.keys_EGTN, self.values_EHTP, self.sums_EHT1)
+            one[piece.pages.where, :, : piece.before] for one in (self.keys_EGTN, self.values_EHTP, self.sums_EHT1)
         )
         left_BHRW = (sums_BHR1 - sums_BHW1.mT).masked_fill(piece.forbidden_B11W, -torch.inf).exp()
         return seen_BHRP + (self._for_heads(query_BGRN @ key_BGWN.mT) * left_BHRW) @ value_BHWP
@@ -319,12 +295,12 @@ class Memory:
         """Keep the rows' inputs."""
         kept = (self.keys_EGTN, key_BGRN), (self.values_EHTP, value_BHRP), (self.sums_EHT1, sums_BHR1)
         for slots, new in kept:
-            write_rows(slots, new, piece.slots_BR, _slots(slots, piece.entry_B))
+            write_rows(slots, new, _places(piece.slots_BR, piece.pages))
 
-    def _sum_before(self, slot_B: Tensor, entry_B: Tensor | None) -> Tensor:
+    def _sum_before(self, slot_B: Tensor, pages: Pages) -> Tensor:
         """g summed over all slots before one, [B, H, 1, 1]."""
         slot_B1 = slot_B.unsqueeze(1)
-        sum_BH11 = read_rows(self.sums_EHT1, (slot_B1 - 1).clamp(min=0), _slots(self.sums_EHT1, entry_B))
+        sum_BH11 = read_rows(self.sums_EHT1, _places((slot_B1 - 1).clamp(min=0), pages))
         return sum_BH11.masked_fill((slot_B1 == 0)[:, None, :, None], 0)
 
     def _for_heads(self, values_BGxx: Tensor) -> Tensor:
@@ -337,14 +313,11 @@ def state_bytes(sizes: Sizes, dtype: torch.dtype) -> int:
     return sum(part.nbytes for part in Memory(sizes, 1, torch.empty(0, dtype=dtype, device="meta")).parts)
 
 
-def _move(
-    slots_ExTx: Tensor, entry_B: Tensor | None, dropped_B: Tensor, count: int, less: Tensor | float = 0.0
-) -> None:
+def _move(slots_ExTx: Tensor, pages: Pages, dropped_B: Tensor, count: int, less: Tensor | float = 0.0) -> None:
     """To the front: `count` slots from slot `dropped_B` on, from which `less` is subtracted."""
-    where = _slots(slots_ExTx, entry_B)
     first_BQ = torch.arange(count, device=dropped_B.device).expand(dropped_B.size(0), -1)
-    moved_BxQx = read_rows(slots_ExTx, first_BQ + dropped_B.unsqueeze(1), where) - less
-    write_rows(slots_ExTx, moved_BxQx, first_BQ, where)
+    moved_BxQx = read_rows(slots_ExTx, _places(first_BQ + dropped_B.unsqueeze(1), pages)) - less
+    write_rows(slots_ExTx, moved_BxQx, _places(first_BQ, pages))
 
 
 class RecurrentScope(Scope):

@@ -7,11 +7,12 @@ it belongs. Only one thread calls an engine.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.stats import AcceptanceStats
+from megatron_mtp.decoding.types import Draft
 
 
 class Finish(StrEnum):
@@ -109,6 +110,8 @@ class Update:
         logprobs: of `tokens`, if the request asked for them.
         prompt_logprobs: of the prompt, once, with the first tokens, if the request asked for them.
         cached_tokens: of the prompt, which were found in the cache and not run; with the first tokens.
+        draft: of all texts of the step; None for the first token, and where steps overlap.
+        row: of this text in the draft.
     """
 
     request: int
@@ -119,6 +122,22 @@ class Update:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens: int = 0
+    draft: Draft | None = None
+    row: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """The step for a file; reads the draft back to the host, which costs a little time.
+
+        `drafted` are the nodes of the tree and `parents` the rows that they continue, as in `Draft`. A node that was no
+        candidate, or that lies beyond the text's end, is None.
+        """
+        drafted: list[int | None] = []
+        parents: list[int] = []
+        if self.draft is not None and self.draft.nodes:
+            nodes = zip(self.draft.tokens_BN[self.row].tolist(), self.draft.levels()[self.row], strict=True)
+            drafted = [token if 0 < level <= self.offered else None for token, level in nodes]
+            parents = self.draft.parents()[self.row].tolist()
+        return {"drafted": drafted, "parents": parents, "accepted": self.accepted, "emitted": self.tokens}
 
 
 @dataclass(frozen=True)

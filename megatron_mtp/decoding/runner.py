@@ -39,8 +39,8 @@ class Runner:
         shares_kv: whether later passes of a repeated layer were trained on pass 1's keys, as `mtp_eagle` runs them.
         sequential: whether each depth continues the one before; False for parallel heads, and without depths.
         positions: how many the model was trained for.
-        auto_counts: what has been measured for automatic K, by config and size of the batch.
-        kept: memory of earlier batches, by their size (`graphs.py`).
+        auto_counts: what has been measured for automatic K, by config and number of texts.
+        kept: the engine of an earlier `generate`, with the steps that it has recorded.
         trunk_keeps, depths_keep: what the trunk and each depth keep of a text.
         recurrent_trunk, recurrent_depths: whether the trunk or the depths have layers with a state.
         depth_layers: layers of a depth.
@@ -66,7 +66,7 @@ class Runner:
         self.sequential: bool = model.mtp.sequential if self.depths else False
         self.shares_kv: bool = model.mtp.shares_kv if self.depths else False
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
-        self.kept: dict[int, Any] = {}
+        self.kept: Any = None
         scope = RecurrentScope()
         self._place_attention(scope)
         self._place_experts()

@@ -9,7 +9,6 @@ Letters in names: B batch, R rows of a forward, P rows of a path, T slots, H hid
 
 import copy
 from collections import defaultdict
-from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,13 +20,11 @@ from megatron_mtp.decoding.kv_cache import (
     Rows,
     ancestors_of,
     chain_rows,
-    read_rows,
     rounded,
     tree_rows,
-    write_rows,
 )
 from megatron_mtp.decoding.memory import Memory
-from megatron_mtp.decoding.pages import Pages
+from megatron_mtp.decoding.pages import Pages, read_rows, write_rows
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise
 from megatron_mtp.decoding.types import Draft, Verdict
@@ -68,10 +65,10 @@ class Sequences:
         runner: the target.
         prompts: token ids of each, at least one.
         seeds: of each.
-        capacity: slots of a text, with room for a draft beyond the longest.
-        memory: what the texts keep from step to step; their own if None.
+        memory: of an engine, as these texts see it.
 
     Attributes:
+        capacity: slots of a text.
         texts: tokens of each on the host.
         prompt_lengths: how many of these are the prompt's.
         live: on the host, whether each goes on.
@@ -84,52 +81,27 @@ class Sequences:
         ahead: tokens that a text may have beyond those that the host knows.
         fixed: whether a step must hold for texts of which any may have ended, and not for those that go on now.
         packs: whether forwards of many rows leave out padding; the rows that are left are read back to the host.
-        records: whether steps are recorded as CUDA graphs where that is possible; `graphs.kept_sequences` decides.
-        recorded: steps that were recorded on these tensors; see `graphs.py`.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        prompts: list[list[int]],
-        seeds: list[int],
-        capacity: int,
-        memory: Memory | None = None,
-    ) -> None:
+    def __init__(self, runner: Runner, prompts: list[list[int]], seeds: list[int], memory: Memory) -> None:
         device, batch = runner.device, len(prompts)
         self.few_shapes = wants_few_shapes(device)
-        self.capacity = capacity
-        self._memory = Memory(runner, batch, capacity) if memory is None else memory
-        self.records = False
-        self.recorded: dict[Hashable, Any] = {}
-        self._count_T = torch.arange(2 * capacity + 2, device=device)
-        self.tokens_BT = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
-        self.length_B = torch.zeros(batch, dtype=torch.long, device=device)
-        self.live_B = torch.ones(batch, dtype=torch.bool, device=device)
-        self.seed_B = torch.zeros(batch, dtype=torch.long, device=device)
-        self._fill(prompts, seeds)
-
-    @torch.inference_mode()
-    def begin(self, prompts: list[list[int]], seeds: list[int]) -> None:
-        """Other prompts, as many as before, in the same memory."""
-        self._fill(prompts, seeds)
-        self._memory.clear()
-
-    @torch.inference_mode()
-    def _fill(self, prompts: list[list[int]], seeds: list[int]) -> None:
+        self.capacity = memory.pages.capacity
+        self._memory = memory
+        self._count_T = torch.arange(2 * self.capacity + 2, device=device)
         self.texts = [list(prompt) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
-        self.live = [True] * len(prompts)
+        self.live = [True] * batch
         self.progress = [Progress() for _ in prompts]
         self.growth, self.reach, self.ahead, self.fixed = 1, 0, 0, False
         self.packs = False
-        tokens_BT = torch.zeros(self.tokens_BT.shape, dtype=torch.long)
+        tokens_BT = torch.zeros(batch, self.capacity + 1, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
-        self.tokens_BT.copy_(tokens_BT)
-        self.length_B.copy_(torch.tensor(self.prompt_lengths))
-        self.live_B.fill_(True)
-        self.seed_B.copy_(torch.tensor(seeds))
+        self.tokens_BT = tokens_BT.to(device)
+        self.length_B = torch.tensor(self.prompt_lengths, device=device)
+        self.live_B = torch.ones(batch, dtype=torch.bool, device=device)
+        self.seed_B = torch.tensor(seeds, device=device)
 
     @property
     def cache(self) -> KVCache:
@@ -137,22 +109,20 @@ class Sequences:
         return self._memory.cache
 
     @property
-    def pages(self) -> Pages | None:
-        """Where the texts' slots are, if they share blocks with others."""
+    def pages(self) -> Pages:
+        """Where the texts' slots are."""
         return self._memory.pages
 
     @property
-    def _states_B1TH(self) -> Tensor:
-        return self._memory.states_B1TH
+    def _states_N1SH(self) -> Tensor:
+        return self._memory.states_N1SH
 
     def depth_caches(self, depths: int) -> list[KVCache]:
-        """Caches for a drafter's depths, in the same memory for every batch of prompts."""
+        """Caches for a drafter's depths."""
         return self._memory.depth_caches(depths)
 
     def drafter_cache(self, drafter: Runner) -> KVCache:
-        """A cache for a small model, in the same memory for every batch of prompts; of another model, a new one."""
-        if not self._memory.has_drafter(drafter):
-            self.recorded.clear()
+        """A cache for a small model; of another model, a new one."""
         return self._memory.drafter_cache(drafter)
 
     def join(self, other: "Sequences") -> None:
@@ -162,20 +132,20 @@ class Sequences:
         for name in DEVICE:
             setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
         mine, theirs = self.pages, other.pages
-        assert mine is not None
-        assert theirs is not None
-        self._see(torch.cat([mine.table_BL, theirs.table_BL]), mine.entries + theirs.entries)
+        self.see(
+            torch.cat([mine.table_BL, theirs.table_BL]), mine.entries + theirs.entries, mine.firsts + theirs.firsts
+        )
 
     def keep_texts(self, rows: list[int]) -> None:
         """Only these texts stay, in this order; the others must have ended, or go on elsewhere."""
-        pages = self.pages
-        assert pages is not None
         for name in HOST:
             setattr(self, name, [getattr(self, name)[row] for row in rows])
         index_B = torch.tensor(rows, dtype=torch.long, device=self.length_B.device)
         for name in DEVICE:
             setattr(self, name, getattr(self, name)[index_B])
-        self._see(pages.table_BL[index_B], tuple(pages.entries[row] for row in rows))
+        pages = self.pages
+        entries, firsts = ([known[row] for row in rows] if known else [] for known in (pages.entries, pages.firsts))
+        self.see(pages.table_BL[index_B], tuple(entries), tuple(firsts))
 
     def alone(self, row: int) -> "Sequences":
         """One of the texts as a batch of its own, for a forward that the others do not need."""
@@ -194,10 +164,9 @@ class Sequences:
         made.length_B = torch.full_like(self.length_B, length)
         return made
 
-    def _see(self, table_BL: Tensor, entries: tuple[int, ...]) -> None:
-        pages = self.pages
-        assert pages is not None
-        self._memory = self._memory.through(replace(pages, table_BL=table_BL, entries=entries))
+    def see(self, table_BL: Tensor, entries: tuple[int, ...], firsts: tuple[int, ...]) -> None:
+        """Have the texts' slots in other blocks."""
+        self._memory = self._memory.through(replace(self.pages, table_BL=table_BL, entries=entries, firsts=firsts))
 
     @property
     def newest_B(self) -> Tensor:
@@ -259,7 +228,7 @@ class Sequences:
     def states_at(self, first_B: Tensor, count: int) -> Tensor:
         """h_0 of `count` rows from `first_B` on, [S, B, H]."""
         place_BR = self._places(first_B, count).clamp(min=0)
-        return read_rows(self._states_B1TH, place_BR, self.pages)[:, 0].transpose(0, 1)
+        return read_rows(self._states_N1SH, self.pages.places(place_BR))[:, 0].transpose(0, 1)
 
     def put_tokens(self, first_B: Tensor, tokens_BN: Tensor) -> None:
         """Write tokens from position `first_B` on; a text that has ended keeps its own."""
@@ -270,7 +239,7 @@ class Sequences:
 
     def put_states(self, hidden_SBH: Tensor, rows: Rows) -> None:
         """Keep the trunk's hidden states [S, B, H] of the rows, from which depths draft."""
-        write_rows(self._states_B1TH, hidden_SBH.transpose(0, 1).unsqueeze(1), rows.slots_BR, self.pages)
+        write_rows(self._states_N1SH, hidden_SBH.transpose(0, 1).unsqueeze(1), self.pages.places(rows.slots_BR))
 
     def rows_of(self, draft: Draft) -> Rows:
         """The newest token's row and those of the draft's nodes."""
@@ -314,9 +283,13 @@ class Sequences:
         """Append those new tokens of a text that stay; the device's length of an ended text is cropped to them."""
         self.texts[row] += gained
         if ended:
-            self.live[row] = False
-            self.live_B[row] = False
-            self.length_B[row] = len(self.texts[row])
+            self.end(row)
+
+    def end(self, row: int) -> None:
+        """A text gains no more tokens."""
+        self.live[row] = False
+        self.live_B[row] = False
+        self.length_B[row] = len(self.texts[row])
 
     @property
     def _all_live(self) -> bool:
@@ -336,4 +309,5 @@ class Sequences:
         source_BR = torch.where(live_B1, newest_B1 + path_BR, self.capacity)
         target_BR = torch.where(live_B1, self._places(self.newest_B, path_BR.size(1)), self.capacity)
         self.cache.keep(source_BR, target_BR)
-        write_rows(self._states_B1TH, read_rows(self._states_B1TH, source_BR, self.pages), target_BR, self.pages)
+        kept_B1RH = read_rows(self._states_N1SH, self.pages.places(source_BR))
+        write_rows(self._states_N1SH, kept_B1RH, self.pages.places(target_BR))

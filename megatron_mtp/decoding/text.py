@@ -72,7 +72,7 @@ def _ids_of(listed: str) -> list[int]:
 
 
 def cutter(stops: list[str], tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], int | None]:
-    """For `Limits.cut`: how many tokens to keep, once the text contains a stop string; None before."""
+    """For `Request.cut`: how many tokens to keep, once the text contains a stop string; None before."""
     longest = max(map(len, stops))
 
     def cut(ids: list[int]) -> int | None:

@@ -12,8 +12,6 @@ Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,45 +113,3 @@ class Round:
     config: SpeculativeConfig
     texts: Sequence[list[int]] = ()
     tokens_BT: Tensor | None = None
-
-
-class End(IntEnum):
-    """Why a text ended; of two reasons at one token, the first counts."""
-
-    STOP = 0
-    BUDGET = 1
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """What one step gave one text.
-
-    Attributes:
-        text: its number in the batch.
-        tokens: the new ones, up to the text's end.
-        accepted: how many of these were drafted; they come first.
-        offered: how many drafted tokens could have been accepted: the longest path, within the text's budget.
-        draft: the batch's draft; None for the token that follows the prompt.
-        end: why the text ended; None while it goes on.
-    """
-
-    text: int
-    tokens: list[int]
-    accepted: int
-    offered: int
-    draft: Draft | None
-    end: End | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The step for a file; reads the draft back to the host, which costs a little time.
-
-        `drafted` are the nodes of the tree and `parents` the rows that they continue, as in `Draft`. A node that was no
-        candidate, or that lies beyond the text's end, is None.
-        """
-        drafted: list[int | None] = []
-        parents: list[int] = []
-        if self.draft is not None and self.draft.nodes:
-            nodes = zip(self.draft.tokens_BN[self.text].tolist(), self.draft.levels()[self.text], strict=True)
-            drafted = [token if 0 < level <= self.offered else None for token, level in nodes]
-            parents = self.draft.parents()[self.text].tolist()
-        return {"drafted": drafted, "parents": parents, "accepted": self.accepted, "emitted": self.tokens}

@@ -1,7 +1,7 @@
 """Tiny models that draft, their untouched twins, and a drafter that agrees with the target at a set rate."""
 
 from collections import Counter
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -12,16 +12,22 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from megatron_mtp.data.batch import depth_batch
-from megatron_mtp.decoding import graphs, loop, sequences
+from megatron_mtp.decoding import api, batch, sequences
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.backend import BACKENDS
+from megatron_mtp.decoding.batch import DecodeBatch, Text
+from megatron_mtp.decoding.engine import ContinuousEngine
 from megatron_mtp.decoding.experts import place_static_experts
-from megatron_mtp.decoding.loop import Limits, decode
-from megatron_mtp.decoding.method import Method, config_from, make_method
+from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.memory import Memory
+from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.pages import Pages
 from megatron_mtp.decoding.proposers.base import Proposer
+from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.decoding.types import Draft, Round
 from megatron_mtp.model.build import MTPGPTModelConfig, build
 from megatron_mtp.model.trunk import MTPGPTModel, StageOutput
@@ -146,7 +152,7 @@ def method_of(kind: str) -> str:
 
 def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what a step calls can be watched: the replay of a CUDA graph calls nothing, nor does compiled code."""
-    monkeypatch.setattr(graphs, "can_record", lambda *_: False)
+    monkeypatch.setattr(batch, "can_record", lambda *_: False)
     draft_one_by_one(monkeypatch)
 
 
@@ -158,7 +164,8 @@ def draft_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    monkeypatch.setattr(sequences, "wants_few_shapes", lambda _: True)
+    for module in (sequences, api):
+        monkeypatch.setattr(module, "wants_few_shapes", lambda _: True)
 
 
 def place_static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,18 +190,31 @@ def without_numbers(model: MTPGPTModel, fakes: FakeTensorMode) -> MTPGPTModel:
     return model
 
 
+def runs(texts: int, capacity: int) -> Pages:
+    """One block for each text, of all its slots."""
+    table_BL = torch.stack([torch.arange(1, texts + 1), torch.zeros(texts, dtype=torch.long)], dim=1)
+    numbers = tuple(range(texts))
+    return Pages(table_BL.cuda(), texts + 1, capacity, numbers, texts, tuple(one + 1 for one in numbers))
+
+
+def sequences_of(runner: Runner, prompts: list[list[int]], capacity: int) -> Sequences:
+    """A batch whose prompts have not run."""
+    pages = runs(len(prompts), capacity)
+    pages = replace(pages, table_BL=pages.table_BL.to(runner.device))
+    return Sequences(runner, prompts, list(range(len(prompts))), Memory(runner, pages))
+
+
 def two_steps(kind: str) -> None:
     """Of a batch without numbers: drafted, verified and kept."""
     prompts, method = prompts_of(3), method_of(kind)
     model = model_of(kind, dtype=torch.bfloat16)
     with FakeTensorMode() as fakes:
         target = Runner(without_numbers(model, fakes))
-        sequences = Sequences(target, prompts, [1, 2, 3], 60)
+        sequences = sequences_of(target, prompts, 60)
         chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 3}), Sampling())
         sequences.growth, sequences.fixed = chosen.count + 1, True
-        chosen.proposer.start(sequences)
         for _ in range(2):
-            loop.step(target, sequences, chosen, chosen.count)
+            batch.step(target, sequences, chosen, chosen.count)
 
 
 class Agreeing(Proposer):
@@ -202,7 +222,7 @@ class Agreeing(Proposer):
 
     Args:
         inner: drafts, and so fills its caches with rows made from its own tokens.
-        answers: what plain decoding says for each prompt, prompt included.
+        answers: what plain decoding says for each prompt, prompt included, by the text's seed.
         rate: the chance.
     """
 
@@ -214,13 +234,11 @@ class Agreeing(Proposer):
     def nodes(self, count: int) -> int:
         return self.inner.nodes(count)
 
-    def start(self, sequences: Sequences) -> None:
-        self.inner.start(sequences)
-
     def propose(self, sequences: Sequences, round: Round, count: int) -> Draft:
         draft = self.inner.propose(sequences, round, count)
         tokens_BN = draft.tokens_BN.clone()
-        for row, (text, answer) in enumerate(zip(sequences.texts, self.answers, strict=True)):
+        for row, (text, number) in enumerate(zip(sequences.texts, sequences.seed_B.tolist(), strict=True)):
+            answer = self.answers[number]
             for place, node in enumerate(self._path(draft, row), start=len(text)):
                 if place < len(answer) and torch.rand((), generator=self.generator) < self.rate:
                     tokens_BN[row, node] = answer[place]
@@ -238,21 +256,82 @@ class Agreeing(Proposer):
         self.inner.observe(sequences, draft, logits_BRV)
 
 
+@dataclass
+class Driven:
+    """What drove a run."""
+
+    proposer: Proposer
+    stats: AcceptanceStats
+
+
+def engine_with(
+    runner: Runner,
+    prompts: list[list[int]],
+    new_tokens: int,
+    speculative: dict[str, Any] | None,
+    answers: list[list[int]] | None = None,
+    drafter: Runner | None = None,
+    sampling: Sampling | None = None,
+    stop_ids: frozenset[int] = frozenset(),
+) -> tuple[ContinuousEngine, list[Text]]:
+    """An engine as `generate` has it, to which the prompts were added with their numbers as seeds."""
+    config = config_from(speculative or {"method": "plain"})
+    requests = [
+        Request(prompt, new_tokens, sampling or Sampling(), number, stop_ids=stop_ids, speculative=config)
+        for number, prompt in enumerate(prompts)
+    ]
+    engine = api._engine_for(runner, requests, drafter)
+    if answers is not None:
+        engine._method_of(requests[0])
+        method = engine._methods[config, requests[0].sampling.greedy]
+        method.proposer = Agreeing(method.proposer, answers)
+    return engine, [engine._texts[engine.add(request)] for request in requests]
+
+
+def prefilled(
+    runner: Runner,
+    prompts: list[list[int]],
+    speculative: dict[str, Any] | None = None,
+    sampling: Sampling | None = None,
+    drafter: Runner | None = None,
+) -> DecodeBatch:
+    """Texts that have their first tokens."""
+    engine, _ = engine_with(runner, prompts, 100, speculative, drafter=drafter, sampling=sampling)
+    engine.step()
+    (made,) = engine._groups.values()
+    return made
+
+
 def run(
     runner: Runner,
     prompts: list[list[int]],
     new_tokens: int,
     speculative: dict[str, Any] | None,
     answers: list[list[int]] | None = None,
-    limits: Limits | None = None,
+    stop_ids: frozenset[int] = frozenset(),
     drafter: Runner | None = None,
-) -> tuple[Sequences, Method]:
-    """Decode greedily, with drafts made to agree where `answers` are given; the state at the end."""
-    config = None if speculative is None else config_from(speculative)
-    method = make_method(runner, config, Sampling(), drafter)
-    if answers is not None:
-        method.proposer = Agreeing(method.proposer, answers)
-    capacity = max(map(len, prompts)) + new_tokens + method.proposer.nodes(method.count) + 1
-    sequences = Sequences(runner, prompts, list(range(len(prompts))), capacity)
-    decode(runner, sequences, method, limits or Limits(new_tokens))
-    return sequences, method
+) -> tuple[Sequences, Driven]:
+    """Decode greedily, with drafts made to agree where `answers` are given; what is left in the memory at the end."""
+    engine, texts = engine_with(runner, prompts, new_tokens, speculative, answers, drafter, stop_ids=stop_ids)
+    held: dict[int, tuple[list[int], int | None]] = {}
+    proposer, free = texts[0].method.proposer, engine._free
+
+    def freed(text: Text) -> None:
+        held[text.number] = [*text.held.blocks], text.entry
+        free(text)
+
+    engine._free = freed  # type: ignore[method-assign]
+    while engine.busy:
+        engine.step()
+    for text in texts:
+        text.held.blocks, text.entry = held[text.number]
+    memory = engine._memory.through(engine._pages(texts))
+    used = Sequences(runner, [text.tokens for text in texts], [*range(len(texts))], memory)
+    used.prompt_lengths, used.progress = [*map(len, prompts)], [text.progress for text in texts]
+    return used, Driven(proposer, engine.stats)
+
+
+def first_rows(cache: KVCache, row: int, count: int) -> list[Tensor | None]:
+    """Keys and values of a text's first rows, [G, count, C], layer by layer."""
+    held = (*cache.keys, *cache.values)
+    return [None if one is None else cache.pages.first_slots(one, count)[row] for one in held]

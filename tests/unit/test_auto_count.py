@@ -31,19 +31,26 @@ class Machine:
 
     def run(self, auto: AutoK, tokens: int) -> tuple[float, list[int]]:
         """Seconds over those of plain decoding, where a forward takes 1; K of every step."""
-        stats, seconds, counts, missing = AcceptanceStats(), 0.0, list[int](), self.prompt
-        auto.begin(self.prompt, stats)
-        while stats.emitted < tokens:
+        emitted, seconds, counts, missing = 0, 0.0, list[int](), self.prompt
+        auto.fall_behind(self.prompt)
+        while emitted < tokens:
             count = auto.choose()
             drafter = count * self.draft + (missing * self.behind if count else 0)
             target = 1 + count * self.row
             missing = 0 if count else missing + 1
             right = min(self.accepts(len(counts), count), count)
-            stats.count(count, right, right + 1)
-            auto.learn(count, drafter, target, stats)
+            auto.learn(count, step_of(drafter, target, count, right))
+            emitted += right + 1
             seconds += drafter + target
             counts.append(count)
-        return seconds / stats.emitted, counts
+        return seconds / emitted, counts
+
+
+def step_of(drafter: float, target: float, offered: int, accepted: int) -> AcceptanceStats:
+    """Of one text."""
+    made = AcceptanceStats(target_seconds=target, drafter_seconds=drafter)
+    made.count(offered, accepted, accepted + 1)
+    return made
 
 
 def never(_: int, __: int) -> int:
@@ -73,13 +80,12 @@ def test_every_rest_is_at_least_twice_as_long_as_the_least_before_it() -> None:
 
 def test_a_clock_that_jitters_ends_no_rest() -> None:
     """The seconds of a forward come and go with other load; without a new draft they say nothing of acceptance."""
-    auto, stats, counts = AutoK(2), AcceptanceStats(), list[int]()
-    auto.begin(32, stats)
+    auto, counts = AutoK(2), list[int]()
+    auto.fall_behind(32)
     for step in range(300):
         counts.append(auto.choose())
-        stats.count(counts[-1], 0, 1)
         slow = 1.5 if step > 3 else 1.0  # the two steps with drafts seem fast from then on
-        auto.learn(counts[-1], 0.2 * counts[-1] + 0.6 * (step == 0), slow, stats)
+        auto.learn(counts[-1], step_of(0.2 * counts[-1] + 0.6 * (step == 0), slow, counts[-1], 0))
     assert sum(counts[:4]) == 4
     assert sum(counts[4 + FIRST_REST :]) <= 3
 
@@ -109,11 +115,10 @@ def test_more_drafts_are_tried_where_the_first_ones_are_right() -> None:
 
 def taught(drafter: float, accepted: list[float], target: float = 1.0) -> AutoK:
     """A choice after some steps in which a draft cost `drafter` and position k was accepted so often."""
-    auto, stats = AutoK(len(accepted)), AcceptanceStats()
-    stats.accepted_at, stats.offered_at = [round(1000 * rate) for rate in accepted], [1000] * len(accepted)
+    auto, rates = AutoK(len(accepted)), [round(1000 * rate) for rate in accepted]
     for _ in range(8):
         count = auto.choose()
-        auto.learn(count, drafter * count, target, stats)
+        auto.learn(count, AcceptanceStats(1, 1, rates, [1000] * len(rates), target, drafter * count))
     return auto
 
 
@@ -127,10 +132,10 @@ def test_as_many_drafts_as_pay_off() -> None:
 
 def test_a_forward_of_more_rows_may_cost_more() -> None:
     """A draft that is free and right half of the time, and doubles the target's time, does not pay."""
-    auto, stats = AutoK(1), AcceptanceStats(accepted_at=[500], offered_at=[1000])
+    auto = AutoK(1)
     for _ in range(8):
         count = auto.choose()
-        auto.learn(count, 0.0, 1.0 + count, stats)
+        auto.learn(count, AcceptanceStats(1, 1, [500], [1000], 1.0 + count))
     assert auto.choose() == 0
 
 

@@ -19,10 +19,11 @@ from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
 from megatron_mtp.decoding import cost
 from megatron_mtp.decoding.cost import Cost, summary, table
 from megatron_mtp.decoding.proposers import PROPOSERS
+from megatron_mtp.decoding.requests import Update
 from megatron_mtp.decoding.settings import keys
 from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.decoding.text import COLOUR, PLAIN, Stream, cutter, read_prompts
-from megatron_mtp.decoding.types import Draft, Emitted
+from megatron_mtp.decoding.types import Draft
 from megatron_mtp.decoding.verifiers import VERIFIERS
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -88,7 +89,7 @@ def test_a_recorded_step_holds_the_tree_and_what_became_of_it() -> None:
         parents_BN=torch.tensor([[0, 1, 1], [0, 1, 1]]),
         valid_BN=torch.tensor([[True] * 3, [True, True, False]]),
     )
-    steps = [Emitted(1, [4], 0, 0, None), Emitted(1, [5, 8], 1, 2, tree), Emitted(1, [5, 6], 1, 1, tree)]
+    steps = [Update(7, [4]), Update(7, [5, 8], 1, 2, draft=tree, row=1), Update(7, [5, 6], 1, 1, draft=tree, row=1)]
     assert [step.as_json() for step in steps] == [
         {"drafted": [], "parents": [], "accepted": 0, "emitted": [4]},
         {"drafted": [5, 6, None], "parents": [0, 1, 1], "accepted": 1, "emitted": [5, 8]},

@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import model_of, prompts_of, run, run_every_step_in_python, runner_of
+from drafting_single import Driven, first_rows, model_of, prompts_of, run, run_every_step_in_python, runner_of
 from torch import Tensor
 
-from megatron_mtp.decoding import loop
+from megatron_mtp.decoding import api
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.loop import Limits
-from megatron_mtp.decoding.method import Method
 from megatron_mtp.decoding.proposers import PROPOSERS, mtp
 from megatron_mtp.decoding.proposers.base import Proposer
 from megatron_mtp.decoding.proposers.mtp import Vanilla
+from megatron_mtp.decoding.requests import Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Emitted, Round
+from megatron_mtp.decoding.types import Draft, Round
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -34,7 +33,7 @@ class Case:
     def target(self, dtype: torch.dtype = torch.float64) -> Runner:
         return runner_of(self.kind, dtype=dtype)
 
-    def run(self, target: Runner, prompts: list[list[int]], new: int, **more: Any) -> tuple[Sequences, Method]:
+    def run(self, target: Runner, prompts: list[list[int]], new: int, **more: Any) -> tuple[Sequences, Driven]:
         needs_model = self.settings["method"] == "draft_model"
         drafter = Runner(model_of("mha-tied-layernorm", dtype=target.dtype)) if needs_model else None
         return run(target, prompts, new, self.settings, drafter=drafter, **more)
@@ -67,10 +66,10 @@ def test_no_method_is_left_out() -> None:
 
 @every_method
 def test_a_method_drafts_chains_or_trees_as_it_says(name: str) -> None:
-    case, seen = CASES[name], list[Emitted]()
+    case, seen = CASES[name], list[Update]()
     drafter = Runner(model_of("mha-tied-layernorm"))
     generate(case.target(), prompts_of(2), 6, speculative=case.settings, drafter=drafter, emit=seen.append)
-    drafts = [emitted.draft for emitted in seen if emitted.draft is not None]
+    drafts = [update.draft for update in seen if update.draft is not None]
     assert drafts
     assert {draft.is_chain for draft in drafts} == {not PROPOSERS[case.settings["method"]].drafts_trees}
 
@@ -105,18 +104,16 @@ def test_caches_are_those_of_a_fresh_prefill(name: str) -> None:
 
 
 def assert_same_rows(ours: KVCache, theirs: KVCache, counts: list[int]) -> None:
-    held = zip([*ours.keys, *ours.values], [*theirs.keys, *theirs.values], strict=True)
-    for one, other in held:
-        if one is not None and other is not None:
-            for row, count in enumerate(counts):
-                torch.testing.assert_close(one[row, :, :count], other[row, :, :count], rtol=1e-9, atol=1e-9)
+    for row, count in enumerate(counts):
+        mine, right = first_rows(ours, row, count), first_rows(theirs, row, count)
+        torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-9)
 
 
 class Overheard:
-    """Of one text of a batch: every draft, and all logits that it was made from, by the text's length."""
+    """Of the text of a seed: every draft, and all logits that it was made from, by the text's length."""
 
-    def __init__(self, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.row, self.patch = row, monkeypatch
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seed, self.patch = seed, monkeypatch
         self.logits: dict[tuple[int, int], list[Tensor]] = {}
         self.drafts: dict[tuple[int, int], list[list[int]]] = {}
 
@@ -126,7 +123,11 @@ class Overheard:
         heads = {name: getattr(Runner, name) for name in ("logits", "draft_logits")}
 
         def overheard(made_by: Any, sequences: Sequences, round: Round, count: int) -> Draft:
-            key, heard = (len(sequences.texts[self.row]), count), []
+            seeds = sequences.seed_B.tolist()
+            if self.seed not in seeds:
+                return propose(made_by, sequences, round, count)
+            row = seeds.index(self.seed)
+            key, heard = (len(sequences.texts[row]), count), []
 
             def noting_after(head: Callable[[Runner, Tensor], Tensor]) -> Callable[[Runner, Tensor], Tensor]:
                 def noting(runner: Runner, hidden_SBH: Tensor) -> Tensor:
@@ -139,10 +140,9 @@ class Overheard:
                 for name, head in heads.items():
                     patch.setattr(Runner, name, noting_after(head))
                 draft = propose(made_by, sequences, round, count)
-            if sequences.live[self.row]:
-                self.logits[key] = [one_BRV[self.row] for one_BRV in heard]
-                own = (draft.tokens_BN, draft.parents(), draft.valid())
-                self.drafts[key] = [one_BN[self.row].tolist() for one_BN in own]
+            self.logits[key] = [one_BRV[row] for one_BRV in heard]
+            own = (draft.tokens_BN, draft.parents(), draft.valid())
+            self.drafts[key] = [one_BN[row].tolist() for one_BN in own]
             return draft
 
         self.patch.setattr(proposer, "propose", overheard)
@@ -159,11 +159,11 @@ def test_neighbours_change_nothing(
     """
     case, prompts = CASES[name], prompts_of(4)
     heard = []
-    for batch, row in ((prompts, 2), (prompts[2:3], 0)):
+    for batch, seed in ((prompts, 2), (prompts[2:3], 0)):
         target = case.target(dtype)
         _, method = case.run(target, batch, 1)
         with monkeypatch.context() as patch:
-            ears = Overheard(row, patch)
+            ears = Overheard(seed, patch)
             ears.listen(type(method.proposer))
             case.run(target, batch, 30)
         heard.append(ears)
@@ -185,11 +185,9 @@ def test_a_stop_token_inside_a_draft_ends_the_text_there(name: str) -> None:
     news = [answer[len(prompt) :] for answer, prompt in zip(answers, prompts, strict=True)]
     stop = news[0][10]
     wanted = [new[: new.index(stop) + 1] if stop in new else new for new in news]
-    limits = Limits(60, stop_ids=frozenset([stop]))
-    sequences, driven = case.run(target, prompts, 60, answers=answers, limits=limits)
+    sequences, driven = case.run(target, prompts, 60, answers=answers, stop_ids=frozenset([stop]))
     assert [text[len(prompt) :] for text, prompt in zip(sequences.texts, prompts, strict=True)] == wanted
     assert driven.stats.emitted == sum(map(len, wanted))
-    assert sequences.length_B.tolist() == [len(text) for text in sequences.texts]
 
 
 @every_method
@@ -209,7 +207,7 @@ def test_prompts_longer_than_a_chunk(name: str, monkeypatch: pytest.MonkeyPatch)
     case, prompts = CASES[name], prompts_of(3, longest=40)
     target = case.target()
     whole = case.run(target, prompts, 30)[0].texts
-    monkeypatch.setattr(loop, "CHUNK", 8)
+    monkeypatch.setattr(api, "CHUNK", 8)
     monkeypatch.setattr(mtp, "CHUNK", 8)
     assert case.run(target, prompts, 30)[0].texts == whole == plain(target, prompts, 30)
 

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import drafting_single
 import pytest
 import torch
-from drafting_single import model_of, prompts_of, run, run_every_step_in_python, runner_of, trained_forward
+from drafting_single import first_rows, model_of, prompts_of, run, run_every_step_in_python, runner_of, trained_forward
 from torch import Tensor
 
+from megatron_mtp.decoding.batch import verify
 from megatron_mtp.decoding.kv_cache import ancestors_of
-from megatron_mtp.decoding.loop import prefill, verify
 from megatron_mtp.decoding.method import Method, config_from, make_method
 from megatron_mtp.decoding.proposers import base, mtp
 from megatron_mtp.decoding.proposers.lookahead import Window, _trie, _window_parents
@@ -34,11 +35,7 @@ def test_ancestors_and_depths_by_hand() -> None:
 
 
 def prefilled(target: Runner, prompts: list[list[int]]) -> Sequences:
-    sequences = Sequences(target, prompts, list(range(len(prompts))), 60)
-    prefill(target, sequences, Sampling())
-    for row, gained in enumerate(sequences.read_back()):
-        sequences.settle(row, gained, ended=False)
-    return sequences
+    return drafting_single.prefilled(target, prompts).sequences
 
 
 def accepting(paths: list[list[int]], rows: int) -> Any:
@@ -64,11 +61,10 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
         assert gained == [*(9 + node for node in PATHS[row][1:]), 1]
         sequences.settle(row, gained, ended=False)
     fresh = prefilled(target, [text[:-1] for text in sequences.texts])
-    for ours, theirs in zip([*sequences.cache.keys], [*fresh.cache.keys], strict=True):
-        assert ours is not None
-        assert theirs is not None
-        for row, text in enumerate(sequences.texts):
-            torch.testing.assert_close(ours[row, :, : len(text) - 1], theirs[row, :, : len(text) - 1])
+    for row, text in enumerate(sequences.texts):
+        ours, theirs = (first_rows(one.cache, row, len(text) - 1) for one in (sequences, fresh))
+        assert ours[0] is not None
+        torch.testing.assert_close(ours, theirs)
     seen: list[Tensor] = []
 
     def noting(logits_BRV: Tensor, draft: Draft, _: Round) -> Verdict:
@@ -119,7 +115,6 @@ def grown(target: Runner, text: list[int], settings: dict[str, Any]) -> tuple[Dr
     sequences = prefilled(target, [text[:-1]])
     assert sequences.texts == [text]
     method: Method = make_method(target, config_from(settings), Sampling())
-    method.proposer.start(sequences)
     round = Round(Sampling(), sequences.noise, method.config)
     return method.proposer.propose(sequences, round, method.count), method.proposer
 
@@ -149,7 +144,6 @@ def test_every_row_of_a_tree_or_beam_says_what_the_module_does(most: int | None)
     sequences = prefilled(target, [text[:-1]])
     method = make_method(target, config_from({"method": "mtp_tree"}), Sampling())
     assert isinstance(method.proposer, Tree)
-    method.proposer.start(sequences)
     round = Round(Sampling(), sequences.noise, method.config)
     paths: list[list[int]] = [[]]
     candidates = paths
@@ -228,7 +222,6 @@ def test_sampled_trees_carry_the_q_of_their_siblings() -> None:
     config = config_from({"method": "mtp_tree", "tree": [2, 2], "verifier": "spectr"})
     method = make_method(target, config, Sampling(1.0))
     assert isinstance(method.proposer, Tree)
-    method.proposer.start(sequences)
     draft = method.proposer.propose(sequences, Round(Sampling(1.0), sequences.noise, config), 2)
     assert draft.probs_BNV is not None
     assert torch.equal(draft.probs_BNV[:, 2], draft.probs_BNV[:, 3])

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,16 +16,15 @@ from hypothesis import strategies as st
 from megatron_single import VOCABULARY
 
 from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Text
 from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
 from megatron_mtp.decoding.judged import Judge, penalised
-from megatron_mtp.decoding.live import LiveGroup, Prompts
-from megatron_mtp.decoding.loop import Limits, emitted_of
 from megatron_mtp.decoding.memory import block_bytes, blocks_in
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.requests import Engine, Finish, Penalties, QueueFull, Request, Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise, Sampling
-from megatron_mtp.decoding.types import Draft, End, Round, Verdict
+from megatron_mtp.decoding.types import Draft, Round, Verdict
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -552,17 +550,17 @@ def test_a_text_ends_at_its_stops_and_cuts() -> None:
     assert 4 <= len(made) <= 6
 
 
-@pytest.mark.parametrize("limits", [{"stop_ids": frozenset({9})}, {"new_tokens": 4}], ids=["stop", "budget"])
+@pytest.mark.parametrize("limits", [{"stop_ids": frozenset({9})}, {"budget": 4}], ids=["stop", "budget"])
 def test_a_cut_is_shown_what_is_emitted_and_nothing_behind_it(limits: dict[str, Any]) -> None:
     """So that it may keep what it has read. Prompt 1 2, text 3 4, and a step that brings 7 9 8, of which 8 goes."""
     shown: list[list[int]] = []
-    sequences: Any = SimpleNamespace(texts=[[1, 2, 3, 4]], prompt_lengths=[2])
-    every = Limits(**{"new_tokens": 10, "cut": shown.append, **limits})
-    assert emitted_of(sequences, every, 0, [7, 9, 8], 2, None).tokens == [7, 9]
+    stops, budget = limits.get("stop_ids", frozenset()), limits.get("budget", 10)
+    request, method = Request([1, 2], 10, stop_ids=stops, cut=shown.append), engine_of()._method_of(Request([1], 1))
+    assert Text(0, request, method, budget, [1, 2, 3, 4]).update([7, 9, 8], 2).tokens == [7, 9]
     assert shown == [[3, 4, 7, 9]]
-    cut_before = replace(every, cut=lambda tokens: tokens.index(7) + 1)
-    emitted = emitted_of(sequences, cut_before, 0, [7, 9, 8], 2, None)
-    assert (emitted.tokens, emitted.end) == ([7], End.STOP)
+    request = replace(request, cut=lambda tokens: tokens.index(7) + 1)
+    update = Text(0, request, method, budget, [1, 2, 3, 4]).update([7, 9, 8], 2)
+    assert (update.tokens, update.finish) == ([7], Finish.STOP)
 
 
 @pytest.mark.parametrize("method", ["plain", "mtp", "mtp_tree", "lookahead"])
@@ -716,7 +714,7 @@ def test_blocks_of_a_model_fill_the_memory_that_is_given() -> None:
     memory = engine._memory
     caches = [memory.cache, *memory.depth_caches(3)]
     held = sum(one.nbytes for cache in caches for one in (*cache.keys, *cache.values) if one is not None)
-    assert held + memory.states_B1TH.nbytes == 6 * block_bytes(runner_of())
+    assert held + memory.states_N1SH.nbytes == 6 * block_bytes(runner_of())
     assert blocks_in(6.5 * block_bytes(runner_of()) / 2**30, 16, runner_of()) == 5
     with pytest.raises(ValueError, match="holds no block of 32 tokens; give at least"):
         blocks_in(1e-9, 16, runner_of())
@@ -725,11 +723,11 @@ def test_blocks_of_a_model_fill_the_memory_that_is_given() -> None:
 # ---- a step that raises
 
 PLACES: dict[str, tuple[type, str]] = {
-    "the rows of a prompt": (Prompts, "run"),
-    "a first token": (Prompts, "begin"),
-    "a step": (LiveGroup, "step"),
-    "what a step gave": (LiveGroup, "give"),
-    "a text that joins": (LiveGroup, "join"),
+    "the rows of a prompt": (PrefillBatch, "run"),
+    "a first token": (PrefillBatch, "begin"),
+    "a step": (DecodeBatch, "step"),
+    "what a step gave": (DecodeBatch, "give"),
+    "a text that joins": (DecodeBatch, "join"),
 }
 
 
@@ -747,16 +745,20 @@ def plant(monkeypatch: pytest.MonkeyPatch, where: str, raises: Callable[[list[in
     monkeypatch.setattr(owner, name, stumbling)
 
 
-def check_errors(method: str, bad: set[int], **sizes: Any) -> ContinuousEngine:
-    """All but the bad requests give the tokens that they give alone, and nothing is left of any."""
+def seven(method: str) -> tuple[list[Request], list[list[int]]]:
+    """Requests, and the tokens that each gives alone."""
     every = zip(prompts_of(7, 50), [3, 30, 9, 12, 17, 24, 12], SAMPLINGS * 2, strict=False)
     wanted = [request_of(p, m, method, sampling=s, seed=seed) for seed, (p, m, s) in enumerate(every)]
+    return wanted, [alone(request) for request in wanted]
+
+
+def check_errors(wanted: list[Request], answers: list[list[int]], bad: set[int], **sizes: Any) -> ContinuousEngine:
+    """All but the bad requests give the tokens that they give alone, and nothing is left of any."""
     engine = engine_of(running=4, **sizes)
     numbers = [engine.add(request) for request in wanted]
     updates = drained(engine)
     made, ends = texts_of(updates), {one.request: one.finish for one in updates if one.finish is not None}
-    for seed, (number, request) in enumerate(zip(numbers, wanted, strict=True)):
-        right = alone(request)
+    for seed, (number, right) in enumerate(zip(numbers, answers, strict=True)):
         assert (ends[number] is Finish.ERROR) == (seed in bad)
         assert made.get(number, []) == (right[: len(made.get(number, []))] if seed in bad else right)
     assert engine.load.blocks_used == engine.load.running == engine.load.waiting == 0
@@ -768,24 +770,26 @@ def check_errors(method: str, bad: set[int], **sizes: Any) -> ContinuousEngine:
 def test_a_request_that_fails_is_the_only_one(where: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of seven always raise, also when they are alone."""
     bad = set[int]() if where == "a text that joins" else {1, 5}  # one that is alone joins no group
+    requests = seven("mtp")
     plant(monkeypatch, where, lambda seeds: bool({1, 5} & {*seeds}))
-    check_errors("mtp", bad, overlap=overlap)
+    check_errors(*requests, bad, overlap=overlap)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_error_that_passes_costs_no_token(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fifth forward of prompts raises once, and the fifth step, whoever takes part."""
+    requests = seven(method)
     for where in ("the rows of a prompt", "a step"):
         with monkeypatch.context() as patched:
             plant(patched, where, partial(lambda calls, _: next(calls) == 5, count(1)))
-            assert check_errors(method, set(), chunk=16).load.preempted > 0
+            assert check_errors(*requests, set(), chunk=16).load.preempted > 0
 
 
 def test_a_device_that_has_failed_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def raised(*_: Any) -> None:
         raise torch.AcceleratorError("planted")
 
-    monkeypatch.setattr(Prompts, "run", raised)
+    monkeypatch.setattr(PrefillBatch, "run", raised)
     engine = engine_of()
     engine.add(request_of([1, 2, 3]))
     with pytest.raises(torch.AcceleratorError):

@@ -5,17 +5,27 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import Agreeing, model_of, p_value_of, prompts_of, run, run_every_step_in_python, trained_forward
+from drafting_single import (
+    Agreeing,
+    first_rows,
+    model_of,
+    p_value_of,
+    prefilled,
+    prompts_of,
+    run,
+    run_every_step_in_python,
+    trained_forward,
+)
 from hybrid_single import drafting_hybrid
 from megatron_single import VOCABULARY
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.decoding import loop, recurrent_state
+from megatron_mtp.decoding import api, recurrent_state
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.auto import AutoK
+from megatron_mtp.decoding.batch import step
 from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.loop import prefill, step
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import base, mtp
 from megatron_mtp.decoding.proposers.plain import Plain
@@ -76,20 +86,21 @@ def test_drafts_are_the_training_forwards(pattern: str, architecture: str, monke
     """CONF: after drafts that were accepted and rejected, in a batch of texts that fared differently."""
     twin = drafting_hybrid(pattern, architecture=architecture)
     target, prompts = runner_of(pattern, architecture=architecture), prompts_of(3)
-    answers, drafted = plain(target, prompts, 80), list[tuple[list[int], int, Tensor]]()
+    answers, drafted = plain(target, prompts, 80), list[tuple[list[int], list[int], int, Tensor]]()
     run_every_step_in_python(monkeypatch)
 
     def pick(logits_BV: Tensor, round: Round, position: int) -> tuple[Tensor, Tensor | None]:
-        drafted.append((round.noise.position_B.tolist(), position, logits_BV.clone()))
+        noise = round.noise
+        drafted.append((noise.seed_B.tolist(), noise.position_B.tolist(), position, logits_BV.clone()))
         return base.pick(logits_BV, round, position)
 
     monkeypatch.setattr(mtp, "pick", pick)
     run(target, prompts, 60, MTP if architecture == "sequential" else {"method": "parallel_heads"}, answers)
-    for (lengths, _, first_BV), (_, position, second_BV) in zip(drafted[::2], drafted[1::2], strict=True):
+    for (seeds, lengths, _, first_BV), (_, _, position, second_BV) in zip(drafted[::2], drafted[1::2], strict=True):
         assert position == 1
-        for row, length in enumerate(lengths):
-            known = [*answers[row][:length], int(first_BV[row].argmax())]
-            if length < len(prompts[row]) + 60:
+        for row, (seed, length) in enumerate(zip(seeds, lengths, strict=True)):
+            known = [*answers[seed][:length], int(first_BV[row].argmax())]
+            if length < len(prompts[seed]) + 60:
                 for logits_BV, of_depth_SV in zip((first_BV, second_BV), trained_forward(twin, known)[1], strict=True):
                     torch.testing.assert_close(
                         logits_BV[row], of_depth_SV[length - 2], rtol=FLOAT32_GATE, atol=FLOAT32_GATE
@@ -161,10 +172,9 @@ def test_sampled_texts_have_the_targets_distribution(pattern: str, settings: dic
 
 def assert_same_memory(ours: KVCache, theirs: KVCache, counts: list[int]) -> None:
     """Keys, values, states and the convolutions' inputs of the first `counts` rows of every text."""
-    for one, other in zip([*ours.keys, *ours.values], [*theirs.keys, *theirs.values], strict=True):
-        assert (one is None) == (other is None)
-        for row, count in enumerate(counts if one is not None and other is not None else []):
-            torch.testing.assert_close(one[row, :, :count], other[row, :, :count], rtol=FLOAT32_GATE, atol=FLOAT32_GATE)
+    for row, count in enumerate(counts):
+        mine, right = first_rows(ours, row, count), first_rows(theirs, row, count)
+        torch.testing.assert_close(mine, right, rtol=FLOAT32_GATE, atol=FLOAT32_GATE)
     assert (ours.recurrence is None) == (theirs.recurrence is None)
     if ours.recurrence is not None and theirs.recurrence is not None:
         assert ours.recurrence.layers.keys() == theirs.recurrence.layers.keys()
@@ -176,10 +186,11 @@ def assert_same_memory(ours: KVCache, theirs: KVCache, counts: list[int]) -> Non
 def states_at(cache: KVCache, layer: int, counts: list[int]) -> list[Tensor]:
     """S after so many rows, and what the convolution of the next row reads of the rows before."""
     assert cache.recurrence is not None
-    memory, slot_B = cache.recurrence.layers[layer], torch.tensor(counts).cuda() - cache.recurrence.start_E
+    memory, entries = cache.recurrence.layers[layer], cache.pages.entry_B
+    slot_B = torch.tensor(counts).cuda() - cache.recurrence.start_E[entries]
     assert (slot_B >= 0).all()
     before = range(memory.sizes.width - 1)
-    return [memory.state_after(slot_B), *(memory.mixed_E1TC[range(len(counts)), 0, slot_B + at] for at in before)]
+    return [memory.state_after(slot_B, cache.pages), *(memory.mixed_E1TC[entries, 0, slot_B + at] for at in before)]
 
 
 class Given(Plain):
@@ -205,9 +216,8 @@ def test_states_after_every_accepted_prefix_are_those_of_a_fresh_prefill(pattern
     prompts = [random_text(length, 3 + row) for row, length in enumerate(prompt)]
     answers = plain(target, prompts, 3 + 2 * DRAFTED)
     for accepted in product(range(DRAFTED + 1), repeat=2):
-        sequences = Sequences(target, prompts, [0, 1], 200)
-        method = make_method(target, None, Sampling())
-        prefill(target, sequences, Sampling())
+        batch = prefilled(target, prompts)
+        sequences, method = batch.sequences, batch.method
         for right in (accepted, (1, 3)):
             for row, gained in enumerate(sequences.read_back()):
                 sequences.settle(row, gained, ended=False)
@@ -221,8 +231,7 @@ def test_states_after_every_accepted_prefix_are_those_of_a_fresh_prefill(pattern
                 *right
             ]
             made = [sequences.tokens_BT[row, :length].tolist() for row, length in enumerate(sequences.length_B)]
-            fresh = Sequences(target, [text[:-1] for text in made], [0, 1], 200)
-            prefill(target, fresh, Sampling())
+            fresh = prefilled(target, [text[:-1] for text in made]).sequences
             assert_same_memory(sequences.cache, fresh.cache, [len(text) - 1 for text in made])
             assert made == [answer[: len(text)] for answer, text in zip(answers, made, strict=True)]
 
@@ -307,7 +316,7 @@ def test_the_size_of_chunks_and_pieces_changes_nothing(pattern: str, monkeypatch
     prompts = [random_text(length, length) for length in (150, 2, 31)]
     wanted = plain(target, prompts, 60)
     for chunk, piece, kept in ((8, 64, 128), (512, 5, 40), (64, 40, 72)):
-        monkeypatch.setattr(loop, "CHUNK", chunk)
+        monkeypatch.setattr(api, "CHUNK", chunk)
         monkeypatch.setattr(mtp, "CHUNK", chunk)
         monkeypatch.setattr(recurrent_state, "PIECE", piece)
         monkeypatch.setattr(recurrent_state, "KEPT", kept)

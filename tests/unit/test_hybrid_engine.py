@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import POSITIONS, model_of, run_every_step_in_python
+from drafting_single import POSITIONS, model_of, run, run_every_step_in_python
 from hybrid_single import drafting_hybrid
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,12 +19,10 @@ from test_engine import PIECES, QUIET, alone, check_day, days, drained, request_
 from torch import Tensor
 
 from megatron_mtp.decoding import recurrent_state
+from megatron_mtp.decoding.batch import DecodeBatch
 from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
-from megatron_mtp.decoding.kv_cache import read_rows
-from megatron_mtp.decoding.live import LiveGroup
-from megatron_mtp.decoding.loop import Limits, decode
 from megatron_mtp.decoding.memory import block_bytes, blocks_in, entry_bytes
-from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
@@ -130,7 +128,7 @@ FAR = config_from({"method": "mtp_eagle", "num_speculative_tokens": 15})
 def test_a_text_that_is_far_behind_sends_no_other_text_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its drafter has rested for 30 tokens when two texts join, whose states have taken in all but some 20 rows."""
     rests = [True]
-    monkeypatch.setattr(LiveGroup, "choose", lambda self: 0 if rests[0] else self.method.count)
+    monkeypatch.setattr(DecodeBatch, "choose", lambda self: 0 if rests[0] else self.method.count)
     engine = engine_of("M-*-/M-/M-/M-")
     engine.add(Request([3, 4], 34, Sampling(1.0), speculative=FAR))
     for _ in range(31):
@@ -159,7 +157,7 @@ def test_drafters_with_states_take_their_steps_one_by_one(pattern: str, method: 
     numbers = [engine.add(request) for request in wanted]
     updates = [*engine.step(), *engine.step()]
     (group,) = engine._groups.values()
-    assert (group._late is not None) == overlaps
+    assert (group._pending is not None) == overlaps
     made = texts_of([*updates, *drained(engine)])
     right = [alone(request, engine.runner, runner_of("M-*G")) for request in wanted]
     assert [made[number] for number in numbers] == right
@@ -224,7 +222,7 @@ def test_blocks_and_entries_fill_the_memory_that_is_given(pattern: str, monkeypa
     assert len(kept) == 5
     keys = sum(one.nbytes for cache in kept for one in (*cache.keys, *cache.values) if one is not None)
     layers = [one for cache in kept if cache.recurrence is not None for one in cache.recurrence.layers.values()]
-    held = keys + engine._memory.states_B1TH.nbytes + sum(part.nbytes for one in layers for part in one.parts)
+    held = keys + engine._memory.states_N1SH.nbytes + sum(part.nbytes for one in layers for part in one.parts)
     both = runner_of(pattern), runner_of("M-*G")
     each, states = block_bytes(*both), 3 * entry_bytes(*both)
     assert held == 6 * each + states
@@ -256,7 +254,7 @@ def depth_rows(sequences: Sequences, rows: int) -> Iterator[Tensor]:
     for cache in sequences.depth_caches(3):
         for held in (*cache.keys, *cache.values):
             assert held is not None
-            yield read_rows(held, torch.arange(rows).unsqueeze(0), cache.pages)[0]
+            yield cache.pages.first_slots(held, rows)[0]
 
 
 def used_engine(runner: Runner) -> ContinuousEngine:
@@ -277,15 +275,14 @@ def test_a_text_that_is_put_back_has_the_rows_that_it_had(
     runner = Runner(model_of("gqa", 3, torch.float32))
     engine, answer = used_engine(runner), PROMPT + alone(Request(PROMPT, NEW + 5), runner)
     agree(answer, monkeypatch)
-    right = Sequences(runner, [PROMPT], [0], 200)
-    decode(runner, right, make_method(runner, TRUNK_STATES, Sampling()), Limits(NEW))
+    right, _ = run(runner, [PROMPT], NEW, {"method": "mtp_trunk_states"})
     engine.add(Request(PROMPT, NEW))
     (text,) = engine._texts.values()
     while engine.busy:
         engine.step()
         if engine._groups:
             (group,) = engine._groups.values()
-            ours = group.sequences.alone(0)
+            ours = group.sequences.only([0])
         if len(text.progress.rounds) in when and engine._groups:
             engine._put_back(text)
             assert not engine._groups
@@ -294,8 +291,8 @@ def test_a_text_that_is_put_back_has_the_rows_that_it_had(
     assert engine.load.preempted == len(when)
     assert text.tokens == right.texts[0] == answer[: len(PROMPT) + NEW]
     assert text.progress.rounds == right.progress[0].rounds
-    run = text.progress.rounds[-1][0] - 1
-    pairs = [*zip(depth_rows(ours, run), depth_rows(right, run), strict=True)]
+    rows = text.progress.rounds[-1][0] - 1
+    pairs = [*zip(depth_rows(ours, rows), depth_rows(right, rows), strict=True)]
     for mine, expected in pairs:
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
     assert all(int((mine == 0).all(dim=(0, 2)).sum()) > 5 for mine, _ in pairs)

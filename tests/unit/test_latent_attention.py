@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import LATENT, model_of, prompts_of, run
+from drafting_single import LATENT, model_of, prompts_of, run, runs
 from torch import Tensor
 
 from megatron_mtp.decoding import runner
@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def logits_of(target: Runner, tokens_BR: Tensor) -> tuple[Tensor, KVCache]:
     """Of a text that is run in two parts."""
-    cache = KVCache(target.trunk_layers, tokens_BR.size(0), tokens_BR.size(1))
+    cache = KVCache(target.trunk_layers, runs(*tokens_BR.shape))
     found = []
     for first, part_BR in zip((0, 7), tokens_BR.tensor_split([7], dim=1), strict=True):
         rows = chain_rows(torch.full((part_BR.size(0),), first), part_BR.size(1), tokens_BR.size(1), tokens_BR.size(1))
@@ -49,7 +49,7 @@ def test_logits_are_those_of_all_heads_keys_and_values(
         assert full_value is not None
         assert key is not None
         assert full_key is not None
-        assert key.shape[1:] == (1, 13, LATENT["kv_lora_rank"] + LATENT["qk_pos_emb_head_dim"])
+        assert key.shape[1:] == (1, 12, LATENT["kv_lora_rank"] + LATENT["qk_pos_emb_head_dim"])
         assert full_key.shape[1] > 1
 
 

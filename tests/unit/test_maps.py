@@ -17,7 +17,7 @@ QUESTIONS = {
         "checkpoint/convert/export_hf.py",
     ),
     "Where does auto choose K = 0?": ("K = 0", "decoding/auto.py"),
-    "What happens to an EOS inside a draft?": ("EOS|inside a draft", "decoding/loop.py"),
+    "What happens to an EOS inside a draft?": ("EOS|inside a draft", "decoding/batch.py"),
     "Where do shifts stop at the end of a document?": ("shift|end|document", "data/shift.py"),
     "Where are the scales of FP8 weights read?": ("FP8|scales", "checkpoint/hf/quantized.py"),
     "What changes without TE?": ("changes|without TE", "model/arguments.py"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafting_single import sequences_of
 from random_models import RandomModel, random_model
 from torch import Tensor
 
@@ -18,11 +19,9 @@ from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.reference import all_logits
 from megatron_mtp.checkpoint.verify.verify import megatron_logits
-from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.kv_cache import CHUNK
 from megatron_mtp.decoding.load import load_checkpoint
-from megatron_mtp.decoding.loop import CHUNK
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.decoding.sequences import Sequences
 
 QUIET = Options(quiet=True, workers=1)
 SEEDS = range(int(os.environ["RANDOM_MODELS"])) if "RANDOM_MODELS" in os.environ else (4, *range(0, 84, 14))
@@ -78,8 +77,8 @@ def off(ours_SV: Tensor, theirs_SV: Tensor) -> float:
 def drafted_logits(runner: Runner, tokens_BS: Tensor) -> dict[str, Tensor]:
     """Logits [S, V] of trunk and depths over the cache: chunks as of a prompt, then one row at a time."""
     slots = tokens_BS.size(1) - runner.depths
-    sequences = Sequences(runner, tokens_BS.tolist(), [0], tokens_BS.size(1) + 1)
-    caches = [KVCache(1, 1, sequences.capacity) for _ in range(runner.depths)]
+    sequences = sequences_of(runner, tokens_BS.tolist(), tokens_BS.size(1) + 1)
+    caches = sequences.depth_caches(runner.depths)
     found: dict[str, list[Tensor]] = {}
     for first, count in pieces(slots):
         first_B = torch.tensor([first], device=runner.device)

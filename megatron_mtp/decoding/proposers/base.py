@@ -80,9 +80,6 @@ class Proposer:
         """Rows that a draft of K = `count` adds to the trunk's forward."""
         return count
 
-    def start(self, sequences: "Sequences") -> None:
-        """A new batch, whose prompts the trunk has run. What is known of a text is in `Sequences.progress`."""
-
     def missed(self, sequences: "Sequences", count: int) -> int:
         """Tokens of a text whose rows the drafter has to run before it drafts `count`; 0 if it runs none."""
         return 0

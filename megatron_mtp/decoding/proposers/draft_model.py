@@ -57,10 +57,6 @@ class DraftModel(OneCache):
     def has_states(self) -> bool:
         return self.drafter.recurrent_trunk
 
-    @override
-    def start(self, sequences: "Sequences") -> None:
-        sequences.drafter_cache(self.drafter)  # steps that were recorded with another model are forgotten
-
     @torch.inference_mode()
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         """Drafts also at positions beyond those that the small model was trained for."""

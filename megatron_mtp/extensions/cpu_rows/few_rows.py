@@ -72,7 +72,7 @@ class _Stack(ctypes.Structure):
 
 class _Rows(ctypes.Structure):
     _fields_ = (
-        *((name, _N) for name in ("rows", "batch", "window", "slots")),
+        *((name, _N) for name in ("rows", "batch", "window")),
         ("tokens", _P),
         ("token_stride", _N),
         *((name, _P) for name in ("first", "positions", "places", "mask", "given", "states", "keys", "values")),
@@ -180,11 +180,11 @@ class FewRows:
         given_SBH = None if given_SBH is None else given_SBH.contiguous()
         where = _where(rows)
         call = _Rows(
-            *(count, batch, rows.window, cache.capacity + 1),
+            *(count, batch, rows.window),
             *(tokens_BR.data_ptr() if self._reads_tokens else None, tokens_BR.stride(0)),
             *(None if one is None else one.data_ptr() for one in (*where, given_SBH)),
             *(states_SBH.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values)),
-            *_division(cache),
+            *(cache.pages.table_BL.data_ptr(), cache.pages.table_BL.size(1), cache.pages.size),
             *self._memories(cache, rows, count, like),
         )
         held = tokens_BR, given_SBH, *where, keys, values, cache.pages, cache.recurrence, self._remembered
@@ -207,8 +207,7 @@ class FewRows:
             self._remembered = recurrence, (_Remembered * len(made))(*made)
         memory = next(iter(recurrence.layers.values()))
         start, end = recurrence.start_E.data_ptr(), recurrence.end_E.data_ptr()
-        entry = None if cache.pages is None else cache.pages.entry_B.data_ptr()
-        return ctypes.addressof(self._remembered[1]), entry, start, end, memory.kept
+        return ctypes.addressof(self._remembered[1]), cache.pages.entry_B.data_ptr(), start, end, memory.kept
 
     def _memory(self, recurrence: Recurrence, mixer: CachedRecurrence | None, like: Tensor) -> _Remembered:
         if mixer is None:
@@ -350,13 +349,6 @@ def _where(rows: Rows) -> tuple[Tensor | None, ...]:
     if isinstance(rows, Chain) and rows.live_BR is None:
         return rows.first_B.contiguous(), None, None, None
     return None, rows.positions_BR.contiguous(), rows.slots_BR.contiguous(), rows.mask_B1RW.float().contiguous()
-
-
-def _division(cache: KVCache) -> tuple[int | None, int, int]:
-    """How slots are divided into blocks: the table, its columns, and the slots of a block."""
-    if cache.pages is None:
-        return None, 0, cache.capacity + 1
-    return cache.pages.table_BL.data_ptr(), cache.pages.table_BL.size(1), cache.pages.size
 
 
 def few_rows(*given: Any) -> FewRows | None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import draft_one_by_one, model_of, prompts_of
+from drafting_single import draft_one_by_one, model_of, prompts_of, runs
 from megatron_single import VOCABULARY
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.decoding import loop
+from megatron_mtp.decoding import batch
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.kv_cache import KVCache, Rows, ancestors_of, chain_rows, tree_rows
 from megatron_mtp.decoding.runner import Runner
@@ -87,7 +87,7 @@ class Forwards:
 
     def __init__(self, runner: Runner, batch: int) -> None:
         self.runner, self.batch = runner, batch
-        self.cache, self.depth_cache = KVCache(runner.trunk_layers, batch, SLOTS), KVCache(1, batch, SLOTS)
+        self.cache, self.depth_cache = KVCache(runner.trunk_layers, runs(batch, SLOTS)), KVCache(1, runs(batch, SLOTS))
 
     @torch.inference_mode()
     def run(self, tokens_BR: Tensor, rows: Rows) -> Iterator[Tensor]:
@@ -146,20 +146,20 @@ def test_drafts_of_one_call_are_those_of_depth_by_depth(
     assert at_once == [drafts_of(pair[0], batch, settings) for settings in all_settings]
 
 
-def drafts_of(runner: Runner, batch: int, settings: dict[str, Any]) -> list[list[Any]]:
+def drafts_of(runner: Runner, texts: int, settings: dict[str, Any]) -> list[list[Any]]:
     """The tokens of every draft before any of the texts has ended."""
     drafts = list[list[Any]]()
     with pytest.MonkeyPatch.context() as patch:
 
         def propose(*given: Any) -> Draft:
-            draft = loop_propose(*given)
-            if all(given[0].live):
+            draft = propose_one(*given)
+            if len(given[0].texts) == texts:
                 drafts.append(draft.tokens_BN.tolist())
             return draft
 
-        loop_propose = loop.propose
-        patch.setattr(loop, "propose", propose)
-        generate(runner, prompts_of(batch), 24, speculative=settings)
+        propose_one = batch.propose
+        patch.setattr(batch, "propose", propose)
+        generate(runner, prompts_of(texts), 24, speculative=settings)
     return drafts
 
 
@@ -186,7 +186,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     runner = Runner(model_of("gqa", dtype=dtype, hidden_size=80, ffn_hidden_size=136))
     assert all(compiled_stacks(runner))
     tokens_BR, first_B = tokens_of(1, 11), torch.zeros(1, dtype=torch.long)
-    caches = [KVCache(runner.trunk_layers, 1, SLOTS) for _ in range(2)]
+    caches = [KVCache(runner.trunk_layers, runs(1, SLOTS)) for _ in range(2)]
     at_once_SBH = runner.trunk(tokens_BR, chain_rows(first_B, 11, 11, SLOTS), caches[0])
     for row in range(11):
         where = chain_rows(first_B + row, 1, row + 1, SLOTS)
@@ -204,11 +204,11 @@ def test_layers_of_other_kinds_run_as_before(kind: str) -> None:
 
 def test_rows_before_the_first_leave_no_trace() -> None:
     runner, _ = both("gqa", torch.float32)
-    cache, first_B = KVCache(runner.trunk_layers, 1, SLOTS), torch.zeros(1, dtype=torch.long)
+    cache, first_B = KVCache(runner.trunk_layers, runs(1, SLOTS)), torch.zeros(1, dtype=torch.long)
     runner.trunk(tokens_of(1, 3), chain_rows(first_B, 3, 3, SLOTS), cache)
-    before = [keys[:, :, :SLOTS].clone() for keys in cache.keys if keys is not None]
+    before = [keys[1:].clone() for keys in cache.keys if keys is not None]
     runner.trunk(tokens_of(1, 2), chain_rows(first_B - 2, 2, 3, SLOTS), cache)
-    after = [keys[:, :, :SLOTS] for keys in cache.keys if keys is not None]
+    after = [keys[1:] for keys in cache.keys if keys is not None]
     assert len(before) == runner.trunk_layers
     assert all(map(torch.equal, before, after))
 

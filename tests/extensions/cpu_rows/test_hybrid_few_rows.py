@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import draft_one_by_one, prompts_of
+from drafting_single import draft_one_by_one, prompts_of, runs
 from hybrid_single import drafting_hybrid
 from megatron_single import VOCABULARY
 from test_few_rows import compiled_stacks, compiler, drafts_of, untimed  # noqa: F401
@@ -71,8 +71,8 @@ def chains(batch: int) -> Iterator[tuple[Tensor, Rows]]:
 @torch.inference_mode()
 def logits_of(target: Runner, steps: Iterator[tuple[Tensor, Rows]], batch: int) -> Iterator[Tensor]:
     """Of the trunk and of every depth, as the rows come."""
-    cache = KVCache(target.trunk_layers, batch, SLOTS)
-    depth_caches = [KVCache(target.depth_layers, batch, SLOTS) for _ in range(target.depths)]
+    cache = KVCache(target.trunk_layers, runs(batch, SLOTS))
+    depth_caches = [KVCache(target.depth_layers, runs(batch, SLOTS)) for _ in range(target.depths)]
     for tokens_BR, rows in steps:
         trunk_SBH = states_SBH = target.trunk(tokens_BR, rows, cache)
         yield counted(target.logits(trunk_SBH), rows)
@@ -148,7 +148,7 @@ def test_bfloat16_is_as_near_to_exact_values_as_the_modules() -> None:
 
 def test_rows_before_the_first_leave_no_trace() -> None:
     target = runner_of("all kinds", "compiled")
-    cache, first_B = KVCache(target.trunk_layers, 1, SLOTS), torch.zeros(1, dtype=torch.long)
+    cache, first_B = KVCache(target.trunk_layers, runs(1, SLOTS)), torch.zeros(1, dtype=torch.long)
     target.trunk(tokens_of(1, 3), chain_rows(first_B, 3, 3, SLOTS), cache)
     assert cache.recurrence is not None
     held = [one for each in cache.recurrence.layers.values() for one in vars(each).values() if isinstance(one, Tensor)]

@@ -303,8 +303,8 @@ struct Stack {
 };
 
 struct Rows {
-    int64_t rows, batch, window, slots;  // slots of a cache, the scratch slot included, which is the last
-    const int64_t* tokens;               // [batch, rows]; row b starts at b * token_stride
+    int64_t rows, batch, window;
+    const int64_t* tokens;  // [batch, rows]; row b starts at b * token_stride
     int64_t token_stride;
     const int64_t* first;               // [batch], where a chain of consecutive rows begins; before 0 it is padding
     const int64_t *positions, *places;  // [batch, rows] of other rows, with
@@ -313,9 +313,9 @@ struct Rows {
     void* states;                       // [rows, batch, hidden], the result
     void *const *keys, *const *values;  // of every layer, [blocks, groups, size, channels]
     const int64_t* table;               // [batch, pages]: the block of a text's first `size` slots, of the next ones, ...
-    int64_t pages, size;                // null: text b has block b, of all its slots
+    int64_t pages, size;                // the last page begins with the scratch slot
     const Remembered* remembered;       // of every layer; null where none is recurrent
-    const int64_t* entry;               // [batch], where a text's are in these; null: text b has entry b
+    const int64_t* entry;               // [batch], where a text's are in these
     const int64_t* start;               // [entries], the position of the first slot that recurrent layers keep
     int64_t* end;                       // [entries], the position after the last row that has run
     int64_t kept;                       // these slots
@@ -500,14 +500,15 @@ class Forward {
     }
     long slot_of(long row) const {
         if (!r.first) return r.places[place_of(row)];
-        return in_chain(row) < 0 ? r.slots - 1 : in_chain(row);
+        return in_chain(row) < 0 ? scratch_slot() : in_chain(row);
     }
+    long scratch_slot() const { return (r.pages - 1) * r.size; }
     // Where a slot of a text is in a layer's keys or values.
     long in_cache(long text, long group, long slot) const {
-        long block = r.table ? r.table[text * r.pages + slot / r.size] : text;
+        long block = r.table[text * r.pages + slot / r.size];
         return ((block * s.groups + group) * r.size + slot % r.size) * s.channels;
     }
-    long entry_of(long text) const { return r.entry ? r.entry[text] : text; }
+    long entry_of(long text) const { return r.entry[text]; }
     const Float* embedded(long row) const {
         return (const Float*)s.embedding + r.tokens[text_of(row) * r.token_stride + row / r.batch] * s.hidden;
     }
@@ -655,7 +656,7 @@ class Forward {
         long last = -1, count = 0;
         for (long row = text; row < all; row += r.batch) {
             long place = r.first ? in_chain(row) : r.places[place_of(row)];
-            bool is_live = r.first ? place >= 0 : place != r.slots - 1;
+            bool is_live = r.first ? place >= 0 : place != scratch_slot();
             slot[row] = is_live ? place - r.start[entry_of(text)] : -1;
             if (is_live) last = place, count++;
         }

@@ -1,0 +1,456 @@
+"""What a step of the engine runs: a part of some prompts, or all sequences that draft alike.
+
+A sequence begins with its prompt, run in parts beside others, whose last row gives the first token. Then it joins the
+batch of those that draft alike. Every step of a batch drafts, scores the newest tokens and the drafts in one forward of
+the trunk, keeps what the verifier accepts and adds one token of the target's own.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.decoding.auto import AutoK
+from megatron_mtp.decoding.blocks import Held
+from megatron_mtp.decoding.graphs import GraphedStep, KeptTensors, can_record
+from megatron_mtp.decoding.judged import NO_PENALTIES, Judge, logprobs_of, penalised
+from megatron_mtp.decoding.kv_cache import chain_rows, rounded
+from megatron_mtp.decoding.method import Method
+from megatron_mtp.decoding.recurrent_state import ROLLED_BACK
+from megatron_mtp.decoding.requests import Finish, Request, TokenLogprob, Update
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import RECOVER, Sampling, draw, sampling_of
+from megatron_mtp.decoding.sequences import Progress, Sequences
+from megatron_mtp.decoding.stats import AcceptanceStats
+from megatron_mtp.decoding.types import Draft, Round
+from megatron_mtp.decoding.verifiers import VERIFIERS
+
+FAR_BEHIND = 32
+"""Rows that a text's drafter may be behind to catch up with the others' rows; with more it runs them alone. The others
+run as many rows anew, so where these change states they are half of what a state goes back."""
+
+
+@dataclass(eq=False)
+class Text:
+    """A request while the engine has it.
+
+    Attributes:
+        number: what `add` returned; a smaller one came earlier.
+        budget: new tokens that it may have.
+        tokens: the prompt and what was emitted.
+        held: its blocks.
+        entry: where recurrent layers keep its states; None where it has no place.
+        run: rows of the trunk that the prefill has done.
+        alone: whether it shares no forward with others, after one that has failed.
+        cached: tokens of the prompt whose rows were found; None before the text first had a place.
+        prompt_logprobs: as far as the prompt has run.
+    """
+
+    number: int
+    request: Request
+    method: Method
+    budget: int
+    tokens: list[int]
+    held: Held = field(default_factory=Held)
+    entry: int | None = None
+    progress: Progress = field(default_factory=Progress)
+    run: int = 0
+    alone: bool = False
+    cached: int | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has emitted a token."""
+        return len(self.tokens) > len(self.request.prompt)
+
+    @property
+    def rows(self) -> int:
+        """Rows to prefill; a text that was put back goes on with its newest token, whose row has not run."""
+        return len(self.tokens) - self.has_begun
+
+    @property
+    def has_run(self) -> bool:
+        """Whether all rows of its prompt have run."""
+        return self.run == self.rows
+
+    @property
+    def slots(self) -> int:
+        """Slots that its next step may write, and the one before, whose tokens the host may not know."""
+        return len(self.tokens) + self.method.slots
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether more than a token is asked of the target."""
+        return self.request.logprobs is not None or self.request.penalties != NO_PENALTIES
+
+    def update(self, gained: list[int], depth: int = 0, draft: Draft | None = None, row: int = 0) -> Update:
+        """What stays of the tokens that a step gave it, up to its end, from a draft of this depth.
+
+        A stop or the budget ends it, also inside an accepted draft. Drafts beyond the budget count as never offered.
+        """
+        request = self.request
+        before = len(self.tokens) - len(request.prompt)
+        ends = [(n, Finish.STOP) for n, token in enumerate(gained, start=1) if token in request.stop_ids][:1]
+        if before + len(gained) >= self.budget:
+            ends.append((self.budget - before, Finish.LENGTH))
+        kept, finish = min(ends, key=lambda end: end[0], default=(len(gained), None))
+        tokens = gained[:kept]
+        if request.cut is not None:
+            cut = request.cut(self.tokens[len(request.prompt) :] + tokens)
+            if cut is not None:
+                tokens, finish = tokens[: max(cut - before, 0)], Finish.STOP
+        offered = min(depth, self.budget - before - 1)
+        accepted = min(len(gained) - 1, len(tokens), offered)
+        update = Update(self.number, tokens, accepted, offered, finish, draft=draft, row=row)
+        if before:
+            return update
+        return replace(update, prompt_logprobs=self.prompt_logprobs, cached_tokens=self.cached or 0)
+
+
+class PrefillBatch:
+    """Texts whose prompts are run, a part of each, in one forward.
+
+    Their parts end together, so a shorter one begins with padding. While only a part of a prompt has run, it is a text
+    of so many tokens and one more: so drafters catch up part by part, by what they do for any text.
+
+    Args:
+        sequences: a row for each text.
+    """
+
+    def __init__(self, runner: Runner, texts: list[Text], sequences: Sequences) -> None:
+        self.runner, self.texts, self.sequences = runner, texts, sequences
+        sequences.prompt_lengths = [len(text.request.prompt) for text in texts]
+        sequences.progress = [text.progress for text in texts]
+        sequences.packs = not sequences.few_shapes
+
+    def run(self, counts: list[int]) -> None:
+        """Run so many rows of each text through the trunk."""
+        if any(counts):
+            self._forward(counts)
+        for text, count in zip(self.texts, counts, strict=True):
+            text.run += count
+        self._show()
+
+    def begin(self) -> list[Update]:
+        """Draw the first token of each text whose prompt has run, if it has none."""
+        sequences = self.sequences
+        begins = [text.has_run and not text.has_begun for text in self.texts]
+        if not any(begins):
+            return []
+        sequences.live = begins
+        sequences.live_B.copy_(self._tensor(begins))
+        logits_BV = self.runner.logits(sequences.states_at(sequences.length_B - 1, 1))[:, 0]
+        sequences.append(self._drawn(logits_BV))
+        made = [self._began(row, gained, logits_BV) for row, gained in enumerate(sequences.read_back()) if begins[row]]
+        sequences.live = [True] * len(self.texts)
+        sequences.live_B.fill_(True)
+        return made
+
+    def part(self, texts: list[Text]) -> Sequences:
+        """Some of the texts as a batch of their own."""
+        numbers = {text.number for text in texts}
+        return self.sequences.only([row for row, text in enumerate(self.texts) if text.number in numbers])
+
+    def _forward(self, counts: list[int]) -> None:
+        sequences, most = self.sequences, max(counts)
+        ends = [text.run + count for text, count in zip(self.texts, counts, strict=True)]
+        first_B = self._tensor(ends) - most
+        window = min(rounded(max(ends), sequences.few_shapes), sequences.capacity)
+        live_BR = self._not_yet_run(first_B, counts)
+        rows = chain_rows(first_B, most, window, sequences.capacity, live_BR, sequences.packs)
+        hidden_SBH = self.runner.trunk(sequences.tokens_at(first_B, most), rows, sequences.cache)
+        sequences.put_states(hidden_SBH, rows)
+        for row, (text, count) in enumerate(zip(self.texts, counts, strict=True)):
+            if text.request.prompt_logprobs is not None:
+                self._read_prompt(text, hidden_SBH[most - count :, row : row + 1], text.request.prompt_logprobs)
+
+    def _not_yet_run(self, first_B: Tensor, counts: list[int]) -> Tensor | None:
+        """False for rows that have run; None where there are none beside those before slot 0."""
+        most = max(counts)
+        if all(text.run == 0 or count == most for text, count in zip(self.texts, counts, strict=True)):
+            return None
+        place_BR = first_B.unsqueeze(1) + torch.arange(most, device=first_B.device)
+        return place_BR >= self._tensor([text.run for text in self.texts]).unsqueeze(1)
+
+    def _show(self) -> None:
+        """Let each text be one of its rows that have run, and one more."""
+        shown = [(text.tokens, min(text.run + 1, len(text.tokens))) for text in self.texts]
+        self.sequences.texts = [whole if length == len(whole) else whole[:length] for whole, length in shown]
+        self.sequences.length_B.copy_(self._tensor([length for _, length in shown]))
+
+    def _drawn(self, logits_BV: Tensor) -> Tensor:
+        """The token after each text."""
+        if any(text.reads_logits for text in self.texts):
+            rows = [
+                penalised(text.request.penalties, text.tokens, len(text.request.prompt), own_1V)
+                for text, own_1V in zip(self.texts, logits_BV.split(1), strict=True)
+            ]
+            logits_BV = torch.cat(rows)
+        probs_BV = sampling_of([text.request.sampling for text in self.texts]).probabilities(logits_BV)
+        return draw(probs_BV, self.sequences.noise.uniform(RECOVER, 1)[:, 0])
+
+    def _began(self, row: int, gained: list[int], logits_BV: Tensor) -> Update:
+        text = self.texts[row]
+        update, top = text.update(gained), text.request.logprobs
+        self.sequences.settle(row, update.tokens, update.finish is not None)
+        if top is None:
+            return update
+        return replace(update, logprobs=logprobs_of(logits_BV[row : row + 1], update.tokens, top))
+
+    def _read_prompt(self, text: Text, hidden_S1H: Tensor, top: int) -> None:
+        after = text.request.prompt[text.run + 1 :][: hidden_S1H.size(0)]
+        if after and not text.has_begun:
+            text.prompt_logprobs += logprobs_of(self.runner.logits(hidden_S1H)[0, : len(after)], after, top)
+
+    def _tensor(self, values: list[int] | list[bool]) -> Tensor:
+        return torch.tensor(values, device=self.runner.device)
+
+
+class PendingOutput:
+    """What a step gave its texts, being copied to the host while the next step runs.
+
+    Args:
+        texts: of the rows; None where one has ended.
+        then_B: their lengths before it.
+    """
+
+    def __init__(self, texts: list[Text | None], sequences: Sequences, then_B: Tensor, draft: Draft) -> None:
+        self.texts, self.nodes = texts, draft.nodes
+        gained_B1 = (sequences.length_B - then_B).unsqueeze(1)
+        parts = [gained_B1, sequences.tokens_at(then_B, draft.nodes + 1), draft.valid()]
+        self._read = on_its_way(torch.cat(parts, dim=1))
+
+    def gained(self) -> Iterator[tuple[Text, list[int], int]]:
+        """Every text with its new tokens and the depth of its draft; waits for them."""
+        for text, (count, *values) in zip(self.texts, self._read(), strict=True):
+            valid = values[self.nodes + 1 :]
+            if text is not None:
+                yield text, values[:count], next((n for n, ok in enumerate(valid) if not ok), self.nodes)
+
+
+def on_its_way(values_BX: Tensor) -> Callable[[], list[list[int]]]:
+    """Start to copy numbers to the host; what is returned waits for them, and for nothing that is begun later."""
+    if not values_BX.is_cuda:
+        return values_BX.tolist
+    held_BX = torch.empty(values_BX.shape, dtype=values_BX.dtype, pin_memory=True)
+    held_BX.copy_(values_BX, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[list[int]]:
+        copied.synchronize()
+        return held_BX.tolist()
+
+    return wait
+
+
+class DecodeBatch:
+    """Texts that draft alike. They join and leave between steps.
+
+    Where steps are recorded as CUDA graphs, the batch has a power of two of rows, so that few sizes are recorded; rows
+    beyond the texts are those of ended ones.
+
+    With overlap a step is started before the tokens of the last one are read. So the host learns one step late that a
+    text has ended; what the step in between gave it is dropped. Lengths that the host does not know are bounded by
+    `Sequences.ahead`.
+
+    Args:
+        auto_of: automatic K of batches of about so many texts.
+        kept: tensors that recorded steps read, where steps are recorded.
+        overlap: whether to do so where a step reads nothing back.
+
+    Attributes:
+        method: how they draft; its `stats` are the last step's.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        texts: list[Text],
+        sequences: Sequences,
+        auto_of: Callable[[Method, int], AutoK | None],
+        kept: KeptTensors,
+        overlap: bool = False,
+    ) -> None:
+        self.runner, self.sequences, self._overlap = runner, sequences, overlap
+        self.method = texts[0].method
+        self._auto_of, self._kept = auto_of, kept
+        self._auto: AutoK | None = None
+        self._pending: PendingOutput | None = None
+        self._rows: list[Text] = texts
+        self._keep([*range(len(texts))])
+
+    @property
+    def texts(self) -> list[Text]:
+        """Those that have not ended."""
+        return [text for text, live in zip(self._rows, self.sequences.live, strict=True) if live]
+
+    def join(self, texts: list[Text], sequences: Sequences) -> None:
+        """More texts, which have their first tokens."""
+        self.sequences.join(sequences)
+        self._rows = self._rows + texts
+        self._keep([row for row, live in enumerate(self.sequences.live) if live])
+
+    def leave(self, gone: list[Text]) -> None:
+        """Go on without these texts."""
+        numbers, live = {text.number for text in gone}, self.sequences.live
+        staying = [row for row, text in enumerate(self._rows) if live[row] and text.number not in numbers]
+        if self._graphed is not None and staying and len(self._rows) == _few_sizes(len(staying)):
+            for row, text in enumerate(self._rows):
+                if live[row] and text.number in numbers:
+                    self.sequences.end(row)
+        else:
+            self._keep(staying)
+
+    def place(self, text: Text) -> None:
+        """Tell the device of a text's new blocks."""
+        table_BL, blocks = self.sequences.pages.table_BL, text.held.blocks
+        table_BL[self._row_of()[text.number], : len(blocks)] = torch.tensor(blocks, device=table_BL.device)
+
+    def choose(self) -> int:
+        """K of the next step."""
+        self._auto = self._auto_of(self.method, len(self.texts))
+        return self.method.count if self._auto is None else self._auto.choose()
+
+    def step(self) -> list[Update]:
+        """Take a step; returns what it gave, with overlap what the one before gave."""
+        stats = self.method.stats = AcceptanceStats()
+        if self._pending is not None and not self._overlaps:
+            return self._arrived()
+        count, sequences, graphed = self.choose(), self.sequences, self._graphed
+        began = time.perf_counter()
+        self._catch_up(count)
+        then_B = sequences.length_B.clone() if self._overlaps else None
+        draft = step(self.runner, sequences, self.method, count) if graphed is None else graphed(count)
+        if then_B is None:
+            levels = draft.levels()
+            gains = enumerate(sequences.read_back())
+            updates = [self.give(n, gained, max([0, *levels[n]]), draft) for n, gained in gains if sequences.live[n]]
+        else:
+            rows = [text if live else None for text, live in zip(self._rows, sequences.live, strict=True)]
+            taken = PendingOutput(rows, sequences, then_B, draft)
+            updates = self._arrived()
+            self._pending = taken
+        stats.target_seconds = time.perf_counter() - began - stats.drafter_seconds
+        if self._auto is not None and (graphed is None or graphed.is_steady):
+            self._auto.learn(count, stats)
+        return updates
+
+    def give(self, row: int, gained: list[int], depth: int, draft: Draft | None) -> Update:
+        """Count and append what a step gave one text, from a draft of this depth."""
+        text, rule = self._rows[row], self.method.verifier
+        update, top = text.update(gained, depth, draft, row), text.request.logprobs
+        self.method.stats.count(update.offered, update.accepted, len(update.tokens))
+        self.sequences.settle(row, update.tokens, update.finish is not None)
+        if isinstance(rule, Judge) and top is not None:
+            return replace(update, logprobs=rule.logprobs(row, update.tokens, top))
+        return update
+
+    def _arrived(self) -> list[Update]:
+        """What the step before gave; of texts that were cancelled or put back since then, nothing."""
+        pending, self._pending = self._pending, None
+        rows, given = self._row_of(), () if pending is None else pending.gained()
+        return [self.give(rows[text.number], gained, n, None) for text, gained, n in given if text.number in rows]
+
+    def _row_of(self) -> dict[int, int]:
+        live = self.sequences.live
+        return {text.number: row for row, text in enumerate(self._rows) if live[row]}
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether steps of these texts read nothing back, and need no tokens that the host does not know.
+
+        A drafter that does not know how far texts have come runs more rows anew than its states go back.
+        """
+        proposer, rule = self.method.proposer, VERIFIERS[str(self.method.config.verifier)]
+        reads = isinstance(self.method.verifier, Judge) or proposer.drafts_trees or proposer.has_states
+        return self._overlap and not reads and proposer.recordable and rule.recordable
+
+    def _catch_up(self, count: int) -> None:
+        """Texts that are far behind catch up alone, so that the others need not run as many rows."""
+        proposer, sequences = self.method.proposer, self.sequences
+        sequences.ahead = 0 if self._pending is None else self.method.count + 1
+        far = 0 if proposer.leaves_rows_out else ROLLED_BACK // 2 if proposer.has_states else FAR_BEHIND
+        if count == 0 or proposer.missed(sequences, count) <= far:
+            return
+        for row in self._row_of().values():
+            alone = sequences.only([row])
+            if proposer.missed(alone, count) > far:
+                catch_up(alone, self.method, count)
+
+    def _keep(self, rows: list[int]) -> None:
+        """Go on with these rows alone, and find out anew what a step of them is."""
+        texts, sequences = [self._rows[row] for row in rows], self.sequences
+        self._graphed: GraphedStep | None = None
+        if not texts:
+            self._rows, sequences.live = [], []
+            return
+        own = texts[0].method
+        rule, sampling = own.verifier, sampling_of([text.request.sampling for text in texts])
+        records = (
+            isinstance(sampling, Sampling)
+            and not any(text.reads_logits or text.alone for text in texts)
+            and can_record(self.runner, own.proposer, own.count, str(own.config.verifier))
+        )
+        ended = _few_sizes(len(rows)) - len(rows) if records else 0
+        if rows != [*range(len(sequences.live))] or ended:
+            sequences.keep_texts(rows + rows[:1] * ended)
+        self._rows = texts + texts[:1] * ended
+        for row in range(len(texts), len(self._rows)):
+            sequences.end(row)
+        if any(text.reads_logits for text in texts):
+            rule = Judge(rule, [text.request.penalties for text in texts], sequences.prompt_lengths)
+        self.method = replace(own, sampling=sampling, verifier=rule)
+        sequences.fixed = False
+        if sequences.few_shapes:
+            sequences.growth = (own.count + 1) * (2 if self._overlaps else 1)
+            sequences.reach = own.proposer.nodes(own.count) + 1
+        if records:
+            recorded = self._kept.move(sequences, (own.config, sampling))
+            take = lambda count: step(self.runner, sequences, self.method, count)  # noqa: E731
+            self._graphed = GraphedStep(take, sequences, own.proposer, recorded)
+
+
+def _few_sizes(texts: int) -> int:
+    """The next power of two."""
+    return 1 << (texts - 1).bit_length()
+
+
+def step(runner: Runner, sequences: Sequences, method: Method, count: int) -> Draft:
+    """All of a step that the device does: draft K = `count` tokens, score, judge and keep them."""
+    round = Round(method.sampling, sequences.noise, method.config, sequences.texts, sequences.tokens_BT)
+    began = time.perf_counter()
+    draft = propose(sequences, method, round, count)
+    method.stats.drafter_seconds += time.perf_counter() - began
+    verify(runner, sequences, method, draft, round)
+    return draft
+
+
+def propose(sequences: Sequences, method: Method, round: Round, count: int) -> Draft:
+    """K = `count` drafts, also where a text has fewer tokens to go: its samples must not depend on its neighbours."""
+    if count == 0:
+        return Draft(sequences.tokens_BT[:, :0])
+    return method.proposer.propose(sequences, round, count)
+
+
+@torch.inference_mode()
+def catch_up(sequences: Sequences, method: Method, count: int) -> None:
+    """Run the rows that a drafter has missed before it can draft `count`; its draft is not used."""
+    began = time.perf_counter()
+    method.proposer.catch_up(sequences, Round(Sampling(), sequences.noise, method.config, sequences.texts), count)
+    method.stats.drafter_seconds += time.perf_counter() - began
+
+
+@torch.inference_mode()
+def verify(runner: Runner, sequences: Sequences, method: Method, draft: Draft, round: Round) -> None:
+    """Score a draft, judge it and keep what is accepted; nothing is read back to the host."""
+    rows = sequences.rows_of(draft)
+    tokens_BR = torch.cat([sequences.tokens_at(sequences.newest_B, 1), draft.tokens_BN], dim=1)
+    hidden_SBH = runner.trunk(tokens_BR, rows, sequences.cache)
+    sequences.put_states(hidden_SBH, rows)
+    logits_BRV = runner.logits(hidden_SBH)
+    method.proposer.observe(sequences, draft, logits_BRV)
+    sequences.keep(draft, method.verifier(logits_BRV, draft, round))

@@ -66,10 +66,11 @@ def run(args: Namespace) -> int:
     import torch
 
     from megatron_mtp.cpu import substitutions
-    from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
+    from megatron_mtp.decoding.engine import ContinuousEngine
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.memory import blocks_for, blocks_in
     from megatron_mtp.decoding.method import parse_config
+    from megatron_mtp.decoding.scheduler import EngineSettings
     from megatron_mtp.server.api import Served, listener, serve
     from megatron_mtp.server.async_engine import Leader, follow, group_of_all
     from megatron_mtp.server.detokenizer import Codec, TextCodec

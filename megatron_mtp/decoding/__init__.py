@@ -26,9 +26,10 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     memory.py            keys, values and states of texts, together
     sequences.py         the tensors of a batch of texts while they grow
     method.py            a config from JSON; proposer, verifier and K, checked against each other and the model
-    blocks.py            which blocks are free, and which hold a beginning that texts share
+    block_manager.py     which blocks are free, and which hold a beginning that texts share
     judged.py            penalties and log-probabilities
     batch.py             propose, verify and keep for texts that draft alike; a text ends at EOS, also inside a draft
+    scheduler.py         who runs in a step: prompts, texts that are decoded, and those that are put back
     engine.py            continuous batching: requests join and leave between steps
     auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
     load.py              a checkpoint folder to a runner

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.auto import AutoK
-from megatron_mtp.decoding.blocks import Held
+from megatron_mtp.decoding.block_manager import Held
 from megatron_mtp.decoding.graphs import GraphedStep, KeptTensors, can_record
 from megatron_mtp.decoding.judged import NO_PENALTIES, Judge, logprobs_of, penalised
 from megatron_mtp.decoding.kv_cache import chain_rows, rounded
@@ -117,14 +117,28 @@ class PrefillBatch:
     of so many tokens and one more: so drafters catch up part by part, by what they do for any text.
 
     Args:
+        counts: rows of each text to run.
         sequences: a row for each text.
     """
 
-    def __init__(self, runner: Runner, texts: list[Text], sequences: Sequences) -> None:
-        self.runner, self.texts, self.sequences = runner, texts, sequences
+    def __init__(self, runner: Runner, texts: list[Text], counts: list[int], sequences: Sequences) -> None:
+        self.runner, self.texts, self.counts, self.sequences = runner, texts, counts, sequences
+        self.stats = AcceptanceStats()
         sequences.prompt_lengths = [len(text.request.prompt) for text in texts]
         sequences.progress = [text.progress for text in texts]
         sequences.packs = not sequences.few_shapes
+
+    def step(self) -> list[Update]:
+        """Run the rows; every text has its first token, or an update without any while its prompt runs."""
+        self.run(self.counts)
+        first = {update.request: update for update in self.begin()}
+        for update in first.values():
+            self.stats.count(0, 0, len(update.tokens))
+        return [
+            first.get(text.number, Update(text.number, []))
+            for text in self.texts
+            if text.number in first or not text.has_run
+        ]
 
     def run(self, counts: list[int]) -> None:
         """Run so many rows of each text through the trunk."""
@@ -258,7 +272,6 @@ class DecodeBatch:
     `Sequences.ahead`.
 
     Args:
-        auto_of: automatic K of batches of about so many texts.
         kept: tensors that recorded steps read, where steps are recorded.
         overlap: whether to do so where a step reads nothing back.
 
@@ -271,17 +284,21 @@ class DecodeBatch:
         runner: Runner,
         texts: list[Text],
         sequences: Sequences,
-        auto_of: Callable[[Method, int], AutoK | None],
         kept: KeptTensors,
         overlap: bool = False,
     ) -> None:
         self.runner, self.sequences, self._overlap = runner, sequences, overlap
         self.method = texts[0].method
-        self._auto_of, self._kept = auto_of, kept
+        self._kept = kept
         self._auto: AutoK | None = None
         self._pending: PendingOutput | None = None
         self._rows: list[Text] = texts
         self._keep([*range(len(texts))])
+
+    @property
+    def stats(self) -> AcceptanceStats:
+        """What the last step has cost and gained."""
+        return self.method.stats
 
     @property
     def texts(self) -> list[Text]:
@@ -312,7 +329,7 @@ class DecodeBatch:
 
     def choose(self) -> int:
         """K of the next step."""
-        self._auto = self._auto_of(self.method, len(self.texts))
+        self._auto = auto_of(self.runner, self.method, len(self.texts))
         return self.method.count if self._auto is None else self._auto.choose()
 
     def step(self) -> list[Update]:
@@ -412,6 +429,13 @@ class DecodeBatch:
             recorded = self._kept.move(sequences, (own.config, sampling))
             take = lambda count: step(self.runner, sequences, self.method, count)  # noqa: E731
             self._graphed = GraphedStep(take, sequences, own.proposer, recorded)
+
+
+def auto_of(runner: Runner, method: Method, texts: int) -> AutoK | None:
+    """Automatic K of about so many texts, the next power of two, as any engine of the model has measured it."""
+    if not method.auto:
+        return None
+    return runner.auto_counts.setdefault((method.config, _few_sizes(max(texts, 1))), AutoK(method.count))
 
 
 def _few_sizes(texts: int) -> int:

@@ -285,7 +285,7 @@ def engine_with(
         engine._method_of(requests[0])
         method = engine._methods[config, requests[0].sampling.greedy]
         method.proposer = Agreeing(method.proposer, answers)
-    return engine, [engine._texts[engine.add(request)] for request in requests]
+    return engine, [engine.scheduler.texts[engine.add(request)] for request in requests]
 
 
 def prefilled(
@@ -298,7 +298,7 @@ def prefilled(
     """Texts that have their first tokens."""
     engine, _ = engine_with(runner, prompts, 100, speculative, drafter=drafter, sampling=sampling)
     engine.step()
-    (made,) = engine._groups.values()
+    (made,) = engine.scheduler.decoded.values()
     return made
 
 
@@ -314,18 +314,18 @@ def run(
     """Decode greedily, with drafts made to agree where `answers` are given; what is left in the memory at the end."""
     engine, texts = engine_with(runner, prompts, new_tokens, speculative, answers, drafter, stop_ids=stop_ids)
     held: dict[int, tuple[list[int], int | None]] = {}
-    proposer, free = texts[0].method.proposer, engine._free
+    proposer, free = texts[0].method.proposer, engine.scheduler.free
 
     def freed(text: Text) -> None:
         held[text.number] = [*text.held.blocks], text.entry
         free(text)
 
-    engine._free = freed  # type: ignore[method-assign]
+    engine.scheduler.free = freed  # type: ignore[method-assign]
     while engine.busy:
         engine.step()
     for text in texts:
         text.held.blocks, text.entry = held[text.number]
-    memory = engine._memory.through(engine._pages(texts))
+    memory = engine.scheduler.memory.through(engine.scheduler.pages_of(texts))
     used = Sequences(runner, [text.tokens for text in texts], [*range(len(texts))], memory)
     used.prompt_lengths, used.progress = [*map(len, prompts)], [text.progress for text in texts]
     return used, Driven(proposer, engine.stats)

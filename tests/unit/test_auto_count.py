@@ -118,7 +118,10 @@ def taught(drafter: float, accepted: list[float], target: float = 1.0) -> AutoK:
     auto, rates = AutoK(len(accepted)), [round(1000 * rate) for rate in accepted]
     for _ in range(8):
         count = auto.choose()
-        auto.learn(count, AcceptanceStats(1, 1, rates, [1000] * len(rates), target, drafter * count))
+        auto.learn(
+            count,
+            AcceptanceStats(1, 1, rates, [1000] * len(rates), target_seconds=target, drafter_seconds=drafter * count),
+        )
     return auto
 
 
@@ -135,7 +138,7 @@ def test_a_forward_of_more_rows_may_cost_more() -> None:
     auto = AutoK(1)
     for _ in range(8):
         count = auto.choose()
-        auto.learn(count, AcceptanceStats(1, 1, [500], [1000], 1.0 + count))
+        auto.learn(count, AcceptanceStats(1, 1, [500], [1000], target_seconds=1.0 + count))
     assert auto.choose() == 0
 
 

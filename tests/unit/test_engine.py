@@ -17,13 +17,14 @@ from megatron_single import VOCABULARY
 
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Text
-from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
+from megatron_mtp.decoding.engine import ContinuousEngine
 from megatron_mtp.decoding.judged import Judge, penalised
 from megatron_mtp.decoding.memory import block_bytes, blocks_in
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.requests import Engine, Finish, Penalties, QueueFull, Request, Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise, Sampling
+from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.types import Draft, Round, Verdict
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -398,7 +399,7 @@ def test_a_step_reads_once_and_what_it_reads_was_begun_before(
     updates = [engine.step() for _ in range(3)]
     monkeypatch.undo()
     assert all({one.request for one in each} == set(numbers) for each in updates)
-    (group,) = engine._groups.values()
+    (group,) = engine.scheduler.decoded.values()
     unknown = [
         on_device - len(text.tokens)
         for on_device, text in zip(group.sequences.length_B.tolist(), group.texts, strict=True)
@@ -510,13 +511,13 @@ def soak(requests_count: int) -> ContinuousEngine:
 
 
 def check_soak(engine: ContinuousEngine) -> None:
-    pool, load = engine._pool, engine.load
+    pool, load = engine.scheduler.pool, engine.load
     assert load.blocks_used == 0
     assert load.preempted > 0
     assert load.cached_tokens > 0
     assert sorted([*pool._unused, *pool._kept]) == list(range(1, pool.count + 1))
     assert len(pool._known) == len(pool._known_block) == len(pool._kept)
-    assert not engine._texts
+    assert not engine.scheduler.texts
 
 
 def test_no_block_is_lost() -> None:
@@ -711,7 +712,7 @@ def test_blocks_of_a_model_fill_the_memory_that_is_given() -> None:
     engine = engine_of(blocks=5)
     engine.add(request_of([1, 2, 3], 9))
     drained(engine)
-    memory = engine._memory
+    memory = engine.scheduler.memory
     caches = [memory.cache, *memory.depth_caches(3)]
     held = sum(one.nbytes for cache in caches for one in (*cache.keys, *cache.values) if one is not None)
     assert held + memory.states_N1SH.nbytes == 6 * block_bytes(runner_of())

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_mtp.decoding import batch, graphs, kv_cache
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.auto import AutoK
-from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
+from megatron_mtp.decoding.engine import ContinuousEngine
 from megatron_mtp.decoding.graphs import GraphedStep, Graphs, Recorded, Step, can_record
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.proposers import PROPOSERS
@@ -38,6 +38,7 @@ from megatron_mtp.decoding.proposers.base import Proposer
 from megatron_mtp.decoding.requests import Request, Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft
 
@@ -322,7 +323,7 @@ def test_memory_has_a_bound(monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     for texts in (1, 2, 3, 2, 1):
         assert generate(target, prompts_of(texts), 60, speculative=settings).token_ids == answers[texts]
-        kept = target.kept._kept._kept
+        kept = target.kept.scheduler._kept._kept
         assert len(kept) <= 2
         assert all(len([one for one in recorded.values() if one]) <= 2 for _, _, recorded in kept.values())
     assert target.kept.settings.running == 3
@@ -350,7 +351,7 @@ def test_an_earlier_text_leaves_nothing_in_the_memory(request: pytest.FixtureReq
     answers = generate(target, prompts, 20).token_ids
     request.getfixturevalue("on_tape")
     generate(target, prompts, 20, speculative=settings_of("mtp"))
-    memory = target.kept._memory
+    memory = target.kept.scheduler.memory
     for cache in (memory.cache, *memory.depth_caches(3)):
         for held in (*cache.keys, *cache.values):
             held[1:].fill_(torch.nan)

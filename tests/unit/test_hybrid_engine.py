@@ -20,13 +20,14 @@ from torch import Tensor
 
 from megatron_mtp.decoding import recurrent_state
 from megatron_mtp.decoding.batch import DecodeBatch
-from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
+from megatron_mtp.decoding.engine import ContinuousEngine
 from megatron_mtp.decoding.memory import block_bytes, blocks_in, entry_bytes
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Round
 from megatron_mtp.server.detokenizer import Codec
@@ -156,7 +157,7 @@ def test_drafters_with_states_take_their_steps_one_by_one(pattern: str, method: 
     wanted = [request_of(PIECES[seed], 30, method, sampling=Sampling(1.0), seed=seed) for seed in range(3)]
     numbers = [engine.add(request) for request in wanted]
     updates = [*engine.step(), *engine.step()]
-    (group,) = engine._groups.values()
+    (group,) = engine.scheduler.decoded.values()
     assert (group._pending is not None) == overlaps
     made = texts_of([*updates, *drained(engine)])
     right = [alone(request, engine.runner, runner_of("M-*G")) for request in wanted]
@@ -197,8 +198,8 @@ def soak(requests: int) -> ContinuousEngine:
 def check_soak(engine: ContinuousEngine) -> None:
     assert engine.load.preempted > 0
     assert (engine.load.blocks_used, engine.load.states_used, engine.load.states) == (0, 0, 4)
-    assert sorted(engine._memory.free_entries) == [0, 1, 2, 3]
-    pool = engine._pool
+    assert sorted(engine.scheduler.memory.free_entries) == [0, 1, 2, 3]
+    pool = engine.scheduler.pool
     assert sorted(pool._unused) == list(range(1, pool.count + 1))
 
 
@@ -218,11 +219,11 @@ def test_blocks_and_entries_fill_the_memory_that_is_given(pattern: str, monkeypa
     for method in ("mtp", "draft_model"):
         engine.add(request_of([1, 2, 3], 9, method))
     drained(engine)
-    kept = [*engine._memory._caches]
+    kept = [*engine.scheduler.memory._caches]
     assert len(kept) == 5
     keys = sum(one.nbytes for cache in kept for one in (*cache.keys, *cache.values) if one is not None)
     layers = [one for cache in kept if cache.recurrence is not None for one in cache.recurrence.layers.values()]
-    held = keys + engine._memory.states_N1SH.nbytes + sum(part.nbytes for one in layers for part in one.parts)
+    held = keys + engine.scheduler.memory.states_N1SH.nbytes + sum(part.nbytes for one in layers for part in one.parts)
     both = runner_of(pattern), runner_of("M-*G")
     each, states = block_bytes(*both), 3 * entry_bytes(*both)
     assert held == 6 * each + states
@@ -277,16 +278,16 @@ def test_a_text_that_is_put_back_has_the_rows_that_it_had(
     agree(answer, monkeypatch)
     right, _ = run(runner, [PROMPT], NEW, {"method": "mtp_trunk_states"})
     engine.add(Request(PROMPT, NEW))
-    (text,) = engine._texts.values()
+    (text,) = engine.scheduler.texts.values()
     while engine.busy:
         engine.step()
-        if engine._groups:
-            (group,) = engine._groups.values()
+        if engine.scheduler.decoded:
+            (group,) = engine.scheduler.decoded.values()
             ours = group.sequences.only([0])
-        if len(text.progress.rounds) in when and engine._groups:
-            engine._put_back(text)
-            assert not engine._groups
-            while not engine._groups:  # until the prompt has run again
+        if len(text.progress.rounds) in when and engine.scheduler.decoded:
+            engine.scheduler.put_back(text)
+            assert not engine.scheduler.decoded
+            while not engine.scheduler.decoded:  # until the prompt has run again
                 engine.step()
     assert engine.load.preempted == len(when)
     assert text.tokens == right.texts[0] == answer[: len(PROMPT) + NEW]

@@ -9,7 +9,7 @@ from megatron_single import VOCABULARY
 from torch import Tensor
 
 from megatron_mtp.decoding.backend import Modules
-from megatron_mtp.decoding.blocks import BlockPool, Held
+from megatron_mtp.decoding.block_manager import BlockPool, Held
 from megatron_mtp.decoding.kv_cache import KVCache, Rows, ancestors_of, chain_rows, tree_rows
 from megatron_mtp.decoding.packed import packed
 from megatron_mtp.decoding.pages import Pages, read_rows, write_rows
@@ -131,7 +131,7 @@ def test_rows_in_the_place_of_padding_leave_other_blocks_alone() -> None:
 
 
 def test_known_beginnings_by_hand() -> None:
-    """The example of blocks.py: blocks of 4, one token ahead, tokens 7 8 9 1  2 3 4 5  6 7."""
+    """The example of block_manager.py: blocks of 4, one token ahead, tokens 7 8 9 1  2 3 4 5  6 7."""
     pool, tokens = BlockPool(5, 4, 1), [7, 8, 9, 1, 2, 3, 4, 5, 6, 7]
     held = Held()
     assert pool.extend(held, 10) == []

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.engine import ContinuousEngine, EngineSettings
+from megatron_mtp.decoding.engine import ContinuousEngine
 from megatron_mtp.decoding.memory import blocks_for
 from megatron_mtp.decoding.requests import Finish, Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.files import synced
 

@@ -13,8 +13,8 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     verifiers/           VERIFIERS: which drafts are accepted
     runner.py            a loaded model row by row: trunk, depths, head
     pages.py             blocks of memory that texts share, and the tables that name them
+    rows.py              where the rows of a forward stand: chains, trees, and rows of several texts without padding
     kv_cache.py          keys and values of rows in these blocks, and the roll-back of rejected ones
-    packed.py            rows of several texts one behind the other, without padding
     cached_attention.py  attention over the cache, in the place of a trained model's
     latent_attention.py  multi-latent attention over cached latents
     recurrent_layers.py  Mamba-2 and Gated DeltaNet row by row, in the places of a hybrid's

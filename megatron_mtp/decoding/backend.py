@@ -8,14 +8,14 @@ less in between. Packages add others by an entry point:
 
 The first one that fits the model runs it; one that does not raises `Unfit` when it is made. It may override the three
 methods `run`, `draft` and `product`, call the core's for what it leaves to them, and read all attributes of `Modules`,
-`Stack` and `MTPRows`. kv_cache.py, pages.py and recurrent_state.py say what rows and caches hold, recurrent_layers.py
-what a layer is made of.
+`Stack` and `MTPRows`. rows.py, kv_cache.py, pages.py and recurrent_state.py say what rows and caches hold,
+recurrent_layers.py what a layer is made of.
 
 Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary, N drafts.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from megatron_mtp.decoding.dense_layer import Angles, Forward, Multiply, lean, short_norm, turns
-from megatron_mtp.decoding.kv_cache import KVCache, Rows
-from megatron_mtp.decoding.packed import packed
+from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.recurrent_state import RecurrentScope
+from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.model.hybrid import DepthStack, MTPHybridModel
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPTrunk
@@ -122,9 +122,10 @@ class Modules:
             number: of the stack.
             given_SBH: the states that an MTP layer continues; None for the trunk.
         """
-        if (own := packed(rows, cache)) is not None:
-            given_SBH = None if given_SBH is None else own.states(given_SBH)
-            return own.unpacked(self._run(number, own.tokens(tokens_BR), given_SBH, own, own.cache(cache)))
+        if (own := rows.without_padding()) is not None:
+            given_SBH = None if given_SBH is None else own.packed_states(given_SBH)
+            through = cache.through(replace(cache.pages, text_X=own.text_X))
+            return own.unpacked_states(self._run(number, own.packed(tokens_BR), given_SBH, own, through))
         return self._run(number, tokens_BR, given_SBH, rows, cache)
 
     def draft(self, passes: Sequence[MTPRows], drafted_BN: Tensor) -> bool:

@@ -16,10 +16,10 @@ from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.block_manager import Held
 from megatron_mtp.decoding.graphs import GraphedStep, KeptTensors, can_record
 from megatron_mtp.decoding.judged import NO_PENALTIES, Judge, logprobs_of, penalised
-from megatron_mtp.decoding.kv_cache import chain_rows, rounded
 from megatron_mtp.decoding.method import Method
 from megatron_mtp.decoding.recurrent_state import ROLLED_BACK
 from megatron_mtp.decoding.requests import Finish, Request, TokenLogprob, Update
+from megatron_mtp.decoding.rows import Rows, rounded
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import RECOVER, Sampling, draw, sampling_of
 from megatron_mtp.decoding.sequences import Progress, Sequences
@@ -174,7 +174,7 @@ class PrefillBatch:
         first_B = self._tensor(ends) - most
         window = min(rounded(max(ends), sequences.few_shapes), sequences.capacity)
         live_BR = self._not_yet_run(first_B, counts)
-        rows = chain_rows(first_B, most, window, sequences.capacity, live_BR, sequences.packs)
+        rows = Rows(first_B, most, window, sequences.capacity, live_BR, sequences.packs)
         hidden_SBH = self.runner.trunk(sequences.tokens_at(first_B, most), rows, sequences.cache)
         sequences.put_states(hidden_SBH, rows)
         for row, (text, count) in enumerate(zip(self.texts, counts, strict=True)):

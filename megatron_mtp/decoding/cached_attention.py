@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from megatron_mtp.decoding.kv_cache import KVCache, Rows
-from megatron_mtp.decoding.packed import Packed
+from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.model.portable import with_sink
 
 
@@ -73,9 +73,9 @@ def attend(
     """
     rows = scope.rows
     key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, rows)
-    if not isinstance(rows, Packed):
+    if rows.padded is None:
         return _attended(scope, query_BNRC, key_BGWC, value_BGWC, scale, sink_N)
-    return rows.packed_heads(_attended(scope, rows.heads(query_BNRC), key_BGWC, value_BGWC, scale, sink_N))
+    return rows.packed_heads(_attended(scope, rows.unpacked_heads(query_BNRC), key_BGWC, value_BGWC, scale, sink_N))
 
 
 def _attended(

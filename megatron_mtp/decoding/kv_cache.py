@@ -11,160 +11,18 @@ moves the rows of the accepted path together:
 Letters in names: B batch, R rows of a forward, P rows of a path, G key heads, C channels, W slots that are looked at.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.pages import Pages, Places, read_rows, write_rows
-from megatron_mtp.model.causal import causal_mask
-
-WINDOW_STEP, FEW_WINDOWS_STEP = 32, 128
-"""Slots that a forward looks at are a multiple of this; see `rounded`."""
+from megatron_mtp.decoding.rows import Rows
 
 CHUNK = 512
 """Rows of a prompt that go through a model at once."""
 
 BEYOND = 320
 """Slots and positions after the model's last one, which drafts may use; no token is emitted there."""
-
-FORBIDDEN = torch.finfo(torch.float32).min / 2
-"""Added to the score of a slot that a row must not look at; finite, so that a padding row has no NaN."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Where the rows of one forward stand.
-
-    Attributes:
-        positions_BR: for the rotary embedding.
-        slots_BR: where keys and values go; the scratch slot for rows that must leave no trace.
-        mask_B1RW: added to the scores.
-    """
-
-    positions_BR: Tensor
-    slots_BR: Tensor
-    mask_B1RW: Tensor
-
-    @property
-    def window(self) -> int:
-        """Places of the cache that the rows may attend to."""
-        return self.mask_B1RW.size(-1)
-
-
-class Chain(Rows):
-    """Consecutive rows. Their tensors are made when they are first read, since compiled code reads `first_B` alone.
-
-    Attributes:
-        first_B: where the first row of every text stands; before 0, rows are padding.
-        live_BR: False for padding; None where no text has ended.
-        packs: whether padding is to be left out where rows are many (packed.py).
-    """
-
-    def __init__(
-        self, first_B: Tensor, rows: int, window: int, scratch: int, live_BR: Tensor | None, packs: bool = False
-    ) -> None:
-        # a frozen dataclass refuses assignment
-        self.__dict__.update(first_B=first_B, live_BR=live_BR, packs=packs)
-        self.__dict__.update(_rows=rows, _window=window, _scratch=scratch)
-
-    first_B: Tensor
-    live_BR: Tensor | None
-    packs: bool
-    _rows: int
-    _window: int
-    _scratch: int
-
-    @cached_property
-    def places_BR(self) -> Tensor:
-        """Where the rows would stand; before 0 for padding."""
-        return self.first_B.unsqueeze(1) + torch.arange(self._rows, device=self.first_B.device)
-
-    @cached_property
-    def positions_BR(self) -> Tensor:
-        """Padding has position 0."""
-        return self.places_BR.clamp(min=0)
-
-    @cached_property
-    def counts_BR(self) -> Tensor:
-        """False for padding."""
-        inside_BR = self.places_BR >= 0
-        return inside_BR if self.live_BR is None else inside_BR & self.live_BR
-
-    @cached_property
-    def slots_BR(self) -> Tensor:
-        """The scratch slot for padding."""
-        return torch.where(self.counts_BR, self.places_BR, self._scratch)
-
-    @cached_property
-    def mask_B1RW(self) -> Tensor:
-        """Each row looks at its own slot and at all before it."""
-        return _scores(causal_mask(self.positions_BR, self.window))
-
-    @property
-    def window(self) -> int:
-        """Places of the cache that the rows may attend to."""
-        return self._window
-
-
-def rounded(slots: int, few: bool) -> int:
-    """The next multiple of 32; where few shapes are wanted, the next of 128, 256, 384, ... 1024, 1280, ...
-
-    Their steps are 128 slots, or a quarter of a power of two. So the shapes of attention change once in 128 tokens or
-    more, and at most a fifth of a long window is in vain.
-    """
-    step = max(FEW_WINDOWS_STEP, 1 << max(0, (slots - 1).bit_length() - 3)) if few else WINDOW_STEP
-    return -(-slots // step) * step
-
-
-def chain_rows(
-    first_B: Tensor, rows: int, window: int, scratch: int, live_BR: Tensor | None = None, packs: bool = False
-) -> Rows:
-    """Consecutive rows from slot `first_B` on; each looks at its own slot and at all before it.
-
-    Args:
-        window: slots that are looked at; more than any sequence's last slot.
-        scratch: the slot for rows that are not live, and for those before slot 0.
-        live_BR: False for padding.
-        packs: whether padding is to be left out where rows are many.
-    """
-    return Chain(first_B, rows, window, scratch, live_BR, packs)
-
-
-def tree_rows(base_B: Tensor, depth_BR: Tensor, ancestors_BRA: Tensor, window: int, start: int = 0) -> Rows:
-    """Rows of a tree whose slots begin at `base_B`: each looks at all slots before these, and at its own ancestors.
-
-    Args:
-        depth_BR: of each row; depth 0 has position `base_B`.
-        ancestors_BRA: over the tree's slots: True where there is the row itself, or an ancestor of it.
-        start: slots of the tree that earlier forwards have filled.
-    """
-    rows, tree = ancestors_BRA.shape[1:]
-    slots_BR = base_B.unsqueeze(1) + start + torch.arange(rows, device=base_B.device)
-    place_BW = torch.arange(window, device=base_B.device) - base_B.unsqueeze(1)
-    index_BRW = place_BW.clamp(0, tree - 1).unsqueeze(1).expand(-1, rows, -1)
-    among_B1W = ((place_BW >= 0) & (place_BW < tree)).unsqueeze(1)
-    visible_BRW = (place_BW < 0).unsqueeze(1) | (ancestors_BRA.gather(2, index_BRW) & among_B1W)
-    return Rows(base_B.unsqueeze(1) + depth_BR, slots_BR, _scores(~visible_BRW))
-
-
-def ancestors_of(parents_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Ancestors [B, R, R] (each row its own) and depth [B, R] of the rows of a tree, the root first."""
-    batch, nodes = parents_BN.shape
-    eye_RR = torch.eye(nodes + 1, dtype=torch.bool, device=parents_BN.device)
-    lines = [eye_RR[0].expand(batch, -1)]
-    for node in range(nodes):
-        above_BNR = torch.stack(lines, dim=1)
-        index_B11 = parents_BN[:, node].view(-1, 1, 1).expand(-1, 1, nodes + 1)
-        lines.append(above_BNR.gather(1, index_B11).squeeze(1) | eye_RR[node + 1])
-    ancestors_BRR = torch.stack(lines, dim=1)
-    return ancestors_BRR, ancestors_BRR.sum(dim=2) - 1
-
-
-def _scores(forbidden_BRW: Tensor) -> Tensor:
-    return torch.where(forbidden_BRW.unsqueeze(1), FORBIDDEN, 0.0)
 
 
 class States(Protocol):

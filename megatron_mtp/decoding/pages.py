@@ -10,9 +10,8 @@ Letters in names: B batch, L pages of a text, N blocks, G key heads, S slots of 
 rows of all texts, W slots that are looked at.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import override
 
 import torch
 from torch import Tensor
@@ -36,6 +35,7 @@ class Pages:
         entries: where the states of every text's recurrent layers are, which have no slots to be cropped to.
         kept_entries: how many texts have such states.
         firsts: the first block of every text, as the host knows it.
+        text_X: the text of each row, where rows of all texts stand one behind the other, [1, X] (rows.py).
     """
 
     table_BL: Tensor
@@ -44,6 +44,7 @@ class Pages:
     entries: tuple[int, ...] = ()
     kept_entries: int = 0
     firsts: tuple[int, ...] = ()
+    text_X: Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -77,6 +78,8 @@ class Pages:
         return memory_BLGSC.transpose(1, 2).flatten(2, 3)[:, :, :window]
 
     def _block(self, slots_BR: Tensor) -> Tensor:
+        if self.text_X is not None:
+            return self.table_BL[self.text_X, slots_BR[0] // self.size].unsqueeze(0)
         return self.table_BL.gather(1, slots_BR // self.size)
 
 
@@ -105,18 +108,3 @@ def read_rows(memory_NGSC: Tensor, places: Places) -> Tensor:
         rows_XC = memory_NGSC.view(-1, memory_NGSC.size(3)).index_select(0, rows_X)
         return rows_XC.view(slot_BR.size(0), 1, slot_BR.size(1), -1)
     return memory_NGSC[block_Bx, :, slot_BR].transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class PackedPages(Pages):
-    """The same for rows of all texts one behind the other, [1, X]; see packed.py.
-
-    Attributes:
-        text_X: the text of each row.
-    """
-
-    text_X: Tensor = field(kw_only=True)
-
-    @override
-    def _block(self, slots_BR: Tensor) -> Tensor:
-        return self.table_BL[self.text_X, slots_BR[0] // self.size].unsqueeze(0)

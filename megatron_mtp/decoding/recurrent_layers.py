@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from megatron_mtp.decoding.cached_attention import attach
-from megatron_mtp.decoding.packed import Packed
 from megatron_mtp.decoding.recurrent_state import Memory, Piece, RecurrentScope, Sizes
 from megatron_mtp.model.delta import of_length_one
 from megatron_mtp.model.mamba import GatedNorm
@@ -106,8 +105,8 @@ class CachedRecurrence(torch.nn.Module):
     def run_all(self, mixed_SBC: Tensor, steps_SBC: Tensor) -> Tensor:
         """All rows of the forward, [S, B, H * P]."""
         rows = self.scope.rows
-        if isinstance(rows, Packed):  # a state must not go on from one text to the next
-            return rows.states(self._run_all(rows.unpacked(mixed_SBC), rows.unpacked(steps_SBC)))
+        if rows.padded is not None:  # a state must not go on from one text to the next
+            return rows.packed_states(self._run_all(rows.unpacked_states(mixed_SBC), rows.unpacked_states(steps_SBC)))
         return self._run_all(mixed_SBC, steps_SBC)
 
     def _run_all(self, mixed_SBC: Tensor, steps_SBC: Tensor) -> Tensor:

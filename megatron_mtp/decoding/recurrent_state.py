@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.cached_attention import Scope
-from megatron_mtp.decoding.kv_cache import Chain, KVCache, Rows
-from megatron_mtp.decoding.packed import Packed
+from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.pages import Pages, Places, read_rows, write_rows
+from megatron_mtp.decoding.rows import Rows
 
 ROLLED_BACK = 32
 """How far behind the rows of one forward the next may begin: 15 drafts are rejected, and as many rows that another text
@@ -150,7 +150,7 @@ class Recurrence:
         for memory in self.layers.values():
             memory.forget(entry)
 
-    def _piece(self, rows: Chain, part: slice, pages: Pages) -> Piece:
+    def _piece(self, rows: Rows, part: slice, pages: Pages) -> Piece:
         live_BR, place_BR = rows.counts_BR[:, part], rows.places_BR[:, part]
         lead_B = self._lead(live_BR, place_BR, pages)
         self.end_E[pages.where] = lead_B + live_BR.sum(dim=1)
@@ -185,10 +185,10 @@ def _places(slots_BR: Tensor, pages: Pages) -> Places:
     return pages.entry_B.unsqueeze(1), slots_BR
 
 
-def _chain(rows: Rows) -> Chain:
-    if isinstance(rows, Packed):
-        return rows.chain
-    if not isinstance(rows, Chain):
+def _chain(rows: Rows) -> Rows:
+    if rows.padded is not None:
+        return rows.padded
+    if not rows.is_chain:
         raise ValueError("recurrent layers run chains alone, since a state has no branches; draft chains.")
     return rows
 

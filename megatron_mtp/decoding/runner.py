@@ -13,10 +13,11 @@ from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.backend import backend_for, layers_of
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.experts import place_static_experts, reads_nothing_back
-from megatron_mtp.decoding.kv_cache import BEYOND, KVCache, Rows
+from megatron_mtp.decoding.kv_cache import BEYOND, KVCache
 from megatron_mtp.decoding.latent_attention import cache_latents
 from megatron_mtp.decoding.recurrent_layers import attach_stack
 from megatron_mtp.decoding.recurrent_state import RecurrentScope
+from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.hybrid import MTPHybridModel
 from megatron_mtp.model.trunk import MTPTrunk

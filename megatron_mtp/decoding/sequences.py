@@ -15,16 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.kv_cache import (
-    KVCache,
-    Rows,
-    ancestors_of,
-    chain_rows,
-    rounded,
-    tree_rows,
-)
+from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.memory import Memory
 from megatron_mtp.decoding.pages import Pages, read_rows, write_rows
+from megatron_mtp.decoding.rows import Rows, ancestors_of, rounded
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise
 from megatron_mtp.decoding.types import Draft, Verdict
@@ -219,7 +213,7 @@ class Sequences:
             place_BR = first_B.unsqueeze(1) + torch.arange(rows, device=first_B.device)
             inside_BR = place_BR < end_B.unsqueeze(1)
             live_BR = inside_BR if live_BR is None else inside_BR & live_BR
-        return chain_rows(first_B, rows, self.window(beyond), self.capacity, live_BR, self.packs)
+        return Rows(first_B, rows, self.window(beyond), self.capacity, live_BR, self.packs)
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
         """Tokens at `count` positions from `first_B` on, [B, count]."""
@@ -249,9 +243,10 @@ class Sequences:
         return self.tree(depth_BR, ancestors_BRR)
 
     def tree(self, depth_BR: Tensor, ancestors_BRA: Tensor, start: int = 0) -> Rows:
-        """Rows of a tree whose slots begin at t_m's; see `kv_cache.tree_rows`."""
-        rows = tree_rows(self.newest_B, depth_BR, ancestors_BRA, self.window(ancestors_BRA.size(2)), start)
-        return replace(rows, slots_BR=torch.where(self.live_B.unsqueeze(1), rows.slots_BR, self.capacity))
+        """Rows of a tree whose slots begin at t_m's; each looks at all slots before these, and at its own ancestors."""
+        window, live_BR = self.window(ancestors_BRA.size(2)), self.live_B.unsqueeze(1).expand_as(depth_BR)
+        tree = depth_BR, ancestors_BRA, start
+        return Rows(self.newest_B, depth_BR.size(1), window, self.capacity, live_BR, False, *tree)
 
     def keep(self, draft: Draft, verdict: Verdict) -> None:
         """Append the accepted path and the token after it; cache and states keep only the path's rows."""

@@ -24,6 +24,7 @@ from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.pages import Pages
 from megatron_mtp.decoding.proposers.base import Proposer
 from megatron_mtp.decoding.requests import Request
+from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
@@ -195,6 +196,11 @@ def runs(texts: int, capacity: int) -> Pages:
     table_BL = torch.stack([torch.arange(1, texts + 1), torch.zeros(texts, dtype=torch.long)], dim=1)
     numbers = tuple(range(texts))
     return Pages(table_BL.cuda(), texts + 1, capacity, numbers, texts, tuple(one + 1 for one in numbers))
+
+
+def tree_of(base_B: Tensor, depth_BR: Tensor, ancestors_BRA: Tensor, window: int, scratch: int) -> Rows:
+    """Rows of a tree whose slots begin at `base_B`."""
+    return Rows(base_B, depth_BR.size(1), window, scratch, depth_BR=depth_BR, ancestors_BRA=ancestors_BRA)
 
 
 def sequences_of(runner: Runner, prompts: list[list[int]], capacity: int) -> Sequences:

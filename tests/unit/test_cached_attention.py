@@ -48,7 +48,7 @@ def test_cudnn_stays_out_of_attention_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(cached_attention, "scaled_dot_product_attention", attention)
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    scope: Any = SimpleNamespace(rows=None, mask=lambda *_: None)
+    scope: Any = SimpleNamespace(rows=SimpleNamespace(padded=None), mask=lambda *_: None)
     scope.cache = SimpleNamespace(append=lambda _, key, value, __: (key, value))
     for rows in (torch.zeros(1, 2, 3, 4).as_subclass(OnGPU), torch.zeros(1, 2, 3, 4)):
         attend(scope, 0, rows, rows, rows, 1.0)

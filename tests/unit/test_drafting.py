@@ -33,11 +33,12 @@ from megatron_mtp.decoding import backend
 from megatron_mtp.decoding.api import check_prompts, generate
 from megatron_mtp.decoding.batch import step
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.kv_cache import KVCache, Rows, chain_rows
+from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import PROPOSERS, base, mtp
 from megatron_mtp.decoding.proposers.ngram import continuation
 from megatron_mtp.decoding.proposers.tree import Beam
+from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
@@ -176,7 +177,7 @@ def test_trunk_states_run_the_last_k_tokens_with_the_states_ahead(monkeypatch: p
     logits = lambda given_SBH: one_hot(given_SBH[..., 0].long() % 91, 96).transpose(0, 1)  # noqa: E731
     monkeypatch.setattr(target, "draft_logits", logits)
     sequences = sequences_of(target, [[10, 11, 12]], 20)
-    sequences.put_states(states_SBH, chain_rows(sequences.length_B - 3, 6, 6, 20))
+    sequences.put_states(states_SBH, Rows(sequences.length_B - 3, 6, 6, 20))
     method = make_method(target, config_from({"method": "mtp_trunk_states"}), Sampling())
     round = Round(Sampling(), sequences.noise, method.config)
     method.proposer.propose(sequences, round, 2)

@@ -9,11 +9,11 @@ from drafting_single import first_rows, model_of, prompts_of, run, run_every_ste
 from torch import Tensor
 
 from megatron_mtp.decoding.batch import verify
-from megatron_mtp.decoding.kv_cache import ancestors_of
 from megatron_mtp.decoding.method import Method, config_from, make_method
 from megatron_mtp.decoding.proposers import base, mtp
 from megatron_mtp.decoding.proposers.lookahead import Window, _trie, _window_parents
 from megatron_mtp.decoding.proposers.tree import Beam, Tree
+from megatron_mtp.decoding.rows import ancestors_of
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences

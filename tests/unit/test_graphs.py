@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_mtp.decoding import batch, graphs, kv_cache
+from megatron_mtp.decoding import batch, graphs, rows
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.engine import ContinuousEngine
@@ -120,7 +120,7 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def narrow_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "FEW_WINDOWS_STEP", 16)
+    monkeypatch.setattr(rows, "FEW_WINDOWS_STEP", 16)
 
 
 RECORDABLE = [name for name, method in PROPOSERS.items() if method.recordable and name != "plain"]

@@ -8,8 +8,9 @@ from drafting_single import LATENT, model_of, prompts_of, run, runs
 from torch import Tensor
 
 from megatron_mtp.decoding import runner
-from megatron_mtp.decoding.kv_cache import KVCache, chain_rows
+from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.latent_attention import LatentAttention
+from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -27,7 +28,7 @@ def logits_of(target: Runner, tokens_BR: Tensor) -> tuple[Tensor, KVCache]:
     cache = KVCache(target.trunk_layers, runs(*tokens_BR.shape))
     found = []
     for first, part_BR in zip((0, 7), tokens_BR.tensor_split([7], dim=1), strict=True):
-        rows = chain_rows(torch.full((part_BR.size(0),), first), part_BR.size(1), tokens_BR.size(1), tokens_BR.size(1))
+        rows = Rows(torch.full((part_BR.size(0),), first), part_BR.size(1), tokens_BR.size(1), tokens_BR.size(1))
         found.append(target.logits(target.trunk(part_BR, rows, cache)))
     return torch.cat(found, dim=1), cache
 

@@ -1,18 +1,20 @@
 """Rows in blocks that texts share: through tables they are what a run of slots for each text holds."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from drafting_single import model_of, runs
+from drafting_single import model_of, runs, tree_of
 from megatron_single import VOCABULARY
 from torch import Tensor
 
 from megatron_mtp.decoding.backend import Modules
 from megatron_mtp.decoding.block_manager import BlockPool, Held
-from megatron_mtp.decoding.kv_cache import KVCache, Rows, ancestors_of, chain_rows, tree_rows
-from megatron_mtp.decoding.packed import packed
+from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.pages import Pages, read_rows, write_rows
+from megatron_mtp.decoding.rows import Rows, ancestors_of
 from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -46,7 +48,7 @@ def test_rows_that_are_written_and_moved_are_those_of_runs_of_slots(heads: int) 
             slots_BR = torch.stack([torch.randperm(SLOTS, generator=generator)[:5] for _ in range(TEXTS)])
             to_BR = torch.stack([torch.randperm(SLOTS, generator=generator)[:5] for _ in range(TEXTS)])
             new = torch.randn(TEXTS, heads, 5, 3, generator=generator)
-            rows = Rows(slots_BR, slots_BR, torch.zeros(TEXTS, 1, 5, 13))
+            rows: Any = SimpleNamespace(slots_BR=slots_BR, window=13)
             windows = [cache.append(0, new, 2 * new, rows) for cache in both]
             assert all(torch.equal(a, b) for a, b in zip(*windows, strict=True))
             for cache in both:
@@ -64,11 +66,11 @@ def forwards() -> Iterator[tuple[Tensor, Rows]]:
     for count in (9, 1, 4, 1, 3):
         window = min(int(first_B.max()) + count + 5, SLOTS)
         tokens_BR = torch.randint(VOCABULARY, (TEXTS, count), generator=generator)
-        yield tokens_BR, chain_rows(first_B, count, window, SLOTS)
+        yield tokens_BR, Rows(first_B, count, window, SLOTS)
         first_B = first_B + count
     ancestors_BRR, depth_BR = ancestors_of(torch.tensor([[0, 0, 2, 2, 1]]).expand(TEXTS, -1))
     tokens_BR = torch.randint(VOCABULARY, (TEXTS, 6), generator=generator)
-    yield tokens_BR, tree_rows(first_B, depth_BR, ancestors_BRR, 33)
+    yield tokens_BR, tree_of(first_B, depth_BR, ancestors_BRR, 33, SLOTS)
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
@@ -107,9 +109,9 @@ def test_rows_that_run_without_their_padding_are_those_that_run_with_it(
     made, held = [], []
     for packs in (True, False):
         trunk, depth = (KVCache(layers, pages) for layers in (2, 1))
-        runner.trunk(tokens_BR[:, :15], chain_rows(torch.zeros(TEXTS, dtype=torch.long), 15, 15, SLOTS), trunk)
-        rows = chain_rows(first_B, 30, SLOTS, SLOTS, live_BR, packs)
-        assert (packed(rows, trunk) is not None) == packs
+        runner.trunk(tokens_BR[:, :15], Rows(torch.zeros(TEXTS, dtype=torch.long), 15, 15, SLOTS), trunk)
+        rows = Rows(first_B, 30, SLOTS, SLOTS, live_BR, packs)
+        assert (rows.without_padding() is not None) == packs
         states_SBH = runner.trunk(tokens_BR, rows, trunk)
         made.append((states_SBH, runner.depth(1, states_SBH, tokens_BR, rows, depth)))
         held.append([one[1:] for cache in (trunk, depth) for one in cache.keys + cache.values if one is not None])

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.backend import MTPRows
-from megatron_mtp.decoding.kv_cache import Chain, KVCache, Rows
+from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.recurrent_layers import CachedRecurrence, attention_of, mixer_of, mlp_of, norm_before
 from megatron_mtp.decoding.recurrent_state import Recurrence, recurrence_of
+from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.model.mamba import GatedNorm
 from megatron_mtp.model.portable import PortableNorm
@@ -346,7 +347,7 @@ def _heads_of(layers: Sequence[Any]) -> tuple[int, int, int]:
 
 def _where(rows: Rows) -> tuple[Tensor | None, ...]:
     """First positions of a chain, or positions, slots and mask of any rows."""
-    if isinstance(rows, Chain) and rows.live_BR is None:
+    if rows.is_chain and rows.live_BR is None:
         return rows.first_B.contiguous(), None, None, None
     return None, rows.positions_BR.contiguous(), rows.slots_BR.contiguous(), rows.mask_B1RW.float().contiguous()
 

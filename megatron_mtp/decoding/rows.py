@@ -1,0 +1,172 @@
+"""Where the rows of a forward stand: a chain of consecutive ones, a tree, or rows of several texts without padding.
+
+A forward has as many rows of each text as the longest needs. Products do not depend on texts, so where rows are many
+they run those that count as if these were one text's; attention and recurrent layers put them back into their places:
+
+    rows of three texts    -  -  A0        packed    A0 B0 B1 B2 C0 C1
+                           B0 B1 B2
+                           -  C0 C1
+
+Letters in names: B batch, R rows of a text, A rows of a tree, X rows that count, W slots that are looked at, S rows as
+Megatron has them, H hidden, N heads, C channels.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.model.causal import causal_mask
+
+WINDOW_STEP, FEW_WINDOWS_STEP = 32, 128
+"""Slots that a forward looks at are a multiple of this; see `rounded`."""
+
+FORBIDDEN = torch.finfo(torch.float32).min / 2
+"""Added to the score of a slot that a row must not look at; finite, so that a padding row has no NaN."""
+
+
+@dataclass(eq=False)
+class Rows:
+    """Tensors are made when they are first read, since compiled code reads `first_B` alone.
+
+    Attributes:
+        first_B: where the first row of every text stands; before 0, rows are padding.
+        count: R.
+        window: slots that the rows may attend to.
+        scratch: the slot for rows that leave no trace.
+        live_BR: False for padding; None where there is none but that before slot 0.
+        packs: whether padding is to be left out where rows are many.
+        depth_BR: in a tree, of each row; depth 0 has the position `first_B`.
+        ancestors_BRA: over the tree's slots: True where there is the row itself, or an ancestor of it.
+        start: slots of the tree that earlier forwards have filled.
+        padded: the rows with their padding, where it is left out of these.
+        place_X: where those that count stand among the B * R rows.
+    """
+
+    first_B: Tensor
+    count: int
+    window: int
+    scratch: int
+    live_BR: Tensor | None = None
+    packs: bool = False
+    depth_BR: Tensor | None = None
+    ancestors_BRA: Tensor | None = None
+    start: int = 0
+    padded: "Rows | None" = None
+    place_X: Tensor | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether they are consecutive."""
+        return self.depth_BR is None
+
+    @cached_property
+    def places_BR(self) -> Tensor:
+        """Where the rows would stand; before 0 for padding."""
+        return self.first_B.unsqueeze(1) + self.start + torch.arange(self.count, device=self.first_B.device)
+
+    @cached_property
+    def counts_BR(self) -> Tensor:
+        """False for padding."""
+        inside_BR = self.places_BR >= 0
+        return inside_BR if self.live_BR is None else inside_BR & self.live_BR
+
+    @cached_property
+    def positions_BR(self) -> Tensor:
+        """For the rotary embedding; padding has position 0."""
+        if self.padded is not None:
+            return self.packed(self.padded.positions_BR)
+        if self.depth_BR is not None:
+            return self.first_B.unsqueeze(1) + self.depth_BR
+        return self.places_BR.clamp(min=0)
+
+    @cached_property
+    def slots_BR(self) -> Tensor:
+        """Where keys and values go."""
+        if self.padded is not None:
+            return self.packed(self.padded.slots_BR)
+        return torch.where(self.counts_BR, self.places_BR, self.scratch)
+
+    @cached_property
+    def mask_B1RW(self) -> Tensor:
+        """Added to the scores: a row looks at its own slot and at all before it, in a tree at its ancestors."""
+        if self.padded is not None:
+            return self.padded.mask_B1RW
+        if self.ancestors_BRA is None:
+            return _scores(causal_mask(self.positions_BR, self.window))
+        tree = self.ancestors_BRA.size(2)
+        place_BW = torch.arange(self.window, device=self.first_B.device) - self.first_B.unsqueeze(1)
+        index_BRW = place_BW.clamp(0, tree - 1).unsqueeze(1).expand(-1, self.count, -1)
+        among_B1W = ((place_BW >= 0) & (place_BW < tree)).unsqueeze(1)
+        visible_BRW = (place_BW < 0).unsqueeze(1) | (self.ancestors_BRA.gather(2, index_BRW) & among_B1W)
+        return _scores(~visible_BRW)
+
+    def without_padding(self) -> "Rows | None":
+        """The rows that count, [1, X]; None where padding may run as well, or there is none."""
+        if not self.packs:
+            return None
+        place_X = self.counts_BR.flatten().nonzero()[:, 0]
+        if place_X.numel() == self.counts_BR.numel():
+            return None
+        return Rows(self.first_B, self.count, self.window, self.scratch, padded=self, place_X=place_X)
+
+    @property
+    def text_X(self) -> Tensor:
+        """The text of each row that counts."""
+        assert self.place_X is not None
+        return self.place_X // self.count
+
+    def packed(self, values_BR: Tensor) -> Tensor:
+        """[1, X, ...]."""
+        return values_BR.flatten(0, 1)[self.place_X].unsqueeze(0)
+
+    def packed_states(self, hidden_SBH: Tensor) -> Tensor:
+        """[X, 1, H]."""
+        return self.packed(hidden_SBH.transpose(0, 1)).transpose(0, 1)
+
+    def packed_heads(self, heads_BNRC: Tensor) -> Tensor:
+        """[1, N, X, C]."""
+        return self.packed(heads_BNRC.transpose(1, 2)).transpose(1, 2)
+
+    def unpacked_states(self, packed_X1H: Tensor) -> Tensor:
+        """States of all rows [S, B, H], with zeros for padding."""
+        return self._put_back(packed_X1H[:, 0]).transpose(0, 1)
+
+    def unpacked_heads(self, packed_1NXC: Tensor) -> Tensor:
+        """[B, N, R, C], with zeros for padding."""
+        return self._put_back(packed_1NXC[0].transpose(0, 1)).transpose(1, 2)
+
+    def _put_back(self, values: Tensor) -> Tensor:
+        assert self.padded is not None
+        assert self.place_X is not None
+        counts_BR = self.padded.counts_BR
+        made = values.new_zeros(counts_BR.numel(), *values.shape[1:])
+        return made.index_copy_(0, self.place_X, values).unflatten(0, counts_BR.shape)
+
+
+def rounded(slots: int, few: bool) -> int:
+    """The next multiple of 32; where few shapes are wanted, the next of 128, 256, 384, ... 1024, 1280, ...
+
+    Their steps are 128 slots, or a quarter of a power of two. So the shapes of attention change once in 128 tokens or
+    more, and at most a fifth of a long window is in vain.
+    """
+    step = max(FEW_WINDOWS_STEP, 1 << max(0, (slots - 1).bit_length() - 3)) if few else WINDOW_STEP
+    return -(-slots // step) * step
+
+
+def ancestors_of(parents_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Ancestors [B, R, R] (each row its own) and depth [B, R] of the rows of a tree, the root first."""
+    batch, nodes = parents_BN.shape
+    eye_RR = torch.eye(nodes + 1, dtype=torch.bool, device=parents_BN.device)
+    lines = [eye_RR[0].expand(batch, -1)]
+    for node in range(nodes):
+        above_BNR = torch.stack(lines, dim=1)
+        index_B11 = parents_BN[:, node].view(-1, 1, 1).expand(-1, 1, nodes + 1)
+        lines.append(above_BNR.gather(1, index_B11).squeeze(1) | eye_RR[node + 1])
+    ancestors_BRR = torch.stack(lines, dim=1)
+    return ancestors_BRR, ancestors_BRR.sum(dim=2) - 1
+
+
+def _scores(forbidden_BRW: Tensor) -> Tensor:
+    return torch.where(forbidden_BRW.unsqueeze(1), FORBIDDEN, 0.0)

@@ -1,4 +1,4 @@
-"""Sixteen requests of mixed lengths at once: the continuous engine, `generate`'s batches, transformers' one by one.
+"""Sixteen requests of mixed lengths at once: the engine, drafting and plain, and transformers' one by one.
 
     python benchmarks/serving.py                     the quickstart's checkpoint, or a random model of its shape
     python benchmarks/serving.py --lengths uniform   other lengths
@@ -8,10 +8,9 @@
 Prompts have 20 to 120 tokens. With `skewed`, new tokens are 8 to 128, as often 8 to 16 as 64 to 128, since most of the
 texts that servers write are short and a few long; with `uniform`, every number from 8 to 128 is as likely.
 
-All sides emit the same number of tokens for each request, greedily: the engine as its texts come and go, `generate` in
-one batch in which ended texts keep their places, transformers text by text. Ours must emit the same tokens in float32,
-or the benchmark ends with an error. The sides take turns, run by run; figures are medians, with one thread of the
-processor's time, which other load disturbs less, else of the clock's.
+All sides emit the same number of tokens for each request, greedily: the engine as its texts come and go, transformers
+text by text. Ours must emit the same tokens in float32, or the benchmark ends with an error. The sides take turns, run
+by run. Figures are medians of the processor's time with one thread, which other load disturbs less, else of the clock's.
 
 Depths of random models agree with their trunks as often as agreeing.py makes them, so rates with drafting hold for that
 agreement alone; plain rates do not depend on weights.
@@ -32,7 +31,7 @@ import torch
 from benchmarks.agreeing import SMOLLM2, agreeing_model
 from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interleave, limit_threads, report, table
 from benchmarks.llama import greedy, llama_of
-from megatron_mtp.decoding import generate, load_runner
+from megatron_mtp.decoding import load_runner
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.engine import ContinuousEngine
 from megatron_mtp.decoding.requests import Request
@@ -46,7 +45,7 @@ ON_CPU = prepare()
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 192, "vocabulary": 1024, "heads": 6, "ffn": 512}
 """The quickstart's model."""
 QUICK: dict[str, Any] = {"layers": 2, "hidden": 64, "vocabulary": 128}
-OVER_BATCHES, OVER_TRANSFORMERS = 1.5, 3.0
+OVER_TRANSFORMERS = 3.0
 REPEATS, LARGE_REPEATS = 7, 3
 
 
@@ -130,9 +129,7 @@ class Sides:
         drafting = SpeculativeConfig("mtp", self.runner.depths)
         return {
             "engine": lambda: self._engine("engine", drafting),
-            "batch": lambda: self._batch("batch", drafting),
             "engine plain": lambda: self._engine("engine plain", None),
-            "batch plain": lambda: self._batch("batch plain", None),
             "transformers": self._transformers,
         }
 
@@ -140,7 +137,7 @@ class Sides:
         """End where one of ours emits other tokens than another."""
         ours = [texts for side, texts in self.texts.items() if side != "transformers"]
         if any(texts != ours[0] for texts in ours):
-            raise SystemExit("the engine and the batch do not emit the same tokens: there is nothing to compare.")
+            raise SystemExit("drafting and plain decoding do not emit the same tokens: there is nothing to compare.")
 
     def _engine(self, side: str, config: SpeculativeConfig | None) -> None:
         if side not in self.engines:  # without reuse, since every round has the same prompts
@@ -152,10 +149,6 @@ class Sides:
             for update in engine.step():
                 texts[update.request] += update.tokens
         self.texts[side] = list(texts.values())
-
-    def _batch(self, side: str, config: SpeculativeConfig | None) -> None:
-        prompts, limits = [one.prompt for one in self.requests], [one.max_new_tokens for one in self.requests]
-        self.texts[side] = generate(self.runner, prompts, limits, speculative=config).token_ids
 
     def _transformers(self) -> None:
         trunk, _ = self.llama
@@ -177,8 +170,6 @@ def goals_of(spent: dict[str, list[Spent]]) -> list[Goal]:
     """What was aimed at in tokens a second."""
     over_one_by_one = faster(spent, "engine", "transformers")
     return [
-        Goal("engine over batches, drafting", faster(spent, "engine", "batch"), OVER_BATCHES, ">="),
-        Goal("engine over batches, plain", faster(spent, "engine plain", "batch plain"), OVER_BATCHES, ">="),
         Goal("engine over transformers one by one", over_one_by_one, OVER_TRANSFORMERS, ">="),
     ]
 

@@ -10,7 +10,7 @@ texts that servers write are short and a few long; with `uniform`, every number 
 
 All sides emit the same number of tokens for each request, greedily: the engine as its texts come and go, transformers
 text by text. Ours must emit the same tokens in float32, or the benchmark ends with an error. The sides take turns, run
-by run. Figures are medians of the processor's time with one thread, which other load disturbs less, else of the clock's.
+by run. Figures are medians: of the processor's time with one thread, which other load disturbs less; else of the clock.
 
 Depths of random models agree with their trunks as often as agreeing.py makes them, so rates with drafting hold for that
 agreement alone; plain rates do not depend on weights.

@@ -25,7 +25,7 @@ def _cosine(first: float, final: float, progress: float) -> float:
 
 
 SCHEDULES: dict[str, Callable[[float, float, float], float]] = {"step": _step, "cosine": _cosine}
-"""How lambda goes from a first to a final value, as the progress grows from 0 to 1; a new one is a row."""
+"""Course of lambda from a first to a final value, as the progress grows from 0 to 1; a new one is a row."""
 
 
 def _flag[T](default: T, help_text: str, **argparse_kwargs: object) -> T:
@@ -36,7 +36,7 @@ def _flag[T](default: T, help_text: str, **argparse_kwargs: object) -> T:
 
 @dataclass(frozen=True)
 class MTPConfig:
-    """What `pretrain_gpt.py` adds to Megatron's flags, one field a flag.
+    """Settings that `pretrain_gpt.py` adds to Megatron's flags, one field a flag.
 
     The name of the loss and `mtp_loss_mix` are checked where the table of losses is: `megatron_mtp.losses.depth_loss`.
 
@@ -53,7 +53,7 @@ class MTPConfig:
     )
     mtp_init: str | None = _flag(
         None,
-        "How to initialise depths that the loaded checkpoint does not have: 'random' as in a new model, 'last-layer' "
+        "How to initialize depths that the loaded checkpoint does not have: 'random' as in a new model, 'last-layer' "
         "with the trunk's last layer (and eh_proj passing the hidden state on). Default: refuse to load such a "
         "checkpoint.",
         metavar="{" + ",".join(INITS) + "}",
@@ -133,7 +133,7 @@ class MTPConfig:
         metavar="S",
     )
     mtp_z_loss: float = _flag(
-        0.0, "Weight of the squared log-normaliser in the depths' cross-entropy. Default: 0.", type=float, metavar="Z"
+        0.0, "Weight of the squared log-normalizer in the depths' cross-entropy. Default: 0.", type=float, metavar="Z"
     )
     mtp_loss_weights: str | None = _flag(
         None,
@@ -196,7 +196,7 @@ class MTPConfig:
         self._check_schedule()
 
     def loss_weights(self, depths: int) -> list[float]:
-        """Of depth 1 .. D.
+        """The weights of depth 1 .. D.
 
         Raises:
             ValueError: they are not D numbers of 0 or more, of which one is above 0.
@@ -280,7 +280,7 @@ def number_of(text: str) -> float:
 
 
 def are_weights(numbers: Sequence[float]) -> bool:
-    """Whether they are finite, none below 0, and not all 0."""
+    """Return whether they are finite, none below 0, and not all 0."""
     return all(0 <= number < math.inf for number in numbers) and any(numbers)
 
 

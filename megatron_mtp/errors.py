@@ -1,4 +1,4 @@
-"""How a command ends that cannot go on: one sentence on stderr and an exit status; a bug keeps its traceback.
+"""The end of a command that cannot go on: one sentence on stderr and an exit status; a bug keeps its traceback.
 
     a mistake of the user's, a full disk, no memory    PROGRAM: error: SENTENCE    status 2
     Ctrl-C                                             PROGRAM: interrupted        status 130
@@ -26,7 +26,7 @@ LONGEST = 600
 """Letters of a library's message that are shown."""
 
 MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory")
-"""What torch says where there is no more."""
+"""Messages of torch where memory is exhausted."""
 
 Mistakes = type[Exception] | tuple[type[Exception], ...]
 
@@ -141,7 +141,7 @@ def _of_the_output(error: Exception) -> str | None:
 
 
 def sentence_of_the_machine(error: BaseException) -> str | None:
-    """What a disk, a file or the memory fails with; None of anything else, which is a bug."""
+    """The failure of a disk, a file or the memory; None for anything else, which is a bug."""
     message = _one_line(error)
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in message for words in MEMORY)

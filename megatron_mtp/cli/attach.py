@@ -27,7 +27,7 @@ from megatron_mtp.training.run_record import read_run_record
 
 TRACKER = "latest_checkpointed_iteration.txt"
 PASSES = 2
-"""Of the depth, if nothing is said: the best number that docs/objectives.md has measured."""
+"""Default of --unroll: the best number that docs/objectives.md has measured."""
 
 EXAMPLES = """examples:
   # one depth, which drafts as often as it is asked to; 600 steps; all output is in runs/attached
@@ -166,7 +166,7 @@ def _words(command: str) -> list[str]:
 
 
 def _check_texts(args: Namespace) -> None:
-    """Whether the flags of own texts fit, and an earlier training of this folder had the same data.
+    """Check whether the flags of own texts fit, and an earlier training of this folder had the same data.
 
     Raises:
         ValueError: they do not, or it had other data.
@@ -208,7 +208,7 @@ def _only(args: Namespace) -> int:
 
 
 def _warned(args: Namespace) -> bool:
-    """Whether the attached model has no Hugging Face form, which is printed, so that nobody finds out at the end."""
+    """Return whether the attached model has no Hugging Face form, and print that before the training."""
     start = args.run / "start"
     if not start.is_dir():
         return False
@@ -265,7 +265,7 @@ class Step:
 
 
 def _has_corpus(args: Namespace) -> bool:
-    """Whether the corpus is made into tokens; not that of conversations, which the model answers itself."""
+    """Return whether the corpus is made into tokens; not that of conversations, which the model answers itself."""
     return args.self_generated is None or not _is_chat(args.corpus)
 
 
@@ -297,7 +297,7 @@ def _sample(args: Namespace) -> list[str] | None:
 
 
 def _is_chat(corpus: str) -> bool:
-    """Whether it is a file of conversations."""
+    """Return whether it is a file of conversations."""
     path = Path(corpus)
     if path.suffix != ".jsonl" or not path.is_file():
         return False
@@ -362,7 +362,7 @@ def _depths(args: Namespace) -> int:
 
 
 def _passes(args: Namespace) -> int | None:
-    """Of one depth; None for depths that have one pass each."""
+    """Passes of one depth; None for depths that have one pass each."""
     return args.unroll or (PASSES if args.depths is None else None)
 
 

@@ -167,7 +167,7 @@ def _torch() -> ModuleType | None:
 
 
 def check_kernels() -> list[Check]:
-    """What makes training faster."""
+    """Libraries that make training faster."""
     return [_transformer_engine(), _apex(), _compiler()]
 
 
@@ -241,7 +241,7 @@ def _state(patch: "Patch", probe: bool) -> str:
 
 
 def check_patches(rows: list[Row]) -> list[Check]:
-    """Whether every row is known to be right for the installed versions."""
+    """Return whether every row is known to be right for the installed versions."""
     if not rows:
         return []
     states = [row.state.partition(" (")[0] for row in rows]

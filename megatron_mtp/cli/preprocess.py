@@ -54,7 +54,7 @@ def main(arguments: list[str], program: str = "megatron-mtp preprocess") -> int:
 
 
 def preprocess(args: argparse.Namespace) -> int:
-    """Find documents, tokenise them and write the corpus; returns 0.
+    """Find documents, tokenize them and write the corpus; returns 0.
 
     Raises:
         ValueError: a user's mistake, or a worker process died.
@@ -190,7 +190,7 @@ def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
 
 
 def _is_record(record: dict[str, Any]) -> bool:
-    """Whether a sidecar has what a corpus of ours has said of itself, and the tokenizer is there."""
+    """Return whether a sidecar has what a corpus of ours has said of itself, and the tokenizer is there."""
     folder, settings = record.get("tokenizer"), record.get("settings")
     is_there = isinstance(folder, str) and os.path.isdir(folder)
     return is_there and isinstance(settings, dict) and {"documents", "tokens"} <= record.keys()

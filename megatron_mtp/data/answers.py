@@ -37,7 +37,7 @@ class AnswersDataset(GPTDataset):
         return {**sample, "loss_mask": sample["loss_mask"].masked_fill(~chosen_S, 0)}
 
     def _chosen(self, idx: int) -> np.ndarray:
-        """Whether the label of every position, which is the next token, belongs to an answer: [S]."""
+        """Return whether the label of every position, which is the next token, belongs to an answer: [S]."""
         place = self.shuffle_index[idx]
         (first, start), (last, end) = self.sample_index[place], self.sample_index[place + 1]
         found: list[np.ndarray] = []

@@ -1,4 +1,4 @@
-"""Documents to Megatron's indexed dataset: tokenised in parallel, written beside and renamed.
+"""Documents to Megatron's indexed dataset: tokenized in parallel, written beside and renamed.
 
 Out: PREFIX.bin  the tokens of all documents, one after the other, each document ended by the EOD id
      PREFIX.idx  Megatron's index: one sequence per document
@@ -40,7 +40,7 @@ EncodeChunks = Callable[[list[list[Document]]], Iterator[list[np.ndarray]]]
 def write_corpus(
     documents: Sequence[Document], encoder: Encoder, prefix: str, json_key: str, workers: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Tokenise documents in their order into PREFIX.bin, PREFIX.idx and PREFIX.json.
+    """Tokenize documents in their order into PREFIX.bin, PREFIX.idx and PREFIX.json.
 
     A failed or killed run leaves no PREFIX.idx. More than one worker means spawned processes: a script that calls this
     needs a `__main__` guard.
@@ -139,7 +139,7 @@ def _write_tokens(
     ):
         encoded = encode_chunks(chunks)
         builder = _dataset_builder(partial["bin"], encoder.vocab_size)  # imports Megatron while the workers start
-        bar.set_description("tokenising")
+        bar.set_description("tokenizing")
         tokens: list[np.ndarray] = []
         for part, part_tokens in _pairs(chunks, encoded):
             tokens.append(part_tokens)

@@ -1,4 +1,4 @@
-"""How many positions are taken at once where logits are made: so many that a chunk's logits fit a budget, or 256.
+"""Sizes of the chunks in which logits are made: so many positions that a chunk's logits fit a budget, or 256.
 
 A chunk of float32 logits is as large on every rank, so that all ranks walk over the same chunks.
 """
@@ -12,7 +12,7 @@ CHUNK_BYTES_CUDA = 512 * 2**20
 """On a GPU a product has to be large enough to fill the card."""
 
 LEAST_POSITIONS = 256
-"""Of a chunk, whatever their logits need: with half as many, products are a tenth slower."""
+"""Positions of a chunk, whatever their logits need: with half as many, products are a tenth slower."""
 
 BLOCK_BYTES = 2**20
 """The part of a chunk that a CPU hands to the loss at once: its passes over the logits then run in a core's own cache,

@@ -1,4 +1,4 @@
-"""One scalar from the trunk's and the depths' sums of losses: masks, weights and normaliser in one place.
+"""One scalar from the trunk's and the depths' sums of losses: masks, weights and normalizer in one place.
 
 By default Megatron's schedule divides this scalar by the microbatch's count of tokens. With
 `--calculate-per-token-loss` it divides every gradient by the count of the global batch. So the scalar is
@@ -7,7 +7,7 @@ By default Megatron's schedule divides this scalar by the microbatch's count of 
     per token   sum_main + sum_d w_d sum_d             then divided by the global T
 
 with w_d = lambda / D (times the depth's own weight), T the main tokens and T_d those of depth d. The second is the
-paper's normaliser (arXiv:2412.19437, eq. 24 divides every depth by T), and does not depend on how a global batch is
+paper's normalizer (arXiv:2412.19437, eq. 24 divides every depth by T), and does not depend on how a global batch is
 cut. Under context parallelism every rank has a part of the sums, and T and T_d are counts of the whole microbatch, so
 the ranks' scalars add up to that of the microbatch. An empty mask gives loss 0 and gradient 0.
 """

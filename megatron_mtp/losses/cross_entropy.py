@@ -42,13 +42,13 @@ class CrossEntropy(TokenLoss):
         if self.label_smoothing:
             rows_N2.append(vocabulary.tokens_of(logits_NV).sum(1, keepdim=True))
         linear_N2 = vocabulary.added(torch.cat(rows_N2, dim=1))
-        softmax_NV, normaliser_N1 = vocabulary.softmax_(logits_NV)
-        loss_N = normaliser_N1[:, 0] - (1 - self.label_smoothing) * linear_N2[:, 0]
+        softmax_NV, normalizer_N1 = vocabulary.softmax_(logits_NV)
+        loss_N = normalizer_N1[:, 0] - (1 - self.label_smoothing) * linear_N2[:, 0]
         if self.label_smoothing:
             loss_N -= self.label_smoothing / vocabulary.size * linear_N2[:, 1]
         if self.z_loss:
-            loss_N += self.z_loss * normaliser_N1[:, 0].square()
-            softmax_NV *= 1 + 2 * self.z_loss * normaliser_N1
+            loss_N += self.z_loss * normalizer_N1[:, 0].square()
+            softmax_NV *= 1 + 2 * self.z_loss * normalizer_N1
         if self.label_smoothing:
             vocabulary.tokens_of(softmax_NV).sub_(self.label_smoothing / vocabulary.size)
         hit_N1 = (1 - self.label_smoothing) * is_own_N1.to(softmax_NV.dtype)

@@ -3,7 +3,7 @@
     kd    t^2 KL(p || q), both at temperature t     gradient  t (q - p)          (Hinton et al., arXiv:1503.02531)
 
 With a draft vocabulary q is a distribution over its tokens. kd then compares with p restricted to them and
-renormalised, since log p - log q is infinite for the others.
+renormalized, since log p - log q is infinite for the others.
 
 Letters in names: N positions, V this rank's slice of the vocabulary.
 """
@@ -42,9 +42,9 @@ class Divergence(TokenLoss):
         assert chunk.teacher_NV is not None
         teacher_NV = vocabulary.drafted(chunk.teacher_NV)
         gap_NV = logits_NV.div_(self.temperature) - teacher_NV.div_(self.temperature)
-        q_NV, q_normaliser_N1 = vocabulary.softmax_(logits_NV)
-        p_NV, p_normaliser_N1 = vocabulary.softmax_(teacher_NV)
-        gap_NV += p_normaliser_N1 - q_normaliser_N1  # log q - log p
+        q_NV, q_normalizer_N1 = vocabulary.softmax_(logits_NV)
+        p_NV, p_normalizer_N1 = vocabulary.softmax_(teacher_NV)
+        gap_NV += p_normalizer_N1 - q_normalizer_N1  # log q - log p
         gap_NV.clamp_(max=LARGEST_GAP)
         floor_NV = q_NV * math.exp(-LARGEST_GAP)
         terms_NV = torch.expm1(gap_NV).sub_(gap_NV)  # p (log p - log q) - p + q, where no terms cancel

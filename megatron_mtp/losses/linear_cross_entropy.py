@@ -162,7 +162,7 @@ class _LinearLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Head:
-    """What all chunks have in common; their weight gradients are added to `sum_VH`, if there is one."""
+    """Common data of all chunks; their weight gradients are added to `sum_VH`, if there is one."""
 
     token_loss: TokenLoss
     vocabulary: Vocabulary
@@ -302,7 +302,7 @@ class _Taught:
         self._taught_N = _in_turn(targets.taught_DN).cpu()  # once, since a GPU would be waited for in every chunk
 
     def labels(self, chunk: slice) -> _SoftLabels:
-        """Of the chunk's rows."""
+        """The soft labels of the chunk's rows."""
         state_T, row_N = (each.to(self._states_TH.device) for each in self._taught_N[chunk].unique(return_inverse=True))
         return _SoftLabels(self._products.of(self._states_TH[state_T], chunk), row_N)
 

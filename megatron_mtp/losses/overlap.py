@@ -46,7 +46,7 @@ class OfOverlap:
 
 @dataclass(frozen=True)
 class OverlapLoss(TokenLoss):
-    """What the losses of this file share: the trunk's distribution over all tokens, and a temperature of both.
+    """Common part of the losses of this file: the trunk's distribution over all tokens, and a temperature of both.
 
     Attributes:
         reads_divergence: it is a function of kd, too.

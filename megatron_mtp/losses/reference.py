@@ -18,7 +18,7 @@ from megatron_mtp.losses.mix import mix_weights
 
 @dataclass(frozen=True)
 class Whole:
-    """What a definition reads: logits over the whole vocabulary, labels as tokens, drafted tokens, a run's settings."""
+    """Inputs of a definition: logits over the whole vocabulary, labels as tokens, drafted tokens, a run's settings."""
 
     logits_NV: Tensor
     labels_N: Tensor
@@ -75,7 +75,7 @@ def _ce(whole: Whole) -> Tensor:
 
 
 def _kd(whole: Whole) -> Tensor:
-    """The trunk's distribution is restricted to the drafted tokens and renormalised."""
+    """The trunk's distribution is restricted to the drafted tokens and renormalized."""
     temperature = whole.settings.mtp_temperature
     log_q_NK = torch.log_softmax(whole.drafts_NK() / temperature, 1)
     log_p_NK = torch.log_softmax(whole.teacher()[:, whole.drafted_K] / temperature, 1)

@@ -1,4 +1,4 @@
-"""What a loss of the depths is: a class that says what it needs, and computes a chunk's losses with their gradients.
+"""Interface of the depths' losses: a class that says what it needs, and computes a chunk's losses with their gradients.
 
 Letters in names: N positions, V this rank's slice of the vocabulary, D depths.
 """
@@ -15,7 +15,7 @@ from megatron_mtp.losses.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a loss is computed from: some positions at once.
+    """Inputs of a loss: some positions at once.
 
     Attributes:
         logits_NV: the depth's, this rank's slice, in float32 at least.
@@ -61,12 +61,12 @@ class TokenLoss(ABC):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether it compares with the trunk's own distribution of the token."""
+        """Return whether it compares with the trunk's own distribution of the token."""
         return False
 
     @property
     def needs_whole_teacher(self) -> bool:
-        """Whether it does so over all tokens, also where the depths draft from some of them."""
+        """Return whether it does so over all tokens, also where the depths draft from some of them."""
         return False
 
     @classmethod

@@ -35,7 +35,7 @@ FOUND = 9
 
 @dataclass(frozen=True)
 class Products:
-    """What a kernel reads; it overwrites the products with gradients.
+    """Inputs of a kernel; it overwrites the products with gradients.
 
     Attributes:
         products_NV: states times the head: logits before `vocabulary.logit_scale`.
@@ -77,7 +77,7 @@ class Products:
 
 
 def has_kernel(token_loss: TokenLoss, products_NV: Tensor, vocabulary: Vocabulary) -> bool:
-    """Whether there is a kernel for the loss here; a loss that extends one has none."""
+    """Return whether there is a kernel for the loss here; a loss that extends one has none."""
     is_fitting = products_NV.is_cuda and products_NV.dtype in DTYPES and vocabulary.ranks == 1
     return is_fitting and type(token_loss) in KERNELS and why_not("triton") is None
 

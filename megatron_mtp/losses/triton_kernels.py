@@ -1,6 +1,6 @@
 """Kernels for a GPU: a row of products becomes the gradient by them in one place, in two to four passes over the row.
 
-One program takes one row. A first pass finds the largest logit and the normaliser, the last one writes gradients
+One program takes one row. A first pass finds the largest logit and the normalizer, the last one writes gradients
 in the products' memory and type. All in between is float32, in registers. Losses of the overlap are two kernels, since
 the overlaps of all depths at a position may decide how much each of them counts. triton_chunk.py calls them.
 
@@ -40,8 +40,8 @@ def cross_entropy(
         surplus = _sum_below(products, largest, factor, TOKENS, BLOCK)
     is_own = (label >= 0) & (label < ENTRIES)
     below = tl.load(products + label, mask=is_own, other=0.0).to(tl.float32) * factor - largest
-    normaliser = tl.log(total) + largest
-    loss = tl.log(total) - (1 - SMOOTHING) * below - SMOOTHING * (surplus / size) + Z_LOSS * normaliser * normaliser
+    normalizer = tl.log(total) + largest
+    loss = tl.log(total) - (1 - SMOOTHING) * below - SMOOTHING * (surplus / size) + Z_LOSS * normalizer * normalizer
     weight = tl.load(weights + row)
     if DRAFTED:
         loss = tl.where(label < 0, 0.0, loss)
@@ -51,7 +51,7 @@ def cross_entropy(
         places = start + tl.arange(0, BLOCK)
         q = tl.exp(_logits(products, products, places, factor, TOKENS, False) - largest) / total
         hit = tl.where(places == label, 1 - SMOOTHING, 0.0)
-        gradient = (1 + 2 * Z_LOSS * normaliser) * q - hit - SMOOTHING / size
+        gradient = (1 + 2 * Z_LOSS * normalizer) * q - hit - SMOOTHING / size
         _store(products, places, gradient, weight, ENTRIES, TOKENS)
 
 
@@ -113,7 +113,7 @@ def overlap(
     FOUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What `overlap_gradient` needs of a row, in `found`; products are kept, and p is over all of the trunk's tokens.
+    """Store in `found` what `overlap_gradient` needs of a row; products are kept, and p is over all tokens.
 
     In their order: log a; kd, with `DIVERGES`; the part of a where q is short of p; the largest logit and the logarithm
     of the sum above it, of q, of p, and of p over the drafted tokens, which kd compares with.
@@ -180,20 +180,20 @@ def overlap_gradient(
     teachers += tl.load(taught + row) * teacher_stride
     found += row * FOUND
     log_overlap, short = tl.load(found), tl.load(found + 2)
-    q_largest, q_normaliser = tl.load(found + 3), tl.load(found + 4)
-    p_largest, p_normaliser = tl.load(found + 5), tl.load(found + 6)
-    drafted_largest, drafted_normaliser = tl.load(found + 7), tl.load(found + 8)
+    q_largest, q_normalizer = tl.load(found + 3), tl.load(found + 4)
+    p_largest, p_normalizer = tl.load(found + 5), tl.load(found + 6)
+    drafted_largest, drafted_normalizer = tl.load(found + 7), tl.load(found + 8)
     weight, slope = tl.load(masks + row), tl.load(slopes + row)
     for start in range(0, ENTRIES, BLOCK):
         places = start + tl.arange(0, BLOCK)
-        log_q = _logits(products, columns, places, factor, TOKENS, False) - q_largest - q_normaliser
+        log_q = _logits(products, columns, places, factor, TOKENS, False) - q_largest - q_normalizer
         p_logits = _logits(teachers, columns, places, factor, TOKENS, GATHERED)
-        log_p = p_logits - p_largest - p_normaliser
+        log_p = p_logits - p_largest - p_normalizer
         q = tl.exp(log_q)
         short_q = tl.where(log_q < log_p, tl.exp(log_q - log_overlap), 0.0)
         gradient = slope * (q * short - short_q) / temperature
         if DIVERGES:
-            p = tl.exp(p_logits - drafted_largest - drafted_normaliser)
+            p = tl.exp(p_logits - drafted_largest - drafted_normalizer)
             gradient += tl.load(divergence_slopes + row) * temperature * (q - p)
         _store(products, places, gradient, weight, ENTRIES, TOKENS)
 

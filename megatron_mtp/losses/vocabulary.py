@@ -90,7 +90,7 @@ class Vocabulary:
         return local_N1.masked_fill(~is_own_N1, 0), is_own_N1
 
     def softmax_(self, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities, in the memory of the logits, and the logarithm of their normaliser, [N, 1]."""
+        """Probabilities, in the memory of the logits, and the logarithm of their normalizer, [N, 1]."""
         largest_N1 = self.max(logits_NV)
         weights_NV = logits_NV.sub_(largest_N1).exp_()
         total_N1 = self.sum(weights_NV)

@@ -52,7 +52,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Factors:
-    """What the gradient is the product of."""
+    """Factors whose product is the gradient."""
 
     gradient_NV: Tensor
     states_NH: Tensor
@@ -70,7 +70,7 @@ class Factors:
 
 
 def keeps_factors(positions: int, weight_VH: Tensor) -> bool:
-    """Whether the factors of so many positions, of all depths, are smaller than the sum."""
+    """Return whether the factors of so many positions, of all depths, are smaller than the sum."""
     exact = torch.promote_types(weight_VH.dtype, torch.float32)
     return positions * weight_VH.element_size() <= weight_VH.size(1) * exact.itemsize
 
@@ -150,7 +150,7 @@ def _blocks(like_XH: Tensor) -> Iterator[slice]:
 
 
 def _is_added_by_ddp(weight_VH: Tensor, node: Any) -> bool:
-    """Whether all that becomes of the gradient is that DDP's hook adds it to `main_grad`.
+    """Return whether all that becomes of the gradient is that DDP's hook adds it to `main_grad`.
 
     Not where something else sees it (hooks of the tensor, `torch.autograd.grad`), and not where Megatron adds in
     another way: its FSDP, its sharded weights, and modules that make their weight gradients later.
@@ -168,7 +168,7 @@ def _is_added_by_ddp(weight_VH: Tensor, node: Any) -> bool:
 
 
 def _accumulates(leaf: Tensor, node: Any) -> bool:
-    """Whether this backward pass accumulates the gradient of a leaf, as `backward()` does and `grad()` does not."""
+    """Return whether this backward pass accumulates a leaf's gradient, as `backward()` does and `grad()` does not."""
     (accumulator,) = (function for function, _ in node.next_functions if getattr(function, "variable", None) is leaf)
     try:
         return torch._C._will_engine_execute_node(accumulator)

@@ -8,7 +8,7 @@ mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, se
 mixing.py            which state a depth continues from in training (--mtp-hidden-state-mixing)
 shared_keys.py       passes of a repeated layer that attend to pass 1's keys (--mtp-repeated-layer-shares-kv)
 sharing.py           the shared embedding and output head, also between pipeline stages
-initialise.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init)
+initialize.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init)
 random_weights.py    random weights, drawn alike in every layout and tool
 frozen.py            a trunk that stays as it is while depths are trained on it
 draft_vocabulary.py  the head's rows of a smaller vocabulary that the depths draft from

@@ -11,7 +11,7 @@ from megatron_mtp.config import add_yarn_arguments
 from megatron_mtp.model.hybrid import without_stages
 
 CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
-"""What a machine may lack."""
+"""Things that a machine may lack."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ MACHINE_SETTINGS = (
     MachineSetting("bias_dropout_fusion", False, (CUDA, TE)),
     MachineSetting("moe_token_dispatcher_type", "allgather", (CUDA, TE)),
 )
-"""What Megatron must be given on a machine that lacks something, in training, drafting and proofs alike."""
+"""Settings that Megatron needs on a machine that lacks something, in training, drafting and proofs alike."""
 
 
 def flags_without(lack: str) -> list[str]:

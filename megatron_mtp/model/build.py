@@ -101,7 +101,7 @@ def build(config: "MTPModelConfig", groups: ProcessGroupCollection | None = None
 
 @dataclass(kw_only=True)
 class DepthFields:
-    """What our configurations have beside Megatron's."""
+    """Fields of our configurations beside Megatron's."""
 
     mtp: MTPConfig = field(default_factory=MTPConfig)
     mtp_init_seed: int = 0
@@ -186,7 +186,7 @@ def _stage_arguments(
     post_process: bool | None,
     vp_stage: int | None,
 ) -> dict[str, Any]:
-    """What trunks of all classes are built from."""
+    """Arguments that trunks of all classes are built from."""
     virtual: dict[str, Any] = {"vp_stage": vp_stage, "vp_size": config.virtual_pipeline_model_parallel_size}
     if pre_process is None:
         pre_process = megatron_gpt.is_vp_first_stage(**virtual) and megatron_gpt.is_pp_first_stage(groups.pp)

@@ -5,7 +5,7 @@ Per head with state S_t [K, V], decay exp(g_t) and step beta_t (Yang et al., arX
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t / sqrt(K)
 
 Within a chunk the corrections u_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t) solve one triangular system. Parameters,
-their names, their initialisation and their keys in checkpoints are those of Megatron's `GatedDeltaNet`.
+their names, their initialization and their keys in checkpoints are those of Megatron's `GatedDeltaNet`.
 
 Letters in names: as in recurrence.py, and V channels of a value; a key's are K in [..., H, K].
 """

@@ -105,7 +105,7 @@ class MTPHybridModel(MTPTrunk, HybridModel):
         runtime_gather_output: bool | None = None,
         **others: Any,
     ) -> Any:
-        """What `MTPGPTModel` returns; `others` are further arguments of Megatron's forward."""
+        """Return what `MTPGPTModel` does; `others` are further arguments of Megatron's forward."""
         others["packed_seq_params"] = packed_seq_params
         if InferenceMode.is_active():  # Megatron's engine takes the last logits, and drafts after it has verified
             others["runtime_gather_output"] = runtime_gather_output

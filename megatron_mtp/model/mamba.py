@@ -5,7 +5,7 @@ arXiv:2405.21060, section 6):
 
     h_t = a_t h_{t-1} + dt_t x_t B_t^T        y_t = h_t C_t + D x_t
 
-Parameters, their names, their initialisation and their keys in checkpoints are those of Megatron's `MambaMixer`.
+Parameters, their names, their initialization and their keys in checkpoints are those of Megatron's `MambaMixer`.
 
 Letters in names: as in recurrence.py, and P channels of a head, N of its state, G groups of heads that share B and C.
 """

@@ -40,7 +40,7 @@ def drawn_ages(depths: int, seed: tuple[int, int], positions_S: Tensor, whole: i
 
 @dataclass
 class Mixer:
-    """What the depths of one forward pass read.
+    """Inputs of the depths in one forward pass.
 
     Attributes:
         ages_DS: from `drawn_ages`.
@@ -55,7 +55,7 @@ class Mixer:
     states: list[Tensor] = field(default_factory=list)
 
     def next_input(self, state_SBH: Tensor) -> Tensor:
-        """What the next depth reads, given the newest state: called for depth 1 with the trunk's, and so on."""
+        """The input of the next depth, given the newest state: called for depth 1 with the trunk's, and so on."""
         mixed_SBH = state_SBH
         ages_S = self.ages_DS[len(self.states)]
         for age, older_TBH in enumerate(reversed(self.states), start=1):

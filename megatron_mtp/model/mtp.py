@@ -45,7 +45,7 @@ Angles = Callable[[int], Tensor]
 
 @dataclass(frozen=True)
 class MultiTokenPredictionLayerSubmodules:
-    """What a depth is built from; the embedding-side modules are None for a parallel head.
+    """Modules of a depth; the embedding-side modules are None for a parallel head.
 
     `tf_layer` is one transformer layer, or a stack of layers with the interface of one; `sharded_name` is its name in
     checkpoints, which are those of Megatron's own MTP. With `shares_kv` later passes of a repeated layer attend to pass
@@ -330,7 +330,7 @@ class MultiTokenPredictionBlock(MegatronModule):
 
     @property
     def mtp_use_repeated_layer(self) -> bool:
-        """Whether one layer serves all depths; Megatron's inference engine asks the block."""
+        """Return whether one layer serves all depths; Megatron's inference engine asks the block."""
         return bool(self.config.mtp_use_repeated_layer)
 
     def forward(

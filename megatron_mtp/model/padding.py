@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def tokens_of_slice(vocab_size: int | None, rows: int, rank: int) -> int:
-    """How many of a rank's `rows` are tokens; they are the first ones.
+    """The number of a rank's `rows` that are tokens; they are the first ones.
 
     Args:
         vocab_size: tokens of the whole vocabulary; None if every row is one.

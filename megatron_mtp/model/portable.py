@@ -45,7 +45,7 @@ from megatron_mtp.model.recurrence import having
 class PortableNorm(torch.nn.Module):
     """RMSNorm or LayerNorm (`config.normalization`), with sequence parallelism and zero-centred weights.
 
-    With sequence parallelism every rank normalises its own positions and has a part of the weights' gradients. Megatron
+    With sequence parallelism every rank normalizes its own positions and has a part of the weights' gradients. Megatron
     sums these over the tensor-parallel group where a parameter is marked `sequence_parallel`.
     """
 
@@ -59,7 +59,7 @@ class PortableNorm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The normalised values [..., H]."""
+        """The normalized values [..., H]."""
         weight = self.weight + 1 if self.centred else self.weight
         if self.bias is None:
             return rms_norm(hidden, weight.shape, weight, self.eps)

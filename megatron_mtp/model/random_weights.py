@@ -1,6 +1,6 @@
 """Weights of new depths, drawn by key and row: the same seed gives the same weights in every layout and in every tool.
 
-They follow Megatron's initialisation of a new model: norms 1, biases 0, matrices normal with standard deviation
+They follow Megatron's initialization of a new model: norms 1, biases 0, matrices normal with standard deviation
 `--init-method-std`, divided by sqrt(2 layers) for matrices that write to the residual stream. A rank draws the rows
 that it holds and takes its columns, without communication between tensor- and expert-parallel ranks.
 
@@ -27,7 +27,7 @@ Part = tuple[int | slice, ...]
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """How the weights of depths are drawn.
+    """Distributions of the weights of new depths.
 
     Attributes:
         seed: of the run.

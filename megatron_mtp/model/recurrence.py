@@ -1,4 +1,4 @@
-"""What recurrent layers share: documents, causal convolution, decays within and between chunks, context parallelism.
+"""Common parts of recurrent layers: documents, causal convolution, decays of chunks, context parallelism.
 
 A recurrent layer keeps one state per head and sequence. It is computed chunk by chunk: positions of a chunk see each
 other through a matrix, and earlier chunks through the state before the chunk. A state ends with its document:
@@ -84,7 +84,7 @@ def joined(values: Tensor, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Decays:
-    """What is left of an input after some positions, 0 where another document begins between.
+    """The remainder of an input after some positions, 0 where another document begins between.
 
     Attributes:
         within: at position i of what position j of the chunk brought in, [B, H, K, Q, Q]; 0 where j is later.

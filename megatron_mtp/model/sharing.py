@@ -1,7 +1,7 @@
-"""What the MTP stage shares with the rest of the model: the input embedding and the output head.
+"""Weights that the MTP stage shares with the rest of the model: the input embedding and the output head.
 
 The block sits on the last pipeline stage. With more than one stage that stage owns a *copy* of the input embedding:
-initialised equal, gradients summed over the embedding group, written to checkpoints once. A tied head uses the copy and
+initialized equal, gradients summed over the embedding group, written to checkpoints once. A tied head uses the copy and
 owns no weight; an untied one owns its weight, which MTP shares with the trunk. Megatron's `LanguageModule` copies, sums
 and writes once, by the attributes that `attach_embedding` sets.
 """

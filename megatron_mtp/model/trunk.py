@@ -25,7 +25,7 @@ from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.data.later_positions import LaterPositions
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary
 from megatron_mtp.model.frozen import answer_with_zeros, freeze_trunk, trunk_modules
-from megatron_mtp.model.initialise import fill_absent_layers
+from megatron_mtp.model.initialize import fill_absent_layers
 from megatron_mtp.model.mixing import Mixer
 from megatron_mtp.model.mtp import (
     Angles,
@@ -39,7 +39,7 @@ from megatron_mtp.model.sharing import Head, attach_embedding
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What the last stage has computed.
+    """Output of the last stage.
 
     Attributes:
         hidden_SBH: the trunk's hidden states after its final norm.
@@ -57,11 +57,11 @@ class StageOutput:
 
 
 Objective = Callable[[StageOutput], Any]
-"""What the last stage does with the hidden states; its result is the model's output."""
+"""Called by the last stage with the hidden states; its result is the model's output."""
 
 
 class MTPTrunk(LanguageModule):
-    """What an MTP block adds to a pipeline stage, whatever Megatron class the trunk is; to be put before that class.
+    """The MTP block's part of a pipeline stage, whatever Megatron class the trunk is; to be put before that class.
 
     The stage holds a block where `mtp_submodules` is given and the stage is the one for it.
     """
@@ -98,7 +98,7 @@ class MTPTrunk(LanguageModule):
             self.mtp = MultiTokenPredictionBlock(
                 self.config, mtp_submodules, self.pg_collection, self.vp_stage, draft_vocabulary
             )
-            self._set_quantisation()
+            self._set_quantization()
         if self.pre_process or self.post_process or self.mtp_process:
             self.setup_embeddings_and_output_layer()
         self.draft_vocabulary = None
@@ -137,8 +137,8 @@ class MTPTrunk(LanguageModule):
         if self.post_process and self.config.mtp_num_layers and not self.config.mtp_detach_heads:
             self._head_owner().weight.zero_out_wgrad = True
 
-    def _set_quantisation(self) -> None:
-        """Hand the depths' TE modules their part of the quantisation recipe, as Megatron does for the trunk's."""
+    def _set_quantization(self) -> None:
+        """Hand the depths' TE modules their part of the quantization recipe, as Megatron does for the trunk's."""
         for name, module in self.mtp.named_modules(prefix="mtp"):
             if hasattr(module, "finish_init"):
                 module.finish_init(get_quant_config_or_none(name, self.config.quant_recipe))
@@ -231,7 +231,7 @@ class MTPTrunk(LanguageModule):
 
     @property
     def turns_heads(self) -> bool:
-        """Whether attention is given rotary angles; latent attention makes its own."""
+        """Return whether attention is given rotary angles; latent attention makes its own."""
         return self.position_embedding_type in ("rope", "yarn") and not self.config.multi_latent_attention
 
     def rotary_angles(self, length: int, **others: Any) -> tuple[Tensor, float]:
@@ -245,7 +245,7 @@ class MTPTrunk(LanguageModule):
         return made if isinstance(made, tuple) else (made, 1.0)
 
     def _mixer(self, batch: DepthBatch) -> Mixer | None:
-        """Of this rank's positions, which sequence parallelism cuts once more."""
+        """The mixer of this rank's positions, which sequence parallelism cuts once more."""
         if batch.ages_DS is None:
             return None
         group, positions_S = self.pg_collection.cp, batch.positions_S

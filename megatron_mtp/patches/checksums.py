@@ -58,7 +58,7 @@ def crc32_of(stream: IO[bytes], offset: int, length: int) -> int | None:
 
 
 def are_wanted() -> bool:
-    """Whether loads compare checksums."""
+    """Return whether loads compare checksums."""
     return os.environ.get(SWITCH) != "0"
 
 
@@ -85,7 +85,7 @@ def seal_catalogue(folder: Path, content: bytes, save_id: str | None) -> None:
 
 
 def catalogue_differs(folder: Path, content: bytes, save_id: str | None) -> bool:
-    """Whether `checksums.json` belongs to this save and has another checksum than the catalogue."""
+    """Return whether `checksums.json` belongs to this save and has another checksum than the catalogue."""
     try:
         record = json.loads((folder / CHECKSUMS).read_text())
         return bool(record["save_id"] == save_id and record["catalogue"] != zlib.crc32(content))

@@ -1,4 +1,4 @@
-"""What a row of the table is, and how it is applied.
+"""Rows of the table of patches, and their application.
 
     Patch(target, reason, upstream, versions, probe, replacement)
       probe(original) -> True     the fault is there           the replacement takes its place
@@ -27,7 +27,7 @@ Replace = Callable[[Any], Any]
 
 
 class State(Enum):
-    """What became of a row on this machine."""
+    """The state of a row on this machine."""
 
     APPLIED = "applied"
     NOT_NEEDED = "not needed (the installed version does not have the fault)"
@@ -101,7 +101,7 @@ def state_of(patch: Patch) -> State:
 
 
 def is_known(patch: Patch) -> bool:
-    """Whether the installed version is one of those that are known to have the fault; nothing is imported."""
+    """Return whether the installed version is one of those that are known to have the fault; nothing is imported."""
     return installed(patch.package) in SpecifierSet(patch.versions, prereleases=True)
 
 

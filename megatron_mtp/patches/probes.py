@@ -1,4 +1,4 @@
-"""Whether a fault is still there: each probe takes the original function, and leaves no trace in the process.
+"""Probes for faults that may be mended: each takes the original function, and leaves no trace in the process.
 
 True: the fault is there. False: it is not. None, or any exception: the function is not one that the probe knows.
 Most probes call the function with a few numbers; where that would need a job, they read its compiled code.
@@ -45,7 +45,7 @@ def with_globals(function: Function, **changed: Any) -> Function:
 
 
 def compiles_without_makefile(compile_helpers: Function) -> bool:
-    """Whether it runs make in a folder that has no Makefile."""
+    """Return whether it runs make in a folder that has no Makefile."""
     folder = Path(inspect.getfile(inspect.unwrap(compile_helpers))).parent
     return "make" in names_in(compile_helpers) and not (folder / "Makefile").exists()
 
@@ -54,7 +54,7 @@ def compiles_without_makefile(compile_helpers: Function) -> bool:
 
 
 def refuses_yarn(validate_args: Function) -> bool:
-    """Whether depths are refused by the kind of positions; a wrapper's own code does not refuse them."""
+    """Return whether depths are refused by the kind of positions; a wrapper's own code does not refuse them."""
     code = cast(FunctionType, validate_args).__code__
     return any(
         isinstance(text, str) and text.startswith("Multi-Token Prediction (MTP) is not") for text in code.co_consts
@@ -98,7 +98,7 @@ def counts_other_routers(report: Function) -> bool | None:
 
 
 def refuses_without_apex(init: Function) -> bool:
-    """Whether a layer asks for Apex's extension when it is made."""
+    """Return whether a layer asks for Apex's extension when it is made."""
     return "_grad_accum_fusion_available" in names_in(init)
 
 
@@ -128,7 +128,7 @@ def counts_padding(state_of: Function) -> bool | None:
 
 
 def needs_first_step(optimizer_class: Any) -> bool | None:
-    """Whether the state of torch's Adam cannot be had before its first step; False with Apex or Transformer Engine."""
+    """Return whether torch's Adam has no state before its first step; False with Apex or Transformer Engine."""
     from megatron.core.optimizer import distrib_optimizer
 
     if distrib_optimizer.HAVE_APEX_OR_TE:
@@ -142,7 +142,7 @@ def needs_first_step(optimizer_class: Any) -> bool | None:
 
 
 def makes_no_stubs(get_optimizer: Function) -> bool:
-    """Whether stages without anything to train get no stub: the functions that make optimizers mention none."""
+    """Return whether stages without anything to train get no stub: the functions that make optimizers mention none."""
     scope = inspect.unwrap(get_optimizer).__globals__
     parts = ("_get_megatron_optimizer_based_on_param_groups", "_get_param_groups_and_buffers", "_get_param_groups")
     functions = [get_optimizer, *(scope[part] for part in parts if part in scope)]
@@ -157,7 +157,7 @@ class Planted:
 
 
 def unpickles_catalogues(read_metadata: Function) -> bool:
-    """Whether a catalogue may name any class."""
+    """Return whether a catalogue may name any class."""
 
     @contextmanager
     def stream(*_: Any) -> Iterator[io.BytesIO]:
@@ -174,7 +174,7 @@ def unpickles_catalogues(read_metadata: Function) -> bool:
 
 
 def unpickles_objects(load_bytes: Function) -> bool:
-    """Whether an entry may name any class."""
+    """Return whether an entry may name any class."""
     content = io.BytesIO()
     torch.save(Planted(), content)
     content.seek(0)
@@ -187,7 +187,7 @@ def unpickles_objects(load_bytes: Function) -> bool:
 
 
 def writes_no_checksum(write_item: Function) -> bool:
-    """Whether the record of an entry's place has no checksum."""
+    """Return whether the record of an entry's place has no checksum."""
     from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms
     from torch.distributed.checkpoint.planner import WriteItemType
 
@@ -200,7 +200,7 @@ def writes_no_checksum(write_item: Function) -> bool:
 
 
 def reads_damaged_bytes(slice_file: Function) -> bool:
-    """Whether an entry is opened although its checksum is not the one in its place."""
+    """Return whether an entry is opened although its checksum is not the one in its place."""
     place = SimpleNamespace(relative_path="file", offset=0, length=5, crc32=0, transform_descriptors=None)
     try:
         slice_file(SimpleNamespace(), io.BytesIO(b"bytes"), place)
@@ -210,7 +210,7 @@ def reads_damaged_bytes(slice_file: Function) -> bool:
 
 
 def keeps_mark(save: Function) -> bool | None:
-    """Whether a folder that is saved to again is still marked as whole when the save begins."""
+    """Return whether a folder that is saved to again is still marked as whole when the save begins."""
     reached: list[bool] = []
 
     def begin(*_: Any) -> None:
@@ -230,18 +230,18 @@ def keeps_mark(save: Function) -> bool | None:
 
 
 def seals_nothing(save: Function) -> bool:
-    """Whether a save makes no checksum of the catalogue by default."""
+    """Return whether a save makes no checksum of the catalogue by default."""
     settings = inspect.signature(save).parameters
     return "verify_integrity" not in settings or settings["verify_integrity"].default is False
 
 
 def lends_nothing(save: Function) -> bool:
-    """Whether rank 0 writes only its own optimizer: no object is exchanged before the save."""
+    """Return whether rank 0 writes only its own optimizer: no object is exchanged before the save."""
     return not {"broadcast_object_list", "gather_object", "all_gather_object"} & names_in(save)
 
 
 def leaves_helper(get_queue: Function) -> bool:
-    """Whether the queue's process is a plain Manager, which nothing ends with its parent."""
+    """Return whether the queue's process is a plain Manager, which nothing ends with its parent."""
     return "Manager" in names_in(get_queue)
 
 
@@ -249,7 +249,7 @@ def leaves_helper(get_queue: Function) -> bool:
 
 
 def has_no_callbacks(_: Any) -> bool:
-    """Whether `pretrain()` takes no callbacks, so that a run can only be followed by what its functions are given."""
+    """Return whether `pretrain()` takes no callbacks, so that only its functions' arguments show a run."""
     from megatron.training import training
 
     return not any("callback" in name for name in inspect.signature(training.pretrain).parameters)

@@ -1,4 +1,4 @@
-"""What kills do to Megatron's saves: a helper process that stays, and an iteration that still looks whole.
+"""Consequences of kills for Megatron's saves: a helper process that stays, and an iteration that still looks whole.
 
 Every rank starts a helper process at its first save, to hold a queue. Megatron's helper lives on when its rank is
 killed, with half a gigabyte of memory. Here it ends with its rank. A process that has not used CUDA
@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process gets when its parent has ended (prctl(2))."""
 
 BEFORE_SAVES: list[Callable[[Path], None]] = []
-"""What the first rank calls before every save, with the folder of all iterations."""
+"""Functions that the first rank calls before every save, with the folder of all iterations."""
 
 Save = Callable[..., Any]
 """`dist_checkpointing.save`: state, folder of the iteration, and settings; an AsyncRequest or None."""

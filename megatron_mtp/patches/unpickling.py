@@ -98,7 +98,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _is_place(place: Any) -> bool:
-    """Whether it is a place in a file of this folder."""
+    """Return whether it is a place in a file of this folder."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     numbers = isinstance(place, _StorageInfo) and isinstance(place.offset, int) and isinstance(place.length, int)
@@ -113,7 +113,7 @@ class _CatalogueReader(pickle.Unpickler):
 
 
 def foreign(error: pickle.UnpicklingError) -> str:
-    """What `weights_only` has refused; torch's own message suggests loading it nevertheless."""
+    """The name that `weights_only` has refused; torch's own message suggests loading it nevertheless."""
     named = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
     return f"{named.group(1) if named else 'something'}, which no checkpoint of Megatron's holds"
 

@@ -70,7 +70,7 @@ def named(stats: AcceptanceStats) -> dict[str, float]:
 
 
 def _judge(trunk_LBH: Tensor, where_DC: Tensor, depths: list[Tensor], head: Head) -> tuple[Tensor, Tensor]:
-    """Whether the argmaxes agree at a chunk's positions, and the distributions' overlap, both [D, C, B]."""
+    """Return whether the argmaxes agree at a chunk's positions, and the distributions' overlap, both [D, C, B]."""
     vocabulary = vocabulary_of(head)
     target_LBV = vocabulary.mask_padding_(_logits(trunk_LBH, head))
     targets_LB = vocabulary.argmax(target_LBV)

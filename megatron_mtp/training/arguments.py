@@ -75,7 +75,7 @@ def set_connections(argv: list[str]) -> None:
 
 
 def _has_own_layers(argv: list[str]) -> bool:
-    """Whether Megatron's own layers were asked for; Transformer Engine's fuse weight gradients without Apex."""
+    """Return whether Megatron's own layers were asked for; Transformer Engine's fuse weight gradients without Apex."""
     return "--transformer-impl local" in " ".join(argv).replace("=", " ")
 
 
@@ -164,7 +164,7 @@ def true_vocab_size(args: Namespace) -> int:
 
 
 def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
-    """What `--use-checkpoint-args` finds of the model, as defaults; Megatron's own misses latent attention and more.
+    """The model's arguments that `--use-checkpoint-args` finds, as defaults; Megatron's own misses latent attention.
 
     Raises:
         ValueError: the checkpoint is a conversion of a model that Megatron cannot run.

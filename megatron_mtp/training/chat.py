@@ -55,7 +55,7 @@ class ChatDataset(SFTDataset):
 
 
 def trained_part(tokenizer: Any, messages: list[dict[str, Any]], prompt_format: str) -> list[str]:
-    """What Megatron trains on of a conversation, in lines.
+    """Lines that say which part of a conversation Megatron trains on.
 
     Args:
         tokenizer: Megatron's SFTTokenizer.

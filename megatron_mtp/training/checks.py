@@ -54,7 +54,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("a number, 0 for no clipping", math.isfinite, "clip_grad"),  # silent: NaN clips nothing
     ("a number from 0 to less than 1", lambda number: 0 <= number < 1, "sgd_momentum"),  # silent: it diverges
 )
-"""What is allowed, and the arguments that Megatron takes with other values too."""
+"""Allowed values, and the arguments that Megatron takes with other values too."""
 
 WITHOUT_DEPTHS = ("mtp_metrics_dir", "mtp_linear_ce_main")
 """Settings of ours that a run without depths has a use for."""
@@ -76,7 +76,7 @@ class Unsupported(NamedTuple):
     depths_alone: bool = True
 
     def is_given(self, args: Namespace) -> bool:
-        """Whether all flags were given, with these values where they have some."""
+        """Return whether all flags were given, with these values where they have some."""
         given = re.findall(r"--(\S+)(?: (\w\S*))?", self.flags)
         found = [(getattr(args, name.replace("-", "_"), None), value) for name, value in given]
         return all(str(has) == value if value else bool(has) for has, value in found)
@@ -163,7 +163,7 @@ def check_flags(args: Namespace, settings: MTPConfig) -> None:
 
 
 Row = tuple[Callable[[Namespace], Any], str]
-"""Whether the flags are wrong, and the sentence, with {} for their values."""
+"""Return whether the flags are wrong, and the sentence, with {} for their values."""
 
 
 def _is_packed(args: Namespace) -> bool:
@@ -175,7 +175,7 @@ def _has_layers(args: Namespace, symbols: str) -> bool:
 
 
 def _sources(args: Namespace) -> int:
-    """How many flags name data."""
+    """The number of flags that name data."""
     per_split = args.train_data_path or args.valid_data_path or args.test_data_path
     return sum(
         map(bool, (args.mock_data, args.data_path, args.data_args_path, per_split, args.per_split_data_args_path))
@@ -312,7 +312,7 @@ def _has_checkpoint(args: Namespace) -> bool:
 
 
 def _ends_with_a_depth(pattern: str) -> bool:
-    """Whether the last stage of the trunk does; a GPT's always do."""
+    """Return whether the last stage of the trunk does; a GPT's always do."""
     parsed = parse_hybrid_pattern(pattern)
     return (parsed.main_pattern or "").rpartition(Symbols.PIPE)[2].endswith(parsed.mtp_pattern or "")
 
@@ -383,7 +383,7 @@ def set_depths(args: Namespace) -> None:
 
 
 def flag_of(name: str) -> str:
-    """How Megatron calls the argument of this name."""
+    """Megatron's flag of an argument."""
     return "--" + name.replace("_", "-")
 
 
@@ -456,7 +456,7 @@ def check_hub(args: Namespace) -> None:
 
 
 def check_data(args: Namespace, vocabulary: int) -> None:
-    """Whether the corpus can be read to its end, and was made with this vocabulary (crash, silent).
+    """Check whether the corpus can be read to its end, and was made with this vocabulary (crash, silent).
 
     An empty part of --split is searched forever; ids beyond the vocabulary end a GPU; another tokenizer's are taken.
     """
@@ -476,6 +476,13 @@ def check_data(args: Namespace, vocabulary: int) -> None:
             for line in trained_part(get_tokenizer(), chats[0], args.sft_tokenizer_prompt_format):
                 say(f"> {line}")
         return
+    if args.fim_data:  # silent: tokens that are missing become the unknown token
+        names = [f"fim_{part}_token" for part in ("prefix", "middle", "suffix", "pad", "eod")]
+        known = get_tokenizer().inv_vocab.values()
+        if absent := [f"{flag_of(name)} {getattr(args, name)}" for name in names if getattr(args, name) not in known]:
+            raise ValueError(
+                f"--fim-data was given, but the tokenizer has no {', '.join(absent)}; give tokens of its own."
+            )
     check_data_prefixes(prefixes, vocabulary)
     if args.data_path is not None and args.split is not None:
         check_split(prefixes, args.split)

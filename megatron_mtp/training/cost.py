@@ -1,4 +1,4 @@
-"""What a step costs: wall-clock seconds and bytes of memory, measured without waiting for the device."""
+"""Costs of a step: wall-clock seconds and bytes of memory, measured without waiting for the device."""
 
 import resource
 import statistics

@@ -58,7 +58,7 @@ _FIM = "fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix".
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
-    """What Megatron's flags say of the data sets; a setting is called as its flag, or as `_OTHER_NAME` has it."""
+    """Settings of the data sets by Megatron's flags; a setting is called as its flag, or as `_OTHER_NAME` has it."""
     flag_of = {name: name for name in _SAME_NAME} | _OTHER_NAME
     settings = {name: getattr(args, flag) for name, flag in flag_of.items()}
     settings["tokenizer"] = get_tokenizer()
@@ -72,24 +72,24 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 def reads_data(vp_stage: int | None) -> bool:
-    """Whether this pipeline stage reads batches, so that its data sets are built."""
+    """Return whether this pipeline stage reads batches, so that its data sets are built."""
     return reads_packed_rows() or reads_positions(vp_stage)
 
 
 def reads_packed_rows() -> bool:
-    """Whether rows are packed: attention on every stage needs the starts of documents."""
+    """Return whether rows are packed: attention on every stage needs the starts of documents."""
     args = get_args()
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 
 def reads_positions(vp_stage: int | None) -> bool:
-    """Whether a stage reads tokens or labels, beside the offsets of packed rows."""
+    """Return whether a stage reads tokens or labels, beside the offsets of packed rows."""
     return is_first_or_last_pipeline_stage(vp_stage) or reads_everything(vp_stage)
 
 
 def reads_everything(vp_stage: int | None) -> bool:
-    """Whether a stage reads tokens, labels and all other entries: for the depths, for the ends of documents in their
-    losses, or for attention within documents, which Megatron's own script has on the first and last stage alone."""
+    """Return whether a stage reads tokens, labels and all other entries: for the depths, for the ends of documents in
+    their losses, or for attention within documents, which Megatron's own script has on two stages alone."""
     args = get_args()
     if holds_mtp_depths(vp_stage) or args.reset_attention_mask:
         return True
@@ -97,7 +97,7 @@ def reads_everything(vp_stage: int | None) -> bool:
 
 
 def holds_mtp_depths(vp_stage: int | None) -> bool:
-    """Whether the depths live on this pipeline stage."""
+    """Return whether the depths live on this pipeline stage."""
     from megatron.training.arguments import core_transformer_config_from_args
 
     args = get_args()

@@ -129,7 +129,7 @@ def _is_copy(part: str, model: MTPTrunk, args: Namespace) -> bool:
 
 
 def _pieces(weight: torch.nn.Parameter, args: Namespace) -> int:
-    """How many ranks have each a part of it."""
+    """The number of ranks that hold a part each."""
     is_cut = getattr(weight, "tensor_model_parallel", False)
     if getattr(weight, "allreduce", True):  # no expert's
         return args.tensor_model_parallel_size if is_cut else 1

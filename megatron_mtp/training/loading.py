@@ -45,7 +45,7 @@ OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
 
 
 def check_load(args: Namespace, mends: bool = True) -> None:
-    """Whether what --load and --pretrained-checkpoint name is there and whole; `mends` an empty tracker.
+    """Check whether what --load and --pretrained-checkpoint name is there and whole; `mends` an empty tracker.
 
     Raises:
         ValueError: it is not.
@@ -78,7 +78,7 @@ def _refuse(flag: str, folder: Path) -> NoReturn:
 
 
 def _starts_anew(args: Namespace, folder: Path) -> bool:
-    """Whether the run loads what it saves itself, and has not saved yet."""
+    """Return whether the run loads what it saves itself, and has not saved yet."""
     if args.non_persistent_ckpt_type is not None:
         return True  # Megatron looks elsewhere first
     is_free = folder.is_dir() or not (folder.exists() or folder.is_symlink())
@@ -144,7 +144,7 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
 
 
 def _check_layers(args: Namespace, stored: Namespace, said: str) -> None:
-    """Whether the checkpoint's trunk has the layers of this run, where one of them is a hybrid."""
+    """Check whether the checkpoint's trunk has the layers of this run, where one of them is a hybrid."""
     own, theirs = (getattr(each, "hybrid_layer_pattern", None) for each in (args, stored))
     if theirs is not None and own is None:
         raise ValueError(f"{said} a hybrid model; give its --hybrid-layer-pattern '{theirs}'.")
@@ -158,7 +158,7 @@ def _check_layers(args: Namespace, stored: Namespace, said: str) -> None:
 
 
 def _check_gpt_as_hybrid(pattern: str, stored: Namespace, said: str) -> None:
-    """Whether Megatron's loader reads a GPT's checkpoint into layers of this pattern: only without depths.
+    """Check whether Megatron's loader reads a GPT's checkpoint into layers of this pattern: only without depths.
 
     Raises:
         ValueError: it does not.
@@ -181,13 +181,13 @@ def _check_gpt_as_hybrid(pattern: str, stored: Namespace, said: str) -> None:
 
 
 def _fits(own: str, theirs: str) -> bool:
-    """Whether a run's pattern has the layers of a checkpoint's; --mtp-init makes depths for one without any."""
+    """Return whether a run's pattern has the layers of a checkpoint's; --mtp-init makes depths for one without any."""
     (trunk, depths), (stored_trunk, stored_depths) = map(trunk_and_depths, (own, theirs))
     return trunk == stored_trunk and (not stored_depths or depths[:1] == stored_depths[:1])
 
 
 def _check_positions(args: Namespace, stored: Namespace, source: str) -> None:
-    """Whether the rotary settings are those of the training, which tensors do not show; a new run may change them."""
+    """Check whether the rotary settings are those of the training; a new run may have others."""
     names = POSITIONS + (LATENT_POSITIONS if args.multi_latent_attention else ())
     for name in names:
         own = getattr(args, name, None)
@@ -205,7 +205,7 @@ def _check_positions(args: Namespace, stored: Namespace, source: str) -> None:
 
 
 def _check_optimizer(args: Namespace, stored: Namespace, source: str) -> None:
-    """Whether the optimizer's state is there, and can be loaded by this run, where it is to be."""
+    """Check whether the optimizer's state is there, and can be loaded by this run, where it is to be."""
     parts = {"optim": "state of an optimizer", "rng": "state of random numbers"}
     unsaved = [part for part in parts if getattr(stored, f"no_save_{part}", False)]
     if absent := [part for part in unsaved if not getattr(args, f"no_load_{part}")]:

@@ -55,7 +55,7 @@ def _row(file: Path, number: int, line: str) -> Row:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a float, or an integer of at most 64 bits; JSON has numbers of any size."""
+    """Return whether it is a float, or an integer of at most 64 bits; JSON has numbers of any size."""
     return isinstance(value, float) or (type(value) is int and -(2**63) <= value < 2**63)
 
 

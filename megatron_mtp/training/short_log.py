@@ -1,4 +1,4 @@
-"""What a run prints: a short log on the terminal, the thousand lines of Megatron and its libraries in a log file.
+"""Output of a run: a short log on the terminal, the thousand lines of Megatron and its libraries in a log file.
 
     with quiet():                from here on, prints and warnings go to the listing
         keep_listing(folder)     which is a file from here on: megatron.log, or megatron-3.log of rank 3

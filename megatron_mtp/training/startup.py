@@ -1,4 +1,4 @@
-"""How a run ends that cannot start: one sentence on stderr, exit status 2, and the traceback in a log file.
+"""The end of a run that cannot start: one sentence on stderr, exit status 2, and the traceback in a log file.
 
     with explained("pretrain_gpt.py"):                            while flags are read and checked
     with explained("pretrain_gpt.py", metrics.has_trained):       while Megatron trains
@@ -49,7 +49,7 @@ ADVICE = {
     "that of the flags",
     "not in state dict": "give the flags that it was trained with, or --no-load-optim if only its optimizer differs",
 }
-"""What to do, by a part of Megatron's message."""
+"""Advice by a part of Megatron's message."""
 
 DIVERGED = "the loss or a gradient is NaN or infinite; give a smaller --lr, or look for what the text has at this step."
 
@@ -115,7 +115,7 @@ def _arguments(frame: FrameType) -> Namespace | None:
 
 
 def _has_diverged(running: list[str], args: Namespace) -> bool:
-    """Whether Megatron stops over a loss; without --save there is no other reason to save."""
+    """Return whether Megatron stops over a loss; without --save there is no other reason to save."""
     if "save_checkpoint" in running:
         return args.save is None
     return running[-1] == "validate_result" and args.rerun_mode == "disabled"
@@ -131,7 +131,7 @@ def reason(error: BaseException) -> str:
 
 
 def _condition(error: BaseException) -> str:
-    """Of the `assert` that raised."""
+    """The condition of the `assert` that raised."""
     return re.sub(r"^assert\s+", "", _statements(error)[-1]) if error.__traceback__ else "a condition"
 
 

@@ -376,7 +376,7 @@ BAD_DATA = """
 ! --split 100,0,0,0,0
 ! --seq-length 16 --data-cache-path text/a.txt
 --mtp-draft-vocab-size 100000
-! --fim-data
+! --fim-data -> the tokenizer has no --fim-prefix-token <fim_prefix>, --fim-middle-token
 ! --mtp-mask-prompts -> corpus.answers.npy' is not there
 ! --mtp-mask-prompts --fim-data -> whose data is not of megatron-mtp sample
 ! --sft --data-path chat.jsonl --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format identity

@@ -29,7 +29,7 @@ def fill_absent_layers(
 
     Args:
         loaded: a stage's state dict, as read.
-        own: the stage's state dict as initialised.
+        own: the stage's state dict as initialized.
         block: the stage's MTP block.
         absent: indices of the layers to make.
         init: 'random' or 'last-layer'.
@@ -52,7 +52,7 @@ def fill_absent_layers(
 
 
 def _drawn(prefix: str, layer: Any, weights: RandomWeights) -> dict[str, Tensor]:
-    """This rank's part of a layer, by name relative to it; entries without a rule stay as initialised."""
+    """This rank's part of a layer, by name relative to it; entries without a rule stay as initialized."""
 
     def draw(entry: ShardedTensor) -> Tensor:
         part = weights.draw(entry.key, entry.global_shape, entry.global_slice())
@@ -68,7 +68,7 @@ def _drawn(prefix: str, layer: Any, weights: RandomWeights) -> dict[str, Tensor]
 
 
 def _from_trunk(name: str, value: Any, loaded: dict[str, Any], block: MultiTokenPredictionBlock) -> Any:
-    """The value of one entry of a depth; `name` is relative to the depth, `value` as initialised."""
+    """The value of one entry of a depth; `name` is relative to the depth, `value` as initialized."""
     if name.startswith("tf_layer."):
         return _copied(_in_trunk(name.removeprefix("tf_layer."), loaded, block), value, loaded)
     if name.startswith("final_layernorm."):
@@ -76,7 +76,7 @@ def _from_trunk(name: str, value: Any, loaded: dict[str, Any], block: MultiToken
         return _copied(of_hybrid if of_hybrid in loaded else f"decoder.{name}", value, loaded)
     if name == "eh_proj.weight":
         return _pass_hidden_state(value, block)
-    return value  # enorm and hnorm: 1, as initialised
+    return value  # enorm and hnorm: 1, as initialized
 
 
 def _in_trunk(name: str, loaded: dict[str, Any], block: MultiTokenPredictionBlock) -> str:
@@ -99,7 +99,7 @@ def _last_trunk_layer(loaded: dict[str, Any]) -> int:
 
 
 def _copied(source: str, value: Any, loaded: dict[str, Any]) -> Any:
-    """The trunk's entry; where a kernel's `_extra_state` is not stored, it stays as initialised."""
+    """The trunk's entry; where a kernel's `_extra_state` is not stored, it stays as initialized."""
     return loaded.get(source, value)
 
 

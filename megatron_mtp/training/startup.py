@@ -147,7 +147,8 @@ def _statements(error: BaseException) -> list[str]:
 def _named_flags(parser: ArgumentParser, error: BaseException, args: Namespace) -> str:
     """The flags that the message names or quotes, or else the innermost statement that reads some, with their values.
 
-    A statement reads flags that have nothing to do with the mistake too: those at their defaults are left out.
+    A statement reads flags that have nothing to do with the mistake too: those at their defaults are left out, unless
+    the message says that one is missing.
     """
     flags = {action.dest: action.option_strings[0] for action in parser._actions}
     switches = {action.dest: action.default for action in parser._actions if action.nargs == 0}
@@ -164,7 +165,8 @@ def _named_flags(parser: ArgumentParser, error: BaseException, args: Namespace) 
         if names:
             break
         read = _names(statement, attributes + (r"|\b(\w+)\b" if statement.startswith("assert") else ""), flags)
-        names = [name for name in read if name in given]
+        is_missing = "NoneType" in message
+        names = [name for name in read if name in given or (is_missing and getattr(args, name, 0) is None)]
     values = [
         f"{flags[name]} is {'given' if name in switches else getattr(args, name)}"
         for name in names

@@ -80,6 +80,16 @@ def test_an_assertion_without_a_message_shows_its_condition_and_the_flags_in_it(
     assert "AssertionError" in log_of(sentence)
 
 
+def test_a_flag_that_is_missing_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With --eval-interval left out; its default is None, which the message mentions."""
+    source = tmp_path / "divides.py"
+    source.write_text("def validate_args(args):\n    return args.hidden_size // args.eval_interval + args.seed\n")
+    names: dict[str, Any] = {}
+    exec(compile(source.read_text(), str(source), "exec"), names)
+    args = Namespace(**vars(ARGS), eval_interval=None)
+    assert "(--hidden-size is 33, --eval-interval is None)" in said(lambda: names["validate_args"](args), capfd)
+
+
 @pytest.mark.parametrize(
     ("error", "begins"),
     [

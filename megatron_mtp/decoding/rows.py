@@ -64,7 +64,8 @@ class Rows:
     @cached_property
     def places_BR(self) -> Tensor:
         """Where the rows would stand; before 0 for padding."""
-        return self.first_B.unsqueeze(1) + self.start + torch.arange(self.count, device=self.first_B.device)
+        own_R = torch.arange(self.start, self.start + self.count, device=self.first_B.device)
+        return self.first_B.unsqueeze(1) + own_R
 
     @cached_property
     def counts_BR(self) -> Tensor:

@@ -85,8 +85,10 @@ BY_FAMILY: dict[str, tuple[Keys, Keys, Keys]] = {
 
 
 def record() -> Record:
-    """Every family of this package, and every type of model around a text model."""
+    """Every family of this package, new ones last, and every type of model around a text model."""
+    recorded = list(json.loads(FILE.read_text(encoding="utf-8"))["families"])
     families = {family.model_types[0]: of_family(family) for family in OWN}
+    families = {name: families[name] for name in sorted(families, key=[*recorded, *families].index)}
     return {"families": families, "around a text model": {name: around(name) for name in WRAPPERS}}
 
 
@@ -133,14 +135,14 @@ def around(model_type: str) -> list[str]:
     config = HFConfig.from_keys({"model_type": model_type, "text_config": keys})
     layout = Layout(1, frozenset({"head", list(PREFIXES)[-1]}), ("vision_tower.weight",))
     family = family_of(config)
-    return _lines(family.all_rules(config.with_defaults(family.defaults), layout))
+    return _lines(family.all_rules(family.complete(config), layout))
 
 
 def _case(family: Family, config: HFConfig, layout: Layout) -> tuple[Record, list[str]]:
     """What a family makes of a config: the layout that is seen in the names of its rules, flags, and rules as lines."""
     if family.depths is not None:
         config = HFConfig({**config.keys, family.depths.keys[0]: layout.depths}, config.model_type)
-    config = config.with_defaults(family.defaults)
+    config = family.complete(config)
     names = [tensor.name for rule in family.rules(config, layout) for tensor in rule.hf]
     seen = family.layout(config, [*names, *SEEN])
     words = [f"depths {seen.depths}", *sorted(seen.features), *(f"carries {name}" for name in seen.carried)]

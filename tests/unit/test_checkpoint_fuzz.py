@@ -83,4 +83,4 @@ def test_the_fuzzed_configs_are_whole_without_changes() -> None:
         keys = {**SIZES, **model.config, "model_type": model.model_type, **model.keys}
         config = HFConfig.from_keys(json.loads(json.dumps(keys)))
         family = family_of(config)
-        assert family.all_rules(config.with_defaults(family.defaults), Layout(min(model.depths)))
+        assert family.all_rules(family.complete(config), Layout(min(model.depths)))

@@ -75,7 +75,7 @@ def same(kind: str, runs: str, key: str, keys: Keys) -> bool:
 def read(kind: str, keys: Keys) -> tuple[object, list[tuple[str, object]]]:
     """Megatron's flags, or why there are none, and the tensors with their shapes."""
     family = FAMILIES[kind]
-    config = HFConfig.from_keys(keys).with_defaults(family.defaults)
+    config = family.complete(HFConfig.from_keys(keys))
     forms = {"head"} | ({"depth of experts"} if kind in EXPERT_DEPTHS else set())
     layout = Layout(int(family.depths is not None), frozenset(forms))
     flags = family.flags or (family.depths and family.depths.flags)

@@ -1,4 +1,4 @@
-"""A family is one file and its row, here or in a package outside: the example of docs/extending.md, by the commands."""
+"""A family is one row, here or in a package outside: the example of docs/extending.md, by the commands."""
 
 import json
 import os
@@ -52,24 +52,22 @@ def convert(path: Path, *commands: list[object]) -> subprocess.CompletedProcess[
 
 
 def example() -> tuple[str, str]:
-    """The file of the family, and its description for `verify`."""
+    """The row of the family, and its description for `verify`."""
     section = (ROOT / "docs/extending.md").read_text().split("\n## A model family\n")[1].split("\n## ")[0]
     (_, family), (_, form) = blocks(section, "python")
     return family, form
 
 
 def in_the_package(path: Path) -> None:
-    """A copy of the package with the file of the family and its rows."""
+    """A copy of the package with the rows of the family."""
     package = shutil.copytree(
         ROOT / "megatron_mtp", path / "megatron_mtp", ignore=shutil.ignore_patterns("__pycache__")
     )
     family, form = example()
     families, forms = package / "checkpoint/families", package / "checkpoint/verify/reference_forms.py"
-    (families / "heron.py").write_text(family)
-    table = (families / "__init__.py").read_text()
-    row = "OWN: tuple[Family, ...] = (\n"
-    table = table.replace(row, f"from megatron_mtp.checkpoint.families.heron import HERON\n\n{row}    HERON,\n")
-    (families / "__init__.py").write_text(table)
+    row, table = family.split("HERON = ")[1].rstrip(), "DENSE: tuple[Family, ...] = (\n"
+    dense = (families / "dense.py").read_text()
+    (families / "dense.py").write_text(dense.replace(table, f"{table}{row},\n"))
     form = form.replace("from megatron_mtp.checkpoint.verify.reference_forms import DepthForm\n", "")
     text = forms.read_text().replace("\n_OWN = {\n", f'\n{form}\n_OWN = {{\n    "heron": HERON_FORM,\n')
     forms.write_text(text)

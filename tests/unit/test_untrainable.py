@@ -30,7 +30,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def flags(kind: str, **changes: Any) -> list[str]:
     family = FAMILIES[kind]
     assert family.flags is not None
-    config = HFConfig.from_keys({**CONFIGS[kind], **changes, "model_type": kind}).with_defaults(family.defaults)
+    config = family.complete(HFConfig.from_keys({**CONFIGS[kind], **changes, "model_type": kind}))
     return family.flags(config, Layout(0))
 
 

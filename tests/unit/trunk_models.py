@@ -122,7 +122,7 @@ LEFT: dict[str, Model] = {
     "hyperclovax": _trunk("hyperclovax", **NO_WIDTH),
     "phimoe": _trunk("phimoe", num_local_experts=6, num_experts_per_tok=2),
     "axk1": _trunk("axk1", **DEEP, n_group=2, topk_group=1),
-    "minicpm3": _trunk("minicpm3", **LATENT, num_attention_heads=4),
+    "minicpm3": _trunk("minicpm3", **LATENT, num_attention_heads=4, tie_word_embeddings=False),
     "afmoe": _trunk("afmoe", **QWEN_EXPERTS, num_shared_experts=1, num_dense_layers=1, sliding_window=6),
     "kimi_linear": _trunk("kimi_linear", **DEEP, num_local_experts=6, linear_head_dim=8, linear_num_heads=4),
     "deepseek_v32": _trunk("deepseek_v32", **INDEXED),

@@ -66,7 +66,7 @@ def _read_config(side: HFSide) -> None:
         side.findings.append(Finding("damaged config", says, "correct the config", names=tuple(odd)))
     try:
         side.family = family_of(side.config)
-        side.config = side.config.with_defaults(side.family.defaults)
+        side.config = side.family.complete(side.config)
     except ValueError:
         says = f"The model_type '{side.config.model_type:.60}' is unknown here: tensors are described by their names."
         side.findings.append(Finding("not compared", says, severity=NOTE))

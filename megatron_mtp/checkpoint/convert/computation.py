@@ -99,7 +99,7 @@ def check_config(keys: Settings, layout: Layout, args: Namespace, source: str, r
     """
     config = HFConfig.from_keys(keys, source)
     family = family_of(config)
-    flags, config = family.flags, config.with_defaults(family.defaults)
+    flags, config = family.flags, family.complete(config)
     if flags is None or getattr(args, "megatron_mtp_untrainable", False):
         return
     try:

@@ -144,7 +144,7 @@ class Export:
         keys |= pass_keys(reader.common()["args"]) if layout.depths else {}
         config = HFConfig.from_keys(keys, f"the {CONFIG} for {target}")
         family = family_of(config)
-        config = config.with_defaults(family.defaults)
+        config = family.complete(config)
         _check_depths(family, reader, layout)
         rules = family.all_rules(config, layout)
         check_mcore(rules, reader)

@@ -156,7 +156,7 @@ class HFModel:
         check_kind(path, known_types())
         config = HFConfig.read(path)
         family = family_of(config)
-        config = config.with_defaults(family.defaults)
+        config = family.complete(config)
         folder = HFFolder(path, block_of(config.keys))
         layout = family.layout(config, folder.tensors)
         rules = family.all_rules(config, layout)

@@ -5,7 +5,8 @@ them and names them differently from Megatron's own modules; the second name is 
 Letters in comments: H hidden, E experts, F width of an MLP.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from megatron_mtp.checkpoint.families.rules import (
     Axis,
@@ -308,51 +309,21 @@ def split_mlp_rules(place: Place, hidden: int, width: int) -> list[Rule]:
     ]
 
 
-@dataclass(frozen=True)
-class Frame:
-    """HF's full names of the tensors around a depth's transformer layer.
-
-    Attributes:
-        embedding, hidden: norms of the embedding and of the hidden state.
-        projection: projection of both halves.
-        final: norm before the head; None without one.
-    """
-
-    embedding: str
-    hidden: str
-    projection: str
-    final: str | None
-
-    @classmethod
-    def under(cls, prefix: str, embedding: str, hidden: str, projection: str, final: str | None) -> "Frame":
-        """The names of these modules' weights under a prefix."""
-        last = None if final is None else f"{prefix}{final}.weight"
-        return cls(f"{prefix}{embedding}.weight", f"{prefix}{hidden}.weight", f"{prefix}{projection}.weight", last)
-
-
-def depth_frame(depth: int, hidden: int, names: Frame, hidden_first: bool = False) -> list[Rule]:
+def depth_frame(depth: int, hidden: int, names: Sequence[str | None], hidden_first: bool = False) -> list[Rule]:
     """Rules of a depth's two norms, projection and final norm; Megatron's projection has the embedding half first.
 
     Args:
         depth: index of the depth, from 0.
         hidden: size of the hidden state.
-        names: HF's names.
+        names: HF's modules: norms of embedding and hidden state, projection, final norm; the last is None without one.
         hidden_first: whether HF's projection has the hidden half first.
     """
-    mcore = f"mtp.layers.{depth}."
-    merge = rename(names.projection, f"{mcore}eh_proj.weight", (hidden, 2 * hidden))
-    if hidden_first:
-        merge = Rule(merge.hf, merge.mcore, SwapHalves())
+    shapes = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden), "final_layernorm": (hidden,)}
     rules = [
-        rename(names.embedding, f"{mcore}enorm.weight", (hidden,)),
-        rename(names.hidden, f"{mcore}hnorm.weight", (hidden,)),
-        merge,
+        rename(f"{name}.weight", f"mtp.layers.{depth}.{key}.weight", shape)
+        for name, (key, shape) in zip(names, shapes.items(), strict=True)
+        if name is not None
     ]
-    if names.final is not None:
-        rules.append(rename(names.final, f"{mcore}final_layernorm.weight", (hidden,)))
+    if hidden_first:
+        rules[2] = replace(rules[2], map=SwapHalves())
     return rules
-
-
-def depth_layer(depth: int) -> str:
-    """Megatron's prefix of the transformer layer in the depth of this index, from 0."""
-    return f"mtp.layers.{depth}.transformer_layer."

@@ -7,23 +7,28 @@ A layer is norm, attention, norm, MLP or experts, each of both added to the resi
 attention, parallel branches) are in carried.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import (
     GQA,
+    MLA,
     MoE,
     Place,
     gqa_rules,
+    mla_rules,
     mlp_norm_keys,
     mlp_rules,
     moe_rules,
     norm_rules,
+    split_mlp_rules,
 )
-from megatron_mtp.checkpoint.families.family import Family, Layout
+from megatron_mtp.checkpoint.families.family import STORED_HEAD, Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import (
     CENTRED,
+    IGNORED_PART,
+    PARTLY_BIASED,
     RMS_NORM,
     UntrainableError,
     by_layer,
@@ -35,7 +40,17 @@ from megatron_mtp.checkpoint.families.flags import (
     swiglu_flags,
 )
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Scaled, rename
-from megatron_mtp.checkpoint.families.trunk import ORIGINAL, ORIGINAL_WEIGHTS, STORED_HEAD, frame, layers, trunk_places
+from megatron_mtp.checkpoint.families.trunk import (
+    ORIGINAL,
+    ORIGINAL_WEIGHTS,
+    ZERO_QKV_BIAS,
+    depth_frames,
+    depth_places,
+    frame,
+    is_dense,
+    layers,
+    trunk_places,
+)
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 MLPRules = Callable[[str, str, int, int, bool], list[Rule]]
@@ -65,9 +80,11 @@ class Decoder:
 
     Attributes:
         attention: sizes and names of the attention.
+        zero_bias: whether a folder may have biases of zero of queries, keys and values where Megatron has none.
+        embedding: HF's name of the embedding.
         mlp: rules of a dense MLP.
-        mlp_bias: config key of the MLP's biases. Megatron has biases of all projections, of queries, keys and values
-            alone, or none.
+        mlp_bias: config key of the MLP's biases; None if there are never any. Megatron has biases of all projections,
+            of queries, keys and values alone, or none.
         activation: Megatron's flags of the MLP's activation.
         norms: Megatron's flags of the norms.
         partial: whether `partial_rotary_factor` rotates a part of each head; other classes ignore the key.
@@ -78,13 +95,16 @@ class Decoder:
         experts: routed experts; None if all layers are dense.
         sparse: for each layer whether it has experts.
         expert_flags: Megatron's flags of the experts.
+        depths: the depths, whose layers are like those of the trunk; None if the class has none.
         multipliers: factors of muP; None if the class has none.
         refused: why Megatron cannot run this model, beside what this file finds; None if nothing else hinders it.
     """
 
-    attention: Callable[[HFConfig], GQA]
+    attention: Callable[[HFConfig], GQA | MLA]
+    zero_bias: bool = False
+    embedding: str = "embed_tokens"
     mlp: MLPRules = mlp_rules
-    mlp_bias: str = "mlp_bias"
+    mlp_bias: str | None = "mlp_bias"
     activation: Callable[[HFConfig], list[str]] = swiglu_flags
     norms: Sequence[str] = RMS_NORM
     partial: bool = False
@@ -95,16 +115,23 @@ class Decoder:
     experts: Callable[[HFConfig, Layout], MoE] | None = None
     sparse: Callable[[HFConfig], list[bool]] = lambda config: [True] * layers(config)
     expert_flags: Callable[[HFConfig], list[str]] = lambda config: []
+    depths: Depths | None = None
     multipliers: Callable[[HFConfig], Multipliers] | None = None
     refused: Callable[[HFConfig], str | None] = lambda config: None
 
     def rules(self, config: HFConfig, layout: Layout) -> list[Rule]:
         """Rules of all tensors."""
-        rules = frame(config, layout)
+        outer = "language_model." if layout.has("nested") else ""
+        model, several = f"{outer}model.", self.experts is not None
+        depths = depth_places(self.depths, config, layout, model)
+        rules = frame(config, layout, model, head=f"{outer}lm_head", embedding=self.embedding, copies=depths)
         if self._has_norm_biases:
             rules.append(rename("model.norm.bias", "decoder.final_layernorm.bias", (config.integer("hidden_size"),)))
-        for place, sparse in zip(trunk_places(layers(config)), self._sparse(config), strict=True):
-            rules += self._layer(config, layout, place, sparse)
+        for place, sparse in zip(trunk_places(layers(config), model), self._sparse(config), strict=True):
+            rules += self.layer(config, layout, place, sparse)
+        if self.depths is not None:
+            for place, around in zip(depths, depth_frames(self.depths, config, depths), strict=True):
+                rules += [*around, *self.layer(config, layout, place, several)]
         if self.multipliers is not None:
             rules = [_scaled(rule, self.multipliers(config).residual, layout) for rule in rules]
         return rules
@@ -116,6 +143,7 @@ class Decoder:
             UntrainableError: Megatron cannot run the model.
         """
         attention = self.attention(config)
+        assert isinstance(attention, GQA), "latent attention has flags of its own"
         self._check(config, attention)
         width = config.integer("intermediate_size", "moe_intermediate_size")
         norms = [*self.norms, *["--disable-bias-linear"] * (not self._has_all_biases(config, attention))]
@@ -127,14 +155,22 @@ class Decoder:
             flags += [*self.expert_flags(config), *by_layer("moe-layer-freq", self._sparse(config))]
         return flags + self._multiplier_flags(config, attention)
 
-    def _layer(self, config: HFConfig, layout: Layout, place: Place, sparse: bool) -> list[Rule]:
-        attention = self.attention(config)
-        rules = norm_rules(place, attention.hidden, mla=False, moe=sparse) + gqa_rules(place, attention)
+    def layer(self, config: HFConfig, layout: Layout, place: Place, sparse: bool) -> list[Rule]:
+        """Rules of a layer, of the trunk or of a depth; the experts of a sparse one may be parts of a dense MLP."""
+        attention, hidden = self.attention(config), config.integer("hidden_size")
+        latent, split = isinstance(attention, MLA), sparse and is_dense(config)
+        rules = norm_rules(place, hidden, mla=latent, moe=sparse and not split)
+        if isinstance(attention, MLA):
+            rules += mla_rules(place, attention)
+        else:
+            rules += gqa_rules(place, replace(attention, zero_bias=self.zero_bias and layout.has(ZERO_QKV_BIAS)))
         if self.sinks:
             key = f"{place.mcore}self_attention.core_attention.softmax_offset"
-            rules.append(rename(f"{place.hf}self_attn.sinks", key, (attention.heads,)))
+            rules.append(rename(f"{place.hf}self_attn.sinks", key, (config.integer("num_attention_heads"),)))
         if self._has_norm_biases:
-            rules += _norm_biases(place, attention.hidden, moe=sparse)
+            rules += _norm_biases(place, hidden, moe=sparse)
+        if split:
+            return rules + split_mlp_rules(place, hidden, config.integer("intermediate_size"))
         return rules + self.mlp_or_experts(config, layout, place, sparse)
 
     def mlp_or_experts(self, config: HFConfig, layout: Layout, place: Place, sparse: bool) -> list[Rule]:
@@ -142,7 +178,7 @@ class Decoder:
         if sparse and self.experts is not None:
             return moe_rules(place, self.experts(config, layout))
         hidden, width = config.integer("hidden_size"), config.integer("intermediate_size")
-        return self.mlp(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width, config.flag(self.mlp_bias))
+        return self.mlp(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width, self._has_mlp_bias(config))
 
     @property
     def _has_norm_biases(self) -> bool:
@@ -152,18 +188,17 @@ class Decoder:
         return [False] * layers(config) if self.experts is None else self.sparse(config)
 
     def _has_all_biases(self, config: HFConfig, attention: GQA) -> bool:
-        return attention.bias and attention.out_bias and config.flag(self.mlp_bias)
+        return attention.bias and attention.out_bias and self._has_mlp_bias(config)
+
+    def _has_mlp_bias(self, config: HFConfig) -> bool:
+        return self.mlp_bias is not None and config.flag(self.mlp_bias)
 
     def _check(self, config: HFConfig, attention: GQA) -> None:
-        some = attention.out_bias or config.flag(self.mlp_bias)
+        some = attention.out_bias or self._has_mlp_bias(config)
         if some and not self._has_all_biases(config, attention):
-            raise UntrainableError(
-                "biases of the output projection or the MLP, which Megatron has only together with all others"
-            )
+            raise UntrainableError(PARTLY_BIASED)
         if not self.partial and rotated_part(config) != 1:
-            raise UntrainableError(
-                "a 'partial_rotary_factor', which transformers ignores in this family and vLLM does not"
-            )
+            raise UntrainableError(IGNORED_PART)
         if (reason := self.refused(config)) is not None:
             raise UntrainableError(reason)
 
@@ -211,27 +246,18 @@ CENTRED_LAYER_NORM = ["--normalization", "LayerNorm", *CENTRED]
 LAYER_NORM = ["--normalization", "LayerNorm"]
 
 
-def trunk_family(
-    title: str,
-    published: str,
-    model_types: tuple[str, ...],
-    decoder: Decoder,
-    defaults: Mapping[str, Any],
-    **others: Any,
+def family_of_decoder(
+    title: str, published: str, model_types: tuple[str, ...], decoder: Decoder, **others: Any
 ) -> Family:
-    """A family without depths, whose rules and flags are those of its decoder.
+    """A family whose rules and depths, and flags if there are no others, are those of its decoder.
 
     Args:
-        defaults: of the class in transformers, for keys that a config leaves out.
+        title, published, model_types: as of `Family`.
+        decoder: the facts of the class.
         others: what else a `Family` has; `features` beside a stored head.
     """
+    forms = {**STORED_HEAD, **others.pop("features", {})}
+    flags = others.pop("flags", decoder.flags)
     return Family(
-        title,
-        published,
-        model_types,
-        decoder.rules,
-        features={**STORED_HEAD, **others.pop("features", {})},
-        flags=decoder.flags,
-        defaults={"rope_theta": 10000.0, **defaults},
-        **others,
+        title, published, model_types, decoder.rules, features=forms, depths=decoder.depths, flags=flags, **others
     )

@@ -1,58 +1,67 @@
-"""Dense decoders without depths of their own, each as the facts of its class in transformers; depths are attached.
+"""Dense decoders, each class of transformers as a row; depths are attached where the class has none."""
 
-Granite's are in granite.py.
-"""
-
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from megatron_mtp.checkpoint.families.blocks import GQA, fused_mlp_rules, plain_mlp_rules
+from megatron_mtp.checkpoint.families.blocks import fused_mlp_rules, plain_mlp_rules
 from megatron_mtp.checkpoint.families.decoder import (
     CENTRED_LAYER_NORM,
     LAYER_NORM,
     Decoder,
-    trunk_family,
+    Multipliers,
+    family_of_decoder,
 )
-from megatron_mtp.checkpoint.families.family import Family
-from megatron_mtp.checkpoint.families.flags import squared_relu_flags
-from megatron_mtp.checkpoint.families.llama import llama_attention
-from megatron_mtp.checkpoint.families.trunk import gqa, layers
+from megatron_mtp.checkpoint.families.family import Depths, Family
+from megatron_mtp.checkpoint.families.flags import dense_flags, squared_relu_flags
+from megatron_mtp.checkpoint.families.trained import TrainedForm, dense_keys, is_dense_trunk
+from megatron_mtp.checkpoint.families.trunk import (
+    ORIGINAL_WEIGHTS,
+    all_windows,
+    biased,
+    gqa,
+    layers,
+    llama_attention,
+    qwen3_attention,
+    windows_by_type,
+)
 from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
 
-def _bias(config: HFConfig, key: str = "attention_bias", out: str | None = None) -> GQA:
-    """Biases of queries, keys and values if `key` is true, and of the output if `out` is."""
-    return gqa(config, bias=config.flag(key), out_bias=out is not None and config.flag(out))
+def _dense_form(models: str, architecture: str, fits: Callable[[Namespace], bool]) -> TrainedForm:
+    """The form of a dense model without depths, if `fits` holds for Megatron's arguments as well."""
+    return TrainedForm(
+        models=f"dense without depths{models}",
+        engines=("transformers", "vLLM", "SGLang"),
+        architecture=architecture,
+        keys=dense_keys,
+        fits=lambda args, depths: is_dense_trunk(args, depths) and fits(args),
+    )
 
 
-def _all_windows(config: HFConfig) -> list[bool]:
-    """A window in every layer if `sliding_window` is a number."""
-    return [config.has("sliding_window")] * layers(config)
+def _mimo_keys(args: Namespace) -> dict[str, Any]:
+    if args.num_experts or args.qk_layernorm or args.rotary_percent != 1.0:
+        raise ValueError("--family mimo needs a dense model without --qk-layernorm and --rotary-percent.")
+    return {"attention_bias": True, "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
 
 
-def windows_by_type(config: HFConfig, usual: list[bool]) -> list[bool]:
-    """Windows of the layers that `layer_types` names so; those of `usual` without the key.
+MIMO_CONFIG = """from transformers import Qwen2Config
 
-    Raises:
-        ValueError: a kind of layer is unknown.
-    """
-    kinds = config.words("layer_types", layers(config))
-    if kinds is None:
-        return usual
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ValueError(
-            f"{config.source}: 'layer_types' has '{unknown[0]:.40}'; known are full_attention, sliding_attention."
-        )
-    return [kind == "sliding_attention" for kind in kinds]
+
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+"""
+"""transformers has no class of this `model_type`, so engines read the config through this one."""
 
 
 def _ministral_windows(config: HFConfig) -> list[bool]:
-    windows = windows_by_type(config, _all_windows(config))
+    windows = windows_by_type(config, all_windows(config))
     return windows if config.has("sliding_window") else [False] * len(windows)
 
 
-def three_windows(config: HFConfig) -> list[bool]:
+def _three_windows(config: HFConfig) -> list[bool]:
     """Three windows after each full attention, unless the config says otherwise."""
     return windows_by_type(config, [bool(index % 4) for index in range(layers(config))])
 
@@ -82,127 +91,140 @@ def _stablelm_refused(config: HFConfig) -> str | None:
     return "attention and MLP side by side ('use_parallel_residual')" if config.flag("use_parallel_residual") else None
 
 
+def _multipliers(config: HFConfig) -> Multipliers:
+    return Multipliers(
+        embedding=config.number("embedding_multiplier"),
+        logits=1 / config.number("logits_scaling"),
+        residual=config.number("residual_multiplier"),
+        scores=config.number("attention_multiplier"),
+    )
+
+
+def _bases(config: HFConfig) -> list[Any]:
+    """The rotary base of every layer, 0 for a layer without positions; empty without the key.
+
+    Raises:
+        ValueError: `layer_rope_theta` is no list of a number for each layer.
+    """
+    bases, count = config.keys.get("layer_rope_theta"), layers(config)
+    if bases is None:
+        return []
+    if not isinstance(bases, list) or len(bases) < count or not all(isinstance(one, int | float) for one in bases):
+        raise ConfigError(f"{config.source}: 'layer_rope_theta' must be a list of {count} numbers, one a layer.")
+    return bases[:count]
+
+
+def _granite_unplaced(config: HFConfig) -> list[bool]:
+    return [not base for base in _bases(config)]
+
+
+def _granite_refused(config: HFConfig) -> str | None:
+    differ = {base for base in _bases(config) if base} - {config.rope.get("rope_theta")}
+    return "rotary bases that differ from layer to layer" if differ else None
+
+
+_qwen2_attention = partial(gqa, bias=True)
 _LLAMA = Decoder(llama_attention)
 _PLAIN = Decoder(gqa)
-_GLM = Decoder(_bias, fused_mlp_rules, partial=True, interleaved=True)
+_GLM = Decoder(biased, mlp=fused_mlp_rules, partial=True, interleaved=True)
+_MIMO = Decoder(
+    biased,
+    zero_bias=True,
+    mlp_bias=None,
+    depths=Depths(
+        r"^model\.mtp_layers\.(\d+)\.input_proj\.weight$",
+        "model.mtp_layers.{k}.",
+        ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        embedding_first=False,
+    ),
+)
+GRANITE = replace(_LLAMA, multipliers=_multipliers)
+FACTORED = {ORIGINAL_WEIGHTS: r"\.o_proj\.weight$"}
+"""Form of Granite's checkpoints, whose projections contain a factor."""
 
 DENSE: tuple[Family, ...] = (
-    trunk_family(
-        "Mistral",
-        "Mistral 7B, Nemo, Small",
-        ("mistral",),
-        replace(_PLAIN, windows=_all_windows),
-        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+    family_of_decoder(
+        "MiMo-7B",
+        "MiMo-7B",
+        ("mimo",),
+        _MIMO,
+        flags=partial(dense_flags, biased),
+        trained=TrainedForm(
+            models="dense with depths, `--family mimo`",
+            engines=("vLLM", "SGLang"),
+            architecture="MiMoForCausalLM",
+            keys=_mimo_keys,
+            fits=lambda args, depths: False,
+            files={"configuration_mimo.py": MIMO_CONFIG},
+        ),
+        config_class="qwen2",
+        defaults={"attention_bias": True},
     ),
-    trunk_family(
-        "Ministral",
-        "Ministral 8B",
-        ("ministral",),
-        replace(_PLAIN, windows=_ministral_windows),
-        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+    family_of_decoder(
+        "Llama",
+        "Llama 2 and 3, SmolLM2",
+        ("llama",),
+        _LLAMA,
+        flags=partial(dense_flags, llama_attention),
+        trained=_dense_form("", "LlamaForCausalLM", lambda args: not (args.qk_layernorm or args.add_qkv_bias)),
     ),
-    trunk_family(
-        "SmolLM3",
-        "SmolLM3",
-        ("smollm3",),
-        replace(_LLAMA, unplaced=_unplaced, refused=_smollm3_refused),
-        {
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 2000000.0,
-            "tie_word_embeddings": True,
-        },
+    family_of_decoder(
+        "Qwen2",
+        "Qwen2, Qwen2.5",
+        ("qwen2",),
+        Decoder(_qwen2_attention),
+        flags=partial(dense_flags, _qwen2_attention),
+        trained=_dense_form(
+            ", `--add-qkv-bias`", "Qwen2ForCausalLM", lambda args: bool(args.add_qkv_bias and not args.qk_layernorm)
+        ),
     ),
-    trunk_family(
-        "Seed-OSS",
-        "Seed-OSS",
-        ("seed_oss",),
-        Decoder(partial(_bias, out="attention_out_bias")),
-        {
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 524288,
-            "rms_norm_eps": 1e-6,
-            "attention_bias": True,
-        },
+    family_of_decoder(
+        "Qwen3",
+        "Qwen3, dense",
+        ("qwen3",),
+        Decoder(qwen3_attention),
+        flags=partial(dense_flags, qwen3_attention),
+        trained=_dense_form(", `--qk-layernorm`", "Qwen3ForCausalLM", lambda args: bool(args.qk_layernorm)),
     ),
-    trunk_family(
+    family_of_decoder("Mistral", "Mistral 7B, Nemo, Small", ("mistral",), replace(_PLAIN, windows=all_windows)),
+    family_of_decoder("Ministral", "Ministral 8B", ("ministral",), replace(_PLAIN, windows=_ministral_windows)),
+    family_of_decoder(
+        "SmolLM3", "SmolLM3", ("smollm3",), replace(_LLAMA, unplaced=_unplaced, refused=_smollm3_refused)
+    ),
+    family_of_decoder("Seed-OSS", "Seed-OSS", ("seed_oss",), Decoder(partial(biased, out="attention_out_bias"))),
+    family_of_decoder(
         "Jais 2",
         "Jais 2",
         ("jais2",),
-        Decoder(partial(_bias, out="attention_bias"), plain_mlp_rules, activation=squared_relu_flags, norms=LAYER_NORM),
-        {
-            "max_position_embeddings": 8192,
-            "layer_norm_eps": 1e-5,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "hidden_act": "relu2",
-        },
+        Decoder(
+            partial(biased, out="attention_bias"), mlp=plain_mlp_rules, activation=squared_relu_flags, norms=LAYER_NORM
+        ),
     ),
-    trunk_family(
+    family_of_decoder(
         "Phi-3",
         "Phi-3, Phi-4, Phi-4-mini",
         ("phi3",),
         Decoder(
             lambda config: gqa(config, fused=True, query_key_value="qkv_proj"),
-            fused_mlp_rules,
+            mlp=fused_mlp_rules,
             partial=True,
-            windows=_all_windows,
+            windows=all_windows,
         ),
-        {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     ),
-    trunk_family(
-        "GLM-4, first form",
-        "GLM-4-9B",
-        ("glm",),
-        _GLM,
-        {
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1.5625e-7,
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-        },
-    ),
-    trunk_family(
-        "Helium",
-        "Helium",
-        ("helium",),
-        Decoder(_bias, interleaved=True),
-        {
-            "num_key_value_heads": 20,
-            "head_dim": 128,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-8,
-            "rope_theta": 100000.0,
-        },
-    ),
-    trunk_family(
+    family_of_decoder("GLM-4, first form", "GLM-4-9B", ("glm",), _GLM, defaults={"partial_rotary_factor": 0.5}),
+    family_of_decoder("Helium", "Helium", ("helium",), Decoder(biased, interleaved=True)),
+    family_of_decoder(
         "ERNIE-4.5",
         "ERNIE-4.5, dense",
         ("ernie4_5",),
-        Decoder(partial(_bias, key="use_bias", out="use_bias"), mlp_bias="use_bias", interleaved=True),
-        {
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
-        },
+        Decoder(partial(biased, key="use_bias", out="use_bias"), mlp_bias="use_bias", interleaved=True),
     ),
-    trunk_family(
+    family_of_decoder(
         "CWM",
         "Code World Model",
         ("cwm",),
-        replace(_PLAIN, windows=three_windows),
-        {
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
+        replace(_PLAIN, windows=_three_windows),
+        defaults={
             "rope_parameters": {
                 "rope_type": "llama3",
                 "rope_theta": 1000000.0,
@@ -211,54 +233,39 @@ DENSE: tuple[Family, ...] = (
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             },
-            "sliding_window": 8192,
         },
     ),
-    trunk_family(
+    family_of_decoder(
         "InternLM3",
         "InternLM3",
         ("internlm3",),
-        Decoder(partial(_bias, key="qkv_bias", out="qkv_bias"), mlp_bias="bias"),
-        {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+        Decoder(partial(biased, key="qkv_bias", out="qkv_bias"), mlp_bias="bias"),
     ),
-    trunk_family(
-        "IQuest-Coder",
-        "IQuest-Coder V1",
-        ("iquestcoder",),
-        _LLAMA,
-        {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+    family_of_decoder("IQuest-Coder", "IQuest-Coder V1", ("iquestcoder",), _LLAMA),
+    family_of_decoder(
+        "Arcee", "AFM-4.5B", ("arcee",), replace(_LLAMA, mlp=plain_mlp_rules, activation=squared_relu_flags)
     ),
-    trunk_family(
-        "Arcee",
-        "AFM-4.5B",
-        ("arcee",),
-        replace(_LLAMA, mlp=plain_mlp_rules, activation=squared_relu_flags),
-        {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
-    ),
-    trunk_family(
+    family_of_decoder(
         "Nemotron",
         "Nemotron-4, Minitron",
         ("nemotron",),
         replace(_LLAMA, mlp=plain_mlp_rules, activation=squared_relu_flags, norms=CENTRED_LAYER_NORM, partial=True),
-        {
-            "max_position_embeddings": 4096,
-            "norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "hidden_act": "relu2",
-        },
+        defaults={"partial_rotary_factor": 0.5},
     ),
-    trunk_family(
+    family_of_decoder(
         "StableLM",
         "StableLM 2, 3B",
         ("stablelm",),
-        Decoder(partial(_bias, key="use_qkv_bias"), norms=LAYER_NORM, partial=True, refused=_stablelm_refused),
-        {
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 4096,
-            "layer_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.25,
-        },
+        Decoder(partial(biased, key="use_qkv_bias"), norms=LAYER_NORM, partial=True, refused=_stablelm_refused),
+        defaults={"partial_rotary_factor": 0.25},
         carried=(r"model\.layers\.\d+\.self_attn\.[qk]_layernorm\.",),
     ),
+    family_of_decoder("Granite", "Granite 3", ("granite",), GRANITE, features=FACTORED),
+    family_of_decoder(
+        "Granite, windows",
+        "Granite with sliding windows",
+        ("granite_swa",),
+        replace(GRANITE, sinks=True, windows=_three_windows, unplaced=_granite_unplaced, refused=_granite_refused),
+        features=FACTORED,
+    ),
 )
-"""Their rules and flags follow from `Decoder`; a default is that of the class, for a key that a config leaves out."""

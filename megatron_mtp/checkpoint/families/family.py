@@ -11,6 +11,7 @@ be in both.
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from megatron_mtp.checkpoint.families.rules import Rule, rename
@@ -19,6 +20,20 @@ from megatron_mtp.checkpoint.hf.config import HFConfig
 
 CARRIED = "carried."
 """Prefix of Megatron keys for tensors that Megatron has no module for, such as vision towers."""
+STORED_HEAD = {"head": r"(^|\.)lm_head\.weight$"}
+"""Most folders do not store a tied head, but some do."""
+COPIES = {
+    "embedding copies": r"layers\.\d+\.embed_tokens\.weight$",
+    "head copies": r"layers\.\d+\.shared_head\.head\.weight$",
+}
+"""DeepSeek's folders repeat embedding and head in every depth; other folders do not."""
+PACKED = {"packed experts": r"mlp\.experts\.gate_up_proj$"}
+NESTED = {"nested": r"^language_model\.model\."}
+"""Kimi-K2.5 keeps the text model beside a vision tower."""
+
+
+QWEN_NAMES = (".mtp.pre_fc_norm_embedding", ".mtp.pre_fc_norm_hidden", ".mtp.fc", ".mtp.norm")
+"""Modules around the one depth of Qwen's models, and of EXAONE's."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,10 @@ class Depths:
 
     Attributes:
         pattern: matches one tensor name per depth; its group is the depth's index.
+        prefix: HF's prefix of a depth: {k} is its index, {n} that of a layer counted on from the trunk's, {model} the
+            trunk's prefix.
+        names: HF's modules around the layer: norms of embedding and hidden state, projection, and the norm before the
+            head, None without one. A name with a dot at its beginning is not under the prefix.
         keys: config keys that hold the number of depths; an export writes the first.
         default: number of depths where the config has none of the keys; None if the tensors alone decide.
         layers_key: config key that holds the layers of a depth by Megatron's symbols; None if all depths are alike.
@@ -58,6 +77,8 @@ class Depths:
     """
 
     pattern: str
+    prefix: str = "{model}layers.{n}."
+    names: tuple[str, str, str, str | None] = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     keys: tuple[str, ...] = ("num_nextn_predict_layers",)
     default: int | None = 0
     layers_key: str | None = None
@@ -87,7 +108,9 @@ class Family:
         published: published models of the family, for the table in docs/conversion.md.
         model_types: values of `model_type` in `config.json`; the first is the one that an export writes.
         rules: rules for every tensor of a model except the carried ones.
-        defaults: values of keys that a config may leave out, as in the family's transformers class.
+        defaults: values of keys that a config may leave out, where the class in transformers does not state them.
+        config_class: `model_type` of the class in transformers that has the defaults; None for the first of
+            `model_types`.
         features: name of a form to the pattern of the tensors that show it.
         carried: patterns of tensors to store unchanged if no rule names them: vision towers, and trunk layers that
             Megatron cannot run.
@@ -105,7 +128,8 @@ class Family:
     model_types: tuple[str, ...]
     rules: Callable[[HFConfig, Layout], list[Rule]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    features: Mapping[str, str] = field(default_factory=dict)
+    config_class: str | None = None
+    features: Mapping[str, str] = field(default_factory=lambda: STORED_HEAD)
     carried: tuple[str, ...] = ()
     depths: Depths | None = None
     flags: Callable[[HFConfig, Layout], list[str]] | None = None
@@ -117,6 +141,10 @@ class Family:
             raise ValueError(f"the family {self.title} needs either Megatron's flags or the reason why there are none.")
         if not self.model_types:
             raise ValueError(f"the family {self.title} names no model_type; give one or more.")
+
+    def complete(self, config: HFConfig) -> HFConfig:
+        """The config with values for the keys that it leaves out: the family's, then those of the class."""
+        return config.with_defaults({**class_defaults(self.config_class or self.model_types[0]), **self.defaults})
 
     def layout(self, config: HFConfig, names: Iterable[str]) -> Layout:
         """The layout of a folder with these tensor names.
@@ -155,6 +183,31 @@ class Family:
         ruled = {tensor.name for rule in self.rules(config, layout) for tensor in rule.hf}
         pattern = re.compile("|".join(self.carried))
         return [name for name in names if name not in ruled and pattern.match(name)]
+
+
+DEFAULTS = (
+    "attention_bias attention_multiplier conv_kernel embedding_multiplier first_k_dense_replace head_dim hidden_act "
+    "layer_norm_eps layer_norm_epsilon linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads "
+    "linear_num_value_heads linear_value_head_dim logits_scaling mamba_head_dim mamba_hidden_act mamba_num_heads "
+    "max_position_embeddings mlp_bias mlp_hidden_act moe_shared_expert_intermediate_size n_group n_groups "
+    "n_shared_experts norm_eps norm_topk_prob num_key_value_heads num_shared_experts original_max_position_embeddings "
+    "q_lora_rank qkv_bias residual_multiplier rms_norm_eps rope_interleave routed_scaling_factor router_scaling_factor "
+    "sliding_window ssm_state_size swiglu_alpha swiglu_limit tie_word_embeddings time_step_limit topk_group "
+    "use_conv_bias use_qk_norm"
+).split()
+"""Keys whose default is that of the class; sizes that tell models apart are not among them, and must be in a config."""
+
+
+@cache
+def class_defaults(model_type: str) -> Mapping[str, Any]:
+    """What a class of transformers has in the place of absent keys; empty if there is no such class."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return {}
+    kind = CONFIG_MAPPING[model_type]
+    found = {name: getattr(kind, name, None) for name in DEFAULTS}
+    return {name: value for name, value in found.items() if value is not None} | {"rope_theta": kind.default_theta}
 
 
 def numbered_depth(pattern: str) -> Callable[[HFConfig, str], int | None]:

@@ -8,9 +8,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_mtp.checkpoint.families.blocks import GQA, MLA
+from megatron_mtp.checkpoint.families.blocks import GQA
+from megatron_mtp.checkpoint.families.family import Layout
 from megatron_mtp.checkpoint.families.trained import LARGEST_LATENT_EPSILON
-from megatron_mtp.checkpoint.families.trunk import is_dense, layers, sparse_layers
+from megatron_mtp.checkpoint.families.trunk import gqa, is_dense, latent_attention, layers, sparse_layers
 from megatron_mtp.checkpoint.hf.config import LARGEST, HFConfig
 
 
@@ -18,45 +19,45 @@ class UntrainableError(ValueError):
     """Megatron can run the family, but not this model; the message names the reason."""
 
 
-def dense_flags(config: HFConfig, attention: GQA, depths: int) -> list[str]:
+PARTLY_BIASED = "biases of the output projection or the MLP, which Megatron has only together with all others"
+IGNORED_PART = "a 'partial_rotary_factor', which transformers ignores in this family and vLLM does not"
+
+
+def dense_flags(make: Callable[[HFConfig], GQA], config: HFConfig, layout: Layout) -> list[str]:
     """Flags of a dense model with grouped-query attention.
 
     Raises:
         UntrainableError: Megatron cannot run the model; so in all functions of this file.
     """
+    attention = make(config)
     if attention.out_bias or config.flag("mlp_bias"):
-        raise UntrainableError(
-            "biases of the output projection or the MLP, which Megatron has only together with all others"
-        )
+        raise UntrainableError(PARTLY_BIASED)
     windows = config.flag("use_sliding_window") or (config.words("layer_types", 0) is not None and _slides(config))
     if windows:
         raise UntrainableError("sliding windows")
     if rotated_part(config) != 1:
-        raise UntrainableError("a 'partial_rotary_factor', which transformers ignores in this family and vLLM does not")
+        raise UntrainableError(IGNORED_PART)
     return [
-        *common_flags(config, depths, layers(config), config.integer("intermediate_size")),
+        *common_flags(config, layout.depths, layers(config), config.integer("intermediate_size")),
         *gqa_flags(attention),
         *rope_flags(config),
     ]
 
 
-def moe_flags(config: HFConfig, attention: GQA, depths: int) -> list[str]:
+def moe_flags(make: Callable[[HFConfig], GQA], config: HFConfig, layout: Layout) -> list[str]:
     """Flags of a model with experts, grouped-query attention and DeepSeek's router."""
     return [
-        *common_flags(config, depths, layers(config), config.integer("intermediate_size")),
-        *gqa_flags(attention),
+        *common_flags(config, layout.depths, layers(config), config.integer("intermediate_size")),
+        *gqa_flags(make(config)),
         *rope_flags(config),
         *expert_flags(config),
     ]
 
 
-def mla_flags(config: HFConfig, attention: MLA, depths: int) -> list[str]:
-    """Flags of a model with experts and latent attention, as DeepSeek-V3."""
-    return [
-        *common_flags(config, depths, layers(config), config.integer("intermediate_size")),
-        *latent_flags(config, attention),
-        *expert_flags(config),
-    ]
+def mla_flags(config: HFConfig, layout: Layout) -> list[str]:
+    """Flags of a dense model with latent attention."""
+    sizes = common_flags(config, layout.depths, layers(config), config.integer("intermediate_size"))
+    return [*sizes, *latent_flags(config)]
 
 
 def hybrid_flags(config: HFConfig, pattern: str, attention: GQA) -> list[str]:
@@ -123,8 +124,9 @@ CENTRED = ["--apply-layernorm-1p"]
 EPSILON = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "layer_norm_eps", "norm_eps")
 
 
-def latent_flags(config: HFConfig, attention: MLA) -> list[str]:
+def latent_flags(config: HFConfig) -> list[str]:
     """Flags of multi-head latent attention."""
+    attention = latent_attention(config)
     if not config.flag("rope_interleave"):
         raise UntrainableError("RoPE in halves; Megatron's latent attention has it interleaved")
     if (epsilon := config.number(*EPSILON)) > LARGEST_LATENT_EPSILON:
@@ -379,3 +381,26 @@ def _slides(config: HFConfig) -> bool:
 def pairs(values: Mapping[str, object]) -> list[str]:
     """Flags and their values as command-line arguments."""
     return [argument for name, value in values.items() for argument in (f"--{name}", str(value))]
+
+
+ALL_LAYERS = pairs({"moe-layer-freq": 1})
+NO_POSITIONS = pairs({"position-embedding-type": "none"})
+
+
+def gqa_depths(config: HFConfig, layout: Layout, attention: GQA) -> list[str]:
+    """Flags of dense depths with grouped-query attention, without positions."""
+    if attention.out_bias:
+        raise UntrainableError("biases of all projections, which Megatron has only together with all others")
+    width = config.integer("intermediate_size")
+    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(attention), *NO_POSITIONS]
+
+
+def framed_depths(config: HFConfig, layout: Layout) -> list[str]:
+    """Flags of depths whose attention Megatron lacks: it computes the frame, and the MLP if it is dense."""
+    width = config.integer("intermediate_size", "moe_intermediate_size")
+    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(gqa(config)), *NO_POSITIONS]
+
+
+def sigmoid_experts(config: HFConfig) -> list[str]:
+    """Flags of experts in every depth, with DeepSeek-V3's router."""
+    return [*expert_flags(config), *ALL_LAYERS]

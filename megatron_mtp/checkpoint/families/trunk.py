@@ -1,39 +1,31 @@
-"""Rules that all families share: sizes from the config, embedding, final norm and head."""
+"""Rules that all families share: sizes from the config, embedding, final norm, head, and the frames of depths."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 
-from megatron_mtp.checkpoint.families.blocks import GQA, MoE, Place
-from megatron_mtp.checkpoint.families.family import Layout
+from megatron_mtp.checkpoint.families.blocks import GQA, MLA, MoE, Place, depth_frame
+from megatron_mtp.checkpoint.families.family import Depths, Layout
 from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, rename
 from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
-HEAD = "lm_head.weight"
-STORED_HEAD = {"head": r"(^|\.)lm_head\.weight$"}
-"""Most folders do not store a tied head, but some do."""
-COPIES = {
-    "embedding copies": r"layers\.\d+\.embed_tokens\.weight$",
-    "head copies": r"layers\.\d+\.shared_head\.head\.weight$",
-}
-"""DeepSeek's folders repeat embedding and head in every depth; other folders do not."""
 ZERO_QKV_BIAS, ZERO_ROUTER_BIAS = "zero biases of queries, keys and values", "zero biases of routers"
 """Forms of an export whose model has no such biases."""
 ORIGINAL_NORMS, ORIGINAL = "originals of norms", "original."
 """Form of a checkpoint that holds the weights of norms as in the folder, under keys with this prefix (`MinusOne`)."""
 ORIGINAL_WEIGHTS = "originals of scaled weights"
 """Form of a checkpoint that also holds weights without the factor that Megatron's contain (`Scaled`)."""
-PACKED = {"packed experts": r"mlp\.experts\.gate_up_proj$"}
 
 MOST_LAYERS, MOST_EXPERTS, MOST_OF_BOTH = 10_000, 10_000, 200_000
 """A config with more is corrupted: the largest published models have about 10^2 layers of about 10^2 experts."""
 
 
-def layers(config: HFConfig, *names: str) -> int:
-    """Number of the trunk's layers, by `num_hidden_layers` or other keys.
+def layers(config: HFConfig) -> int:
+    """Number of the trunk's layers.
 
     Raises:
         ValueError: there are more layers, or layers times experts, than in any model.
     """
-    count = config.integer(*(names or ("num_hidden_layers",)))
+    count = config.integer("num_hidden_layers")
     numbers = [config.keys.get(key) for key in _EXPERTS]
     experts = max((number for number in numbers if isinstance(number, int)), default=1)
     if count > MOST_LAYERS or count * max(experts, 1) > MOST_OF_BOTH:
@@ -63,6 +55,52 @@ def gqa(config: HFConfig, **changes: object) -> GQA:
     width = config.integer("head_dim", default=max(hidden // heads, 1))
     sizes: dict[str, object] = {"hidden": hidden, "heads": heads, "groups": groups, "widths": (width, width, width)}
     return GQA(**{**sizes, **changes})  # type: ignore[arg-type]
+
+
+def biased(config: HFConfig, key: str = "attention_bias", out: str | None = None, **changes: object) -> GQA:
+    """Attention with biases of queries, keys and values if the key `key` is true, and of the output if `out` is."""
+    return gqa(config, bias=config.flag(key), out_bias=out is not None and config.flag(out), **changes)
+
+
+llama_attention = partial(biased, out="attention_bias")
+"""Biases of all projections if `attention_bias` is true."""
+qwen3_attention = partial(llama_attention, norms=True)
+"""The same with norms of queries and keys."""
+
+
+def all_windows(config: HFConfig) -> list[bool]:
+    """A window in every layer if `sliding_window` is a number."""
+    return [config.has("sliding_window")] * layers(config)
+
+
+def windows_by_type(config: HFConfig, usual: list[bool]) -> list[bool]:
+    """Windows of the layers that `layer_types` names so; those of `usual` without the key.
+
+    Raises:
+        ValueError: a kind of layer is unknown.
+    """
+    kinds = config.words("layer_types", layers(config))
+    if kinds is None:
+        return usual
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(
+            f"{config.source}: 'layer_types' has '{unknown[0]:.40}'; known are full_attention, sliding_attention."
+        )
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def latent_attention(config: HFConfig) -> MLA:
+    """Sizes of multi-head latent attention (arXiv:2405.04434), from the config."""
+    return MLA(
+        hidden=config.integer("hidden_size"),
+        heads=config.integer("num_attention_heads"),
+        query_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else None,
+        key_rank=config.integer("kv_lora_rank"),
+        content=config.integer("qk_nope_head_dim"),
+        position=config.integer("qk_rope_head_dim"),
+        value=config.integer("v_head_dim"),
+    )
 
 
 def moe(config: HFConfig, layout: Layout, **changes: object) -> MoE:
@@ -116,11 +154,13 @@ def sparse_layers(config: HFConfig) -> list[bool]:
 
 def is_dense(config: HFConfig) -> bool:
     """Whether the experts are the parts of a dense MLP (`split_mlp_rules`): all of them are always chosen."""
-    experts, chosen = config.integer("n_routed_experts", "num_experts"), config.integer("num_experts_per_tok")
     parts = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
+    if parts != 2:
+        return False
+    experts, chosen = config.integer("n_routed_experts", "num_experts"), config.integer("num_experts_per_tok")
     dense = config.integer("first_k_dense_replace", default=0, least=0)
     whole = 4 * config.integer("moe_intermediate_size") == config.integer("intermediate_size")
-    return experts == chosen == parts == 2 and whole and dense >= layers(config) - 1
+    return experts == chosen == 2 and whole and dense >= layers(config) - 1
 
 
 def frame(
@@ -128,12 +168,11 @@ def frame(
     layout: Layout,
     prefix: str = "model.",
     *,
-    embedding: str = "embed_tokens.weight",
-    norm: str = "norm.weight",
-    head: str = HEAD,
+    embedding: str = "embed_tokens",
+    norm: str = "norm",
+    head: str = "lm_head",
     final: str = "final_layernorm",
-    embedding_copies: Callable[[int], str] | None = None,
-    head_copies: Callable[[int], str] | None = None,
+    copies: Sequence[Place] = (),
 ) -> list[Rule]:
     """Rules of embedding, final norm and head, with the depths' copies if the folder has them.
 
@@ -143,20 +182,21 @@ def frame(
         prefix: HF's prefix of embedding and norm.
         embedding, norm, head: HF's names.
         final: Megatron's name of the final norm.
-        embedding_copies, head_copies: HF's name of a depth's copy, from the depth's index; None if there are none.
+        copies: places of the depths' layers, which may have copies of embedding and head.
     """
     hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
-    copies = [embedding_copies(k) for k in range(layout.depths)] if embedding_copies else []
-    head_names = [head_copies(k) for k in range(layout.depths)] if head_copies else []
-    embeddings = [f"{prefix}{embedding}", *(copies if layout.has("embedding copies") else [])]
-    heads = [head, *(head_names if layout.has("head copies") else [])]
+    embeddings, heads = [f"{prefix}{embedding}.weight"], [f"{head}.weight"]
+    if layout.has("embedding copies"):
+        embeddings += [f"{place.hf}embed_tokens.weight" for place in copies]
+    if layout.has("head copies"):
+        heads += [f"{place.hf}shared_head.head.weight" for place in copies]
     tied = config.flag("tie_word_embeddings")
     if tied:
         embeddings += heads if layout.has("head") else heads[1:]
     rules = [_shared(embeddings, "embedding.word_embeddings.weight", (vocabulary, hidden))]
     if not tied:
         rules.append(_shared(heads, "output_layer.weight", (vocabulary, hidden)))
-    rules.append(rename(f"{prefix}{norm}", f"decoder.{final}.weight", (hidden,)))
+    rules.append(rename(f"{prefix}{norm}.weight", f"decoder.{final}.weight", (hidden,)))
     return rules
 
 
@@ -168,3 +208,31 @@ def _shared(names: list[str], key: str, shape: tuple[int, int]) -> Rule:
 def trunk_places(count: int, prefix: str = "model.") -> list[Place]:
     """The prefixes of every trunk layer on both sides."""
     return [Place(f"{prefix}layers.{index}.", f"decoder.layers.{index}.") for index in range(count)]
+
+
+def depth_places(depths: Depths | None, config: HFConfig, layout: Layout, prefix: str = "model.") -> list[Place]:
+    """The prefixes of every depth's layer on both sides; `prefix` is HF's of the trunk."""
+    if depths is None:
+        return []
+    count = layers(config) if "{n}" in depths.prefix else 0
+    return [
+        Place(depths.prefix.format(k=k, n=count + k, model=prefix), f"mtp.layers.{k}.transformer_layer.")
+        for k in range(layout.depths)
+    ]
+
+
+def depth_frames(depths: Depths, config: HFConfig, places: Sequence[Place]) -> list[list[Rule]]:
+    """For every depth the rules of the parts around its layer, which is at this place."""
+    hidden = config.integer("hidden_size")
+    return [
+        depth_frame(
+            depth,
+            hidden,
+            [
+                None if name is None else name[1:].format(k=depth) if name[0] == "." else f"{place.hf}{name}"
+                for name in depths.names
+            ],
+            hidden_first=not depths.embedding_first,
+        )
+        for depth, place in enumerate(places)
+    ]

@@ -2,16 +2,22 @@
 
 In:  a `config.json` of one of `WRAPPERS` with a `text_config` of a known family.
 Out: that family, with the text model's names under the prefix that the folder uses, and all other tensors unchanged. If
-     the text model's family has no names for depths, attached ones have those of attached.py.
+     the text model's family has no names for depths, attached ones have those of `ATTACHED`.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from megatron_mtp.checkpoint.families.attached import ATTACHED, attached_rules
-from megatron_mtp.checkpoint.families.family import Family, Layout
-from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.families.family import Depths, Family, Layout
+from megatron_mtp.checkpoint.families.rules import Piece, Rule
+from megatron_mtp.checkpoint.families.trunk import depth_frames, depth_places, layers
 from megatron_mtp.checkpoint.hf.config import HFConfig
+
+ATTACHED = Depths(
+    r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", "mtp.layers.{k}.", ("enorm", "hnorm", "eh_proj", "final_layernorm")
+)
+"""Depths that `attach-mtp` made, where the text model's family has no names for any: each is a layer like the trunk's
+last, by the names of that one. transformers ignores these tensors, and the depths convert back."""
 
 WRAPPERS = (
     "aya_vision exaone4_5 gemma3 glm_ocr got_ocr2 idefics3 internvl lighton_ocr llava llava_onevision mistral3 smolvlm "
@@ -34,7 +40,7 @@ def wrapped(family: Family, model_type: str) -> Family:
     def rules(config: HFConfig, layout: Layout) -> list[Rule]:
         form = next((prefixes for name, prefixes in PREFIXES.items() if layout.has(name)), {})
         own = family.rules(_tied(config, layout), layout)
-        own += attached_rules(own, config, layout) if attaches else []
+        own += _attached_rules(own, config, layout) if attaches else []
         return [_inside(rule, form) for rule in own]
 
     forms = {name: f"^{next(iter(prefixes.values()))}".replace(".", r"\.") for name, prefixes in PREFIXES.items()}
@@ -42,6 +48,7 @@ def wrapped(family: Family, model_type: str) -> Family:
         family,
         title=f"{family.title} inside of {model_type}",
         model_types=(model_type,),
+        config_class=family.config_class or family.model_types[0],
         rules=rules,
         features={**family.features, **forms},
         carried=(r".",),
@@ -73,3 +80,32 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
         if name.startswith(alone):
             return inside + name.removeprefix(alone)
     return name
+
+
+def _attached_rules(trunk: list[Rule], config: HFConfig, layout: Layout) -> list[Rule]:
+    """Rules of the depths, from those of the trunk.
+
+    Args:
+        trunk: rules of the text model, by its own names.
+        config: its config.
+        layout: counts the depths.
+    """
+    last = layers(config) - 1
+    hf, mcore = f"model.layers.{last}.", f"decoder.layers.{last}."
+    layer = [rule for rule in trunk if rule.hf[0].name.startswith(hf)]
+    rules: list[Rule] = []
+    places = depth_places(ATTACHED, config, layout)
+    for place, frame in zip(places, depth_frames(ATTACHED, config, places), strict=True):
+        rules += [*frame, *(_moved(rule, (hf, place.hf), (mcore, place.mcore)) for rule in layer)]
+    return rules
+
+
+def _moved(rule: Rule, hf: tuple[str, str], mcore: tuple[str, str]) -> Rule:
+    """The rule for another layer; each pair is the prefix of the one and of the other."""
+    tensors = tuple(replace(tensor, name=tensor.name.replace(*hf, 1)) for tensor in rule.hf)
+    return replace(rule, hf=tensors, mcore=tuple(_piece(piece, mcore) for piece in rule.mcore))
+
+
+def _piece(piece: Piece, mcore: tuple[str, str]) -> Piece:
+    key, *aliases = (key.replace(*mcore, 1) for key in (piece.key, *piece.aliases))
+    return replace(piece, key=key, aliases=tuple(aliases))

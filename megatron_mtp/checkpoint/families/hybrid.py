@@ -1,0 +1,446 @@
+"""Hybrid trunks: Qwen3-Next and Qwen3.5 of Gated DeltaNet, Nemotron-H of Mamba-2, both with attention between.
+
+Megatron's checkpoints hold the rows of a fused projection and of a convolution apart by what they make, in the order of
+heads, so that any number of tensor-parallel ranks can take their heads.
+Letters in comments: K key heads, V value heads, P channels of a head.
+
+Qwen: a layer of the folder is two of Megatron's hybrid trunk: G or *, then E or -. All norms are zero-centred (1 + w)
+in Megatron, and all in the folder except those behind the delta rule. The one depth has gated attention.
+
+Nemotron: each layer is Mamba-2, attention, an MLP or experts; a depth has several such layers. Activations are squared
+ReLUs without gates, and there are no positions. The published code and vLLM have no limits of time steps, and so has
+Megatron; transformers' own class ignores `time_step_limit` and takes `time_step_min` as a limit
+(huggingface/transformers#48989).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megatron_mtp.checkpoint.families.blocks import Place, depth_frame, gqa_rules, mlp_rules, moe_rules, plain_mlp_rules
+from megatron_mtp.checkpoint.families.family import QWEN_NAMES, STORED_HEAD, Depths, Family, Layout
+from megatron_mtp.checkpoint.families.flags import (
+    CENTRED,
+    UntrainableError,
+    hybrid_flags,
+    pairs,
+    rope_flags,
+    routed_flags,
+    softmax_expert_flags,
+    swiglu_flags,
+)
+from megatron_mtp.checkpoint.families.rules import ByKind, HFTensor, Map, MinusOne, Piece, Rule, Shape, Split, rename
+from megatron_mtp.checkpoint.families.trunk import (
+    ORIGINAL,
+    ORIGINAL_NORMS,
+    depth_frames,
+    frame,
+    gqa,
+    layers,
+    llama_attention,
+    moe,
+)
+from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated DeltaNet (arXiv:2412.06464).
+
+    Attributes:
+        hidden: size of the hidden state.
+        keys, values: number of key heads, which queries have too, and of value heads.
+        key_width, value_width: size of a head.
+        kernel: positions of the convolution.
+        by_group: whether HF stores two projections, whose rows stand key head by key head (Qwen3-Next), or four.
+    """
+
+    hidden: int
+    keys: int
+    values: int
+    key_width: int
+    value_width: int
+    kernel: int
+    by_group: bool
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows of the projection by what they make, under Megatron's names and in its order."""
+        keys, values = self.keys * self.key_width, self.values * self.value_width
+        return {"query": keys, "key": keys, "value": values, "z": values, "beta": self.values, "alpha": self.values}
+
+    @property
+    def convolved(self) -> dict[str, int]:
+        """Those rows that the convolution takes."""
+        return {part: self.rows[part] for part in ("query", "key", "value")}
+
+
+def delta_rules(place: Place, d: DeltaNet, layout: Layout) -> list[Rule]:
+    """Rules of Gated DeltaNet and of the norm before it, which Megatron's projection holds."""
+    hf, mcore, rows = f"{place.hf}linear_attn.", f"{place.mcore}self_attention.", d.rows
+    return [
+        rename(f"{place.hf}input_layernorm.weight", f"{mcore}in_proj.layer_norm_weight", (d.hidden,)),
+        *(_grouped if d.by_group else _by_kind)(hf, f"{mcore}in_proj.weight.", d),
+        _split(f"{hf}conv1d.weight", f"{mcore}conv1d.weight.", d.convolved, (1, d.kernel)),
+        rename(f"{hf}A_log", f"{mcore}A_log", (d.values,)),
+        rename(f"{hf}dt_bias", f"{mcore}dt_bias", (d.values,)),
+        _delta_norm(f"{hf}norm.weight", f"{mcore}out_norm.weight", d.value_width, layout.has(ORIGINAL_NORMS)),
+        rename(f"{hf}out_proj.weight", f"{mcore}out_proj.weight", (d.hidden, rows["z"])),
+    ]
+
+
+def _grouped(hf: str, mcore: str, d: DeltaNet) -> list[Rule]:
+    """A key head's query, key, values and gates, then those of the next; and so its values' betas and alphas."""
+    shared = d.values // d.keys
+    in_group = {"query": d.key_width, "key": d.key_width, **dict.fromkeys(("value", "z"), shared * d.value_width)}
+    of_values = {"beta": shared, "alpha": shared}
+    rules = []
+    for name, rows in {"in_proj_qkvz": in_group, "in_proj_ba": of_values}.items():
+        whole = {part: d.rows[part] for part in rows}
+        by_kind = ByKind(d.keys, tuple(rows.values()))
+        rules.append(_split(f"{hf}{name}.weight", mcore, whole, (d.hidden,), by_kind))
+    return rules
+
+
+def _by_kind(hf: str, mcore: str, d: DeltaNet) -> list[Rule]:
+    others = {"z": "in_proj_z", "beta": "in_proj_b", "alpha": "in_proj_a"}
+    return [
+        _split(f"{hf}in_proj_qkv.weight", mcore, d.convolved, (d.hidden,)),
+        *(rename(f"{hf}{name}.weight", f"{mcore}{part}", (d.rows[part], d.hidden)) for part, name in others.items()),
+    ]
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """Mamba-2 (arXiv:2405.21060).
+
+    Attributes:
+        hidden: size of the hidden state.
+        heads, width: number of heads, and channels of a head.
+        groups, state: number of groups of heads that share B and C, and size of a state.
+        kernel: positions of the convolution.
+    """
+
+    hidden: int
+    heads: int
+    width: int
+    groups: int
+    state: int
+    kernel: int
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows of the projection by what they make, in the order of both sides."""
+        inner, shared = self.heads * self.width, self.groups * self.state
+        return {"z": inner, "x": inner, "B": shared, "C": shared, "dt": self.heads}
+
+
+def mamba_rules(place: Place, m: Mamba) -> list[Rule]:
+    """Rules of Mamba-2 without the norm before it, under the same names on both sides."""
+    hf, mcore, rows = f"{place.hf}mixer.", f"{place.mcore}mixer.", m.rows
+    return [
+        _split(f"{hf}in_proj.weight", f"{mcore}in_proj.weight.", rows, (m.hidden,)),
+        *(
+            _split(f"{hf}conv1d.{kind}", f"{mcore}conv1d.{kind}.", {part: rows[part] for part in "xBC"}, rest)
+            for kind, rest in {"weight": (1, m.kernel), "bias": ()}.items()
+        ),
+        *(rename(f"{hf}{name}", f"{mcore}{name}", (m.heads,)) for name in ("A_log", "dt_bias", "D")),
+        rename(f"{hf}norm.weight", f"{mcore}norm.weight", (rows["z"],)),
+        rename(f"{hf}out_proj.weight", f"{mcore}out_proj.weight", (m.hidden, rows["z"])),
+    ]
+
+
+def _split(hf: str, mcore: str, rows: dict[str, int], rest: Shape, how: Map | None = None) -> Rule:
+    """One HF tensor, and Megatron's tensors of its parts, which follow each other in HF unless `how` says otherwise."""
+    pieces = tuple(Piece(f"{mcore}{part}", (count, *rest)) for part, count in rows.items())
+    return Rule((HFTensor(hf, (sum(rows.values()), *rest)),), pieces, how or Split(tuple(rows.values())))
+
+
+def _delta_norm(hf: str, mcore: str, width: int, original: bool) -> Rule:
+    """Megatron's norm behind the delta rule is zero-centred as all others of the model are; HF's is not."""
+    kept = [Piece(f"{ORIGINAL}{hf}", (width,))] * original
+    return Rule((HFTensor(hf, (width,)),), (*kept, Piece(mcore, (width,), wide=True)), MinusOne(original))
+
+
+QWEN_DEPTHS = Depths(
+    r"^mtp\.(fc)\.weight$",
+    "mtp.layers.0.",
+    QWEN_NAMES,
+    keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    default=None,
+    limit=1,
+)
+MIXERS = {"linear_attention": "G", "full_attention": "*"}
+DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
+
+
+def _qwen_rules(config: HFConfig, layout: Layout) -> list[Rule]:
+    prefix = "model.language_model." if layout.has("nested") else "model."
+    rules = frame(config, layout, prefix, final="final_norm")
+    for index, kinds in enumerate(_qwen_trunk(config)):
+        places = [Place(f"{prefix}layers.{index}.", f"decoder.layers.{2 * index + half}.") for half in (0, 1)]
+        rules += _qwen_layer(config, layout, kinds, places, layout.has("packed experts"))
+    if layout.depths:
+        places = [Place("mtp.layers.0.", f"mtp.layers.0.mtp_model_layer.layers.{half}.") for half in (0, 1)]
+        (around,) = depth_frames(QWEN_DEPTHS, config, places[:1])
+        rules += around + _qwen_layer(config, layout, _qwen_depth(config), places, layout.has("packed depth"))
+    return rules
+
+
+def _qwen_layer(config: HFConfig, layout: Layout, kinds: str, places: list[Place], packed: bool) -> list[Rule]:
+    """One layer of the folder, which is two of Megatron's: `kinds` and `places` are theirs."""
+    first, second = places
+    channels = _qwen_channel_rules(config, layout, kinds[1], second, packed)
+    if kinds[0] == "G":
+        return delta_rules(first, _qwen_delta(config), layout) + channels
+    norm, hidden = f"{first.mcore}self_attention.linear_qkv.layer_norm_weight", config.integer("hidden_size")
+    rules = [rename(f"{first.hf}input_layernorm.weight", norm, (hidden,)), *gqa_rules(first, _qwen_attention(config))]
+    return rules + channels
+
+
+def _qwen_channel_rules(config: HFConfig, layout: Layout, kind: str, place: Place, packed: bool) -> list[Rule]:
+    norm, hidden = f"{place.hf}post_attention_layernorm.weight", config.integer("hidden_size")
+    if kind == "-":
+        rules = mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, config.integer("intermediate_size"))
+        return [rename(norm, f"{place.mcore}mlp.linear_fc1.layer_norm_weight", (hidden,)), *rules]
+    shared = config.integer("shared_expert_intermediate_size")
+    experts = moe(
+        config, layout, shared=shared, shared_name="shared_expert", shared_gate=True, bias=None, packed=packed
+    )
+    return [rename(norm, f"{place.mcore}pre_mlp_layernorm.weight", (hidden,)), *moe_rules(place, experts)]
+
+
+_qwen_attention = partial(llama_attention, norms=True, gated=True)
+
+
+def _qwen_delta(config: HFConfig) -> DeltaNet:
+    keys, values = (config.integer(f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    if values % keys:
+        raise ConfigError(
+            f"{config.source}: 'linear_num_value_heads' {values} is no multiple of 'linear_num_key_heads' {keys}."
+        )
+    return DeltaNet(
+        config.integer("hidden_size"),
+        keys,
+        values,
+        key_width=config.integer("linear_key_head_dim"),
+        value_width=config.integer("linear_value_head_dim"),
+        kernel=config.integer("linear_conv_kernel_dim"),
+        by_group=config.model_type == "qwen3_next",
+    )
+
+
+def _qwen_trunk(config: HFConfig) -> list[str]:
+    """Megatron's two symbols of every layer."""
+    count = layers(config)
+    interval = config.integer("full_attention_interval", default=4)
+    usual = ["linear_attention" if number % interval else "full_attention" for number in range(1, count + 1)]
+    kinds = config.words("layer_types", count) or usual
+    unknown = sorted(set(kinds) - MIXERS.keys())
+    if unknown:
+        raise ValueError(f"{config.source}: 'layer_types' has '{unknown[0]:.40}'; known are {', '.join(MIXERS)}.")
+    return [MIXERS[kind] + _qwen_channels(config, index) for index, kind in enumerate(kinds)]
+
+
+def _qwen_depth(config: HFConfig) -> str:
+    """Megatron's symbols of the depth; engines give it the MLP or the experts that the first layer would have."""
+    return f"*{_qwen_channels(config, 0)}"
+
+
+def _qwen_channels(config: HFConfig, index: int) -> str:
+    if config.model_type in DENSE_TYPES or not config.integer("num_experts", least=0):
+        return "-"
+    dense = config.keys.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ConfigError(f"{config.source}: 'mlp_only_layers' is {dense!r:.40}; it must be a list of layers.")
+    sparse = (index + 1) % config.integer("decoder_sparse_step", default=1) == 0
+    return "E" if sparse and index not in dense else "-"
+
+
+def _qwen_flags(config: HFConfig, layout: Layout) -> list[str]:
+    if _qwen_attention(config).out_bias:
+        raise UntrainableError("biases of all projections of attention, which Megatron has only with all others")
+    if config.rope["rope_type"] != "default":
+        raise UntrainableError("a rotary scaling, which Megatron's hybrid model does not have")
+    delta, pattern = (
+        _qwen_delta(config),
+        "/".join(["".join(_qwen_trunk(config)), *[_qwen_depth(config)] * layout.depths]),
+    )
+    sizes = {
+        "linear-num-key-heads": delta.keys, "linear-num-value-heads": delta.values,
+        "linear-key-head-dim": delta.key_width, "linear-value-head-dim": delta.value_width,
+        "linear-conv-kernel-dim": delta.kernel,
+    }  # fmt: skip
+    return [
+        *hybrid_flags(config, pattern, _qwen_attention(config)), *swiglu_flags(config), *CENTRED,
+        "--position-embedding-type", "rope", *rope_flags(config), "--attention-output-gate", *pairs(sizes),
+        *(softmax_expert_flags(config) if "E" in pattern else []),
+    ]  # fmt: skip
+
+
+KINDS = {
+    **{"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"},
+    **{"mlp": "-", "moe": "E"},
+}
+"""Megatron's symbols of a layer's kinds, which older folders and the published patterns use as well."""
+NORMS = {
+    "M": "mixer.in_proj.layer_norm_weight",
+    "*": "self_attention.linear_qkv.layer_norm_weight",
+    "-": "mlp.linear_fc1.layer_norm_weight",
+    "E": "pre_mlp_layernorm.weight",
+}
+USUAL = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "conv_kernel": 4, "layer_norm_epsilon": 1e-5}
+"""What Megatron has in these layers, whatever the flags; `layer_norm_epsilon` that of the norm inside Mamba-2."""
+
+
+def _nemotron_rules(config: HFConfig, layout: Layout) -> list[Rule]:
+    rules = frame(config, layout, "backbone.", embedding="embeddings", norm="norm_f", final="final_norm")
+    for index, kind in enumerate(_nemotron_trunk(config)):
+        rules += _nemotron_layer(config, layout, kind, Place(f"backbone.layers.{index}.", f"decoder.layers.{index}."))
+    row = _nemotron_row(config)
+    for depth in range(layout.depths):
+        first, last = f"mtp.layers.{depth * len(row)}.", f"mtp.layers.{(depth + 1) * len(row) - 1}."
+        names = (f"{first}enorm", f"{first}hnorm", f"{first}eh_proj", f"{last}final_layernorm")
+        rules += depth_frame(depth, config.integer("hidden_size"), names)
+        for index, kind in enumerate(row):
+            stack = f"mtp.layers.{depth}.mtp_model_layer.layers.{index}."
+            rules += _nemotron_layer(config, layout, kind, Place(f"mtp.layers.{depth * len(row) + index}.", stack))
+    return rules
+
+
+def _nemotron_layer(config: HFConfig, layout: Layout, kind: str, place: Place) -> list[Rule]:
+    hidden = config.integer("hidden_size")
+    norm = rename(f"{place.hf}norm.weight", f"{place.mcore}{NORMS[kind]}", (hidden,))
+    if kind == "M":
+        return [norm, *mamba_rules(place, _nemotron_mamba(config))]
+    if kind == "*":
+        return [norm, *gqa_rules(place, gqa(config, attention="mixer"))]
+    if kind == "-":
+        width = config.integer("intermediate_size")
+        return [norm, *plain_mlp_rules(f"{place.hf}mixer.", f"{place.mcore}mlp.", hidden, width)]
+    shared = config.integer("moe_shared_expert_intermediate_size")
+    experts = moe(config, layout, shared=shared, latent=_nemotron_latent(config), gated=False, module="mixer")
+    return [norm, *moe_rules(place, experts)]
+
+
+def _nemotron_latent(config: HFConfig) -> int | None:
+    """Size of the latent between hidden state and experts; None without one."""
+    return config.integer("moe_latent_size") if config.has("moe_latent_size") else None
+
+
+def _nemotron_mamba(config: HFConfig) -> Mamba:
+    if config.flag("use_bias") or config.flag("mamba_proj_bias") or not config.flag("use_conv_bias"):
+        raise ValueError(
+            f"{config.source}: Megatron's Mamba-2 has a bias in its convolution and none in its projections, so "
+            "'use_conv_bias' must be true, and 'use_bias' and 'mamba_proj_bias' false; another model does not convert."
+        )
+    heads, groups = config.integer("mamba_num_heads"), config.integer("n_groups")
+    if heads % groups:
+        raise ConfigError(f"{config.source}: 'mamba_num_heads' {heads} is no multiple of 'n_groups' {groups}.")
+    width, state = config.integer("mamba_head_dim"), config.integer("ssm_state_size")
+    return Mamba(config.integer("hidden_size"), heads, width, groups, state, config.integer("conv_kernel"))
+
+
+def _nemotron_trunk(config: HFConfig) -> str:
+    """Megatron's symbols of the trunk's layers."""
+    return _symbols(config, "layers_block_type", "layer_types", "hybrid_override_pattern") or "ME*-"
+
+
+def _nemotron_row(config: HFConfig) -> str:
+    """Megatron's symbols of a depth's layers."""
+    named = _symbols(config, "mtp_layers_block_type") or "*E"
+    return (_symbols(config, "mtp_hybrid_override_pattern") or named) if named == "*E" else named
+
+
+def _symbols(config: HFConfig, *keys: str) -> str | None:
+    """From the first of these keys that is present: a list of kinds, or a text of symbols."""
+    key = next((key for key in keys if config.has(key)), None)
+    if key is None:
+        return None
+    value = config.keys[key]
+    known = KINDS if isinstance(value, list) else dict.fromkeys(NORMS)
+    if (
+        not isinstance(value, str | list)
+        or not value
+        or not all(isinstance(kind, str) and kind in known for kind in value)
+    ):
+        raise ConfigError(
+            f"{config.source}: '{key}' is {value!r:.40}; it must be a list of {', '.join(KINDS)}, or a text of "
+            f"{' '.join(NORMS)}."
+        )
+    return "".join(KINDS.get(kind, kind) for kind in value)
+
+
+def _nemotron_flags(config: HFConfig, layout: Layout) -> list[str]:
+    _nemotron_check(config)
+    mamba, pattern = (
+        _nemotron_mamba(config),
+        "/".join([_nemotron_trunk(config), *[_nemotron_row(config)] * layout.depths]),
+    )
+    sizes = {
+        "mamba-num-heads": mamba.heads, "mamba-head-dim": mamba.width, "mamba-num-groups": mamba.groups,
+        "mamba-state-dim": mamba.state, "position-embedding-type": "none",
+    }  # fmt: skip
+    flags = [*hybrid_flags(config, pattern, gqa(config)), *pairs(sizes), "--squared-relu"]
+    if "E" not in pattern:
+        return flags
+    widths = {"moe-shared-expert-intermediate-size": config.integer("moe_shared_expert_intermediate_size")}
+    if (latent := _nemotron_latent(config)) is not None:
+        widths["moe-latent-size"] = latent
+    return [*flags, *routed_flags(config), *pairs(widths)]
+
+
+def _nemotron_check(config: HFConfig) -> None:
+    """Refuse what Megatron has no flag for."""
+    for name, usual in USUAL.items():
+        if config.keys[name] != usual:
+            raise UntrainableError(f"'{name}' {config.keys[name]!r:.40}, where Megatron has {usual}")
+    if not _unlimited(config.keys["time_step_limit"]):
+        raise UntrainableError(f"limits of time steps, 'time_step_limit' {config.keys['time_step_limit']!r:.40}")
+    if config.has("sliding_window"):
+        raise UntrainableError("sliding windows")
+
+
+def _unlimited(limit: object) -> bool:
+    """Whether time steps may be anything from 0; transformers writes infinity as an object."""
+    if not isinstance(limit, list | tuple) or len(limit) != 2:
+        return False
+    return limit[0] == 0 and limit[1] in (math.inf, {"__float__": "Infinity"})
+
+
+_QWEN3_NEXT = Family(
+    "Qwen3-Next",
+    "Qwen3-Next, Qwen3.5 and 3.6 with experts",
+    ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
+    _qwen_rules,
+    depths=QWEN_DEPTHS,
+    features={
+        **STORED_HEAD,
+        "nested": r"^model\.language_model\.",
+        "packed experts": r"^model\.(language_model\.)?layers\.\d+\.mlp\.experts\.gate_up_proj$",
+        "packed depth": r"^mtp\.layers\.0\.mlp\.experts\.gate_up_proj$",
+        ORIGINAL_NORMS: r"\.linear_attn\.norm\.weight$",
+    },
+    carried=(r"model\.visual\.",),
+    flags=_qwen_flags,
+    defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},
+)
+HYBRID: tuple[Family, ...] = (
+    _QWEN3_NEXT,
+    replace(
+        _QWEN3_NEXT,
+        title="Qwen3.5",
+        published="Qwen3.5 and 3.6, dense",
+        model_types=DENSE_TYPES,
+        config_class="qwen3_5_text",
+    ),
+    Family(
+        "Nemotron-H",
+        "Nemotron-H, Nemotron 3",
+        ("nemotron_h",),
+        _nemotron_rules,
+        depths=Depths(r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", layers_key="mtp_hybrid_override_pattern"),
+        flags=_nemotron_flags,
+        defaults={"moe_intermediate_size": 7688},
+    ),
+)

@@ -240,6 +240,16 @@ class Agreeing(Proposer):
     def nodes(self, count: int) -> int:
         return self.inner.nodes(count)
 
+    @property
+    def has_states(self) -> bool:
+        return self.inner.has_states
+
+    def missed(self, sequences: Sequences, count: int) -> int:
+        return self.inner.missed(sequences, count)
+
+    def catch_up(self, sequences: Sequences, round: Round, count: int) -> None:
+        self.inner.catch_up(sequences, round, count)
+
     def propose(self, sequences: Sequences, round: Round, count: int) -> Draft:
         draft = self.inner.propose(sequences, round, count)
         tokens_BN = draft.tokens_BN.clone()

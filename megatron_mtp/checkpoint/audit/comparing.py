@@ -1,6 +1,6 @@
 """The tensors of two sides: pairs that are equal bit by bit cost a read each; for the others an explanation is sought.
 
-At most two tensors are in memory at a time. Differences with the same explanation are one finding.
+Each worker has two tensors in memory at a time. Differences with the same explanation are one finding.
 """
 
 from collections import defaultdict

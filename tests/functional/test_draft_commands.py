@@ -57,7 +57,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_goes_on_with_the_checkpoints_draft_vocabulary_in_another_layout(trained: Path, tmp_path: Path) -> None:
     flags = f"--load {trained}/checkpoint --ckpt-step {HALF} {TENSOR}".split()
     log = launch.run(command(tmp_path, trained / "corpus", *flags), tmp_path / "log")
-    assert f"> the depths draft {DRAFTED} of 128 tokens, as {trained}" in log
+    assert f"> the depths draft {DRAFTED} of 128 tokens, as --load {trained}" in log
     ours, theirs = launch.learned(tmp_path), launch.learned(trained)
     assert list(ours) == [3, 4]
     for step, row in ours.items():

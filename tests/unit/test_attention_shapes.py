@@ -3,6 +3,7 @@
 A GPU's attention may make a plan, and a CUDA graph has to be recorded, for every shape of queries and keys.
 """
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -81,7 +82,8 @@ def test_a_hundred_tokens_have_few_shapes(
     """
     want_few_shapes(monkeypatch)
     drafts_by_chance(name, torch.float64, prompts_of(8, longest)[-2:], watched)
-    assert 1 < len(watched.shapes) <= MOST_SHAPES, sorted(watched.shapes)
+    by_texts = Counter(query[0] for query, _ in watched.shapes)  # the one that ends later goes on alone
+    assert 1 < max(by_texts.values()) <= MOST_SHAPES, sorted(watched.shapes)
 
 
 @every_method

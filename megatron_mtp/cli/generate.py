@@ -159,11 +159,9 @@ def run(args: Namespace, answer: TextIO) -> None:
     drafter = load_drafter(config, dtype)
     make_method(runner, config, sampling, drafter)  # refuses what does not fit
     stop_ids, cut = _ends(args, tokenizer)
-    limits = (args.max_new_tokens, sampling, stop_ids, drafter, cut)
-    work = Work(runner, prompts, *limits, args.batch_size, args.seed)
+    work = Work(runner, prompts, args.max_new_tokens, sampling, stop_ids, drafter, cut, args.batch_size, args.seed)
     is_first = torch.distributed.get_rank() == 0
-    shows_steps = is_first and not args.json and len(prompts) == 1
-    stream = Stream(tokenizer) if shows_steps and tokenizer is not None else None
+    stream = Stream(tokenizer) if is_first and not args.json and len(prompts) == 1 and tokenizer is not None else None
     steps: list[list[dict[str, Any]]] = [[] for _ in prompts]
     if args.record is not None and is_first:
         args.record.mkdir(parents=True, exist_ok=True)  # before anything is generated

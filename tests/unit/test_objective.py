@@ -15,6 +15,7 @@ from megatron_mtp.losses.schedule import kept_positions
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.model.trunk import StageOutput
+from megatron_mtp.training.acceptance import stats_of
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -185,14 +186,15 @@ def test_a_chain_counts_where_every_depth_does(per_token: bool, keep: Any) -> No
 
 
 def test_acceptance_is_of_drafts_from_the_draft_vocabulary() -> None:
-    counts = outcome(drafted=DRAFTED, measures_acceptance=True).acceptance
-    assert counts is not None
+    counts_4D = outcome(drafted=DRAFTED, measures_acceptance=True).acceptance
+    assert counts_4D is not None
+    counts = stats_of(counts_4D)
     trunk_SBH, depth_hidden, weight_VH = states()
     target_SBV = trunk_SBH @ weight_VH.t()
     mask_SB = batch().loss_mask_DBS[0].t()[:-1]
     logits_SBN = (depth_hidden[0] @ weight_VH[DRAFTED].t())[:-1]
     agrees_SB = DRAFTED[logits_SBN.argmax(-1)] == target_SBV.argmax(-1)[1:]
     overlap_SB = torch.minimum(logits_SBN.softmax(-1), target_SBV.softmax(-1)[1:, :, DRAFTED]).sum(-1)
-    assert counts.valid[0] == mask_SB.sum()
-    assert counts.accepted[0] == (agrees_SB * mask_SB).sum()
-    assert counts.overlap[0].item() == pytest.approx((overlap_SB * mask_SB).sum().item(), rel=1e-5)
+    assert counts.offered_at[0] == mask_SB.sum()
+    assert counts.accepted_at[0] == (agrees_SB * mask_SB).sum()
+    assert counts.overlap_at[0] == pytest.approx((overlap_SB * mask_SB).sum().item(), rel=1e-5)

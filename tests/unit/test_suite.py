@@ -130,7 +130,7 @@ def test_what_ci_looks_for_exists() -> None:
     folders = (ROOT / "megatron_mtp", ROOT / "tests")
     files = [ROOT / "constraints.txt", *(path for folder in folders for path in folder.rglob("*.py"))]
     found = [str(path.relative_to(ROOT)) for path in files if re.match(pattern, str(path.relative_to(ROOT)))]
-    of_package = ("cpu/substitutions", "patches/__init__", "model/mtp", "data/context_parallel")
+    of_package = ("cpu/substitutions", "patches/__init__", "model/mtp", "data/batch")
     of_tests = ("fork_server", *(f"functional/{name}" for name in ("layouts", "layout_jobs", "launch", "records")))
     wanted = {f"megatron_mtp/{name}.py" for name in of_package} | {f"tests/{name}.py" for name in of_tests}
     assert wanted | {"constraints.txt"} <= set(found)

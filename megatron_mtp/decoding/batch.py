@@ -376,15 +376,14 @@ class DecodeBatch:
         live = self.sequences.live
         return {text.number: row for row, text in enumerate(self._rows) if live[row]}
 
-    @property
-    def _overlaps(self) -> bool:
+    def _may_overlap(self) -> bool:
         """Whether steps of these texts read nothing back, and need no tokens that the host does not know.
 
         A drafter that does not know how far texts have come runs more rows anew than its states go back.
         """
         proposer, rule = self.method.proposer, VERIFIERS[str(self.method.config.verifier)]
         reads = isinstance(self.method.verifier, Judge) or proposer.drafts_trees or proposer.has_states
-        return self._overlap and not reads and proposer.recordable and rule.recordable
+        return not reads and proposer.recordable and rule.recordable
 
     def _catch_up(self, count: int) -> None:
         """Texts that are far behind catch up alone, so that the others need not run as many rows."""
@@ -421,6 +420,7 @@ class DecodeBatch:
         if any(text.reads_logits for text in texts):
             rule = Judge(rule, [text.request.penalties for text in texts], sequences.prompt_lengths)
         self.method = replace(own, sampling=sampling, verifier=rule)
+        self._overlaps = self._overlap and self._may_overlap()
         sequences.fixed = False
         if sequences.few_shapes:
             sequences.growth = (own.count + 1) * (2 if self._overlaps else 1)

@@ -85,7 +85,8 @@ class ContinuousEngine:
         try:
             updates = batch.step()
             self.stats += batch.stats
-            return self.scheduler.accept(batch, updates)
+            self.scheduler.accept(batch, updates)
+            return updates
         except Exception as error:
             if not self.settings.contains_errors or isinstance(error, torch.AcceleratorError):
                 raise

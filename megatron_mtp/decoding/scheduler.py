@@ -134,8 +134,8 @@ class Scheduler:
             self._make_room()
             yield from [*self.decoded.values()]
 
-    def accept(self, batch: PrefillBatch | DecodeBatch, updates: list[Update]) -> list[Update]:
-        """Let the texts of a batch that has run go on, or leave; returns what is to be handed out."""
+    def accept(self, batch: PrefillBatch | DecodeBatch, updates: list[Update]) -> None:
+        """Let the texts of a batch that has run go on, or leave."""
         ended = [self.texts[update.request] for update in updates if update.finish is not None]
         if isinstance(batch, DecodeBatch):
             if ended:
@@ -153,7 +153,6 @@ class Scheduler:
             self._learn(text)
             self.free(text)
             del self.texts[text.number]
-        return updates
 
     def recover(self, texts: list[Text], known: dict[int, int]) -> list[Update]:
         """Let texts of a forward that has raised begin anew, each alone; one that was alone ends.
@@ -369,13 +368,9 @@ class Scheduler:
         )
 
 
-def _kind(text: Text) -> Kind:
-    return text.method.config, text.method.sampling.greedy
-
-
 def _group(text: Text) -> tuple[Kind, int | None]:
     """Texts of one kind are decoded together, and one that has to be alone in a group of its own."""
-    return _kind(text), text.number if text.alone else None
+    return (text.method.config, text.method.sampling.greedy), text.number if text.alone else None
 
 
 def _rows_left(text: Text) -> int:

@@ -141,12 +141,8 @@ class Sequences:
         entries, firsts = ([known[row] for row in rows] if known else [] for known in (pages.entries, pages.firsts))
         self.see(pages.table_BL[index_B], tuple(entries), tuple(firsts))
 
-    def alone(self, row: int) -> "Sequences":
-        """One of the texts as a batch of its own, for a forward that the others do not need."""
-        return self.only([row])
-
     def only(self, rows: list[int]) -> "Sequences":
-        """Some of the texts as a batch of their own."""
+        """Some of the texts as a batch of their own, for a forward that the others do not need."""
         made = copy.copy(self)
         made.keep_texts(rows)
         return made

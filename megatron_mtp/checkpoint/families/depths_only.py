@@ -7,6 +7,7 @@ that Megatron lacks.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron_mtp.checkpoint.families.blocks import (
 from megatron_mtp.checkpoint.families.decoder import Decoder
 from megatron_mtp.checkpoint.families.family import (
     COPIES,
-    QWEN_NAMES,
+    ONE_DEPTH,
     STORED_HEAD,
     Depths,
     Family,
@@ -191,14 +192,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         "EXAONE-MoE",
         ("exaone_moe",),
         "layers with sliding windows beside layers without positions",
-        Depths(
-            r"^mtp\.(fc)\.weight$",
-            "mtp.layers.0.",
-            QWEN_NAMES,
-            default=None,
-            limit=1,
-            flags=_exaone_flags,
-        ),
+        replace(ONE_DEPTH, flags=_exaone_flags),
         [r"model\.layers\."],
         _exaone_layer,
         features={**STORED_HEAD, "depth of experts": r"^mtp\.layers\.0\.mlp\.experts\."},
@@ -274,12 +268,8 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         "EXAONE 4.0, 4.5",
         ("exaone4",),
         AFTER,
-        Depths(
-            r"^mtp\.(fc)\.weight$",
-            "mtp.layers.0.",
-            QWEN_NAMES,
-            default=None,
-            limit=1,
+        replace(
+            ONE_DEPTH,
             depth_of=lambda config, name: 0 if name.startswith("mtp.") else None,
             flags=framed_depths,
         ),

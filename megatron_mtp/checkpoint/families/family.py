@@ -32,10 +32,6 @@ NESTED = {"nested": r"^language_model\.model\."}
 """Kimi-K2.5 keeps the text model beside a vision tower."""
 
 
-QWEN_NAMES = (".mtp.pre_fc_norm_embedding", ".mtp.pre_fc_norm_hidden", ".mtp.fc", ".mtp.norm")
-"""Modules around the one depth of Qwen's models, and of EXAONE's."""
-
-
 @dataclass(frozen=True)
 class Layout:
     """What a config leaves open, and the tensors of a folder decide.
@@ -97,6 +93,16 @@ class Depths:
         """The number of depths among these tensor names."""
         pattern = re.compile(self.pattern)
         return len({match.group(1) for name in names if (match := pattern.search(name))})
+
+
+ONE_DEPTH = Depths(
+    r"^mtp\.(fc)\.weight$",
+    "mtp.layers.0.",
+    (".mtp.pre_fc_norm_embedding", ".mtp.pre_fc_norm_hidden", ".mtp.fc", ".mtp.norm"),
+    default=None,
+    limit=1,
+)
+"""The one depth of Qwen's models, and of EXAONE's."""
 
 
 @dataclass(frozen=True)

@@ -399,8 +399,3 @@ def framed_depths(config: HFConfig, layout: Layout) -> list[str]:
     """Flags of depths whose attention Megatron lacks: it computes the frame, and the MLP if it is dense."""
     width = config.integer("intermediate_size", "moe_intermediate_size")
     return [*common_flags(config, layout.depths, 1, width), *gqa_flags(gqa(config)), *NO_POSITIONS]
-
-
-def sigmoid_experts(config: HFConfig) -> list[str]:
-    """Flags of experts in every depth, with DeepSeek-V3's router."""
-    return [*expert_flags(config), *ALL_LAYERS]

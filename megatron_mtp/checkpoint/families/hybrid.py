@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_mtp.checkpoint.families.blocks import Place, depth_frame, gqa_rules, mlp_rules, moe_rules, plain_mlp_rules
-from megatron_mtp.checkpoint.families.family import QWEN_NAMES, STORED_HEAD, Depths, Family, Layout
+from megatron_mtp.checkpoint.families.family import ONE_DEPTH, STORED_HEAD, Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import (
     CENTRED,
     UntrainableError,
@@ -162,14 +162,7 @@ def _delta_norm(hf: str, mcore: str, width: int, original: bool) -> Rule:
     return Rule((HFTensor(hf, (width,)),), (*kept, Piece(mcore, (width,), wide=True)), MinusOne(original))
 
 
-QWEN_DEPTHS = Depths(
-    r"^mtp\.(fc)\.weight$",
-    "mtp.layers.0.",
-    QWEN_NAMES,
-    keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
-    default=None,
-    limit=1,
-)
+QWEN_DEPTHS = replace(ONE_DEPTH, keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"))
 MIXERS = {"linear_attention": "G", "full_attention": "*"}
 DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
 

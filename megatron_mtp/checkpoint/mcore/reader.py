@@ -56,7 +56,6 @@ STATE = r"(?:chained_\d+\.)?optimizer\."
 """How the keys of the optimizer's tensors begin."""
 _STATE = re.compile(STATE)
 _STACKED = re.compile(rf"((?:{STATE}state\.\w+\.)?decoder\.layers\.)(?!\d)(.+)")
-_LAYER = re.compile(rf"(?:{STATE}state\.\w+\.)?decoder\.layers\.(\d+)\..+")
 _STACKED_OBJECT = re.compile(r"(decoder\.layers\.)(?!\d)(.+/shard)_(\d+)((?:\.\d+)*)_\d+((?:\.\d+)*)")
 
 
@@ -83,20 +82,21 @@ class DistReader:
             key: value for key, value in self._catalogue.items() if isinstance(value, TensorStorageMetadata)
         }
         self._chunks = {(key, tuple(c.offsets)): c for key, entry in self._tensors.items() for c in entry.chunks}
-        self._layers = {layer: key for key in self._tensors for layer in self._layers_of(key)}
+        self._layers = {
+            layer: (key, index) for key in self._tensors for index, layer in enumerate(self._layers_of(key))
+        }
+        self._stacked = {key for key, _ in self._layers.values()}
 
     @property
     def keys(self) -> list[str]:
         """Keys of the model's tensors, layer by layer, without the optimizer's state."""
-        stacked = set(self._layers.values())
-        alone = [key for key in self._tensors if key not in stacked]
+        alone = [key for key in self._tensors if key not in self._stacked]
         return [key for key in (*alone, *self._layers) if not _STATE.match(key)]
 
     @property
     def state_keys(self) -> list[str]:
         """Keys of the optimizer's tensors, layer by layer."""
-        stacked = set(self._layers.values())
-        return [key for key in (*self._tensors, *self._layers) if key not in stacked and _STATE.match(key)]
+        return [key for key in (*self._tensors, *self._layers) if key not in self._stacked and _STATE.match(key)]
 
     def holds(self, key: str) -> bool:
         """Whether the checkpoint has a tensor of this key."""
@@ -105,12 +105,12 @@ class DistReader:
     def shape(self, key: str) -> Shape:
         """Shape of a whole tensor."""
         if key in self._layers:
-            return tuple(self._tensors[self._layers[key]].size)[1:]
+            return tuple(self._tensors[self._layers[key][0]].size)[1:]
         return tuple(self._tensors[key].size)
 
     def dtype(self, key: str) -> torch.dtype:
         """Type of a tensor."""
-        return self._tensors[self._layers.get(key, key)].properties.dtype
+        return self._tensors[self._layers.get(key, (key,))[0]].properties.dtype
 
     def fingerprint(self) -> dict[str, Any]:
         """A record that differs when the checkpoint differs: names, sizes and times of its files."""
@@ -132,8 +132,8 @@ class DistReader:
         whole = self.shape(key)
         offset, shape = offset or (0,) * len(whole), whole if shape is None else shape
         if key in self._layers:
-            layer = int(_LAYER.fullmatch(key).group(1))  # type: ignore[union-attr]
-            return self._slab(self._layers[key], (layer, *offset), (1, *shape)).squeeze(0)
+            stacked, layer = self._layers[key]
+            return self._slab(stacked, (layer, *offset), (1, *shape)).squeeze(0)
         return self._slab(key, offset, shape)
 
     def _layers_of(self, key: str) -> list[str]:
@@ -145,10 +145,10 @@ class DistReader:
 
     def slabs(self, key: str) -> list[tuple[Shape, Shape]]:
         """Offset and shape of every stored piece of a tensor."""
-        chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in self._tensors[self._layers.get(key, key)].chunks]
-        if key not in self._layers:
+        stacked, layer = self._layers.get(key, (key, None))
+        chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in self._tensors[stacked].chunks]
+        if layer is None:
             return chunks
-        layer = int(_LAYER.fullmatch(key).group(1))  # type: ignore[union-attr]
         return [(start[1:], sizes[1:]) for start, sizes in chunks if start[0] <= layer < start[0] + sizes[0]]
 
     @property

@@ -96,7 +96,7 @@ FAULTS = {
     "label that is not drafted": ("ce", "weight = tl.where(label < 0, 0.0, weight)", "weight = weight"),
     "smoothing": ("ce smoothed", " - SMOOTHING / size\n", "\n"),
     "loss of smoothing": ("ce smoothed", " - SMOOTHING * (surplus / size)", ""),
-    "z-loss": ("ce with z-loss", "(1 + 2 * Z_LOSS * normaliser) * q", "q"),
+    "z-loss": ("ce with z-loss", "(1 + 2 * Z_LOSS * normalizer) * q", "q"),
     "temperature": ("kd tempered", "temperature * (q - p)", "q - p"),
     "series": ("kd", "1.0 + x / divisor * series", "1.0 + x / divisor"),
     "drafted columns": ("tv", "tl.load(columns + places,", "tl.load(columns + places * 0,"),

@@ -101,21 +101,6 @@ MODELS: dict[str, Model] = {
 MEGATRONS_OWN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3", "repeated-d3", "moe-d2", "moe-alltoall-d3")
 """Models that Megatron's own MTP can train too."""
 
-PLAIN = ("tied-d1", "untied-d1", "tied-d3", "untied-d3")
-DEEP = ("tied-d3", "untied-d3")
-PADDED = "padded-vocabulary-d2"
-"""128 tokens in 160 rows or, where two ranks share them, in 320: the second rank then holds padding alone."""
-
-HEADS = ("distilled-d3", "chained-d3", "frozen-d3", "frozen-moe-d3")
-MOE = ("moe-d1", "moe-d3", "moe-alltoall-d1", "moe-alltoall-d3")
-HYBRIDS = tuple(name for name in MODELS if name.startswith("hybrid-"))
-DENSE_HYBRIDS = tuple(name for name in HYBRIDS if name not in ("hybrid-moe-d2", "hybrid-one-group-d1"))
-"""Without experts, and with as many groups as two tensor ranks need."""
-
-ALL = tuple(name for name in MODELS if name not in ("moe-d2", "hybrid-one-group-d1"))
-CUTTABLE = ("hybrid-one-group-d1", *(name for name in ALL if name != "ragged-d3"))
-"""Under context parallelism the length of a packed document is a multiple of four here."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -126,7 +111,7 @@ class Layout:
     cp: int = 1
     dp: int = 1
     flags: str = ""
-    models: tuple[str, ...] = PLAIN
+    models: str = ""
     distributed_optimizer: bool = False
 
     @property
@@ -148,63 +133,122 @@ LAYOUTS: dict[str, Layout] = {
     SINGLE: Layout(),
     "tp2": Layout(
         tp=2,
-        models=(
-            *PLAIN,
-            *("repeated-d3", "latent-d2", "latent-keys-d1", "parallel-d2", "ragged-d3", "padded-latent-d2"),
-            *("unrolled-d1", "shared-d1", "chained-d3"),
-            PADDED,
-            *DENSE_HYBRIDS,
-        ),
-    ),  # without experts, for which Megatron wants sequence parallelism here
-    "tp2-sp": Layout(tp=2, flags="--sequence-parallel", models=ALL),
-    "cp2": Layout(cp=2, models=CUTTABLE),
+        models="tied-d3 padded-vocabulary-d2 chained-d3 padded-latent-d2 shared-d1 parallel-d2 ragged-d3 "
+        "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2",
+    ),
+    "tp2-sp": Layout(
+        tp=2,
+        flags="--sequence-parallel",
+        models="untied-d1 latent-d2 frozen-moe-d3 chained-padded-d3 moe-alltoall-d1 shared-documents-d1 distilled-d3 "
+        "unrolled-moe-d1 mixed-documents-d3 parallel-d2 packed-d1 ragged-d3 per-token-moe-d2 padded-vocabulary-d2 "
+        "hybrid-moe-d2",
+    ),
+    "cp2": Layout(
+        cp=2,
+        models="documents-d3 padded-d1 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1 tied-d3 distilled-d3 "
+        "latent-keys-d1 latent-d2 moe-alltoall-d1 parallel-d2 packed-d1 padded-vocabulary-d2 hybrid-one-group-d1 "
+        "hybrid-frozen-d2",
+    ),
     "pp2": Layout(
         pp=2,
-        models=(
-            *PLAIN,
-            *HEADS,
-            "repeated-d3",
-            "unrolled-d1",
-            "unrolled-moe-d1",
-            "shared-d1",
-            "moe-d3",
-            "latent-d2",
-            "parallel-d2",
-            "documents-d3",
-            "ragged-d3",
-            *HYBRIDS,
-        ),
+        models="tied-d1 repeated-d3 ragged-d3 tied-d3 latent-d2 shared-d1 parallel-d2 padded-vocabulary-d2 "
+        "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1",
     ),
-    "pp2-unbalanced": Layout(pp=2, flags="--hybrid-layer-pattern M-*|-/M-/M-", models=("hybrid-mamba-d2",)),
-    "pp2-vpp2-hybrid": Layout(pp=2, flags="--hybrid-layer-pattern M|-|*|-/M-/M-", models=("hybrid-mamba-d2",)),
-    "pp2-vpp2": Layout(pp=2, flags="--num-virtual-stages-per-pipeline-rank 2", models=(*PLAIN, "frozen-d3")),
+    "pp2-unbalanced": Layout(pp=2, flags="--hybrid-layer-pattern M-*|-/M-/M-", models="hybrid-mamba-d2"),
+    "pp2-vpp2-hybrid": Layout(pp=2, flags="--hybrid-layer-pattern M|-|*|-/M-/M-", models="hybrid-mamba-d2"),
+    "pp2-vpp2": Layout(
+        pp=2, flags="--num-virtual-stages-per-pipeline-rank 2", models="untied-d3 tied-d3 tied-d1 frozen-d3"
+    ),
     "dp2": Layout(
-        dp=2, models=(*PLAIN, *HEADS, "moe-d3", "packed-d3", "per-token-d3", *HYBRIDS), distributed_optimizer=True
+        dp=2,
+        models="packed-d3 tied-d3 distilled-d3 chained-d3 frozen-d3 moe-d3 hybrid-unrolled-d1 hybrid-one-group-d1 "
+        "hybrid-padded-d1",
+        distributed_optimizer=True,
     ),
-    "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models=(*MOE, "hybrid-moe-d2")),
-    "tp2-pp2": Layout(tp=2, pp=2),
-    "tp2-cp2": Layout(
-        tp=2,
-        cp=2,
-        flags="--sequence-parallel",
-        models=(*PLAIN, "padded-d3", "moe-d3", "chained-d3", "mixed-padded-d3", "shared-padded-d1"),
-    ),
-    "cp2-pp2": Layout(cp=2, pp=2, models=("tied-d3", "documents-d3", "padded-d3")),
-    "cp2-dp2": Layout(cp=2, dp=2, models=(*DEEP, "per-token-d3"), distributed_optimizer=True),
-    "pp2-dp2": Layout(pp=2, dp=2, models=DEEP, distributed_optimizer=True),
-    "pp2-ep2": Layout(pp=2, dp=2, flags=_EXPERT_PARALLEL, models=MOE),
-    "pp4": Layout(pp=4, models=("tied-d3", "documents-d3", "padded-d3")),
-    "pp4-vpp2": Layout(pp=4, flags="--pipeline-model-parallel-layout E|t|t|t|t|||{m}L"),
+    "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models="moe-d1 hybrid-moe-d2"),
+    "tp2-pp2": Layout(tp=2, pp=2, models="tied-d3 untied-d1"),
+    "tp2-cp2": Layout(tp=2, cp=2, flags="--sequence-parallel", models="moe-d3 mixed-padded-d3"),
+    "cp2-pp2": Layout(cp=2, pp=2, models="padded-d3 documents-d3"),
+    "cp2-dp2": Layout(cp=2, dp=2, models="tied-d3 per-token-d3", distributed_optimizer=True),
+    "pp2-dp2": Layout(pp=2, dp=2, models="tied-d3 untied-d3", distributed_optimizer=True),
+    "pp2-ep2": Layout(pp=2, dp=2, flags=_EXPERT_PARALLEL, models="moe-alltoall-d3 moe-d1"),
+    "pp4": Layout(pp=4, models="padded-d3 documents-d3"),
+    "pp4-vpp2": Layout(pp=4, flags="--pipeline-model-parallel-layout E|t|t|t|t|||{m}L", models="tied-d3 untied-d1"),
     "pp4-mtp-stage": Layout(
         pp=4,
         flags="--pipeline-model-parallel-layout Ett|tt|{m}|L",
-        models=(*PLAIN, *HEADS, "documents-d3", "packed-d1", "padded-d3", "mixed-padded-d3", "unrolled-d1"),
+        models="packed-d1 tied-d3 distilled-d3 chained-d3 unrolled-d1 documents-d3 mixed-padded-d3 frozen-moe-d3",
     ),
-    "pp4-vpp2-mtp-stage": Layout(pp=4, flags="--pipeline-model-parallel-layout E|t|t|t|t||{m}|L", models=DEEP),
+    "pp4-vpp2-mtp-stage": Layout(
+        pp=4, flags="--pipeline-model-parallel-layout E|t|t|t|t||{m}|L", models="tied-d3 untied-d3"
+    ),
 }
 
-CASES = [(model, name) for name, layout in LAYOUTS.items() if name != SINGLE for model in layout.models]
-"""Model and layout of every comparison with a single process."""
+CASES = [(model, name) for name, layout in LAYOUTS.items() for model in layout.models.split()]
+"""Model and layout of every comparison with a single process: a covering set, see `COVERED`."""
+
+FEATURES = {
+    "repeated layer": "--mtp-use-repeated-layer",
+    "unrolled": "--mtp-unroll",
+    "shared keys": "--mtp-repeated-layer-shares-kv",
+    "mixed states": "--mtp-h",
+    "parallel heads": "--mtp-architecture parallel",
+    "experts": "--num-experts",
+    "all to all": "alltoall",
+    "latent attention": "--multi-latent-attention",
+    "latent queries": "--q-lora-rank",
+    "mean per token": "--calculate-per-token-loss",
+    "mixed losses": "--mtp-loss mix",
+    "coupled losses": "e2e_tv",
+    "a part of the tokens": "--mtp-token-fraction",
+    "fused head": "--mtp-linear-ce-main",
+    "padded vocabulary": "--make-vocab-size-divisible-by",
+    "hybrid": "--hybrid-layer-pattern",
+    "Mamba": "--mamba-state-dim",
+    "one group": "--mamba-num-groups 1",
+    "Gated DeltaNet": "--linear-key-head-dim",
+}
+"""What a model may have, and the words of its flags that say so."""
+
+
+def features(model: str) -> set[str]:
+    """What a layout may have to treat in a way of its own."""
+    of = MODELS[model]
+    found = {name for name, words in FEATURES.items() if words in of.flags}
+    found |= {of.batches, "one depth" if of.depths == 1 else "depths"}
+    return found | {"frozen" if of.frozen else "trained", "untied" if _UNTIED in of.flags else "tied"}
+
+
+KINDS = ("tp", "sp", "cp", "pp", "dp", "ep", "vpp", "stage")
+"""Tensor parallelism without and with sequence parallelism, context, pipeline, data (with the distributed optimizer)
+and expert parallelism, virtual stages, a stage of the depths' own."""
+
+
+def kinds(layout: str) -> set[str]:
+    """The kinds of parallelism in a layout."""
+    of = LAYOUTS[layout]
+    found = {kind for kind in ("cp", "pp", "dp") if getattr(of, kind) > 1}
+    found |= {kind for kind in ("vpp", "stage") if kind in layout}
+    found |= {"ep"} if _EXPERT_PARALLEL in of.flags else set()
+    return found | ({"sp" if "--sequence-parallel" in of.flags else "tp"} if of.tp > 1 else set())
+
+
+EVERY = {each for model in MODELS for each in features(model)}
+_TRIED_WITH_DP = EVERY - {"documents", "ragged", "mixed states", "shared keys", "parallel heads", "padded vocabulary"}
+COVERED: dict[str, set[str]] = {
+    # Megatron wants sequence parallelism for experts, and as many groups as tensor ranks.
+    "tp": EVERY
+    - {"experts", "all to all", "one group", "documents", "mixed states", "packed", "mean per token"}
+    - {"fused head"},
+    "sp": EVERY - {"one group"},
+    "cp": EVERY - {"ragged"},  # the length of a packed document is a multiple of four there
+    "pp": EVERY,
+    "dp": _TRIED_WITH_DP - {"latent attention", "latent queries"},
+    "ep": {"experts", "all to all", "hybrid", "Mamba", "Gated DeltaNet"},
+    "vpp": {"tied", "untied", "one depth", "depths", "frozen", "hybrid", "Mamba"},
+    "stage": {"unrolled", "mixed states", "experts", "frozen", "packed", "padded", "documents"},
+}
+"""The features that meet every kind of parallelism in some case of `CASES`."""
 
 FIRST: dict[str, str] = {
     "tp2": "tied-d3 padded-vocabulary-d2 chained-d3",
@@ -220,24 +264,16 @@ FIRST: dict[str, str] = {
 }
 """The cases of the first tier: every way to cut a model, most kinds of models, and what a layout treats as its own."""
 
-LATER = {
-    *("pp2-vpp2-hybrid", "tp2-pp2", "tp2-cp2", "cp2-dp2", "pp2-dp2", "pp2-ep2"),
-    *("pp4", "pp4-vpp2", "pp4-vpp2-mtp-stage"),
-    *("hybrid-d2", "hybrid-one-group-d1", "hybrid-delta-d1", "hybrid-moe-d2", "hybrid-frozen-d2"),
-    *("latent-keys-d1", "distilled-d3", "padded-latent-d2", "chained-padded-d3", "mixed-padded-d3", "moe-alltoall-d1"),
-    *("unrolled-d1", "unrolled-moe-d1", "hybrid-unrolled-d1", "shared-d1", "shared-documents-d1"),
-    *("parallel-d2", "moe-d3", "moe-alltoall-d3", "per-token-d3", "mixed-documents-d3"),
-    "frozen-d3",
-}
-"""Layouts and models of the matrix alone: the first tier has others with the same layers and the same cuts."""
-
 
 def sources(model: str) -> list[str]:
     """The layouts that save a checkpoint of the model."""
-    return [name for name, layout in LAYOUTS.items() if name == SINGLE or model in layout.models]
+    return [name for name, layout in LAYOUTS.items() if name == SINGLE or model in layout.models.split()]
 
 
-LOADS = [(model, name) for model in ("tied-d3", "moe-d3") for name in sources(model)]
+LOADS = [
+    *(("tied-d3", name) for name in (SINGLE, "tp2", "cp2", "dp2", "pp4-vpp2", "pp4-mtp-stage")),
+    *(("moe-d3", name) for name in (SINGLE, "tp2-cp2")),
+]
 """Model, and the layout that loads the checkpoints of all layouts."""
 
 MOVES = [

@@ -1,9 +1,11 @@
 """Families without depths of their own: round trips of two sizes, Megatron's logits, faults that logits show, keys."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,32 +20,75 @@ from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import Family, Layout
-from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, Then, Transposed
+from megatron_mtp.checkpoint.families.rules import Rule, Then, Transposed
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.checkpoint.verify.verify import all_reference_logits, compare, megatron_logits, verify
+from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.verify.verify import all_reference_logits, compare, logits_of, verify
 from megatron_mtp.cli.convert import main
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.load import load_runner
+from megatron_mtp.model.rope import place
 
 ALL = TRUNKS | LEFT
 pytestmark = pytest.mark.usefixtures("forked_python")
 
 
+class Converted:
+    """A folder of every model, its checkpoint, and what that gives back, each made when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def folder(self, name: str) -> Path:
+        made = self._root / name
+        if not made.exists():
+            (make(made, ALL[name], 0) / "tokenizer.json").unlink()
+        return made
+
+    def checkpoint(self, name: str) -> Path:
+        made = self._root / f"{name}-mcore"
+        if not made.exists():
+            hf_to_mcore(self.folder(name), made, QUIET, megatron_arguments)
+        return made
+
+    def back(self, name: str) -> Path:
+        made = self._root / f"{name}-back"
+        return made if made.exists() else given_back(self.checkpoint(name), made)
+
+
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Logits]]:
-    """A folder of every model, and transformers' logits of it: one process computes all."""
-    root = tmp_path_factory.mktemp("folders")
-    folders = {name: make(root / name, model, 0) for name, model in TRUNKS.items()}
-    logits = all_reference_logits(list(folders.values()), PROMPT)
-    return {name: (folder, found) for (name, folder), found in zip(folders.items(), logits, strict=True)}
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    return Converted(tmp_path_factory.mktemp("converted"))
 
 
-@pytest.mark.parametrize("size", tiered(["small", "larger"], ("larger",)))
+@pytest.fixture(scope="module")
+def judged(converted: Converted) -> dict[str, Logits]:
+    """Transformers' logits of every model that Megatron runs: one process computes all."""
+    return dict(zip(TRUNKS, all_reference_logits([converted.folder(name) for name in TRUNKS], PROMPT), strict=True))
+
+
+def given_back(mcore: Path, back: Path) -> Path:
+    """A checkpoint as a folder of Hugging Face."""
+    form = kept_form(mcore)
+    assert form is not None
+    mcore_to_hf(mcore, back, Options(quiet=True, shard_bytes=100_000), form)
+    return back
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_a_round_trip_gives_back_every_bit_and_key(tmp_path: Path, name: str, size: str) -> None:
-    changes = larger(name) if size == "larger" else {}
-    source = make(tmp_path / "source", ALL[name], 0, torch.bfloat16, shards=size == "larger", changes=changes)
-    back = there_and_back(source)
+def test_a_round_trip_gives_back_every_bit_and_key(name: str, converted: Converted) -> None:
+    assert_same_folder(converted.folder(name), converted.back(name))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ALL)
+def test_a_round_trip_of_larger_shards_in_bfloat16_gives_back_every_bit_and_key(tmp_path: Path, name: str) -> None:
+    source = make(tmp_path / "source", ALL[name], 0, torch.bfloat16, shards=True, changes=larger(name))
+    hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+    assert_same_folder(source, given_back(tmp_path / "mcore", tmp_path / "back"))
+
+
+def assert_same_folder(source: Path, back: Path) -> None:
     theirs, ours = read(source), read(back)
     assert theirs.keys() == ours.keys()
     assert [name for name, tensor in theirs.items() if not same_bits(tensor, ours[name])] == []
@@ -55,18 +100,73 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
+Fault = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+"""The weights of a model, by name, that come out wrong: what they should have been."""
+
+
+def moved(ends: tuple[str, ...], dim: int) -> Fault:
+    """Rows or columns moved on by one."""
+
+    def plant(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: weight.roll(1, dim) for name, weight in weights.items() if name.endswith(ends)}
+
+    return plant
+
+
+def norm_negated(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    ends = ("linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+    return {name: -weights[name] for name in weights if name.startswith("decoder.layers.1.") and name.endswith(ends)}
+
+
+def layers_exchanged(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    one, other = "decoder.layers.1.", "decoder.layers.2."
+    pairs = [(name, name.replace(one, other)) for name in weights if name.startswith(one)]
+    found = {name: weights[pair] for here, there in pairs for name, pair in ((here, there), (there, here))}
+    assert all(weights[name].shape == found[name].shape for name in found)
+    return found
+
+
+FAULTS: dict[str, Fault] = {
+    "rows of queries moved": moved(("linear_qkv.weight", "linear_q_up_proj.weight"), 0),
+    "columns of the output moved": moved(("linear_proj.weight",), 1),
+    "rows of gate and up moved": moved(("linear_fc1.weight",), -2),
+    "a norm's sign": norm_negated,
+    "layers exchanged": layers_exchanged,
+}
+"""Faults that a round trip cannot see, since it would undo them."""
+
+
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("name", TRUNKS)
-def test_megatrons_logits_are_those_of_transformers(
-    name: str, judged: dict[str, tuple[Path, Logits]], tmp_path: Path
+def test_megatrons_logits_are_those_of_transformers_and_show_every_planted_fault(
+    name: str, judged: dict[str, Logits], converted: Converted
 ) -> None:
-    folder, theirs = judged[name]
-    assert failed(folder, theirs, tmp_path / "mcore") == []
+    model = load_model(converted.checkpoint(name))
+    place(model, PROMPT.positions_S.tolist())
+    assert differing(judged[name], model) == []
+    weights = {key: parameter.data for key, parameter in model.named_parameters()}
+    for fault, plant in FAULTS.items():
+        planted = {key: (weights[key].clone(), wrong.clone()) for key, wrong in plant(weights).items()}
+        for key, (_, wrong) in planted.items():
+            weights[key].copy_(wrong)
+        assert differing(judged[name], model) == ["trunk logits, largest difference"], fault
+        for key, (right, _) in planted.items():
+            weights[key].copy_(right)
 
 
-def failed(folder: Path, theirs: Logits, mcore: Path) -> list[str]:
-    hf_to_mcore(folder, mcore, QUIET, megatron_arguments)
-    return [check.name for check in compare(theirs, megatron_logits(mcore, PROMPT)) if not check.ok]
+def differing(theirs: Logits, model: Any) -> list[str]:
+    with torch.no_grad():
+        return [check.name for check in compare(theirs, logits_of(model, PROMPT)) if not check.ok]
+
+
+def rolled(ends: tuple[str, ...], dim: int) -> Callable[[Rule], Rule]:
+    """The last part of a rule with its rows or columns moved on by one."""
+
+    def plant(rule: Rule) -> Rule:
+        wrong = rule.mcore and rule.mcore[-1].key.endswith(ends)
+        return replace(rule, map=Then((rule.map, Rolled(dim)))) if wrong else rule
+
+    return plant
 
 
 class Rolled:
@@ -82,63 +182,6 @@ class Rolled:
 
     def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.roll(-1, self.dim) for tensor in tensors]
-
-
-class Negated(Same):
-    """A norm whose weight has another sign."""
-
-    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [-tensor for tensor in tensors]
-
-    backward = forward
-
-
-def rolled(ends: tuple[str, ...], dim: int) -> Callable[[Rule], Rule]:
-    def plant(rule: Rule) -> Rule:
-        wrong = rule.mcore and rule.mcore[-1].key.endswith(ends)
-        return replace(rule, map=Then((rule.map, Rolled(dim)))) if wrong else rule
-
-    return plant
-
-
-def norm_negated(rule: Rule) -> Rule:
-    ends = ("linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
-    wrong = rule.mcore and rule.mcore[0].key.startswith("decoder.layers.1.") and rule.mcore[0].key.endswith(ends)
-    return replace(rule, map=Negated()) if wrong else rule
-
-
-def layers_exchanged(rule: Rule) -> Rule:
-    return replace(rule, mcore=tuple(exchanged(piece) for piece in rule.mcore))
-
-
-def exchanged(piece: Piece) -> Piece:
-    one, other = "decoder.layers.1.", "decoder.layers.2."
-    keys = [
-        key.replace(one, other) if key.startswith(one) else key.replace(other, one)
-        for key in (piece.key, *piece.aliases)
-    ]
-    return replace(piece, key=keys[0], aliases=tuple(keys[1:]))
-
-
-FAULTS: dict[str, Callable[[Rule], Rule]] = {
-    "rows of queries moved": rolled(("linear_qkv.weight", "linear_q_up_proj.weight"), 0),
-    "columns of the output moved": rolled(("linear_proj.weight",), 1),
-    "rows of gate and up moved": rolled(("linear_fc1.weight",), -2),
-    "a norm's sign": norm_negated,
-    "layers exchanged": layers_exchanged,
-}
-"""Faults in the rules themselves, which a round trip cannot see."""
-
-
-@pytest.mark.matrix
-@pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", TRUNKS)
-def test_a_planted_fault_is_seen(
-    name: str, fault: str, judged: dict[str, tuple[Path, Logits]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant_in_rules(FAULTS[fault], monkeypatch)
-    assert failed(*judged[name], tmp_path / "mcore") == ["trunk logits, largest difference"]
 
 
 def plant_in_rules(plant: Callable[[Rule], Rule], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,40 +210,21 @@ OWN_FAULTS: dict[str, Callable[[Rule], Rule]] = {
 
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("fault", OWN_FAULTS)
-def test_a_fault_of_what_gpt_oss_alone_has_is_seen(
-    fault: str, judged: dict[str, tuple[Path, Logits]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_fault_in_the_rules_of_what_gpt_oss_alone_has_is_seen(
+    fault: str, judged: dict[str, Logits], converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant_in_rules(OWN_FAULTS[fault], monkeypatch)
-    assert failed(*judged["gpt_oss"], tmp_path / "mcore") == ["trunk logits, largest difference"]
-
-
-@pytest.fixture(scope="module")
-def carried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Logits, Logits]]:
-    """Transformers' logits of every model whose layers are carried, and of what its checkpoint gives back."""
-    root = tmp_path_factory.mktemp("carried")
-    folders = [make(root / name, model, 0) for name, model in LEFT.items()]
-    backs = [there_and_back(folder) for folder in folders]
-    logits = all_reference_logits([*folders, *backs], PROMPT)
-    return dict(zip(LEFT, zip(logits[: len(LEFT)], logits[len(LEFT) :], strict=True), strict=True))
-
-
-def there_and_back(folder: Path) -> Path:
-    mcore, back = folder.with_name(f"{folder.name}-mcore"), folder.with_name(f"{folder.name}-back")
-    hf_to_mcore(folder, mcore, QUIET, megatron_arguments)
-    form = kept_form(mcore)
-    assert form is not None
-    mcore_to_hf(mcore, back, Options(quiet=True, shard_bytes=100_000), form)
-    return back
+    hf_to_mcore(converted.folder("gpt_oss"), tmp_path / "mcore", QUIET, megatron_arguments)
+    assert differing(judged["gpt_oss"], load_model(tmp_path / "mcore")) == ["trunk logits, largest difference"]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", LEFT)
-def test_transformers_computes_the_same_of_what_was_carried(
-    name: str, carried: dict[str, tuple[Logits, Logits]]
-) -> None:
-    theirs, ours = carried[name]
-    assert torch.equal(theirs["trunk"], ours["trunk"])
-    assert theirs["trunk"].isfinite().all()
+def test_transformers_computes_the_same_of_what_was_carried(converted: Converted) -> None:
+    folders, backs = ([made(name) for name in LEFT] for made in (converted.folder, converted.back))
+    logits = all_reference_logits([*folders, *backs], PROMPT)
+    for name, theirs, ours in zip(LEFT, logits[: len(LEFT)], logits[len(LEFT) :], strict=True):
+        assert torch.equal(theirs["trunk"], ours["trunk"]), name
+        assert theirs["trunk"].isfinite().all(), name
 
 
 Spoil = Callable[[Path], None]
@@ -246,28 +270,26 @@ SPOILT: dict[str, Spoil] = {
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("fault", SPOILT)
 @pytest.mark.parametrize("name", LEFT)
-def test_verify_sees_a_fault_of_what_is_carried(
-    name: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_verify_sees_every_fault_of_what_is_carried(
+    name: str, converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make(tmp_path / "hf", LEFT[name], 0)
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
-    SPOILT[fault](folder)
     monkeypatch.setattr("megatron_mtp.checkpoint.verify.verify._why_not_compared", lambda *_: "bits are enough here")
-    if fault == "a tensor missing":
-        with pytest.raises(ValueError, match=r"lacks|has no place"):
-            verify(folder, tmp_path / "mcore")
-    else:
-        wrong = [check.name for check in verify(folder, tmp_path / "mcore") if check.made and not check.ok]
-        assert len(wrong) == 1
+    for fault, spoil in SPOILT.items():
+        folder = shutil.copytree(converted.folder(name), tmp_path / fault)
+        spoil(folder)
+        if fault == "a tensor missing":
+            with pytest.raises(ValueError, match=r"lacks|has no place"):
+                verify(folder, converted.checkpoint(name))
+        else:
+            checks = verify(folder, converted.checkpoint(name))
+            assert len([check.name for check in checks if check.made and not check.ok]) == 1, fault
 
 
 @pytest.mark.usefixtures("megatron")
-def test_verify_proves_a_model_with_multipliers_whole(tmp_path: Path, judged: dict[str, tuple[Path, Logits]]) -> None:
-    folder = judged["granite"][0]
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
-    assert [(check.name, check.ok) for check in verify(folder, tmp_path / "mcore")] == [
+def test_verify_proves_a_model_with_multipliers_whole(converted: Converted) -> None:
+    checks = verify(converted.folder("granite"), converted.checkpoint("granite"))
+    assert [(check.name, check.ok) for check in checks] == [
         ("tensors that are equal bit by bit, there and back", True),
         ("settings that differ", True),
         ("trunk logits, largest difference", True),
@@ -287,11 +309,9 @@ def greedy(folder: Path) -> list[int]:
     return ids[0, len(PROMPT_IDS) :].tolist()
 
 
-def attached(folder: Path, at: Path) -> Path:
-    """A checkpoint of the model with two depths that repeat its last layer."""
-    (folder / "tokenizer.json").unlink()
-    hf_to_mcore(folder, at / "mcore", QUIET, megatron_arguments)
-    assert main([*f"attach-mtp {at}/mcore {at}/attached --mtp-num-layers 2 --mtp-init last-layer".split()]) == 0
+def attached(checkpoint: Path, at: Path) -> Path:
+    """The same checkpoint with two depths that repeat its last layer."""
+    assert main([*f"attach-mtp {checkpoint} {at}/attached --mtp-num-layers 2 --mtp-init last-layer".split()]) == 0
     return at / "attached"
 
 
@@ -300,19 +320,16 @@ def attached(folder: Path, at: Path) -> Path:
     "name",
     tiered(DRAFTED, ("granite", "smollm3", "gpt_oss")),
 )
-def test_a_text_drafted_by_attached_depths_is_that_of_transformers(name: str, tmp_path: Path) -> None:
-    folder = make(tmp_path / "hf", TRUNKS[name], 0)
-    theirs, runner = greedy(folder), load_runner(attached(folder, tmp_path))
+def test_a_text_drafted_by_attached_depths_is_that_of_transformers(
+    name: str, converted: Converted, tmp_path: Path
+) -> None:
+    theirs, runner = greedy(converted.folder(name)), load_runner(attached(converted.checkpoint(name), tmp_path))
     drafted = generate(runner, [PROMPT_IDS], LENGTH, speculative={"method": "mtp", "num_speculative_tokens": 2})
     assert drafted.token_ids == [theirs]
 
 
 @pytest.mark.usefixtures("megatron")
-def test_drafting_refuses_windows(tmp_path: Path) -> None:
-    folder = make(tmp_path / "hf", TRUNKS["mistral-windows"], 0)
+def test_drafting_refuses_windows(converted: Converted, tmp_path: Path) -> None:
+    runner = load_runner(attached(converted.checkpoint("mistral-windows"), tmp_path))
     with pytest.raises(ValueError, match="attends to a sliding window"):
-        load_runner_and_draft(attached(folder, tmp_path))
-
-
-def load_runner_and_draft(folder: Path) -> None:
-    generate(load_runner(folder), [PROMPT_IDS], LENGTH, speculative={"method": "mtp", "num_speculative_tokens": 2})
+        generate(runner, [PROMPT_IDS], LENGTH, speculative={"method": "mtp", "num_speculative_tokens": 2})

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder or a Megatron checkpoint holds, from names and shapes alone: no tensor is read."""
+"""What a Hugging Face folder or a Megatron checkpoint holds, from names and shapes; copies alone are read."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -10,13 +10,14 @@ from megatron_mtp.checkpoint.audit.auditing import facts, open_side
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.side import HFSide
 from megatron_mtp.checkpoint.convert.export_hf import Export, form_of
-from megatron_mtp.checkpoint.convert.import_hf import flags_of, origin
+from megatron_mtp.checkpoint.convert.import_hf import flags_of, megatron_arguments, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
 from megatron_mtp.checkpoint.families import known_types
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import check_kind
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, check_entries
+from megatron_mtp.checkpoint.verify.reference import check_carried
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 
@@ -65,6 +66,17 @@ def _described(folder: Path, reason: str) -> dict[str, Any] | None:
     return found | ({"findings": wrong, "ok": False} if wrong else {})
 
 
+def checked_arguments(model: HFModel) -> Namespace:
+    """Megatron's arguments of a folder, for a checkpoint.
+
+    Raises:
+        ValueError: Megatron cannot run the trunk, and the folder lacks tensors of the class in transformers.
+    """
+    if model.family.untrainable is not None:
+        check_carried(model.folder.folder, {name: stored.shape for name, stored in model.folder.tensors.items()})
+    return megatron_arguments(model)
+
+
 def names(folder: Path, rows: bool = False) -> list[Any]:
     """The name table of a model: Hugging Face tensors, Megatron tensors, shapes.
 
@@ -85,6 +97,8 @@ def names(folder: Path, rows: bool = False) -> list[Any]:
 
 def _hf(folder: Path) -> dict[str, Any]:
     model = HFModel.read(folder)
+    model.check_numbers()
+    checked_arguments(model)
     flags, reason = flags_of(model)
     stored = model.folder.tensors.values()
     return {

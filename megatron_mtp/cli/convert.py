@@ -92,28 +92,17 @@ def sentence(error: OSError, args: argparse.Namespace) -> str:
 
 def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
     """`convert hf-to-mcore`."""
-    from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
-    from megatron_mtp.checkpoint.convert.plan import HFModel
-    from megatron_mtp.checkpoint.verify.reference import check_carried
+    from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
+    from megatron_mtp.checkpoint.inspecting import checked_arguments
 
     source = local_folder(args.source)
     if args.dry_run:
         from megatron_mtp.checkpoint.convert.dry_run import plan_import
 
-        return plan_import(source, args.target, options(args))
-
-    reason: str | None = None
-
-    def arguments(model: HFModel) -> argparse.Namespace:
-        nonlocal reason
-        if model.family.untrainable is not None:
-            check_carried(source, {name: stored.shape for name, stored in model.folder.tensors.items()})
-        made = megatron_arguments(model)
-        reason = getattr(made, "megatron_mtp_untrainable", None)
-        return made
-
-    done = asdict(hf_to_mcore(source, args.target, options(args), arguments))
-    return done | ({} if reason is None else {"trainable here": False, "why not": reason})
+        return plan_import(source, args.target, options(args), checked_arguments)
+    done = asdict(hf_to_mcore(source, args.target, options(args), checked_arguments))
+    notes: dict[str, Any] = done.pop("notes")
+    return done | notes
 
 
 def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:

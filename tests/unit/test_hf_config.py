@@ -20,6 +20,14 @@ def test_a_text_model_inside_another_is_read_and_keeps_the_type_of_the_whole() -
     assert (read.integer("size"), read.integer("layers")) == (1, 2)
 
 
+@pytest.mark.parametrize(("top", "text", "tied"), [(True, False, True), (None, True, True), (False, False, False)])
+def test_a_head_is_tied_if_the_whole_or_the_text_model_says_so(top: bool | None, text: bool, tied: bool) -> None:
+    """transformers writes true beside `text_config` and false into it for a config that had the top key alone."""
+    beside = {} if top is None else {"tie_word_embeddings": top}
+    keys = {"model_type": "outer", **beside, "text_config": {"model_type": "inner", "tie_word_embeddings": text}}
+    assert HFConfig.from_keys(keys).flag("tie_word_embeddings") is tied
+
+
 def test_the_first_name_that_is_there_counts_and_null_is_not_there() -> None:
     read = config(old=3, new=None, theta=2)
     assert read.integer("new", "old") == 3

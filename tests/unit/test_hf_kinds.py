@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from hf_models import make, read, write
+from safetensors.torch import save_file
 
 from megatron_mtp.checkpoint.hf.folder import INDEX, SINGLE
 from megatron_mtp.cli.convert import main
 
 Spoil = Callable[[Path], None]
-NORM = "model.norm.weight"
+NORM, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,36 @@ def missing_shard(folder: Path) -> None:
         (folder / file).unlink()
 
 
+def lfs(name: str) -> Spoil:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5368709120\n"
+    return lambda folder: (folder / name).write_text(pointer) and None
+
+
+def renamed(change: Callable[[str], str]) -> Spoil:
+    return lambda folder: write(folder, {change(name): tensor for name, tensor in read(folder).items()})
+
+
+def trained_head(folder: Path) -> None:
+    """As adapters with `modules_to_save` are merged: the config still ties the head that was trained."""
+    config(tie_word_embeddings=True)(folder)
+    write(folder, {**read(folder), HEAD: read(folder)[EMBEDDING] + 1})
+
+
+def adapter_with_config(folder: Path) -> None:
+    keys = (folder / "config.json").read_text()
+    adapter(folder)
+    (folder / "config.json").write_text(keys)
+
+
+def stale_index(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(read(folder), "model-00001.safetensors")}))
+
+
+def mimo_layer(folder: Path) -> None:
+    config(architectures=["MiMoForCausalLM"])(folder)
+    write(folder, {**read(folder), "model.mtp_layers.0.input_proj.weight": torch.ones(48, 96)})
+
+
 KINDS: dict[str, tuple[Spoil, str]] = {
     "gptq": (quantised(quant_method="gptq", bits=4), "is quantized with gptq"),
     "awq": (quantised(quant_method="awq", bits=4), "is quantized with awq"),
@@ -112,8 +143,22 @@ KINDS: dict[str, tuple[Spoil, str]] = {
     "truncated": (truncated, "is not a whole safetensors file"),
     "absurd header": (absurd_header, "is not a whole safetensors file"),
     "a folder as a file": (folder_as_file, "cannot be read"),
-    "a file beside the single one": (beside_single, "mtp.safetensors is no file of a folder with model.safetensors"),
-    "a file that the index lacks": (beside_index, f"model-00002-of-00002.safetensors is no file of {INDEX}"),
+    "a copy beside the single file": (beside_single, "mtp.safetensors; remove the file that does not belong"),
+    "a copy that the index lacks": (beside_index, "model-00002-of-00002.safetensors; remove the file that does not"),
+    "an index of absent files beside the model": (stale_index, f"or remove the index, if {SINGLE} is the model"),
+    "lora with a config": (adapter_with_config, "is an adapter (LoRA) of a/base; merge it into that model"),
+    "lfs pointer": (lfs(SINGLE), f"{SINGLE} is a pointer of Git LFS"),
+    "lfs pointer for the config": (lfs("config.json"), "config.json is a pointer of Git LFS"),
+    "compiled": (renamed(lambda name: f"_orig_mod.{name}"), "is saved with torch.compile around the model"),
+    "peft": (renamed(lambda name: f"base_model.model.{name}"), "is saved with peft around the model"),
+    "trained head under a tie": (trained_head, "'tie_word_embeddings' in config.json makes them one; set it to false"),
+    "other class": (mimo_layer, "'architectures' names MiMoForCausalLM, whose model_type is 'mimo'"),
+    "one depth alone": (
+        config(architectures=["DeepseekV3ForCausalLMNextN"]),
+        "holds one MTP layer without a trunk ('architectures' names DeepseekV3ForCausalLMNextN)",
+    ),
+    "modelopt's 4 bits": (quantised(quant_method="modelopt", quant_algo="NVFP4"), "with modelopt (NVFP4)"),
+    "old modelopt": (adds("hf_quant_config.json", '{"quantization": {"quant_algo": "W4A8_AWQ"}}'), "(W4A8_AWQ)"),
     "a shard is missing": (missing_shard, "lacks 'model."),
     "config a list": (adds("config.json", "[1]"), "holds a list, not an object of keys"),
     "config a number": (adds("config.json", "3"), "holds a int, not an object of keys"),
@@ -130,14 +175,18 @@ def test_a_folder_that_cannot_be_read_is_named(
     spoil, words = KINDS[kind]
     folder = Path(shutil.copytree(published, tmp_path / "hf"))
     spoil(folder)
-    assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore")]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert words in said
+    for dry_run in ([], ["--dry-run"]):
+        assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore"), *dry_run]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert words in said
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-NO_TENSORS = ("gguf", "link of the weights", "truncated", "absurd header", "a folder as a file")
+NO_TENSORS = (
+    "gguf", "link of the weights", "truncated", "absurd header", "a folder as a file", "lfs pointer",
+    "an index of absent files beside the model",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,3 +208,51 @@ def test_a_copy_in_another_form_is_left_alone(published: Path, tmp_path: Path) -
     folder = Path(shutil.copytree(published, tmp_path / "hf"))
     shutil.copy(folder / SINGLE, folder / "consolidated.safetensors")
     assert main(["inspect", str(folder)]) == 0
+
+
+def in_a_side_file(folder: Path, indexed: bool) -> None:
+    depth = {name: tensor for name, tensor in read(folder).items() if name.startswith("model.mtp_layers.")}
+    write(folder, {name: tensor for name, tensor in read(folder).items() if name not in depth})
+    save_file(depth, folder / "mtp.safetensors")
+    if indexed:
+        trunk = dict.fromkeys(read(folder).keys() - depth.keys(), SINGLE)
+        (folder / INDEX).write_text(json.dumps({"weight_map": trunk}))
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_depths_in_a_side_file_are_merged(indexed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make(tmp_path / "hf", "mimo", 1)
+    whole = read(folder)
+    in_a_side_file(folder, indexed)
+    assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["depths"], facts["read beside the model"]) == (1, "mtp.safetensors")
+    assert main(["mcore-to-hf", str(tmp_path / "mcore"), str(tmp_path / "back")]) == 0
+    assert [file.name for file in (tmp_path / "back").glob("*.safetensors")] == [SINGLE]
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in read(tmp_path / "back").items())
+
+
+def test_a_tied_head_may_stand_in_the_index_alone(tmp_path: Path) -> None:
+    folder = make(tmp_path / "hf", "llama", 0, changes={"tie_word_embeddings": True})
+    listed = {**dict.fromkeys(read(folder), SINGLE), HEAD: SINGLE}
+    (folder / INDEX).write_text(json.dumps({"weight_map": listed}))
+    assert HEAD not in read(folder)
+    assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore")]) == 0
+
+
+@pytest.mark.parametrize("where", ["config", "side file"])
+def test_fp8_of_modelopt_is_read(where: str, published: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(published, tmp_path / "hf"))
+    name = "model.layers.1.mlp.down_proj."
+    weight, scale = read(folder)[f"{name}weight"].to(torch.float8_e4m3fn), torch.tensor(0.5)
+    scales = [f"{name}weight_scale", f"{name}input_scale"]
+    cache = [f"model.layers.1.self_attn.{kind}_proj.{kind}_scale" for kind in "kv"]
+    write(folder, {**read(folder), f"{name}weight": weight, **{one: scale.clone() for one in scales + cache}})
+    if where == "config":
+        quantised(quant_method="modelopt", quant_algo="FP8")(folder)
+    else:
+        adds("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}')(folder)
+    assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore")]) == 0
+    assert main(["mcore-to-hf", str(tmp_path / "mcore"), str(tmp_path / "back")]) == 0
+    assert torch.equal(read(tmp_path / "back")[f"{name}weight"], (weight.float() / 2).bfloat16())
+    assert not (tmp_path / "back" / "hf_quant_config.json").exists()

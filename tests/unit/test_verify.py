@@ -183,9 +183,12 @@ def test_a_folder_that_lacks_a_carried_tensor_is_refused(
     tensors = read(folder)
     trunk = next(key for key in tensors if ".layers.1." in key and not key.startswith(("mtp.", "model.mtp.")))
     write(folder, {key: tensor for key, tensor in tensors.items() if key != trunk})
-    assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore")]) == 2
-    assert "transformers' class" in capsys.readouterr().err
-    assert not (tmp_path / "mcore").exists()
+    for dry_run in ([], ["--dry-run"]):
+        assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore"), *dry_run]) == 2
+        assert "transformers' class" in capsys.readouterr().err
+        assert not (tmp_path / "mcore").exists()
+    main(["inspect", str(folder), "--json"])
+    assert "transformers' class" in json.loads(capsys.readouterr().out)["why not"]
     with pytest.raises(ValueError, match="transformers' class"):
         all_logits(folder, TOKENS_BS)
 

@@ -1,8 +1,12 @@
-"""`convert ... --dry-run`: what a conversion would do, from names and shapes; no tensor is read, nothing is written."""
+"""`convert ... --dry-run`: what a conversion would do, from names and shapes; nothing is written.
+
+Of the tensors only copies are read, which have to be equal: a plan is made if the conversion would begin.
+"""
 
 import shutil
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import torch
 from megatron_mtp.checkpoint.convert.edit import Change
 from megatron_mtp.checkpoint.convert.export_hf import Export, HFForm
 from megatron_mtp.checkpoint.convert.hybrid import Migration
-from megatron_mtp.checkpoint.convert.import_hf import bytes_read, flags_of
+from megatron_mtp.checkpoint.convert.import_hf import bytes_read, notes
 from megatron_mtp.checkpoint.convert.plan import HFModel, times, unnumbered
 from megatron_mtp.checkpoint.convert.stream import Options, check_free
 from megatron_mtp.checkpoint.families import CARRIED
@@ -20,14 +24,17 @@ from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 
-def plan_import(source: Path, target: Path, options: Options) -> dict[str, Any]:
+def plan_import(
+    source: Path, target: Path, options: Options, arguments: Callable[[HFModel], Namespace]
+) -> dict[str, Any]:
     """What `hf-to-mcore` would do, by name.
 
     Raises:
         ValueError: as `hf_to_mcore`, before it writes.
     """
     model = HFModel.read(source)
-    _, reason = flags_of(model)
+    model.check_numbers()
+    args = arguments(model)
     written = sum(_written(rule, model.folder, options) for rule in model.rules)
     return {
         "family": model.family.title,
@@ -37,7 +44,7 @@ def plan_import(source: Path, target: Path, options: Options) -> dict[str, Any]:
         **_disk(target, source, written),
         "carried as they are": _carried(model.rules),
         "names": _names(model.rules, to_mcore=True),
-        **({} if reason is None else {"trainable here": False, "why not": reason}),
+        **notes(model, args),
     }
 
 

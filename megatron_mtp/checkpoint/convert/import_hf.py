@@ -4,6 +4,7 @@ import json
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -17,13 +18,25 @@ from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.hf.folder import NOT_KEPT, HFFolder
+from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
 from megatron_mtp.config import trained_depths
 from megatron_mtp.model.arguments import parsed
 
 
-def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callable[[HFModel], Namespace]) -> Converted:
+@dataclass(frozen=True)
+class Imported(Converted):
+    """What an import did.
+
+    Attributes:
+        notes: further facts, by name: files that transformers does not open, and why Megatron cannot run the trunk.
+    """
+
+    notes: dict[str, Any]
+
+
+def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callable[[HFModel], Namespace]) -> Imported:
     """Write the model of a Hugging Face folder as a distributed checkpoint that every parallel layout loads.
 
     Args:
@@ -37,6 +50,7 @@ def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callabl
         OSError: the target cannot be written.
     """
     model = HFModel.read(source)
+    model.check_numbers()
     args = arguments(model)
     folder = PartialFolder(target, source, _fingerprint(model, options), options.resume)
     files = {
@@ -47,7 +61,14 @@ def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callabl
     keep_hf_files(source, folder.path / HF_FILES, origin(model))
     folder.finish()
     size = bytes_read(model.rules, model.folder)
-    return Converted(model.family.title, model.layout.depths, len(model.folder.tensors), size)
+    return Imported(model.family.title, model.layout.depths, len(model.folder.tensors), size, notes(model, args))
+
+
+def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
+    """Facts that a user should know about the import of a folder, by name."""
+    reason, beside = getattr(args, "megatron_mtp_untrainable", None), model.folder.side_files
+    found: dict[str, Any] = {"read beside the model": ", ".join(beside)} if beside else {}
+    return found if reason is None else found | {"trainable here": False, "why not": reason}
 
 
 def _group(folder: HFFolder, rule: Rule, options: Options) -> Group:
@@ -109,10 +130,10 @@ def layout_record(layout: Layout) -> dict[str, Any]:
 
 
 def keep_hf_files(source: Path, folder: Path, origin: dict[str, Any]) -> None:
-    """Copy every file of a Hugging Face folder except the weights, and write the origin beside them."""
+    """Copy every file of a Hugging Face folder except weights and their quantization; write the origin beside them."""
     folder.mkdir(exist_ok=True)
     for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(NOT_KEPT) and file.name != ORIGIN:
+        if file.is_file() and not file.name.endswith(NOT_KEPT) and file.name not in (ORIGIN, *SIDE_FILES):
             shutil.copyfile(file, folder / file.name)
     assert (folder / CONFIG).is_file()
     (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of, known_types
-from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, Shape
+from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, Shape, Zeros
 from megatron_mtp.checkpoint.families.trunk import (
     ORIGINAL,
     ORIGINAL_NORMS,
@@ -22,7 +22,7 @@ from megatron_mtp.checkpoint.families.trunk import (
     ZERO_QKV_BIAS,
     ZERO_ROUTER_BIAS,
 )
-from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.config import TIED, HFConfig
 from megatron_mtp.checkpoint.hf.folder import HFFolder, check_kind
 from megatron_mtp.checkpoint.hf.quantized import block_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
@@ -47,6 +47,7 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
         ValueError: a tensor is missing, left over, of another shape, or of a type that no weight has.
     """
     left = dict(folder.tensors)
+    _check_names(left, folder.folder)
     for tensor in (tensor for rule in rules for tensor in rule.hf):
         stored = left.pop(tensor.name, None)
         if stored is None:
@@ -65,8 +66,37 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise ValueError(
             f"'{name}'{more} in {stored.file} is no tensor of a '{config.model_type}' model as {config.source} "
-            "describes it; nothing is dropped silently, so remove it, or correct the config."
+            f"describes it; nothing is dropped silently, so remove it, or correct the config{_meant(config)}."
         )
+
+
+def _check_names(names: Iterable[str], folder: Path) -> None:
+    """Refuse the names that a saved training gives to a model: by what wrapped it."""
+    for name in names:
+        for mark, (what, remedy) in WRAPPED.items():
+            if mark in name:
+                raise ValueError(f"{folder} is saved with {what} around the model ('{name:.100}'); {remedy}.")
+
+
+WRAPPED = {
+    "_orig_mod.": ("torch.compile", "save the model inside of it: model._orig_mod.save_pretrained(...)"),
+    "base_model.model.": (
+        "peft",
+        "merge its adapter, and save the result: model.merge_and_unload().save_pretrained(...)",
+    ),
+    ".lora_A.": ("peft", "merge its adapter, and save the result: model.merge_and_unload().save_pretrained(...)"),
+    "_fsdp_wrapped_module.": ("FSDP", "save the model inside of it, with a full state dict"),
+}
+"""Parts of names that a model gets from what wraps it in training."""
+
+
+def _meant(config: HFConfig) -> str:
+    """Advice where `architectures` names the class of another family than `model_type`."""
+    classes = config.keys.get("architectures") or [""]
+    stem = classes[0].removesuffix("ForCausalLM").lower()
+    other = next((one for one in sorted(known_types()) if one.replace("_", "") == stem), config.model_type)
+    named = f": 'architectures' names {classes[0]}, whose model_type is '{other}'"
+    return "" if other == config.model_type else named
 
 
 def check_mcore(rules: list[Rule], reader: DistReader) -> None:
@@ -157,11 +187,21 @@ class HFModel:
         config = HFConfig.read(path)
         family = family_of(config)
         config = family.complete(config)
-        folder = HFFolder(path, block_of(config.keys))
+        folder = HFFolder(path, block_of(config.keys), config.flag(TIED))
         layout = family.layout(config, folder.tensors)
         rules = family.all_rules(config, layout)
         check_hf(rules, folder, config)
         return cls(config, family, layout, folder, rules)
+
+    def check_numbers(self) -> None:
+        """Read the tensors whose numbers may contradict their rule, which are copies and zeros.
+
+        Raises:
+            ValueError: copies differ, or zeros are not.
+        """
+        for rule in self.rules:
+            if isinstance(rule.map, Zeros) or (isinstance(rule.map, Copies) and len(rule.hf) > 1):
+                rule.to_mcore([self.folder.read(tensor.name) for tensor in rule.hf])
 
     def beside(self, reader: DistReader) -> "HFModel":
         """The same model with rules for this checkpoint, which may lack biases that are zero in the folder."""

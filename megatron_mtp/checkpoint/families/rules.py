@@ -298,11 +298,16 @@ class Scaled:
 class Copies:
     """One tensor that HF stores several times; Megatron stores it once.
 
+    Attributes:
+        names: the HF tensors.
+        tied: whether the config ties the head to the embedding.
+
     Raises:
         ValueError: on import, the copies differ.
     """
 
     names: tuple[str, ...]
+    tied: bool = False
 
     @property
     def what(self) -> str:
@@ -312,6 +317,11 @@ class Copies:
         first, *others = tensors
         for name, other in zip(self.names[1:], others, strict=True):
             if not first.equal(other):
+                if self.tied:
+                    raise ValueError(
+                        f"'{name}' differs from '{self.names[0]}', but 'tie_word_embeddings' in config.json makes them "
+                        "one; set it to false to keep the stored head, or remove that tensor."
+                    )
                 raise ValueError(
                     f"'{name}' is not the copy of '{self.names[0]}' that this family shares between trunk and depths; "
                     "give a checkpoint in which they are equal, since Megatron keeps one tensor for both."

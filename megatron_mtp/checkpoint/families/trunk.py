@@ -193,16 +193,18 @@ def frame(
     tied = config.flag("tie_word_embeddings")
     if tied:
         embeddings += heads if layout.has("head") else heads[1:]
-    rules = [_shared(embeddings, "embedding.word_embeddings.weight", (vocabulary, hidden))]
+    rules = [_shared(embeddings, "embedding.word_embeddings.weight", (vocabulary, hidden), tied)]
     if not tied:
         rules.append(_shared(heads, "output_layer.weight", (vocabulary, hidden)))
     rules.append(rename(f"{prefix}{norm}.weight", f"decoder.{final}.weight", (hidden,)))
     return rules
 
 
-def _shared(names: list[str], key: str, shape: tuple[int, int]) -> Rule:
+def _shared(names: list[str], key: str, shape: tuple[int, int], tied: bool = False) -> Rule:
     """A rule for one Megatron tensor with padded rows, and all HF tensors that must equal it."""
-    return Rule(tuple(HFTensor(name, shape) for name in names), (Piece(key, shape, padded=True),), Copies(tuple(names)))
+    return Rule(
+        tuple(HFTensor(name, shape) for name in names), (Piece(key, shape, padded=True),), Copies(tuple(names), tied)
+    )
 
 
 def trunk_places(count: int, prefix: str = "model.") -> list[Place]:

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 CONFIG = "config.json"
+TIED = "tie_word_embeddings"
 LARGEST = 2**31
 """No size of a model is larger; a file with a larger one is corrupted."""
+LFS = b"version https://git-lfs.github.com/spec"
+"""Beginning of the text that stands for a file which `git lfs` has not fetched."""
 _BESIDE_ROPE = ("rope_theta", "partial_rotary_factor")
 _ORIGINAL = "original_max_position_embeddings"
 _ROPE_NUMBERS = (
@@ -42,6 +45,8 @@ class HFConfig:
     def from_keys(cls, whole: Any, source: str = CONFIG) -> "HFConfig":
         """Make a config from parsed JSON; the text model's keys may be under `text_config`.
 
+        A head is tied if either part says so: transformers writes true beside `text_config`, and false into it.
+
         Raises:
             ValueError: it is no object, or has no `model_type`.
         """
@@ -50,7 +55,8 @@ class HFConfig:
         text = whole.get("text_config", whole)
         if not isinstance(text, dict):
             raise ConfigError(f"{source}: 'text_config' is {text!r:.40}; it must be an object.")
-        return cls({**whole, **text}, whole["model_type"], source)
+        tied = any(part.get(TIED) is True for part in (whole, text))
+        return cls({**whole, **text, **({TIED: True} if tied else {})}, whole["model_type"], source)
 
     @classmethod
     def read(cls, folder: Path) -> "HFConfig":
@@ -212,9 +218,15 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_file(path: Path) -> None:
-    """Raises ValueError where something else than a file is in its place: who reads a pipe waits for a writer."""
+    """Raises ValueError where something else is in a file's place: a folder, a pipe (who reads it waits), a pointer."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} cannot be read: it is a folder or a pipe, not a file; fetch it again.")
+    if path.exists():
+        with path.open("rb") as stream:
+            if stream.read(len(LFS)) == LFS:
+                raise ValueError(
+                    f"{path} is a pointer of Git LFS, not the file itself; run `git lfs pull` in its folder."
+                )
 
 
 def read_json(path: Path) -> Any:

@@ -5,6 +5,7 @@ read as bfloat16 (quantized.py), and their scales are not listed as tensors. Fol
 GGUF, other quantizations, wrappers, broken links) are refused with a sentence that names their kind.
 """
 
+import re
 import threading
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -77,13 +78,14 @@ class HFFolder:
     Args:
         folder: the folder.
         block: rows and columns that share a scale, in FP8 tensors.
+        tied: whether the head is the embedding, so that an index may list a head that no file holds.
 
     Raises:
         ValueError: a file is missing, damaged or no safetensors file, or the files and the index disagree.
     """
 
-    def __init__(self, folder: Path, block: tuple[int, int] = (128, 128)) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, block: tuple[int, int] = (128, 128), tied: bool = False) -> None:
+        self.folder, self._tied = folder, tied
         self._open = OpenFiles()
         self.tensors: dict[str, Stored] = {}
         for file, names in _files(folder).items():
@@ -99,7 +101,9 @@ class HFFolder:
         unknown = next((f"{name}' of type '{one.kind}" for name, one in found.items() if one.kind not in DTYPES), None)
         if unknown is not None:
             raise ValueError(f"{file} has '{unknown}', which is not known here; known are {', '.join(DTYPES)}.")
-        missing = sorted(set(promised or ()) - set(found))
+        missing = sorted(
+            name for name in set(promised or ()) - set(found) if not (self._tied and name.endswith("lm_head.weight"))
+        )
         if missing:
             raise ValueError(f"{file} lacks the tensor '{missing[0]}' that {INDEX} puts there; fetch the file again.")
         for name, stored in found.items():
@@ -126,6 +130,14 @@ class HFFolder:
     def dtype(self, name: str) -> torch.dtype:
         """Type of the tensor that `read` returns."""
         return torch.bfloat16 if name in self._quantized else self.tensors[name].dtype
+
+    @property
+    def side_files(self) -> list[str]:
+        """Names of the files that transformers does not open, since the index or a single file leaves them out."""
+        files = {stored.file for stored in self.tensors.values()}
+        if (self.folder / INDEX).is_file():
+            return sorted(file.name for file in files - _indexed(self.folder).keys())
+        return sorted(file.name for file in files if self.folder / SINGLE in files and file.name != SINGLE)
 
     @property
     def quantized(self) -> bool:
@@ -192,20 +204,13 @@ def stored_in(file: Path) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """Files of a folder, each with the tensors that the index lists; None without an index."""
+    """Files of a folder, each with the tensors that the index lists; None for a file that it does not name.
+
+    Releases keep depths in a file beside the model, which the index or transformers does not open: it is read as well.
+    """
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith(COPY))
-    named: dict[Path, list[str] | None] = dict.fromkeys(files)
-    if (folder / INDEX).is_file():
-        named = _indexed(folder)
-    elif (folder / SINGLE) in files:
-        named = {folder / SINGLE: None}
-    beside = [file for file in files if file not in named]
-    if beside:
-        by = INDEX if (folder / INDEX).is_file() else f"a folder with {SINGLE}"
-        raise ValueError(
-            f"{beside[0]} is no file of {by}, and nothing is dropped silently; remove it, or name its tensors in "
-            f"{INDEX}."
-        )
+    named = _indexed(folder) if (folder / INDEX).is_file() else {}
+    named |= {file: None for file in files if file not in named}
     if named:
         return named
     pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
@@ -225,7 +230,10 @@ def _indexed(folder: Path) -> dict[Path, list[str] | None]:
     for name, file in weights.items():
         path = folder / file
         if Path(file).name != file or not path.is_file():
-            raise ValueError(f"{folder / INDEX} puts '{name}' into '{file:.100}', which is not there; fetch that file.")
+            whole = f", or remove the index, if {SINGLE} is the model" if (folder / SINGLE).is_file() else ""
+            raise ValueError(
+                f"{folder / INDEX} puts '{name}' into '{file:.100}', which is not there; fetch that file{whole}."
+            )
         names = files.setdefault(path, [])
         assert names is not None
         names.append(name)
@@ -254,6 +262,7 @@ def check_kind(folder: Path, known: Container[str]) -> None:
         raise ValueError(_gguf(folder))
     if (folder / CONFIG).is_file():
         keys = _object(folder / CONFIG)
+        _check_whole(folder, keys)
         method = quantization(folder, keys)
         if method is not None and method not in READ_AS_BFLOAT16:
             raise ValueError(
@@ -287,6 +296,19 @@ def _check_links(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and not path.exists():
             raise ValueError(f"{path} is a link to {path.readlink()}, which is not there; fetch the folder again.")
+
+
+def _check_whole(folder: Path, keys: dict[str, Any]) -> None:
+    """Refuse a draft model: one MTP layer that was cut out of a model for an engine."""
+    classes = keys.get("architectures")
+    cut = (
+        [name for name in classes if re.search(r"(NextN|MTP(Model)?)$", str(name))] if isinstance(classes, list) else []
+    )
+    if cut:
+        raise ValueError(
+            f"{folder} holds one MTP layer without a trunk ('architectures' names {cut[0]:.60}), as engines load it "
+            "beside a model; give the folder of the whole model."
+        )
 
 
 def _check_wrapper(folder: Path, keys: dict[str, Any], known: Container[str]) -> None:

@@ -6,7 +6,7 @@
     X_blocks  4 bits each     X_scales                    MXFP4: a power of two per 32 numbers (gpt-oss)
 
 Names, shapes and types alone decide: a scale beside a weight that is not FP8 is a fault, and never multiplied.
-Scales of activations (`X.input_scale`) say nothing of a weight, and are dropped with the format.
+Scales of activations (`X.input_scale`, `k_proj.k_scale`) say nothing of a weight, and are dropped with the format.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_mtp.checkpoint.hf.config import read_json
+
 BLOCK_SCALE, SCALE, ACTIVATION = "_scale_inv", "_scale", "input_scale"
+CACHE = (".k_scale", ".v_scale", ".q_scale")
+"""Endings of the scales of an attention's cache, beside a projection or the attention."""
 BLOCKS, SCALES = "_blocks", "_scales"
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 """Types of which a tensor is no weight by itself; the last is that of scales that are powers of two."""
@@ -28,7 +32,8 @@ BIAS = 127
 """What is subtracted from a stored exponent."""
 SETTINGS = ("quantization_config", "compression_config")
 """Keys of a config that describe its quantization, at the top or in `text_config`."""
-SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+MODELOPT = "modelopt"
+SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": MODELOPT}
 """Files that mark older quantized releases."""
 Shape = tuple[int, ...]
 Stored = Mapping[str, tuple[Shape, torch.dtype | None]]
@@ -91,8 +96,9 @@ def quantized_weights(stored: Stored, block: tuple[int, int]) -> Weights:
 
 
 def activation_scales(names: Collection[str]) -> list[str]:
-    """Those of the names that are scales of activations beside a weight."""
-    return [name for name in names if name.endswith(ACTIVATION) and f"{name.removesuffix(ACTIVATION)}weight" in names]
+    """Those of the names that are scales of activations beside a weight, or of an attention's cache."""
+    inputs = [name for name in names if name.endswith(ACTIVATION) and f"{name.removesuffix(ACTIVATION)}weight" in names]
+    return inputs + [name for name in names if name.endswith(CACHE)]
 
 
 def _add_fp8(weights: Weights, stored: Stored, name: str, scale: str, block: tuple[int, int]) -> None:
@@ -177,12 +183,20 @@ def quantization(folder: Path, keys: dict[str, Any]) -> str | None:
     """
     settings = _settings(keys)
     if settings is None:
-        return next((method for file, method in SIDE_FILES.items() if (folder / file).is_file()), None)
+        file = next((name for name in SIDE_FILES if (folder / name).is_file()), None)
+        if file is None or SIDE_FILES[file] != MODELOPT:
+            return None if file is None else SIDE_FILES[file]
+        stored = read_json(folder / file)
+        stored = stored.get("quantization") if isinstance(stored, dict) else None
+        settings = {"quant_method": MODELOPT, **(stored if isinstance(stored, dict) else {})}
     if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
         return "bitsandbytes"  # its older files name no method
     method = str(settings.get("quant_method") or "an unnamed method")
     weights = _group_weights(settings)
     is_fp8 = bool(weights) and all(one.get("type") == "float" and one.get("num_bits") == 8 for one in weights)
+    if method == MODELOPT:
+        algorithm = str(settings.get("quant_algo") or "an unnamed algorithm")
+        return "fp8" if algorithm.startswith("FP8") else f"{MODELOPT} ({algorithm})"
     return "fp8" if method == "compressed-tensors" and is_fp8 else method
 
 

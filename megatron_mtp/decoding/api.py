@@ -93,7 +93,7 @@ def generate(
 
 
 def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None) -> ContinuousEngine:
-    """An engine with a block for each text, so that attention reads its keys where they are."""
+    """An engine with a block for each text and its scratch slot, so that attention reads its keys where they are."""
     first, few = requests[0], wants_few_shapes(runner.device)
     method = make_method(runner, first.speculative, first.sampling, drafter)
     positions = runner.positions
@@ -102,16 +102,16 @@ def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None)
     running, slots = len(requests), rounded(max(slots, min(LEAST_KEPT, positions) if few else 0), few)
     if isinstance(kept, ContinuousEngine):
         had = kept.settings
-        if kept.drafter is drafter and had.running >= running and had.block_size >= slots:
+        if kept.drafter is drafter and had.running >= running and had.block_size > slots:
             kept.stats = AcceptanceStats()
             return kept
-        running, slots = max(running, had.running), max(slots, had.block_size)
+        running, slots = max(running, had.running), max(slots, had.block_size - 1)
     del kept
     sizes = EngineSettings(
         running=running,
         waiting=running,
         blocks=running,
-        block_size=slots,
+        block_size=slots + 1,
         slots=slots,
         chunk=CHUNK * running,
         reuse=False,

@@ -24,7 +24,7 @@ from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import RECOVER, Sampling, draw, sampling_of
 from megatron_mtp.decoding.sequences import Progress, Sequences
 from megatron_mtp.decoding.stats import AcceptanceStats
-from megatron_mtp.decoding.types import Draft, Round
+from megatron_mtp.decoding.types import Draft, Round, StepOutput
 from megatron_mtp.decoding.verifiers import VERIFIERS
 
 FAR_BEHIND = 32
@@ -93,11 +93,12 @@ class Text:
         """
         request = self.request
         before = len(self.tokens) - len(request.prompt)
-        ends = [(n, Finish.STOP) for n, token in enumerate(gained, start=1) if token in request.stop_ids][:1]
-        if before + len(gained) >= self.budget:
-            ends.append((self.budget - before, Finish.LENGTH))
-        kept, finish = min(ends, key=lambda end: end[0], default=(len(gained), None))
-        tokens = gained[:kept]
+        tokens = gained[: self.budget - before]
+        finish = Finish.LENGTH if before + len(tokens) == self.budget else None
+        for place, token in enumerate(tokens, start=1):
+            if token in request.stop_ids:
+                tokens, finish = tokens[:place], Finish.STOP
+                break
         if request.cut is not None:
             cut = request.cut(self.tokens[len(request.prompt) :] + tokens)
             if cut is not None:
@@ -157,8 +158,9 @@ class PrefillBatch:
         sequences.live = begins
         sequences.live_B.copy_(self._tensor(begins))
         logits_BV = self.runner.logits(sequences.states_at(sequences.length_B - 1, 1))[:, 0]
-        sequences.append(self._drawn(logits_BV))
-        made = [self._began(row, gained, logits_BV) for row, gained in enumerate(sequences.read_back()) if begins[row]]
+        drawn_B = self._drawn(logits_BV)
+        sequences.append(drawn_B)
+        made = [self._began(row, [token], logits_BV) for row, token in enumerate(drawn_B.tolist()) if begins[row]]
         sequences.live = [True] * len(self.texts)
         sequences.live_B.fill_(True)
         return made
@@ -228,13 +230,11 @@ class PendingOutput:
 
     Args:
         texts: of the rows; None where one has ended.
-        then_B: their lengths before it.
     """
 
-    def __init__(self, texts: list[Text | None], sequences: Sequences, then_B: Tensor, draft: Draft) -> None:
-        self.texts, self.nodes = texts, draft.nodes
-        gained_B1 = (sequences.length_B - then_B).unsqueeze(1)
-        parts = [gained_B1, sequences.tokens_at(then_B, draft.nodes + 1), draft.valid()]
+    def __init__(self, texts: list[Text | None], output: StepOutput) -> None:
+        self.texts, self.nodes = texts, output.draft.nodes
+        parts = [output.count_B.unsqueeze(1), output.tokens_BR, output.draft.valid()]
         self._read = on_its_way(torch.cat(parts, dim=1))
 
     def gained(self) -> Iterator[tuple[Text, list[int], int]]:
@@ -329,6 +329,8 @@ class DecodeBatch:
 
     def choose(self) -> int:
         """K of the next step."""
+        if not self.method.auto:
+            return self.method.count
         self._auto = auto_of(self.runner, self.method, len(self.texts))
         return self.method.count if self._auto is None else self._auto.choose()
 
@@ -340,17 +342,20 @@ class DecodeBatch:
         count, sequences, graphed = self.choose(), self.sequences, self._graphed
         began = time.perf_counter()
         self._catch_up(count)
-        then_B = sequences.length_B.clone() if self._overlaps else None
-        draft = step(self.runner, sequences, self.method, count) if graphed is None else graphed(count)
-        if then_B is None:
-            levels = draft.levels()
-            gains = enumerate(sequences.read_back())
-            updates = [self.give(n, gained, max([0, *levels[n]]), draft) for n, gained in gains if sequences.live[n]]
-        else:
+        output = step(self.runner, sequences, self.method, count) if graphed is None else graphed(count)
+        if self._overlaps:
             rows = [text if live else None for text, live in zip(self._rows, sequences.live, strict=True)]
-            taken = PendingOutput(rows, sequences, then_B, draft)
+            taken = PendingOutput(rows, output)
             updates = self._arrived()
             self._pending = taken
+        else:
+            draft, levels = output.draft, output.draft.levels()
+            gains = zip(output.tokens_BR.tolist(), output.count_B.tolist(), [*sequences.live], strict=True)
+            updates = [
+                self.give(row, tokens[:gained], max(levels[row], default=0), draft)
+                for row, (tokens, gained, live) in enumerate(gains)
+                if live
+            ]
         stats.target_seconds = time.perf_counter() - began - stats.drafter_seconds
         if self._auto is not None and (graphed is None or graphed.is_steady):
             self._auto.learn(count, stats)
@@ -435,7 +440,10 @@ def auto_of(runner: Runner, method: Method, texts: int) -> AutoK | None:
     """Automatic K of about so many texts, the next power of two, as any engine of the model has measured it."""
     if not method.auto:
         return None
-    return runner.auto_counts.setdefault((method.config, _few_sizes(max(texts, 1))), AutoK(method.count))
+    key = method.config, _few_sizes(max(texts, 1))
+    if key not in runner.auto_counts:
+        runner.auto_counts[key] = AutoK(method.count)
+    return runner.auto_counts[key]
 
 
 def _few_sizes(texts: int) -> int:
@@ -443,14 +451,13 @@ def _few_sizes(texts: int) -> int:
     return 1 << (texts - 1).bit_length()
 
 
-def step(runner: Runner, sequences: Sequences, method: Method, count: int) -> Draft:
+def step(runner: Runner, sequences: Sequences, method: Method, count: int) -> StepOutput:
     """All of a step that the device does: draft K = `count` tokens, score, judge and keep them."""
     round = Round(method.sampling, sequences.noise, method.config, sequences.texts, sequences.tokens_BT)
     began = time.perf_counter()
     draft = propose(sequences, method, round, count)
     method.stats.drafter_seconds += time.perf_counter() - began
-    verify(runner, sequences, method, draft, round)
-    return draft
+    return verify(runner, sequences, method, draft, round)
 
 
 def propose(sequences: Sequences, method: Method, round: Round, count: int) -> Draft:
@@ -460,7 +467,6 @@ def propose(sequences: Sequences, method: Method, round: Round, count: int) -> D
     return method.proposer.propose(sequences, round, count)
 
 
-@torch.inference_mode()
 def catch_up(sequences: Sequences, method: Method, count: int) -> None:
     """Run the rows that a drafter has missed before it can draft `count`; its draft is not used."""
     began = time.perf_counter()
@@ -468,13 +474,13 @@ def catch_up(sequences: Sequences, method: Method, count: int) -> None:
     method.stats.drafter_seconds += time.perf_counter() - began
 
 
-@torch.inference_mode()
-def verify(runner: Runner, sequences: Sequences, method: Method, draft: Draft, round: Round) -> None:
+def verify(runner: Runner, sequences: Sequences, method: Method, draft: Draft, round: Round) -> StepOutput:
     """Score a draft, judge it and keep what is accepted; nothing is read back to the host."""
     rows = sequences.rows_of(draft)
-    tokens_BR = torch.cat([sequences.tokens_at(sequences.newest_B, 1), draft.tokens_BN], dim=1)
+    newest_B1 = sequences.tokens_BT.gather(1, rows.first_B.unsqueeze(1))
+    tokens_BR = torch.cat([newest_B1, draft.tokens_BN], dim=1) if draft.nodes else newest_B1
     hidden_SBH = runner.trunk(tokens_BR, rows, sequences.cache)
     sequences.put_states(hidden_SBH, rows)
     logits_BRV = runner.logits(hidden_SBH)
     method.proposer.observe(sequences, draft, logits_BRV)
-    sequences.keep(draft, method.verifier(logits_BRV, draft, round))
+    return sequences.keep(draft, method.verifier(logits_BRV, draft, round))

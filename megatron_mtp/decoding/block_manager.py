@@ -47,16 +47,17 @@ class Held:
 
 
 class BlockPool:
-    """Blocks 1 to `count`.
+    """`count` blocks.
 
     Args:
         size: slots of a block.
         ahead: tokens behind a block that its rows depend on.
+        first: number of the first block.
     """
 
-    def __init__(self, count: int, size: int, ahead: int) -> None:
+    def __init__(self, count: int, size: int, ahead: int, first: int = 1) -> None:
         self.count, self.size, self.ahead = count, size, ahead
-        self._unused = list(range(1, count + 1))
+        self._unused = list(range(first, first + count))
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._uses = [0] * (count + 1)
         self._were_used: set[int] = set()

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_mtp.decoding.proposers.base import Proposer
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sequences import DEVICE, Sequences
-from megatron_mtp.decoding.types import Draft
+from megatron_mtp.decoding.types import StepOutput
 from megatron_mtp.decoding.verifiers import VERIFIERS
 
 MOST_BATCHES = 32
@@ -32,7 +32,7 @@ MOST_BATCHES = 32
 MOST_GRAPHS = 32
 """Graphs that are kept of each; likewise."""
 
-Step = Callable[[int], Draft]
+Step = Callable[[int], StepOutput]
 """A step with K drafts, all that the device does."""
 
 
@@ -42,16 +42,16 @@ class Recorded:
 
     Attributes:
         replay: takes the step.
-        draft: its tensors are filled by every replay.
+        output: its tensors are filled by every replay.
         pool: the memory of what a replay computes; steps of the same sequences share it, since none outlives a step.
     """
 
     replay: Callable[[], None]
-    draft: Draft
+    output: StepOutput
     pool: Any = None
 
 
-Record = Callable[[Callable[[], Draft], Any], Recorded]
+Record = Callable[[Callable[[], StepOutput], Any], Recorded]
 """Records a step without running it, in the pool of an earlier one or a new one (None)."""
 
 
@@ -62,12 +62,12 @@ def can_record(runner: Runner, proposer: Proposer, count: int, verifier: str) ->
     return recordable and all(one.recordable and one.device.type == "cuda" for one in runners)
 
 
-def record_on_cuda(step: Callable[[], Draft], pool: Any) -> Recorded:
+def record_on_cuda(step: Callable[[], StepOutput], pool: Any) -> Recorded:
     """`Record` with torch's CUDA graphs."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
-        draft = step()
-    return Recorded(graph.replay, draft, graph.pool())
+        output = step()
+    return Recorded(graph.replay, output, graph.pool())
 
 
 Graphs = dict[Hashable, Recorded | None]
@@ -115,8 +115,8 @@ class GraphedStep:
         self._record = record
         self.is_steady = True
 
-    def __call__(self, count: int) -> Draft:
-        """Take a step with K = `count`; the draft's tensors hold until the next one."""
+    def __call__(self, count: int) -> StepOutput:
+        """Take a step with K = `count`; the output's tensors hold until the next one."""
         sequences, graphs = self._sequences, self._graphs
         sequences.fixed = self._proposer.missed(sequences, count) <= sequences.growth
         if not sequences.fixed:
@@ -135,4 +135,4 @@ class GraphedStep:
             del graphs[unused]
         recorded.replay()
         self._proposer.mark_seen(sequences, count)
-        return recorded.draft
+        return recorded.output

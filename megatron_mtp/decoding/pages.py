@@ -1,10 +1,11 @@
 """Where the slots of texts are in blocks of memory that many texts share.
 
 A text's slots 0, 1, 2, ... are divided into pages of `size` slots. A table names the block of every page, so that a
-text takes memory as it grows, and texts that begin alike may read the same blocks. Block 0 belongs to no text: pages
-without a block point to it, and so does the scratch slot.
+text takes memory as it grows, and texts that begin alike may read the same blocks. Pages without a block point to
+block 0, which belongs to no text then. The last slot of a table is the scratch slot, for rows that leave no trace.
 
-    size 4, table of one text  5 2 0        slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2, no further ones yet
+    size 4, table of one text  5 2 0        slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2, no further ones yet;
+                                            the scratch slot 11 is in block 0
 
 Letters in names: B batch, L pages of a text, N blocks, G key heads, S slots of a block, C channels, R rows, X
 rows of all texts, W slots that are looked at.
@@ -21,7 +22,7 @@ BLOCK = 32
 
 
 Places = tuple[Tensor, Tensor]
-"""The block of each row's slot [B, R], and where in it the slot is."""
+"""The block of each row's slot, [B, R] or [B, 1], and where in it the slot is, [B, R]."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Pages:
     """The pages of a batch.
 
     Attributes:
-        table_BL: the block of every page; 0 where there is none, and for the last page, which has the scratch slot.
+        table_BL: the block of every page; 0 where there is none.
         blocks: N, block 0 included.
         size: S.
         entries: where the states of every text's recurrent layers are, which have no slots to be cropped to.
@@ -49,7 +50,12 @@ class Pages:
     @property
     def capacity(self) -> int:
         """Slots of a text; the next one is the scratch slot."""
-        return (self.table_BL.size(1) - 1) * self.size
+        return self.table_BL.size(1) * self.size - 1
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a text has one block."""
+        return self.table_BL.size(1) == 1
 
     @cached_property
     def entry_B(self) -> Tensor:
@@ -64,11 +70,15 @@ class Pages:
     @cached_property
     def run(self) -> slice | None:
         """The texts' blocks where each has one, behind that of the text before; else None."""
-        return _run(self.firsts) if self.capacity == self.size else None
+        return _run(self.firsts) if self._is_whole else None
 
     def places(self, slots_BR: Tensor) -> Places:
         """Where some slots are."""
-        return self._block(slots_BR), slots_BR % self.size
+        if self.text_X is not None:
+            return self.table_BL[self.text_X, slots_BR[0] // self.size].unsqueeze(0), slots_BR % self.size
+        if self._is_whole:
+            return self.table_BL, slots_BR
+        return self.table_BL.gather(1, slots_BR // self.size), slots_BR % self.size
 
     def first_slots(self, memory_NGSC: Tensor, window: int) -> Tensor:
         """Every text's first slots, [B, G, W, C]; a copy where they are in several blocks."""
@@ -76,11 +86,6 @@ class Pages:
             return memory_NGSC[self.run, :, :window]
         memory_BLGSC = memory_NGSC[self.table_BL[:, : -(-window // self.size)]]
         return memory_BLGSC.transpose(1, 2).flatten(2, 3)[:, :, :window]
-
-    def _block(self, slots_BR: Tensor) -> Tensor:
-        if self.text_X is not None:
-            return self.table_BL[self.text_X, slots_BR[0] // self.size].unsqueeze(0)
-        return self.table_BL.gather(1, slots_BR // self.size)
 
 
 def _run(numbers: tuple[int, ...]) -> slice | None:

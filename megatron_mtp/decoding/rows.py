@@ -40,6 +40,7 @@ class Rows:
         depth_BR: in a tree, of each row; depth 0 has the position `first_B`.
         ancestors_BRA: over the tree's slots: True where there is the row itself, or an ancestor of it.
         start: slots of the tree that earlier forwards have filled.
+        inside: whether no row stands before slot 0.
         padded: the rows with their padding, where it is left out of these.
         place_X: where those that count stand among the B * R rows.
     """
@@ -53,6 +54,7 @@ class Rows:
     depth_BR: Tensor | None = None
     ancestors_BRA: Tensor | None = None
     start: int = 0
+    inside: bool = False
     padded: "Rows | None" = None
     place_X: Tensor | None = None
 
@@ -64,6 +66,8 @@ class Rows:
     @cached_property
     def places_BR(self) -> Tensor:
         """Where the rows would stand; before 0 for padding."""
+        if self.count == 1 and not self.start:
+            return self.first_B.unsqueeze(1)
         own_R = torch.arange(self.start, self.start + self.count, device=self.first_B.device)
         return self.first_B.unsqueeze(1) + own_R
 
@@ -80,13 +84,15 @@ class Rows:
             return self.packed(self.padded.positions_BR)
         if self.depth_BR is not None:
             return self.first_B.unsqueeze(1) + self.depth_BR
-        return self.places_BR.clamp(min=0)
+        return self.places_BR if self.inside else self.places_BR.clamp(min=0)
 
     @cached_property
     def slots_BR(self) -> Tensor:
         """Where keys and values go."""
         if self.padded is not None:
             return self.packed(self.padded.slots_BR)
+        if self.inside and self.live_BR is None:
+            return self.places_BR
         return torch.where(self.counts_BR, self.places_BR, self.scratch)
 
     @cached_property

@@ -85,9 +85,11 @@ class Scheduler:
     def __init__(self, runner: Runner, settings: EngineSettings, drafter: Runner | None) -> None:
         self.runner, self.settings = runner, settings
         self.has_states = entry_bytes(runner, drafter) > 0
-        self.pool = BlockPool(settings.blocks, settings.block_size, runner.depths)
         longest = min(settings.slots or runner.positions + BEYOND, settings.blocks * settings.block_size)
-        self._pages_of_a_text = self.pool.blocks_for(longest)
+        self._pages_of_a_text = -(-(longest + 1) // settings.block_size)  # and the scratch slot
+        self._spare = int(self._pages_of_a_text > 1)  # block 0, which pages without a block point to
+        self._longest = longest
+        self.pool = BlockPool(settings.blocks, settings.block_size, runner.depths, self._spare)
         self.memory = Memory(runner, self.pages_of([]))
         self._kept = KeptTensors()
         self.texts: dict[int, Text] = {}
@@ -99,11 +101,11 @@ class Scheduler:
 
     def add(self, text: Text) -> None:
         """Let a text wait. Errors as `requests.Engine.add`."""
-        blocks, prompt = self.pool.blocks_for(text.slots + text.budget), len(text.request.prompt)
-        if blocks > self._pages_of_a_text:
+        slots, prompt = text.slots + text.budget, len(text.request.prompt)
+        if slots > self._longest:
             raise ValueError(
-                f"the prompt of {prompt} tokens and {text.budget} new ones need {blocks} blocks of the cache, which "
-                f"has {self.pool.count}; ask for less, or give the cache more."
+                f"the prompt of {prompt} tokens and {text.budget} new ones need {self.pool.blocks_for(slots)} blocks "
+                f"of the cache, which has {self.pool.count}; ask for less, or give the cache more."
             )
         if len(self.waiting) >= self.settings.waiting:
             raise QueueFull(f"{len(self.waiting)} requests wait already; try again later.")
@@ -179,11 +181,13 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Blocks for what the next step of every text may write, the oldest text's first."""
-        decoded = sorted((text for group in self.decoded.values() for text in group.texts), key=lambda one: one.number)
-        for text in decoded:
+        size = self.settings.block_size
+        decoded = (text for group in self.decoded.values() for text in group.texts)
+        short = [text for text in decoded if text.slots > len(text.held.blocks) * size]
+        for text in sorted(short, key=lambda one: one.number):
             before = len(text.held.blocks)
-            if text.number in self.waiting or text.slots <= before * self.settings.block_size:
-                continue  # the first was put back for an older one
+            if text.number in self.waiting:
+                continue  # it was put back for an older one
             while not self._extend(text, text.held):
                 youngest = self.texts[max(set(self.texts) - set(self.waiting))]
                 self.put_back(youngest)
@@ -354,13 +358,12 @@ class Scheduler:
 
     def pages_of(self, texts: list[Text]) -> Pages:
         """Where the slots of these texts are."""
-        pages = self._pages_of_a_text + 1  # the last one has the scratch slot
-        table_BL = torch.zeros(len(texts), pages, dtype=torch.long)
+        table_BL = torch.zeros(len(texts), self._pages_of_a_text, dtype=torch.long)
         for row, text in enumerate(texts):
             table_BL[row, : len(text.held.blocks)] = torch.tensor(text.held.blocks)
         return Pages(
             table_BL.to(self.runner.device),
-            self.settings.blocks + 1,
+            self.settings.blocks + self._spare,
             self.settings.block_size,
             tuple(text.entry for text in texts if text.entry is not None),
             self.settings.running,

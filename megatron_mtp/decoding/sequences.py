@@ -21,7 +21,7 @@ from megatron_mtp.decoding.pages import Pages, read_rows, write_rows
 from megatron_mtp.decoding.rows import Rows, ancestors_of, rounded
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise
-from megatron_mtp.decoding.types import Draft, Verdict
+from megatron_mtp.decoding.types import Draft, StepOutput, Verdict
 
 HOST = ("texts", "prompt_lengths", "live", "progress")
 DEVICE = ("tokens_BT", "length_B", "live_B", "seed_B")
@@ -168,10 +168,6 @@ class Sequences:
         """Random numbers by seed and position, for the next token of every text."""
         return Noise(self.seed_B, self.length_B)
 
-    def lengths(self) -> list[int]:
-        """Tokens of every text, the prompt included."""
-        return [len(text) for text in self.texts]
-
     @property
     def longest(self) -> int:
         """The most tokens that a live text may have."""
@@ -198,18 +194,14 @@ class Sequences:
         beyond = max(beyond, self.growth, self.reach)
         return min(rounded(self.longest + beyond, self.few_shapes), self.capacity)
 
-    def chain(self, first_B: Tensor, rows: int, beyond: int, end_B: Tensor | None = None) -> Rows:
+    def chain(self, first_B: Tensor, rows: int, beyond: int, inside: bool = False) -> Rows:
         """Rows from slot `first_B` on; those of texts that have ended leave no trace.
 
         Args:
-            end_B: rows from here on are padding; None where there is none behind the rows.
+            inside: whether none of them stands before slot 0.
         """
         live_BR = None if self._all_live else self.live_B.unsqueeze(1).expand(-1, rows)
-        if end_B is not None:
-            place_BR = first_B.unsqueeze(1) + torch.arange(rows, device=first_B.device)
-            inside_BR = place_BR < end_B.unsqueeze(1)
-            live_BR = inside_BR if live_BR is None else inside_BR & live_BR
-        return Rows(first_B, rows, self.window(beyond), self.capacity, live_BR, self.packs)
+        return Rows(first_B, rows, self.window(beyond), self.capacity, live_BR, self.packs, inside=inside)
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
         """Tokens at `count` positions from `first_B` on, [B, count]."""
@@ -234,7 +226,7 @@ class Sequences:
     def rows_of(self, draft: Draft) -> Rows:
         """The newest token's row and those of the draft's nodes."""
         if draft.is_chain:
-            return self.chain(self.newest_B, draft.nodes + 1, draft.nodes)
+            return self.chain(self.newest_B, draft.nodes + 1, draft.nodes, inside=True)
         ancestors_BRR, depth_BR = ancestors_of(draft.parents())
         return self.tree(depth_BR, ancestors_BRR)
 
@@ -244,31 +236,28 @@ class Sequences:
         tree = depth_BR, ancestors_BRA, start
         return Rows(self.newest_B, depth_BR.size(1), window, self.capacity, live_BR, False, *tree)
 
-    def keep(self, draft: Draft, verdict: Verdict) -> None:
+    def keep(self, draft: Draft, verdict: Verdict) -> StepOutput:
         """Append the accepted path and the token after it; cache and states keep only the path's rows."""
+        if draft.nodes == 0:
+            return self.append(verdict.token_B)
         tokens_BN, accepted_B = draft.tokens_BN, verdict.accepted_B
         if not draft.is_chain:
             path_BR = verdict.kept_BR.int().argsort(dim=1, descending=True, stable=True)
             self._gather(path_BR)
             tokens_BN = tokens_BN.gather(1, (path_BR[:, 1:] - 1).clamp(min=0))
-        gained_BR = torch.cat([tokens_BN, verdict.token_B.unsqueeze(1)], dim=1)
-        self.put_tokens(self.length_B, gained_BR.scatter_(1, accepted_B.unsqueeze(1), verdict.token_B.unsqueeze(1)))
-        self._grow(accepted_B + 1)
+        token_B1 = verdict.token_B.unsqueeze(1)
+        gained_BR = torch.cat([tokens_BN, token_B1], dim=1).scatter_(1, accepted_B.unsqueeze(1), token_B1)
+        self.put_tokens(self.length_B, gained_BR)
+        count_B = accepted_B + 1
+        self._grow(count_B)
+        return StepOutput(draft, gained_BR, count_B)
 
-    def append(self, token_B: Tensor) -> None:
+    def append(self, token_B: Tensor) -> StepOutput:
         """Append one token to every live text."""
-        self.put_tokens(self.length_B, token_B.unsqueeze(1))
-        self._grow(torch.ones_like(self.length_B))
-
-    def read_back(self) -> list[list[int]]:
-        """The tokens of every text that the host does not know yet; a text that has ended has none."""
-        gained = [now - then for then, now in zip(self.lengths(), self.length_B.tolist(), strict=True)]
-        most = max(gained)
-        newest = self.tokens_at(self.length_B - most, most).tolist()
-        return [
-            tokens[most - count :] if live else []
-            for tokens, count, live in zip(newest, gained, self.live, strict=True)
-        ]
+        token_B1, one_B = token_B.unsqueeze(1), torch.ones_like(token_B)
+        self.put_tokens(self.length_B, token_B1)
+        self._grow(one_B)
+        return StepOutput(Draft(token_B1[:, :0]), token_B1, one_B)
 
     def settle(self, row: int, gained: list[int], ended: bool) -> None:
         """Append those new tokens of a text that stay; the device's length of an ended text is cropped to them."""
@@ -289,7 +278,8 @@ class Sequences:
 
     def _places(self, first_B: Tensor, count: int) -> Tensor:
         """`count` consecutive places from `first_B` on, [B, count]."""
-        return first_B.unsqueeze(1) + self._count_T[:count]
+        first_B1 = first_B.unsqueeze(1)
+        return first_B1 if count == 1 else first_B1 + self._count_T[:count]
 
     def _grow(self, gained_B: Tensor) -> None:
         self.length_B += gained_B if self._all_live else gained_B * self.live_B

@@ -33,9 +33,14 @@ class AcceptanceStats:
         """A step of one text: `offered` is the draft's depth."""
         self.target_forwards += 1
         self.emitted += emitted
-        self.offered_at = _sums(self.offered_at, [1] * offered)
-        self.reached_at = _sums(self.reached_at, [int(position <= accepted) for position in range(offered)])
-        self.accepted_at = _sums(self.accepted_at, [int(position < accepted) for position in range(offered)])
+        for sums, reached in (
+            (self.offered_at, offered),
+            (self.reached_at, min(accepted + 1, offered)),
+            (self.accepted_at, min(accepted, offered)),
+        ):
+            sums += [0] * (offered - len(sums))
+            for position in range(reached):
+                sums[position] += 1
 
     def __add__(self, other: "AcceptanceStats") -> "AcceptanceStats":
         return AcceptanceStats(
@@ -96,6 +101,8 @@ class AcceptanceStats:
 
 
 def _sums[Number: (int, float)](one: Sequence[Number], other: Sequence[Number]) -> list[Number]:
+    if not (one and other):
+        return list(one or other)
     return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 

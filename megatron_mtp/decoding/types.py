@@ -97,6 +97,21 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class StepOutput:
+    """The tokens that a step added, on the device; a recorded step fills the same tensors again.
+
+    Attributes:
+        draft: what was judged.
+        tokens_BR: the accepted drafts and the token after them; what stands behind these means nothing.
+        count_B: how many of these were added.
+    """
+
+    draft: Draft
+    tokens_BR: Tensor
+    count_B: Tensor
+
+
+@dataclass(frozen=True)
 class Round:
     """What proposers and verifiers may know beside the draft and the target's logits.
 

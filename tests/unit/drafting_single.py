@@ -192,10 +192,18 @@ def without_numbers(model: MTPGPTModel, fakes: FakeTensorMode) -> MTPGPTModel:
 
 
 def runs(texts: int, capacity: int) -> Pages:
-    """One block for each text, of all its slots."""
-    table_BL = torch.stack([torch.arange(1, texts + 1), torch.zeros(texts, dtype=torch.long)], dim=1)
+    """One block for each text, of all its slots and the scratch slot."""
     numbers = tuple(range(texts))
-    return Pages(table_BL.cuda(), texts + 1, capacity, numbers, texts, tuple(one + 1 for one in numbers))
+    return Pages(torch.tensor(numbers).unsqueeze(1).cuda(), texts, capacity + 1, numbers, texts, numbers)
+
+
+def read_back(sequences: Sequences) -> list[list[int]]:
+    """The tokens of every text that the host does not know yet."""
+    lengths = sequences.length_B.tolist()
+    return [
+        tokens_T[len(text) : length].tolist()
+        for tokens_T, text, length in zip(sequences.tokens_BT, sequences.texts, lengths, strict=True)
+    ]
 
 
 def tree_of(base_B: Tensor, depth_BR: Tensor, ancestors_BRA: Tensor, window: int, scratch: int) -> Rows:

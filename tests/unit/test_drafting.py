@@ -17,6 +17,7 @@ from drafting_single import (
     p_value_of,
     prefilled,
     prompts_of,
+    read_back,
     run,
     run_every_step_in_python,
     runner_of,
@@ -385,7 +386,7 @@ def test_static_shapes_change_no_token(method: str) -> None:
     chosen.proposer = Agreeing(chosen.proposer, plain(target, prompts, 40))
     for number in range(8):
         sequences.growth, sequences.fixed = 4, number > 0
-        for row, gained in enumerate(sequences.read_back()):
+        for row, gained in enumerate(read_back(sequences)):
             sequences.settle(row, gained, ended=False)
         step(target, sequences, chosen, chosen.count)
     assert min(len(text) - len(prompt) for text, prompt in zip(sequences.texts, prompts, strict=True)) > 10

@@ -5,7 +5,16 @@ from typing import Any
 import drafting_single
 import pytest
 import torch
-from drafting_single import first_rows, model_of, prompts_of, run, run_every_step_in_python, runner_of, trained_forward
+from drafting_single import (
+    first_rows,
+    model_of,
+    prompts_of,
+    read_back,
+    run,
+    run_every_step_in_python,
+    runner_of,
+    trained_forward,
+)
 from torch import Tensor
 
 from megatron_mtp.decoding.batch import verify
@@ -57,7 +66,7 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
     method.verifier = accepting(PATHS, tree.nodes + 1)
     round = Round(Sampling(), sequences.noise, config)
     verify(target, sequences, method, tree, round)
-    for row, gained in enumerate(sequences.read_back()):
+    for row, gained in enumerate(read_back(sequences)):
         assert gained == [*(9 + node for node in PATHS[row][1:]), 1]
         sequences.settle(row, gained, ended=False)
     fresh = prefilled(target, [text[:-1] for text in sequences.texts])
@@ -110,6 +119,7 @@ def embedded_and_mask(twin: MTPGPTModel, tokens: list[int]) -> tuple[Tensor, Ten
     return twin.embedding(input_ids=torch.tensor([tokens], device="cuda"), position_ids=places_1S), mask
 
 
+@torch.inference_mode()
 def grown(target: Runner, text: list[int], settings: dict[str, Any]) -> tuple[Draft, Any]:
     """The first draft after a text."""
     sequences = prefilled(target, [text[:-1]])
@@ -216,6 +226,7 @@ def test_a_beam_finds_what_the_greedy_chain_misses() -> None:
     torch.testing.assert_close(draft.probs_BNV[0, 0].log(), first)
 
 
+@torch.inference_mode()
 def test_sampled_trees_carry_the_q_of_their_siblings() -> None:
     target = runner_of()
     sequences = prefilled(target, prompts_of(2))

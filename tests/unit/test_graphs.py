@@ -40,7 +40,7 @@ from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft
+from megatron_mtp.decoding.types import StepOutput
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -80,12 +80,12 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-def record_on_tape(step: Callable[[], Draft], _: None) -> Recorded:
+def record_on_tape(step: Callable[[], StepOutput], _: None) -> Recorded:
     tape = Tape()
     with tape:
-        draft = step()
+        output = step()
     tape.undo()
-    return Recorded(tape.replay, draft)
+    return Recorded(tape.replay, output)
 
 
 class Counted(GraphedStep):
@@ -95,9 +95,9 @@ class Counted(GraphedStep):
     recorded: ClassVar[list[tuple[int, int]]] = []
 
     def __init__(self, step: Step, sequences: Sequences, proposer: Proposer, kept: Graphs) -> None:
-        def record(one_step: Callable[[], Draft], pool: Any) -> Recorded:
+        def record(one_step: Callable[[], StepOutput], pool: Any) -> Recorded:
             made = record_on_tape(one_step, pool)
-            Counted.recorded.append((made.draft.nodes, sequences.window(0)))
+            Counted.recorded.append((made.output.draft.nodes, sequences.window(0)))
 
             def replay() -> None:
                 Counted.replays += 1
@@ -221,7 +221,7 @@ def test_all_forwards_of_a_step_have_one_window(method: str, monkeypatch: pytest
     def watched(self: Sequences, beyond: int) -> int:
         found = window(self, beyond)
         if self.reach:  # not the prompts' own
-            windows.setdefault(tuple(self.lengths()), set()).add(found)
+            windows.setdefault(tuple(map(len, self.texts)), set()).add(found)
         return found
 
     monkeypatch.setattr(Sequences, "window", watched)
@@ -338,10 +338,11 @@ def test_a_request_that_does_not_fit_gets_larger_memory(request: pytest.FixtureR
     request.getfixturevalue("on_tape")
     target.positions = 40
     assert generate(target, prompts, 20, speculative=settings_of("mtp")).token_ids == short
-    assert target.kept.settings.block_size == 128
+    assert target.kept.settings.slots == 128
+    assert target.kept.scheduler.memory.states_N1SH.shape[:3] == (2, 1, 129)  # two texts, without a spare block
     target.positions = 400
     assert generate(target, prompts, 140, speculative=settings_of("mtp")).token_ids == answers
-    assert target.kept.settings.block_size == 512
+    assert target.kept.settings.slots == 512
 
 
 @torch.inference_mode()
@@ -504,11 +505,11 @@ def test_the_graphs_of_a_batch_share_their_memory(monkeypatch: pytest.MonkeyPatc
     sequences = sequences_of(runner_of(), [[1, 2]], 60)
     sequences.growth = 4
     proposer = SimpleNamespace(missed=lambda *_: 0, mark_seen=lambda *_: None)
-    draft = Draft(sequences.tokens_BT[:, :0])
-    taken = GraphedStep(lambda _: draft, sequences, cast("Proposer", proposer), {})
+    output = sequences.append(sequences.seed_B)
+    taken = GraphedStep(lambda _: output, sequences, cast("Proposer", proposer), {})
     for count in (0, 1, 2):
         for _ in range(3):
-            assert taken(count) is draft
+            assert taken(count) is output
     assert pools == [None, (0, 7), (0, 7)]
 
 

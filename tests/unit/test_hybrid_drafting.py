@@ -12,6 +12,7 @@ from drafting_single import (
     p_value_of,
     prefilled,
     prompts_of,
+    read_back,
     run,
     run_every_step_in_python,
     trained_forward,
@@ -219,7 +220,7 @@ def test_states_after_every_accepted_prefix_are_those_of_a_fresh_prefill(pattern
         batch = prefilled(target, prompts)
         sequences, method = batch.sequences, batch.method
         for right in (accepted, (1, 3)):
-            for row, gained in enumerate(sequences.read_back()):
+            for row, gained in enumerate(read_back(sequences)):
                 sequences.settle(row, gained, ended=False)
             drafts = []
             for text, answer, count in zip(sequences.texts, answers, right, strict=True):

@@ -50,7 +50,7 @@ def test_logits_are_those_of_all_heads_keys_and_values(
         assert full_value is not None
         assert key is not None
         assert full_key is not None
-        assert key.shape[1:] == (1, 12, LATENT["kv_lora_rank"] + LATENT["qk_pos_emb_head_dim"])
+        assert key.shape[1:] == (1, 13, LATENT["kv_lora_rank"] + LATENT["qk_pos_emb_head_dim"])
         assert full_key.shape[1] > 1
 
 

@@ -23,7 +23,7 @@ SIZE, SLOTS, TEXTS = 4, 40, 3
 
 
 def scattered(seed: int = 1) -> Pages:
-    """Every page of three texts in some block of its own; the page of the scratch slot in block 0."""
+    """Every page of three texts in some block of its own; the page of the scratch slot 43 in block 0."""
     pages = SLOTS // SIZE
     order = torch.randperm(TEXTS * pages, generator=torch.Generator().manual_seed(seed)) + 1
     table_BL = torch.cat([order.view(TEXTS, pages), torch.zeros(TEXTS, 1, dtype=torch.long)], dim=1)
@@ -125,7 +125,7 @@ def test_rows_that_run_without_their_padding_are_those_that_run_with_it(
 def test_rows_in_the_place_of_padding_leave_other_blocks_alone() -> None:
     """All scratch slots are in block 0."""
     pages, cache = scattered(), torch.zeros(TEXTS * SLOTS // SIZE + 1, 1, SIZE, 2)
-    write_rows(cache, torch.ones(TEXTS, 1, 2, 2), pages.places(torch.full((TEXTS, 2), SLOTS)))
+    write_rows(cache, torch.ones(TEXTS, 1, 2, 2), pages.places(torch.full((TEXTS, 2), pages.capacity)))
     assert cache[1:].count_nonzero() == 0
 
 

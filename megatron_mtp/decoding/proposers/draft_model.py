@@ -57,7 +57,6 @@ class DraftModel(OneCache):
     def has_states(self) -> bool:
         return self.drafter.recurrent_trunk
 
-    @torch.inference_mode()
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         """Drafts also at positions beyond those that the small model was trained for."""
         cache = sequences.drafter_cache(self.drafter)

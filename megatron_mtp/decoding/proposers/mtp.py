@@ -50,7 +50,6 @@ class Vanilla(Proposer):
     def mark_seen(self, sequences: "Sequences", count: int) -> None:
         sequences.mark_seen(*range(count))
 
-    @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         draft, run = None, self._depths_run(count)
@@ -58,7 +57,7 @@ class Vanilla(Proposer):
         for first_B, width, is_last in self._windows(sequences, run):
             rows = sequences.chain(first_B, width, 0)
             trunk_SBH = sequences.states_at(first_B, width)
-            tokens_BT = sequences.tokens_at(first_B + 1, width + run)
+            tokens_BT = sequences.tokens_at(first_B, width + run + 1)[:, 1:]
             passes = [
                 MTPRows(
                     depth,
@@ -118,7 +117,6 @@ class TrunkStates(Vanilla):
         each = zip(sequences.texts, sequences.progress, strict=True)
         return max((len(text) for text, one in each if not one.seen[0]), default=0)
 
-    @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         for text, one, live in zip(sequences.texts, sequences.progress, sequences.live, strict=True):
@@ -126,7 +124,6 @@ class TrunkStates(Vanilla):
                 one.rounds.append((len(text), count))
         return chain_of(self._run(sequences, round, count))
 
-    @torch.inference_mode()
     @override
     def catch_up(self, sequences: "Sequences", round: Round, count: int) -> None:
         """Repeat the rounds of one text, with its tokens in the place of drafts; without any, run its prompt."""
@@ -171,7 +168,6 @@ class Eagle(OneCache):
     keeps_states = True
     recordable = True
 
-    @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         newest = self.new_rows(sequences)
@@ -232,7 +228,7 @@ def windows(sequences: "Sequences", width: int, end: int = 0) -> Iterator[tuple[
     before = width if width <= CHUNK else min(width, sequences.longest - 1 + end)
     while before > 0:
         rows = min(CHUNK, before) if before <= CHUNK or before >= 2 * CHUNK else before - CHUNK
-        yield sequences.newest_B + end - before, rows, rows == before
+        yield sequences.length_B + (end - 1 - before), rows, rows == before
         before -= rows
 
 

@@ -41,7 +41,6 @@ class Ngram(Proposer):
     settings: NgramSettings
     recordable = True
 
-    @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         shortest, longest = self.settings.ngram_min, self.settings.ngram_max

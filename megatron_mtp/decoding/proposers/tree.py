@@ -228,7 +228,6 @@ class Tree(Grower):
             return [self.beam] * count
         return [min(width, self.runner.drafted) for width in self.settings.tree or DEFAULT_TREE][:count]
 
-    @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         drawn = self.draws_siblings and not round.sampling.greedy
@@ -256,7 +255,6 @@ class Beam(Grower):
     def nodes(self, count: int) -> int:
         return max(count, self._rows_run([self.beam] * count, self.beam))
 
-    @torch.inference_mode()
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         width = self.beam

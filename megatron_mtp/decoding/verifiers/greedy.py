@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -14,6 +15,8 @@ from megatron_mtp.decoding.verifiers.walk import chosen, walk
 def greedy(logits_BRV: Tensor, draft: Draft, _: Round) -> Verdict:
     """Token-identical to plain greedy decoding; the token after the path is the target's argmax."""
     best_BR = logits_BRV.argmax(dim=-1)
+    if draft.nodes == 0:
+        return Verdict(torch.ones_like(best_BR, dtype=torch.bool), best_BR[:, 0])
     if draft.is_chain:
         return _chain(best_BR, draft)
 

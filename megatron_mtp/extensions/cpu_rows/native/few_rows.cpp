@@ -313,7 +313,7 @@ struct Rows {
     void* states;                       // [rows, batch, hidden], the result
     void *const *keys, *const *values;  // of every layer, [blocks, groups, size, channels]
     const int64_t* table;               // [batch, pages]: the block of a text's first `size` slots, of the next ones, ...
-    int64_t pages, size;                // the last page begins with the scratch slot
+    int64_t pages, size;                // the last page ends with the scratch slot
     const Remembered* remembered;       // of every layer; null where none is recurrent
     const int64_t* entry;               // [batch], where a text's are in these
     const int64_t* start;               // [entries], the position of the first slot that recurrent layers keep
@@ -502,7 +502,7 @@ class Forward {
         if (!r.first) return r.places[place_of(row)];
         return in_chain(row) < 0 ? scratch_slot() : in_chain(row);
     }
-    long scratch_slot() const { return (r.pages - 1) * r.size; }
+    long scratch_slot() const { return r.pages * r.size - 1; }
     // Where a slot of a text is in a layer's keys or values.
     long in_cache(long text, long group, long slot) const {
         long block = r.table[text * r.pages + slot / r.size];

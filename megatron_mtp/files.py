@@ -20,6 +20,9 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
+NOT_KEPT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+"""Endings of a model's files that hold weights; all others are copied with its config or tokenizer."""
+
 
 @contextmanager
 def written_beside(target: Path, shared: bool = False) -> Iterator[Path]:

@@ -25,7 +25,7 @@ launch=${LAUNCH:-$python}
 # shellcheck disable=SC2206  # PRECISION and FLAGS are several words
 attach=(
     -m megatron_mtp attach "$model" "$corpus" "$run" --steps "${STEPS:-600}"
-    ${DEPTHS:+--depths "${DEPTHS:-}"} ${UNROLL:+--unroll "${UNROLL:-}"} ${INIT:+--mtp-init "${INIT:-}"}
+    ${DEPTHS:+--mtp-layers "${DEPTHS:-}"} ${UNROLL:+--unroll "${UNROLL:-}"} ${INIT:+--mtp-init "${INIT:-}"}
     --sequence "${SEQUENCE:-512}" --batch "${BATCH:-4}" --learning-rate "${LR:-5e-4}" --loss "${LOSS:-kd}"
     --token-fraction "${FRACTION:-1}" --family "${FAMILY:-glm4_moe}" --evaluated-batches "${EVAL_ITERS:-8}"
     --save-every "${SAVE_INTERVAL:-${STEPS:-600}}" --prompt "${PROMPT:-The state of the union is}"

@@ -1,4 +1,4 @@
-"""`megatron-mtp attach MODEL CORPUS RUN`: depths for a Hugging Face model, trained on its frozen trunk.
+"""`megatron-mtp attach MODEL CORPUS RUN`: MTP layers for a Hugging Face model, trained on its frozen trunk.
 
 Every step is a verb of this command line, in a process of its own. A finished step is not repeated, so the same command
 continues after an interruption.
@@ -23,21 +23,21 @@ from megatron_mtp.config import number_of
 from megatron_mtp.errors import Parser, check_counts, named, sentences
 from megatron_mtp.files import check_outside
 from megatron_mtp.losses import LOSSES
-from megatron_mtp.training.run_record import read_run_record
+from megatron_mtp.training.run_files import read_run_record
 
 TRACKER = "latest_checkpointed_iteration.txt"
 PASSES = 2
 """Default of --unroll: the best number that docs/objectives.md has measured."""
 
 EXAMPLES = """examples:
-  # one depth, which drafts as often as it is asked to; 600 steps; all output is in runs/attached
+  # one MTP layer, which drafts as often as it is asked to; 600 steps; all output is in runs/attached
   megatron-mtp attach models/Qwen3-0.6B my_texts
 
-  # three depths of their own with the loss tv on the 8 GPUs of this machine; --micro-batch-size is a flag of train
-  megatron-mtp attach models/Qwen3-0.6B my_texts runs/three --depths 3 --loss tv \\
+  # three layers with the loss tv on the 8 GPUs of this machine; --micro-batch-size is a flag of train
+  megatron-mtp attach models/Qwen3-0.6B my_texts runs/three --mtp-layers 3 --loss tv \\
       --launch 'torchrun --nproc-per-node 8' --batch 64 --micro-batch-size 8
 
-  # the depth is trained as five passes of itself, as engines run it that draft five tokens
+  # the layer is trained as five passes of itself, as engines run it that draft five tokens
   megatron-mtp attach models/Qwen3-0.6B my_texts runs/five --unroll 5
 
   # trained on 2,000 continuations of the corpus' documents by the model itself; what would be run, first
@@ -89,7 +89,7 @@ def parser(program: str) -> Parser:
     """The parser of the flags that `train` does not have."""
     made = Parser(
         program,
-        description="Add MTP depths to a Hugging Face model: attach them, train them on the frozen trunk, measure "
+        description="Add MTP layers to a Hugging Face model: attach them, train them on the frozen trunk, measure "
         "acceptance before and after, and export the model. Flags of `megatron-mtp train` may follow.",
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
@@ -100,11 +100,12 @@ def parser(program: str) -> Parser:
     add("corpus", metavar="CORPUS", help="text to train on: a file, a folder or a quoted glob; 2 %% of it is held out")
     run = "folder for all output; default: runs/attached"
     add("run", type=named, nargs="?", default=Path("runs/attached"), metavar="RUN", help=run)
-    passes = f"attach one depth, and train it as K passes of itself, as it is run to draft; default: {PASSES}"
+    passes = f"attach one MTP layer, and train it as K passes of itself, as it is run to draft; default: {PASSES}"
     add("--unroll", type=int, metavar="K", help=passes)
-    add("--depths", type=int, metavar="D", help="attach D depths in its place, each for a token of its own")
+    layers = "attach D MTP layers in its place, each for a token of its own"
+    add("--mtp-layers", "--depths", type=int, metavar="D", help=layers)
     inits = (
-        "how new depths begin, as in convert attach-mtp; default: fitted to the corpus, last-layer for conversations"
+        "how new layers begin, as in convert attach-mtp; default: fitted to the corpus, last-layer for conversations"
     )
     add("--mtp-init", choices=("fitted", "last-layer", "random"), help=inits)
     add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
@@ -112,8 +113,8 @@ def parser(program: str) -> Parser:
     add("--batch", type=int, default=4, metavar="B", help="sequences per step; default: 4")
     add("--learning-rate", default="5e-4", metavar="LR", help="learning rate after the warm-up; default: 5e-4")
     losses = [name for name in LOSSES.names() if name != "mix"]  # which has weights, and so two flags of train
-    add("--loss", choices=losses, default="kd", help="the depths' --mtp-loss of train; default: kd")
-    add("--token-fraction", default="1", metavar="F", help="part of the positions in the depths' loss; default: 1")
+    add("--loss", choices=losses, default="kd", help="the layers' --mtp-loss of train; default: kd")
+    add("--token-fraction", default="1", metavar="F", help="part of the positions in the layers' loss; default: 1")
     add("--float32", action="store_true", help="train in float32; default: bfloat16")
     add("--evaluated-batches", default="8", metavar="N", help="batches of held-out text; default: 8")
     add("--save-every", type=int, metavar="N", help="steps between checkpoints; default: only at the end")
@@ -142,9 +143,11 @@ def full_parser(program: str) -> ArgumentParser:
 
 def _check(args: Namespace) -> None:
     """Raises ValueError for what a later step would refuse, after those before it have taken their time."""
-    check_counts(args, "depths", "unroll", "steps", "sequence", "batch", "save_every")
-    if args.unroll is not None and args.depths not in (None, 1):
-        raise ValueError(f"--depths is {args.depths} with --unroll, which trains one depth; leave one of them out.")
+    check_counts(args, "mtp_layers", "unroll", "steps", "sequence", "batch", "save_every")
+    if args.unroll is not None and args.mtp_layers not in (None, 1):
+        raise ValueError(
+            f"--mtp-layers is {args.mtp_layers} with --unroll, which trains one layer; leave one of them out."
+        )
     check_outside(args.run, args.model)
     if not 0 < number_of(args.learning_rate) < math.inf:
         raise ValueError(f"--learning-rate is {args.learning_rate}; give a number above 0.")
@@ -320,7 +323,7 @@ def _start(args: Namespace) -> list[str] | None:
         return None
     init = args.mtp_init or ("fitted" if _has_corpus(args) else "last-layer")
     text = ["--data-path", _data(args)] if init == "fitted" else []
-    depths = ["--mtp-num-layers", str(_depths(args)), "--mtp-init", init, *text]
+    depths = ["--mtp-num-layers", str(args.mtp_layers or 1), "--mtp-init", init, *text]
     return ["convert", "attach-mtp", str(args.run / "trunk"), str(target), *depths, "--resume"]
 
 
@@ -344,7 +347,7 @@ def _train(args: Namespace) -> list[str]:
 def _training(args: Namespace) -> list[str]:
     """The flags of every training and evaluation; flags of the command line come later and override them."""
     flags = (
-        f"--use-checkpoint-args --mtp-num-layers {_depths(args)} {_unrolled(args)} --mtp-train-only "
+        f"--use-checkpoint-args --mtp-num-layers {args.mtp_layers or 1} {_unrolled(args)} --mtp-train-only "
         f"--mtp-loss {args.loss} --mtp-loss-scaling-factor 1 --mtp-token-fraction {args.token_fraction} "
         f"--seq-length {args.sequence} --micro-batch-size {args.batch} --global-batch-size {args.batch} "
         f"--train-iters {args.steps} --lr {args.learning_rate} --min-lr 1e-5 --lr-decay-style cosine "
@@ -357,13 +360,9 @@ def _training(args: Namespace) -> list[str]:
     return [*flags.split(), *paths, *([] if args.float32 else ["--bf16"]), *args.more]
 
 
-def _depths(args: Namespace) -> int:
-    return args.depths or 1
-
-
 def _passes(args: Namespace) -> int | None:
-    """Passes of one depth; None for depths that have one pass each."""
-    return args.unroll or (PASSES if args.depths is None else None)
+    """Passes of one MTP layer; None for layers that have one pass each."""
+    return args.unroll or (PASSES if args.mtp_layers is None else None)
 
 
 def _unrolled(args: Namespace) -> str:
@@ -401,7 +400,7 @@ def _draft(args: Namespace) -> list[str]:
 STEPS = {
     "corpus": Step("the corpus", _corpus),
     "trunk": Step("the trunk in Megatron's form", _trunk),
-    "start": Step("the depths", _start),
+    "start": Step("the MTP layers", _start),
     "sample": Step("the model's own texts", _sample),
     "before": Step("loss and acceptance before the training", _before, on_ranks=True),
     "train": Step("the training", _train, on_ranks=True),

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_mtp.errors import Parser, sentences
 from megatron_mtp.losses import listing
 from megatron_mtp.runtime import prepare
-from megatron_mtp.training.flags import add_mtp_arguments, all_parser
+from megatron_mtp.training.flags import add_mtp_arguments, all_parser, flags_of, without_unset
 from megatron_mtp.training.short_log import quiet, say
 
 DESCRIPTION = """Pretrain a GPT with MTP depths on Megatron's training loop.
@@ -132,7 +132,6 @@ def parse_run(program: str, arguments: Sequence[str]) -> tuple[Namespace, list[s
 
 def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
     """`sys.argv`, which Megatron's parser reads: the flags of --config, then those of the command line, which win."""
-    from megatron_mtp.training.run_file import flags_of, without_unset
     from megatron_mtp.training.startup import explained
 
     with explained(program):

@@ -1,11 +1,10 @@
 """From text to batches: tokenizer and corpus, checks of what is on disk, batches shifted per depth.
 
 shift.py             the only place where tokens, labels and masks are shifted; a shift stops at the end of its document
-batch.py             tokens, labels and masks of every depth, made once a batch, and their cut for context parallelism
-later_positions.py   values d positions later, also on another context-parallel rank
+batch.py             tokens, labels and masks of every depth, made once a batch, their cut for context
+                     parallelism, and values d positions later, also on another rank
 documents.py         documents found, listed, chosen and read
 corpus.py            documents to .bin/.idx, in parallel, written beside and renamed
-answers.py           texts of which only the answers are trained on
 tokenizer.py         load a tokenizer folder, or train a byte-level BPE
 frequent_tokens.py   the most frequent tokens of a corpus, which depths may draft
 checks.py            is the corpus there and whole, and does the vocabulary fit it

@@ -25,7 +25,7 @@ from megatron_mtp.decoding.proposers.draft_model import DraftModelSettings
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.arguments import TE, arguments_without, completed
 from megatron_mtp.model.build import build, config_of, join_world
-from megatron_mtp.model.hybrid import without_stages
+from megatron_mtp.model.pattern import without_stages
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.runtime import transformer_engine_works
 

@@ -4,6 +4,7 @@ arguments.py         Megatron's arguments of a model; MACHINE_SETTINGS says what
 build.py             arguments to configuration to model, and the process group: the only place that builds one
 trunk.py             a trunk of Megatron's with the block on its last pipeline stage: a GPT
 hybrid.py            the same for a hybrid, a trunk of layers that a pattern names; depths that are stacks by a pattern
+pattern.py           patterns of hybrids: their symbols, the layers of trunk and depths
 mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel
 mixing.py            which state a depth continues from in training (--mtp-hidden-state-mixing)
 shared_keys.py       passes of a repeated layer that attend to pass 1's keys (--mtp-repeated-layer-shares-kv)

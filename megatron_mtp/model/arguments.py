@@ -8,7 +8,7 @@ from typing import Any
 from megatron.training import arguments as megatrons
 
 from megatron_mtp.config import add_yarn_arguments
-from megatron_mtp.model.hybrid import without_stages
+from megatron_mtp.model.pattern import without_stages
 
 CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
 """Things that a machine may lack."""

@@ -2,8 +2,7 @@
 
     M*-/*-/*-    a trunk of Mamba-2, attention and MLP; two depths of attention and MLP each
 
-`*` attention, `+` latent attention, `D` sparse attention, `-` MLP, `E` MoE, `M` Mamba-2, `G` Gated DeltaNet; `|` ends a
-pipeline stage of the trunk. Without TE the layers are portable ones, under the names that TE's have in checkpoints;
+`pattern.py` has the symbols. Without TE the layers are portable ones, under the names that TE's have in checkpoints;
 without the libraries of their kernels, or without a GPU, `M` and `G` are those of mamba.py and delta.py.
 """
 
@@ -19,7 +18,6 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -39,34 +37,9 @@ from megatron_mtp import runtime
 from megatron_mtp.model.delta import PortableGatedDeltaNet
 from megatron_mtp.model.mamba import PortableMamba
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
+from megatron_mtp.model.pattern import SHARDED_STACK
 from megatron_mtp.model.portable import PortableNorm, with_modules, with_portable_modules
 from megatron_mtp.model.trunk import MTPTrunk, Objective
-
-RECURRENT = (Symbols.MAMBA, Symbols.GDN)
-"""Layers with states."""
-KINDS = {
-    Symbols.ATTENTION: "attention",
-    Symbols.MLA: "latent attention",
-    Symbols.DS_ATTENTION: "sparse attention",
-    Symbols.MLP: "MLP",
-    Symbols.MOE: "MoE",
-    Symbols.MAMBA: "Mamba-2",
-    Symbols.GDN: "Gated DeltaNet",
-}
-"""The symbols of a pattern, in words."""
-SHARDED_STACK = "mtp_model_layer"
-"""The name of a depth's stack in checkpoints, which Megatron's own MTP uses too."""
-
-
-def without_stages(pattern: str) -> str:
-    """The pattern without the ends of its pipeline stages: Megatron cuts such a trunk evenly."""
-    return pattern.replace(Symbols.PIPE, "")
-
-
-def trunk_and_depths(pattern: str) -> tuple[str, list[str]]:
-    """The layers of the trunk, without stages, and those of every depth."""
-    trunk, *depths = without_stages(pattern).split(Symbols.MTP_SEPARATOR)
-    return trunk, depths
 
 
 class MTPHybridModel(MTPTrunk, HybridModel):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_mtp.data.later_positions import LaterPositions
+from megatron_mtp.data.batch import LaterPositions
 
 
 def drawn_ages(depths: int, seed: tuple[int, int], positions_S: Tensor, whole: int) -> Tensor:

@@ -21,8 +21,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from torch import Tensor
 
-from megatron_mtp.data.batch import DepthBatch
-from megatron_mtp.data.later_positions import LaterPositions
+from megatron_mtp.data.batch import DepthBatch, LaterPositions
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary
 from megatron_mtp.model.frozen import answer_with_zeros, freeze_trunk, trunk_modules
 from megatron_mtp.model.initialize import fill_absent_layers

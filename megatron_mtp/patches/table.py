@@ -8,15 +8,10 @@ The sources of megatron-core 0.19.0, 0.19.1 and 0.19.2 are the same in everythin
 
 from megatron_mtp.patches import (
     checksums,
-    compiled_helpers,
-    experts,
-    frozen_stages,
-    head_gradients,
-    optimizer_slices,
-    positions,
+    layers,
+    optimizers,
     probes,
     saving,
-    torch_adam,
     unpickling,
 )
 from megatron_mtp.patches.patch import Patch, apply
@@ -34,7 +29,7 @@ PATCHES = (
         NONE,
         CORE,
         probes.compiles_without_makefile,
-        compiled_helpers.already_compiled,
+        layers.already_compiled,
     ),
     Patch(
         "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
@@ -42,7 +37,7 @@ PATCHES = (
         f"{ISSUES}/6111, fixed by {PULLS}/6114",
         CORE,
         probes.mask_hits_experts,
-        experts.counted_without_padding,
+        layers.counted_without_padding,
     ),
     Patch(
         "megatron.core.transformer.moe.router:get_tokens_per_expert_and_token_count",
@@ -50,7 +45,7 @@ PATCHES = (
         f"{PULLS}/7481",
         CORE,
         probes.sum_overwrites_count,
-        experts.with_mean_count,
+        layers.with_mean_count,
     ),
     Patch(
         "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report",
@@ -59,7 +54,7 @@ PATCHES = (
         f"fixed by {PULLS}/6748",
         CORE,
         probes.counts_other_routers,
-        experts.over_all_routers,
+        layers.over_all_routers,
     ),
     Patch(
         "megatron.training.arguments:validate_args",
@@ -67,7 +62,7 @@ PATCHES = (
         NONE,
         CORE,
         probes.refuses_yarn,
-        positions.with_yarn,
+        layers.with_yarn,
     ),
     Patch(
         "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__",
@@ -75,7 +70,7 @@ PATCHES = (
         NONE,
         CORE,
         probes.refuses_without_apex,
-        head_gradients.fused_where_possible,
+        layers.fused_where_possible,
     ),
     Patch(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
@@ -83,7 +78,7 @@ PATCHES = (
         f"fixed by {PULLS}/5077",
         CORE,
         probes.counts_padding,
-        optimizer_slices.without_gaps,
+        optimizers.without_gaps,
     ),
     Patch(
         "megatron.core.optimizer:DistributedOptimizer",
@@ -91,7 +86,7 @@ PATCHES = (
         NONE,
         CORE,
         probes.needs_first_step,
-        torch_adam.resumable,
+        optimizers.resumable,
     ),
     Patch(
         "megatron.training.training:get_megatron_optimizer",
@@ -99,7 +94,7 @@ PATCHES = (
         NONE,
         CORE,
         probes.makes_no_stubs,
-        frozen_stages.with_stubs,
+        optimizers.with_stubs,
     ),
     Patch(
         "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item",
@@ -131,7 +126,7 @@ PATCHES = (
         NONE,
         CORE,
         probes.lends_nothing,
-        frozen_stages.with_lent_optimizer,
+        optimizers.with_lent_optimizer,
     ),
     Patch(
         "megatron.core.dist_checkpointing:save",

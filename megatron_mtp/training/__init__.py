@@ -1,26 +1,21 @@
 """One run on Megatron's training loop: its forward step, losses, metrics and arguments. The loop is Megatron's.
 
 run.py               one run: arguments, model configuration, Megatron's pretrain()
-flags.py             flags of the depths, for any parser of Megatron's flags
-run_file.py          flags from a YAML file (--config)
+flags.py             flags of the MTP layers, for any parser of Megatron's flags, and flags from a YAML file (--config)
 dry_run.py           the plan of a job of any size (--dry-run)
 arguments.py         Megatron's parser with our flags and those of this machine, and the order of all checks
 checks.py            flags that are refused: ours, those that Megatron takes in silence, those that crash it
 startup.py           how a run ends that cannot start: one sentence, and the traceback in a log file
-loading.py           whether what --load names can be loaded
-draft_vocabulary.py  the checkpoint's draft vocabulary, or a new one by the flags
-datasets.py          Megatron's data sets, by Megatron's flags, and which stages read them
-chat.py              conversations for --sft, from files of JSON lines
+loading.py           whether what --load names can be loaded; the draft vocabulary that it or the flags give
+datasets.py          Megatron's data sets, by Megatron's flags, also of answers and chats; which stages read them
 forward_step.py      the forward step for Megatron's schedules: batch, model, loss function
 objective.py         from hidden states to the depths' losses and acceptance
 mtp_loss.py          the depths' loss for training loops that are not Megatron's
 acceptance.py        what a verifier would accept
-metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss and acceptance by depth
-metrics_file.py      whole lines of metrics.jsonl, continued by a resumed run
-cost.py              seconds and memory of a step
+metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss, acceptance by depth and costs of a step
+run_files.py         metrics.jsonl, continued by a resumed run, and run.json: how the run was started
 plot.py              metrics.png
 short_log.py         what a run prints: ours on the terminal, Megatron's in a log file
 hooks.py             Megatron's loop, observed: steps, evaluations, checkpoints
-run_record.py        run.json: how the run was started
 megatron_lm.py       two lines for a training script that is not ours
 """

@@ -22,7 +22,7 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import check_loss
 from megatron_mtp.model.arguments import APEX, CUDA, MODEL_ARGUMENTS, TE, flags_without
 from megatron_mtp.model.build import MTPModelConfig, config_of
-from megatron_mtp.model.hybrid import without_stages
+from megatron_mtp.model.pattern import without_stages
 from megatron_mtp.patches.unpickling import CATALOGUE
 from megatron_mtp.runtime import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.training.checks import (
@@ -34,9 +34,8 @@ from megatron_mtp.training.checks import (
     leave_out_evaluations,
     set_depths,
 )
-from megatron_mtp.training.draft_vocabulary import draft_vocabulary
 from megatron_mtp.training.flags import add_mtp_arguments
-from megatron_mtp.training.loading import check_load, check_stored
+from megatron_mtp.training.loading import check_load, check_stored, draft_vocabulary
 
 ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 """Megatron's `extra_args_provider`: takes its parser, and returns it with flags added."""

@@ -27,12 +27,11 @@ from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_mtp.config import MTPConfig, trained_depths
-from megatron_mtp.data.answers import read_answers
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS
-from megatron_mtp.model.hybrid import RECURRENT
+from megatron_mtp.model.pattern import RECURRENT
 from megatron_mtp.runtime import transformer_engine_works
-from megatron_mtp.training.chat import ChatFile, trained_part
+from megatron_mtp.training.datasets import ChatFile, read_answers, trained_part
 from megatron_mtp.training.short_log import say
 
 PATTERN, SHARES = "--hybrid-layer-pattern", "--mtp-repeated-layer-shares-kv"

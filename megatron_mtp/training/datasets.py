@@ -1,18 +1,29 @@
-"""Training, validation and test sets: Megatron's, by Megatron's flags, and which pipeline stages read them."""
+"""Training, validation and test sets: Megatron's, by Megatron's flags, and which pipeline stages read them.
 
+Two of Megatron's classes are extended: `AnswersDataset` masks all but the answers that a model has written itself, and
+`ChatDataset` reads conversations for `--sft` where the package `datasets`, with which Megatron reads, is missing.
+"""
+
+import importlib.util
+import json
 from argparse import Namespace
-from typing import Any
+from array import array
+from pathlib import Path
+from typing import Any, override
 
+import numpy as np
+import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_mtp.data.answers import AnswersDataset
-from megatron_mtp.training.chat import sft_dataset
+from megatron_mtp.data.batch import IGNORED_LABEL
+from megatron_mtp.data.checks import read_index
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
@@ -106,3 +117,150 @@ def holds_mtp_depths(vp_stage: int | None) -> bool:
     else:
         layout = core_transformer_config_from_args(args).pipeline_model_parallel_layout
     return mtp_on_this_rank(layout=layout, mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
+
+
+# --- answers of the model itself -------------------------------------------------------------------------------------
+
+
+class AnswersDataset(GPTDataset):
+    """Megatron's, over sequences whose answers are known: labels outside of them are masked.
+
+    `megatron-mtp sample` writes PREFIX.answers.npy, where every answer begins and ends. The depths' masks are shifted
+    from the loss mask, so no depth is trained on anything else either.
+
+    Every document ends with the EOD 0, since Megatron puts documents one behind the other. It belongs to the answer
+    only if the model chose it. A row of eight positions, over 5 6 7 8 0, which the model ended, and 3 4 9 1 0, which
+    was cut; the first two tokens of each are prompts:
+
+        token  6 7 8 0 3 4 9 1
+        label  7 8 0 3 4 9 1 0
+        mask   1 1 1 0 0 1 1 0
+    """
+
+    def __init__(self, indexed_dataset: Any, dataset_path: str, *others: Any) -> None:
+        super().__init__(indexed_dataset, dataset_path, *others)
+        self._answers = read_answers(dataset_path)
+
+    @override
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(idx)
+        chosen_S = torch.from_numpy(self._chosen(idx or 0))
+        return {**sample, "loss_mask": sample["loss_mask"].masked_fill(~chosen_S, 0)}
+
+    def _chosen(self, idx: int) -> np.ndarray:
+        """Return whether the label of every position, which is the next token, belongs to an answer: [S]."""
+        place = self.shuffle_index[idx]
+        (first, start), (last, end) = self.sample_index[place], self.sample_index[place + 1]
+        found: list[np.ndarray] = []
+        for document in range(first, last + 1):
+            number = self.document_index[document]
+            stop = end + 1 if document == last else self.dataset.sequence_lengths[number]
+            token = np.arange(start if document == first else 0, stop)
+            found.append((self._answers[number, 0] <= token) & (token < self._answers[number, 1]))
+        labels = np.concatenate(found)[1 : self.config.sequence_length + 1]
+        return np.pad(labels, (0, self.config.sequence_length - len(labels)))
+
+
+def read_answers(prefix: str) -> np.ndarray:
+    """Where the answer of every document begins, and the token behind it: [documents, 2], int32.
+
+    Raises:
+        ValueError: no such file is beside the dataset, or it is that of other texts.
+    """
+    file = Path(f"{prefix}.answers.npy")
+    if not file.is_file():
+        raise ValueError(
+            f"--mtp-mask-prompts: '{file}' is not there, which says where answers are; give data of megatron-mtp "
+            "sample (the same command writes it for texts that are there), or drop the flag."
+        )
+    try:
+        found: np.ndarray = np.load(file, mmap_mode="r")
+    except (ValueError, OSError, EOFError):
+        found = np.empty(0)
+    sequences = read_index(prefix).sequences
+    if found.shape != (sequences, 2) or found.dtype != np.int32:
+        raise ValueError(
+            f"--mtp-mask-prompts: '{file}' is damaged or of other texts than the {sequences} of '{prefix}.idx'; run "
+            "megatron-mtp sample again with --overwrite."
+        )
+    return found
+
+
+SHOWN = 200
+"""Characters that `trained_part` shows of what is trained on."""
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+
+class ChatFile:
+    """The messages of every line; only the offsets of lines are in memory.
+
+    A line is an object whose "messages" are [{"role": "system", "content": ...}, {"role": "user", ...}, ...], one or
+    more conversations of which each begins with a system message. Megatron's own class packs rows and masks prompts.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self._starts = path, array("q")
+        with open(path, "rb") as file:
+            place = 0
+            for line in file:
+                if line.strip():
+                    self._starts.append(place)
+                place += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> list[dict[str, Any]]:
+        with open(self.path, "rb") as file:
+            file.seek(self._starts[index])
+            line = file.readline()
+        try:
+            messages: list[dict[str, Any]] = json.loads(line)["messages"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"--data-path: '{self.path}' has a line without messages ({line[:40]!r}); with --sft every line is an "
+                "object whose messages have a role and a content."
+            ) from None
+        return messages
+
+
+class ChatDataset(SFTDataset):
+    """Megatron's, over a `ChatFile`."""
+
+    @staticmethod
+    @override
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> ChatFile:
+        return ChatFile(dataset_path)
+
+
+def trained_part(tokenizer: Any, messages: list[dict[str, Any]], prompt_format: str) -> list[str]:
+    """Lines that say which part of a conversation Megatron trains on, by the format and the tokenizer.
+
+    Args:
+        tokenizer: Megatron's SFTTokenizer.
+        messages: of a line.
+        prompt_format: the value of `--sft-tokenizer-prompt-format`.
+    """
+    begins = [place for place, message in enumerate(messages) if message["role"] == "system" and place]
+    first = messages[: begins[0]] if begins else messages
+    tokens, targets = tokenizer.tokenize_conversation(first, return_target=True, add_generation_prompt=False)
+    is_trained = (targets != IGNORED_LABEL) & (targets != tokenizer.pad)
+    shown = tokenizer.detokenize(targets[is_trained].tolist())
+    lines = [
+        f"--sft by --sft-tokenizer-prompt-format {prompt_format}: of {len(tokens)} tokens of the first conversation "
+        f"{int(is_trained.sum())} are trained on: {shown[:SHOWN]!r}{' ...' if len(shown) > SHOWN else ''}"
+    ]
+    if (targets != IGNORED_LABEL).all():
+        lines.append("this format masks nothing: system and user messages are trained on like answers")
+    if tokenizer.pad == tokenizer.eod:
+        ends = tokenizer.detokenize([tokenizer.eod])
+        lines.append(f"the tokenizer pads with {ends!r}, so that the end of an answer is never trained on")
+    if messages[0]["role"] != "system":
+        lines.append("lines without system messages are one document each, however many conversations they hold")
+    return lines
+
+
+def sft_dataset() -> type[SFTDataset]:
+    """Megatron's own class if it can read files, else ours."""
+    return ChatDataset if importlib.util.find_spec("datasets") is None else SFTDataset

@@ -1,8 +1,26 @@
-"""The flags of the depths, added to any parser without importing Megatron; and a parser of them and Megatron's."""
+"""The flags of the MTP layers, added to any parser without importing Megatron; and flags from a file.
 
-from argparse import ArgumentParser
+`--config run.yaml` has the flags of a run in a file, read into the words of a command line:
+
+    model:                       # names of sections are free, and change nothing
+      num-layers: 4              # --num-layers 4; num_layers is the same
+      swiglu: true               # --swiglu; false leaves it out
+    data:
+      data-path: [0.7, a, 0.3, b]    # --data-path 0.7 a 0.3 b
+    lr: 1e-3
+
+`--no-swiglu` on the command line unsets a switch that the file sets. Values are taken as they are written, so that
+90,10,0 and 1e-3 stay what they are.
+"""
+
+from argparse import ArgumentParser, BooleanOptionalAction
+from collections.abc import Iterator
 from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
 from types import MethodType
+
+import yaml
 
 from megatron_mtp.config import MTPConfig, add_yarn_arguments
 from megatron_mtp.errors import Parser
@@ -37,3 +55,77 @@ def _repair_help(parser: ArgumentParser) -> None:
             (action.help or "") % vars(action)
         except (ValueError, TypeError, KeyError):
             action.help = str(action.help).replace("%", "%%")
+
+
+# --- --config --------------------------------------------------------------------------------------------------------
+
+NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "list-losses", "verbose"}
+"""Flags that act before the file is read."""
+
+SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
+    """The flags of the file as words of a command line; `parser` has all flags that there are.
+
+    Raises:
+        ValueError: the file cannot be read, names an unknown flag or a flag twice, or gives a value that the flag does
+            not take.
+    """
+    try:
+        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        entries = [] if root is None else list(_entries(root))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"--config is {file}, which cannot be read as YAML ({said}); correct it.") from error
+    except RecursionError:  # a section may be an alias of one that it is in
+        raise ValueError(f"--config is {file}, whose sections are in each other too deeply; write fewer.") from None
+    words, seen = [], dict[str, int]()
+    for key, value in entries:
+        name, line = key.value.replace("_", "-"), key.start_mark.line + 1
+        flag, where = f"--{name}", f"--config {file}, line {line}"
+        action = parser._option_string_actions.get(flag)
+        if name in NOT_IN_A_FILE:
+            raise ValueError(f"{where}: '{key.value}' cannot be in a file; give {flag} on the command line.")
+        if action is None:
+            close = get_close_matches(flag, parser._option_string_actions, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "--help-megatron lists all flags."
+            raise ValueError(f"{where}: there is no flag {flag}; {hint}")
+        if name in seen:
+            raise ValueError(f"{where}: '{key.value}' is in line {seen[name]} already; remove one of the two.")
+        seen[name] = line
+        if isinstance(value, yaml.SequenceNode):
+            given = [item.value for item in value.value if isinstance(item, yaml.ScalarNode)]
+            if action.nargs not in ("*", "+") or len(given) != len(value.value):
+                raise ValueError(f"{where}: {flag} does not take a list; give one value.")
+            words += [flag, *given]
+        elif action.nargs == 0 and not value.tag.endswith(":null"):
+            if (is_on := SWITCH.get(value.value.lower())) is None:
+                raise ValueError(f"{where}: {flag} is a switch, and was given '{value.value}'; give true or false.")
+            off = [f"--no-{name}"] if isinstance(action, BooleanOptionalAction) else []
+            words += [flag] if is_on else off
+        elif not value.tag.endswith(":null"):
+            words += [flag, value.value]
+    return words
+
+
+def without_unset(words: list[str], typed: list[str], parser: ArgumentParser) -> tuple[list[str], list[str]]:
+    """The words of a file and of the command line, without the file's switches that `--no-X` unsets there."""
+    known = parser._option_string_actions
+    switches = {word for word in words if word in known and known[word].nargs == 0}
+    unset = {f"--no-{word[2:]}": word for word in switches if f"--no-{word[2:]}" not in known}
+    gone = {unset[word] for word in typed if word in unset}
+    return [word for word in words if word not in gone], [word for word in typed if unset.get(word) not in gone]
+
+
+def _entries(node: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+    """Keys and values, also those of sections."""
+    if not isinstance(node, yaml.MappingNode):
+        raise ValueError("it holds no keys with values; write lines such as 'num-layers: 4'")
+    for key, value in node.value:
+        if isinstance(value, yaml.MappingNode):
+            yield from _entries(value)
+        elif isinstance(key, yaml.ScalarNode):
+            yield key, value
+        else:
+            raise ValueError(f"line {key.start_mark.line + 1}: a key is no name of a flag")

@@ -13,7 +13,7 @@ from megatron.training import get_args
 
 from megatron_mtp.config import trained_depths
 from megatron_mtp.errors import InputError
-from megatron_mtp.model.hybrid import trunk_and_depths
+from megatron_mtp.model.pattern import trunk_and_depths
 from megatron_mtp.patches.patch import State, installed, state_of, while_replaced
 from megatron_mtp.patches.table import CORE, LOOP
 from megatron_mtp.training.metrics import Metrics, Step

@@ -1,4 +1,4 @@
-"""Checks of the checkpoint that a run loads, before a model is built.
+"""The checkpoint that a run loads, checked before a model is built, and the draft vocabulary that it or the flags give.
 
 Megatron starts from random weights where there is nothing to load, and ends with status 0 where it cannot read what is
 there.
@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from megatron.training import get_tokenizer
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
+from megatron.training.utils import get_blend_and_blend_per_split
+from torch import Tensor
 
 from megatron_mtp.checkpoint.mcore.iterations import RELEASE, named_iteration, repair_tracker
-from megatron_mtp.checkpoint.mcore.reader import DistReader, absent_layers, read_errors
+from megatron_mtp.checkpoint.mcore.reader import DistReader, absent_layers, read_errors, stored_draft_vocabulary
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.model.hybrid import trunk_and_depths
+from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
+from megatron_mtp.model.pattern import trunk_and_depths
 from megatron_mtp.patches.saving import FORMAT
 from megatron_mtp.patches.unpickling import read_catalogue
 from megatron_mtp.training.short_log import say
@@ -109,11 +113,9 @@ def _check_older(iteration: Path) -> None:
 
 
 def loaded_iteration(args: Namespace) -> tuple[str, Path] | None:
-    """The flag that names the checkpoint which the run starts from, with its value, and the folder of the iteration."""
-    for name, flag in FLAGS.items():
-        if checkpoint_exists(given := getattr(args, name)):
-            return f"{flag} {given}", Path(get_load_checkpoint_path_by_args(args, name))
-    return None
+    """The argument (a key of FLAGS) that names the checkpoint which the run starts from, and the iteration's folder."""
+    name = next((name for name in FLAGS if checkpoint_exists(getattr(args, name))), None)
+    return None if name is None else (name, Path(get_load_checkpoint_path_by_args(args, name)))
 
 
 def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
@@ -124,7 +126,8 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
     """
     if (found := loaded_iteration(args)) is None:
         return ()
-    source, folder = found
+    name, folder = found
+    source = f"{FLAGS[name]} {getattr(args, name)}"
     stored = DistReader(folder).state().get("args") if (folder / FORMAT).exists() else None
     if stored is not None:
         _check_layers(args, stored, f"{source} holds")
@@ -138,7 +141,7 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
             say(f"> depths that {folder} lacks: --mtp-init {settings.mtp_init}; starting as with --finetune")
     if stored is not None and not args.use_checkpoint_args:
         _check_positions(args, stored, source)
-    if stored is not None and source.startswith(FLAGS["load"]) and not args.finetune and folder.name != RELEASE:
+    if stored is not None and name == "load" and not args.finetune and folder.name != RELEASE:
         _check_optimizer(args, stored, source)
     return absent
 
@@ -232,4 +235,78 @@ def _check_optimizer(args: Namespace, stored: Namespace, source: str) -> None:
             f"{source} holds the state of a distributed optimizer for {name} {getattr(stored, other[0])}, "
             f"and this run has {getattr(args, other[0])}; save with --dist-ckpt-optim-fully-reshardable to change the "
             "layout, or start with a new state (--no-load-optim)."
+        )
+
+
+# --- the draft vocabulary --------------------------------------------------------------------------------------------
+
+
+def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | None, bool]:
+    """The tokens [N], ascending (None for all), and whether the checkpoint that will be loaded lacks them.
+
+    Every rank computes the same list, before there is a process group.
+
+    Raises:
+        ValueError: the flags do not fit the checkpoint, the data, the vocabulary or the layout.
+    """
+    if args.mtp_num_layers is None:
+        return None, False
+    loaded = loaded_iteration(args)
+    stored = None if loaded is None else stored_draft_vocabulary(loaded[1])
+    if stored is not None and loaded is not None:
+        checkpoint = f"{FLAGS[loaded[0]]} {getattr(args, loaded[0])}"
+        _check_same(stored, settings, checkpoint)
+        tokens, source = stored.tolist(), f"as {checkpoint} has them"
+    elif settings.mtp_draft_vocab_file is not None:
+        tokens = tokens_of_file(Path(settings.mtp_draft_vocab_file), get_tokenizer().vocab_size)
+        source = f"those of {settings.mtp_draft_vocab_file}"
+    elif settings.mtp_draft_vocab_size is not None:
+        tokens, source = _counted(args, settings.mtp_draft_vocab_size)
+    else:
+        return None, False
+    _check_slices(tokens, args)
+    if args.rank == 0:
+        say(f"> the depths draft {len(tokens)} of {args.padded_vocab_size} tokens, {source}")
+    return torch.tensor(tokens), loaded is not None and stored is None
+
+
+def _check_same(stored: Tensor, settings: MTPConfig, source: str) -> None:
+    size, file = settings.mtp_draft_vocab_size, settings.mtp_draft_vocab_file
+    if size is not None and size != stored.numel():
+        raise ValueError(
+            f"{SIZE} is {size}, but the depths of {source} were trained to draft {stored.numel()} tokens; "
+            "leave the flag out to go on with those, or start from a checkpoint without depths."
+        )
+    if file is not None and tokens_of_file(Path(file), get_tokenizer().vocab_size) != stored.tolist():
+        raise ValueError(
+            f"{FILE} is {file}, but the depths of {source} were trained to draft {stored.numel()} other "
+            "tokens; leave the flag out to go on with those, or start from a checkpoint without depths."
+        )
+
+
+def _counted(args: Namespace, size: int) -> tuple[list[int], str]:
+    vocab_size: int = get_tokenizer().vocab_size
+    if size > vocab_size:
+        raise ValueError(f"{SIZE} is {size}, and the tokenizer has {vocab_size} tokens; give at most that.")
+    blend, per_split = get_blend_and_blend_per_split(args)
+    prefixes, weights = blend or (per_split or [None])[0] or ([], None)
+    if args.sft or args.mock_data or not prefixes or any("://" in prefix for prefix in prefixes):
+        raise ValueError(
+            f"{SIZE} is {size}, but tokens are counted in local .bin/.idx files (--data-path) alone; give {FILE}, a "
+            "text file with one token id on every line."
+        )
+    tokens, share = most_frequent(prefixes, weights, size, vocab_size)
+    return tokens, f"the most frequent, {share:.1%} of the data"
+
+
+def _check_slices(tokens: list[int], args: Namespace) -> None:
+    """Refuse a slice of the head without drafted tokens: every tensor-parallel rank drafts from its own."""
+    ranks = args.tensor_model_parallel_size
+    width = args.padded_vocab_size // ranks
+    empty = [rank for rank in range(ranks) if not any(token // width == rank for token in tokens)]
+    if empty:
+        raise ValueError(
+            f"--tensor-model-parallel-size is {ranks}, and of the {len(tokens)} draft tokens none has an id from "
+            f"{empty[0] * width} to {empty[0] * width + width - 1}, the slice of one rank; draft more tokens, or give "
+            "fewer ranks."
         )

@@ -6,6 +6,9 @@ loop does not log.
 """
 
 import json
+import resource
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,10 +24,8 @@ from torch import Tensor
 
 from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.training.acceptance import named, stats_of
-from megatron_mtp.training.cost import StepClock, peak_memory
-from megatron_mtp.training.metrics_file import FILE, append, drop_rows_after
 from megatron_mtp.training.plot import plot_metrics
-from megatron_mtp.training.run_record import write_run_record
+from megatron_mtp.training.run_files import METRICS, append, drop_rows_after, write_run_record
 from megatron_mtp.training.short_log import say
 
 PLOT = "metrics.png"
@@ -175,9 +176,9 @@ class Metrics:
         """Write what is left of an interval, and the plot; Megatron has closed its writers by now."""
         self._closing = True
         self._end_interval()
-        if self.folder is not None and is_last_rank() and (self.folder / FILE).exists():
+        if self.folder is not None and is_last_rank() and (self.folder / METRICS).exists():
             with self._going_on_without(self.folder / PLOT):
-                plot_metrics(self.folder / FILE, self.folder / PLOT)
+                plot_metrics(self.folder / METRICS, self.folder / PLOT)
 
     def _end_interval(self) -> None:
         window, self._training = self._training, Window()
@@ -227,13 +228,13 @@ class Metrics:
     def _write(self, row: dict[str, Any]) -> None:
         if self.folder is None or not is_last_rank():
             return
-        with self._going_on_without(self.folder / FILE):
+        with self._going_on_without(self.folder / METRICS):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._has_written:
-                drop_rows_after(self.folder / FILE, get_args().iteration)
+                drop_rows_after(self.folder / METRICS, get_args().iteration)
                 write_run_record(self.folder, get_args())
                 self._has_written = True
-            append(self.folder / FILE, json.dumps(row) + "\n")
+            append(self.folder / METRICS, json.dumps(row) + "\n")
 
     @contextmanager
     def _going_on_without(self, file: Path) -> Iterator[None]:
@@ -271,3 +272,34 @@ def _log_acceptance(rates: AcceptanceStats, iteration: int, suffix: str) -> None
             writer.add_scalar(name + suffix, value, iteration)
         if wandb and is_last_rank():
             wandb.log({name + suffix: value}, iteration)
+
+
+# --- costs of a step -------------------------------------------------------------------------------------------------
+
+
+class StepClock:
+    """Seconds of training steps, without the evaluations and checkpoints between them."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._seconds: list[float] = []
+
+    def start(self) -> None:
+        """A step begins."""
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        """The step has ended."""
+        if self._began is not None:
+            self._seconds.append(time.perf_counter() - self._began)
+        self._began = None
+
+    def read(self) -> dict[str, float]:
+        """The median since the last call; nothing where no step has ended."""
+        seconds, self._seconds = self._seconds, []
+        return {"step seconds": statistics.median(seconds)} if seconds else {}
+
+
+def peak_memory() -> int:
+    """The most bytes that this rank has held: tensors on a CUDA device, or else the process."""
+    return torch.cuda.max_memory_allocated() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

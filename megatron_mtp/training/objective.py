@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_mtp.data.batch import DepthBatch
-from megatron_mtp.data.later_positions import LaterPositions
+from megatron_mtp.data.batch import DepthBatch, LaterPositions
 from megatron_mtp.losses.combine import LossSum, depth_scales, sum_losses
 from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss

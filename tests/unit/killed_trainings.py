@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.runtime import prepare
-from megatron_mtp.training.metrics_file import FILE, read_rows
 from megatron_mtp.training.run import main as train
-from megatron_mtp.training.run_record import read_run_record
+from megatron_mtp.training.run_files import METRICS, read_rows, read_run_record
 
 prepare()
 
@@ -134,7 +133,7 @@ def leaves(held: Any, name: str = "") -> Iterator[tuple[str, object]]:
 
 def unreadable(run: Path) -> list[str]:
     """What records the run can be read as soon as it has a row."""
-    if not (run / FILE).exists():
+    if not (run / METRICS).exists():
         return []
     try:
         read_rows(run), read_run_record(run)

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_mtp.data.batch import DepthBatch, depth_batch
-from megatron_mtp.data.later_positions import LaterPositions
+from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch
 from megatron_mtp.losses import chunks
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head

@@ -10,10 +10,10 @@ import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
-from megatron_mtp.data.answers import AnswersDataset, read_answers
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.data.corpus import write_sequences
 from megatron_mtp.training import datasets, megatron_lm
+from megatron_mtp.training.datasets import AnswersDataset, read_answers
 
 pytestmark = pytest.mark.usefixtures("megatron")
 EOD = 0

@@ -33,8 +33,9 @@ def settings(model: Path, run: Path, *flags: str) -> Namespace:
     return args
 
 
-def test_every_step_is_a_command_that_its_verb_takes(model: Path, tmp_path: Path) -> None:
-    args = settings(model, tmp_path / "run", "--depths", "3", "--float32", "--bf16", "--seed", "7")
+@pytest.mark.parametrize("layers", ["--mtp-layers", "--depths"])
+def test_every_step_is_a_command_that_its_verb_takes(layers: str, model: Path, tmp_path: Path) -> None:
+    args = settings(model, tmp_path / "run", layers, "3", "--float32", "--bf16", "--seed", "7")
     steps = [step.command(args) for name, step in attach.STEPS.items() if name != "sample"]
     for words in steps:
         assert words is not None
@@ -366,9 +367,9 @@ def test_the_wheel_has_all_that_the_verbs_need(tmp_path: Path) -> None:
 
 
 BAD = {
-    "--depths 0": "--depths is 0; give 1 or more.",
+    "--mtp-layers 0": "--mtp-layers is 0; give 1 or more.",
     "--unroll 0": "--unroll is 0; give 1 or more.",
-    "--unroll 5 --depths 2": "--depths is 2 with --unroll, which trains one depth; leave one of them out.",
+    "--unroll 5 --depths 2": "--mtp-layers is 2 with --unroll, which trains one layer; leave one of them out.",
     "--steps -1": "--steps is -1; give 1 or more.",
     "--save-every 0": "--save-every is 0; give 1 or more.",
     "--learning-rate x": "--learning-rate is x; give a number above 0.",

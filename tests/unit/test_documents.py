@@ -31,7 +31,7 @@ def shown(text: str) -> list[str]:
 def unknown_flags(code: str) -> list[str]:
     """Flags in a piece of code that the command in it does not take; of a flag alone, that no command does."""
     known = known_flags(code)
-    unset = {f"--no-{flag.removeprefix('--')}" for flag in known & own("train")}  # switches of a file: run_file.py
+    unset = {f"--no-{flag.removeprefix('--')}" for flag in known & own("train")}  # switches of a file: flags.py
     return [flag for flag in flags_in(code) if flag not in known | unset]
 
 

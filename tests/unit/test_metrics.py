@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from megatron_mtp.decoding.stats import AcceptanceStats
-from megatron_mtp.training import cost, metrics_file, run_record
 from megatron_mtp.training import metrics as metrics_module
+from megatron_mtp.training import run_files
 from megatron_mtp.training.metrics import FILE, PLOT, Metrics, Step, table
-from megatron_mtp.training.run_record import write_run_record
+from megatron_mtp.training.run_files import write_run_record
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ class Writer:
 def test_training_rows_say_what_a_step_cost(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 1, 3 and 2 s; what is between them, such as an evaluation of 100 s, is no part of any."""
     now = iter([0.0, 1.0, 2.0, 5.0, 5.0, 7.0, 107.0, 108.0])
-    monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     args.log_interval = 3
     metrics = Metrics(tmp_path)
     train(metrics, args, 1, 3)
@@ -152,7 +152,7 @@ def test_training_rows_say_what_a_step_cost(args: Namespace, tmp_path: Path, mon
 
 
 def record(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / run_record.FILE).read_text())
+    return json.loads((folder / run_files.RECORD).read_text())
 
 
 def test_how_a_run_was_started_is_recorded(
@@ -177,7 +177,7 @@ def test_how_a_run_was_started_is_recorded(
     assert [start["iteration"] for start in record(tmp_path)["starts"]] == [0]
     for damaged in ("", "[]", '{"starts": 3}', '{"starts": [9', '{"starts": "abc"}', "[" * 100_000):
         args.iteration = 2
-        (tmp_path / run_record.FILE).write_text(damaged)
+        (tmp_path / run_files.RECORD).write_text(damaged)
         write_run_record(tmp_path, args)
         assert len(record(tmp_path)["starts"]) == 1
     write_run_record(tmp_path / "nowhere", args)
@@ -259,7 +259,7 @@ def test_a_full_disk_does_not_end_a_run(
                 file.write(text[: space[0]])
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(metrics_file, "open", lambda *_, **__: Full(), raising=False)
+    monkeypatch.setattr(run_files, "open", lambda *_, **__: Full(), raising=False)
     train(metrics, args, 3, 6)
     monkeypatch.undo()
     monkeypatch.setattr(metrics_module, "get_args", lambda: args)

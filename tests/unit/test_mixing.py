@@ -10,8 +10,7 @@ from megatron_single import ROWS, make_batch, our_model
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.batch import DepthBatch, depth_batch
-from megatron_mtp.data.later_positions import LaterPositions
+from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch
 from megatron_mtp.model.mixing import Mixer, drawn_ages
 from megatron_mtp.training import forward_step
 from megatron_mtp.training.metrics import Metrics

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mtp.training.metrics_file import read_rows
-from megatron_mtp.training.run_record import read_run_record
+from megatron_mtp.training.run_files import read_rows, read_run_record
 
 ROW = {"iteration": 10, "split": "training", "lm loss": 2.5, "tokens": 3}
 

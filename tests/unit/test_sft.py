@@ -12,7 +12,7 @@ from megatron.core.datasets.utils import Split
 
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.training import datasets, forward_step
-from megatron_mtp.training.chat import ChatDataset, trained_part
+from megatron_mtp.training.datasets import ChatDataset, trained_part
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

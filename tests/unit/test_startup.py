@@ -175,7 +175,7 @@ def test_a_loss_that_is_no_number(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_our_own_refusals_are_whole_sentences(capfd: pytest.CaptureFixture[str]) -> None:
-    from megatron_mtp.training.run_file import flags_of
+    from megatron_mtp.training.flags import flags_of
 
     sentence = said(lambda: flags_of(Path("nowhere.yaml"), None), capfd)  # type: ignore[arg-type]
     assert sentence.startswith("--config is nowhere.yaml, which cannot be read as YAML")

@@ -28,7 +28,7 @@ from megatron_mtp.checkpoint.families.rules import MinusOne, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.hf.quantized import FP8
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
-from megatron_mtp.model.hybrid import without_stages
+from megatron_mtp.model.pattern import without_stages
 
 OWN_KEYS = (("mtp_model_layer.", "transformer_layer."), ("tf_layer.", "transformer_layer."))
 """Other names of a depth's layer, which some versions have written."""

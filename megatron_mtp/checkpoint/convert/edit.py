@@ -43,8 +43,8 @@ from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
 from megatron_mtp.data.checks import check_data_prefixes
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
-from megatron_mtp.model.hybrid import SHARDED_STACK, without_stages
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
+from megatron_mtp.model.pattern import SHARDED_STACK, without_stages
 from megatron_mtp.model.random_weights import RandomWeights
 
 ONE_PASS: dict[str, Any] = {UNROLL: None, SHARES: False}

@@ -32,13 +32,13 @@ from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import check_computable, common_keys
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
-from megatron_mtp.checkpoint.hf.folder import NOT_KEPT
 from megatron_mtp.checkpoint.hf.quantized import without_quantization
 from megatron_mtp.checkpoint.hf.writer import HFShards
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, has_tokenizer, run_tokenizer
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
+from megatron_mtp.files import NOT_KEPT
 
 
 @dataclass(frozen=True)

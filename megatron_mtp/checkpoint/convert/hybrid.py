@@ -38,7 +38,7 @@ from megatron_mtp.checkpoint.mcore.iterations import RELEASE
 from megatron_mtp.checkpoint.mcore.model import check_trainable
 from megatron_mtp.checkpoint.mcore.reader import HEAD_STATE, STATE, DistReader, Shape, StoredDepths
 from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
-from megatron_mtp.model.hybrid import KINDS, SHARDED_STACK, trunk_and_depths
+from megatron_mtp.model.pattern import KINDS, SHARDED_STACK, trunk_and_depths
 
 FILE_BYTES = 2**30
 """Size of a file, unless a single tensor is larger: what is made again at most after an interruption."""

@@ -17,11 +17,12 @@ from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
-from megatron_mtp.checkpoint.hf.folder import NOT_KEPT, HFFolder
+from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
 from megatron_mtp.config import trained_depths
+from megatron_mtp.files import NOT_KEPT
 from megatron_mtp.model.arguments import parsed
 
 

@@ -24,8 +24,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 COPY = "consolidated"
 """Prefix of files that repeat the model in another format (Mistral's); they are ignored."""
-NOT_KEPT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Endings of the files that hold weights; all others are copied with the config."""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -5,9 +5,8 @@ import shutil
 from argparse import Namespace
 from pathlib import Path
 
-from megatron_mtp.checkpoint.hf.folder import NOT_KEPT
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
-from megatron_mtp.files import written_beside
+from megatron_mtp.files import NOT_KEPT, written_beside
 
 KEPT_TOKENIZER = "tokenizer"
 """Folder beside a trained checkpoint's iterations, with the files of the run's tokenizer."""

@@ -21,7 +21,7 @@ from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabu
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
 from megatron_mtp.checkpoint.verify.verify import Check, logits_of
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS
-from megatron_mtp.model.hybrid import without_stages
+from megatron_mtp.model.pattern import without_stages
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.patches.checksums import DamagedError
 

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from megatron_mtp.training.metrics_file import Row, read_rows
-from megatron_mtp.training.run_record import read_run_record
+from megatron_mtp.training.run_files import Row, read_rows, read_run_record
 
 DRAFTS = "drafts.json"
 

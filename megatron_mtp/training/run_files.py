@@ -1,22 +1,34 @@
-"""metrics.jsonl: one JSON object a line, whole lines alone, continued by a resumed run.
+"""Files in the folder of a run's metrics. What reads them need not wait for torch.
+
+metrics.jsonl: a JSON object a line, whole lines alone, continued by a resumed run. `split` is training, validation or
+test; each of several data sets adds its name, as in validation-code.
 
     {"iteration": 50, "split": "training", "lm loss": 2.5, "mtp_1 loss": 2.75, "learning rate": 0.001}
 
-`split` is training, validation or test; each of several data sets adds its name, as in validation-code. What reads it
-need not wait for torch.
+run.json: how the run was started. A resumed run adds a start; `arguments` are those of the newest, Megatron's and ours.
+
+    {"starts": [{"date": "2026-01-31T12:00:00+00:00", "iteration": 0, "command": ["train", ...], "versions": {...}}],
+     "arguments": {"num_layers": 4, ...}}
 """
 
 import json
 import math
 import os
 import re
+import shlex
+import sys
+from argparse import Namespace
 from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megatron_mtp import __version__
 from megatron_mtp.files import written_beside
+from megatron_mtp.training.short_log import say
 
-FILE = "metrics.jsonl"
+METRICS, RECORD = "metrics.jsonl", "run.json"
 SPLIT = re.compile("training|(validation|test)(-.+)?")
 
 Row = dict[str, Any]
@@ -28,9 +40,9 @@ def read_rows(folder: Path) -> list[Row]:
     Raises:
         ValueError: there is no such file, it has no row, or a line is damaged.
     """
-    file = folder / FILE
+    file = folder / METRICS
     if not file.is_file():
-        raise ValueError(f"{folder} has no {FILE}; give a folder that --mtp-metrics-dir named.")
+        raise ValueError(f"{folder} has no {METRICS}; give a folder that --mtp-metrics-dir named.")
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -92,3 +104,57 @@ def _iteration(line: bytes) -> float:
         return math.inf
     is_row = isinstance(row.get("split"), str) and all(type(value) in (int, float) for value in figures)
     return row["iteration"] if is_row and type(row.get("iteration")) is int else math.inf
+
+
+# --- run.json --------------------------------------------------------------------------------------------------------
+
+
+def write_run_record(folder: Path, args: Namespace) -> None:
+    """Add this start to run.json. The run does not need it: where it cannot be written, one line says so."""
+    import torch
+
+    versions = {"megatron-mtp": __version__, "megatron-core": version("megatron-core"), "torch": torch.__version__}
+    start = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "iteration": args.iteration,
+        "command": list(sys.argv),
+        "versions": versions,
+    }
+    starts = [*_earlier(folder / RECORD), start] if args.iteration else [start]
+    try:
+        with written_beside(folder / RECORD) as beside:
+            beside.write_text(json.dumps({"starts": starts, "arguments": vars(args)}, default=str), encoding="utf-8")
+    except OSError as error:
+        say(f"> {folder / RECORD} cannot be written ({error.strerror}); the run goes on without it")
+
+
+def read_run_record(folder: Path) -> dict[str, Any] | None:
+    """The object of a folder's run.json; None if there is no such file.
+
+    Raises:
+        ValueError: the file has not the form that a run writes.
+    """
+    file = folder / RECORD
+    if not file.is_file():
+        return None
+    try:
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        for start in record["starts"]:
+            datetime.fromisoformat(start["date"])
+            shlex.join(start["command"])
+            if not isinstance(start["iteration"], int) or not isinstance(start["versions"], dict):
+                raise TypeError("a start has no iteration or no versions")
+        if not record["starts"] or not isinstance(record["arguments"], dict):
+            raise ValueError("it has no starts, or arguments that are no object")
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged ({error}); remove it to go on without it.") from error
+    return record
+
+
+def _earlier(file: Path) -> list[Any]:
+    """Starts of the run that is resumed; none where the file is not there or damaged."""
+    try:
+        starts = json.loads(file.read_text(encoding="utf-8"))["starts"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return starts if isinstance(starts, list) else []

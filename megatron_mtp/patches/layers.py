@@ -1,11 +1,13 @@
-"""Routers of experts: their token counts where tokens are masked, and the average of their losses in the logs.
+"""Layers: token counts of routers and their logged losses, angles of YaRN, fused weight gradients; and data sets.
 
 T tokens, E experts.
 """
 
+import copy
 from argparse import Namespace
 from collections.abc import Callable
 from functools import wraps
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -78,3 +80,65 @@ def routers_of(args: Namespace) -> int:
     depths_apart = 1 if args.mtp_use_repeated_layer else args.mtp_num_layers or 0
     is_frozen = getattr(args, "mtp_train_only", False)
     return max(1, (0 if is_frozen else trunk) + of_depth * depths_apart)
+
+
+# --- YaRN ------------------------------------------------------------------------------------------------------------
+
+
+def with_yarn(validate_args: Callable[..., Any]) -> Callable[..., Any]:
+    """`validate_args`, which looks at a model with YaRN and depths as at one with plain rotary positions.
+
+    Megatron refuses it, since its own MTP has no such angles. Our depths get the trunk's angles, and their attention
+    has the same factor.
+    """
+
+    @wraps(validate_args)
+    def validate(args: Namespace, *others: Any, **named: Any) -> Any:
+        if args.position_embedding_type != "yarn":
+            return validate_args(args, *others, **named)
+        args.position_embedding_type, args.apply_rope_fusion = "rope", False
+        try:
+            return validate_args(args, *others, **named)
+        finally:
+            args.position_embedding_type = "yarn"
+
+    return validate
+
+
+# --- fused weight gradients ------------------------------------------------------------------------------------------
+
+Init = Callable[..., None]
+
+
+def fused_where_possible(init: Init) -> Init:
+    """`ColumnParallelLinear.__init__`, which takes a plain weight gradient where Apex's extension is missing.
+
+    Transformer Engine's layers read the same setting and fuse by themselves; Megatron's own alone do without.
+    """
+    scope = unwrap(init).__globals__
+
+    @wraps(init)
+    def make(layer: Any, *sizes: Any, config: Any, **settings: Any) -> None:
+        own = config
+        if config.gradient_accumulation_fusion and not scope["_grad_accum_fusion_available"]:
+            own = copy.copy(config)
+            own.gradient_accumulation_fusion = False
+        init(layer, *sizes, config=own, **settings)
+        layer.config = config  # what Megatron changes in it later counts here too
+
+    return make
+
+
+# --- data sets -------------------------------------------------------------------------------------------------------
+
+
+def already_compiled(_: Any) -> Callable[[], None]:
+    """In the place of `compile_helpers`, which runs a Makefile: the wheel has none, and would end the process.
+
+    The wheel carries the compiled `helpers_cpp`. A checkout of Megatron-LM has the Makefile, and compiles as ever.
+    """
+    return _import
+
+
+def _import() -> None:
+    from megatron.core.datasets import helpers_cpp  # noqa: F401  (an ImportError here names what is missing)

@@ -1,0 +1,130 @@
+"""The distributed optimizer in checkpoints: slices behind padding, torch's Adam, stages without anything to train."""
+
+import functools
+from collections.abc import Callable
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+
+def without_gaps(state_of: Callable[..., Any]) -> Callable[..., Any]:
+    """`DistributedOptimizer.sharded_param_state_fully_reshardable`, with places that leave padding out.
+
+    The gathered tensors leave padding out, while the parameters' places count it. A bucket is padded before others
+    where the embedding's copy on a later pipeline stage has a bucket of its own:
+
+        bucket 0: a a a . .    bucket 1: b b      gathered: a a a b b      place of b: 5 to 7; should be 3 to 5
+    """
+
+    @functools.wraps(state_of)
+    def state(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        maps = [buffer.param_index_map for buffer in optimizer.buffers]
+        for buffer in optimizer.buffers:
+            padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+            gaps = list(accumulate(padding, initial=0))
+            buffer.param_index_map = {
+                parameter: (start - gaps[bucket], end - gaps[bucket], bucket)
+                for parameter, (start, end, bucket) in buffer.param_index_map.items()
+            }
+        try:
+            return state_of(optimizer, *args, **kwargs)
+        finally:
+            for buffer, index_map in zip(optimizer.buffers, maps, strict=True):
+                buffer.param_index_map = index_map
+
+    return state
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+else:
+    DistributedOptimizer = object  # the table of patches is read without importing Megatron
+
+
+class _Resumable(DistributedOptimizer):
+    """Before Megatron's class in the order of methods, for torch's Adam, which Megatron shards but cannot resume.
+
+    torch's Adam keeps `step` as a tensor for every parameter, and its first step makes these tensors; Apex and TE keep
+    a number for every group. Each method is Megatron's, corrected where it assumes a number.
+    """
+
+    def state_dict(self) -> Any:
+        """With the state that the first step would make; a load asks for it before that step."""
+        if not self.optimizer.state and self.init_state_fn is not None:
+            self.init_state_fn(self.optimizer)
+            self._own_steps(torch.tensor(0.0))
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load it, with a `step` for every parameter: they shared one tensor, and each would add 1 to it every step."""
+        super().load_state_dict(state_dict)
+        self._own_steps()
+
+    @torch.no_grad()
+    def _set_main_param_and_optimizer_states(self, model_param: Any, tensors: dict[str, Any]) -> None:
+        """Set the tensors, but keep `step`, which is loaded before them.
+
+        The loaded tensors have no `step`, or that of a first step. Float32 tensors go into the parameters themselves.
+        """
+        super()._set_main_param_and_optimizer_states(model_param, {**tensors, "step": None})
+
+    def _own_steps(self, step: torch.Tensor | None = None) -> None:
+        for state in self.optimizer.state.values():
+            if step is not None or "step" in state:
+                state["step"] = (state["step"] if step is None else step).clone()
+
+
+def resumable(distributed_optimizer: type) -> type:
+    """In the place of the class in `megatron.core.optimizer`, which makes the optimizers."""
+    return type("ResumableDistributedOptimizer", (_Resumable, distributed_optimizer), {})
+
+
+# --- stages without anything to train --------------------------------------------------------------------------------
+
+
+def with_stubs(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    """`get_megatron_optimizer`, which makes a stub where no parameter is trained, as under `--mtp-train-only`.
+
+    Megatron gives such a stage an optimizer of empty groups, for which torch's Adam has no step, and which no other
+    stage can read. Stubs are Megatron's optimizers that are left out of checkpoints.
+    """
+
+    @functools.wraps(get_optimizer)
+    def get(config: Any, model_chunks: list[torch.nn.Module], *rest: Any, **settings: Any) -> Any:
+        optimizer = get_optimizer(config, model_chunks, *rest, **settings)
+        if not any(parameter.requires_grad for chunk in model_chunks for parameter in chunk.parameters()):
+            optimizer.is_stub_optimizer = True
+        return optimizer
+
+    return get
+
+
+def with_lent_optimizer(save: Callable[..., Any]) -> Callable[..., Any]:
+    """`dist_checkpointing.save`; rank 0 saves another rank's `optimizer`, less what is sharded, if it has none."""
+
+    @functools.wraps(save)
+    def saved(state: dict[str, Any], *rest: Any, **settings: Any) -> Any:
+        return save(_with_optimizer(state), *rest, **settings)
+
+    return saved
+
+
+def _with_optimizer(state: dict[str, Any]) -> dict[str, Any]:
+    has_one = [False] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(has_one, "optimizer" in state)
+    if has_one[0] or not any(has_one):
+        return state
+    lender, rank = has_one.index(True), torch.distributed.get_rank()
+    lent = [_not_sharded(state["optimizer"]) if rank == lender else None]
+    torch.distributed.broadcast_object_list(lent, src=lender)
+    return {**state, "optimizer": lent[0]} if rank == 0 else state
+
+
+def _not_sharded(optimizer: dict[str, Any]) -> Any:
+    from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+
+    _, stored = extract_nonpersistent(optimizer)
+    return extract_sharded_base(stored)[1]

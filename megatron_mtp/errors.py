@@ -11,11 +11,11 @@ import errno
 import os
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn, override
+from typing import Any, NoReturn, override
 
 REFUSED, INTERRUPTED, UNREAD = 2, 130, 141
 
@@ -36,7 +36,10 @@ class InputError(ValueError):
 
 
 class Parser(ArgumentParser):
-    """Argparse's parser, which refuses in one sentence, without the usage of all flags before it."""
+    """Argparse's parser, which refuses in one sentence, without all flags before it; examples keep their lines."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{"formatter_class": RawDescriptionHelpFormatter, **settings})
 
     @override
     def error(self, message: str) -> NoReturn:

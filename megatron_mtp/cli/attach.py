@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +92,6 @@ def parser(program: str) -> Parser:
         description="Add MTP layers to a Hugging Face model: attach them, train them on the frozen trunk, measure "
         "acceptance before and after, and export the model. Flags of `megatron-mtp train` may follow.",
         epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = made.add_argument

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 
 import shtab
 
@@ -32,7 +32,6 @@ def parser(program: str) -> ArgumentParser:
         program,
         description="Print a script that completes verbs and flags; write it to where the shell finds it.",
         epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     made.add_argument("shell", choices=SHELLS, help="the shell")
     return made

@@ -12,8 +12,9 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from megatron_mtp.checkpoint.families import FAMILIES, trained_forms
@@ -29,11 +30,11 @@ EXAMPLES = """examples:
   # the same model by its name on the Hub; an interrupted download continues
   megatron-mtp convert hf-to-mcore zai-org/GLM-4.5-Air checkpoints/glm
 
-  # two depths for a trunk that has none
+  # two MTP layers for a trunk that has none
   megatron-mtp convert hf-to-mcore models/Qwen3-0.6B checkpoints/qwen
   megatron-mtp convert attach-mtp checkpoints/qwen checkpoints/qwen-mtp --mtp-num-layers 2
 
-  # the same depths, drafting only the most frequent tokens of a corpus, which is faster where the vocabulary is large
+  # the same layers, drafting only the most frequent tokens of a corpus, which is faster where the vocabulary is large
   megatron-mtp convert draft-vocab checkpoints/mine checkpoints/fast --mtp-draft-vocab-size 4096 --data-path data/corpus
 
   # a trained checkpoint as a folder that transformers, vLLM and SGLang load with MTP; then the proof
@@ -51,6 +52,7 @@ DIFFERENT, UNCOMPARED = 1, 3
 """Exit status of `verify`: a difference was found; logits could not be compared."""
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD = "5GB"
+WORKERS, FORMS = default_workers(), ", ".join(trained_forms())
 
 
 def main(arguments: list[str], program: str = "megatron-mtp convert") -> int:
@@ -171,17 +173,8 @@ def limit_drafts(args: argparse.Namespace) -> dict[str, Any]:
     return done | {"draft vocabulary": said}
 
 
-def to_hybrid(args: argparse.Namespace) -> dict[str, Any]:
-    """`convert gpt-to-hybrid`."""
-    return _migrate(args, to_hybrid=True)
-
-
-def to_gpt(args: argparse.Namespace) -> dict[str, Any]:
-    """`convert hybrid-to-gpt`."""
-    return _migrate(args, to_hybrid=False)
-
-
-def _migrate(args: argparse.Namespace, to_hybrid: bool) -> dict[str, Any]:
+def change_form(args: argparse.Namespace, to_hybrid: bool) -> dict[str, Any]:
+    """`convert gpt-to-hybrid` and `hybrid-to-gpt`."""
     from megatron_mtp.checkpoint.convert.dry_run import plan_forms
     from megatron_mtp.checkpoint.convert.hybrid import migrate, plan_migration
 
@@ -269,65 +262,6 @@ def _shown(value: Any) -> str:
     return "".join(f"\n  {item}" for item in value) if isinstance(value, list) else str(value)
 
 
-def _writing_flags(command: argparse.ArgumentParser) -> None:
-    add, workers = command.add_argument, default_workers()
-    add("--workers", type=int, default=workers, metavar="N", help=f"layers converted at a time (default: {workers})")
-    add("--resume", action="store_true", help="continue an interrupted conversion")
-    add("--dry-run", action="store_true", help="print what would be done (names, bytes, disk space) and write nothing")
-
-
-def _dtype_flag(command: argparse.ArgumentParser) -> None:
-    help = "type of the floating-point tensors that are written (default: as stored)"
-    command.add_argument("--dtype", choices=DTYPES, help=help)
-
-
-def _attach_flags(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--mtp-num-layers", type=int, required=True, metavar="N", help="number of depths to attach")
-    inits = "copy the trunk's last layer, the same with eh_proj fitted to text, or draw weights (default: last-layer)"
-    add("--mtp-init", choices=("last-layer", "fitted", "random"), default="last-layer", help=inits)
-    add("--seed", type=int, default=1234, help="seed of --mtp-init random, and of the texts of fitted (default: 1234)")
-    add("--data-path", metavar="PREFIX", help="of fitted: the .bin and .idx of megatron-mtp preprocess")
-    add("--split", metavar="W,W,W", help="of fitted: parts of the corpus, as in train (default: 98,2,0)")
-    add("--fit-tokens", type=int, metavar="N", help="of fitted: tokens to fit on (default: 64 for each hidden unit)")
-
-
-def _drop_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--keep", type=int, default=0, metavar="N", help="keep the first N depths (default: 0)")
-
-
-def _drafts_flags(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--mtp-draft-vocab-size", type=int, metavar="N", help="draft the N most frequent tokens of --data-path")
-    add("--data-path", metavar="PREFIX", help="the .bin and .idx of megatron-mtp preprocess")
-    add("--mtp-draft-vocab-file", type=named, metavar="FILE", help="draft the tokens in this file, one id per line")
-
-
-def _export_flags(command: argparse.ArgumentParser) -> None:
-    add, forms = command.add_argument, ", ".join(trained_forms())
-    add("--max-shard-size", default=SHARD, metavar="SIZE", help=f"largest safetensors file (default: {SHARD})")
-    add("--like", type=named, metavar="FOLDER", help="take config and tokenizer from this Hugging Face folder")
-    family = f"model_type of the folder, one of {forms} (default: as imported, or the one that fits)"
-    add("--family", metavar="NAME", help=family)
-    add("--tokenizer", type=named, metavar="FOLDER", help="tokenizer to copy into the folder (default: the run's own)")
-
-
-def _inspect_flags(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--check", action="store_true", help="read the whole checkpoint and compare it with its checksums")
-    add("--names", action="store_true", help="list the name and shape of every tensor on both sides")
-
-
-def _trust_flag(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
-
-
-def _verify_flags(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--text", type=named, metavar="FILE", help="compare logits and perplexity on this text, not on random tokens")
-    add("--allow-uncompared", action="store_true", help="exit with 0, not 3, if no logits can be compared")
-
-
 @dataclass(frozen=True)
 class Command:
     """One command of `convert`.
@@ -336,91 +270,131 @@ class Command:
         run: does it; returns what to print, by name.
         line: what it does, for `--help`.
         operands: names of its one or two positional arguments in `--help`.
-        flags: functions that add its flags to a parser.
+        flags: its flags, with the arguments of `add_argument`.
     """
 
     run: Callable[[argparse.Namespace], dict[str, Any]]
     line: str
     operands: tuple[str, ...]
-    flags: tuple[Callable[[argparse.ArgumentParser], None], ...]
+    flags: dict[str, dict[str, Any]]
 
 
+def _value(help: str, metavar: str | None = None, **settings: Any) -> dict[str, Any]:
+    return {"help": help, "metavar": metavar, **settings}
+
+
+def _switch(help: str) -> dict[str, Any]:
+    return {"help": help, "action": "store_true"}
+
+
+JSON = {"--json": _switch("print one JSON object instead of lines")}
+WRITES = {
+    "--workers": _value(f"layers converted at a time (default: {WORKERS})", "N", type=int, default=WORKERS),
+    "--resume": _switch("continue an interrupted conversion"),
+    "--dry-run": _switch("print what would be done (names, bytes, disk space) and write nothing"),
+}
+DTYPE = {"--dtype": _value("type of the floating-point tensors written (default: as stored)", choices=DTYPES)}
+TRUSTS = {"--trust-remote-code": _switch("run the Python code of the tokenizer folder")}
+EXPORTS = {
+    "--max-shard-size": _value(f"largest safetensors file (default: {SHARD})", "SIZE", default=SHARD),
+    "--like": _value("take config and tokenizer from this Hugging Face folder", "FOLDER", type=named),
+    "--family": _value(f"model_type of the folder: {FORMS} (default: as imported, or the one that fits)", "NAME"),
+    "--tokenizer": _value("tokenizer to copy into the folder (default: the run's own)", "FOLDER", type=named),
+}
+INSPECTS = {
+    "--check": _switch("read the whole checkpoint and compare it with its checksums"),
+    "--names": _switch("list the name and shape of every tensor on both sides"),
+}
+VERIFIES = {
+    "--text": _value("compare logits and perplexity on this text, not on random tokens", "FILE", type=named),
+    "--allow-uncompared": _switch("exit with 0, not 3, if no logits can be compared"),
+}
+ATTACHES = {
+    "--mtp-num-layers": _value("number of MTP layers to attach", "N", type=int, required=True),
+    "--mtp-init": _value(
+        "copy the trunk's last layer, the same with eh_proj fitted to text, or draw weights (default: last-layer)",
+        choices=("last-layer", "fitted", "random"),
+        default="last-layer",
+    ),
+    "--seed": _value("of random weights, and of the text for fitted (default: 1234)", type=int, default=1234),
+    "--data-path": _value("of fitted: the .bin and .idx of megatron-mtp preprocess", "PREFIX"),
+    "--split": _value("of fitted: parts of the corpus, as in train (default: 98,2,0)", "W,W,W"),
+    "--fit-tokens": _value("of fitted: tokens to fit on (default: 64 for each hidden unit)", "N", type=int),
+}
+DROPS = {"--keep": _value("keep the first N MTP layers (default: 0)", "N", type=int, default=0)}
+DRAFTS = {
+    "--mtp-draft-vocab-size": _value("draft the N most frequent tokens of --data-path", "N", type=int),
+    "--data-path": _value("the .bin and .idx of megatron-mtp preprocess", "PREFIX"),
+    "--mtp-draft-vocab-file": _value("draft the tokens in this file, one id per line", "FILE", type=named),
+}
+
+IN_OUT = ("SRC", "DST")
 COMMANDS = {
     "hf-to-mcore": Command(
         hf_to_mcore,
         "Convert a Hugging Face folder to a Megatron distributed checkpoint, which any TP, PP, EP or VPP loads.",
-        ("SRC", "DST"),
-        (_writing_flags, _dtype_flag),
+        IN_OUT,
+        WRITES | DTYPE,
     ),
     "mcore-to-hf": Command(
         mcore_to_hf,
         "Convert a Megatron checkpoint to a folder that transformers, vLLM and SGLang load.",
-        ("SRC", "DST"),
-        (_writing_flags, _dtype_flag, _trust_flag, _export_flags),
+        IN_OUT,
+        WRITES | DTYPE | TRUSTS | EXPORTS,
     ),
     "inspect": Command(
         look,
-        "Show what a folder or checkpoint holds: family, depths, conventions, and whether Megatron can train it.",
+        "Show what a folder or checkpoint holds: family, MTP layers, conventions, and whether Megatron can train it.",
         ("SRC",),
-        (_inspect_flags,),
+        INSPECTS,
     ),
     "verify": Command(
         prove,
         "Prove that a Hugging Face folder and a Megatron checkpoint, or a GPT checkpoint and its hybrid form, are the "
-        "same model, depths included.",
+        "same model, MTP layers included.",
         ("HF|MCORE", "MCORE"),
-        (_trust_flag, _verify_flags),
+        TRUSTS | VERIFIES,
     ),
     "attach-mtp": Command(
-        attach,
-        "Copy a Megatron checkpoint that has no MTP depths, and add some.",
-        ("SRC", "DST"),
-        (_writing_flags, _attach_flags),
+        attach, "Copy a Megatron checkpoint that has no MTP layers, and add some.", IN_OUT, WRITES | ATTACHES
     ),
     "drop-mtp": Command(
-        drop,
-        "Copy a Megatron checkpoint without its MTP depths, or with the first few of them.",
-        ("SRC", "DST"),
-        (_writing_flags, _drop_flags),
+        drop, "Copy a Megatron checkpoint without its MTP layers, or with the first few.", IN_OUT, WRITES | DROPS
     ),
     "draft-vocab": Command(
         limit_drafts,
-        "Copy a Megatron checkpoint, and let its MTP depths draft only some tokens, which is faster.",
-        ("SRC", "DST"),
-        (_writing_flags, _drafts_flags),
+        "Copy a Megatron checkpoint, and let its MTP layers draft only some tokens, which is faster.",
+        IN_OUT,
+        WRITES | DRAFTS,
     ),
     "gpt-to-hybrid": Command(
-        to_hybrid,
-        "Write a GPT checkpoint as one of a hybrid model (--hybrid-layer-pattern), optimizer and depths included.",
-        ("SRC", "DST"),
-        (_writing_flags,),
+        partial(change_form, to_hybrid=True),
+        "Write a GPT checkpoint as one of a hybrid model (--hybrid-layer-pattern), optimizer and MTP layers included.",
+        IN_OUT,
+        WRITES,
     ),
     "hybrid-to-gpt": Command(
-        to_gpt,
-        "Write a checkpoint of a hybrid model whose layers are a GPT's as one of a GPT, optimizer and depths included.",
-        ("SRC", "DST"),
-        (_writing_flags,),
+        partial(change_form, to_hybrid=False),
+        "Write a checkpoint of a hybrid model whose layers are a GPT's as a GPT's, optimizer and MTP layers included.",
+        IN_OUT,
+        WRITES,
     ),
 }
 
 
 def parser(program: str) -> Parser:
     """The parser of all commands and flags; it exits with status 2 on an unknown or malformed flag."""
-    form = argparse.RawDescriptionHelpFormatter
-    description = f"{(__doc__ or '').splitlines()[0]}\n\nmodel_types that convert:\n{_wrapped(sorted(FAMILIES))}"
-    made = Parser(program, description=description, epilog=EXAMPLES, formatter_class=form)
+    names = textwrap.fill(", ".join(sorted(FAMILIES)), 100, initial_indent="  ", subsequent_indent="  ")
+    made = Parser(
+        program,
+        description=f"{(__doc__ or '').splitlines()[0]}\n\nmodel_types that convert:\n{names}",
+        epilog=EXAMPLES,
+    )
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        own = commands.add_parser(
-            name, help=command.line, description=command.line, epilog=EXAMPLES, formatter_class=form
-        )
+        own = commands.add_parser(name, help=command.line, description=command.line, epilog=EXAMPLES)
         for dest, metavar in zip(("source", "target"), command.operands, strict=False):
             own.add_argument(dest, type=named, metavar=metavar)
-        own.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-        for add in command.flags:
-            add(own)
+        for flag, settings in (JSON | command.flags).items():
+            own.add_argument(flag, **settings)
     return made
-
-
-def _wrapped(names: Sequence[str]) -> str:
-    return textwrap.fill(", ".join(names), 100, initial_indent="  ", subsequent_indent="  ")

@@ -1,7 +1,6 @@
 """`megatron-mtp doctor`: what this machine has, what the absence of each thing costs, and whether training can run.
 
-Every check is a row of a table, and so is every function of Megatron that is replaced. Checks of what training needs
-decide the exit status.
+Checks of what training needs decide the exit status. Functions of Megatron that are replaced are listed too.
 """
 
 import importlib.metadata
@@ -10,23 +9,18 @@ import json
 import platform
 import shutil
 import warnings
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_mtp.errors import Parser
 from megatron_mtp.runtime import prepare
-
-if TYPE_CHECKING:
-    from megatron_mtp.patches.patch import Patch
 
 DISTRIBUTION = "megatron-mtp"
 
@@ -40,17 +34,6 @@ EXAMPLES = """examples:
 
 exit status: 0 if training can run here (on the CPU counts), 1 if not.
 """
-
-
-@dataclass(frozen=True)
-class Row:
-    """A function that is replaced; the fields are those of `patches.patch.Patch`, and what is known of it here."""
-
-    target: str
-    reason: str
-    upstream: str
-    versions: str
-    state: str
 
 
 @dataclass(frozen=True)
@@ -79,8 +62,7 @@ def main(arguments: list[str], program: str) -> int:
     checks += check_patches(patches)
     can_train = all(check.ok for check in checks if check.needed)
     if args.json:
-        rows = {"checks": list(map(asdict, checks)), "patches": list(map(asdict, patches))}
-        print(json.dumps({"can_train": can_train, **rows}))
+        print(json.dumps({"can_train": can_train, "checks": list(map(asdict, checks)), "patches": patches}))
     else:
         print(text_of(checks, patches, can_train))
     return 0 if can_train else 1
@@ -92,24 +74,19 @@ def parser(program: str) -> Parser:
         program,
         description="What this machine has, what it costs that something is missing, and whether training can run.",
         epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     made.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     made.add_argument("--probe", action="store_true", help="ask the installed packages whether they need each patch")
     return made
 
 
-def text_of(checks: list[Check], patches: list[Row], can_train: bool) -> str:
+def text_of(checks: list[Check], patches: list[dict[str, str]], can_train: bool) -> str:
     """A line for every check, three for every patch, and whether training can run."""
     signs = {check: "ok  " if check.ok else "FAIL" if check.needed else "-   " for check in checks}
     width = max(len(check.name) for check in checks)
     lines = [f"{sign} {c.name:<{width}}  {c.found or 'not found'}: {c.says}" for c, sign in signs.items()]
     for row in patches:
-        lines += [
-            "",
-            f"{row.target}: {row.state}",
-            f"  {row.reason} Versions: {row.versions}; upstream: {row.upstream}.",
-        ]
+        lines += ["", "{target}: {state}\n  {reason} Versions: {versions}; upstream: {upstream}.".format_map(row)]
     missing = ", ".join(check.name for check in checks if check.needed and not check.ok)
     verdict = "training can run here" if can_train else f"training cannot run here, for want of: {missing}"
     return "\n".join([*lines, "", verdict])
@@ -205,7 +182,7 @@ def _compiler() -> Check:
     return Check("g++", path, path is not None, False, says)
 
 
-def patch_rows(probe: bool) -> list[Row]:
+def patch_rows(probe: bool) -> list[dict[str, str]]:
     """The table of `patches/table.py` with the state of each row; empty where torch or Megatron is missing.
 
     Args:
@@ -213,13 +190,17 @@ def patch_rows(probe: bool) -> list[Row]:
     """
     if _torch() is None or _installed("megatron-core") is None:
         return []
+    from megatron_mtp.patches.patch import is_known, state_of
     from megatron_mtp.patches.table import LOOP, PATCHES
 
+    rows = []
     with _prepared() if probe else nullcontext():
-        return [
-            Row(one.target, one.reason, one.upstream, f"{one.package} {one.versions}", _state(one, probe))
-            for one in (*PATCHES, *LOOP)
-        ]
+        for patch in (*PATCHES, *LOOP):
+            row = {name: getattr(patch, name) for name in ("target", "reason", "upstream")}
+            row["versions"] = f"{patch.package} {patch.versions}"
+            guess = KNOWN if is_known(patch) else f"{UNKNOWN} (--probe asks whether it has the fault)"
+            rows.append({**row, "state": state_of(patch).value if probe else guess})
+    return rows
 
 
 @contextmanager
@@ -232,19 +213,11 @@ def _prepared() -> Iterator[None]:
         yield
 
 
-def _state(patch: "Patch", probe: bool) -> str:
-    from megatron_mtp.patches.patch import is_known, state_of
-
-    if probe:
-        return state_of(patch).value
-    return KNOWN if is_known(patch) else f"{UNKNOWN} (--probe asks whether it has the fault)"
-
-
-def check_patches(rows: list[Row]) -> list[Check]:
+def check_patches(rows: list[dict[str, str]]) -> list[Check]:
     """Return whether every row is known to be right for the installed versions."""
     if not rows:
         return []
-    states = [row.state.partition(" (")[0] for row in rows]
+    states = [row["state"].partition(" (")[0] for row in rows]
     counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     ok = set(states) <= {KNOWN, "applied", "not needed"}
     return [Check("patches", counted, ok, "missing" in states, "functions of Megatron and torch that are replaced")]

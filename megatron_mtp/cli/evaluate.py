@@ -6,7 +6,7 @@ It is `train` with `--skip-train` and `DEFAULTS`; every flag of `train` may foll
 import json
 import os
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -89,7 +89,6 @@ def parser(program: str) -> Parser:
         description="Compute the losses, the acceptance by depth and the expected accepted length of a checkpoint on "
         "a text.",
         epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = made.add_argument

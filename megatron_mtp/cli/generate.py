@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -62,7 +62,6 @@ def parser(program: str) -> Parser:
         program,
         description="Generate text with a trained checkpoint, plainly or drafting several tokens per forward.",
         epilog=f"{EXAMPLES}\n{_names()}",
-        formatter_class=RawDescriptionHelpFormatter,
     )
     add_checkpoint_flags(made)
     add = made.add_argument

@@ -1,7 +1,6 @@
 """`megatron-mtp VERB ...`: looks the verb up, imports its module and runs it."""
 
 import sys
-from argparse import RawDescriptionHelpFormatter
 
 from megatron_mtp import __version__
 from megatron_mtp.cli.verbs import PROGRAM, VERBS, module_of
@@ -55,7 +54,6 @@ def parser() -> Parser:
         usage=f"{PROGRAM} VERB ...",
         description=f"Multi-Token Prediction for GPT models trained with Megatron-Core.\n\nverbs:\n{verbs}",
         epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     made.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the verbs above")
     made.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")

@@ -98,7 +98,6 @@ def parser(program: str) -> Parser:
         program,
         description=__doc__.split("\n")[0] if __doc__ else None,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
     add(

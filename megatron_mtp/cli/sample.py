@@ -2,7 +2,7 @@
 
 import os
 import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -53,7 +53,6 @@ def parser(program: str) -> Parser:
         description="Let a model continue the prompts of a corpus, and write prompts with continuations as data for "
         "train: depths that learn from it meet the texts that they will draft for.",
         epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     add_checkpoint_flags(made)
     add = made.add_argument

@@ -2,7 +2,7 @@
 
 import os
 import time
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from pathlib import Path
 
 from megatron_mtp.cli.generate import add_checkpoint_flags
@@ -41,7 +41,6 @@ def parser(program: str) -> Parser:
         description="Serve a trained checkpoint by OpenAI's HTTP API: many texts at once, each drafting. Beginnings "
         "that texts share run once, except on a hybrid with recurrent layers.",
         epilog=f"{EXAMPLES}\nSIGTERM or Ctrl-C ends the server when its texts have ended; a second one at once.\n",
-        formatter_class=RawDescriptionHelpFormatter,
     )
     add_checkpoint_flags(made)
     add = made.add_argument

@@ -6,7 +6,8 @@ functions are rows of `patches.table.LOOP`.
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from megatron.training import get_args
@@ -20,7 +21,6 @@ from megatron_mtp.training.metrics import Metrics, Step
 from megatron_mtp.training.short_log import say
 
 Function = Callable[..., Any]
-Wrapper = Callable[[Function, Metrics], Function]
 
 
 @contextmanager
@@ -30,34 +30,25 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None
     Raises:
         InputError: the installed megatron-core cannot be observed in this way.
     """
-    wrappers: dict[str, Wrapper] = {
-        "train_step": _steps,
-        "training_log": _logged_steps,
-        "evaluate_and_print_results": _evaluations,
+    wrappers = {
+        "train_step": partial(_steps, metrics),
+        "training_log": partial(_logged_steps, metrics),
+        "evaluate_and_print_results": partial(_evaluations, metrics),
         "num_floating_point_operations": _operations,
     }
     if shows_checkpoints:
         wrappers["save_checkpoint_and_time"] = _saves
-
     if any(state_of(row) is State.NOT_NEEDED for row in LOOP if row.name in wrappers):
         raise InputError(
             f"megatron-core is {installed('megatron-core')}, whose training loop does not call its steps as that of "
             f"{CORE} does; install a version in that range."
         )
 
-    def of_this_run(wrapper: Wrapper) -> Callable[[Function], Function]:
-        return lambda function: wrapper(function, metrics)
-
-    with wrapped({name: of_this_run(wrapper) for name, wrapper in wrappers.items()}):
+    with while_replaced(LOOP, wrappers):
         yield
 
 
-def wrapped(wrappers: dict[str, Callable[[Function], Function]]) -> AbstractContextManager[None]:
-    """While this lasts, functions of Megatron's `training` module are wrapped, by their names."""
-    return while_replaced(LOOP, wrappers)
-
-
-def _steps(train_step: Function, metrics: Metrics) -> Function:
+def _steps(metrics: Metrics, train_step: Function) -> Function:
     def timed(*given: Any, **named: Any) -> Any:
         metrics.begin_step()
         return train_step(*given, **named)
@@ -65,7 +56,7 @@ def _steps(train_step: Function, metrics: Metrics) -> Function:
     return timed
 
 
-def _logged_steps(training_log: Function, metrics: Metrics) -> Function:
+def _logged_steps(metrics: Metrics, training_log: Function) -> Function:
     """Called at the end of every step, on all ranks."""
 
     def logged(losses: Any, sums: Any, learning_rate: float | None, step: int, *rest: Any, **named: Any) -> Any:
@@ -76,7 +67,7 @@ def _logged_steps(training_log: Function, metrics: Metrics) -> Function:
     return logged
 
 
-def _evaluations(evaluate_and_print_results: Function, metrics: Metrics) -> Function:
+def _evaluations(metrics: Metrics, evaluate_and_print_results: Function) -> Function:
     """Only the prefix of Megatron's own line names the data: 'iteration 9', '... on test set'."""
 
     def announced(prefix: str, *rest: Any, **named: Any) -> None:
@@ -87,7 +78,7 @@ def _evaluations(evaluate_and_print_results: Function, metrics: Metrics) -> Func
     return announced
 
 
-def _operations(num_floating_point_operations: Function, _: Metrics) -> Function:
+def _operations(num_floating_point_operations: Function) -> Function:
     """Megatron's count for its log: of every pass of a repeated layer, and not of --mtp-num-layers."""
 
     def counted(args: Namespace, *rest: Any, **named: Any) -> Any:
@@ -108,7 +99,7 @@ def with_passes(args: Namespace) -> Namespace:
     return Namespace(**{**vars(args), **changes})
 
 
-def _saves(save_checkpoint_and_time: Function, metrics: Metrics) -> Function:
+def _saves(save_checkpoint_and_time: Function) -> Function:
     def shown(step: int, *rest: Any, **named: Any) -> None:
         save_checkpoint_and_time(step, *rest, **named)
         args = get_args()

@@ -12,7 +12,6 @@ run.json: how the run was started. A resumed run adds a start; `arguments` are t
 """
 
 import json
-import math
 import os
 import re
 import shlex
@@ -47,23 +46,29 @@ def read_rows(folder: Path) -> list[Row]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read ({error}); give a run whose files are whole.") from error
-    rows = [_row(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if (row := _row(line)) is not None:
+            rows.append(row)
+        elif line.strip():
+            raise ValueError(
+                f"{file} is damaged in line {number}; remove the line, or resume the run, which removes it."
+            )
     if not rows:
         raise ValueError(f"{file} is empty; wait for the run's first --log-interval.")
     return rows
 
 
-def _row(file: Path, number: int, line: str) -> Row:
+def _row(line: str | bytes) -> Row | None:
+    """The row of a line; None of a line that a kill has cut short, or that is damaged."""
     try:
         row = json.loads(line)
         figures = [value for key, value in row.items() if key not in ("iteration", "split")]
         whole = all(_is_number(value) for value in figures) and SPLIT.fullmatch(row["split"]) is not None
         whole = whole and type(row["iteration"]) is int and 0 <= row["iteration"] < 2**63
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # also numbers with thousands of digits
-        whole = False
-    if not whole:
-        raise ValueError(f"{file} is damaged in line {number}; remove the line, or resume the run, which removes it.")
-    return dict(row)
+        return None
+    return dict(row) if whole else None
 
 
 def _is_number(value: Any) -> bool:
@@ -84,26 +89,16 @@ def append(file: Path, row: str) -> None:
 
 
 def drop_rows_after(path: Path, iteration: int) -> None:
-    """Remove the rows of steps that a resumed run takes again; a new run renames the older file to *.old.jsonl."""
+    """Remove damaged rows, and those of steps that a resumed run takes again; a new run renames it *.old.jsonl."""
     if not path.exists():
         return
     if iteration == 0:
         path.replace(path.with_suffix(".old.jsonl"))
         return
-    rows = path.read_bytes().splitlines()
+    lines = path.read_bytes().splitlines()
     with written_beside(path) as beside:
-        beside.write_bytes(b"".join(row + b"\n" for row in rows if _iteration(row) <= iteration))
-
-
-def _iteration(line: bytes) -> float:
-    """The step of a row; a line that a kill has cut short, or that is damaged, counts as taken again."""
-    try:
-        row = json.loads(line)
-        figures = [value for name, value in row.items() if name not in ("iteration", "split")]
-    except (ValueError, AttributeError, RecursionError):
-        return math.inf
-    is_row = isinstance(row.get("split"), str) and all(type(value) in (int, float) for value in figures)
-    return row["iteration"] if is_row and type(row.get("iteration")) is int else math.inf
+        kept = [line for line in lines if (row := _row(line)) is not None and row["iteration"] <= iteration]
+        beside.write_bytes(b"".join(line + b"\n" for line in kept))
 
 
 # --- run.json --------------------------------------------------------------------------------------------------------

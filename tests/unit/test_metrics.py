@@ -15,7 +15,7 @@ import torch
 from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training import run_files
-from megatron_mtp.training.metrics import FILE, PLOT, Metrics, Step, table
+from megatron_mtp.training.metrics import PLOT, Metrics, Step, table
 from megatron_mtp.training.run_files import write_run_record
 
 
@@ -41,7 +41,7 @@ def report(total: float, tokens: float) -> dict[str, torch.Tensor]:
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / run_files.METRICS).read_text().splitlines()]
 
 
 def train(metrics: Metrics, args: Namespace, first: int, last: int) -> None:
@@ -188,7 +188,7 @@ def test_a_resumed_run_does_not_count_steps_twice(args: Namespace, tmp_path: Pat
     first = Metrics(tmp_path)
     train(first, args, 1, 4)
     first.close()
-    with open(tmp_path / FILE, "a") as file:
+    with open(tmp_path / run_files.METRICS, "a") as file:
         file.write('{"iteration": 5, "spl')  # killed here
     args.iteration = 2
     resumed = Metrics(tmp_path)
@@ -255,7 +255,7 @@ def test_a_full_disk_does_not_end_a_run(
             pass
 
         def write(self, text: str) -> None:
-            with (tmp_path / FILE).open("a") as file:
+            with (tmp_path / run_files.METRICS).open("a") as file:
                 file.write(text[: space[0]])
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -279,6 +279,7 @@ DAMAGED_ROWS = (
     b'{"iteration": NaN, "split": "training"}',
     b'{"iteration": 1e999, "split": "training"}',
     b'{"iteration": 1, "split": 3}',
+    b'{"iteration": 1, "split": "trainin"}',
     b'{"iteration": 1, "split": "validation", "lm loss": "x"}',
     b'{"iteration": 1, "split": "validation", "mtp_1 loss": ' + b"9" * 5000 + b"}",
 )
@@ -287,7 +288,7 @@ DAMAGED_ROWS = (
 @pytest.mark.parametrize("damaged", DAMAGED_ROWS, ids=lambda row: ascii(row[:40]))
 def test_a_damaged_row_does_not_end_a_resumed_run(damaged: bytes, args: Namespace, tmp_path: Path) -> None:
     whole = b'{"iteration": 1, "split": "training", "lm loss": 1.0}'
-    (tmp_path / FILE).write_bytes(damaged + b"\n" + whole)  # whose end of the line a kill has cut off
+    (tmp_path / run_files.METRICS).write_bytes(damaged + b"\n" + whole)  # whose end of the line a kill has cut off
     args.iteration = 1
     resumed = Metrics(tmp_path)
     train(resumed, args, 2, 4)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from contextlib import redirect_stdout
 from itertools import product
 
@@ -37,7 +37,6 @@ def parser(program: str) -> Parser:
         "what the depths reach when they are run as they were trained, and name the rules of the engine that cost the "
         "difference. Pieces of the text are prompts; the model continues them greedily.",
         epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     add = made.add_argument
     add("checkpoints", nargs="+", type=named, metavar="CKPT", help="Megatron checkpoint, or Hugging Face folder")

@@ -1,6 +1,6 @@
 """`megatron-mtp report RUN_DIR ...`: the folders of runs in, one HTML page out."""
 
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 
 from megatron_mtp.errors import Parser, named, status_of
 from megatron_mtp.files import written_beside
@@ -27,7 +27,6 @@ def parser(program: str) -> Parser:
         program,
         description="One self-contained HTML page of runs: losses, acceptance, costs, settings, drafts.",
         epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     add = made.add_argument
     add("runs", nargs="+", type=named, metavar="RUN_DIR", help="folders that --mtp-metrics-dir has named")

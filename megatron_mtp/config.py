@@ -46,16 +46,16 @@ class MTPConfig:
 
     mtp_architecture: str = _flag(
         "sequential",
-        "How the depths are connected: 'sequential' runs D modules in a chain, each with the next token's embedding "
-        "(DeepSeek-V3, arXiv:2412.19437, section 2.2); 'parallel' puts D independent heads on the trunk's hidden "
-        "state (Gloeckle et al., arXiv:2404.19737). Default: sequential.",
+        "How the MTP layers are connected: 'sequential' runs D modules in a chain, each with the next token's "
+        "embedding (DeepSeek-V3, arXiv:2412.19437, section 2.2); 'parallel' puts D independent heads on the trunk's "
+        "hidden state (Gloeckle et al., arXiv:2404.19737). Default: sequential.",
         metavar="{" + ",".join(ARCHITECTURES) + "}",
     )
     mtp_init: str | None = _flag(
         None,
-        "How to initialize depths that the loaded checkpoint does not have: 'random' as in a new model, 'last-layer' "
-        "with the trunk's last layer (and eh_proj passing the hidden state on). Default: refuse to load such a "
-        "checkpoint.",
+        "How to initialize MTP layers that the loaded checkpoint does not have: 'random' as in a new model, "
+        "'last-layer' with the trunk's last layer (and eh_proj passing the hidden state on). Default: refuse to load "
+        "such a checkpoint.",
         metavar="{" + ",".join(INITS) + "}",
     )
     mtp_acceptance_interval: int = _flag(
@@ -94,8 +94,8 @@ class MTPConfig:
     )
     mtp_train_only: bool = _flag(
         False,
-        "Train the depths alone: trunk, embedding and head stay as they were loaded, bit by bit, and cost no gradients "
-        "and no optimizer state. Default: everything is trained.",
+        "Train the MTP layers alone: trunk, embedding and head stay as they were loaded, bit by bit, and cost no "
+        "gradients and no optimizer state. Default: everything is trained.",
         action="store_true",
     )
     mtp_mask_prompts: bool = _flag(
@@ -105,7 +105,7 @@ class MTPConfig:
         action="store_true",
     )
     mtp_loss: str = _flag(
-        "ce", "What the depths learn: a name of the table of losses, which --list-losses explains. Default: ce."
+        "ce", "What the MTP layers learn: a name of the table of losses, which --list-losses explains. Default: ce."
     )
     mtp_loss_mix: str | None = _flag(
         None,
@@ -128,12 +128,15 @@ class MTPConfig:
     )
     mtp_label_smoothing: float = _flag(
         0.0,
-        "Probability in the labels of the depths' cross-entropy that is spread over all tokens. Default: 0.",
+        "Probability in the labels of the MTP layers' cross-entropy that is spread over all tokens. Default: 0.",
         type=float,
         metavar="S",
     )
     mtp_z_loss: float = _flag(
-        0.0, "Weight of the squared log-normalizer in the depths' cross-entropy. Default: 0.", type=float, metavar="Z"
+        0.0,
+        "Weight of the squared log-normalizer in the MTP layers' cross-entropy. Default: 0.",
+        type=float,
+        metavar="Z",
     )
     mtp_loss_weights: str | None = _flag(
         None,
@@ -157,9 +160,9 @@ class MTPConfig:
     )
     mtp_draft_vocab_size: int | None = _flag(
         None,
-        "Size of the draft vocabulary: the depths draft only the N most frequent tokens of --data-path, so that their "
-        "head costs N rows. The list is kept in the checkpoint, and a run that loads it needs no flag. Default: the "
-        "checkpoint's list, or all tokens.",
+        "Size of the draft vocabulary: the MTP layers draft only the N most frequent tokens of --data-path, so that "
+        "their head costs N rows. The list is kept in the checkpoint, and a run that loads it needs no flag. Default: "
+        "the checkpoint's list, or all tokens.",
         type=int,
         metavar="N",
     )

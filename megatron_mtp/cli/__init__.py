@@ -9,7 +9,7 @@ sample.py      a corpus of a checkpoint's own texts
 serve.py       OpenAI's HTTP API
 evaluate.py    loss and acceptance of a checkpoint on a text
 audit.py       what is in a checkpoint, and what differs between two
-attach.py      depths for a Hugging Face model, step by step
+attach.py      MTP layers for a Hugging Face model, step by step
 preprocess.py  text to .bin and .idx
 doctor.py      what this machine has, and what the absence of a thing costs
 completion.py  completion for bash and zsh

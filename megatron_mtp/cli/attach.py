@@ -225,8 +225,8 @@ def _warned(args: Namespace) -> bool:
         form_of(start, family=args.family, tokenizer=args.model)
     except ValueError as error:
         print(
-            f"> warning: no Hugging Face folder can hold this model with depths ({error}) They are trained and draft "
-            "here as a Megatron checkpoint; export and proof are left out.",
+            f"> warning: no Hugging Face folder can hold this model with MTP layers ({error}) They are trained and "
+            "draft here as a Megatron checkpoint; export and proof are left out.",
             file=sys.stderr,
             flush=True,
         )

@@ -121,7 +121,7 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
     done = asdict(mcore_to_hf(args.source, args.target, options(args), form))
     drafted = stored_draft_vocabulary(iteration_folder(args.source))
     if drafted is not None:
-        done["draft vocabulary"] = f"{drafted.numel()} tokens, left out: the depths of the folder draft all tokens"
+        done["draft vocabulary"] = f"{drafted.numel()} tokens, left out: the MTP layers of the folder draft all tokens"
     return done
 
 

@@ -28,7 +28,7 @@ DRAFTS = "drafts.json"
 [{"prompt": [5, 12], "steps": [as `Update.as_json`, ...]}, ...]}"""
 
 EXAMPLES = """examples:
-  # two drafts per step with the depths that the checkpoint was trained with, and how much faster that is
+  # two drafts per step with the MTP layers that the checkpoint was trained with, and how much faster that is
   megatron-mtp generate --load runs/quickstart/checkpoint --prompt 'def forward(self' \\
       --speculative-config '{"method": "mtp"}' --compare
 

@@ -51,7 +51,7 @@ def parser(program: str) -> Parser:
     made = Parser(
         program,
         description="Let a model continue the prompts of a corpus, and write prompts with continuations as data for "
-        "train: depths that learn from it meet the texts that they will draft for.",
+        "train: MTP layers that learn from it see the sequences that they will draft for.",
         epilog=EXAMPLES,
     )
     add_checkpoint_flags(made)
@@ -73,7 +73,11 @@ def parser(program: str) -> Parser:
     add("--max-new-tokens", type=int, default=256, metavar="N", help="of each text; default: 256")
     add_sampling_flags(made, temperature=0.7)
     add("--seed", type=int, default=1234, metavar="N", help="of prompts and texts; default: 1234")
-    add("--speculative-config", metavar="JSON", help="how to draft, as in generate; default: mtp if there are depths")
+    add(
+        "--speculative-config",
+        metavar="JSON",
+        help="how to draft, as in generate; default: mtp if there are MTP layers",
+    )
     add("--batch-size", type=int, default=16, metavar="N", help="texts that run together; default: 16")
     add("--overwrite", action="store_true", help="make everything anew")
     add("--dry-run", action="store_true", help="print what would be done and what is there, and write nothing")

@@ -12,14 +12,14 @@ from megatron_mtp.runtime import prepare
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser, flags_of, without_unset
 from megatron_mtp.training.short_log import quiet, say
 
-DESCRIPTION = """Pretrain a GPT with MTP depths on Megatron's training loop.
+DESCRIPTION = """Pretrain a GPT with MTP layers on Megatron's training loop.
 
 These are the flags of this project. All of Megatron-LM's pretrain_gpt.py are taken as well; --help-megatron lists them.
 Those that most runs need:
 
   model      --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --seq-length --max-position-embeddings
              --position-embedding-type --normalization --swiglu --untie-embeddings-and-output-weights
-  depths     --mtp-num-layers --mtp-loss-scaling-factor --mtp-use-repeated-layer --mtp-detach-heads
+  MTP        --mtp-num-layers --mtp-loss-scaling-factor --mtp-use-repeated-layer --mtp-detach-heads
   training   --micro-batch-size --global-batch-size --train-iters --lr --lr-decay-style --lr-warmup-iters --bf16
   data       --data-path --split --tokenizer-type --tokenizer-model
   run        --save --save-interval --load --eval-interval --eval-iters --log-interval --tensorboard-dir
@@ -27,7 +27,7 @@ Those that most runs need:
              --expert-model-parallel-size --sequence-parallel --use-distributed-optimizer"""
 
 EXAMPLES = """examples:
-  # two depths, one process (without a CUDA device: on the CPU)
+  # two MTP layers, one process (without a CUDA device: on the CPU)
   megatron-mtp train --num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 256 \\
       --max-position-embeddings 256 --position-embedding-type rope --micro-batch-size 8 --train-iters 100 --lr 1e-3 \\
       --data-path DATA --tokenizer-type HuggingFaceTokenizer --tokenizer-model DATA-tokenizer --mtp-num-layers 2
@@ -39,7 +39,7 @@ EXAMPLES = """examples:
   megatron-mtp train --config run.yaml --lr 2e-3
   megatron-mtp train --config run.yaml --dry-run 64
 
-  # depths for a model that has none
+  # MTP layers for a model that has none
   megatron-mtp train ... --load CHECKPOINT --save NEW --mtp-num-layers 2 --mtp-init last-layer
 """
 
@@ -138,7 +138,7 @@ def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
         flags = all_parser(program)
         words = [] if given.config is None else flags_of(Path(given.config), flags)
         if any(word.split("=")[0] == "--yaml-cfg" for word in (*words, *rest)):
-            raise ValueError("--yaml-cfg takes the place of all flags, those of the depths too; give --config.")
+            raise ValueError("--yaml-cfg takes the place of all flags, those of the MTP layers too; give --config.")
         words, rest = without_unset(words, rest, flags)
     sys.argv = [program, *words, *rest]
     return sys.argv

@@ -42,11 +42,12 @@ VERBS: Registry[Verb] = Registry(
             "show what anyone's checkpoint holds, or what differs between two, and why", "megatron_mtp.cli.audit"
         ),
         "attach": Verb(
-            "add depths to a Hugging Face model: train on its frozen trunk, measure, export", "megatron_mtp.cli.attach"
+            "add MTP layers to a Hugging Face model: train on its frozen trunk, measure, export",
+            "megatron_mtp.cli.attach",
         ),
         "generate": Verb("generate text from a checkpoint, several tokens per forward", "megatron_mtp.cli.generate"),
         "sample": Verb(
-            "continue a corpus' prompts by a checkpoint: data to train its depths on", "megatron_mtp.cli.sample"
+            "continue a corpus' prompts by a checkpoint: data to train its MTP layers on", "megatron_mtp.cli.sample"
         ),
         "serve": Verb(
             "answer OpenAI's HTTP API with a checkpoint, many texts at once, each drafting", "megatron_mtp.cli.serve"

@@ -15,8 +15,7 @@ weight_gradient.py       the head's gradient: what is kept of it for the backwar
 triton_kernels.py        a position's losses and gradients in one kernel or two: all losses but mix
 triton_chunk.py          where these kernels are used, and what they are called with
 linear_cross_entropy.py  head and loss together, in chunks of tokens: memory that does not grow with depths
-combine.py               masks, weights (lambda / D) and the normalizer: one scalar from all losses
-schedule.py              lambda (--mtp-loss-scaling-factor), step by step
+combine.py               masks, lambda, its schedule, weights (lambda / D), normalizer: one scalar from all losses
 reference.py             all losses as their definitions read
 """
 

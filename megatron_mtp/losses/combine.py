@@ -1,4 +1,4 @@
-"""One scalar from the trunk's and the depths' sums of losses: masks, weights and normalizer in one place.
+"""One scalar from the trunk's and the depths' sums of losses: masks, lambda, weights and normalizer in one place.
 
 By default Megatron's schedule divides this scalar by the microbatch's count of tokens. With
 `--calculate-per-token-loss` it divides every gradient by the count of the global batch. So the scalar is
@@ -12,11 +12,15 @@ cut. Under context parallelism every rank has a part of the sums, and T and T_d 
 the ranks' scalars add up to that of the microbatch. An empty mask gives loss 0 and gradient 0.
 """
 
+import math
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_mtp.config import SCHEDULES, MTPConfig
 
 
 @dataclass(frozen=True)
@@ -59,3 +63,35 @@ def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool
     """
     weight_D = whole_tokens.new_tensor(weights)
     return weight_D if per_token else weight_D * whole_tokens[0].int() / whole_tokens[1:].clamp(min=1)
+
+
+# --- lambda and weights, step by step --------------------------------------------------------------------------------
+
+
+def scaling_factor(args: Namespace, settings: MTPConfig, step: int) -> float:
+    """lambda of this step: `--mtp-loss-scaling-factor` at first, `--mtp-loss-final-factor` in the end."""
+    first: float = args.mtp_loss_scaling_factor
+    if settings.mtp_loss_schedule == "constant":
+        return first
+    progress = min(step / settings.mtp_loss_schedule_steps, 1)
+    return SCHEDULES[settings.mtp_loss_schedule](first, settings.mtp_loss_final_factor, progress)
+
+
+def depth_weights(settings: MTPConfig, depths: int, factor: float, are_coupled: bool = False) -> list[float]:
+    """The weight of depth 1 .. D: lambda / D, times `--mtp-loss-weights`; `factor` is lambda.
+
+    Of a loss that couples depths these are the terms of one mean, so that all of them add to lambda.
+    """
+    weights = settings.loss_weights(depths)
+    return [factor / (sum(weights) if are_coupled else depths) * weight for weight in weights]
+
+
+def kept_positions(fraction: float, seed: tuple[int, int], positions: int) -> Tensor | None:
+    """Positions of whole sequences that the depths are trained on; None for all.
+
+    They depend on `seed`, which is (run, step), alone: every rank draws the same, also after a resume.
+    """
+    if fraction == 1:
+        return None
+    generator = torch.Generator(device="cpu").manual_seed(hash(seed) % 2**63)
+    return torch.randperm(positions, generator=generator, device="cpu")[: math.ceil(fraction * positions)]

@@ -15,7 +15,7 @@ from megatron.training import get_args
 from megatron_mtp.config import trained_depths
 from megatron_mtp.errors import InputError
 from megatron_mtp.model.pattern import trunk_and_depths
-from megatron_mtp.patches.patch import State, installed, state_of, while_replaced
+from megatron_mtp.patches.patch import Replace, State, installed, state_of, while_replaced
 from megatron_mtp.patches.table import CORE, LOOP
 from megatron_mtp.training.metrics import Metrics, Step
 from megatron_mtp.training.short_log import say
@@ -30,7 +30,7 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None
     Raises:
         InputError: the installed megatron-core cannot be observed in this way.
     """
-    wrappers = {
+    wrappers: dict[str, Replace] = {
         "train_step": partial(_steps, metrics),
         "training_log": partial(_logged_steps, metrics),
         "evaluate_and_print_results": partial(_evaluations, metrics),

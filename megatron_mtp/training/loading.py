@@ -138,7 +138,7 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
     if absent:
         args.finetune = True  # the stored optimizer knows nothing of the new depths
         if args.rank == 0:
-            say(f"> depths that {folder} lacks: --mtp-init {settings.mtp_init}; starting as with --finetune")
+            say(f"> MTP layers that {folder} lacks: --mtp-init {settings.mtp_init}; starting as with --finetune")
     if stored is not None and not args.use_checkpoint_args:
         _check_positions(args, stored, source)
     if stored is not None and name == "load" and not args.finetune and folder.name != RELEASE:
@@ -168,10 +168,10 @@ def _check_gpt_as_hybrid(pattern: str, stored: Namespace, said: str) -> None:
     """
     depths = getattr(stored, "mtp_num_layers", None)
     if depths or "/" in pattern:
-        with_depths = f"with {depths} depths" if depths else "without depths"
+        with_depths = f"with {depths} MTP layers" if depths else "without MTP layers"
         raise ValueError(
             f"{said} a GPT of {stored.num_layers} layers {with_depths}, and --hybrid-layer-pattern is {pattern}, but "
-            "depths are not loaded from one form into the other; make a hybrid checkpoint of it by megatron-mtp "
+            "MTP layers are not loaded from one form into the other; make a hybrid checkpoint of it by megatron-mtp "
             "convert gpt-to-hybrid, and load that."
         )
     halves = {"attention": "*+", "an MLP or MoE": "-E"}
@@ -266,7 +266,7 @@ def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | Non
         return None, False
     _check_slices(tokens, args)
     if args.rank == 0:
-        say(f"> the depths draft {len(tokens)} of {args.padded_vocab_size} tokens, {source}")
+        say(f"> the MTP layers draft {len(tokens)} of {args.padded_vocab_size} tokens, {source}")
     return torch.tensor(tokens), loaded is not None and stored is None
 
 
@@ -274,13 +274,13 @@ def _check_same(stored: Tensor, settings: MTPConfig, source: str) -> None:
     size, file = settings.mtp_draft_vocab_size, settings.mtp_draft_vocab_file
     if size is not None and size != stored.numel():
         raise ValueError(
-            f"{SIZE} is {size}, but the depths of {source} were trained to draft {stored.numel()} tokens; "
-            "leave the flag out to go on with those, or start from a checkpoint without depths."
+            f"{SIZE} is {size}, but the MTP layers of {source} were trained to draft {stored.numel()} tokens; "
+            "leave the flag out to go on with those, or start from a checkpoint without MTP layers."
         )
     if file is not None and tokens_of_file(Path(file), get_tokenizer().vocab_size) != stored.tolist():
         raise ValueError(
-            f"{FILE} is {file}, but the depths of {source} were trained to draft {stored.numel()} other "
-            "tokens; leave the flag out to go on with those, or start from a checkpoint without depths."
+            f"{FILE} is {file}, but the MTP layers of {source} were trained to draft {stored.numel()} other "
+            "tokens; leave the flag out to go on with those, or start from a checkpoint without MTP layers."
         )
 
 

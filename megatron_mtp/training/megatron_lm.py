@@ -120,7 +120,7 @@ def pretrain(
     if forward_step_func is not None or model_provider is not None:
         raise TypeError(
             "pretrain() of megatron_mtp.training.megatron_lm was given a forward step or a model provider, which "
-            "would not train the depths; take them out of the call."
+            "would not train the MTP layers; take them out of the call."
         )
     if cfg_container.model is None:
         cfg_container.model = _own_config(get_args())

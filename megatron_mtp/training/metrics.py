@@ -250,7 +250,7 @@ class Metrics:
 def table(losses: dict[str, float], rates: AcceptanceStats | None) -> str:
     """The table after an evaluation: loss and acceptance by depth, and tokens per forward of the trunk."""
     if rates is None:
-        return f"loss of the trunk: {losses['lm loss']:.4f}; there are no depths"
+        return f"loss of the trunk: {losses['lm loss']:.4f}; there are no MTP layers"
     lines = [
         "+-------+------------+------------+------------------------+---------+",
         "| depth |       loss | acceptance | conditional acceptance | overlap |",

@@ -22,7 +22,7 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, depth_batch, mask_ignored_labels
 from megatron_mtp.data.shift import NO_DOCUMENT, inside_document, shift_left
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.schedule import depth_weights
+from megatron_mtp.losses.combine import depth_weights
 from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPTrunk
@@ -92,7 +92,7 @@ def mtp_loss(
     """
     settings = settings or MTPConfig()
     if not model.mtp_process:
-        raise ValueError("the model has no MTP depths; attach some with megatron-mtp convert attach-mtp.")
+        raise ValueError("the model has no MTP layers; attach some with megatron-mtp convert attach-mtp.")
     if settings.mtp_hidden_state_mixing:
         raise ValueError(
             "mtp_hidden_state_mixing is set, which only megatron-mtp train can do, since it draws by the number of the "

@@ -50,14 +50,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     flags = f"--mtp-draft-vocab-size {DRAFTED} --save {folder}/checkpoint --save-interval {HALF} {CONTEXT}".split()
     log = launch.run(command(folder, corpus(folder / "corpus"), *flags), folder / "log")
-    assert f"> the depths draft {DRAFTED} of 128 tokens, the most frequent, 9" in log
+    assert f"> the MTP layers draft {DRAFTED} of 128 tokens, the most frequent, 9" in log
     return folder
 
 
 def test_a_run_goes_on_with_the_checkpoints_draft_vocabulary_in_another_layout(trained: Path, tmp_path: Path) -> None:
     flags = f"--load {trained}/checkpoint --ckpt-step {HALF} {TENSOR}".split()
     log = launch.run(command(tmp_path, trained / "corpus", *flags), tmp_path / "log")
-    assert f"> the depths draft {DRAFTED} of 128 tokens, as --load {trained}" in log
+    assert f"> the MTP layers draft {DRAFTED} of 128 tokens, as --load {trained}" in log
     ours, theirs = launch.learned(tmp_path), launch.learned(trained)
     assert list(ours) == [3, 4]
     for step, row in ours.items():
@@ -76,5 +76,5 @@ def test_it_drafts_its_tokens_and_is_exported_with_all(
     assert convert(["drop-mtp", str(trained / "checkpoint"), str(tmp_path / "one"), "--keep", "1"]) == 0
     assert inspect(tmp_path / "one")["draft vocabulary"] == DRAFTED
     assert convert(["mcore-to-hf", str(trained / "checkpoint"), str(tmp_path / "exported")]) == 0
-    said = f"draft vocabulary: {DRAFTED} tokens, left out: the depths of the folder draft all tokens"
+    said = f"draft vocabulary: {DRAFTED} tokens, left out: the MTP layers of the folder draft all tokens"
     assert said in capsys.readouterr().out

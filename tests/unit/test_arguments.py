@@ -366,7 +366,7 @@ def drafting_checkpoint(megatron: None, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--mtp-draft-vocab-size 4", "--mtp-draft-vocab-size is 4, but the depths of"),
+        ("--mtp-draft-vocab-size 4", "--mtp-draft-vocab-size is 4, but the MTP layers of"),
         ("--mtp-draft-vocab-file {folder}/ids.txt", "were trained to draft 3 other tokens; leave the flag out"),
     ],
 )

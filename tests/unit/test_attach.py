@@ -184,7 +184,7 @@ def test_a_trunk_without_a_form_is_told_before_the_training(
         words[words.index("megatron_mtp") + 1] for words in started
     ] == "preprocess convert train train generate".split()
     shown = capsys.readouterr()
-    assert "no Hugging Face folder can hold this model with depths (no family has its norms.)" in shown.err
+    assert "no Hugging Face folder can hold this model with MTP layers (no family has its norms.)" in shown.err
     assert f"> Megatron checkpoint: {tmp_path}/run/checkpoint" in shown.out
     assert cli.main([*given, "--only", "export"]) == 0
     assert capsys.readouterr().err.startswith("> warning: ")

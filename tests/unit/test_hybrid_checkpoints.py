@@ -83,7 +83,7 @@ def test_a_gpt_with_depths_is_converted_before_it_is_loaded_into_a_pattern(
     pattern: str, gpt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refusal(f"{ROPE} {MOCK} {PATTERN} {pattern} --load {gpt}", monkeypatch, capsys)
-    assert f"--load {gpt} holds a GPT of 2 layers with 1 depths, and {PATTERN} is {pattern}, but depths are" in said
+    assert f"--load {gpt} holds a GPT of 2 layers with 1 MTP layers, and {PATTERN} is {pattern}, but MTP" in said
     assert "megatron-mtp convert gpt-to-hybrid" in said
 
 

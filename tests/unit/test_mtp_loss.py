@@ -105,5 +105,5 @@ def test_shapes_that_differ_and_a_model_without_depths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"have the shapes .* give all three as \[B, S\]"):
         mtp_loss(trunk_states(model, tokens), model, tokens, labels[:, 1:], mask)
     plain = our_model(None)
-    with pytest.raises(ValueError, match="the model has no MTP depths; attach some with"):
+    with pytest.raises(ValueError, match="the model has no MTP layers; attach some with"):
         mtp_loss(trunk_states(plain, tokens), plain, tokens, labels, mask)

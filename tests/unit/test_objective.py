@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, depth_batch
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.schedule import kept_positions
+from megatron_mtp.losses.combine import kept_positions
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.model.trunk import StageOutput

@@ -50,23 +50,22 @@ NOT_SETTINGS = ("output_prefix", "workers", "overwrite")
 def main(arguments: list[str], program: str = "megatron-mtp preprocess") -> int:
     """Run `preprocess`; exit status 0 if the corpus is there, 2 for a mistake in the flags or the input."""
     args = parser(program).parse_args(arguments)
-    return status_of(program, lambda: preprocess(args))
+
+    def work() -> int:
+        _check_flags(args)
+        with one_writer(Path(args.output_prefix), f"--output-prefix: '{args.output_prefix}'"):
+            preprocess(args)
+        return 0
+
+    return status_of(program, work)
 
 
-def preprocess(args: argparse.Namespace) -> int:
-    """Find documents, tokenize them and write the corpus; returns 0.
+def preprocess(args: argparse.Namespace) -> None:
+    """Find documents, tokenize them and write the corpus.
 
     Raises:
         ValueError: a user's mistake, or a worker process died.
     """
-    _check_flags(args)
-    prefix = Path(args.output_prefix)
-    with one_writer(prefix, f"--output-prefix: '{prefix}'"):
-        _preprocess(args)
-    return 0
-
-
-def _preprocess(args: argparse.Namespace) -> None:
     settings = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SETTINGS}
     if not args.overwrite and _is_done(args.output_prefix, settings):
         return
@@ -100,45 +99,24 @@ def parser(program: str) -> Parser:
         epilog=EXAMPLES,
     )
     add = made.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="files, folders or quoted globs; a .jsonl file has one document per line",
-    )
-    add(
-        "--include",
-        nargs="+",
-        default=TEXT_FILES,
-        metavar="GLOB",
-        help="names of the files to read inside folders (default: *.txt *.md *.py *.jsonl)",
-    )
-    add(
-        "--json-key", default="text", metavar="KEY", help="key of the text in the lines of .jsonl files (default: text)"
-    )
+    files = "files, folders or quoted globs; a .jsonl file has one document per line"
+    add("--input", nargs="+", required=True, metavar="PATH", help=files)
+    inside = f"names of the files to read inside folders (default: {' '.join(TEXT_FILES)})"
+    add("--include", nargs="+", default=TEXT_FILES, metavar="GLOB", help=inside)
+    add("--json-key", default="text", metavar="KEY", help="key of the text in lines of .jsonl files (default: text)")
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
     which = made.add_mutually_exclusive_group()
     which.add_argument("--tokenizer", metavar="FOLDER", help="folder of an existing Hugging Face tokenizer")
-    which.add_argument(
-        "--vocab-size",
-        type=int,
-        default=8192,
-        metavar="N",
-        help="without --tokenizer: train a byte-level BPE of N entries (default: 8192)",
-    )
+    size = "without --tokenizer: train a byte-level BPE of N entries (default: 8192)"
+    which.add_argument("--vocab-size", type=int, default=8192, metavar="N", help=size)
     add("--tokenizer-output", metavar="FOLDER", help="folder for the trained tokenizer (default: PREFIX-tokenizer)")
     add("--eod-token", metavar="TOKEN", help="token that ends a document (default: the tokenizer's eos_token)")
     add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
     add("--max-mb", type=float, metavar="MB", help="use a random sample of about this many megabytes of text")
     add("--seed", type=int, default=1234, help="seed of the shuffle and of the sample (default: 1234)")
     add("--no-shuffle", dest="shuffle", action="store_false", help="keep the documents in the order of file names")
-    add(
-        "--workers",
-        type=int,
-        default=os.cpu_count(),
-        help="processes; any number gives the same output (default: one per core)",
-    )
+    processes = "processes; any number gives the same output (default: one per core)"
+    add("--workers", type=int, default=os.cpu_count(), help=processes)
     add("--overwrite", action="store_true", help="replace existing output")
     return made
 

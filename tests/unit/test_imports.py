@@ -110,8 +110,8 @@ def test_arrows_go_one_way() -> None:
     TopologicalSorter({room: below - {room} for room, below in ALLOWED.items()}).prepare()
 
 
-def circle_among(sources: dict[str, str]) -> list[str]:
-    """Modules that import each other in a circle, inside functions and for type checkers too; none if there is none.
+def graph_of(sources: dict[str, str]) -> dict[str, set[str]]:
+    """The modules that each module imports, inside functions and for type checkers too.
 
     Args:
         sources: by the file's path in the package.
@@ -126,8 +126,13 @@ def circle_among(sources: dict[str, str]) -> list[str]:
         found = imported_modules(source, package)
         named = {one if one in modules else one.rpartition(".")[0] for one in found}
         graph[module] = named & modules - {module}
+    return graph
+
+
+def circle_among(sources: dict[str, str]) -> list[str]:
+    """Modules that import each other in a circle; none if there is none."""
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(graph_of(sources)).prepare()
     except CycleError as error:
         circle: list[str] = error.args[1]
         return circle
@@ -152,6 +157,23 @@ def test_the_check_sees_a_planted_circle(back: str) -> None:
     sources = {"data/a.py": "from megatron_mtp.data.b import y", "data/b.py": "import torch", "data/c.py": back}
     assert circle_among(sources) == []
     assert set(circle_among({**sources, "data/b.py": back})) == {"megatron_mtp.data.a", "megatron_mtp.data.b"}
+
+
+LOADED = {"checkpoint.convert.import_hf": 45}
+"""Modules, and how many of the package's files they and their imports are at most, `__init__` files included."""
+
+
+@pytest.mark.parametrize(("module", "most"), LOADED.items())
+def test_a_reader_follows_a_command_through_few_files(module: str, most: int) -> None:
+    graph = graph_of({file: (PACKAGE / file).read_text(encoding="utf-8") for file in files()})
+    found, waiting = set[str](), [f"megatron_mtp.{module}"]
+    while waiting:
+        name = waiting.pop()
+        above = name.rpartition(".")[0]
+        if name in graph and name not in found:
+            found.add(name)
+            waiting += [above, *graph[name]]
+    assert 1 < len(found) <= most, sorted(found)
 
 
 def test_extensions_import_the_modules_of_the_core_that_the_design_lists() -> None:

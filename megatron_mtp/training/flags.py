@@ -37,8 +37,21 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
         if field.name == "mtp_loss":
             described["metavar"] = "{" + ",".join(LOSSES.names()) + "}"
         names = [flag, described.pop("alias")] if "alias" in described else [flag]
+        for alias in names[1:]:
+            _take_over(parser, alias)
         group.add_argument(*names, dest=field.name, default=field.default, **described)
     return add_yarn_arguments(parser)
+
+
+def _take_over(parser: ArgumentParser, flag: str) -> None:
+    """Make room for our flag where Megatron has one of this name, whose argument stays, with its default.
+
+    Megatron 0.20 has --mtp-hsm, for the blocks of its own: ours are built in their place.
+    """
+    theirs = parser._option_string_actions.get(flag)
+    if theirs is not None:
+        parser._handle_conflict_resolve(theirs, [(flag, theirs)])  # type: ignore[arg-type]
+        parser.set_defaults(**{theirs.dest: theirs.default})
 
 
 def all_parser(program: str) -> ArgumentParser:

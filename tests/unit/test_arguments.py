@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_mtp.cli import main as cli
 from megatron_mtp.model.arguments import APEX, CUDA, TE, flags_without
 from megatron_mtp.training import arguments, loading
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
+from megatron_mtp.training.flags import add_mtp_arguments
 from megatron_mtp.training.run import main
 
 MODEL = (
@@ -444,3 +445,11 @@ def test_help_shows_our_flags_and_megatrons_when_asked_to(
     text = capsys.readouterr().out
     assert [word for word in shown.split() if word not in text] == []
     assert [word for word in hidden.split() if word in text] == []
+
+
+def test_our_alias_takes_the_place_of_a_flag_of_a_newer_megatron() -> None:
+    """Megatron 0.20 has a field `mtp_hsm`, whose flag is our --mtp-hsm; its own code reads the field."""
+    parser = ArgumentParser()
+    parser.add_argument_group("transformer").add_argument("--mtp-hsm", action="store_true")
+    args = add_mtp_arguments(parser).parse_args(["--mtp-hsm"])
+    assert (args.mtp_hidden_state_mixing, args.mtp_hsm) == (True, False)

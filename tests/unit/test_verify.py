@@ -275,3 +275,17 @@ def test_depths_that_no_reference_describes_are_not_compared(
     last = verify(folder, tmp_path / "mcore")[-1]
     assert (last.name, last.made) == ("logits of the depths not compared", False)
     assert last.witness == "nothing describes to transformers how GLM-4 MoE stores its depths (reference_forms.py)"
+
+
+def test_a_depth_of_full_attention_has_the_heads_of_such_layers(tmp_path: Path) -> None:
+    """Step-3.5 has other numbers of heads in windows; its depths are of windows as published."""
+    folder = make(tmp_path / "hf", "step3p5", 1, changes={"mtp_layer_types": ["full_attention"] * 3})
+    full = {f"model.layers.3.self_attn.{name}": tensor for name, tensor in attention_of(read(folder), 0).items()}
+    write(folder, {**read(folder), **full})
+    assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore")]) == 0
+    assert not failed(verify(folder, tmp_path / "mcore"))
+
+
+def attention_of(tensors: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
+    prefix = f"model.layers.{layer}.self_attn."
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -184,6 +184,7 @@ def _longcat(config: Any, depth: int, tensors: Tensors) -> Changes:
 
 def _step(config: Any, depth: int, tensors: Tensors) -> Changes:
     kind = (config.mtp_layer_types or config.layer_types)[depth]
+    config.allow_global_per_layer_attribute_access = True  # of layers of full attention; those of windows differ
     heads = config.num_sliding_attention_heads if kind == "sliding_attention" else config.num_attention_heads
     return {
         "layer_types": [kind],

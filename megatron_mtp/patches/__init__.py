@@ -2,7 +2,7 @@
 
 table.py              THE TABLE: target, reason, upstream issue, versions, probe, replacement; `install()` walks it
 patch.py              what a row is, and how it is applied: the original is kept, a mended fault is left alone
-probes.py             the probes: each calls the original with tiny inputs or reads its code
+                      each file below has the replacements of a subject, and their probes: is the fault there?
 layers.py             routers of experts, YaRN beside MTP, fused weight gradients; data sets without a compiler
 optimizers.py         the distributed optimizer in checkpoints, also torch's and that of stages without training
 unpickling.py         catalogues and objects of checkpoints are read without running code

@@ -7,11 +7,13 @@ place, and that is no damage. Checkpoints without checksums load as before.
 """
 
 import functools
+import io
 import json
 import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -118,3 +120,29 @@ def checked_once(slice_file: Callable[..., Any]) -> Callable[..., Any]:
         return slice_file(reader, file, place)
 
     return opened
+
+
+# --- probes: is the fault there? -------------------------------------------------------------------------------------
+
+
+def writes_no_checksum(write_item: Callable[..., Any]) -> bool:
+    """Return whether the record of an entry's place has no checksum."""
+    from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    item = SimpleNamespace(type=WriteItemType.BYTE_IO, index=None)
+    content = io.BytesIO(b"bytes")
+    written = write_item(
+        _StorageWriterTransforms(), io.BytesIO(), content, item, "file", SerializationFormat.TORCH_SAVE
+    )
+    return not any(part in name for name in vars(written.storage_data) for part in ("crc", "checksum", "hash", "sha"))
+
+
+def reads_damaged_bytes(slice_file: Callable[..., Any]) -> bool:
+    """Return whether an entry is opened although its checksum is not the one in its place."""
+    place = SimpleNamespace(relative_path="file", offset=0, length=5, crc32=0, transform_descriptors=None)
+    try:
+        slice_file(SimpleNamespace(), io.BytesIO(b"bytes"), place)
+    except ValueError:
+        return False
+    return True

@@ -7,10 +7,14 @@ import copy
 from argparse import Namespace
 from collections.abc import Callable
 from functools import wraps
-from inspect import unwrap
-from typing import Any
+from inspect import getfile, unwrap
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import Any, cast
 
 import torch
+
+from megatron_mtp.patches.patch import Function, names_in, with_globals
 
 
 def counted_without_padding(_: Any) -> Callable[..., None]:
@@ -142,3 +146,55 @@ def already_compiled(_: Any) -> Callable[[], None]:
 
 def _import() -> None:
     from megatron.core.datasets import helpers_cpp  # noqa: F401  (an ImportError here names what is missing)
+
+
+# --- probes: is the fault there? -------------------------------------------------------------------------------------
+
+
+def compiles_without_makefile(compile_helpers: Function) -> bool:
+    """Return whether it runs make in a folder that has no Makefile."""
+    folder = Path(getfile(unwrap(compile_helpers))).parent
+    return "make" in names_in(compile_helpers) and not (folder / "Makefile").exists()
+
+
+def refuses_yarn(validate_args: Function) -> bool:
+    """Return whether depths are refused by the kind of positions; a wrapper's own code does not refuse them."""
+    code = cast(FunctionType, validate_args).__code__
+    return any(
+        isinstance(text, str) and text.startswith("Multi-Token Prediction (MTP) is not") for text in code.co_consts
+    )
+
+
+def mask_hits_experts(apply_expert_bias: Function) -> bool | None:
+    """Two tokens, two experts, the second token masked: counts are [1, 1], or with the fault [2, 0]."""
+    router = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(2))
+    with torch.enable_grad():
+        apply_expert_bias(router, torch.tensor([[True, True], [True, False]]), torch.tensor([False, True]))
+    return {(1.0, 1.0): False, (2.0, 0.0): True}.get(tuple(router.local_tokens_per_expert.tolist()))
+
+
+def sum_overwrites_count(get_counts: Function) -> bool | None:
+    """One token for one expert on each of two ranks, one of the tokens masked: this rank has 1 token, all have 2."""
+    counted = with_globals(get_counts, reduce_from_tensor_model_parallel_region=lambda counts, _: counts.mul_(2))
+    _, own, total = counted(torch.tensor([[1, 0], [0, 0]]), SimpleNamespace(size=lambda: 2), 1, True)
+    return {(1, 2): False, (2, 2): True}.get((int(own), int(total)))
+
+
+def counts_other_routers(report: Function) -> bool | None:
+    """A trunk of one layer with experts, and a depth without: the average of the one router's 1.0 is 1.0, or 0.5."""
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+
+    class OfOneRank(MoEMetricsTracker):
+        def _sync_metrics(self, *_: Any) -> None:
+            pass
+
+    tracker, losses = OfOneRank(), dict[str, Any]()
+    tracker.record("loss", torch.ones(()), 1, 2)
+    counts = {"num_layers": 1, "moe_layer_freq": [1], "mtp_num_layers": 1}
+    report(tracker, 1.0, 0, track_names="loss", total_loss_dict=losses, **counts)
+    return {1.0: False, 0.5: True}.get(float(losses["loss"]))
+
+
+def refuses_without_apex(init: Function) -> bool:
+    """Return whether a layer asks for Apex's extension when it is made."""
+    return "_grad_accum_fusion_available" in names_in(init)

@@ -2,10 +2,14 @@
 
 import functools
 from collections.abc import Callable
+from inspect import unwrap
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from megatron_mtp.patches.patch import Function, names_in
 
 
 def without_gaps(state_of: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,3 +132,55 @@ def _not_sharded(optimizer: dict[str, Any]) -> Any:
 
     _, stored = extract_nonpersistent(optimizer)
     return extract_sharded_base(stored)[1]
+
+
+# --- probes: is the fault there? -------------------------------------------------------------------------------------
+
+
+def counts_padding(state_of: Function) -> bool | None:
+    """Bucket 0 has one number and one of padding; bucket 1 has three, and the parameter is the first two.
+
+    Gathered: [0, 1, 2, 3]; the parameter is [1, 2], or with the fault [2, 3].
+    """
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    parameter = torch.zeros(2)
+    buckets = [
+        SimpleNamespace(grad_data=torch.zeros(2), numel_unpadded=1),
+        SimpleNamespace(grad_data=torch.zeros(3), numel_unpadded=3),
+    ]
+    buffer = SimpleNamespace(buckets=buckets, param_index_map={parameter: (2, 4, 1)}, numel_unpadded=4)
+    gathered = {0: {"dtype": {"param": torch.arange(4.0)}}}
+    optimizer = SimpleNamespace(
+        get_parameter_state_dp_zero=lambda **_: gathered, gbuf_ranges=[{"dtype": None}], buffers=[buffer]
+    )
+    model = {"weight": ShardedTensor.from_rank_offsets("weight", parameter)}
+    state = state_of(optimizer, model, metadata={})
+    return {(1.0, 2.0): False, (2.0, 3.0): True}.get(tuple(state[0]["param"].data.tolist()))
+
+
+def needs_first_step(optimizer_class: Any) -> bool | None:
+    """Return whether torch's Adam has no state before its first step; False with Apex or Transformer Engine."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return False
+    before_a_step = SimpleNamespace(state={}, state_dict=lambda: {"state": {}, "param_groups": []})
+    try:
+        optimizer_class.state_dict(SimpleNamespace(optimizer=before_a_step, init_state_fn=None, grad_scaler=None))
+    except AssertionError:
+        return True
+    return False
+
+
+def makes_no_stubs(get_optimizer: Function) -> bool:
+    """Return whether stages without anything to train get no stub: the functions that make optimizers mention none."""
+    scope = unwrap(get_optimizer).__globals__
+    parts = ("_get_megatron_optimizer_based_on_param_groups", "_get_param_groups_and_buffers", "_get_param_groups")
+    functions = [get_optimizer, *(scope[part] for part in parts if part in scope)]
+    return not any("is_stub_optimizer" in names_in(function) for function in functions)
+
+
+def lends_nothing(save: Function) -> bool:
+    """Return whether rank 0 writes only its own optimizer: no object is exchanged before the save."""
+    return not {"broadcast_object_list", "gather_object", "all_gather_object"} & names_in(save)

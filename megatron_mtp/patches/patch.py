@@ -12,16 +12,25 @@ target: each replacement wraps the one before.
 
 import importlib
 import importlib.metadata
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, cast
 
 from packaging.specifiers import SpecifierSet
 
+Function = Callable[..., Any]
+Probe = Callable[[Any], bool | None]
+"""From the original to whether the fault is there; None or an exception if it is not a function that the probe knows.
+
+It leaves no trace in the process. Most call the function with a few numbers; where that would need a job, they read its
+compiled code.
+"""
 Replace = Callable[[Any], Any]
 """From the current function to the one that takes its place."""
 
@@ -53,7 +62,7 @@ class Patch:
     reason: str
     upstream: str
     versions: str
-    probe: Callable[[Any], bool | None]
+    probe: Probe
     replacement: Replace | None = None
     package: str = "megatron-core"
 
@@ -167,3 +176,55 @@ def while_replaced(patches: Sequence[Patch], replacements: dict[str, Replace]) -
     finally:
         for owner, name, found in before:
             setattr(owner, name, found)
+
+
+# --- for probes ------------------------------------------------------------------------------------------------------
+
+
+def names_in(function: Function) -> set[str]:
+    """Names and strings that the code of a function mentions, with the functions inside it."""
+    waiting, names = [cast(FunctionType, inspect.unwrap(function)).__code__], set[str]()
+    while waiting:
+        code = waiting.pop()
+        names |= {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return names
+
+
+def with_globals(function: Function, **changed: Any) -> Function:
+    """A copy of the function that finds other objects under some global names."""
+    plain = cast(FunctionType, inspect.unwrap(function))
+    made = FunctionType(plain.__code__, {**plain.__globals__, **changed}, plain.__name__, plain.__defaults__)
+    made.__kwdefaults__ = plain.__kwdefaults__
+    return made
+
+
+def has_no_callbacks(_: Any) -> bool:
+    """Return whether `pretrain()` takes no callbacks, so that only its functions' arguments show a run."""
+    from megatron.training import training
+
+    return not any("callback" in name for name in inspect.signature(training.pretrain).parameters)
+
+
+def called_by_name(*first: str) -> Probe:
+    """A probe: Megatron's loop calls the function by its name in the module, with these arguments first."""
+
+    def probe(function: Function) -> bool | None:
+        if tuple(inspect.signature(function).parameters)[: len(first)] != first:
+            return None
+        return any(function.__name__ in caller.__code__.co_names for caller in _functions_of_loop())
+
+    return probe
+
+
+def _functions_of_loop() -> list[FunctionType]:
+    from megatron.training import training
+
+    functions = [inspect.unwrap(one) for one in vars(training).values() if inspect.isfunction(one)]
+    return [cast(FunctionType, one) for one in functions if one.__module__ == training.__name__]
+
+
+def unobserved(*first: str) -> Probe:
+    """A probe: there are no callbacks, and the loop calls the function as `called_by_name` says."""
+    by_name = called_by_name(*first)
+    return lambda function: by_name(function) if has_no_callbacks(function) else False

@@ -10,19 +10,25 @@ itself. `metadata.json`, which marks an iteration as whole, is removed first; Me
 
 import ctypes
 import functools
+import inspect
+import logging
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from multiprocessing.managers import SyncManager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatron_mtp.patches.checksums import CHECKSUMS
+from megatron_mtp.patches.patch import Function, names_in, with_globals
 
 FORMAT = "metadata.json"
 """It names the format. Megatron writes it last: an iteration that has it is whole."""
@@ -105,3 +111,37 @@ def end_with_parent(parent: int) -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent had ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+# --- probes: is the fault there? -------------------------------------------------------------------------------------
+
+
+def keeps_mark(save: Function) -> bool | None:
+    """Return whether a folder that is saved to again is still marked as whole when the save begins."""
+    reached: list[bool] = []
+
+    def begin(*_: Any) -> None:
+        reached.append(True)
+        raise InterruptedError
+
+    alone = SimpleNamespace(get_rank=lambda: 0, barrier=lambda *_: None, is_initialized=lambda: False)
+    begun = with_globals(
+        save, save_preprocess=begin, torch=SimpleNamespace(distributed=alone), logger=logging.Logger("probe", 100)
+    )
+    with TemporaryDirectory(prefix="megatron-mtp-") as folder:
+        mark = Path(folder) / FORMAT
+        mark.touch()
+        with suppress(InterruptedError):
+            begun({}, folder)
+        return mark.exists() if reached else None
+
+
+def seals_nothing(save: Function) -> bool:
+    """Return whether a save makes no checksum of the catalogue by default."""
+    settings = inspect.signature(save).parameters
+    return "verify_integrity" not in settings or settings["verify_integrity"].default is False
+
+
+def leaves_helper(get_queue: Function) -> bool:
+    """Return whether the queue's process is a plain Manager, which nothing ends with its parent."""
+    return "Manager" in names_in(get_queue)

@@ -10,11 +10,10 @@ from megatron_mtp.patches import (
     checksums,
     layers,
     optimizers,
-    probes,
     saving,
     unpickling,
 )
-from megatron_mtp.patches.patch import Patch, apply
+from megatron_mtp.patches.patch import Patch, Probe, apply, called_by_name, has_no_callbacks, unobserved
 
 CORE = ">=0.19.0,<=0.19.2"
 TORCH = ">=2.11,<2.12"
@@ -28,7 +27,7 @@ PATCHES = (
         "The wheel has no Makefile, so the call would end the process, though the helpers are compiled already.",
         NONE,
         CORE,
-        probes.compiles_without_makefile,
+        layers.compiles_without_makefile,
         layers.already_compiled,
     ),
     Patch(
@@ -36,7 +35,7 @@ PATCHES = (
         "The router applies a mask over tokens to the experts' axis when it counts tokens for the expert bias.",
         f"{ISSUES}/6111, fixed by {PULLS}/6114",
         CORE,
-        probes.mask_hits_experts,
+        layers.mask_hits_experts,
         layers.counted_without_padding,
     ),
     Patch(
@@ -44,7 +43,7 @@ PATCHES = (
         "With masked tokens, the sum over ranks overwrites this rank's count, and the balancing loss is too large.",
         f"{PULLS}/7481",
         CORE,
-        probes.sum_overwrites_count,
+        layers.sum_overwrites_count,
         layers.with_mean_count,
     ),
     Patch(
@@ -53,7 +52,7 @@ PATCHES = (
         "without experts wait forever for tensors of another size.",
         f"fixed by {PULLS}/6748",
         CORE,
-        probes.counts_other_routers,
+        layers.counts_other_routers,
         layers.over_all_routers,
     ),
     Patch(
@@ -61,7 +60,7 @@ PATCHES = (
         "YaRN outside of latent attention is refused with depths, whose angles are those of the trunk.",
         NONE,
         CORE,
-        probes.refuses_yarn,
+        layers.refuses_yarn,
         layers.with_yarn,
     ),
     Patch(
@@ -69,7 +68,7 @@ PATCHES = (
         "Without Apex the output layer refuses fused weight gradients, for which Transformer Engine needs no Apex.",
         NONE,
         CORE,
-        probes.refuses_without_apex,
+        layers.refuses_without_apex,
         layers.fused_where_possible,
     ),
     Patch(
@@ -77,7 +76,7 @@ PATCHES = (
         "The fully reshardable format saves wrong slices of the optimizer's state behind a padded bucket.",
         f"fixed by {PULLS}/5077",
         CORE,
-        probes.counts_padding,
+        optimizers.counts_padding,
         optimizers.without_gaps,
     ),
     Patch(
@@ -85,7 +84,7 @@ PATCHES = (
         "Without Apex and Transformer Engine, a distributed optimizer cannot resume.",
         NONE,
         CORE,
-        probes.needs_first_step,
+        optimizers.needs_first_step,
         optimizers.resumable,
     ),
     Patch(
@@ -93,7 +92,7 @@ PATCHES = (
         "A pipeline stage without anything to train has an optimizer whose checkpoint cannot be loaded.",
         NONE,
         CORE,
-        probes.makes_no_stubs,
+        optimizers.makes_no_stubs,
         optimizers.with_stubs,
     ),
     Patch(
@@ -101,7 +100,7 @@ PATCHES = (
         "Megatron's copy of torch's function writes entries without checksums.",
         NONE,
         CORE,
-        probes.writes_no_checksum,
+        checksums.writes_no_checksum,
         checksums.with_checksum,
     ),
     Patch(
@@ -109,7 +108,7 @@ PATCHES = (
         "The helper process of saves stays when its rank is killed.",
         NONE,
         CORE,
-        probes.leaves_helper,
+        saving.leaves_helper,
         saving.queue_that_ends,
     ),
     Patch(
@@ -117,7 +116,7 @@ PATCHES = (
         "Nothing compares a checkpoint's catalogue with what was saved.",
         NONE,
         CORE,
-        probes.seals_nothing,
+        saving.seals_nothing,
         saving.sealed,
     ),
     Patch(
@@ -125,7 +124,7 @@ PATCHES = (
         "Rank 0 alone writes the optimizer's common state, which it does not have if its stage trains nothing.",
         NONE,
         CORE,
-        probes.lends_nothing,
+        optimizers.lends_nothing,
         optimizers.with_lent_optimizer,
     ),
     Patch(
@@ -133,7 +132,7 @@ PATCHES = (
         "An iteration that is saved again over itself looks whole all the time.",
         NONE,
         CORE,
-        probes.keeps_mark,
+        saving.keeps_mark,
         saving.unmarked_meanwhile,
     ),
     Patch(
@@ -141,7 +140,7 @@ PATCHES = (
         "The tokenizer belongs beside a checkpoint, and Megatron calls nothing before a save.",
         f"callbacks: {PULLS}/5610",
         CORE,
-        probes.has_no_callbacks,
+        has_no_callbacks,
         saving.announced,
     ),
     Patch(
@@ -149,7 +148,7 @@ PATCHES = (
         "Entries of a checkpoint are written without checksums.",
         NONE,
         TORCH,
-        probes.writes_no_checksum,
+        checksums.writes_no_checksum,
         checksums.with_checksum,
         package="torch",
     ),
@@ -158,7 +157,7 @@ PATCHES = (
         "Damaged entries of a checkpoint are loaded.",
         NONE,
         TORCH,
-        probes.reads_damaged_bytes,
+        checksums.reads_damaged_bytes,
         checksums.checked_once,
         package="torch",
     ),
@@ -167,7 +166,7 @@ PATCHES = (
         "The catalogue of a checkpoint is unpickled, which runs whatever code it names.",
         "https://github.com/pytorch/pytorch/issues/189308",
         TORCH,
-        probes.unpickles_catalogues,
+        unpickling.unpickles_catalogues,
         unpickling.safe_read_metadata,
         package="torch",
     ),
@@ -176,7 +175,7 @@ PATCHES = (
         "Objects in a checkpoint are unpickled, which runs whatever code they name.",
         "https://github.com/pytorch/pytorch/issues/189308",
         TORCH,
-        probes.unpickles_objects,
+        unpickling.unpickles_objects,
         unpickling.safe_load_bytes,
         package="torch",
     ),
@@ -184,7 +183,7 @@ PATCHES = (
 """In the order in which they are applied; rows of one target follow each other."""
 
 
-def _of_loop(name: str, reason: str, probe: probes.Probe) -> Patch:
+def _of_loop(name: str, reason: str, probe: Probe) -> Patch:
     return Patch(f"megatron.training.training:{name}", reason, f"callbacks: {PULLS}/5610", CORE, probe)
 
 
@@ -192,12 +191,12 @@ LOOP = (
     _of_loop(
         "train_step",
         "The loop has no callback for the beginning of a step.",
-        probes.unobserved(),
+        unobserved(),
     ),
     _of_loop(
         "training_log",
         "The loop has no callback for the figures of a step.",
-        probes.unobserved(
+        unobserved(
             "loss_dict",
             "total_loss_dict",
             "learning_rate",
@@ -211,19 +210,19 @@ LOOP = (
     _of_loop(
         "evaluate_and_print_results",
         "The loop has no callback for evaluations and their data.",
-        probes.unobserved("prefix"),
+        unobserved("prefix"),
     ),
     _of_loop(
         "save_checkpoint_and_time",
         "The loop has no callback for saved checkpoints.",
-        probes.unobserved("iteration"),
+        unobserved("iteration"),
     ),
     Patch(
         "megatron.training.training:num_floating_point_operations",
         "The log counts the depths of a repeated layer, and not the passes that --mtp-unroll makes of it.",
         NONE,
         CORE,
-        probes.called_by_name(),
+        called_by_name(),
     ),
 )
 """Each run makes the replacements of these, and takes them back at its end."""

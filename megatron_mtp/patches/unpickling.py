@@ -10,8 +10,10 @@ torch's classes are imported where they are used: they take half a second, and `
 import io
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -151,3 +153,40 @@ def _load_bytes(planner: Any, read_item: Any, value: IO[bytes]) -> None:
         set_element(planner.original_state_dict, planner.mappings[name], loaded)
     else:
         planner.state_dict[name] = loaded
+
+
+# --- probes: is the fault there? -------------------------------------------------------------------------------------
+
+
+class Planted:
+    """A class that no checkpoint holds."""
+
+
+def unpickles_catalogues(read_metadata: Callable[..., Any]) -> bool:
+    """Return whether a catalogue may name any class."""
+
+    @contextmanager
+    def stream(*_: Any) -> Iterator[io.BytesIO]:
+        yield io.BytesIO(pickle.dumps(Planted()))
+
+    reader = SimpleNamespace(
+        fs=SimpleNamespace(create_stream=stream), _get_metadata_path=lambda *_: "catalogue", load_id=None
+    )
+    try:
+        read_metadata(reader)
+    except pickle.UnpicklingError:
+        return False
+    return True
+
+
+def unpickles_objects(load_bytes: Callable[..., Any]) -> bool:
+    """Return whether an entry may name any class."""
+    content = io.BytesIO()
+    torch.save(Planted(), content)
+    content.seek(0)
+    planner = SimpleNamespace(flatten_state_dict=False, state_dict={})
+    try:
+        load_bytes(planner, SimpleNamespace(dest_index=SimpleNamespace(fqn="entry")), content)
+    except (pickle.UnpicklingError, ValueError):
+        return False
+    return "entry" in planner.state_dict

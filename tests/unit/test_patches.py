@@ -21,9 +21,9 @@ from megatron.training import training
 import megatron_mtp
 from megatron_mtp.cli import main as cli
 from megatron_mtp.errors import InputError
+from megatron_mtp.patches import layers, optimizers, saving
 from megatron_mtp.patches import patch as engine
-from megatron_mtp.patches import probes
-from megatron_mtp.patches.patch import Patch, State, apply, original_of, state_of, while_replaced
+from megatron_mtp.patches.patch import Patch, State, apply, has_no_callbacks, original_of, state_of, while_replaced
 from megatron_mtp.patches.table import CORE, LOOP, PATCHES
 from megatron_mtp.training.hooks import observed
 from megatron_mtp.training.metrics import Metrics
@@ -90,15 +90,15 @@ def called_by_nothing() -> None:
 
 
 MENDED: dict[Any, Any] = {
-    probes.compiles_without_makefile: compile_helpers,
-    probes.sum_overwrites_count: get_tokens_per_expert_and_token_count,
-    probes.counts_other_routers: report,
-    probes.needs_first_step: DistributedOptimizer,
-    probes.makes_no_stubs: get_megatron_optimizer,
-    probes.leaves_helper: get_write_results_queue,
-    probes.seals_nothing: save_sealed,
-    probes.lends_nothing: save_lent,
-    probes.keeps_mark: save_unmarked,
+    layers.compiles_without_makefile: compile_helpers,
+    layers.sum_overwrites_count: get_tokens_per_expert_and_token_count,
+    layers.counts_other_routers: report,
+    optimizers.needs_first_step: DistributedOptimizer,
+    optimizers.makes_no_stubs: get_megatron_optimizer,
+    saving.leaves_helper: get_write_results_queue,
+    saving.seals_nothing: save_sealed,
+    optimizers.lends_nothing: save_lent,
+    saving.keeps_mark: save_unmarked,
 }
 """By probe. Of the other rows, what the patch makes of the original is a mended function as well."""
 
@@ -107,7 +107,7 @@ def mend(row: Patch, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Put a mended function in the place of the row's target, in a release that the table does not know."""
     monkeypatch.setattr(engine, "installed", lambda package: NEWER[package])
     mended = original_of(row)
-    if row.probe is probes.has_no_callbacks or row in LOOP[:4]:
+    if row.probe is has_no_callbacks or row in LOOP[:4]:
         monkeypatch.setattr(training, "pretrain", lambda config, callbacks=(): None)
     elif row in LOOP:
         mended = called_by_nothing

@@ -225,6 +225,7 @@ def _ends(
     args: Namespace, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> "tuple[frozenset[int], Callable[[list[int]], int | None] | None]":
     """What ends a text before its budget: tokens, and `--stop`."""
+    from megatron_mtp.data.tokenizer import end_tokens
     from megatron_mtp.decoding.text import cutter
 
     if "" in args.stop:
@@ -235,8 +236,7 @@ def _ends(
                 "--stop was given, but the checkpoint names no tokenizer to read text with; give --tokenizer."
             )
         return frozenset(), None
-    ends = frozenset([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
-    return ends, cutter(args.stop, tokenizer) if args.stop else None
+    return end_tokens(tokenizer), cutter(args.stop, tokenizer) if args.stop else None
 
 
 def _as_json(

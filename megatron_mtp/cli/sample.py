@@ -92,7 +92,7 @@ def run(args: Namespace) -> int:
     """
     from megatron_mtp.checkpoint.mcore.reader import DistReader
     from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
-    from megatron_mtp.data.tokenizer import Encoder
+    from megatron_mtp.data.tokenizer import Encoder, end_tokens, read_tokenizer
     from megatron_mtp.decoding.method import parse_config
     from megatron_mtp.decoding.own_texts.writing import How, appended, finished_texts
     from megatron_mtp.decoding.sampling import Sampling
@@ -112,8 +112,10 @@ def run(args: Namespace) -> int:
     if folder is None:
         raise ValueError(f"--load is {args.load}, which names no tokenizer that is there; give --tokenizer.")
     encoder = Encoder.from_folder(folder, trust_remote_code=args.trust_remote_code)
+    ends = end_tokens(read_tokenizer(folder, args.trust_remote_code))
     settings = _settings(args) | {
         "load": reader.fingerprint()["catalogue"],  # checksums by which a model is known
+        "ends": sorted(ends),
         "speculative-config": None if speculative is None else speculative.flat(),
     }
     if args.dry_run:
@@ -131,7 +133,7 @@ def run(args: Namespace) -> int:
         if _is_done(args, settings):
             print(f"{args.output_prefix}.bin and .idx are already there: {args.texts} texts with these settings")
             return 0
-        how = How(sampling, args.max_new_tokens, args.seed, frozenset([encoder.eod_id]), speculative, args.batch_size)
+        how = How(sampling, args.max_new_tokens, args.seed, ends, speculative, args.batch_size)
         _write(args, texts, appended(file, settings), how, _prompts(args, folder), encoder.vocab_size)
         _publish(args, texts, encoder, settings)
     return 0

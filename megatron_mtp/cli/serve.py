@@ -47,6 +47,8 @@ def parser(program: str) -> Parser:
     add("--host", default="127.0.0.1", metavar="H", help="address to listen at; default: 127.0.0.1, this machine alone")
     add("--port", type=int, default=8000, metavar="N", help="0 for any that is free; default: 8000")
     add("--api-key", metavar="KEY", help="that clients must send; default: none is asked for")
+    add("--allowed-origins", nargs="+", default=[], metavar="URL", help="origins of pages whose scripts may call the "
+        "server (CORS), such as http://localhost:3000, or '*' for all; default: none")  # fmt: skip
     add("--served-model-name", metavar="NAME", help="by which clients call the model; default: the name of its folder")
     add("--speculative-config", metavar="JSON", help="how texts draft, as of generate; default: plain decoding")
     add("--max-running", type=int, default=16, metavar="N", help="texts in a step; default: 16")
@@ -65,6 +67,7 @@ def run(args: Namespace) -> int:
     import torch
 
     from megatron_mtp.cpu import substitutions
+    from megatron_mtp.data.tokenizer import end_tokens, sampling_defaults
     from megatron_mtp.decoding.engine import ContinuousEngine
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.memory import blocks_for, blocks_in
@@ -91,7 +94,7 @@ def run(args: Namespace) -> int:
     engine = ContinuousEngine(runner, sizes, config, drafter)
     served = Served(
         name=args.served_model_name or _model_name(Path(args.load)),
-        codec=Codec() if tokenizer is None else TextCodec(tokenizer),
+        codec=Codec() if tokenizer is None else TextCodec(tokenizer, end_tokens(tokenizer)),
         positions=runner.positions,
         vocabulary=runner.vocab_size,
         most_outputs=args.max_waiting,  # they wait for a step before they run
@@ -102,10 +105,12 @@ def run(args: Namespace) -> int:
         follow(engine, served.codec, group)
         return 0
     print(f"> {loaded.line(args.load)}", flush=True)
+    if tokenizer is not None and (unused := sampling_defaults(tokenizer)):
+        print(f"> requests sample by their own fields, not as generation_config.json says: {unused}", flush=True)
     if group is None:
-        return serve(engine, served, listening, args.api_key)
+        return serve(engine, served, listening, args.api_key, args.allowed_origins)
     leader = Leader(engine, group)
-    status = serve(leader, served, listening, args.api_key)
+    status = serve(leader, served, listening, args.api_key, args.allowed_origins)
     if status == 0:
         leader.end()
     return status

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -26,6 +26,9 @@ EOD_TOKEN = "<|endoftext|>"
 PAD_TOKEN = "<|padding|>"
 SMALLEST_VOCAB = 256 + 2  # every byte, EOD_TOKEN and PAD_TOKEN
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+GENERATION_CONFIG = "generation_config.json"
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sampling settings of a generation config, with the values that change nothing."""
 
 Encode = Callable[[list[str]], list[list[int]]]
 
@@ -141,10 +144,45 @@ def entries(tokenizer: "PreTrainedTokenizerBase") -> int:
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
+def end_tokens(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
+    """Ids that end a text: the tokenizer's eos and every `eos_token_id` of the model's files in its folder.
+
+    A model that chats ends its turns with ids that generation_config.json or config.json lists, beside the eos of the
+    tokenizer, which may only end documents.
+    """
+    folder = Path(tokenizer.name_or_path)
+    config, generation = _object_in(folder / "config.json"), _object_in(folder / GENERATION_CONFIG)
+    named = [tokenizer.eos_token_id]
+    for found in (config, config.get("text_config"), generation):
+        ids = found.get("eos_token_id") if isinstance(found, dict) else None
+        named += ids if isinstance(ids, list) else [ids]
+    return frozenset(one for one in named if type(one) is int)
+
+
+def sampling_defaults(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+    """What generation_config.json in the tokenizer's folder asks for, by name; neutral values are left out."""
+    found = _object_in(Path(tokenizer.name_or_path) / GENERATION_CONFIG)
+    given = {name: found[name] for name in NEUTRAL if found.get(name) is not None}
+    return {name: value for name, value in given.items() if value != NEUTRAL[name]}
+
+
+def _object_in(file: Path) -> dict[str, Any]:
+    """A JSON file's object; empty where there is no file. Raises ValueError for a file that holds none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no JSON object; fetch or write it again.")
+    return found
+
+
 def _has_code(folder: Path) -> bool:
     try:
-        auto_map = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["auto_map"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        auto_map = _object_in(folder / "tokenizer_config.json").get("auto_map")
+    except ValueError:
         return False
     return isinstance(auto_map, dict) and "AutoTokenizer" in auto_map
 

@@ -11,9 +11,10 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, override
 
@@ -23,12 +24,13 @@ from fastapi import Request as HTTPRequest
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_mtp.decoding.requests import Engine, Request, check_prompt
 from megatron_mtp.server.async_engine import AsyncEngine, Outputs
-from megatron_mtp.server.detokenizer import Codec, OutputText
+from megatron_mtp.server.detokenizer import Codec, OutputText, too_long
 from megatron_mtp.server.metrics import Metrics
 from megatron_mtp.server.outputs import Answer, ChatAnswer, Choice, CompletionAnswer
 from megatron_mtp.server.protocol import (
@@ -69,6 +71,16 @@ class Served:
     most_outputs: int
     created: int
 
+    def as_json(self) -> dict[str, Any]:
+        """The entry in the list of models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "megatron-mtp",
+            "max_model_len": self.positions,
+        }
+
     def check_name(self, asked: str | None) -> None:
         """Raises APIError for another model."""
         if asked not in (None, self.name):
@@ -84,19 +96,16 @@ class Served:
     def check_prompt(self, prompt: list[int], limit: int | None) -> None:
         """Raises APIError for a prompt that cannot be continued by so many tokens."""
         if len(prompt) + max(1 if limit is None else limit, 1) > self.positions:
-            raise refused(
-                f"the prompt has {len(prompt)} tokens, and the model has {self.positions} positions for it and the "
-                "new ones; send less, or ask for fewer tokens.",
-                "prompt",
-                "context_length_exceeded",
-            )
+            raise too_long(str(len(prompt)), self.positions)
         try:
             check_prompt(prompt, self.positions, self.vocabulary)
         except ValueError as error:
             raise refused(str(error), "prompt") from error
 
 
-def serve(engine: Engine, served: Served, listening: socket.socket, key: str | None = None) -> int:
+def serve(
+    engine: Engine, served: Served, listening: socket.socket, key: str | None = None, origins: Sequence[str] = ()
+) -> int:
     """Serve an engine at a socket until a signal ends it; returns the exit status, 1 if the engine has failed."""
     metrics = Metrics()
     running = AsyncEngine(engine, metrics)
@@ -104,7 +113,7 @@ def serve(engine: Engine, served: Served, listening: socket.socket, key: str | N
     def ready() -> None:
         print(f"> '{served.name}' is served at {address_of(listening)}", flush=True)
 
-    Server(make_app(running, served, metrics, key), running, ready).run([listening])
+    Server(make_app(running, served, metrics, key, origins), running, ready).run([listening])
     return int(running.broken)
 
 
@@ -167,7 +176,9 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_app(engine: AsyncEngine, served: Served, metrics: Metrics, key: str | None = None) -> ASGIApp:
+def make_app(
+    engine: AsyncEngine, served: Served, metrics: Metrics, key: str | None = None, origins: Sequence[str] = ()
+) -> ASGIApp:
     """The application; it starts and ends the engine's thread.
 
     Args:
@@ -175,6 +186,7 @@ def make_app(engine: AsyncEngine, served: Served, metrics: Metrics, key: str | N
         served: the model.
         metrics: those that the engine feeds.
         key: that clients must send, if any.
+        origins: of pages whose scripts may call it; "*" for all.
     """
 
     @asynccontextmanager
@@ -186,13 +198,6 @@ def make_app(engine: AsyncEngine, served: Served, metrics: Metrics, key: str | N
     metrics.read(lambda: engine.load)
     app = FastAPI(title="megatron-mtp", lifespan=lifespan, max_body_size=LONGEST_BODY, docs_url=None, redoc_url=None)
     add_error_handlers(app)
-    model = {
-        "id": served.name,
-        "object": "model",
-        "created": served.created,
-        "owned_by": "megatron-mtp",
-        "max_model_len": served.positions,
-    }
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, asked: HTTPRequest) -> Response:
@@ -203,18 +208,19 @@ def make_app(engine: AsyncEngine, served: Served, metrics: Metrics, key: str | N
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, asked: HTTPRequest) -> Response:
         served.check_name(body.model)
-        messages = [message.plain() for message in body.messages]
-        prompt = await run_in_threadpool(served.codec.chat, messages)
+        messages, own = [message.plain() for message in body.messages], body.template_arguments()
+        variables = body.template_variables()
+        prompt = await run_in_threadpool(served.codec.chat, messages, own, variables, served.positions)
         return await _answered(asked, engine, served, body, [prompt], ChatAnswer)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [served.as_json()]}
 
     @app.get("/v1/models/{name:path}")
     async def named(name: str) -> dict[str, Any]:
         served.check_name(name)
-        return model
+        return served.as_json()
 
     @app.get("/health")
     async def health() -> Response:
@@ -225,11 +231,17 @@ def make_app(engine: AsyncEngine, served: Served, metrics: Metrics, key: str | N
     async def metrics_page() -> Response:
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    return RequestGuard(app, key)
+    guarded = RequestGuard(app, key)
+    if not origins:
+        return guarded
+    return CORSMiddleware(guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
 class RequestGuard:
-    """Refuses before a body is read: a wrong key for what costs something, and a body that says that it is too long."""
+    """Refuses before a body is read: a wrong key for what costs something, a body too long, and a compressed one.
+
+    HEAD is answered as GET is; uvicorn leaves the body out.
+    """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         self._app, self._key = app, key
@@ -237,17 +249,23 @@ class RequestGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
         answering = self._app if scope["type"] != "http" else self._refused(scope) or self._app
-        await answering(scope, receive, send)
+        as_get = {"method": "GET"} if scope.get("method") == "HEAD" else {}
+        await answering({**scope, **as_get}, receive, send)
 
     def _refused(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        given, length = headers.get("authorization", ""), headers.get("content-length", "0")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        length, coding = headers.get("content-length", "0"), headers.get("content-encoding", "identity")
         guarded = self._key is not None and scope["path"].startswith("/v1")
-        if guarded and not secrets.compare_digest(given.encode("latin-1"), f"Bearer {self._key}".encode()):
+        right = secrets.compare_digest(given.strip().encode("latin-1"), f"{self._key}".encode())
+        if guarded and not (right and scheme.lower() == "bearer"):
             message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`."
             return APIError(401, message, code="invalid_api_key").response()
         if length.isdecimal() and int(length) > LONGEST_BODY:
             return APIError(413, TOO_LONG).response()
+        if coding.lower() != "identity":
+            message = f"the body has the Content-Encoding {coding}, which is not served; send it as it is."
+            return APIError(415, message).response()
         return None
 
 
@@ -257,7 +275,8 @@ def _completion_prompts(body: CompletionBody, served: Served) -> list[list[int]]
     if not isinstance(given, list) or not given:
         raise refused("prompt: give a text, a list of token ids, or a list of these.", "prompt")
     served.check_outputs(len(given) * body.n)  # before they are tokenized
-    prompts = [served.codec.encode(one, body.add_special_tokens) if isinstance(one, str) else one for one in given]
+    encode = partial(served.codec.encode, special=body.add_special_tokens, positions=served.positions)
+    prompts = [encode(one) if isinstance(one, str) else one for one in given]
     if not all(map(_are_ids, prompts)):
         raise refused("prompt: a prompt is empty, or neither a text nor a list of token ids; correct it.", "prompt")
     return prompts
@@ -303,9 +322,12 @@ def _requests(body: Body, served: Served, prompts: list[list[int]]) -> tuple[lis
         raise refused("the checkpoint names no tokenizer to look for stop strings with; use stop_token_ids.", "stop")
     if limit == 0 and not body.echo:
         raise refused("max_tokens is 0; give 1 or more, or echo for the prompt alone.", "max_tokens")
+    special = codec.special_stops(body.stops)
+    stops = tuple(stop for stop in body.stops if stop not in special)
+    stop_ids = (frozenset() if body.ignore_eos else codec.ends) | {*special.values(), *(body.stop_token_ids or ())}
     all_prompts = [prompt for prompt in prompts for _ in range(body.n)]
     choices = [
-        Choice(index, prompt, OutputText(codec.detokenizer(prompt), body.stops), muted=limit == 0)
+        Choice(index, prompt, OutputText(codec.detokenizer(prompt), stops), muted=limit == 0)
         for index, prompt in enumerate(all_prompts)
     ]
     sampling, penalties, speculative = body.sampling(), body.penalties(), body.speculative()
@@ -316,8 +338,8 @@ def _requests(body: Body, served: Served, prompts: list[list[int]]) -> tuple[lis
             sampling=sampling,
             seed=seed,
             penalties=penalties,
-            stop_ids=(frozenset() if body.ignore_eos else codec.ends) | frozenset(body.stop_token_ids or ()),
-            cut=choice.text if body.stops else None,
+            stop_ids=stop_ids,
+            cut=choice.text if stops else None,
             logprobs=body.top,
             prompt_logprobs=body.top if body.echo else None,
             speculative=speculative,

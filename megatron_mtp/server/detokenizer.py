@@ -5,13 +5,17 @@ text      "a"         "€"                   a character goes out when all of i
                                             known to belong to no stop string, here "\\n\\n", which has ended the output
 """
 
+import copy
+import inspect
 import json
+import threading
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from megatron_mtp.server.protocol import refused
+from megatron_mtp.server.protocol import APIError, refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +24,12 @@ CONTEXT = 8
 """Newest tokens of a prompt, by which the first new one is written: with a leading space, or inside of a character."""
 
 UNFINISHED = "\ufffd"
+
+LONG = 2**16
+"""Characters of a text beyond which it is tokenized alone, so that many such texts leave time for steps."""
+
+COMPOSED = 4
+"""Characters that the normal form C makes one of, at most."""
 
 
 class Detokenizer:
@@ -142,13 +152,26 @@ class Codec:
     ends: frozenset[int] = frozenset()
     backend: Tokenizer | None = None
 
-    def encode(self, text: str, special: bool) -> list[int]:
-        """The tokens of a text, with the tokenizer's own beginning if `special`. Raises APIError."""
+    def encode(self, text: str, special: bool, positions: int) -> list[int]:
+        """The tokens of a text, with the tokenizer's own beginning if `special`. Raises APIError, also for too many."""
         raise refused("the checkpoint names no tokenizer; send token ids as the prompt.", "prompt")
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The tokens of a chat, up to where the answer begins. Raises APIError."""
+    def chat(
+        self, messages: list[dict[str, Any]], own: dict[str, Any], variables: dict[str, Any], positions: int
+    ) -> list[int]:
+        """The tokens of a chat, up to where the answer begins. Raises APIError, also for too many.
+
+        Args:
+            messages: their contents are strings.
+            own: arguments of `apply_chat_template`.
+            variables: further ones for the template.
+            positions: tokens, at most.
+        """
         raise refused("the checkpoint names no tokenizer, so it has no chat template; use /v1/completions.", "messages")
+
+    def special_stops(self, stops: tuple[str, ...]) -> dict[str, int]:
+        """Those stop strings that are special tokens, which have no text, and their ids. Raises APIError."""
+        return {}
 
     def decode(self, ids: list[int]) -> str:
         """The text of tokens, without special ones."""
@@ -166,11 +189,15 @@ class Codec:
 class TextCodec(Codec):
     """A tokenizer, of which only the compiled part is used, which any number of threads may read.
 
+    Args:
+        tokenizer: of the model.
+        ends: ids that end a text.
+
     Raises:
         ValueError: it has no compiled part.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", ends: frozenset[int]) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
                 f"the tokenizer is a {type(tokenizer).__name__}, which has no tokenizer.json; give one that has."
@@ -179,12 +206,15 @@ class TextCodec(Codec):
         self.backend = backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_truncation()
         backend.no_padding()
-        self.ends = frozenset([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+        self.ends = ends
         self._added = {number: added.content for number, added in backend.get_added_tokens_decoder().items()}
-        self._bytes = _bytes_of_characters() if _is_byte_level(backend) else {}
-        self._backend = backend
+        self._special = {one.content: id for id, one in backend.get_added_tokens_decoder().items() if one.special}
+        form = json.loads(backend.to_str())
+        self._bytes = _bytes_of_characters() if _is_byte_level(form) else {}
+        self._longest = _longest_token(form, backend) if self._bytes else None
+        self._backend, self._long = backend, threading.Lock()
 
-    def encode(self, text: str, special: bool) -> list[int]:
+    def encode(self, text: str, special: bool, positions: int) -> list[int]:
         """As in `Codec`."""
         try:
             text.encode()
@@ -193,17 +223,43 @@ class TextCodec(Codec):
                 f"the text holds {text[error.start]!a} at character {error.start + 1}, which is no Unicode "
                 "character; take it out."
             ) from error
-        return list(self._backend.encode(text, add_special_tokens=special).ids)
+        if self._longest is not None and len(text) > positions * self._longest:
+            raise too_long(f"at least {-(-len(text) // self._longest)}", positions)
+        with self._long if len(text) > LONG else nullcontext():
+            # This function alone lets other threads run meanwhile, and keeps no offsets.
+            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        if len(encoded) > positions:
+            raise too_long(str(len(encoded)), positions)
+        return list(encoded.ids)
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat(
+        self, messages: list[dict[str, Any]], own: dict[str, Any], variables: dict[str, Any], positions: int
+    ) -> list[int]:
         """As in `Codec`."""
+        render = self._tokenizer.apply_chat_template
         if self._tokenizer.chat_template is None:
             raise refused("the model's tokenizer has no chat template; use /v1/completions.", "messages")
+        if reserved := sorted(variables.keys() & inspect.signature(render).parameters.keys()):
+            raise refused(f"'{reserved[0]}' is no variable of a template; leave it out.", "chat_template_kwargs")
+        decoded, arguments = decoded_calls(messages), {**variables, **own, "tokenize": False}
         try:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            try:
+                text = render(decoded, **arguments)
+            except TypeError:  # a template that joins arguments as text, such as DeepSeek-V3's
+                if decoded == messages:
+                    raise
+                text = render(messages, **arguments)
         except Exception as error:  # templates refuse roles and orders by exceptions of Jinja
             raise refused(f"the chat template refuses these messages: {error}", "messages") from error
-        return self.encode(str(text), special=False)
+        return self.encode(str(text), False, positions)
+
+    def special_stops(self, stops: tuple[str, ...]) -> dict[str, int]:
+        """As in `Codec`."""
+        for stop in stops:
+            held = next((token for token in self._special if token in stop and token != stop), None)
+            if held is not None and stop not in self._special:
+                raise refused(f"'{held}' is a special token, which has no text; send it as a stop of its own.", "stop")
+        return {stop: self._special[stop] for stop in stops if stop in self._special}
 
     def decode(self, ids: list[int]) -> str:
         """As in `Codec`."""
@@ -228,8 +284,43 @@ class TextCodec(Codec):
         return piece.replace("▁", " ").encode()
 
 
-def _is_byte_level(backend: Tokenizer) -> bool:
-    decoder = json.loads(backend.to_str())["decoder"] or {}
+def too_long(tokens: str, positions: int) -> APIError:
+    """Status 400 for a prompt of so many tokens."""
+    return refused(
+        f"the prompt has {tokens} tokens, and the model has {positions} positions for it and the new ones; send less, "
+        "or ask for fewer tokens.",
+        "prompt",
+        "context_length_exceeded",
+    )
+
+
+def decoded_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose tool calls have their arguments as objects, which clients send as JSON. Raises APIError."""
+    decoded = copy.deepcopy(messages)
+    for place, message in enumerate(decoded):
+        for call in message.get("tool_calls", ()):
+            function = call.get("function")
+            if isinstance(function, dict) and isinstance(given := function.get("arguments"), str):
+                try:
+                    function["arguments"] = json.loads(given or "{}")
+                except (ValueError, RecursionError) as error:
+                    said = f"arguments of a call in messages.{place} are no JSON ({error}); correct them."
+                    raise refused(said, "messages") from error
+    return decoded
+
+
+def _longest_token(form: dict[str, Any], backend: Tokenizer) -> int | None:
+    """Characters of a text that one token of a byte-level BPE stands for, at most; None where texts may shrink."""
+    normalizer = form["normalizer"] or {"normalizers": []}
+    parts = normalizer.get("normalizers", [normalizer])
+    strips = any(added["lstrip"] or added["rstrip"] for added in form["added_tokens"])
+    if strips or any(part["type"] != "NFC" for part in parts):
+        return None
+    return max(map(len, backend.get_vocab())) * (COMPOSED if parts else 1)
+
+
+def _is_byte_level(form: dict[str, Any]) -> bool:
+    decoder = form["decoder"] or {}
     return any(part["type"] == "ByteLevel" for part in decoder.get("decoders", [decoder]) if part)
 
 

@@ -5,20 +5,22 @@ does not change a completion in silence.
 
 Errors are {"error": {"message", "type", "param", "code"}} with an HTTP status:
 
-400  what cannot be served, and what is no JSON        405  another method than the path has
-401  a wrong key                                       413  a body that is too long
+400  what cannot be served, and what is no JSON        413  a body that is too long
+401  a wrong key                                       415  a body that is compressed
 404  a path or a model that is not here                429  the queue is full
-500  the engine has failed                             503  the server is ending
+405  another method than the path has                  500  the engine has failed
+                                                       503  the server is ending
 """
 
+import json
 import secrets
 from abc import abstractmethod
 from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -33,19 +35,41 @@ LONGEST_BODY = 8 * 2**20
 TOO_LONG = f"the body has more than {LONGEST_BODY} bytes; send less."
 
 IGNORED = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls"
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls "
+    "request_id rid cache_prompt cache_salt"
     .split()
 )  # fmt: skip
 """Fields that change no completion, and may be sent."""
 
-ASKING_FOR_NOTHING: tuple[Any, ...] = (None, {}, [], "", False)
-HARMLESS: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "best_of": (1,),
-}
-"""Fields that are not served, with the values that ask for nothing."""
+    "suffix": ("",),
+    "verbosity": ("medium",),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "detokenize": (True,),
+    "use_beam_search": (False,),
+    "num_beams": (1,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "priority": (0,),
+    "typical_p": (1,),
+    "top_a": (0,),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "mirostat": (0,),
+    "repeat_penalty": (1,),
+    "no_stop_trim": (False,),
+} | dict.fromkeys("functions tools bad_words logits_processors documents stop_regex".split(), ([],))
+"""Fields of OpenAI, vLLM, SGLang and llama.cpp that are not served, with the values that change no completion."""
+
+LONGEST_MESSAGE, MESSAGE_END = 600, 200
+"""Characters of an error; of a longer one, as many of its end stay, which says what to do."""
 
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_LOGPROBS = 128, 16, 256, 20
 SEEDS = 2**63
@@ -53,6 +77,10 @@ USUAL_LIMIT = 16
 """New tokens of a completion, where a body does not say."""
 
 Finite = Field(allow_inf_nan=False)
+Integer = Annotated[
+    int, BeforeValidator(lambda given: int(given) if type(given) is float and given % 1 == 0 else given)
+]
+"""An integer, also as clients write it that know floats alone: 16.0."""
 
 
 class APIError(Exception):
@@ -82,7 +110,9 @@ class APIError(Exception):
 
 
 def _sendable(text: str) -> str:
-    """As UTF-8 can have it: JSON may name half of a surrogate pair, which a client has sent."""
+    """As UTF-8 can have it, since JSON may name half of a surrogate pair; without the middle of a long value."""
+    if len(text) > LONGEST_MESSAGE:
+        text = f"{text[: LONGEST_MESSAGE - MESSAGE_END]} ... {text[-MESSAGE_END:]}"
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -125,17 +155,22 @@ def _as_api_error(request: Request, error: Exception) -> APIError:
 
 
 def _of_a_body(error: RequestValidationError) -> APIError:
-    """The first field that is wrong."""
-    first = error.errors()[0]
+    """The first field that is wrong; of a field with several forms, in the form that comes nearest."""
+    first = max(error.errors(), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
         place = first["loc"][1] + 1
         return refused(f"the body is no JSON ({first['ctx']['error']} at character {place}); correct it.")
-    param = ".".join(str(part) for part in first["loc"][1:])
+    param = ".".join(part for part in map(str, first["loc"][1:]) if not part.startswith("list["))
+    said = first["msg"].removeprefix("Value error, ")
+    if not param and first["type"] == "value_error":  # of several fields
+        return refused(f"{said}.")
     if not param:
         return refused("the body is no JSON object; send one, with Content-Type: application/json.")
     if first["type"] == "extra_forbidden":
-        return refused(f"'{param}' is not served here; leave it out.", param, "unknown_parameter")
-    return refused(f"{param}: {first['msg'].removeprefix('Value error, ')}", param)
+        known = " or ".join(json.dumps(value) for value in NEUTRAL.get(param, ()))
+        but = f" with another value than {known}" if known else ""
+        return refused(f"'{param}' is not served here{but}; leave it out.", param, "unknown_parameter")
+    return refused(f"{param}: {said}", param)
 
 
 class StreamOptions(BaseModel):
@@ -151,18 +186,19 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[Integer, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2), Finite] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1), Finite] = 1.0
-    top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda given: max(given, 0))] = 0
+    top_k: Annotated[Integer, Field(ge=-1), AfterValidator(lambda given: max(given, 0))] = 0
     min_p: Annotated[float, Field(ge=0, le=1), Finite] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2), Finite] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2), Finite] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100), Finite] = 1.0
-    seed: Annotated[int, Field(ge=-SEEDS, lt=SEEDS)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    seed: Annotated[Integer, Field(ge=-SEEDS, lt=SEEDS)] | None = None
+    n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
+    best_of: Integer | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -183,12 +219,12 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_asks_for_nothing(cls, given: Any) -> Any:
-        """Clients send fields that they do not use as null, or empty."""
+    def _without_what_changes_nothing(cls, given: Any) -> Any:
+        """Clients send fields that they do not use as null, or with the value that an engine has without them."""
         if not isinstance(given, dict):
             return given
         own = cls.model_fields
-        return {name: value for name, value in given.items() if not _asks_for_nothing(name, value, name in own)}
+        return {name: value for name, value in given.items() if not _changes_nothing(name, value, name in own)}
 
     @field_validator("temperature")
     @classmethod
@@ -196,6 +232,14 @@ class Body(BaseModel):
         if 0 < given < LEAST_TEMPERATURE:
             raise ValueError(f"give 0 (greedy) or at least {LEAST_TEMPERATURE}")
         return given
+
+    @model_validator(mode="after")
+    def _chooses_none_of_its_texts(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise ValueError(
+                f"best_of is {self.best_of}, and n is {self.n}; give n alone, since all texts are returned"
+            )
+        return self
 
     @field_validator("stop")
     @classmethod
@@ -248,7 +292,7 @@ class CompletionBody(Body):
     """/v1/completions; a prompt is a string or token ids, or a list of these."""
 
     prompt: Any
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     add_special_tokens: bool = False
 
     @property
@@ -263,11 +307,12 @@ class CompletionBody(Body):
 
 
 class Part(BaseModel):
-    """A piece of a message."""
+    """A piece of a message; `cache_control` changes nothing, since all prompts are cached."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
     text: str
+    cache_control: Any = None
 
 
 class Message(BaseModel):
@@ -276,22 +321,59 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
     content: str | list[Part] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        parts = given if isinstance(given, list) else []
+        kinds = [part["type"] for part in parts if isinstance(part, dict) and isinstance(part.get("type"), str)]
+        if other := next((kind for kind in kinds if kind != "text"), None):
+            raise ValueError(f"the model reads text alone, and a part is of the type '{other}'; leave it out")
+        return given
 
     def plain(self) -> dict[str, Any]:
-        """As templates read it: the content is one string."""
-        parts = self.content if isinstance(self.content, list) else []
-        text = "".join(part.text for part in parts) if parts else self.content or ""
-        return {**(self.model_extra or {}), "role": self.role, "content": text}
+        """As templates read it: the content is one string, of several parts by lines; no calls are none."""
+        text = "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        return {**(self.model_extra or {}), "role": self.role, "content": text, **calls}
 
 
 class ChatBody(Body):
     """/v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Integer, Field(ge=1)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: Literal[False] = False
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _begins_or_goes_on(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other; send one of them")
+        return self
+
+    def template_variables(self) -> dict[str, Any]:
+        """Variables that a template may read; a template without them ignores them."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | self.chat_template_kwargs
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Arguments of transformers' `apply_chat_template`."""
+        begins = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        return {
+            "tools": self.tools or None,
+            "documents": self.documents or None,
+            "add_generation_prompt": begins,
+            "continue_final_message": self.continue_final_message,
+        }
 
     @property
     def top(self) -> int | None:
@@ -304,7 +386,5 @@ class ChatBody(Body):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-def _asks_for_nothing(name: str, value: Any, served: bool) -> bool:
-    if served or name in IGNORED:
-        return value is None or name in IGNORED
-    return value in ASKING_FOR_NOTHING or value in HARMLESS.get(name, ())
+def _changes_nothing(name: str, value: Any, served: bool) -> bool:
+    return value is None or name in IGNORED or (not served and value in NEUTRAL.get(name, ()))

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 from openai import OpenAI
 
-from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
+from megatron_mtp.data.tokenizer import end_tokens, read_tokenizer, train_bpe
 from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, TokenLogprob, Update
 from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.server.api import Served, Server, address_of, listener, make_app
@@ -24,8 +24,12 @@ from megatron_mtp.server.metrics import Metrics
 
 POSITIONS, BLOCK, NAME = 512, 16, "parrot"
 TEMPLATE = (
+    "{% for tool in tools or [] %}tool {{ tool.function.name }}\n{% endfor %}{% if enable_thinking is false %}/no_think"
+    "\n{% endif %}{% if reasoning_effort %}effort {{ reasoning_effort }}\n{% endif %}"
     "{% for m in messages %}{% if m.role == 'rude' %}{{ raise_exception('no manners') }}{% endif %}"
-    "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{{ m.role }}: {{ m.content }}{% if 'tool_calls' in m %}{% for call in m.tool_calls %} call "
+    "{{ call.function.arguments | tojson }}{% endfor %}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
@@ -161,13 +165,13 @@ class Running:
 
 
 @contextmanager
-def running(engine: Any, codec: Codec, key: str | None = None) -> Iterator[Running]:
+def running(engine: Any, codec: Codec, key: str | None = None, origins: tuple[str, ...] = ()) -> Iterator[Running]:
     """A server in a thread, on a port of its own."""
     metrics = Metrics()
     service, ready = AsyncEngine(engine, metrics), threading.Event()
     served = Served(NAME, codec, POSITIONS, 258, 128, 0)
     listening: socket.socket = listener("127.0.0.1", 0)
-    server = Server(make_app(service, served, metrics, key), service, ready.set)
+    server = Server(make_app(service, served, metrics, key, origins), service, ready.set)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
@@ -183,4 +187,5 @@ def running(engine: Any, codec: Codec, key: str | None = None) -> Iterator[Runni
 
 def words(folder: Path, template: str | None = TEMPLATE) -> TextCodec:
     """The codec of `tokenizer_in`."""
-    return TextCodec(tokenizer_in(folder, template))
+    tokenizer = tokenizer_in(folder, template)
+    return TextCodec(tokenizer, end_tokens(tokenizer))

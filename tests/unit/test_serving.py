@@ -1,5 +1,6 @@
 """The HTTP server as the official client and plain HTTP see it, in front of an engine that repeats its prompt."""
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +11,18 @@ import openai
 import pytest
 from parrot import NAME, POSITIONS, Parrot, Running, running, words
 
-from megatron_mtp.server.detokenizer import Codec
+from megatron_mtp.server.detokenizer import Codec, TextCodec
 from megatron_mtp.server.protocol import LONGEST_BODY
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(Parrot(), words(tmp_path_factory.mktemp("tokenizer"))) as served:
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return words(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def server(codec: TextCodec) -> Iterator[Running]:
+    with running(Parrot(), codec) as served:
         yield served
 
 
@@ -97,7 +103,7 @@ def test_a_chat_follows_the_template(client: openai.OpenAI) -> None:
     said = client.chat.completions.create(**asked)
     assert said.object == "chat.completion"
     message = said.choices[0].message
-    assert (message.role, message.content) == ("assistant", "user: a�")
+    assert (message.role, message.content) == ("assistant", "user: a\n"), "parts are lines, as vLLM joins them"
     chunks = list(client.chat.completions.create(**asked, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
@@ -150,12 +156,12 @@ def test_log_probabilities_of_completions_and_of_the_prompt(client: openai.OpenA
 
 
 def test_log_probabilities_of_chats(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
+    asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "temperature": 0, "max_tokens": 9}
     (choice,) = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3).choices
     assert choice.logprobs is not None
     content = choice.logprobs.content
     assert content is not None
-    assert [entry.token for entry in content] == [*"user: a", "bytes:\\xe2"]
+    assert [entry.token for entry in content] == [*"user: a\n", "bytes:\\xe2"]
     assert content[-1].bytes == [0xE2]
     assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [("u", -0.5), ("!", -1.5), ('"', -9999.0)]
     (plain,) = client.chat.completions.create(**asked, logprobs=True).choices
@@ -193,7 +199,7 @@ def test_every_setting_reaches_the_engine(server: Running, monkeypatch: pytest.M
     monkeypatch.setattr(server.engine, "add", lambda request: (seen.append(request), add(request))[1])
     completion(
         server, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, presence_penalty=1, frequency_penalty=-1,
-        repetition_penalty=1.5, seed=9, max_tokens=3, user="me", logit_bias={}, best_of=1, suffix=None,
+        repetition_penalty=1.5, seed=9, max_tokens=3, user="me", best_of=1, suffix=None,
         speculative_config={"method": "mtp", "num_speculative_tokens": 1},
     )  # fmt: skip
     (request,) = seen
@@ -231,13 +237,14 @@ BAD: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "vocabulary": ({"prompt": [1, 258]}, "ids outside of the model's vocabulary; give 0 to 257", "prompt"),
     "negative": ({"prompt": [-1]}, "ids outside of the model's vocabulary", "prompt"),
     "long": ({"prompt": [1] * 10**6}, "has 1000000 tokens, and the model has 512 positions", "prompt"),
-    "long text": ({"prompt": "a" * 10**6}, "has 1000000 tokens", "prompt"),
+    "long text": ({"prompt": "a" * 10**6}, "has at least 76924 tokens, and the model has 512 positions", "prompt"),
+    "text": ({"prompt": "a" * 1000}, "has 1000 tokens, and the model has 512 positions", "prompt"),
     "too many new": ({"max_tokens": 508}, "has 5 tokens, and the model has 512 positions", "prompt"),
     "none new": ({"max_tokens": 0}, "max_tokens is 0; give 1 or more", "max_tokens"),
     "surrogate": ({"prompt": "a\ud800"}, r"the text holds '\ud800' at character 2", None),
     "temperature": ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2", "temperature"),
     "tiny": ({"temperature": 1e-9}, "temperature: give 0 (greedy) or at least 1e-06", "temperature"),
-    "text": ({"temperature": "1"}, "temperature: Input should be a valid number", "temperature"),
+    "temperature as text": ({"temperature": "1"}, "temperature: Input should be a valid number", "temperature"),
     "top_p": ({"top_p": 0}, "top_p: Input should be greater than 0", "top_p"),
     "seed": ({"seed": 2**63 - 1, "n": 2}, "seed + n exceeds a signed 64-bit integer (seed=", "seed"),
     "huge seed": ({"seed": 10**30}, "seed: Input should be less than", "seed"),
@@ -249,7 +256,8 @@ BAD: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "logprobs": ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20", "logprobs"),
     "misspelt": ({"temprature": 1}, "'temprature' is not served here; leave it out.", "temprature"),
     "suffix": ({"suffix": "end"}, "'suffix' is not served here", "suffix"),
-    "best_of": ({"best_of": 3}, "'best_of' is not served here", "best_of"),
+    "best_of": ({"best_of": 3}, "best_of is 3, and n is 1; give n alone", None),
+    "special": ({"skip_special_tokens": False}, "not served here with another value than true", "skip_special_tokens"),
     "method": ({"speculative_config": {"method": "medusa"}}, "choose one of mtp", "speculative_config"),
     "folder": ({"speculative_config": {"method": "draft_model", "model": "x"}}, "no draft model", "speculative_config"),
     "engine": ({"prompt": [7]}, "no prompt begins with token 7.", None),
@@ -268,11 +276,24 @@ def test_what_cannot_be_served_is_one_sentence(name: str, server: Running) -> No
     assert completion(server, max_tokens=5)["choices"][0]["text"] == "ab€", "and the server goes on"
 
 
+def called(arguments: Any) -> dict[str, Any]:
+    """A turn that calls a function."""
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
 CHATS: dict[str, tuple[dict[str, Any], str]] = {
     "no messages": ({"messages": []}, "messages: List should have at least 1 item"),
-    "picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+    "picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the type 'image_url'; leave it"),
+    "part": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "txt": "b"}]}]}, "txt"),
     "template": ({"messages": [{"role": "rude", "content": "x"}]}, "template refuses these messages: no manners"),
-    "tools": ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "'tools' is not served here"),
+    "tool choice": ({"messages": MESSAGES, "tool_choice": "required"}, "'tool_choice' is not served here"),
+    "arguments": ({"messages": [called("{")]}, "arguments of a call in messages.0 are no JSON"),
+    "argument": ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "'tokenize' is no variable of a"),
+    "both": (
+        {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message and add_generation_prompt exclude each other; send one of them.",
+    ),
     "form": ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "'response_format' is not served"),
 }  # fmt: skip
 
@@ -283,6 +304,112 @@ def test_chats_that_cannot_be_served(name: str, server: Running) -> None:
     done = server.post("/v1/chat/completions", fields)
     assert done.status_code == 400
     assert said in done.json()["error"]["message"]
+
+
+UNKNOWN = {
+    "temprature": 0, "Temperature": 0, "do_sample": False, "enable_thinking": False, "skip_special_tokens": False,
+    "add_generation_prompt": False, "prompt_logprobs": 0, "guided_json": {}, "tool": "", "stops": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_field_is_refused_whatever_its_value(name: str, server: Running) -> None:
+    done = server.post("/v1/completions", {"prompt": "ab€", name: UNKNOWN[name]})
+    assert (done.status_code, done.json()["error"]["param"]) == (400, name)
+    assert completion(server, max_tokens=5, **{name: None})["choices"][0]["text"] == "ab€", "null asks for nothing"
+
+
+NEUTRAL = {
+    "skip_special_tokens": True, "spaces_between_special_tokens": True, "length_penalty": 1.0, "detokenize": True,
+    "typical_p": 1.0, "request_id": "r1", "cache_prompt": True, "function_call": "none", "best_of": 2, "suffix": "",
+    "use_beam_search": False, "include_stop_str_in_output": False, "priority": 0, "max_tokens": 5.0, "top_k": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_a_field_may_be_sent_with_the_value_that_changes_nothing(name: str, server: Running) -> None:
+    done = completion(server, **{"max_tokens": 5, "n": 2, name: NEUTRAL[name]})
+    assert [choice["text"] for choice in done["choices"]] == ["ab€"] * 2
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+USER = {"role": "user", "content": "a"}
+PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
+    "cache_control": (
+        {"messages": [{**USER, "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}]},
+        "user: a\nassistant: ",
+    ),
+    "tools": ({"messages": [USER], "tools": [TOOL], "tool_choice": "auto"}, "tool f\nuser: a\nassistant: "),
+    "no tools": ({"messages": [USER], "tools": []}, "user: a\nassistant: "),
+    "kwargs": (
+        {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}, "/no_think\nuser: a\nassistant: "
+    ),
+    "effort": ({"messages": [USER], "reasoning_effort": "low"}, "effort low\nuser: a\nassistant: "),
+    "no beginning": ({"messages": [USER], "add_generation_prompt": False}, "user: a\n"),
+    "continued": (
+        {"messages": [USER, {"role": "assistant", "content": "So"}], "continue_final_message": True},
+        "user: a\nassistant: So",
+    ),
+    "call": ({"messages": [called('{"b":1}')]}, 'assistant:  call {"b": 1}\nassistant: '),
+    "decoded call": ({"messages": [called({"b": 1})]}, 'assistant:  call {"b": 1}\nassistant: '),
+    "no arguments": ({"messages": [called("")]}, "assistant:  call {}\nassistant: "),
+    "no calls": ({"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}, "assistant: x\nassistant: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_what_a_chat_has_reaches_the_template(name: str, server: Running, codec: TextCodec) -> None:
+    fields, text = PROMPTS[name]
+    done = server.post("/v1/chat/completions", {"max_tokens": 1, "return_token_ids": True, **fields})
+    assert done.status_code == 200, done.text
+    assert codec.decode(done.json()["choices"][0]["prompt_token_ids"]) == text
+
+
+def test_a_template_that_joins_arguments_as_text_has_them_as_they_were_sent(tmp_path: Path) -> None:
+    found = words(tmp_path, "{{ 'f ' + messages[0].tool_calls[0].function.arguments }}")
+    assert found.decode(found.chat([called('{"b":1}')], {}, {}, POSITIONS)) == 'f {"b":1}'
+
+
+def test_a_stop_string_that_is_a_special_token(client: openai.OpenAI, server: Running) -> None:
+    for stop in ("<|padding|>", ["zz", "<|padding|>"]):
+        said = completion(server, prompt=[40, 41, 1, 42], stop=stop, max_tokens=8, return_token_ids=True)["choices"][0]
+        assert (said["token_ids"], said["finish_reason"]) == ([40, 41, 1], "stop")
+        assert "padding" not in said["text"]
+    done = server.post("/v1/completions", {"prompt": "a", "stop": "<|padding|>b"})
+    assert "'<|padding|>' is a special token, which has no text; send it as a stop" in done.json()["error"]["message"]
+
+
+def test_long_values_are_not_echoed(server: Running) -> None:
+    for path, fields in (
+        ("/v1/completions", {"prompt": "a", "model": "b" * 10**6}),
+        ("/v1/completions", {"prompt": "a", "b" * 10**6: 1}),
+        ("/v1/chat/completions", {"messages": [USER], "speculative_config": {"method": "b" * 10**6}}),
+    ):
+        done = server.post(path, fields)
+        assert done.status_code in {400, 404}
+        assert len(done.content) < 2000
+        assert "bbb ... " in done.json()["error"]["message"]
+
+
+def test_a_compressed_body_is_named(server: Running) -> None:
+    done = server.post("/v1/completions", gzip.compress(b"{}"), headers={**JSON, "Content-Encoding": "gzip"})
+    assert (done.status_code, "Content-Encoding gzip, which is not served" in done.text) == (415, True)
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models"])
+def test_head_is_get_without_a_body(path: str, server: Running) -> None:
+    done = httpx2.head(server.url + path)
+    assert (done.status_code, done.content) == (200, b"")
+
+
+def test_scripts_of_allowed_origins_may_call_it(tmp_path: Path) -> None:
+    page, asks = "http://localhost:3000", {"Access-Control-Request-Method": "POST"}
+    with running(Parrot(), words(tmp_path), "secret", (page,)) as server:
+        for origin, status, allowed in ((page, 200, page), ("http://else", 400, None)):
+            done = httpx2.options(f"{server.url}/v1/completions", headers={"Origin": origin, **asks})
+            assert (done.status_code, done.headers.get("access-control-allow-origin")) == (status, allowed)
+        refused = server.post("/v1/completions", {"prompt": "a"}, headers={"Origin": page})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, page)
 
 
 JSON = {"Content-Type": "application/json"}
@@ -340,8 +467,13 @@ def test_the_text_is_json_of_the_right_form_for_curl(server: Running) -> None:
 
 def test_an_api_key(tmp_path: Path) -> None:
     with running(Parrot(), words(tmp_path), key="sésame") as server:
-        headers = {"Authorization": "Bearer sésame".encode()}
-        assert server.post("/v1/completions", {"prompt": "a"}, headers=headers).status_code == 200
+        for scheme in ("Bearer", "bearer"):
+            headers = {"Authorization": f"{scheme} sésame".encode()}
+            assert server.post("/v1/completions", {"prompt": "a"}, headers=headers).status_code == 200
+        assert (
+            server.post("/v1/completions", {"prompt": "a"}, headers={"Authorization": "sésame".encode()}).status_code
+            == 401
+        )
         for key in ("", "wrong"):
             with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
                 server.client(api_key=key or "none").models.list()

@@ -30,14 +30,14 @@ def read(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 @example(prompt="€", text="", cut=1)
 def test_characters_are_whole_wherever_the_prompt_ends(codec: TextCodec, prompt: str, text: str, cut: int) -> None:
     """Also where it ends inside of a character, which then belongs to the text."""
-    ids = codec.encode(prompt + text, special=False)
+    ids = codec.encode(prompt + text, special=False, positions=512)
     cut = min(cut, len(ids))
     whole = codec.decode(ids[:cut]).rstrip("�")
     assert whole + "".join(read(codec.detokenizer(ids[:cut]), ids[cut:])) == prompt + text
 
 
 def test_the_euro_sign_appears_with_its_last_byte(codec: TextCodec) -> None:
-    ids = codec.encode("a€b", special=False)
+    ids = codec.encode("a€b", special=False, positions=512)
     assert read(codec.detokenizer([]), ids) == ["a", "", "", "€", "b", ""]
     assert read(codec.detokenizer([]), ids[:3]) == ["a", "", "", "�"], "bytes without an end are said at the end"
     assert read(codec.detokenizer([]), [0, ids[0], 1]) == ["", "a", "", ""], "special tokens are no text"
@@ -92,7 +92,7 @@ def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
 
 @given(text=st.text(alphabet="ab€", max_size=12), stop=st.text(alphabet="ab€", min_size=1, max_size=3))
 def test_the_cut_keeps_the_token_that_completes_a_stop_string(codec: TextCodec, text: str, stop: str) -> None:
-    ids = codec.encode(text, special=False)
+    ids = codec.encode(text, special=False, positions=512)
     kept = next((end for end in range(1, len(ids) + 1) if stop in codec.decode(ids[:end])), None)
     at_once = OutputText(codec.detokenizer([]), (stop,))
     assert at_once(ids) == kept
@@ -105,7 +105,7 @@ def test_the_cut_keeps_the_token_that_completes_a_stop_string(codec: TextCodec, 
 @given(text=st.text(alphabet="ab€", max_size=12), stop=st.text(alphabet="ab€", min_size=1, max_size=3))
 def test_a_token_is_read_once_whoever_comes_first(codec: TextCodec, text: str, stop: str) -> None:
     """The engine reads a step before the answer does; what goes out is what an answer alone would read."""
-    ids = codec.encode(text, special=False)
+    ids = codec.encode(text, special=False, positions=512)
     alone, shared = (OutputText(codec.detokenizer([]), (stop,)) for _ in range(2))
     reads: list[int] = []
     add = shared._detokenizer.add
@@ -118,7 +118,7 @@ def test_a_token_is_read_once_whoever_comes_first(codec: TextCodec, text: str, s
 
 
 def test_single_tokens_as_text_and_bytes(codec: TextCodec, tmp_path: Path) -> None:
-    a, *euro = codec.encode("a€", special=False)
+    a, *euro = codec.encode("a€", special=False, positions=512)
     assert codec.written(a) == ("a", [97])
     assert [codec.written(token) for token in euro] == [
         ("bytes:\\xe2", [0xE2]), ("bytes:\\x82", [0x82]), ("bytes:\\xac", [0xAC])
@@ -140,7 +140,7 @@ def test_a_tokenizer_without_a_compiled_part_is_refused(tmp_path: Path, monkeypa
     tokenizer: Any = tokenizer_in(tmp_path)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(ValueError, match=r"has no tokenizer.json; give one that has"):
-        TextCodec(tokenizer)
+        TextCodec(tokenizer, frozenset())
 
 
 @pytest.mark.parametrize(("logprob", "written"), [(-1.5, -1.5), (-math.inf, -9999.0), (math.nan, -9999.0)])

@@ -37,7 +37,7 @@ from megatron_mtp.checkpoint.hf.writer import HFShards
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, has_tokenizer, run_tokenizer
-from megatron_mtp.data.tokenizer import entries, read_tokenizer
+from megatron_mtp.data.tokenizer import GENERATION_CONFIG, entries, read_tokenizer
 from megatron_mtp.files import NOT_KEPT
 
 
@@ -396,9 +396,6 @@ def trained_form(
     return HFForm(keys, zero_features(reader), files=tokens.folder, texts=texts)
 
 
-GENERATION = "generation_config.json"
-
-
 @dataclass(frozen=True)
 class Tokens:
     """The vocabulary, from the tokenizer and Megatron's arguments.
@@ -453,6 +450,6 @@ class Tokens:
 
     def generation_config(self) -> dict[str, str]:
         """`generation_config.json` by its name, so that engines know where texts end; empty if the folder has one."""
-        if not self.ids or (self.folder is not None and (self.folder / GENERATION).is_file()):
+        if not self.ids or (self.folder is not None and (self.folder / GENERATION_CONFIG).is_file()):
             return {}
-        return {GENERATION: json.dumps(self.ids, indent=2) + "\n"}
+        return {GENERATION_CONFIG: json.dumps(self.ids, indent=2) + "\n"}

@@ -34,10 +34,10 @@ def predict(checkpoint: Path, engine: Engine, args: Namespace) -> tuple[Case, Fo
         check_model(model)
         depths, count = len(model.mtp.layers), args.num_speculative_tokens or model.mtp.depths
         engine.check_count(count, depths)
-        ids, stop = read_ids(args.text, tokenizer, args.trust_remote_code)
+        ids, ends = read_ids(args.text, tokenizer, args.trust_remote_code)
         prompts = cut_prompts(ids, args.prompts, args.prompt_tokens)
         with _bar("generating", len(prompts)) as bar:
-            samples = continued(loaded, prompts, args.new_tokens, count, stop, bar.update)
+            samples = continued(loaded, prompts, args.new_tokens, count, ends, bar.update)
         if all(sample.end <= sample.prompt + 1 for sample in samples):
             raise ValueError("the model ends every text with its first token and drafts nothing; give other --text.")
         del loaded, model

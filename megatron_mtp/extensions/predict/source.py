@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
 from megatron_mtp.data.documents import TEXT_FILES, find_files, list_documents, read_document
-from megatron_mtp.data.tokenizer import entries, read_tokenizer
+from megatron_mtp.data.tokenizer import end_tokens, entries, read_tokenizer
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.load import Loaded, load_checkpoint
 from megatron_mtp.extensions.predict.acceptance import Sample
@@ -86,13 +86,13 @@ def cut_prompts(ids: list[int], count: int, length: int) -> list[list[int]]:
     return [ids[place * apart :][:length] for place in range(count)]
 
 
-def read_ids(files: list[str], folder: Path, trust_remote_code: bool) -> tuple[list[int], int | None]:
-    """Token ids of all text, and the id that ends a text; folders are searched as by preprocess."""
+def read_ids(files: list[str], folder: Path, trust_remote_code: bool) -> tuple[list[int], frozenset[int]]:
+    """Token ids of all text, and the ids that end a text; folders are searched as by preprocess."""
     tokenizer = read_tokenizer(folder, trust_remote_code)
     documents = list_documents(find_files(files, TEXT_FILES))
     texts = (read_document(document, "text") for document in documents)
     ids = [token for text in texts for token in tokenizer(text, add_special_tokens=False).input_ids]
-    return ids, tokenizer.eos_token_id
+    return ids, end_tokens(tokenizer)
 
 
 def load(source: Source, tokenizer: Path | None, trust_remote_code: bool) -> tuple[Loaded, Path]:
@@ -110,7 +110,12 @@ def load(source: Source, tokenizer: Path | None, trust_remote_code: bool) -> tup
 
 
 def continued(
-    loaded: Loaded, prompts: list[list[int]], new: int, count: int, stop: int | None, progress: Callable[[int], object]
+    loaded: Loaded,
+    prompts: list[list[int]],
+    new: int,
+    count: int,
+    ends: frozenset[int],
+    progress: Callable[[int], object],
 ) -> list[Sample]:
     """Every prompt with its greedy continuation.
 
@@ -119,7 +124,7 @@ def continued(
         prompts: token ids.
         new: tokens that continue each.
         count: K, drafts a round: so many tokens more are made, which the last round's drafts are compared with.
-        stop: a token that ends a text; None for none.
+        ends: tokens that end a text.
         progress: called with the number of texts that are done.
 
     Raises:
@@ -135,11 +140,11 @@ def continued(
     for first in range(0, len(prompts), BATCH):
         batch = prompts[first : first + BATCH]
         made = generate(loaded.runner, batch, new + count + 1).token_ids
-        samples += [_sample(prompt, text, new, stop) for prompt, text in zip(batch, made, strict=True)]
+        samples += [_sample(prompt, text, new, ends) for prompt, text in zip(batch, made, strict=True)]
         progress(len(batch))
     return samples
 
 
-def _sample(prompt: list[int], text: list[int], new: int, stop: int | None) -> Sample:
-    counted = text[:new].index(stop) + 1 if stop in text[:new] else new
+def _sample(prompt: list[int], text: list[int], new: int, ends: frozenset[int]) -> Sample:
+    counted = next((place for place, token in enumerate(text[:new], start=1) if token in ends), new)
     return Sample([*prompt, *text], len(prompt), len(prompt) + counted)

@@ -345,8 +345,10 @@ def _train(args: Namespace) -> list[str]:
 
 def _training(args: Namespace) -> list[str]:
     """The flags of every training and evaluation; flags of the command line come later and override them."""
+    passes = _passes(args)
+    repeated = "" if passes is None else f"--mtp-use-repeated-layer --mtp-unroll {passes} "
     flags = (
-        f"--use-checkpoint-args --mtp-num-layers {args.mtp_layers or 1} {_unrolled(args)} --mtp-train-only "
+        f"--use-checkpoint-args --mtp-num-layers {args.mtp_layers or 1} {repeated}--mtp-train-only "
         f"--mtp-loss {args.loss} --mtp-loss-scaling-factor 1 --mtp-token-fraction {args.token_fraction} "
         f"--seq-length {args.sequence} --micro-batch-size {args.batch} --global-batch-size {args.batch} "
         f"--train-iters {args.steps} --lr {args.learning_rate} --min-lr 1e-5 --lr-decay-style cosine "
@@ -364,22 +366,15 @@ def _passes(args: Namespace) -> int | None:
     return args.unroll or (PASSES if args.mtp_layers is None else None)
 
 
-def _unrolled(args: Namespace) -> str:
-    return "" if (passes := _passes(args)) is None else f"--mtp-use-repeated-layer --mtp-unroll {passes}"
-
-
 def _export(args: Namespace) -> list[str] | None:
     saved, target = args.run / "checkpoint", args.run / "exported"
-    if not _is_older(target / "config.json", saved / TRACKER):
+    written = target / "config.json"
+    if written.exists() and written.stat().st_mtime >= (saved / TRACKER).stat().st_mtime:
         return None
     if target.is_dir() and not args.dry_run:
         shutil.rmtree(target)
     flags = ["--family", args.family, "--tokenizer", str(args.model), "--resume"]
     return ["convert", "mcore-to-hf", str(saved), str(target), *flags]
-
-
-def _is_older(file: Path, than: Path) -> bool:
-    return not file.exists() or file.stat().st_mtime < than.stat().st_mtime
 
 
 def _verify(args: Namespace) -> list[str]:

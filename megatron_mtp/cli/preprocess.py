@@ -71,7 +71,8 @@ def preprocess(args: argparse.Namespace) -> None:
         return
     documents = list_documents(find_files(args.input, args.include))
     total = sum(document.size for document in documents)
-    documents = choose_documents(documents, _bytes(args.max_mb), args.seed, args.shuffle)
+    wanted = None if args.max_mb is None else int(args.max_mb * BYTES_PER_MB)
+    documents = choose_documents(documents, wanted, args.seed, args.shuffle)
     if not documents:
         raise ValueError(f"--input: every file in {', '.join(map(repr, args.input))} is empty; give files with text.")
     size = sum(document.size for document in documents)
@@ -199,7 +200,3 @@ def _trained_tokenizer(args: argparse.Namespace, documents: Sequence[Document]) 
     train_bpe(texts, args.vocab_size, folder)
     print(f"tokenizer: {folder}, {time.monotonic() - started:.1f} s", flush=True)
     return folder
-
-
-def _bytes(megabytes: float | None) -> int | None:
-    return None if megabytes is None else int(megabytes * BYTES_PER_MB)

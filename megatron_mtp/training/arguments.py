@@ -54,8 +54,8 @@ def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
         lack, running = CUDA, "running on the CPU over gloo"
     elif not transformer_engine_works():
         lack, running = TE, "running with Megatron's own modules"
-    elif _has_own_layers(argv) and not fuses_weight_gradients():
-        lack, running = APEX, "running"
+    elif "--transformer-impl local" in " ".join(argv).replace("=", " ") and not fuses_weight_gradients():
+        lack, running = APEX, "running"  # Transformer Engine's layers fuse weight gradients without it
     else:
         return None
     words = flags_without(lack)
@@ -71,11 +71,6 @@ def set_connections(argv: list[str]) -> None:
     others = "--(use-torch-fsdp2|use-megatron-fsdp|overlap-moe-expert-parallel-comm)"
     if re.search(r"--(tensor-model|context)-parallel-size (?!1\b)", words) and not re.search(others, words):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-
-def _has_own_layers(argv: list[str]) -> bool:
-    """Return whether Megatron's own layers were asked for; Transformer Engine's fuse weight gradients without Apex."""
-    return "--transformer-impl local" in " ".join(argv).replace("=", " ")
 
 
 def parse_checked_args() -> tuple[Namespace, MTPModelConfig]:

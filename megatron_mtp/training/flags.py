@@ -50,7 +50,7 @@ def _take_over(parser: ArgumentParser, flag: str) -> None:
     """
     theirs = parser._option_string_actions.get(flag)
     if theirs is not None:
-        parser._handle_conflict_resolve(theirs, [(flag, theirs)])  # type: ignore[arg-type]
+        parser._handle_conflict_resolve(theirs, [(flag, theirs)])
         parser.set_defaults(**{theirs.dest: theirs.default})
 
 

@@ -126,13 +126,9 @@ def reason(error: BaseException) -> str:
     error = root_of(error)
     message = " ".join(str(error).split())[:400].rstrip(".")
     if isinstance(error, AssertionError):
-        return message or f"{_condition(error)} does not hold"
+        condition = re.sub(r"^assert\s+", "", _statements(error)[-1]) if error.__traceback__ else "a condition"
+        return message or f"{condition} does not hold"
     return f"{type(error).__name__} {message}".strip() if len(message.split()) < 3 else message
-
-
-def _condition(error: BaseException) -> str:
-    """The condition of the `assert` that raised."""
-    return re.sub(r"^assert\s+", "", _statements(error)[-1]) if error.__traceback__ else "a condition"
 
 
 def _statements(error: BaseException) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.matrix
 
 RUN = (
-    "--seq-length 32 --micro-batch-size 2 --global-batch-size 2 --train-iters 20 --lr 1e-3 --log-interval 1 "
+    "--seq-length 32 --micro-batch-size 2 --global-batch-size 2 --train-iters 8 --lr 1e-3 --log-interval 1 "
     "--eval-interval 100 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 "
     "--moe-token-dispatcher-type allgather"
 )
@@ -26,7 +26,7 @@ LATENT = (
     "--v-head-dim 8 --qk-layernorm"
 )
 GPT, PATTERN, DISTRIBUTED = "--num-layers 2 --mtp-num-layers", "--hybrid-layer-pattern", "--use-distributed-optimizer"
-HALF, STEPS = 10, 20
+HALF, STEPS = 4, 8
 
 CASES = {
     "a GPT with experts, distributed optimizer": (f"{GPT} 2 {EXPERTS} --moe-layer-freq [0,1]", DISTRIBUTED),
@@ -62,13 +62,13 @@ class Layout:
 
 
 def both(folder: Path, model: str, run: str, before: Layout = Layout(), after: Layout = Layout()) -> None:
-    """Run 20 steps; and from step 10 on in the other form, maybe in another layout."""
+    """Run all steps; and from half-way on in the other form, maybe in another layout."""
     (folder / "ids.txt").write_text("\n".join(map(str, range(10, 60))))
     run = run.replace("IDS", str(folder / "ids.txt"))
     saves = f"--save {folder / 'run'} --save-interval {HALF}"
     straight = losses(folder, "straight", f"{MODEL} {model} {run} {before.flags} {saves}", before.processes)
     verb = "hybrid-to-gpt" if PATTERN in model else "gpt-to-hybrid"
-    words = (verb, str(folder / "run" / "iter_0000010"), str(folder / "other"))
+    words = (verb, str(folder / "run" / f"iter_{HALF:07d}"), str(folder / "other"))
     launch.run(launch.python("tools/checkpoint/convert.py", *words), folder / "convert.log")
     goes_on = f"{run} {after.flags} --load {folder / 'other'} --use-checkpoint-args"
     changed = losses(folder, "changed", goes_on, after.processes)

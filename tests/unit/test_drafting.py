@@ -3,6 +3,8 @@
 ID token identity and CONF drafts against the forward of training; KV, INV and EDGE are in test_drafting_methods.py.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +72,12 @@ def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[lis
     return run(target, prompts, new_tokens, None)[0].texts
 
 
+@pytest.fixture(scope="module")
+def answered() -> Callable[..., list[list[int]]]:
+    """What plain decoding says to so many prompts."""
+    return functools.cache(lambda batch, new_tokens: plain(runner_of(), prompts_of(batch), new_tokens))
+
+
 def test_plain_decoding_is_the_argmax_of_the_training_forward() -> None:
     for kind in (*KINDS, "mla"):
         twin, prompts = model_of(kind), prompts_of(3)
@@ -79,14 +87,14 @@ def test_plain_decoding_is_the_argmax_of_the_training_forward() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("batch", tiered([1, 4, 16], (4,)))
-def test_identity(method: str, batch: int) -> None:
+@pytest.mark.parametrize(("batch", "new_tokens"), tiered([(1, 100), (4, 60), (16, 30)], ((4, 60),)))
+def test_identity(method: str, batch: int, new_tokens: int, answered: Callable[..., list[list[int]]]) -> None:
     """ID: what the drafter is right about, and what it is not, leaves the tokens as they are."""
     target, prompts = runner_of(), prompts_of(batch)
-    answers = plain(target, prompts, 100)
-    assert run(target, prompts, 100, METHODS[method])[0].texts == answers
+    answers = answered(batch, new_tokens)
+    assert run(target, prompts, new_tokens, METHODS[method])[0].texts == answers
     if method in CHAINS:
-        texts, driven = run(target, prompts, 100, METHODS[method], answers)
+        texts, driven = run(target, prompts, new_tokens, METHODS[method], answers)
         assert texts.texts == answers
         if method != "mtp-auto":
             assert driven.stats.accepted_length > 1.4

@@ -133,11 +133,11 @@ MATRIX = pytest.mark.matrix
 @pytest.mark.parametrize("method", RECORDABLE)
 def test_repeated_steps_emit_what_plain_decoding_does(method: str, count: int, request: pytest.FixtureRequest) -> None:
     target, prompts = runner_of("parallel" if method == "parallel_heads" else "gqa"), prompts_of(4)
-    answers = generate(target, prompts, 40).token_ids
+    answers = generate(target, prompts, 25).token_ids
     request.getfixturevalue("on_tape")
     settings = settings_of(method, count)
-    assert generate(target, prompts, 40, speculative=settings, drafter=drafter_of(method)).token_ids == answers
-    assert Counted.replays > 20
+    assert generate(target, prompts, 25, speculative=settings, drafter=drafter_of(method)).token_ids == answers
+    assert Counted.replays > 12
 
 
 @pytest.mark.parametrize("kind", ["bias-ungated-qknorm", "moe", "mla", "mla-moe"])
@@ -147,14 +147,14 @@ def test_repeated_steps_of_other_layers_than_the_short_ones(
     """Megatron's own, with few rows through experts and with cached latents; a second request too."""
     place_static_experts_everywhere(monkeypatch)
     target, requests = runner_of(kind), [prompts_of(3), prompts_of(3, longest=30, seed=2)]
-    answers = [generate(target, prompts, 30).token_ids for prompts in requests]
+    answers = [generate(target, prompts, 20).token_ids for prompts in requests]
     request.getfixturevalue("on_tape")
     assert target.recordable
     for prompts, answer in zip(requests, answers, strict=True):
-        assert generate(target, prompts, 30, speculative=settings_of("mtp")).token_ids == answer
+        assert generate(target, prompts, 20, speculative=settings_of("mtp")).token_ids == answer
     assert set(Counted.recorded) == {(3, 128)}
     assert len(Counted.recorded) <= 3  # of 4, 2 and 1 texts
-    assert Counted.replays > 30
+    assert Counted.replays > 20
 
 
 SAMPLED = [
@@ -249,8 +249,8 @@ def test_a_second_request_records_nothing(
     method: str, count: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Longer and shorter prompts and answers, other seeds; sizes of batches have graphs of their own: 4, 2 and 1."""
-    requests = [(prompts_of(2), 30, [0, 1]), (prompts_of(2, longest=60, seed=7), 50, [5, 6]), ([[1], [2]], 9, [7, 8])]
-    another = prompts_of(3), 20, [1, 2, 3]
+    requests = [(prompts_of(2), 15, [0, 1]), (prompts_of(2, longest=60, seed=7), 25, [5, 6]), ([[1], [2]], 9, [7, 8])]
+    another = prompts_of(3), 12, [1, 2, 3]
     target, settings = (
         Runner(model_of("gqa"), vocab_size=3 if sampling.temperature else None),
         settings_of(method, count),
@@ -287,11 +287,11 @@ def test_another_method_and_other_sampling_have_graphs_of_their_own(request: pyt
         for method, count in (("mtp", 3), ("mtp", 2), ("mtp_eagle", 3))
         for sampling in (Sampling(), Sampling(2.0), Sampling(2.0, top_k=3))
     ]
-    wanted = [generate(target, prompts, 15, sampling, settings).token_ids for settings, sampling in asked]
+    wanted = [generate(target, prompts, 9, sampling, settings).token_ids for settings, sampling in asked]
     request.getfixturevalue("on_tape")
     recorded = list[int]()
     for _ in range(4):
-        assert [generate(target, prompts, 15, sampling, settings).token_ids for settings, sampling in asked] == wanted
+        assert [generate(target, prompts, 9, sampling, settings).token_ids for settings, sampling in asked] == wanted
         recorded.append(len(Counted.recorded))
     assert len(asked) <= recorded[2] == recorded[3] <= 2 * len(asked)  # of 2 texts, and of 1 where it went on
 

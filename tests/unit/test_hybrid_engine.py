@@ -82,7 +82,7 @@ def test_tokens_are_those_of_generate_whatever_comes_when(case: Any) -> None:
 
 
 @pytest.mark.matrix
-@settings(max_examples=200, **QUIET)
+@settings(max_examples=80, **QUIET)
 @given(day_of([*METHODS]))
 def test_tokens_are_those_of_generate_in_many_more_cases(case: Any) -> None:
     check_day(case[1], runner_of(case[0]), runner_of("M-*G"))
@@ -209,7 +209,7 @@ def test_no_entry_is_lost() -> None:
 
 @pytest.mark.matrix
 def test_no_entry_is_lost_by_many_requests() -> None:
-    check_soak(soak(500))
+    check_soak(soak(200))
 
 
 @pytest.mark.parametrize("pattern", METHODS)

@@ -19,7 +19,7 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_argu
 from megatron_mtp.checkpoint.convert.stream import PLAN, RECORDS, Options, PartialFolder
 
 WORKER = Path(__file__).parent / "killed_conversions.py"
-KILLS = 20
+KILLS = 8
 COMMANDS = {
     "hf-to-mcore": ["hf"],
     "mcore-to-hf": ["mcore"],

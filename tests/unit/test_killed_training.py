@@ -15,7 +15,7 @@ import pytest
 WORKER = Path(__file__).parent / "killed_trainings.py"
 
 
-KILLS = 20
+KILLS = 8
 
 
 @pytest.mark.matrix

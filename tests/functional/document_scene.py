@@ -13,7 +13,7 @@ import hf_models
 
 from megatron_mtp.data.tokenizer import train_bpe
 
-ENTRIES = 384
+ENTRIES, TEXTS = 384, 40
 MODELS = {
     "GLM-4.5-Air": ("glm4_moe", 1),
     "Qwen3-0.6B": ("qwen3", 0),
@@ -30,7 +30,7 @@ data: {mock-data: true, tokenizer-type: NullTokenizer, vocab-size: 383}
 
 
 def main(folder: Path) -> None:
-    texts = [path.read_text() for path in sorted(Path(hf_models.__file__).parent.glob("*.py"))]
+    texts = [path.read_text() for path in sorted(Path(hf_models.__file__).parent.glob("*.py"))[:TEXTS]]
     (folder / "my_texts").mkdir()
     (folder / "held_out").mkdir()
     for number, text in enumerate(texts):

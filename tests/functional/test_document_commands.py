@@ -92,10 +92,9 @@ def scene(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scene")
     for name in LINKED:
         (folder / name).symlink_to(launch.ROOT / name)
-    (folder / "docs").mkdir()  # to be read as text: ten short pages are enough to be split
-    pages = sorted((launch.ROOT / "docs").glob("*.md"), key=lambda page: page.stat().st_size)
-    for page in pages[:10]:
-        shutil.copy(page, folder / "docs")
+    (folder / "docs").mkdir()  # to be read as text: ten pages' beginnings are enough to be split
+    for page in sorted((launch.ROOT / "docs").glob("*.md"))[:10]:
+        (folder / "docs" / page.name).write_text(page.read_text()[:2000])
     (folder / ".venv").mkdir()
     (folder / ".venv" / "bin").symlink_to(shell.programs)
     shell(f"python {SCENE} .\n{QUICKSTART}", folder)

@@ -654,7 +654,7 @@ attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted
 attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path
 attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path nowhere
 attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path text/a.txt
-attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --split 1
+attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --split 0,1,0 -> leaves none for training
 attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --split nan,1,0
 attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --fit-tokens -1
 attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --fit-tokens 1
@@ -756,6 +756,7 @@ convert mcore-to-hf run new
 convert drop-mtp run new
 convert drop-mtp run new --keep 1
 convert attach-mtp plain new --mtp-num-layers 1
+convert attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --split 1
 convert draft-vocab run new --mtp-draft-vocab-size 4 --data-path corpus
 convert gpt-to-hybrid run new
 convert gpt-to-hybrid plain new --dry-run

@@ -165,11 +165,11 @@ def test_neighbours_change_nothing(
         with monkeypatch.context() as patch:
             ears = Overheard(seed, patch)
             ears.listen(type(method.proposer))
-            case.run(target, batch, 30)
+            case.run(target, batch, 20)
         heard.append(ears)
     among, alone = heard
     shared = among.drafts.keys() & alone.drafts.keys()
-    assert len(shared) > 10
+    assert len(shared) >= 6
     for key in shared:
         assert among.drafts[key] == alone.drafts[key]
         assert bool(alone.logits[key]) == (case.settings["method"] not in ("ngram", "lookahead"))
@@ -181,11 +181,11 @@ def test_neighbours_change_nothing(
 def test_a_stop_token_inside_a_draft_ends_the_text_there(name: str) -> None:
     case, prompts = CASES[name], prompts_of(3)
     target = case.target()
-    answers = plain(target, prompts, 60)
+    answers = plain(target, prompts, 30)
     news = [answer[len(prompt) :] for answer, prompt in zip(answers, prompts, strict=True)]
     stop = news[0][10]
     wanted = [new[: new.index(stop) + 1] if stop in new else new for new in news]
-    sequences, driven = case.run(target, prompts, 60, answers=answers, stop_ids=frozenset([stop]))
+    sequences, driven = case.run(target, prompts, 30, answers=answers, stop_ids=frozenset([stop]))
     assert [text[len(prompt) :] for text, prompt in zip(sequences.texts, prompts, strict=True)] == wanted
     assert driven.stats.emitted == sum(map(len, wanted))
 
@@ -206,10 +206,10 @@ def test_the_bonus_token_counts_against_the_budget(name: str, budget: int) -> No
 def test_prompts_longer_than_a_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, prompts = CASES[name], prompts_of(3, longest=40)
     target = case.target()
-    whole = case.run(target, prompts, 30)[0].texts
+    whole = case.run(target, prompts, 16)[0].texts
     monkeypatch.setattr(api, "CHUNK", 8)
     monkeypatch.setattr(mtp, "CHUNK", 8)
-    assert case.run(target, prompts, 30)[0].texts == whole == plain(target, prompts, 30)
+    assert case.run(target, prompts, 16)[0].texts == whole == plain(target, prompts, 16)
 
 
 @pytest.mark.parametrize("name", ["ngram", "lookahead"])

@@ -17,8 +17,8 @@ Told = dict[str, dict[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Told:
-    return found(tmp_path_factory.mktemp("cases"), *(["--all"] if pytestconfig.getoption("--all") else []))
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return found(tmp_path_factory.mktemp("cases"))
 
 
 def found(folder: Path, *flags: str) -> Told:
@@ -40,8 +40,8 @@ def test_planted_code_is_never_run(told: Told) -> None:
 
 
 @pytest.mark.matrix
-def test_planted_code_is_never_run_by_any_verb(told: Told) -> None:
-    assert_none_ran(told, planted=90)
+def test_planted_code_is_never_run_by_any_verb(tmp_path: Path) -> None:
+    assert_none_ran(found(tmp_path, "--all"), planted=90)
 
 
 def assert_none_ran(told: Told, planted: int) -> None:

@@ -187,13 +187,13 @@ TOGETHER: tuple[Row, ...] = (
         lambda args: args.save is not None and args.save_interval is None,
         "--save is {save}, but --save-interval is missing; give the steps between checkpoints.",
     ),
-    # silent until the evaluation after the run, which fails
     # silent: Megatron ignores it
     (
         lambda args: args.rampup_batch_size is not None,
         "--rampup-batch-size was given, which Megatron 0.19 ignores; give --step-batch-size-schedule in its place, and "
         "without --global-batch-size: '0:64 1B:256' goes from 64 to 256 at a billion tokens.",
     ),
+    # silent until the evaluation after the run, which fails
     (
         lambda args: args.full_validation and not args.multiple_validation_sets,
         "--full-validation works with --multiple-validation-sets alone; give both, or neither.",

@@ -181,7 +181,7 @@ def _flags(args: Namespace) -> list[str]:
         value = getattr(given, action.dest)
         if value != getattr(defaults, action.dest) or action.dest in RESOLVED:
             is_off = isinstance(action, BooleanOptionalAction) and not value
-            shown = "" if action.nargs == 0 else f" {getattr(args, action.dest)}"
+            shown = "" if action.nargs == 0 else f" {getattr(args, action.dest, value)}"  # Megatron drops older names
             lines.append(f"  {action.option_strings[-1 if is_off else 0]}{shown}")
     return ["flags, without those at Megatron's defaults:", *sorted(lines)]
 

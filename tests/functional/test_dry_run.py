@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 import launch
+import pytest
+from published_lines import PUBLISHED
+from tiers import tiered
 
 RUN = """
 model:
@@ -22,7 +25,10 @@ data: {mock-data: true, tokenizer-type: NullTokenizer, vocab-size: 151936}
 def test_a_plan_counts_parameters_and_says_where_the_depths_stand(tmp_path: Path) -> None:
     """Qwen3-8B has 8,190,735,360 parameters; 128 rows of padding in both tables are 1,048,576 more."""
     (tmp_path / "run.yaml").write_text(RUN)
-    flags = f"--config {tmp_path}/run.yaml --global-batch-size 512 --pipeline-model-parallel-size 4 --dry-run 64"
+    older = "--cuda-graph-impl transformer_engine --cuda-graph-scope attn --te-rng-tracker"
+    flags = (
+        f"--config {tmp_path}/run.yaml --global-batch-size 512 --pipeline-model-parallel-size 4 {older} --dry-run 64"
+    )
     command = [sys.executable, "-m", "megatron_mtp", "train", *flags.split()]
     printed = launch.run(command, tmp_path / "log")
     for line in (
@@ -46,3 +52,16 @@ def test_a_plan_counts_parameters_and_says_where_the_depths_stand(tmp_path: Path
     gib = (6 + 12 / 8) * counts["depths"] / 2**30  # eight replicas share Adam's 12 bytes a parameter
     assert "memory of the depths on the last stage: " in printed
     assert f"weights, gradients and optimizer {gib:.2f} +" in printed
+
+
+QUICK = ["deepseek-v3, Pai's own flags", "qwen3-235b-a22b", "mimo-7b", "nemotron-3-nano, older pattern"]
+
+
+@pytest.mark.parametrize("name", tiered(PUBLISHED, QUICK))
+def test_a_published_line_is_planned_on_a_machine_without_gpus(name: str, tmp_path: Path) -> None:
+    line = PUBLISHED[name]
+    text = "--mock-data --tokenizer-type NullTokenizer"
+    command = [sys.executable, "-m", "megatron_mtp", "train", "--dry-run", str(line.ranks)]
+    process = launch.start([*command, *line.flags.split(), *text.split()], tmp_path / "log")
+    status = process.wait(launch.TIMEOUT)
+    assert (line.says in (tmp_path / "log").read_text(), status) == (True, 2 * line.refused)

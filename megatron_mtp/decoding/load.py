@@ -15,7 +15,7 @@ import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tracker
-from megatron_mtp.checkpoint.mcore.model import check_trainable, fill
+from megatron_mtp.checkpoint.mcore.model import fill
 from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, run_tokenizer
 from megatron_mtp.cpu import substitutions
@@ -23,7 +23,7 @@ from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.proposers.draft_model import DraftModelSettings
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.model.arguments import TE, arguments_without, completed
+from megatron_mtp.model.arguments import TE, arguments_without, check_trainable, completed
 from megatron_mtp.model.build import build, config_of, join_world
 from megatron_mtp.model.pattern import without_stages
 from megatron_mtp.model.trunk import MTPTrunk

@@ -116,3 +116,21 @@ def completed(stored: Namespace) -> Namespace:
         args.hybrid_layer_pattern = without_stages(args.hybrid_layer_pattern)
     megatrons.validate_args(args)  # by its module, where a patch stands in its place
     return args
+
+
+def check_trainable(args: Namespace, name: str) -> None:
+    """Refuse a converted checkpoint whose model Megatron cannot run.
+
+    Args:
+        args: the checkpoint's arguments.
+        name: name of the checkpoint in messages.
+
+    Raises:
+        ValueError: Megatron cannot run its model.
+    """
+    reason = getattr(args, "megatron_mtp_untrainable", None)
+    if reason:
+        why = f": it has {reason}" if isinstance(reason, str) else ""  # older conversions did not store the reason
+        raise ValueError(
+            f"{name} was converted from a model that Megatron cannot run{why}; mcore-to-hf converts it back."
+        )

@@ -16,11 +16,10 @@ from megatron.training import get_tokenizer
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
-from megatron_mtp.checkpoint.mcore.model import check_trainable
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import check_loss
-from megatron_mtp.model.arguments import APEX, CUDA, MODEL_ARGUMENTS, TE, flags_without
+from megatron_mtp.model.arguments import APEX, CUDA, MODEL_ARGUMENTS, TE, check_trainable, flags_without
 from megatron_mtp.model.build import MTPModelConfig, config_of
 from megatron_mtp.model.pattern import without_stages
 from megatron_mtp.patches.unpickling import CATALOGUE

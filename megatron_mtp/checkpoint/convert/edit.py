@@ -37,11 +37,11 @@ from megatron_mtp.checkpoint.convert.stream import (
 from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
-from megatron_mtp.checkpoint.mcore.model import check_trainable
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, depth_of
 from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
 from megatron_mtp.data.checks import check_data_prefixes
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
+from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 from megatron_mtp.model.pattern import SHARDED_STACK, without_stages

@@ -35,9 +35,9 @@ from megatron_mtp.checkpoint.convert.stream import (
 )
 from megatron_mtp.checkpoint.families.blocks import FUSED_NORM, OWN_NORM, mlp_norm_keys
 from megatron_mtp.checkpoint.mcore.iterations import RELEASE
-from megatron_mtp.checkpoint.mcore.model import check_trainable
 from megatron_mtp.checkpoint.mcore.reader import HEAD_STATE, STATE, DistReader, Shape, StoredDepths
 from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
+from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.pattern import KINDS, SHARDED_STACK, trunk_and_depths
 
 FILE_BYTES = 2**30

@@ -10,7 +10,7 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from megatron_mtp.checkpoint.mcore.reader import DistReader, read_errors, stored_draft_vocabulary
-from megatron_mtp.model.arguments import completed
+from megatron_mtp.model.arguments import check_trainable, completed
 from megatron_mtp.model.build import MTPModelConfig, build, config_of, join_world
 from megatron_mtp.model.trunk import MTPTrunk
 
@@ -72,21 +72,3 @@ def _drop_extra_states(entries: dict[str, Any]) -> None:
     """Remove the state of kernels, which checkpoints of other kernels lack."""
     for name in [name for name in entries if name.endswith("_extra_state")]:
         del entries[name]
-
-
-def check_trainable(args: Namespace, name: str) -> None:
-    """Refuse a converted checkpoint whose model Megatron cannot run.
-
-    Args:
-        args: the checkpoint's arguments.
-        name: name of the checkpoint in messages.
-
-    Raises:
-        ValueError: Megatron cannot run its model.
-    """
-    reason = getattr(args, "megatron_mtp_untrainable", None)
-    if reason:
-        why = f": it has {reason}" if isinstance(reason, str) else ""  # older conversions did not store the reason
-        raise ValueError(
-            f"{name} was converted from a model that Megatron cannot run{why}; mcore-to-hf converts it back."
-        )

@@ -90,7 +90,7 @@ def help_of_losses() -> str:
 
 
 def test_the_help_has_every_name_and_the_list_every_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert help_of_losses().startswith("ce,kd,tv,nla,lk,e2e_tv,mix} What the depths learn")
+    assert help_of_losses().startswith("ce,kd,tv,nla,lk,e2e_tv,mix} What the MTP layers learn")
     with pytest.raises(SystemExit) as end:
         parse_run("train", ["--list-losses"])
     assert end.value.code == 0

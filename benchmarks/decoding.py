@@ -35,9 +35,9 @@ import torch
 from benchmarks.agreeing import SMOLLM2, agreeing_model
 from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interleave, limit_threads, report, table
 from benchmarks.llama import greedy, llama_of
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding import generate, load_runner
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.model.build import join_world
 from megatron_mtp.model.trunk import MTPGPTModel

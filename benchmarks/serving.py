@@ -33,7 +33,7 @@ from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interlea
 from benchmarks.llama import greedy, llama_of
 from megatron_mtp.decoding import load_runner
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.engine import ContinuousEngine
+from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.scheduler import EngineSettings
@@ -122,7 +122,7 @@ class Sides:
         self.runner, self.requests = runner, requests
         self.llama = llama_of(runner.model, runner.dtype)
         self.texts: dict[str, list[list[int]]] = {}
-        self.engines: dict[str, ContinuousEngine] = {}
+        self.engines: dict[str, Engine] = {}
 
     def named(self) -> dict[str, Callable[[], None]]:
         """A run of every side, by its name."""
@@ -142,7 +142,7 @@ class Sides:
     def _engine(self, side: str, config: SpeculativeConfig | None) -> None:
         if side not in self.engines:  # without reuse, since every round has the same prompts
             settings = EngineSettings(running=len(self.requests), reuse=False)
-            self.engines[side] = ContinuousEngine(self.runner, settings, config)
+            self.engines[side] = Engine(self.runner, settings, config)
         engine = self.engines[side]
         texts = {engine.add(request): list[int]() for request in self.requests}
         while engine.busy:

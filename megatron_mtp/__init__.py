@@ -3,6 +3,7 @@
 config.py      MTPConfig: every setting of the depths, whose fields become the --mtp-* flags
 errors.py      how a command that cannot go on ends: one sentence and an exit status
 files.py       how files are written so that a kill leaves nothing half-written
+acceptance.py  how often drafts are accepted: one class counts, for training and decoding
 runtime.py     prepare(): Megatron made runnable on this machine; which libraries of kernels can be used
 registry.py    tables to which other packages add rows: losses, proposers, verifiers, families
 patches/       faults of the published megatron-core that are put right

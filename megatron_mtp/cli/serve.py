@@ -68,7 +68,7 @@ def run(args: Namespace) -> int:
 
     from megatron_mtp.cpu import substitutions
     from megatron_mtp.data.tokenizer import end_tokens, sampling_defaults
-    from megatron_mtp.decoding.engine import ContinuousEngine
+    from megatron_mtp.decoding.engine import Engine
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.memory import blocks_for, blocks_in
     from megatron_mtp.decoding.method import parse_config
@@ -91,7 +91,7 @@ def run(args: Namespace) -> int:
     else:
         blocks = blocks_in(args.cache_gib, args.max_running, runner, drafter)
     sizes = EngineSettings(args.max_running, args.max_waiting, blocks, overlap=not substitutions.installed())
-    engine = ContinuousEngine(runner, sizes, config, drafter)
+    engine = Engine(runner, sizes, config, drafter)
     served = Served(
         name=args.served_model_name or _model_name(Path(args.load)),
         codec=Codec() if tokenizer is None else TextCodec(tokenizer, end_tokens(tokenizer)),

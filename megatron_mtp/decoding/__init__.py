@@ -4,7 +4,6 @@ The Python API is `load_runner` and `generate`, which are looked up when asked f
 machine, and the rules in this room (types, sampling, verifiers) do not.
 
     types.py             Draft (a tree), Verdict, Round
-    stats.py             AcceptanceStats: what drafting has gained
     requests.py          Request and Update: what passes between the engine and those who send it requests
     settings.py          settings of a method or verifier: kinds, defaults, ranges, meanings
     config.py            SpeculativeConfig: a method, a verifier and their settings, as plain data
@@ -12,9 +11,8 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     proposers/           PROPOSERS: what drafts
     verifiers/           VERIFIERS: which drafts are accepted
     runner.py            a loaded model row by row: trunk, depths, head
-    pages.py             blocks of memory that texts share, and the tables that name them
-    rows.py              where the rows of a forward stand: chains, trees, and rows of several texts without padding
-    kv_cache.py          keys and values of rows in these blocks, and the roll-back of rejected ones
+    rows.py              where the rows of a forward stand: chains, trees, and rows of several sequences without padding
+    kv_cache.py          keys and values of rows in blocks that sequences share, and the roll-back of rejected ones
     cached_attention.py  attention over the cache, in the place of a trained model's
     latent_attention.py  multi-latent attention over cached latents
     recurrent_layers.py  Mamba-2 and Gated DeltaNet row by row, in the places of a hybrid's
@@ -22,18 +20,18 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     experts.py           layers of experts for few rows, without reading back where they go
     dense_layer.py       a dense layer with little between its products
     backend.py           Modules, which runs rows through all layers; the table of backends
-    graphs.py            steps as CUDA graphs, kept for later texts
-    memory.py            keys, values and states of texts, together
-    sequences.py         the tensors of a batch of texts while they grow
+    graphs.py            steps as CUDA graphs, kept for later sequences
+    memory.py            keys, values and states of sequences, together
+    sequences.py         the tensors of a batch of sequences while they grow
     method.py            a config from JSON; proposer, verifier and K, checked against each other and the model
-    block_manager.py     which blocks are free, and which hold a beginning that texts share
+    block_manager.py     which blocks are free, and which hold a beginning that sequences share
     judged.py            penalties and log-probabilities
-    batch.py             propose, verify and keep for texts that draft alike; a text ends at EOS, also inside a draft
-    scheduler.py         who runs in a step: prompts, texts that are decoded, and those that are put back
+    batch.py             propose, verify and keep for sequences that draft alike; one ends at EOS, also inside a draft
+    scheduler.py         who runs in a step: prompts, sequences that are decoded, and those that are put back
     engine.py            continuous batching: requests join and leave between steps
     auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
     load.py              a checkpoint folder to a runner
-    api.py               generate(): prompts in, texts and statistics out, by an engine of their own
+    api.py               generate(): prompts in, sequences and statistics out, by an engine of their own
     text.py              texts on the terminal
     cost.py              prompts under one clock, compared with plain decoding; acceptance, speed, energy
     own_texts/           continuations of a corpus' prompts, as data to train on: megatron-mtp sample

@@ -1,15 +1,16 @@
-"""The Python API: prompts in, texts with what they cost out.
+"""The Python API: prompts in, sequences with what they cost out.
 
 runner = load_runner("runs/quickstart/checkpoint")
-texts = generate(runner, [[1, 2, 3]], 64, speculative={"method": "mtp", "num_speculative_tokens": 2})
+generated = generate(runner, [[1, 2, 3]], 64, speculative={"method": "mtp", "num_speculative_tokens": 2})
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.engine import ContinuousEngine
+from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.kv_cache import CHUNK
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.requests import Request, Update, check_prompt
@@ -18,10 +19,9 @@ from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.sequences import wants_few_shapes
-from megatron_mtp.decoding.stats import AcceptanceStats
 
 LEAST_KEPT = 1024
-"""Slots of a text in memory that is kept for later prompts, at least, so that they seldom need other memory."""
+"""Slots of a sequence in memory that is kept for later prompts, at least, so that they seldom need other memory."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ def generate(
     Args:
         runner: the target (`load_runner`).
         prompts: token ids, at least one each.
-        max_new_tokens: for all texts, or for each; fewer where the model's positions end before.
+        max_new_tokens: for all sequences, or for each; fewer where the model's positions end before.
         sampling: greedy if None.
         speculative: how to draft, as a config or as the dict of one; None decodes plainly.
-        seeds: of each prompt; its number in the list if None. A text depends on its own seed alone.
-        stop_ids: a text ends with the first of these.
+        seeds: of each prompt; its number in the list if None. A sequence depends on its own seed alone.
+        stop_ids: a sequence ends with the first of these.
         drafter: the small model of `draft_model`.
         cut: given the tokens emitted so far, how many of them to keep, or None to go on (stop strings).
-        emit: called with what every step gave every text, by the prompt's number, as it comes.
+        emit: called with what every step gave every sequence, by the prompt's number, as it comes.
 
     Raises:
         ValueError: a prompt or setting that the model does not allow.
@@ -92,15 +92,15 @@ def generate(
     return Generated(token_ids, engine.stats)
 
 
-def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None) -> ContinuousEngine:
-    """An engine with a block for each text and its scratch slot, so that attention reads its keys where they are."""
+def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None) -> Engine:
+    """An engine with a block for each sequence, so that attention reads its keys where they are."""
     first, few = requests[0], wants_few_shapes(runner.device)
     method = make_method(runner, first.speculative, first.sampling, drafter)
     positions = runner.positions
     slots = max(min(len(one.prompt) + one.max_new_tokens, positions) for one in requests) + method.slots
     kept, runner.kept = runner.kept, None  # a call within this one has memory of its own, as one after an error
     running, slots = len(requests), rounded(max(slots, min(LEAST_KEPT, positions) if few else 0), few)
-    if isinstance(kept, ContinuousEngine):
+    if isinstance(kept, Engine):
         had = kept.settings
         if kept.drafter is drafter and had.running >= running and had.block_size > slots:
             kept.stats = AcceptanceStats()
@@ -117,7 +117,7 @@ def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None)
         reuse=False,
         contains_errors=False,
     )
-    return ContinuousEngine(runner, sizes, drafter=drafter)
+    return Engine(runner, sizes, drafter=drafter)
 
 
 def check_prompts(runner: Runner, prompts: list[list[int]], max_new_tokens: int) -> None:

@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from megatron_mtp.decoding.stats import AcceptanceStats
+from megatron_mtp.acceptance import AcceptanceStats
 
 RECENT = 32
 """Steps of each kind whose times are remembered."""
@@ -69,7 +69,7 @@ class AutoK:
     _rested: list[float] = field(default_factory=list)
 
     def fall_behind(self, rows: int) -> None:
-        """The drafter has so many rows of a text to run, before the first draft of it."""
+        """The drafter has so many rows of a sequence to run, before the first draft of it."""
         self._take_in_rest()
         self._behind = max(self._behind, rows)
 

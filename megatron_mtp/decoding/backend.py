@@ -8,7 +8,7 @@ less in between. Packages add others by an entry point:
 
 The first one that fits the model runs it; one that does not raises `Unfit` when it is made. It may override the three
 methods `run`, `draft` and `product`, call the core's for what it leaves to them, and read all attributes of `Modules`,
-`Stack` and `MTPRows`. rows.py, kv_cache.py, pages.py and recurrent_state.py say what rows and caches hold,
+`Stack` and `MTPRows`. rows.py, kv_cache.py and recurrent_state.py say what rows and caches hold,
 recurrent_layers.py what a layer is made of.
 
 Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary, N drafts.

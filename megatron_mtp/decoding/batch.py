@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.auto import AutoK
-from megatron_mtp.decoding.block_manager import Held
+from megatron_mtp.decoding.block_manager import BlockTable
 from megatron_mtp.decoding.graphs import GraphedStep, KeptTensors, can_record
 from megatron_mtp.decoding.judged import NO_PENALTIES, Judge, logprobs_of, penalised
 from megatron_mtp.decoding.method import Method
@@ -23,17 +24,16 @@ from megatron_mtp.decoding.rows import Rows, rounded
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import RECOVER, Sampling, draw, sampling_of
 from megatron_mtp.decoding.sequences import Progress, Sequences
-from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.decoding.types import Draft, Round, StepOutput
 from megatron_mtp.decoding.verifiers import VERIFIERS
 
 FAR_BEHIND = 32
-"""Rows that a text's drafter may be behind to catch up with the others' rows; with more it runs them alone. The others
-run as many rows anew, so where these change states they are half of what a state goes back."""
+"""Rows that a sequence's drafter may be behind to catch up with the others' rows; with more it runs them alone. The
+others run as many rows anew, so where these change states they are half of what a state goes back."""
 
 
 @dataclass(eq=False)
-class Text:
+class Sequence:
     """A request while the engine has it.
 
     Attributes:
@@ -44,7 +44,7 @@ class Text:
         entry: where recurrent layers keep its states; None where it has no place.
         run: rows of the trunk that the prefill has done.
         alone: whether it shares no forward with others, after one that has failed.
-        cached: tokens of the prompt whose rows were found; None before the text first had a place.
+        cached: tokens of the prompt whose rows were found; None before the sequence first had a place.
         prompt_logprobs: as far as the prompt has run.
     """
 
@@ -53,7 +53,7 @@ class Text:
     method: Method
     budget: int
     tokens: list[int]
-    held: Held = field(default_factory=Held)
+    block_table: BlockTable = field(default_factory=BlockTable)
     entry: int | None = None
     progress: Progress = field(default_factory=Progress)
     run: int = 0
@@ -68,7 +68,7 @@ class Text:
 
     @property
     def rows(self) -> int:
-        """Rows to prefill; a text that was put back goes on with its newest token, whose row has not run."""
+        """Rows to prefill; a sequence that was put back goes on with its newest token, whose row has not run."""
         return len(self.tokens) - self.has_begun
 
     @property
@@ -112,47 +112,45 @@ class Text:
 
 
 class PrefillBatch:
-    """Texts whose prompts are run, a part of each, in one forward.
+    """Sequences whose prompts are run, a part of each, in one forward.
 
-    Their parts end together, so a shorter one begins with padding. While only a part of a prompt has run, it is a text
-    of so many tokens and one more: so drafters catch up part by part, by what they do for any text.
+    Their parts end together, so a shorter one begins with padding. While only a part of a prompt has run, it is a
+    sequence of so many tokens and one more: so drafters catch up part by part, by what they do for any sequence.
 
     Args:
-        counts: rows of each text to run.
-        sequences: a row for each text.
+        counts: rows of each sequence to run.
+        sequences: a row for each sequence.
     """
 
-    def __init__(self, runner: Runner, texts: list[Text], counts: list[int], sequences: Sequences) -> None:
-        self.runner, self.texts, self.counts, self.sequences = runner, texts, counts, sequences
+    def __init__(self, runner: Runner, seqs: list[Sequence], counts: list[int], sequences: Sequences) -> None:
+        self.runner, self.seqs, self.counts, self.sequences = runner, seqs, counts, sequences
         self.stats = AcceptanceStats()
-        sequences.prompt_lengths = [len(text.request.prompt) for text in texts]
-        sequences.progress = [text.progress for text in texts]
+        sequences.prompt_lengths = [len(seq.request.prompt) for seq in seqs]
+        sequences.progress = [seq.progress for seq in seqs]
         sequences.packs = not sequences.few_shapes
 
     def step(self) -> list[Update]:
-        """Run the rows; every text has its first token, or an update without any while its prompt runs."""
+        """Run the rows; every sequence has its first token, or an update without any while its prompt runs."""
         self.run(self.counts)
         first = {update.request: update for update in self.begin()}
         for update in first.values():
             self.stats.count(0, 0, len(update.tokens))
         return [
-            first.get(text.number, Update(text.number, []))
-            for text in self.texts
-            if text.number in first or not text.has_run
+            first.get(seq.number, Update(seq.number, [])) for seq in self.seqs if seq.number in first or not seq.has_run
         ]
 
     def run(self, counts: list[int]) -> None:
-        """Run so many rows of each text through the trunk."""
+        """Run so many rows of each sequence through the trunk."""
         if any(counts):
             self._forward(counts)
-        for text, count in zip(self.texts, counts, strict=True):
-            text.run += count
+        for seq, count in zip(self.seqs, counts, strict=True):
+            seq.run += count
         self._show()
 
     def begin(self) -> list[Update]:
-        """Draw the first token of each text whose prompt has run, if it has none."""
+        """Draw the first token of each sequence whose prompt has run, if it has none."""
         sequences = self.sequences
-        begins = [text.has_run and not text.has_begun for text in self.texts]
+        begins = [seq.has_run and not seq.has_begun for seq in self.seqs]
         if not any(begins):
             return []
         sequences.live = begins
@@ -161,88 +159,88 @@ class PrefillBatch:
         drawn_B = self._drawn(logits_BV)
         sequences.append(drawn_B)
         made = [self._began(row, [token], logits_BV) for row, token in enumerate(drawn_B.tolist()) if begins[row]]
-        sequences.live = [True] * len(self.texts)
+        sequences.live = [True] * len(self.seqs)
         sequences.live_B.fill_(True)
         return made
 
-    def part(self, texts: list[Text]) -> Sequences:
-        """Some of the texts as a batch of their own."""
-        numbers = {text.number for text in texts}
-        return self.sequences.only([row for row, text in enumerate(self.texts) if text.number in numbers])
+    def part(self, seqs: list[Sequence]) -> Sequences:
+        """Some of the sequences as a batch of their own."""
+        numbers = {seq.number for seq in seqs}
+        return self.sequences.only([row for row, seq in enumerate(self.seqs) if seq.number in numbers])
 
     def _forward(self, counts: list[int]) -> None:
         sequences, most = self.sequences, max(counts)
-        ends = [text.run + count for text, count in zip(self.texts, counts, strict=True)]
+        ends = [seq.run + count for seq, count in zip(self.seqs, counts, strict=True)]
         first_B = self._tensor(ends) - most
         window = min(rounded(max(ends), sequences.few_shapes), sequences.capacity)
         live_BR = self._not_yet_run(first_B, counts)
         rows = Rows(first_B, most, window, sequences.capacity, live_BR, sequences.packs)
         hidden_SBH = self.runner.trunk(sequences.tokens_at(first_B, most), rows, sequences.cache)
         sequences.put_states(hidden_SBH, rows)
-        for row, (text, count) in enumerate(zip(self.texts, counts, strict=True)):
-            if text.request.prompt_logprobs is not None:
-                self._read_prompt(text, hidden_SBH[most - count :, row : row + 1], text.request.prompt_logprobs)
+        for row, (seq, count) in enumerate(zip(self.seqs, counts, strict=True)):
+            if seq.request.prompt_logprobs is not None:
+                self._read_prompt(seq, hidden_SBH[most - count :, row : row + 1], seq.request.prompt_logprobs)
 
     def _not_yet_run(self, first_B: Tensor, counts: list[int]) -> Tensor | None:
         """False for rows that have run; None where there are none beside those before slot 0."""
         most = max(counts)
-        if all(text.run == 0 or count == most for text, count in zip(self.texts, counts, strict=True)):
+        if all(seq.run == 0 or count == most for seq, count in zip(self.seqs, counts, strict=True)):
             return None
         place_BR = first_B.unsqueeze(1) + torch.arange(most, device=first_B.device)
-        return place_BR >= self._tensor([text.run for text in self.texts]).unsqueeze(1)
+        return place_BR >= self._tensor([seq.run for seq in self.seqs]).unsqueeze(1)
 
     def _show(self) -> None:
-        """Let each text be one of its rows that have run, and one more."""
-        shown = [(text.tokens, min(text.run + 1, len(text.tokens))) for text in self.texts]
-        self.sequences.texts = [whole if length == len(whole) else whole[:length] for whole, length in shown]
+        """Let each sequence be one of its rows that have run, and one more."""
+        shown = [(seq.tokens, min(seq.run + 1, len(seq.tokens))) for seq in self.seqs]
+        self.sequences.token_ids = [whole if length == len(whole) else whole[:length] for whole, length in shown]
         self.sequences.length_B.copy_(self._tensor([length for _, length in shown]))
 
     def _drawn(self, logits_BV: Tensor) -> Tensor:
-        """The token after each text."""
-        if any(text.reads_logits for text in self.texts):
+        """The token after each sequence."""
+        if any(seq.reads_logits for seq in self.seqs):
             rows = [
-                penalised(text.request.penalties, text.tokens, len(text.request.prompt), own_1V)
-                for text, own_1V in zip(self.texts, logits_BV.split(1), strict=True)
+                penalised(seq.request.penalties, seq.tokens, len(seq.request.prompt), own_1V)
+                for seq, own_1V in zip(self.seqs, logits_BV.split(1), strict=True)
             ]
             logits_BV = torch.cat(rows)
-        probs_BV = sampling_of([text.request.sampling for text in self.texts]).probabilities(logits_BV)
+        probs_BV = sampling_of([seq.request.sampling for seq in self.seqs]).probabilities(logits_BV)
         return draw(probs_BV, self.sequences.noise.uniform(RECOVER, 1)[:, 0])
 
     def _began(self, row: int, gained: list[int], logits_BV: Tensor) -> Update:
-        text = self.texts[row]
-        update, top = text.update(gained), text.request.logprobs
+        seq = self.seqs[row]
+        update, top = seq.update(gained), seq.request.logprobs
         self.sequences.settle(row, update.tokens, update.finish is not None)
         if top is None:
             return update
         return replace(update, logprobs=logprobs_of(logits_BV[row : row + 1], update.tokens, top))
 
-    def _read_prompt(self, text: Text, hidden_S1H: Tensor, top: int) -> None:
-        after = text.request.prompt[text.run + 1 :][: hidden_S1H.size(0)]
-        if after and not text.has_begun:
-            text.prompt_logprobs += logprobs_of(self.runner.logits(hidden_S1H)[0, : len(after)], after, top)
+    def _read_prompt(self, seq: Sequence, hidden_S1H: Tensor, top: int) -> None:
+        after = seq.request.prompt[seq.run + 1 :][: hidden_S1H.size(0)]
+        if after and not seq.has_begun:
+            seq.prompt_logprobs += logprobs_of(self.runner.logits(hidden_S1H)[0, : len(after)], after, top)
 
     def _tensor(self, values: list[int] | list[bool]) -> Tensor:
         return torch.tensor(values, device=self.runner.device)
 
 
 class PendingOutput:
-    """What a step gave its texts, being copied to the host while the next step runs.
+    """What a step gave its sequences, being copied to the host while the next step runs.
 
     Args:
-        texts: of the rows; None where one has ended.
+        seqs: of the rows; None where one has ended.
     """
 
-    def __init__(self, texts: list[Text | None], output: StepOutput) -> None:
-        self.texts, self.nodes = texts, output.draft.nodes
+    def __init__(self, seqs: list[Sequence | None], output: StepOutput) -> None:
+        self.seqs, self.nodes = seqs, output.draft.nodes
         parts = [output.count_B.unsqueeze(1), output.tokens_BR, output.draft.valid()]
         self._read = on_its_way(torch.cat(parts, dim=1))
 
-    def gained(self) -> Iterator[tuple[Text, list[int], int]]:
-        """Every text with its new tokens and the depth of its draft; waits for them."""
-        for text, (count, *values) in zip(self.texts, self._read(), strict=True):
+    def gained(self) -> Iterator[tuple[Sequence, list[int], int]]:
+        """Every sequence with its new tokens and the depth of its draft; waits for them."""
+        for seq, (count, *values) in zip(self.seqs, self._read(), strict=True):
             valid = values[self.nodes + 1 :]
-            if text is not None:
-                yield text, values[:count], next((n for n, ok in enumerate(valid) if not ok), self.nodes)
+            if seq is not None:
+                yield seq, values[:count], next((n for n, ok in enumerate(valid) if not ok), self.nodes)
 
 
 def on_its_way(values_BX: Tensor) -> Callable[[], list[list[int]]]:
@@ -262,13 +260,13 @@ def on_its_way(values_BX: Tensor) -> Callable[[], list[list[int]]]:
 
 
 class DecodeBatch:
-    """Texts that draft alike. They join and leave between steps.
+    """Sequences that draft alike. They join and leave between steps.
 
     Where steps are recorded as CUDA graphs, the batch has a power of two of rows, so that few sizes are recorded; rows
-    beyond the texts are those of ended ones.
+    beyond the sequences are those of ended ones.
 
     With overlap a step is started before the tokens of the last one are read. So the host learns one step late that a
-    text has ended; what the step in between gave it is dropped. Lengths that the host does not know are bounded by
+    sequence has ended; what the step in between gave it is dropped. Lengths that the host does not know are bounded by
     `Sequences.ahead`.
 
     Args:
@@ -282,18 +280,18 @@ class DecodeBatch:
     def __init__(
         self,
         runner: Runner,
-        texts: list[Text],
+        seqs: list[Sequence],
         sequences: Sequences,
         kept: KeptTensors,
         overlap: bool = False,
     ) -> None:
         self.runner, self.sequences, self._overlap = runner, sequences, overlap
-        self.method = texts[0].method
+        self.method = seqs[0].method
         self._kept = kept
         self._auto: AutoK | None = None
         self._pending: PendingOutput | None = None
-        self._rows: list[Text] = texts
-        self._keep([*range(len(texts))])
+        self._rows: list[Sequence] = seqs
+        self._keep([*range(len(seqs))])
 
     @property
     def stats(self) -> AcceptanceStats:
@@ -301,37 +299,37 @@ class DecodeBatch:
         return self.method.stats
 
     @property
-    def texts(self) -> list[Text]:
+    def seqs(self) -> list[Sequence]:
         """Those that have not ended."""
-        return [text for text, live in zip(self._rows, self.sequences.live, strict=True) if live]
+        return [seq for seq, live in zip(self._rows, self.sequences.live, strict=True) if live]
 
-    def join(self, texts: list[Text], sequences: Sequences) -> None:
-        """More texts, which have their first tokens."""
+    def join(self, seqs: list[Sequence], sequences: Sequences) -> None:
+        """More sequences, which have their first tokens."""
         self.sequences.join(sequences)
-        self._rows = self._rows + texts
+        self._rows = self._rows + seqs
         self._keep([row for row, live in enumerate(self.sequences.live) if live])
 
-    def leave(self, gone: list[Text]) -> None:
-        """Go on without these texts."""
-        numbers, live = {text.number for text in gone}, self.sequences.live
-        staying = [row for row, text in enumerate(self._rows) if live[row] and text.number not in numbers]
+    def leave(self, gone: list[Sequence]) -> None:
+        """Go on without these sequences."""
+        numbers, live = {seq.number for seq in gone}, self.sequences.live
+        staying = [row for row, seq in enumerate(self._rows) if live[row] and seq.number not in numbers]
         if self._graphed is not None and staying and len(self._rows) == _few_sizes(len(staying)):
-            for row, text in enumerate(self._rows):
-                if live[row] and text.number in numbers:
+            for row, seq in enumerate(self._rows):
+                if live[row] and seq.number in numbers:
                     self.sequences.end(row)
         else:
             self._keep(staying)
 
-    def place(self, text: Text) -> None:
-        """Tell the device of a text's new blocks."""
-        table_BL, blocks = self.sequences.pages.table_BL, text.held.blocks
-        table_BL[self._row_of()[text.number], : len(blocks)] = torch.tensor(blocks, device=table_BL.device)
+    def place(self, seq: Sequence) -> None:
+        """Tell the device of a sequence's new blocks."""
+        table_BL, blocks = self.sequences.pages.table_BL, seq.block_table.blocks
+        table_BL[self._row_of()[seq.number], : len(blocks)] = torch.tensor(blocks, device=table_BL.device)
 
     def choose(self) -> int:
         """K of the next step."""
         if not self.method.auto:
             return self.method.count
-        self._auto = auto_of(self.runner, self.method, len(self.texts))
+        self._auto = auto_of(self.runner, self.method, len(self.seqs))
         return self.method.count if self._auto is None else self._auto.choose()
 
     def step(self) -> list[Update]:
@@ -344,7 +342,7 @@ class DecodeBatch:
         self._catch_up(count)
         output = step(self.runner, sequences, self.method, count) if graphed is None else graphed(count)
         if self._overlaps:
-            rows = [text if live else None for text, live in zip(self._rows, sequences.live, strict=True)]
+            rows = [seq if live else None for seq, live in zip(self._rows, sequences.live, strict=True)]
             taken = PendingOutput(rows, output)
             updates = self._arrived()
             self._pending = taken
@@ -362,9 +360,9 @@ class DecodeBatch:
         return updates
 
     def give(self, row: int, gained: list[int], depth: int, draft: Draft | None) -> Update:
-        """Count and append what a step gave one text, from a draft of this depth."""
-        text, rule = self._rows[row], self.method.verifier
-        update, top = text.update(gained, depth, draft, row), text.request.logprobs
+        """Count and append what a step gave one sequence, from a draft of this depth."""
+        seq, rule = self._rows[row], self.method.verifier
+        update, top = seq.update(gained, depth, draft, row), seq.request.logprobs
         self.method.stats.count(update.offered, update.accepted, len(update.tokens))
         self.sequences.settle(row, update.tokens, update.finish is not None)
         if isinstance(rule, Judge) and top is not None:
@@ -372,26 +370,26 @@ class DecodeBatch:
         return update
 
     def _arrived(self) -> list[Update]:
-        """What the step before gave; of texts that were cancelled or put back since then, nothing."""
+        """What the step before gave; of sequences that were cancelled or put back since then, nothing."""
         pending, self._pending = self._pending, None
         rows, given = self._row_of(), () if pending is None else pending.gained()
-        return [self.give(rows[text.number], gained, n, None) for text, gained, n in given if text.number in rows]
+        return [self.give(rows[seq.number], gained, n, None) for seq, gained, n in given if seq.number in rows]
 
     def _row_of(self) -> dict[int, int]:
         live = self.sequences.live
-        return {text.number: row for row, text in enumerate(self._rows) if live[row]}
+        return {seq.number: row for row, seq in enumerate(self._rows) if live[row]}
 
     def _may_overlap(self) -> bool:
-        """Whether steps of these texts read nothing back, and need no tokens that the host does not know.
+        """Whether steps of these sequences read nothing back, and need no tokens that the host does not know.
 
-        A drafter that does not know how far texts have come runs more rows anew than its states go back.
+        A drafter that does not know how far sequences have come runs more rows anew than its states go back.
         """
         proposer, rule = self.method.proposer, VERIFIERS[str(self.method.config.verifier)]
         reads = isinstance(self.method.verifier, Judge) or proposer.drafts_trees or proposer.has_states
         return not reads and proposer.recordable and rule.recordable
 
     def _catch_up(self, count: int) -> None:
-        """Texts that are far behind catch up alone, so that the others need not run as many rows."""
+        """Sequences that are far behind catch up alone, so that the others need not run as many rows."""
         proposer, sequences = self.method.proposer, self.sequences
         sequences.ahead = 0 if self._pending is None else self.method.count + 1
         far = 0 if proposer.leaves_rows_out else ROLLED_BACK // 2 if proposer.has_states else FAR_BEHIND
@@ -404,26 +402,26 @@ class DecodeBatch:
 
     def _keep(self, rows: list[int]) -> None:
         """Go on with these rows alone, and find out anew what a step of them is."""
-        texts, sequences = [self._rows[row] for row in rows], self.sequences
+        seqs, sequences = [self._rows[row] for row in rows], self.sequences
         self._graphed: GraphedStep | None = None
-        if not texts:
+        if not seqs:
             self._rows, sequences.live = [], []
             return
-        own = texts[0].method
-        rule, sampling = own.verifier, sampling_of([text.request.sampling for text in texts])
+        own = seqs[0].method
+        rule, sampling = own.verifier, sampling_of([seq.request.sampling for seq in seqs])
         records = (
             isinstance(sampling, Sampling)
-            and not any(text.reads_logits or text.alone for text in texts)
+            and not any(seq.reads_logits or seq.alone for seq in seqs)
             and can_record(self.runner, own.proposer, own.count, str(own.config.verifier))
         )
         ended = _few_sizes(len(rows)) - len(rows) if records else 0
         if rows != [*range(len(sequences.live))] or ended:
             sequences.keep_texts(rows + rows[:1] * ended)
-        self._rows = texts + texts[:1] * ended
-        for row in range(len(texts), len(self._rows)):
+        self._rows = seqs + seqs[:1] * ended
+        for row in range(len(seqs), len(self._rows)):
             sequences.end(row)
-        if any(text.reads_logits for text in texts):
-            rule = Judge(rule, [text.request.penalties for text in texts], sequences.prompt_lengths)
+        if any(seq.reads_logits for seq in seqs):
+            rule = Judge(rule, [seq.request.penalties for seq in seqs], sequences.prompt_lengths)
         self.method = replace(own, sampling=sampling, verifier=rule)
         self._overlaps = self._overlap and self._may_overlap()
         sequences.fixed = False
@@ -436,24 +434,24 @@ class DecodeBatch:
             self._graphed = GraphedStep(take, sequences, own.proposer, recorded)
 
 
-def auto_of(runner: Runner, method: Method, texts: int) -> AutoK | None:
-    """Automatic K of about so many texts, the next power of two, as any engine of the model has measured it."""
+def auto_of(runner: Runner, method: Method, seqs: int) -> AutoK | None:
+    """Automatic K of about so many sequences, the next power of two, as any engine of the model has measured it."""
     if not method.auto:
         return None
-    key = method.config, _few_sizes(max(texts, 1))
+    key = method.config, _few_sizes(max(seqs, 1))
     if key not in runner.auto_counts:
         runner.auto_counts[key] = AutoK(method.count)
     return runner.auto_counts[key]
 
 
-def _few_sizes(texts: int) -> int:
+def _few_sizes(seqs: int) -> int:
     """The next power of two."""
-    return 1 << (texts - 1).bit_length()
+    return 1 << (seqs - 1).bit_length()
 
 
 def step(runner: Runner, sequences: Sequences, method: Method, count: int) -> StepOutput:
     """All of a step that the device does: draft K = `count` tokens, score, judge and keep them."""
-    round = Round(method.sampling, sequences.noise, method.config, sequences.texts, sequences.tokens_BT)
+    round = Round(method.sampling, sequences.noise, method.config, sequences.token_ids, sequences.tokens_BT)
     began = time.perf_counter()
     draft = propose(sequences, method, round, count)
     method.stats.drafter_seconds += time.perf_counter() - began
@@ -461,7 +459,7 @@ def step(runner: Runner, sequences: Sequences, method: Method, count: int) -> St
 
 
 def propose(sequences: Sequences, method: Method, round: Round, count: int) -> Draft:
-    """K = `count` drafts, also where a text has fewer tokens to go: its samples must not depend on its neighbours."""
+    """K = `count` drafts, also where one has fewer tokens to go: its samples must not depend on its neighbours."""
     if count == 0:
         return Draft(sequences.tokens_BT[:, :0])
     return method.proposer.propose(sequences, round, count)
@@ -470,7 +468,7 @@ def propose(sequences: Sequences, method: Method, round: Round, count: int) -> D
 def catch_up(sequences: Sequences, method: Method, count: int) -> None:
     """Run the rows that a drafter has missed before it can draft `count`; its draft is not used."""
     began = time.perf_counter()
-    method.proposer.catch_up(sequences, Round(Sampling(), sequences.noise, method.config, sequences.texts), count)
+    method.proposer.catch_up(sequences, Round(Sampling(), sequences.noise, method.config, sequences.token_ids), count)
     method.stats.drafter_seconds += time.perf_counter() - began
 
 

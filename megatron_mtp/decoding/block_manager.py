@@ -1,12 +1,13 @@
-"""Blocks of an engine's memory: which are free, who uses them, and which hold a beginning that other texts share.
+"""Blocks of an engine's memory: which are free, who uses them, and which hold a beginning that other sequences share.
 
 A full block is known by the block before it, its tokens and `ahead` tokens behind these: rows of a depth are made from
-tokens that far ahead. A text that begins with the same tokens uses the block as it is. Nobody writes other numbers into
-a known block, as all its rows are final.
+tokens that far ahead. A sequence that begins with the same tokens uses the block as it is. Nobody writes other numbers
+into a known block, as all its rows are final.
 
     size 4, ahead 1, tokens 7 8 9 1  2 3 4 5  6 7        known: (start, 7 8 9 1 2) and (that one, 2 3 4 5 6)
 
-A known block that no text uses keeps its rows, and counts as free; the one that was given back first is taken first.
+A known block that no sequence uses keeps its rows, and counts as free; the first that was given back
+is taken first.
 """
 
 from collections import OrderedDict
@@ -15,12 +16,12 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 START = 0
-"""What the first block of a text stands behind."""
+"""What the first block of a sequence stands behind."""
 
 
 @dataclass
 class Known:
-    """A block whose rows other texts may use.
+    """A block whose rows other sequences may use.
 
     Attributes:
         number: by which the block behind it knows it; never given twice.
@@ -34,8 +35,8 @@ class Known:
 
 
 @dataclass
-class Held:
-    """The blocks of a text.
+class BlockTable:
+    """The blocks of a sequence.
 
     Attributes:
         blocks: in the order of its slots.
@@ -46,7 +47,7 @@ class Held:
     known: list[Known] = field(default_factory=list)
 
 
-class BlockPool:
+class BlockManager:
     """`count` blocks.
 
     Args:
@@ -67,20 +68,20 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that no text uses."""
+        """Blocks that no sequence uses."""
         return len(self._unused) + len(self._kept)
 
     @property
     def used(self) -> int:
-        """Blocks of texts."""
+        """Blocks of sequences."""
         return self.count - self.free
 
     def blocks_for(self, slots: int) -> int:
         """How many blocks hold so many slots."""
         return -(-slots // self.size)
 
-    def extend(self, held: Held, slots: int) -> list[int] | None:
-        """Give a text room for so many slots; None, and nothing is given, where too few blocks are free.
+    def extend(self, held: BlockTable, slots: int) -> list[int] | None:
+        """Give a sequence room for so many slots; None, and nothing is given, where too few blocks are free.
 
         Returns:
             Those of the blocks that others have used.
@@ -94,17 +95,17 @@ class BlockPool:
         self._were_used.update(given)
         return used
 
-    def give_back(self, held: Held) -> None:
-        """A text has ended, or is put back; known blocks keep their rows while there are others to take."""
-        for block in reversed(held.blocks):  # the end of a text is forgotten before its beginning
+    def give_back(self, held: BlockTable) -> None:
+        """A sequence has ended, or is put back; known blocks keep their rows while there are others to take."""
+        for block in reversed(held.blocks):  # the end of a sequence is forgotten before its beginning
             self._uses[block] -= 1
             if self._uses[block] == 0:
                 self._free_one(block)
         held.blocks, held.known = [], []
 
-    def find(self, tokens: list[int]) -> Held:
-        """The longest known beginning of a text whose last token has not been run; its blocks are now used."""
-        held = Held()
+    def find(self, tokens: list[int]) -> BlockTable:
+        """The longest known beginning of a sequence whose last token has not been run; its blocks are now used."""
+        held = BlockTable()
         for key_tokens in self._keys(tokens):
             known = self._known.get((_number(held), key_tokens))
             if known is None:
@@ -115,12 +116,12 @@ class BlockPool:
             self._uses[known.block] += 1
         return held
 
-    def learn(self, held: Held, tokens: list[int], seen: dict[int, int]) -> None:
-        """Make those blocks of a text known that are full.
+    def learn(self, held: BlockTable, tokens: list[int], seen: dict[int, int]) -> None:
+        """Make those blocks of a sequence known that are full.
 
         Args:
             tokens: all but the last have been run.
-            seen: tokens that the text had when each cache of a drafter last ran (`sequences.Progress`).
+            seen: tokens that the sequence had when each cache of a drafter last ran (`sequences.Progress`).
         """
         for key_tokens in self._keys(tokens, len(held.known)):
             self._add(held, held.blocks[len(held.known)], (_number(held), key_tokens))
@@ -129,11 +130,11 @@ class BlockPool:
             for block, known in reversed([*zip(held.blocks, held.known, strict=False)][: max(complete, 0)]):
                 if cache in known.caches:
                     break
-                if block == known.block:  # else it is another text's, which may not have run these rows
+                if block == known.block:  # else it is another sequence's, which may not have run these rows
                     known.caches.add(cache)
 
-    def seen_of(self, held: Held) -> dict[int, int]:
-        """What `seen` of a text that begins with known blocks is."""
+    def seen_of(self, held: BlockTable) -> dict[int, int]:
+        """What `seen` of a sequence that begins with known blocks is."""
         made: dict[int, int] = {}
         for cache in held.known[0].caches if held.known else ():
             complete = next((n for n, one in enumerate(held.known) if cache not in one.caches), len(held.known))
@@ -146,7 +147,7 @@ class BlockPool:
         for end in range((first + 1) * self.size, last + 1, self.size):
             yield tuple(tokens[end - self.size : end + self.ahead])
 
-    def _add(self, held: Held, block: int, key: tuple[int, tuple[int, ...]]) -> None:
+    def _add(self, held: BlockTable, block: int, key: tuple[int, tuple[int, ...]]) -> None:
         known = self._known.get(key)
         if known is None:
             self._last += 1
@@ -155,7 +156,7 @@ class BlockPool:
 
     def _take(self) -> int:
         if self._unused:
-            block = heappop(self._unused)  # texts that come together have blocks that follow one another
+            block = heappop(self._unused)  # sequences that come together have blocks that follow one another
         else:
             block, _ = self._kept.popitem(last=False)
             del self._known[self._known_block.pop(block).key]
@@ -169,5 +170,5 @@ class BlockPool:
             heappush(self._unused, block)
 
 
-def _number(held: Held) -> int:
+def _number(held: BlockTable) -> int:
     return held.known[-1].number if held.known else START

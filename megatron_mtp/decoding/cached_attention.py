@@ -18,42 +18,8 @@ from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.rows import Rows
+from megatron_mtp.decoding.kv_cache import Scope
 from megatron_mtp.model.portable import with_sink
-
-
-class Scope:
-    """The cache and the rows of the forward that is about to run."""
-
-    def __init__(self) -> None:
-        self._cache: KVCache | None = None
-        self._rows: Rows | None = None
-        self._masks: dict[tuple[torch.dtype, int], Tensor] = {}
-
-    def enter(self, cache: KVCache, rows: Rows) -> None:
-        """Attend over this cache, from these rows, until the next call."""
-        if rows is not self._rows:
-            self._masks = {}
-        self._cache, self._rows = cache, rows
-
-    def mask(self, dtype: torch.dtype, heads: int) -> Tensor:
-        """The rows' mask, once for each of `heads` query heads of a key head, [B, 1, heads * R, W]."""
-        if (dtype, heads) not in self._masks:
-            self._masks[dtype, heads] = self.rows.mask_B1RW.to(dtype).repeat(1, 1, heads, 1)
-        return self._masks[dtype, heads]
-
-    @property
-    def cache(self) -> KVCache:
-        """The cache of the rows that are run."""
-        assert self._cache is not None, "a forward outside of Runner"
-        return self._cache
-
-    @property
-    def rows(self) -> Rows:
-        """The rows that are run."""
-        assert self._rows is not None, "a forward outside of Runner"
-        return self._rows
 
 
 def attend(

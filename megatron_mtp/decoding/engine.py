@@ -1,7 +1,7 @@
 """The engine: requests join and leave between steps, and share one memory in blocks.
 
-Where a forward raises, its texts are put back, and each goes on in forwards of its own. One that fails there as well
-ends with `Finish.ERROR`; the others do not notice. On several tensor-parallel ranks the error is raised: the other
+Where a forward raises, its sequences are put back, and each goes on in forwards of its own. One that fails there as
+well ends with `Finish.ERROR`; the others do not notice. On several tensor-parallel ranks the error is raised: the other
 ranks may not have failed, and their collectives would meet those of another step.
 """
 
@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Text
+from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Sequence
 from megatron_mtp.decoding.config import MOST_DRAFTED, SpeculativeConfig
 from megatron_mtp.decoding.kv_cache import BEYOND
 from megatron_mtp.decoding.method import Method, make_method
 from megatron_mtp.decoding.requests import Load, Request, Update, check_prompt
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.scheduler import EngineSettings, Kind, Scheduler
-from megatron_mtp.decoding.stats import AcceptanceStats
 
 SEEDS = range(-(2**63), 2**63)
 """What a seed may be."""
@@ -25,13 +25,13 @@ SEEDS = range(-(2**63), 2**63)
 _logger = logging.getLogger(__name__)
 
 
-class ContinuousEngine:
-    """An engine as `requests.Engine` describes it.
+class Engine:
+    """An engine as `requests.EngineCore` describes it.
 
     Args:
         runner: the target.
         settings: its sizes.
-        speculative: how texts draft whose requests do not say; None decodes them plainly.
+        speculative: how sequences draft whose requests do not say; None decodes them plainly.
         drafter: the small model of `draft_model`.
 
     Attributes:
@@ -58,30 +58,30 @@ class ContinuousEngine:
         self._method_of(Request([0], 1))
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns its number. Errors as `requests.Engine.add`."""
+        """Queue a request; returns its number. Errors as `requests.EngineCore.add`."""
         method = self._method_of(request)
         check_request(self.runner, request)
         budget = min(request.max_new_tokens, self.runner.positions - len(request.prompt))
-        self.scheduler.add(Text(self._added, request, method, budget, list(request.prompt)))
+        self.scheduler.add(Sequence(self._added, request, method, budget, list(request.prompt)))
         self._added += 1
         return self._added - 1
 
     def cancel(self, request: int) -> None:
-        """Forget a request; see `requests.Engine.cancel`."""
+        """Forget a request; see `requests.EngineCore.cancel`."""
         self.scheduler.cancel(request)
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """A decode step of every running text, or a chunk of prompts; see `Scheduler.schedule`."""
+        """A decode step of every running sequence, or a chunk of prompts; see `Scheduler.schedule`."""
         updates: list[Update] = []
         for batch in self.scheduler.schedule():
             updates += self._run(batch)
         return updates
 
     def _run(self, batch: PrefillBatch | DecodeBatch) -> list[Update]:
-        """Draft, verify and accept. Where that raises, the texts are out of the batch, and others are as before."""
-        texts = [*batch.texts]
-        known = {text.number: len(text.tokens) for text in texts}
+        """Draft, verify and accept. Where that raises, the sequences are out of the batch, and others are as before."""
+        seqs = [*batch.seqs]
+        known = {seq.number: len(seq.tokens) for seq in seqs}
         try:
             updates = batch.step()
             self.stats += batch.stats
@@ -93,22 +93,22 @@ class ContinuousEngine:
             if self.runner.model.config.tensor_model_parallel_size > 1:
                 raise  # ranks may differ
             _logger.exception("a step of the requests %s has failed", sorted(known))
-            return self.scheduler.recover(texts, known)
+            return self.scheduler.recover(seqs, known)
 
     @property
     def busy(self) -> bool:
         """Whether any request has not ended."""
-        return bool(self.scheduler.texts)
+        return bool(self.scheduler.seqs)
 
     @property
     def load(self) -> Load:
         """How busy it is."""
         scheduler, running = self.scheduler, self.settings.running
         return Load(
-            running=len(scheduler.texts) - len(scheduler.waiting),
+            running=len(scheduler.seqs) - len(scheduler.waiting),
             waiting=len(scheduler.waiting),
-            blocks_used=scheduler.pool.used,
-            blocks=scheduler.pool.count,
+            blocks_used=scheduler.block_manager.used,
+            blocks=scheduler.block_manager.count,
             states_used=running - len(scheduler.memory.free_entries) if scheduler.has_states else 0,
             states=running if scheduler.has_states else 0,
             preempted=scheduler.preempted,

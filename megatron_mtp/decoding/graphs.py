@@ -83,7 +83,7 @@ class KeptTensors:
     def move(self, sequences: Sequences, kind: Hashable) -> Graphs:
         """Have a batch in the tensors of its kind and size; returns the steps that were recorded there."""
         own, pages = {name: getattr(sequences, name) for name in DEVICE}, sequences.pages
-        key = kind, len(sequences.texts)
+        key = kind, len(sequences.token_ids)
         if key not in self._kept:
             self._kept[key] = {name: tensor.clone() for name, tensor in own.items()}, pages.table_BL.clone(), {}
         kept, table_BL, graphs = self._kept[key] = self._kept.pop(key)  # now the last

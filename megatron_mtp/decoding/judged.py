@@ -44,7 +44,7 @@ class Judge:
         rows = [
             penalised(one, text, prompt, logits_RV, drafted_RV)
             for one, text, prompt, logits_RV, drafted_RV in zip(
-                self.penalties, round.texts, self.prompts, logits_BRV, _drafted(draft, logits_BRV), strict=True
+                self.penalties, round.token_ids, self.prompts, logits_BRV, _drafted(draft, logits_BRV), strict=True
             )
         ]
         verdict = self.rule(torch.stack(rows), draft, round)

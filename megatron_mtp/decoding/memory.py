@@ -1,15 +1,15 @@
-"""What texts need from step to step: keys and values of the trunk, of depths and of a small model, and trunk states.
+"""Memory of an engine: keys and values of the trunk, of depths and of a small model, and the trunk's states.
 
-All of it is divided into the same blocks of slots (pages.py).
-Recurrent layers keep as much of a short text as of a long one: an entry for each text that runs (recurrent_state.py).
+All of it is divided into the same blocks of slots (kv_cache.py).
+Recurrent layers keep as much of a short sequence as of a long one: an entry for each sequence that runs
+    (recurrent_state.py).
 """
 
 import copy
 
 import torch
 
-from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.pages import BLOCK, Pages
+from megatron_mtp.decoding.kv_cache import BLOCK, BlockTables, KVCache
 from megatron_mtp.decoding.recurrent_state import state_bytes
 from megatron_mtp.decoding.runner import Runner
 
@@ -26,10 +26,10 @@ class Memory:
     Attributes:
         cache: the trunk's keys and values.
         states_N1SH: the trunk's states, from which depths draft.
-        free_entries: of recurrent layers, which no text has.
+        free_entries: of recurrent layers, which no sequence has.
     """
 
-    def __init__(self, runner: Runner, pages: Pages) -> None:
+    def __init__(self, runner: Runner, pages: BlockTables) -> None:
         self.pages, self._depth_layers = pages, runner.depth_layers
         self._whole: Memory | None = None
         self.cache = KVCache(runner.trunk_layers, pages)
@@ -39,8 +39,8 @@ class Memory:
         self.states_N1SH = torch.zeros(sizes, dtype=runner.dtype, device=runner.device)
         self.free_entries = list(range(pages.kept_entries))
 
-    def through(self, pages: Pages) -> "Memory":
-        """The same memory, as the texts of other pages see it."""
+    def through(self, pages: BlockTables) -> "Memory":
+        """The same memory, as the sequences of other pages see it."""
         made = copy.copy(self)
         made.pages, made._whole = pages, self._whole or self
         made.cache = self.cache.through(pages)
@@ -65,7 +65,7 @@ class Memory:
         return self._drafter[1]
 
     def take_entry(self) -> int:
-        """An entry for a text without rows; nothing is left there of a text that had it."""
+        """An entry for a sequence without rows; nothing is left there of a sequence that had it."""
         entry = self.free_entries.pop()
         for cache in self._caches:
             if cache.recurrence is not None:
@@ -73,7 +73,7 @@ class Memory:
         return entry
 
     def give_entry(self, entry: int) -> None:
-        """A text has ended, or is put back."""
+        """A sequence has ended, or is put back."""
         self.free_entries.append(entry)
 
     def clear(self, blocks: list[int]) -> None:
@@ -100,7 +100,7 @@ def block_bytes(runner: Runner, drafter: Runner | None = None) -> int:
 
 
 def entry_bytes(runner: Runner, drafter: Runner | None = None) -> int:
-    """Bytes that the recurrent layers of all these keep of one text; 0 where there are none."""
+    """Bytes that the recurrent layers of all these keep of one sequence; 0 where there are none."""
     total = sum(
         state_bytes(one, runner.dtype) for part in (runner.trunk_keeps, *runner.depths_keep) for one in part.states
     )
@@ -110,13 +110,13 @@ def entry_bytes(runner: Runner, drafter: Runner | None = None) -> int:
 
 
 def blocks_in(gib: float, texts: int, runner: Runner, drafter: Runner | None = None) -> int:
-    """Blocks that so much memory holds, beside what recurrent layers keep of so many texts.
+    """Blocks that so much memory holds, beside what recurrent layers keep of so many sequences.
 
     Raises:
         ValueError: not even one.
     """
     each, states = block_bytes(runner, drafter), texts * entry_bytes(runner, drafter)
-    blocks = int((gib * 2**30 - states) / each) - 1  # one belongs to no text
+    blocks = int((gib * 2**30 - states) / each) - 1  # one belongs to no sequence
     if blocks < 1:
         least = (2 * each + states) / 2**30
         beside, fewer = (f" beside the states of {texts} texts", ", or run fewer texts") if states else ("", "")
@@ -127,7 +127,7 @@ def blocks_in(gib: float, texts: int, runner: Runner, drafter: Runner | None = N
 
 
 def blocks_for(texts: int, runner: Runner, drafter: Runner | None = None) -> int:
-    """Blocks that so many texts of full length need, as far as `MOST_GIB` holds them; errors as `blocks_in`."""
+    """Blocks that so many sequences of full length need, as far as `MOST_GIB` holds them; errors as `blocks_in`."""
     each = -(-runner.positions // BLOCK) + 1  # and the drafts behind the last position
     return min(texts * each, blocks_in(MOST_GIB, texts, runner, drafter))
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import COMMON_KEYS, MOST_DRAFTED, NO_SETTINGS, SpeculativeConfig
 from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.proposers.base import Proposer
 from megatron_mtp.decoding.sampling import Sampling, SamplingByText
 from megatron_mtp.decoding.settings import Settings, keys
-from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.decoding.verifiers import VERIFIERS
 from megatron_mtp.decoding.verifiers.base import Rule, Verifier
 from megatron_mtp.registry import Registry

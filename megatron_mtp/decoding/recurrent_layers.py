@@ -52,7 +52,7 @@ class Parts:
 
 
 class Keeping(NamedTuple):
-    """What the layers of a trunk or a depth keep of a text.
+    """What the layers of a trunk or a depth keep of a sequence.
 
     Attributes:
         attending: layers with keys and values.
@@ -105,7 +105,7 @@ class CachedRecurrence(torch.nn.Module):
     def run_all(self, mixed_SBC: Tensor, steps_SBC: Tensor) -> Tensor:
         """All rows of the forward, [S, B, H * P]."""
         rows = self.scope.rows
-        if rows.padded is not None:  # a state must not go on from one text to the next
+        if rows.padded is not None:  # a state must not go on from one sequence to the next
             return rows.packed_states(self._run_all(rows.unpacked_states(mixed_SBC), rows.unpacked_states(steps_SBC)))
         return self._run_all(mixed_SBC, steps_SBC)
 
@@ -262,7 +262,7 @@ def attach_stack(
     """Prepare the layers of a trunk or a depth.
 
     Args:
-        positions: that a text may have.
+        positions: that a sequence may have.
 
     Raises:
         ValueError: a layer's attention cannot run over a cache of all keys.

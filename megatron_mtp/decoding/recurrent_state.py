@@ -1,4 +1,4 @@
-"""What recurrent layers remember of a text: a state, and the inputs of the rows since then.
+"""What recurrent layers remember of a sequence: a state, and the inputs of the rows since then.
 
 A state cannot be cropped as keys can: it has taken in its rows for good. So it stays behind. Of the newest rows the
 inputs are kept, each in a slot by its position, and a forward computes what these add to the state. Rejected drafts
@@ -14,8 +14,8 @@ Mamba-2 and Gated DeltaNet are the same here. Row t has a key k_t, a value u_t a
 
 Rows of a forward that are padding change nothing, and a row that runs anew takes its own slot.
 
-There is an entry for every text that may run at once, and a forward reads and writes those of its texts
-(`Pages.entries`).
+There is an entry for every sequence that may run at once, and a forward reads and writes those of its sequences
+(`BlockTables.entries`).
 
 Letters in names: B batch, E entries, R rows of a piece, T slots, W slots that are looked at, H heads, G groups of heads
 that share keys, N channels of a key, P of a value, C of the convolution.
@@ -28,14 +28,12 @@ from typing import override
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.cached_attention import Scope
-from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.pages import Pages, Places, read_rows, write_rows
+from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, Places, Scope, read_rows, write_rows
 from megatron_mtp.decoding.rows import Rows
 
 ROLLED_BACK = 32
-"""How far behind the rows of one forward the next may begin: 15 drafts are rejected, and as many rows that another text
-of the batch has gained are run anew."""
+"""How far behind the rows of one forward the next may begin: 15 drafts are rejected, and as many rows that another
+sequence of the batch has gained are run anew."""
 
 PIECE = 64
 """Rows that are run at once; a longer forward, as of a prompt, is cut."""
@@ -62,7 +60,7 @@ class Piece:
 
     Attributes:
         rows: which of the forward's.
-        pages: whose `entries` are the texts'.
+        pages: whose `entries` are the sequences'.
         dropped_B: rows that the state takes in before these run; None if none.
         first_B: the slot of the first row; that of padding may be anywhere.
         lead_B: the slot of the first row that counts.
@@ -71,7 +69,7 @@ class Piece:
     """
 
     rows: slice
-    pages: Pages
+    pages: BlockTables
     dropped_B: Tensor | None
     first_B: Tensor
     lead_B: Tensor
@@ -110,7 +108,7 @@ class Recurrence:
         self.held = [0] * entries
         self.layers: dict[int, Memory] = {}
 
-    def pieces(self, rows: Rows, pages: Pages) -> list[Piece]:
+    def pieces(self, rows: Rows, pages: BlockTables) -> list[Piece]:
         """The rows that are about to run, cut into pieces. Every layer has to run them once, one after another.
 
         Raises:
@@ -120,7 +118,7 @@ class Recurrence:
         count = chain.counts_BR.size(1)
         return [self._piece(chain, slice(at, min(at + PIECE, count)), pages) for at in range(0, count, PIECE)]
 
-    def make_room(self, rows: Rows, count: int, pages: Pages) -> None:
+    def make_room(self, rows: Rows, count: int, pages: BlockTables) -> None:
         """Before compiled code runs `count` rows from the first of these on: states take in rows where slots end.
 
         Raises:
@@ -132,7 +130,7 @@ class Recurrence:
             for memory in self.layers.values():
                 memory.drop(dropped_B, pages)
 
-    def hold(self, count: int, pages: Pages) -> int:
+    def hold(self, count: int, pages: BlockTables) -> int:
         """So many rows are about to run; slots in use before them, at most."""
         before = self._most_held(pages)
         self._set_held(before + count, pages)
@@ -145,12 +143,12 @@ class Recurrence:
         return self.layers[layer]
 
     def forget(self, entry: int) -> None:
-        """Make an entry that of a text without rows."""
+        """Make an entry that of a sequence without rows."""
         self.start_E[entry] = self.end_E[entry] = self.held[entry] = 0
         for memory in self.layers.values():
             memory.forget(entry)
 
-    def _piece(self, rows: Rows, part: slice, pages: Pages) -> Piece:
+    def _piece(self, rows: Rows, part: slice, pages: BlockTables) -> Piece:
         live_BR, place_BR = rows.counts_BR[:, part], rows.places_BR[:, part]
         lead_B = self._lead(live_BR, place_BR, pages)
         self.end_E[pages.where] = lead_B + live_BR.sum(dim=1)
@@ -159,12 +157,12 @@ class Recurrence:
         before, start_B = self.hold(count, pages), self.start_E[pages.where]
         return Piece(part, pages, dropped_B, place_BR[:, 0] - start_B, lead_B - start_B, live_BR, before)
 
-    def _lead(self, live_BR: Tensor, place_BR: Tensor, pages: Pages) -> Tensor:
-        """The position of every text's first row that counts; where none does, of the one that would come next."""
+    def _lead(self, live_BR: Tensor, place_BR: Tensor, pages: BlockTables) -> Tensor:
+        """The position of every sequence's first row that counts; where none does, of the one that would come next."""
         first_B = place_BR[:, 0] + live_BR.int().argmax(dim=1)
         return torch.where(live_BR.any(dim=1), first_B, self.end_E[pages.where])
 
-    def _dropped(self, lead_B: Tensor, pages: Pages) -> Tensor:
+    def _dropped(self, lead_B: Tensor, pages: BlockTables) -> Tensor:
         """How many rows the states take in before the one at `lead_B` runs; the slots begin behind them."""
         start_B = self.start_E[pages.where]
         dropped_B = (lead_B - ROLLED_BACK - start_B).clamp(min=0)
@@ -172,16 +170,16 @@ class Recurrence:
         self._set_held(ROLLED_BACK, pages)
         return dropped_B
 
-    def _most_held(self, pages: Pages) -> int:
+    def _most_held(self, pages: BlockTables) -> int:
         return max(self.held[entry] for entry in pages.entries)
 
-    def _set_held(self, count: int, pages: Pages) -> None:
+    def _set_held(self, count: int, pages: BlockTables) -> None:
         for entry in pages.entries:
             self.held[entry] = count
 
 
-def _places(slots_BR: Tensor, pages: Pages) -> Places:
-    """A text's entry is the one block of its slots."""
+def _places(slots_BR: Tensor, pages: BlockTables) -> Places:
+    """A sequence's entry is the one block of its slots."""
     return pages.entry_B.unsqueeze(1), slots_BR
 
 
@@ -235,11 +233,11 @@ class Memory:
         return self.state_EHNP, self.keys_EGTN, self.values_EHTP, self.sums_EHT1, self.mixed_E1TC
 
     def forget(self, entry: int) -> None:
-        """Keep nothing of the text that had an entry."""
+        """Keep nothing of the sequence that had an entry."""
         for part in self.parts:
             part[entry] = 0
 
-    def drop(self, dropped_B: Tensor, pages: Pages) -> None:
+    def drop(self, dropped_B: Tensor, pages: BlockTables) -> None:
         """Take rows from the first slots into the state, and move those behind them to the front."""
         total_BH11 = self._sum_before(dropped_B, pages)
         self.state_EHNP[pages.where] = self.state_after(dropped_B, pages)
@@ -248,8 +246,8 @@ class Memory:
         _move(self.sums_EHT1, pages, dropped_B, ROLLED_BACK, less=total_BH11)
         _move(self.mixed_E1TC, pages, dropped_B, ROLLED_BACK + self.sizes.width - 1)
 
-    def state_after(self, count_B: Tensor, pages: Pages) -> Tensor:
-        """S after so many slots of every text, [B, H, N, P]."""
+    def state_after(self, count_B: Tensor, pages: BlockTables) -> Tensor:
+        """S after so many slots of every sequence, [B, H, N, P]."""
         total_BH11 = self._sum_before(count_B, pages)
         later_BT = torch.arange(KEPT + 1, device=count_B.device) >= count_B.unsqueeze(1)
         left_BHT1 = (total_BH11 - self.sums_EHT1[pages.where]).masked_fill(later_BT[:, None, :, None], -torch.inf)
@@ -297,7 +295,7 @@ class Memory:
         for slots, new in kept:
             write_rows(slots, new, _places(piece.slots_BR, piece.pages))
 
-    def _sum_before(self, slot_B: Tensor, pages: Pages) -> Tensor:
+    def _sum_before(self, slot_B: Tensor, pages: BlockTables) -> Tensor:
         """g summed over all slots before one, [B, H, 1, 1]."""
         slot_B1 = slot_B.unsqueeze(1)
         sum_BH11 = read_rows(self.sums_EHT1, _places((slot_B1 - 1).clamp(min=0), pages))
@@ -309,11 +307,11 @@ class Memory:
 
 
 def state_bytes(sizes: Sizes, dtype: torch.dtype) -> int:
-    """Of one text's entry in a layer's memory."""
+    """Of one sequence's entry in a layer's memory."""
     return sum(part.nbytes for part in Memory(sizes, 1, torch.empty(0, dtype=dtype, device="meta")).parts)
 
 
-def _move(slots_ExTx: Tensor, pages: Pages, dropped_B: Tensor, count: int, less: Tensor | float = 0.0) -> None:
+def _move(slots_ExTx: Tensor, pages: BlockTables, dropped_B: Tensor, count: int, less: Tensor | float = 0.0) -> None:
     """To the front: `count` slots from slot `dropped_B` on, from which `less` is subtracted."""
     first_BQ = torch.arange(count, device=dropped_B.device).expand(dropped_B.size(0), -1)
     moved_BxQx = read_rows(slots_ExTx, _places(first_BQ + dropped_B.unsqueeze(1), pages)) - less

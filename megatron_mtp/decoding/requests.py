@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.decoding.types import Draft
 
 
 class Finish(StrEnum):
-    """Why a text ended, as OpenAI's API names it; an error is a bug, whose traceback is logged."""
+    """Why a sequence ended, as OpenAI's API names it; an error is a bug, whose traceback is logged."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -25,13 +25,13 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True)
 class Penalties:
-    """Changes of the logits by the tokens that a text has; the defaults change nothing.
+    """Changes of the logits by the tokens that a sequence has; the defaults change nothing.
 
     Attributes:
         presence: subtracted once from the logit of every emitted token; -2 to 2.
         frequency: subtracted for each time that it was emitted; -2 to 2.
-        repetition: logits of tokens of the prompt and of the text are divided by it if positive, else multiplied by it
-            (arXiv:1909.05858, section 4.1); above 0.
+        repetition: logits of tokens of the prompt and of the sequence are divided by it if positive, else multiplied by
+            it (arXiv:1909.05858, section 4.1); above 0.
     """
 
     presence: float = 0.0
@@ -41,15 +41,15 @@ class Penalties:
 
 @dataclass(frozen=True)
 class Request:
-    """One text to grow. It depends on nothing but the request and the model, whatever it shares a step with.
+    """One sequence to grow. It depends on nothing but the request and the model, whatever it shares a step with.
 
     Attributes:
         prompt: token ids, at least one.
         max_new_tokens: at most so many, and no more than the model's positions allow.
         sampling: how a token is chosen.
         seed: of its random numbers.
-        penalties: on tokens that the text has.
-        stop_ids: the text ends after any of these tokens, which counts as emitted.
+        penalties: on tokens that the sequence has.
+        stop_ids: the sequence ends after any of these tokens, which counts as emitted.
         cut: given the tokens emitted so far, how many of them to keep, or None to go on (stop strings).
         logprobs: for each emitted token so many of the most probable tokens with their log-probabilities; None for no
             log-probabilities at all.
@@ -99,19 +99,19 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Update:
-    """What a step gave a text.
+    """What a step gave a sequence.
 
     Attributes:
         request: the number that `add` returned.
-        tokens: the new ones, up to the text's end; empty where a step only ran a part of the prompt.
+        tokens: the new ones, up to the sequence's end; empty where a step only ran a part of the prompt.
         accepted: how many of these were drafted; they come first.
         offered: drafted tokens that could have been accepted.
-        finish: why the text ended; None while it goes on.
+        finish: why the sequence ended; None while it goes on.
         logprobs: of `tokens`, if the request asked for them.
         prompt_logprobs: of the prompt, once, with the first tokens, if the request asked for them.
         cached_tokens: of the prompt, which were found in the cache and not run; with the first tokens.
-        draft: of all texts of the step; None for the first token, and where steps overlap.
-        row: of this text in the draft.
+        draft: of all sequences of the step; None for the first token, and where steps overlap.
+        row: of this sequence in the draft.
     """
 
     request: int
@@ -129,7 +129,7 @@ class Update:
         """The step for a file; reads the draft back to the host, which costs a little time.
 
         `drafted` are the nodes of the tree and `parents` the rows that they continue, as in `Draft`. A node that was no
-        candidate, or that lies beyond the text's end, is None.
+        candidate, or that lies beyond the sequence's end, is None.
         """
         drafted: list[int | None] = []
         parents: list[int] = []
@@ -145,10 +145,11 @@ class Load:
     """How busy an engine is.
 
     Attributes:
-        running, waiting: texts in the steps, and requests that wait for a place.
-        blocks_used, blocks: of the cache; blocks that hold a reusable prefix and no live text are free.
-        states_used, states: texts whose recurrent layers have states, and for how many there is room; 0 without any.
-        preempted: texts that were put back since the start, to be computed anew.
+        running, waiting: sequences in the steps, and requests that wait for a place.
+        blocks_used, blocks: of the cache; blocks that hold a reusable prefix and no live sequence are free.
+        states_used, states: sequences whose recurrent layers have states, and for how many there is room; 0 without
+            any.
+        preempted: sequences that were put back since the start, to be computed anew.
         prompt_tokens, cached_tokens: tokens of prompts since the start, and those of them that the cache already held.
         stats: acceptance since the start.
     """
@@ -169,7 +170,7 @@ class QueueFull(Exception):  # noqa: N818 - named like queue.Full
     """As many requests wait as the engine was set up for."""
 
 
-class Engine(Protocol):
+class EngineCore(Protocol):
     """What a door needs of an engine."""
 
     def add(self, request: Request) -> int:
@@ -184,7 +185,7 @@ class Engine(Protocol):
         """Forget a request; its place and blocks are free in the next step. Nothing happens if it has ended."""
 
     def step(self) -> list[Update]:
-        """Run the next step, of texts that are decoded or of prompts; nothing is busy after the last update."""
+        """Run the next step, of sequences that are decoded or of prompts; nothing is busy after the last update."""
 
     @property
     def busy(self) -> bool:

@@ -1,14 +1,15 @@
-"""Where the rows of a forward stand: a chain of consecutive ones, a tree, or rows of several texts without padding.
+"""Where the rows of a forward stand: a chain of consecutive ones, a tree, or rows of several sequences without padding.
 
-A forward has as many rows of each text as the longest needs. Products do not depend on texts, so where rows are many
-they run those that count as if these were one text's; attention and recurrent layers put them back into their places:
+A forward has as many rows of each sequence as the longest needs. Products do not depend on sequences, so where rows are
+many they run those that count as if these were one sequence's; attention and recurrent layers put them back into their
+places:
 
-    rows of three texts    -  -  A0        packed    A0 B0 B1 B2 C0 C1
-                           B0 B1 B2
-                           -  C0 C1
+    rows of three sequences    -  -  A0        packed    A0 B0 B1 B2 C0 C1
+                               B0 B1 B2
+                               -  C0 C1
 
-Letters in names: B batch, R rows of a text, A rows of a tree, X rows that count, W slots that are looked at, S rows as
-Megatron has them, H hidden, N heads, C channels.
+Letters in names: B batch, R rows of a sequence, A rows of a tree, X rows that count, W slots that are looked at, S rows
+as Megatron has them, H hidden, N heads, C channels.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Rows:
     """Tensors are made when they are first read, since compiled code reads `first_B` alone.
 
     Attributes:
-        first_B: where the first row of every text stands; before 0, rows are padding.
+        first_B: where the first row of every sequence stands; before 0, rows are padding.
         count: R.
         window: slots that the rows may attend to.
         scratch: the slot for rows that leave no trace.
@@ -120,7 +121,7 @@ class Rows:
 
     @property
     def text_X(self) -> Tensor:
-        """The text of each row that counts."""
+        """The sequence of each row that counts."""
         assert self.place_X is not None
         return self.place_X // self.count
 

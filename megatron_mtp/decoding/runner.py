@@ -40,9 +40,9 @@ class Runner:
         shares_kv: whether later passes of a repeated layer were trained on pass 1's keys, as `mtp_eagle` runs them.
         sequential: whether each depth continues the one before; False for parallel heads, and without depths.
         positions: how many the model was trained for.
-        auto_counts: what has been measured for automatic K, by config and number of texts.
+        auto_counts: what has been measured for automatic K, by config and number of sequences.
         kept: the engine of an earlier `generate`, with the steps that it has recorded.
-        trunk_keeps, depths_keep: what the trunk and each depth keep of a text.
+        trunk_keeps, depths_keep: what the trunk and each depth keep of a sequence.
         recurrent_trunk, recurrent_depths: whether the trunk or the depths have layers with a state.
         depth_layers: layers of a depth.
         backend: runs rows through the layers.

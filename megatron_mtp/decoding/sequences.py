@@ -1,7 +1,7 @@
-"""The texts of a batch while they grow: their tokens, the trunk's states and cache, and how far each has come.
+"""The sequences of a batch while they grow: their tokens, the trunk's states and cache, and how far each has come.
 
 `tokens` holds t_0 .. t_m and, beyond t_m, what a drafter writes there while it drafts. t_m, the newest token, is known
-but has not been through the trunk, so a text of m + 1 tokens has m final rows. A step reads tensors on the device;
+but has not been through the trunk, so a sequence of m + 1 tokens has m final rows. A step reads tensors on the device;
 lists on the host with the same facts are updated between steps.
 
 Letters in names: B batch, R rows of a forward, P rows of a path, T slots, H hidden.
@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, read_rows, write_rows
 from megatron_mtp.decoding.memory import Memory
-from megatron_mtp.decoding.pages import Pages, read_rows, write_rows
 from megatron_mtp.decoding.rows import Rows, ancestors_of, rounded
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise
 from megatron_mtp.decoding.types import Draft, StepOutput, Verdict
 
-HOST = ("texts", "prompt_lengths", "live", "progress")
+HOST = ("token_ids", "prompt_lengths", "live", "progress")
 DEVICE = ("tokens_BT", "length_B", "live_B", "seed_B")
-"""What `Sequences` has of every text, in lists and in the rows of tensors."""
+"""What `Sequences` has of every sequence, in lists and in the rows of tensors."""
 
 
 def wants_few_shapes(device: torch.device) -> bool:
@@ -35,12 +34,12 @@ def wants_few_shapes(device: torch.device) -> bool:
 
 @dataclass
 class Progress:
-    """How far drafters have come with a text.
+    """How far drafters have come with a sequence.
 
     Attributes:
-        seen: tokens that the text had when rows of a drafter's cache last ran, by the number of the cache.
+        seen: tokens that the sequence had when rows of a drafter's cache last ran, by the number of the cache.
         guesses: what a proposer without a cache has found out.
-        rounds: tokens that the text had in each of its rounds, and K, where a drafter's rows follow from these.
+        rounds: tokens that the sequence had in each of its rounds, and K, where a drafter's rows follow from these.
     """
 
     seen: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -48,22 +47,22 @@ class Progress:
     rounds: list[tuple[int, int]] = field(default_factory=list)
 
     def anew(self) -> "Progress":
-        """That of the same text when its rows are gone."""
+        """That of the same sequence when its rows are gone."""
         return Progress(guesses=self.guesses, rounds=self.rounds)
 
 
 class Sequences:
-    """A batch of texts.
+    """A batch of sequences.
 
     Args:
         runner: the target.
         prompts: token ids of each, at least one.
         seeds: of each.
-        memory: of an engine, as these texts see it.
+        memory: of an engine, as these sequences see it.
 
     Attributes:
-        capacity: slots of a text.
-        texts: tokens of each on the host.
+        capacity: slots of a sequence.
+        token_ids: of each, on the host.
         prompt_lengths: how many of these are the prompt's.
         live: on the host, whether each goes on.
         progress: of each, what proposers remember.
@@ -72,8 +71,8 @@ class Sequences:
             tokens that a step may add, so that shapes do not follow what was accepted.
         reach: so many slots after the newest token are looked at, at least. Where few shapes are wanted, these are all
             that any forward of a step needs, so that its forwards have one window.
-        ahead: tokens that a text may have beyond those that the host knows.
-        fixed: whether a step must hold for texts of which any may have ended, and not for those that go on now.
+        ahead: tokens that a sequence may have beyond those that the host knows.
+        fixed: whether a step must hold for sequences of which any may have ended, and not for those that go on now.
         packs: whether forwards of many rows leave out padding; the rows that are left are read back to the host.
     """
 
@@ -83,7 +82,7 @@ class Sequences:
         self.capacity = memory.pages.capacity
         self._memory = memory
         self._count_T = torch.arange(2 * self.capacity + 2, device=device)
-        self.texts = [list(prompt) for prompt in prompts]
+        self.token_ids = [list(prompt) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.live = [True] * batch
         self.progress = [Progress() for _ in prompts]
@@ -103,8 +102,8 @@ class Sequences:
         return self._memory.cache
 
     @property
-    def pages(self) -> Pages:
-        """Where the texts' slots are."""
+    def pages(self) -> BlockTables:
+        """Where the sequences' slots are."""
         return self._memory.pages
 
     @property
@@ -120,7 +119,7 @@ class Sequences:
         return self._memory.drafter_cache(drafter)
 
     def join(self, other: "Sequences") -> None:
-        """Take in texts whose slots are in the same blocks, behind those that are here."""
+        """Take in sequences whose slots are in the same blocks, behind those that are here."""
         for name in HOST:
             getattr(self, name).extend(getattr(other, name))
         for name in DEVICE:
@@ -131,7 +130,7 @@ class Sequences:
         )
 
     def keep_texts(self, rows: list[int]) -> None:
-        """Only these texts stay, in this order; the others must have ended, or go on elsewhere."""
+        """Only these sequences stay, in this order; the others must have ended, or go on elsewhere."""
         for name in HOST:
             setattr(self, name, [getattr(self, name)[row] for row in rows])
         index_B = torch.tensor(rows, dtype=torch.long, device=self.length_B.device)
@@ -142,20 +141,20 @@ class Sequences:
         self.see(pages.table_BL[index_B], tuple(entries), tuple(firsts))
 
     def only(self, rows: list[int]) -> "Sequences":
-        """Some of the texts as a batch of their own, for a forward that the others do not need."""
+        """Some of the sequences as a batch of their own, for a forward that the others do not need."""
         made = copy.copy(self)
         made.keep_texts(rows)
         return made
 
     def as_of(self, length: int) -> "Sequences":
-        """The batch when its texts had so many tokens; those behind them are where a drafter writes its own."""
+        """The batch when its sequences had so many tokens; those behind them are where a drafter writes its own."""
         made = copy.copy(self)
-        made.texts = [text[:length] for text in self.texts]
+        made.token_ids = [ids[:length] for ids in self.token_ids]
         made.length_B = torch.full_like(self.length_B, length)
         return made
 
     def see(self, table_BL: Tensor, entries: tuple[int, ...], firsts: tuple[int, ...]) -> None:
-        """Have the texts' slots in other blocks."""
+        """Have the sequences' slots in other blocks."""
         self._memory = self._memory.through(replace(self.pages, table_BL=table_BL, entries=entries, firsts=firsts))
 
     @property
@@ -165,29 +164,29 @@ class Sequences:
 
     @property
     def noise(self) -> Noise:
-        """Random numbers by seed and position, for the next token of every text."""
+        """Random numbers by seed and position, for the next token of every sequence."""
         return Noise(self.seed_B, self.length_B)
 
     @property
     def longest(self) -> int:
-        """The most tokens that a live text may have."""
+        """The most tokens that a live sequence may have."""
         return self.ahead + max(
-            (len(text) for text, live in zip(self.texts, self.live, strict=True) if live), default=1
+            (len(ids) for ids, live in zip(self.token_ids, self.live, strict=True) if live), default=1
         )
 
     def growth_since(self, cache: int) -> int:
-        """The most tokens that a live text has gained since a drafter's cache last ran, or `growth` if that is more."""
+        """The most tokens that a live sequence has gained since a drafter's cache last ran; `growth` if more."""
         behind = [
-            len(text) + self.ahead - one.seen[cache]
-            for text, one, live in zip(self.texts, self.progress, self.live, strict=True)
+            len(ids) + self.ahead - one.seen[cache]
+            for ids, one, live in zip(self.token_ids, self.progress, self.live, strict=True)
             if live
         ]
         return max([self.growth, *behind])
 
     def mark_seen(self, *caches: int) -> None:
         """These caches of drafters have run the rows of all tokens so far."""
-        for text, one in zip(self.texts, self.progress, strict=True):
-            one.seen.update(dict.fromkeys(caches, len(text)))
+        for ids, one in zip(self.token_ids, self.progress, strict=True):
+            one.seen.update(dict.fromkeys(caches, len(ids)))
 
     def window(self, beyond: int) -> int:
         """How many slots a forward looks at whose last row is `beyond` rows after the newest token; `rounded`."""
@@ -195,7 +194,7 @@ class Sequences:
         return min(rounded(self.longest + beyond, self.few_shapes), self.capacity)
 
     def chain(self, first_B: Tensor, rows: int, beyond: int, inside: bool = False) -> Rows:
-        """Rows from slot `first_B` on; those of texts that have ended leave no trace.
+        """Rows from slot `first_B` on; those of sequences that have ended leave no trace.
 
         Args:
             inside: whether none of them stands before slot 0.
@@ -213,7 +212,7 @@ class Sequences:
         return read_rows(self._states_N1SH, self.pages.places(place_BR))[:, 0].transpose(0, 1)
 
     def put_tokens(self, first_B: Tensor, tokens_BN: Tensor) -> None:
-        """Write tokens from position `first_B` on; a text that has ended keeps its own."""
+        """Write tokens from position `first_B` on; a sequence that has ended keeps its own."""
         place_BN = self._places(first_B, tokens_BN.size(1)).clamp(max=self.capacity)
         if not self._all_live:
             place_BN = torch.where(self.live_B.unsqueeze(1), place_BN, self.capacity)
@@ -253,27 +252,27 @@ class Sequences:
         return StepOutput(draft, gained_BR, count_B)
 
     def append(self, token_B: Tensor) -> StepOutput:
-        """Append one token to every live text."""
+        """Append one token to every live sequence."""
         token_B1, one_B = token_B.unsqueeze(1), torch.ones_like(token_B)
         self.put_tokens(self.length_B, token_B1)
         self._grow(one_B)
         return StepOutput(Draft(token_B1[:, :0]), token_B1, one_B)
 
     def settle(self, row: int, gained: list[int], ended: bool) -> None:
-        """Append those new tokens of a text that stay; the device's length of an ended text is cropped to them."""
-        self.texts[row] += gained
+        """Append those new tokens of a sequence that stay; the device's length of an ended one is cropped to them."""
+        self.token_ids[row] += gained
         if ended:
             self.end(row)
 
     def end(self, row: int) -> None:
-        """A text gains no more tokens."""
+        """A sequence gains no more tokens."""
         self.live[row] = False
         self.live_B[row] = False
-        self.length_B[row] = len(self.texts[row])
+        self.length_B[row] = len(self.token_ids[row])
 
     @property
     def _all_live(self) -> bool:
-        """Whether the host knows that no text has ended; a fixed step must hold for any."""
+        """Whether the host knows that no sequence has ended; a fixed step must hold for any."""
         return not self.fixed and all(self.live)
 
     def _places(self, first_B: Tensor, count: int) -> Tensor:

@@ -39,7 +39,7 @@ class Draft:
 
     @property
     def nodes(self) -> int:
-        """N, drafted tokens of a text."""
+        """N, drafted tokens of a sequence."""
         return self.tokens_BN.size(1)
 
     @property
@@ -92,7 +92,7 @@ class Verdict:
 
     @property
     def accepted_B(self) -> Tensor:
-        """[B], accepted drafts of every text."""
+        """[B], accepted drafts of every sequence."""
         return self.kept_BR.sum(dim=1) - 1
 
 
@@ -119,12 +119,12 @@ class Round:
         sampling: temperature, top-k, top-p and min-p, of target and drafter alike.
         noise: this round's random numbers of every request.
         config: the settings of the method and of the verifier.
-        texts: tokens of every text up to t_m, on the host; a recorded step has none.
+        token_ids: of every sequence up to t_m, on the host; a recorded step has none.
         tokens_BT: the same on the device, and behind t_m anything; `noise.position_B` says how many they are.
     """
 
     sampling: Sampling | SamplingByText
     noise: Noise
     config: SpeculativeConfig
-    texts: Sequence[list[int]] = ()
+    token_ids: Sequence[list[int]] = ()
     tokens_BT: Tensor | None = None

@@ -28,7 +28,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megatron_mtp.decoding.requests import Engine, Request, check_prompt
+from megatron_mtp.decoding.requests import EngineCore, Request, check_prompt
 from megatron_mtp.server.async_engine import AsyncEngine, Outputs
 from megatron_mtp.server.detokenizer import Codec, OutputText, too_long
 from megatron_mtp.server.metrics import Metrics
@@ -104,7 +104,7 @@ class Served:
 
 
 def serve(
-    engine: Engine, served: Served, listening: socket.socket, key: str | None = None, origins: Sequence[str] = ()
+    engine: EngineCore, served: Served, listening: socket.socket, key: str | None = None, origins: Sequence[str] = ()
 ) -> int:
     """Serve an engine at a socket until a signal ends it; returns the exit status, 1 if the engine has failed."""
     metrics = Metrics()

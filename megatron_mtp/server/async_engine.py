@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.decoding.requests import Engine, Finish, Load, QueueFull, Request, Update
+from megatron_mtp.decoding.requests import EngineCore, Finish, Load, QueueFull, Request, Update
 from megatron_mtp.server.detokenizer import Codec, OutputText
 from megatron_mtp.server.metrics import CANCELLED, Metrics
 from megatron_mtp.server.protocol import APIError, failed
@@ -72,7 +72,7 @@ class AsyncEngine:
         broken: the engine cannot go on after a bug; a bug in a single request ends that request alone.
     """
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+    def __init__(self, engine: EngineCore, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._owners: dict[int, tuple[Outputs, int]] = {}
@@ -209,9 +209,9 @@ class AsyncEngine:
 
 
 class Leader:
-    """The engine of rank 0; see `requests.Engine`."""
+    """The engine of rank 0; see `requests.EngineCore`."""
 
-    def __init__(self, engine: Engine, group: Any) -> None:
+    def __init__(self, engine: EngineCore, group: Any) -> None:
         self._engine, self._group = engine, group
         self._new: Message = []
 
@@ -248,7 +248,7 @@ class Leader:
         _broadcast([None], self._group)
 
 
-def follow(engine: Engine, codec: Codec, group: Any) -> None:
+def follow(engine: EngineCore, codec: Codec, group: Any) -> None:
     """Take the steps of rank 0 until it ends; signals are for rank 0, which drains."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -16,8 +16,8 @@ chunk, L the later positions that they need, T positions of this rank and copies
 import torch
 from torch import Tensor
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.data.batch import LaterPositions
-from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.losses.chunks import chunks
 from megatron_mtp.losses.vocabulary import vocabulary_of
 from megatron_mtp.model.sharing import Head

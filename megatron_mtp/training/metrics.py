@@ -22,7 +22,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron.training.utils import is_last_rank
 from torch import Tensor
 
-from megatron_mtp.decoding.stats import AcceptanceStats
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.training.acceptance import named, stats_of
 from megatron_mtp.training.plot import plot_metrics
 from megatron_mtp.training.run_files import METRICS, append, drop_rows_after, write_run_record

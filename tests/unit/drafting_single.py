@@ -11,24 +11,23 @@ from megatron_single import MOE, VOCABULARY, our_model, randomise, transformer_c
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.decoding import api, batch, sequences
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.backend import BACKENDS
-from megatron_mtp.decoding.batch import DecodeBatch, Text
-from megatron_mtp.decoding.engine import ContinuousEngine
+from megatron_mtp.decoding.batch import DecodeBatch, Sequence
+from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.experts import place_static_experts
-from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.kv_cache import BlockTables, KVCache
 from megatron_mtp.decoding.memory import Memory
 from megatron_mtp.decoding.method import config_from, make_method
-from megatron_mtp.decoding.pages import Pages
 from megatron_mtp.decoding.proposers.base import Proposer
 from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.decoding.types import Draft, Round
 from megatron_mtp.model.build import MTPGPTModelConfig, build
 from megatron_mtp.model.trunk import MTPGPTModel, StageOutput
@@ -191,10 +190,10 @@ def without_numbers(model: MTPGPTModel, fakes: FakeTensorMode) -> MTPGPTModel:
     return model
 
 
-def runs(texts: int, capacity: int) -> Pages:
+def runs(texts: int, capacity: int) -> BlockTables:
     """One block for each text, of all its slots and the scratch slot."""
     numbers = tuple(range(texts))
-    return Pages(torch.tensor(numbers).unsqueeze(1).cuda(), texts, capacity + 1, numbers, texts, numbers)
+    return BlockTables(torch.tensor(numbers).unsqueeze(1).cuda(), texts, capacity + 1, numbers, texts, numbers)
 
 
 def read_back(sequences: Sequences) -> list[list[int]]:
@@ -202,7 +201,7 @@ def read_back(sequences: Sequences) -> list[list[int]]:
     lengths = sequences.length_B.tolist()
     return [
         tokens_T[len(text) : length].tolist()
-        for tokens_T, text, length in zip(sequences.tokens_BT, sequences.texts, lengths, strict=True)
+        for tokens_T, text, length in zip(sequences.tokens_BT, sequences.token_ids, lengths, strict=True)
     ]
 
 
@@ -265,7 +264,7 @@ class Agreeing(Proposer):
     def propose(self, sequences: Sequences, round: Round, count: int) -> Draft:
         draft = self.inner.propose(sequences, round, count)
         tokens_BN = draft.tokens_BN.clone()
-        for row, (text, number) in enumerate(zip(sequences.texts, sequences.seed_B.tolist(), strict=True)):
+        for row, (text, number) in enumerate(zip(sequences.token_ids, sequences.seed_B.tolist(), strict=True)):
             answer = self.answers[number]
             for place, node in enumerate(self._path(draft, row), start=len(text)):
                 if place < len(answer) and torch.rand((), generator=self.generator) < self.rate:
@@ -301,7 +300,7 @@ def engine_with(
     drafter: Runner | None = None,
     sampling: Sampling | None = None,
     stop_ids: frozenset[int] = frozenset(),
-) -> tuple[ContinuousEngine, list[Text]]:
+) -> tuple[Engine, list[Sequence]]:
     """An engine as `generate` has it, to which the prompts were added with their numbers as seeds."""
     config = config_from(speculative or {"method": "plain"})
     requests = [
@@ -313,7 +312,7 @@ def engine_with(
         engine._method_of(requests[0])
         method = engine._methods[config, requests[0].sampling.greedy]
         method.proposer = Agreeing(method.proposer, answers)
-    return engine, [engine.scheduler.texts[engine.add(request)] for request in requests]
+    return engine, [engine.scheduler.seqs[engine.add(request)] for request in requests]
 
 
 def prefilled(
@@ -344,16 +343,16 @@ def run(
     held: dict[int, tuple[list[int], int | None]] = {}
     proposer, free = texts[0].method.proposer, engine.scheduler.free
 
-    def freed(text: Text) -> None:
-        held[text.number] = [*text.held.blocks], text.entry
+    def freed(text: Sequence) -> None:
+        held[text.number] = [*text.block_table.blocks], text.entry
         free(text)
 
     engine.scheduler.free = freed  # type: ignore[method-assign]
     while engine.busy:
         engine.step()
     for text in texts:
-        text.held.blocks, text.entry = held[text.number]
-    memory = engine.scheduler.memory.through(engine.scheduler.pages_of(texts))
+        text.block_table.blocks, text.entry = held[text.number]
+    memory = engine.scheduler.memory.through(engine.scheduler.block_tables_of(texts))
     used = Sequences(runner, [text.tokens for text in texts], [*range(len(texts))], memory)
     used.prompt_lengths, used.progress = [*map(len, prompts)], [text.progress for text in texts]
     return used, Driven(proposer, engine.stats)

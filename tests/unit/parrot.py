@@ -14,9 +14,9 @@ from typing import Any
 import httpx2
 from openai import OpenAI
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.data.tokenizer import end_tokens, read_tokenizer, train_bpe
 from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, TokenLogprob, Update
-from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.server.api import Served, Server, address_of, listener, make_app
 from megatron_mtp.server.async_engine import AsyncEngine
 from megatron_mtp.server.detokenizer import Codec, TextCodec

@@ -65,10 +65,10 @@ def drafts_by_chance(name: str, dtype: torch.dtype, prompts: list[list[int]], wa
     """The texts are those of plain decoding; shapes are noted while drafting."""
     target = runner_of("parallel" if name == "parallel_heads" else "gqa", dtype=dtype)
     drafter = Runner(model_of("mha-tied-layernorm", dtype=dtype))
-    answers = run(target, prompts, NEW_TOKENS, None)[0].texts
+    answers = run(target, prompts, NEW_TOKENS, None)[0].token_ids
     watched.shapes.clear()
     made, _ = run(target, prompts, NEW_TOKENS, METHODS[name], answers, drafter=drafter)
-    assert made.texts == answers
+    assert made.token_ids == answers
 
 
 @every_method

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 from drafting_single import model_of
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.auto import FIRST_REST, SHARE, AutoK
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.decoding.stats import AcceptanceStats
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -32,6 +32,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.functional import one_hot
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding import backend
 from megatron_mtp.decoding.api import check_prompts, generate
 from megatron_mtp.decoding.batch import step
@@ -45,7 +46,6 @@ from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.decoding.types import Draft, Round
 from megatron_mtp.decoding.verifiers import VERIFIERS
 
@@ -69,7 +69,7 @@ METHODS = {**CHAINS, **TREES}
 
 
 def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    return run(target, prompts, new_tokens, None)[0].texts
+    return run(target, prompts, new_tokens, None)[0].token_ids
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +92,10 @@ def test_identity(method: str, batch: int, new_tokens: int, answered: Callable[.
     """ID: what the drafter is right about, and what it is not, leaves the tokens as they are."""
     target, prompts = runner_of(), prompts_of(batch)
     answers = answered(batch, new_tokens)
-    assert run(target, prompts, new_tokens, METHODS[method])[0].texts == answers
+    assert run(target, prompts, new_tokens, METHODS[method])[0].token_ids == answers
     if method in CHAINS:
         texts, driven = run(target, prompts, new_tokens, METHODS[method], answers)
-        assert texts.texts == answers
+        assert texts.token_ids == answers
         if method != "mtp-auto":
             assert driven.stats.accepted_length > 1.4
 
@@ -108,9 +108,9 @@ def test_identity_for_every_kind_of_model(kind: str) -> None:
     methods = methods[1:] if target.shares_kv else methods
     for method in methods:
         settings = {"method": method, "num_speculative_tokens": 2 if method == "mtp_tree" else 3}
-        assert run(target, prompts, 40, settings)[0].texts == answers
+        assert run(target, prompts, 40, settings)[0].token_ids == answers
         if method != "mtp_tree":
-            assert run(target, prompts, 40, settings, answers)[0].texts == answers
+            assert run(target, prompts, 40, settings, answers)[0].token_ids == answers
 
 
 class Recorder:
@@ -270,8 +270,8 @@ def test_short_layers_compute_what_the_modules_do(monkeypatch: pytest.MonkeyPatc
         assert not any(any(stack.short) for stack in modules.backend.stacks)
         settings = {"method": method_of(kind), "num_speculative_tokens": 3}
         ours, theirs = (run(one, prompts, 20, settings)[0] for one in (short, modules))
-        assert ours.texts == theirs.texts
-        for row, text in enumerate(ours.texts):
+        assert ours.token_ids == theirs.token_ids
+        for row, text in enumerate(ours.token_ids):
             mine, right = (first_rows(one.cache, row, len(text) - 1) for one in (ours, theirs))
             torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-9)
     assert runner_of("gqa").backend.all_short
@@ -397,8 +397,8 @@ def test_static_shapes_change_no_token(method: str) -> None:
         for row, gained in enumerate(read_back(sequences)):
             sequences.settle(row, gained, ended=False)
         step(target, sequences, chosen, chosen.count)
-    assert min(len(text) - len(prompt) for text, prompt in zip(sequences.texts, prompts, strict=True)) > 10
-    for text, answer in zip(sequences.texts, plain(target, prompts, 40), strict=True):
+    assert min(len(text) - len(prompt) for text, prompt in zip(sequences.token_ids, prompts, strict=True)) > 10
+    for text, answer in zip(sequences.token_ids, plain(target, prompts, 40), strict=True):
         assert text == answer[: len(text)]
 
 

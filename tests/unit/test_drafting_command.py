@@ -14,6 +14,7 @@ import pytest
 import torch
 from documents import ROOT
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
 from megatron_mtp.decoding import cost
@@ -21,7 +22,6 @@ from megatron_mtp.decoding.cost import Cost, summary, table
 from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.requests import Update
 from megatron_mtp.decoding.settings import keys
-from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.decoding.text import COLOUR, PLAIN, Stream, cutter, read_prompts
 from megatron_mtp.decoding.types import Draft
 from megatron_mtp.decoding.verifiers import VERIFIERS

@@ -57,7 +57,7 @@ every_method = pytest.mark.parametrize("name", CASES)
 
 
 def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    return run(target, prompts, new_tokens, None)[0].texts
+    return run(target, prompts, new_tokens, None)[0].token_ids
 
 
 def test_no_method_is_left_out() -> None:
@@ -91,8 +91,8 @@ def test_caches_are_those_of_a_fresh_prefill(name: str) -> None:
     target, prompts = case.target(), prompts_of(4)
     used, driven = case.run(target, prompts, 40, answers=plain(target, prompts, 60))
     assert driven.stats.accepted > (0 if name == "lookahead" else 20)
-    fresh, redone = case.run(target, [text[:-1] for text in used.texts], 12)
-    assert_same_rows(used.cache, fresh.cache, [len(text) - 1 for text in used.texts])
+    fresh, redone = case.run(target, [text[:-1] for text in used.token_ids], 12)
+    assert_same_rows(used.cache, fresh.cache, [len(text) - 1 for text in used.token_ids])
     inner: Any = driven.proposer.inner  # type: ignore[attr-defined]
     if case.settings["method"] in ("ngram", "lookahead"):
         assert not any(one.seen for one in used.progress)
@@ -100,7 +100,7 @@ def test_caches_are_those_of_a_fresh_prefill(name: str) -> None:
     pairs = zip(caches_of(inner, used), caches_of(redone.proposer, fresh), strict=True)
     for depth, (ours, theirs) in enumerate(pairs, start=1):
         # The drafter has not run the last step's tokens, and depth d is d - 1 rows behind.
-        assert_same_rows(ours, theirs, [len(text) - 7 - depth for text in used.texts])
+        assert_same_rows(ours, theirs, [len(text) - 7 - depth for text in used.token_ids])
 
 
 def assert_same_rows(ours: KVCache, theirs: KVCache, counts: list[int]) -> None:
@@ -127,7 +127,7 @@ class Overheard:
             if self.seed not in seeds:
                 return propose(made_by, sequences, round, count)
             row = seeds.index(self.seed)
-            key, heard = (len(sequences.texts[row]), count), []
+            key, heard = (len(sequences.token_ids[row]), count), []
 
             def noting_after(head: Callable[[Runner, Tensor], Tensor]) -> Callable[[Runner, Tensor], Tensor]:
                 def noting(runner: Runner, hidden_SBH: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def test_a_stop_token_inside_a_draft_ends_the_text_there(name: str) -> None:
     stop = news[0][10]
     wanted = [new[: new.index(stop) + 1] if stop in new else new for new in news]
     sequences, driven = case.run(target, prompts, 30, answers=answers, stop_ids=frozenset([stop]))
-    assert [text[len(prompt) :] for text, prompt in zip(sequences.texts, prompts, strict=True)] == wanted
+    assert [text[len(prompt) :] for text, prompt in zip(sequences.token_ids, prompts, strict=True)] == wanted
     assert driven.stats.emitted == sum(map(len, wanted))
 
 
@@ -197,7 +197,7 @@ def test_the_bonus_token_counts_against_the_budget(name: str, budget: int) -> No
     case, prompts = CASES[name], [[3], [5, 6, 7]]
     target = case.target()
     sequences, driven = case.run(target, prompts, budget, answers=plain(target, prompts, 8))
-    assert sequences.texts == plain(target, prompts, budget)
+    assert sequences.token_ids == plain(target, prompts, budget)
     assert driven.stats.emitted == 2 * budget
     assert driven.stats.drafted <= 2 * max(budget - 1, 0) * budget
 
@@ -206,10 +206,10 @@ def test_the_bonus_token_counts_against_the_budget(name: str, budget: int) -> No
 def test_prompts_longer_than_a_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, prompts = CASES[name], prompts_of(3, longest=40)
     target = case.target()
-    whole = case.run(target, prompts, 16)[0].texts
+    whole = case.run(target, prompts, 16)[0].token_ids
     monkeypatch.setattr(api, "CHUNK", 8)
     monkeypatch.setattr(mtp, "CHUNK", 8)
-    assert case.run(target, prompts, 16)[0].texts == whole == plain(target, prompts, 16)
+    assert case.run(target, prompts, 16)[0].token_ids == whole == plain(target, prompts, 16)
 
 
 @pytest.mark.parametrize("name", ["ngram", "lookahead"])
@@ -218,6 +218,6 @@ def test_without_a_match_nothing_is_drafted(name: str) -> None:
     case = CASES[name]
     target = case.target()
     sequences, driven = case.run(target, [[1, 2, 3, 4, 5]], 2)
-    assert len(set(sequences.texts[0])) == 7
+    assert len(set(sequences.token_ids[0])) == 7
     assert driven.stats.drafted == driven.stats.accepted == 0
-    assert sequences.texts == plain(target, [[1, 2, 3, 4, 5]], 2)
+    assert sequences.token_ids == plain(target, [[1, 2, 3, 4, 5]], 2)

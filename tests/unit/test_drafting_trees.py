@@ -69,8 +69,8 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
     for row, gained in enumerate(read_back(sequences)):
         assert gained == [*(9 + node for node in PATHS[row][1:]), 1]
         sequences.settle(row, gained, ended=False)
-    fresh = prefilled(target, [text[:-1] for text in sequences.texts])
-    for row, text in enumerate(sequences.texts):
+    fresh = prefilled(target, [text[:-1] for text in sequences.token_ids])
+    for row, text in enumerate(sequences.token_ids):
         ours, theirs = (first_rows(one.cache, row, len(text) - 1) for one in (sequences, fresh))
         assert ours[0] is not None
         torch.testing.assert_close(ours, theirs)
@@ -81,7 +81,7 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
         return Verdict(torch.ones_like(logits_BRV[:, :, 0], dtype=torch.bool), logits_BRV[:, 0].argmax(-1))
 
     method.verifier = noting
-    texts = [list(text) for text in sequences.texts]
+    texts = [list(text) for text in sequences.token_ids]
     verify(target, sequences, method, Draft(sequences.tokens_BT[:, :0]), round)
     for row, text in enumerate(texts):
         torch.testing.assert_close(seen[0][row, 0], trained_forward(twin, text)[0][-1], rtol=1e-9, atol=1e-9)
@@ -123,7 +123,7 @@ def embedded_and_mask(twin: MTPGPTModel, tokens: list[int]) -> tuple[Tensor, Ten
 def grown(target: Runner, text: list[int], settings: dict[str, Any]) -> tuple[Draft, Any]:
     """The first draft after a text."""
     sequences = prefilled(target, [text[:-1]])
-    assert sequences.texts == [text]
+    assert sequences.token_ids == [text]
     method: Method = make_method(target, config_from(settings), Sampling())
     round = Round(Sampling(), sequences.noise, method.config)
     return method.proposer.propose(sequences, round, method.count), method.proposer
@@ -133,7 +133,7 @@ def grown(target: Runner, text: list[int], settings: dict[str, Any]) -> tuple[Dr
 def test_every_node_of_a_tree_is_a_candidate_of_its_own_path(tree: list[int]) -> None:
     """CONF for trees: siblings are the most likely tokens after their path, as the module says without a cache."""
     target, twin = runner_of(), model_of("gqa")
-    text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].texts[0]
+    text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].token_ids[0]
     draft, _ = grown(target, text, {"method": "mtp_tree", "tree": tree})
     tokens, parents = draft.tokens_BN[0].tolist(), draft.parents()[0].tolist()
     paths: list[list[int]] = [[]]
@@ -150,7 +150,7 @@ def test_every_node_of_a_tree_is_a_candidate_of_its_own_path(tree: list[int]) ->
 def test_every_row_of_a_tree_or_beam_says_what_the_module_does(most: int | None) -> None:
     """CONF for `mtp_tree` (all candidates continued) and `mtp_beam` (the best 3 of a level), every level."""
     target, twin = runner_of(dtype=torch.float32), model_of("gqa", dtype=torch.float32)
-    text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].texts[0]
+    text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].token_ids[0]
     sequences = prefilled(target, [text[:-1]])
     method = make_method(target, config_from({"method": "mtp_tree"}), Sampling())
     assert isinstance(method.proposer, Tree)
@@ -170,7 +170,7 @@ def test_every_row_of_a_tree_or_beam_says_what_the_module_does(most: int | None)
 def test_every_draft_of_a_reused_module_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """CONF for `mtp_eagle`: the first position is depth 1 of training, further ones the module on its own states."""
     target, twin = runner_of(dtype=torch.float32), model_of("gqa", dtype=torch.float32)
-    text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].texts[0]
+    text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].token_ids[0]
     said: list[Tensor] = []
 
     def noting(logits_BV: Tensor, round: Round, position: int) -> Any:
@@ -189,7 +189,7 @@ def test_every_draft_of_a_reused_module_is_what_it_says(monkeypatch: pytest.Monk
 
 def test_a_dynamic_tree_is_the_likeliest_nodes_of_the_whole() -> None:
     target, twin = runner_of(), model_of("gqa")
-    text = run(target, [[4, 8, 15]], 1, None)[0].texts[0]
+    text = run(target, [[4, 8, 15]], 1, None)[0].token_ids[0]
     settings = {"method": "mtp_tree", "tree_nodes": 6, "beam_width": 3, "num_speculative_tokens": 2}
     draft, _ = grown(target, text, settings)
     scored: dict[tuple[int, ...], float] = {}
@@ -211,7 +211,7 @@ BEAM = {"method": "mtp_beam", "beam_width": 8, "num_speculative_tokens": 2, "ver
 def test_a_beam_finds_what_the_greedy_chain_misses() -> None:
     """Of the eight likeliest first tokens, the one whose best continuation makes the likeliest pair."""
     target, twin = runner_of(), model_of("gqa")
-    text = run(target, [[4, 8, 15]], 1, None)[0].texts[0]
+    text = run(target, [[4, 8, 15]], 1, None)[0].token_ids[0]
     draft, proposer = grown(target, text, BEAM)
     assert isinstance(proposer, Beam)
     first = eagle_reference(twin, text, [])

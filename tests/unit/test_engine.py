@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from megatron_single import VOCABULARY
 
 from megatron_mtp.decoding.api import generate
-from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Text
-from megatron_mtp.decoding.engine import ContinuousEngine
+from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Sequence
+from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.judged import Judge, penalised
 from megatron_mtp.decoding.memory import block_bytes, blocks_in
 from megatron_mtp.decoding.method import config_from
-from megatron_mtp.decoding.requests import Engine, Finish, Penalties, QueueFull, Request, Update
+from megatron_mtp.decoding.requests import EngineCore, Finish, Penalties, QueueFull, Request, Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise, Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
@@ -59,9 +59,9 @@ def runner_of(kind: str = "gqa") -> Runner:
     return KEPT[kind]
 
 
-def engine_of(runner: Runner | None = None, **sizes: Any) -> ContinuousEngine:
+def engine_of(runner: Runner | None = None, **sizes: Any) -> Engine:
     drafter = runner_of("mha-tied-layernorm")
-    return ContinuousEngine(runner or runner_of(), EngineSettings(**sizes), drafter=drafter)
+    return Engine(runner or runner_of(), EngineSettings(**sizes), drafter=drafter)
 
 
 def alone(request: Request, runner: Runner | None = None, drafter: Runner | None = None) -> list[int]:
@@ -78,7 +78,7 @@ def alone(request: Request, runner: Runner | None = None, drafter: Runner | None
     ).token_ids[0]
 
 
-def drained(engine: ContinuousEngine, most: int = 2000) -> list[Update]:
+def drained(engine: Engine, most: int = 2000) -> list[Update]:
     updates: list[Update] = []
     for _ in range(most):
         if not engine.busy:
@@ -98,7 +98,7 @@ def request_of(prompt: list[int], new: int = 12, method: str = "mtp", **changes:
     return Request(prompt, new, speculative=config_from(METHODS[method]), **changes)
 
 
-def same_as_alone(engine: ContinuousEngine, requests: list[Request], runner: Runner | None = None) -> None:
+def same_as_alone(engine: Engine, requests: list[Request], runner: Runner | None = None) -> None:
     numbers = [engine.add(request) for request in requests]
     made = texts_of(drained(engine))
     assert [made[number] for number in numbers] == [alone(request, runner) for request in requests]
@@ -143,9 +143,9 @@ def days(draw: st.DrawFn, methods: Iterable[str] = METHODS) -> Day:
     return sorted(came, key=lambda one: one[0]), gone, sizes
 
 
-def check_day(day: Day, runner: Runner | None = None, drafter: Runner | None = None) -> ContinuousEngine:
+def check_day(day: Day, runner: Runner | None = None, drafter: Runner | None = None) -> Engine:
     came, gone, sizes = day
-    engine = ContinuousEngine(runner or runner_of(), sizes, drafter=drafter or runner_of("mha-tied-layernorm"))
+    engine = Engine(runner or runner_of(), sizes, drafter=drafter or runner_of("mha-tied-layernorm"))
     numbers: list[int] = []
     made: dict[int, list[int]] = {}
     now = 0
@@ -227,14 +227,14 @@ def test_prompts_around_a_chunk_and_two(kind: str, method: str, compiled: str, m
     wanted = [request_of(LONG[length], 4, method) for length in LENGTHS]
     right = [alone(request, runner, drafter) for request in wanted]
     for running in (1, 3):
-        engine = ContinuousEngine(runner, EngineSettings(running=running, blocks=256), drafter=drafter)
+        engine = Engine(runner, EngineSettings(running=running, blocks=256), drafter=drafter)
         numbers = [engine.add(request) for request in wanted]
         made = texts_of(drained(engine))
         assert [made[number] for number in numbers] == right
 
 
 def test_it_is_an_engine() -> None:
-    engine: Engine = engine_of()
+    engine: EngineCore = engine_of()
     assert not engine.busy
     assert engine.load.running == engine.load.waiting == engine.load.blocks_used == 0
 
@@ -402,7 +402,7 @@ def test_a_step_reads_once_and_what_it_reads_was_begun_before(
     (group,) = engine.scheduler.decoded.values()
     unknown = [
         on_device - len(text.tokens)
-        for on_device, text in zip(group.sequences.length_B.tolist(), group.texts, strict=True)
+        for on_device, text in zip(group.sequences.length_B.tolist(), group.seqs, strict=True)
     ]
     if overlap:
         assert noted == ["start", "read"] * 3
@@ -492,7 +492,7 @@ def test_without_reuse_nothing_is_known() -> None:
 # ---- no block is lost
 
 
-def soak(requests_count: int) -> ContinuousEngine:
+def soak(requests_count: int) -> Engine:
     """Random requests, of which many go away while they wait, run or are put back."""
     chance, engine = random.Random(3), engine_of(running=6, blocks=9, chunk=48, waiting=1000)
     live: list[int] = []
@@ -510,14 +510,14 @@ def soak(requests_count: int) -> ContinuousEngine:
     return engine
 
 
-def check_soak(engine: ContinuousEngine) -> None:
-    pool, load = engine.scheduler.pool, engine.load
+def check_soak(engine: Engine) -> None:
+    pool, load = engine.scheduler.block_manager, engine.load
     assert load.blocks_used == 0
     assert load.preempted > 0
     assert load.cached_tokens > 0
     assert sorted([*pool._unused, *pool._kept]) == list(range(1, pool.count + 1))
     assert len(pool._known) == len(pool._known_block) == len(pool._kept)
-    assert not engine.scheduler.texts
+    assert not engine.scheduler.seqs
 
 
 def test_no_block_is_lost() -> None:
@@ -557,10 +557,10 @@ def test_a_cut_is_shown_what_is_emitted_and_nothing_behind_it(limits: dict[str, 
     shown: list[list[int]] = []
     stops, budget = limits.get("stop_ids", frozenset()), limits.get("budget", 10)
     request, method = Request([1, 2], 10, stop_ids=stops, cut=shown.append), engine_of()._method_of(Request([1], 1))
-    assert Text(0, request, method, budget, [1, 2, 3, 4]).update([7, 9, 8], 2).tokens == [7, 9]
+    assert Sequence(0, request, method, budget, [1, 2, 3, 4]).update([7, 9, 8], 2).tokens == [7, 9]
     assert shown == [[3, 4, 7, 9]]
     request = replace(request, cut=lambda tokens: tokens.index(7) + 1)
-    update = Text(0, request, method, budget, [1, 2, 3, 4]).update([7, 9, 8], 2)
+    update = Sequence(0, request, method, budget, [1, 2, 3, 4]).update([7, 9, 8], 2)
     assert (update.tokens, update.finish) == ([7], Finish.STOP)
 
 
@@ -739,7 +739,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, where: str, raises: Callable[[list[in
 
     def stumbling(self: Any, *given: Any) -> Any:
         made = real(self, *given)
-        if raises([text.request.seed for text in self.texts]):
+        if raises([text.request.seed for text in self.seqs]):
             raise RuntimeError("planted")
         return made
 
@@ -753,7 +753,7 @@ def seven(method: str) -> tuple[list[Request], list[list[int]]]:
     return wanted, [alone(request) for request in wanted]
 
 
-def check_errors(wanted: list[Request], answers: list[list[int]], bad: set[int], **sizes: Any) -> ContinuousEngine:
+def check_errors(wanted: list[Request], answers: list[list[int]], bad: set[int], **sizes: Any) -> Engine:
     """All but the bad requests give the tokens that they give alone, and nothing is left of any."""
     engine = engine_of(running=4, **sizes)
     numbers = [engine.add(request) for request in wanted]

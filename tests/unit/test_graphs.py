@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_mtp.decoding import batch, graphs, rows
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.auto import AutoK
-from megatron_mtp.decoding.engine import ContinuousEngine
+from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.graphs import GraphedStep, Graphs, Recorded, Step, can_record
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.proposers import PROPOSERS
@@ -221,7 +221,7 @@ def test_all_forwards_of_a_step_have_one_window(method: str, monkeypatch: pytest
     def watched(self: Sequences, beyond: int) -> int:
         found = window(self, beyond)
         if self.reach:  # not the prompts' own
-            windows.setdefault(tuple(map(len, self.texts)), set()).add(found)
+            windows.setdefault(tuple(map(len, self.token_ids)), set()).add(found)
         return found
 
     monkeypatch.setattr(Sequences, "window", watched)
@@ -399,7 +399,7 @@ def test_texts_that_join_and_leave_replay_steps(method: str, overlap: bool, requ
     wanted = [generate(target, [one.prompt], one.max_new_tokens).token_ids[0] for one in asked]
     request.getfixturevalue("on_tape")
     sizes = EngineSettings(running=5, blocks=5, reuse=False, overlap=overlap, contains_errors=False)
-    engine = ContinuousEngine(target, sizes, settings)
+    engine = Engine(target, sizes, settings)
     made: dict[int, list[int]] = {}
     for one in asked:
         made[engine.add(one)] = []

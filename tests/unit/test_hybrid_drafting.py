@@ -54,7 +54,7 @@ def runner_of(pattern: str, dtype: torch.dtype = torch.float64, **changes: Any) 
 
 
 def plain(target: Runner, prompts: list[list[int]], new: int) -> list[list[int]]:
-    return run(target, prompts, new, None)[0].texts
+    return run(target, prompts, new, None)[0].token_ids
 
 
 def random_text(length: int, seed: int) -> list[int]:
@@ -71,7 +71,7 @@ def test_plain_decoding_is_the_training_forward(pattern: str, dtype: torch.dtype
     twin, target = drafting_hybrid(pattern, dtype), runner_of(pattern, dtype)
     prompts = [random_text(length, length) for length in (1, 3, 90, 170)]
     sequences, _ = run(target, prompts, 60, None)
-    for row, text in enumerate(sequences.texts):
+    for row, text in enumerate(sequences.token_ids):
         trained_SV = trained_forward(twin, text[:-1])[0]
         first_B = torch.zeros_like(sequences.length_B)
         drafted_SV = target.logits(sequences.states_at(first_B, len(text) - 1))[row]
@@ -118,10 +118,10 @@ def test_identity(pattern: str, batch: int) -> None:
     target, prompts = runner_of(pattern), prompts_of(batch)
     answers = plain(target, prompts, 40)
     automatic = {**MTP, "num_speculative_tokens": "auto"}
-    assert run(target, prompts, 40, MTP)[0].texts == answers
+    assert run(target, prompts, 40, MTP)[0].token_ids == answers
     for settings in (MTP, {**MTP, "num_speculative_tokens": 1}, automatic, EAGLE, NGRAM):
         texts, driven = run(target, prompts, 40, settings, answers)
-        assert texts.texts == answers
+        assert texts.token_ids == answers
         assert settings is automatic or driven.stats.accepted_length > 1.2
 
 
@@ -133,7 +133,7 @@ def test_identity_over_2000_tokens(pattern: str) -> None:
     answers = plain(target, prompts, 500)
     for settings in (MTP, EAGLE):
         texts, driven = run(target, prompts, 500, settings, answers)
-        assert texts.texts == answers
+        assert texts.token_ids == answers
         assert driven.stats.accepted_length > 1.4
 
 
@@ -143,7 +143,7 @@ def test_a_hybrid_drafts_for_another_model(pattern: str) -> None:
     target, prompts = Runner(model_of("gqa")), prompts_of(4)
     settings = {"method": "draft_model", "num_speculative_tokens": 4, "model": "-"}
     answers = plain(target, prompts, 60)
-    assert run(target, prompts, 60, settings, answers, drafter=runner_of(pattern))[0].texts == answers
+    assert run(target, prompts, 60, settings, answers, drafter=runner_of(pattern))[0].token_ids == answers
     twins = runner_of(pattern), runner_of(pattern)
     drawn = generate(twins[0], prompts, 60, speculative=settings, drafter=twins[1])
     assert drawn.token_ids == generate(twins[0], prompts, 60).token_ids
@@ -154,7 +154,7 @@ def test_lookahead_and_trees_where_nothing_is_recurrent() -> None:
     target, prompts = runner_of("*-*-/*-"), prompts_of(4)
     answers = plain(target, prompts, 40)
     for settings in ({"method": "lookahead"}, {"method": "mtp_tree", "tree": [3, 2]}):
-        assert run(target, prompts, 40, settings, answers)[0].texts == answers
+        assert run(target, prompts, 40, settings, answers)[0].token_ids == answers
 
 
 @pytest.mark.parametrize("pattern", tiered(["M-*-/M-/M-", "G-/*G/*G"], ("M-*-/M-/M-",)))
@@ -223,14 +223,14 @@ def test_states_after_every_accepted_prefix_are_those_of_a_fresh_prefill(pattern
             for row, gained in enumerate(read_back(sequences)):
                 sequences.settle(row, gained, ended=False)
             drafts = []
-            for text, answer, count in zip(sequences.texts, answers, right, strict=True):
+            for text, answer, count in zip(sequences.token_ids, answers, right, strict=True):
                 said = answer[len(text) : len(text) + DRAFTED]
                 drafts.append([*said[:count], *((one + 1) % VOCABULARY for one in said[count:])])
             method.proposer = Given(target, torch.tensor(drafts).cuda())
             step(target, sequences, method, DRAFTED)
-            assert (sequences.length_B - torch.tensor([len(text) for text in sequences.texts]).cuda() - 1).tolist() == [
-                *right
-            ]
+            assert (
+                sequences.length_B - torch.tensor([len(text) for text in sequences.token_ids]).cuda() - 1
+            ).tolist() == [*right]
             made = [sequences.tokens_BT[row, :length].tolist() for row, length in enumerate(sequences.length_B)]
             fresh = prefilled(target, [text[:-1] for text in made]).sequences
             assert_same_memory(sequences.cache, fresh.cache, [len(text) - 1 for text in made])
@@ -244,8 +244,8 @@ def test_caches_along_a_text_are_those_of_a_fresh_prefill(pattern: str, settings
     target, prompts = runner_of(pattern), prompts_of(3)
     used, driven = run(target, prompts, 150, settings, plain(target, prompts, 170))
     assert driven.stats.accepted > 100
-    fresh, _ = run(target, [text[:-1] for text in used.texts], 8, settings)
-    lengths = [len(text) for text in used.texts]
+    fresh, _ = run(target, [text[:-1] for text in used.token_ids], 8, settings)
+    lengths = [len(text) for text in used.token_ids]
     assert_same_memory(used.cache, fresh.cache, [length - 1 for length in lengths])
     if settings is not NGRAM:
         depths = 1 if settings is EAGLE else target.depths
@@ -266,7 +266,7 @@ def test_depths_may_be_asked_for_in_turns(pattern: str, method: str, monkeypatch
     monkeypatch.setattr(recurrent_state, "PIECE", 16)
     monkeypatch.setattr(recurrent_state, "KEPT", 72)
     sequences, _ = run(target, prompts, 150, {"method": method, "num_speculative_tokens": "auto"})
-    assert sequences.texts == answers
+    assert sequences.token_ids == answers
 
 
 @all_kinds
@@ -283,10 +283,10 @@ def test_a_text_gains_16_tokens_a_step_and_its_neighbour_one(
     monkeypatch.setattr(recurrent_state, "PIECE", 17)
     settings = {"method": method, "num_speculative_tokens": 15} | ({"model": "-"} if method == "draft_model" else {})
     used, driven = run(target, prompts, 90, settings, [answers[0], never], drafter=drafter)
-    assert used.texts == [answer[: len(text)] for answer, text in zip(answers, used.texts, strict=True)]
+    assert used.token_ids == [answer[: len(text)] for answer, text in zip(answers, used.token_ids, strict=True)]
     assert driven.stats.accepted_at[14] >= 1
-    fresh, _ = run(target, [text[:-1] for text in used.texts], 2, settings, drafter=drafter)
-    counts = [len(text) - 18 for text in used.texts]
+    fresh, _ = run(target, [text[:-1] for text in used.token_ids], 2, settings, drafter=drafter)
+    counts = [len(text) - 18 for text in used.token_ids]
     assert_same_memory(used.cache, fresh.cache, counts)
     if method != "ngram":
         ours, theirs = (
@@ -305,7 +305,7 @@ def test_neighbours_and_padding_change_nothing(pattern: str, settings: dict[str,
     together, _ = run(target, prompts, 30, settings, settings and answers)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         alone, _ = run(target, [prompt], 30, settings, settings and [answer])
-        assert alone.texts == [answer[: len(prompt) + 30]] == [together.texts[row]]
+        assert alone.token_ids == [answer[: len(prompt) + 30]] == [together.token_ids[row]]
         of_one, of_all = (each.states_at(0 * each.length_B, len(prompt) + 29) for each in (alone, together))
         torch.testing.assert_close(of_one[:, 0], of_all[:, row], rtol=FLOAT32_GATE, atol=FLOAT32_GATE)
 
@@ -322,7 +322,7 @@ def test_the_size_of_chunks_and_pieces_changes_nothing(pattern: str, monkeypatch
         monkeypatch.setattr(recurrent_state, "PIECE", piece)
         monkeypatch.setattr(recurrent_state, "KEPT", kept)
         for settings in (None, MTP, EAGLE):
-            assert run(target, prompts, 60, settings, settings and wanted)[0].texts == wanted
+            assert run(target, prompts, 60, settings, settings and wanted)[0].token_ids == wanted
 
 
 def test_what_is_remembered_does_not_grow_with_the_text() -> None:
@@ -372,4 +372,4 @@ def test_branches_of_anybody_else_end_in_a_sentence(monkeypatch: pytest.MonkeyPa
 def test_depths_of_attention_may_do_more_than_a_recurrent_trunk(method: str) -> None:
     target, prompts = runner_of("M-G-/*-/*-"), prompts_of(3)
     answers = plain(target, prompts, 40)
-    assert run(target, prompts, 40, {"method": method, "num_speculative_tokens": 2}, answers)[0].texts == answers
+    assert run(target, prompts, 40, {"method": method, "num_speculative_tokens": 2}, answers)[0].token_ids == answers

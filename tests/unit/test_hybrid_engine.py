@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_mtp.decoding import recurrent_state
 from megatron_mtp.decoding.batch import DecodeBatch
-from megatron_mtp.decoding.engine import ContinuousEngine
+from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.memory import block_bytes, blocks_in, entry_bytes
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.proposers import mtp
@@ -56,8 +56,8 @@ def runner_of(pattern: str) -> Runner:
     return KEPT[pattern]
 
 
-def engine_of(pattern: str, **sizes: Any) -> ContinuousEngine:
-    return ContinuousEngine(runner_of(pattern), EngineSettings(**sizes), drafter=runner_of("M-*G"))
+def engine_of(pattern: str, **sizes: Any) -> Engine:
+    return Engine(runner_of(pattern), EngineSettings(**sizes), drafter=runner_of("M-*G"))
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +179,7 @@ def test_a_server_answers_with_a_hybrid() -> None:
 # ---- memory
 
 
-def soak(requests: int) -> ContinuousEngine:
+def soak(requests: int) -> Engine:
     """Random requests, of which many go away while they wait, run or are put back."""
     chance, engine = random.Random(4), engine_of("M-*-/M-/M-/M-", running=4, blocks=7, chunk=48, waiting=1000)
     live: list[int] = []
@@ -195,11 +195,11 @@ def soak(requests: int) -> ContinuousEngine:
     return engine
 
 
-def check_soak(engine: ContinuousEngine) -> None:
+def check_soak(engine: Engine) -> None:
     assert engine.load.preempted > 0
     assert (engine.load.blocks_used, engine.load.states_used, engine.load.states) == (0, 0, 4)
     assert sorted(engine.scheduler.memory.free_entries) == [0, 1, 2, 3]
-    pool = engine.scheduler.pool
+    pool = engine.scheduler.block_manager
     assert sorted(pool._unused) == list(range(1, pool.count + 1))
 
 
@@ -258,9 +258,9 @@ def depth_rows(sequences: Sequences, rows: int) -> Iterator[Tensor]:
             yield cache.pages.first_slots(held, rows)[0]
 
 
-def used_engine(runner: Runner) -> ContinuousEngine:
+def used_engine(runner: Runner) -> Engine:
     """One whose blocks all hold rows of other texts."""
-    engine = ContinuousEngine(runner, EngineSettings(chunk=16, blocks=5), TRUNK_STATES)
+    engine = Engine(runner, EngineSettings(chunk=16, blocks=5), TRUNK_STATES)
     for other in (PIECES[1], PIECES[2]):
         engine.add(request_of([*other, *other], 3, "mtp"))
     drained(engine)
@@ -278,7 +278,7 @@ def test_a_text_that_is_put_back_has_the_rows_that_it_had(
     agree(answer, monkeypatch)
     right, _ = run(runner, [PROMPT], NEW, {"method": "mtp_trunk_states"})
     engine.add(Request(PROMPT, NEW))
-    (text,) = engine.scheduler.texts.values()
+    (text,) = engine.scheduler.seqs.values()
     while engine.busy:
         engine.step()
         if engine.scheduler.decoded:
@@ -290,7 +290,7 @@ def test_a_text_that_is_put_back_has_the_rows_that_it_had(
             while not engine.scheduler.decoded:  # until the prompt has run again
                 engine.step()
     assert engine.load.preempted == len(when)
-    assert text.tokens == right.texts[0] == answer[: len(PROMPT) + NEW]
+    assert text.tokens == right.token_ids[0] == answer[: len(PROMPT) + NEW]
     assert text.progress.rounds == right.progress[0].rounds
     rows = text.progress.rounds[-1][0] - 1
     pairs = [*zip(depth_rows(ours, rows), depth_rows(right, rows), strict=True)]
@@ -301,7 +301,7 @@ def test_a_text_that_is_put_back_has_the_rows_that_it_had(
 
 def test_its_rows_are_not_taken_by_another_text() -> None:
     """Nor does it take rows of others, which it would overwrite."""
-    engine = ContinuousEngine(Runner(model_of("gqa", 3, torch.float32)), EngineSettings())
+    engine = Engine(Runner(model_of("gqa", 3, torch.float32)), EngineSettings())
     prompt = PIECES[0] + PIECES[1]
     for method in ("mtp_trunk_states", "mtp", "mtp_trunk_states"):
         request = request_of(prompt, 5, method, sampling=Sampling(1.0))
@@ -312,7 +312,7 @@ def test_its_rows_are_not_taken_by_another_text() -> None:
 
 def test_a_short_prompt_runs_whole_beside_texts_that_have_begun() -> None:
     """Six rows; a round runs the last three of them."""
-    engine = ContinuousEngine(Runner(model_of("gqa", 3, torch.float32)), EngineSettings())
+    engine = Engine(Runner(model_of("gqa", 3, torch.float32)), EngineSettings())
     engine.add(request_of([3], 90, "mtp_trunk_states", sampling=Sampling(1.0)))
     for seed in range(6):
         engine.step()

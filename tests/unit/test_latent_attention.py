@@ -58,6 +58,6 @@ def test_latents_draft_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, settings = prompts_of(3), {"method": "mtp_eagle", "num_speculative_tokens": 3}
     cores = [layer.self_attention.core_attention for layer in Runner(model_of("mla-moe")).model.decoder.layers]
     assert all(isinstance(core, LatentAttention) for core in cores)
-    texts = run(Runner(model_of("mla-moe")), prompts, 30, settings)[0].texts
+    texts = run(Runner(model_of("mla-moe")), prompts, 30, settings)[0].token_ids
     monkeypatch.setattr(runner, "cache_latents", lambda _: None)
-    assert run(Runner(model_of("mla-moe")), prompts, 30, settings)[0].texts == texts
+    assert run(Runner(model_of("mla-moe")), prompts, 30, settings)[0].token_ids == texts

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtp.decoding.stats import AcceptanceStats
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training import run_files
 from megatron_mtp.training.metrics import PLOT, Metrics, Step, table

@@ -11,9 +11,8 @@ from megatron_single import VOCABULARY
 from torch import Tensor
 
 from megatron_mtp.decoding.backend import Modules
-from megatron_mtp.decoding.block_manager import BlockPool, Held
-from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.pages import Pages, read_rows, write_rows
+from megatron_mtp.decoding.block_manager import BlockManager, BlockTable
+from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, read_rows, write_rows
 from megatron_mtp.decoding.rows import Rows, ancestors_of
 from megatron_mtp.decoding.runner import Runner
 
@@ -22,17 +21,17 @@ pytestmark = pytest.mark.usefixtures("megatron")
 SIZE, SLOTS, TEXTS = 4, 40, 3
 
 
-def scattered(seed: int = 1) -> Pages:
+def scattered(seed: int = 1) -> BlockTables:
     """Every page of three texts in some block of its own; the page of the scratch slot 43 in block 0."""
     pages = SLOTS // SIZE
     order = torch.randperm(TEXTS * pages, generator=torch.Generator().manual_seed(seed)) + 1
     table_BL = torch.cat([order.view(TEXTS, pages), torch.zeros(TEXTS, 1, dtype=torch.long)], dim=1)
-    return Pages(table_BL, TEXTS * pages + 1, SIZE)
+    return BlockTables(table_BL, TEXTS * pages + 1, SIZE)
 
 
 def test_a_table_by_hand() -> None:
-    """The example of pages.py: slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2."""
-    pages, memory = Pages(torch.tensor([[5, 2, 0]]), 6, 4), torch.zeros(6, 1, 4, 1)
+    """The example of kv_cache.py: slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2."""
+    pages, memory = BlockTables(torch.tensor([[5, 2, 0]]), 6, 4), torch.zeros(6, 1, 4, 1)
     write_rows(memory, torch.arange(1.0, 9).view(1, 1, 8, 1), pages.places(torch.arange(8).unsqueeze(0)))
     assert memory.view(6, 4).tolist() == [[0] * 4, [0] * 4, [5, 6, 7, 8], [0] * 4, [0] * 4, [1, 2, 3, 4]]
     assert read_rows(memory, pages.places(torch.tensor([[7, 0]]))).flatten().tolist() == [8, 1]
@@ -134,8 +133,8 @@ def test_rows_in_the_place_of_padding_leave_other_blocks_alone() -> None:
 
 def test_known_beginnings_by_hand() -> None:
     """The example of block_manager.py: blocks of 4, one token ahead, tokens 7 8 9 1  2 3 4 5  6 7."""
-    pool, tokens = BlockPool(5, 4, 1), [7, 8, 9, 1, 2, 3, 4, 5, 6, 7]
-    held = Held()
+    pool, tokens = BlockManager(5, 4, 1), [7, 8, 9, 1, 2, 3, 4, 5, 6, 7]
+    held = BlockTable()
     assert pool.extend(held, 10) == []
     pool.learn(held, tokens, {0: 6})
     assert [known.key for known in held.known] == [(0, (7, 8, 9, 1, 2)), (1, (2, 3, 4, 5, 6))]
@@ -147,8 +146,8 @@ def test_known_beginnings_by_hand() -> None:
 
 
 def test_blocks_that_are_given_back_first_are_taken_first_and_beginnings_stay_longest() -> None:
-    pool, tokens = BlockPool(4, 2, 0), [1, 2, 3, 4, 5]
-    held, other = Held(), Held()
+    pool, tokens = BlockManager(4, 2, 0), [1, 2, 3, 4, 5]
+    held, other = BlockTable(), BlockTable()
     pool.extend(held, 5)
     pool.learn(held, tokens, {})
     first, second, _ = held.blocks
@@ -161,7 +160,7 @@ def test_blocks_that_are_given_back_first_are_taken_first_and_beginnings_stay_lo
 
 
 def test_too_few_blocks_give_none() -> None:
-    pool, held = BlockPool(3, 4, 0), Held()
+    pool, held = BlockManager(3, 4, 0), BlockTable()
     assert pool.extend(held, 13) is None
     assert held.blocks == []
     assert pool.extend(held, 12) == []
@@ -170,8 +169,8 @@ def test_too_few_blocks_give_none() -> None:
 
 def test_what_a_text_has_not_filled_is_not_said_of_anothers_block() -> None:
     """Two texts fill the same beginning at the same time; only the second's drafter has run."""
-    pool, tokens = BlockPool(4, 2, 0), [1, 2, 3]
-    one, other = Held(), Held()
+    pool, tokens = BlockManager(4, 2, 0), [1, 2, 3]
+    one, other = BlockTable(), BlockTable()
     for held in (one, other):
         pool.extend(held, 3)
     pool.learn(one, tokens, {})

@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.engine import ContinuousEngine
+from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.memory import blocks_for
 from megatron_mtp.decoding.requests import Finish, Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
-from megatron_mtp.decoding.stats import AcceptanceStats
 from megatron_mtp.files import synced
 
 Numbered = tuple[int, list[int]]
@@ -94,7 +94,7 @@ def write_texts(
         What it cost.
     """
     settings = EngineSettings(how.together, 2 * how.together, blocks_for(how.together, runner))
-    engine = ContinuousEngine(runner, settings, how.speculative)
+    engine = Engine(runner, settings, how.speculative)
     live: dict[int, tuple[int, list[int], list[int]]] = {}
     left = iter(prompts)
     while True:

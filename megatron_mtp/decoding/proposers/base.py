@@ -1,4 +1,4 @@
-"""What every proposer is: it looks at the texts and offers a draft."""
+"""What every proposer is: it looks at the sequences and offers a draft."""
 
 from typing import TYPE_CHECKING, ClassVar, Literal, override
 
@@ -33,8 +33,9 @@ class Proposer:
         drafts_trees: whether a row may have several candidates.
         keeps_states: whether its depths may have recurrent layers: they run chains of rows, leave none out and go
             back by few (`recurrent_state.ROLLED_BACK`).
-        leaves_rows_out: whether the rows that it runs follow from where its rounds began, so that a text that begins
-            anew repeats its rounds (`Progress.rounds`), and no other text may use its rows. Rows left out are zero.
+        leaves_rows_out: whether the rows that it runs follow from where its rounds began, so that a sequence that
+            begins anew repeats its rounds (`Progress.rounds`), and no other sequence may use its rows. Rows left out
+            are zero.
         recordable: whether a draft reads nothing back, and its shapes depend on the batch and K alone (`graphs.py`).
         limit, remedy: where `most` comes from, and what to do about it, for the message to one who asks for more.
     """
@@ -81,7 +82,7 @@ class Proposer:
         return count
 
     def missed(self, sequences: "Sequences", count: int) -> int:
-        """Tokens of a text whose rows the drafter has to run before it drafts `count`; 0 if it runs none."""
+        """Tokens of a sequence whose rows the drafter has to run before it drafts `count`; 0 if it runs none."""
         return 0
 
     def mark_seen(self, sequences: "Sequences", count: int) -> None:
@@ -100,7 +101,7 @@ class Proposer:
 
 
 class OneCache(Proposer):
-    """A drafter whose rows are all in one cache, which may fall behind the texts.
+    """A drafter whose rows are all in one cache, which may fall behind the sequences.
 
     Attributes:
         own: the number of its cache, by which `Sequences.progress` knows it; depths have theirs, from 0 on.

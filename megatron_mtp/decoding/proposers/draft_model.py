@@ -1,7 +1,7 @@
 """Drafting with a separate, smaller model over the same vocabulary.
 
-It has rows 0 .. m in its own cache when it drafts t_{m+1}. A round begins with the rows of what the text has gained and
-the one before, which is missing where all drafts were accepted.
+It has rows 0 .. m in its own cache when it drafts t_{m+1}. A round begins with the rows of what the sequence has gained
+and the one before, which is missing where all drafts were accepted.
 """
 
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class DraftModel(OneCache):
 
 
 def _is_sure(logits_BV: Tensor, round: Round) -> Tensor:
-    """Whether each text's drafter goes on: always, but with `bild` while its best token is likely enough."""
+    """Whether each sequence's drafter goes on: always, but with `bild` while its best token is likely enough."""
     settings = round.config.verifier_settings
     if not isinstance(settings, BildSettings):
         return torch.ones_like(logits_BV[:, 0], dtype=torch.bool)

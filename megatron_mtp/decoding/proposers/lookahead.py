@@ -1,7 +1,7 @@
 """Lookahead decoding (arXiv:2402.02057): n-grams that the target itself comes up with, verified in the same forward.
 
-Beside the text the target runs a window of W columns and N - 1 levels. Column c of level 0 guesses the token at m + c;
-each level above guesses one further. The target's token after the last level completes an n-gram of N tokens, which
+Beside the sequence the target runs a window of W columns and N - 1 levels. Column c of level 0 guesses the token at m +
+c; each level above guesses one further. The target's token after the last level completes an n-gram of N tokens, which
 goes to a pool under its first token. The pool's n-grams after t_m are the draft, G of them merged to a tree.
 
     W = 2, N = 3          row     t_m    a1  a2 | b1  b2 | guesses         a: level 0, b: level 1
@@ -34,7 +34,7 @@ class LookaheadSettings(Settings):
 
 @dataclass
 class Window:
-    """One text's guesses: levels of columns, and the n-grams found, by their first token, newest first."""
+    """One sequence's guesses: levels of columns, and the n-grams found, by their first token, newest first."""
 
     levels: list[list[int]]
     pool: dict[int, deque[tuple[int, ...]]] = field(default_factory=dict)
@@ -75,8 +75,8 @@ class Lookahead(Proposer):
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         tokens, parents, valid = [], [], []
-        for text, window in zip(sequences.texts, self._windows(sequences), strict=True):
-            grams = [gram[:count] for gram in window.pool.get(text[-1], ())]
+        for ids, window in zip(sequences.token_ids, self._windows(sequences), strict=True):
+            grams = [gram[:count] for gram in window.pool.get(ids[-1], ())]
             guessed, below = _trie(grams, self._in_window)
             spare = self.nodes(count) - self._in_window - len(guessed)
             tokens.append([token for level in window.levels for token in level] + guessed + [0] * spare)
@@ -96,15 +96,15 @@ class Lookahead(Proposer):
             window.learn(found, self.settings.guesses)
 
     def _windows(self, sequences: "Sequences") -> list[Window]:
-        """Of every text."""
-        for text, one in zip(sequences.texts, sequences.progress, strict=True):
-            one.guesses = one.guesses or self._first(text)
+        """Of every sequence."""
+        for ids, one in zip(sequences.token_ids, sequences.progress, strict=True):
+            one.guesses = one.guesses or self._first(ids)
         return [one.guesses for one in sequences.progress]
 
-    def _first(self, text: list[int]) -> Window:
-        """The first window repeats the text's last tokens."""
+    def _first(self, ids: list[int]) -> Window:
+        """The first window repeats the sequence's last tokens."""
         levels, columns = self.most, self.settings.window
-        tail = (text * (levels + columns))[-(levels + columns) :]
+        tail = (ids * (levels + columns))[-(levels + columns) :]
         return Window([tail[level : level + columns] for level in range(levels)])
 
 

@@ -103,7 +103,7 @@ class TrunkStates(Vanilla):
         module 1    rows 3, 4: (h_0[3], t_4) (h_0[4], t_5)      row 2, which would be (h_0[2], t_3), was left out
         module 2    rows 3, 4: (h_0[4], t_5) (g_1[4], x_1)
 
-    So the rows of a text follow from its tokens and from where its rounds began, which is kept of every text.
+    So the rows of a sequence follow from its tokens and from where its rounds began, which is kept of every sequence.
     """
 
     line = "the D modules fed with the trunk's states, as TensorRT-LLM does: not as trained"
@@ -113,26 +113,26 @@ class TrunkStates(Vanilla):
 
     @override
     def missed(self, sequences: "Sequences", count: int) -> int:
-        """Those of texts that have not begun; what others miss stays out."""
-        each = zip(sequences.texts, sequences.progress, strict=True)
-        return max((len(text) for text, one in each if not one.seen[0]), default=0)
+        """Those of sequences that have not begun; what others miss stays out."""
+        each = zip(sequences.token_ids, sequences.progress, strict=True)
+        return max((len(ids) for ids, one in each if not one.seen[0]), default=0)
 
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        for text, one, live in zip(sequences.texts, sequences.progress, sequences.live, strict=True):
+        for ids, one, live in zip(sequences.token_ids, sequences.progress, sequences.live, strict=True):
             if live:
-                one.rounds.append((len(text), count))
+                one.rounds.append((len(ids), count))
         return chain_of(self._run(sequences, round, count))
 
     @override
     def catch_up(self, sequences: "Sequences", round: Round, count: int) -> None:
-        """Repeat the rounds of one text, with its tokens in the place of drafts; without any, run its prompt."""
-        (text,), (one,) = sequences.texts, sequences.progress
-        for length, drafted in one.rounds or [(len(text), count)]:
+        """Repeat the rounds of one sequence, with its tokens in the place of drafts; without any, run its prompt."""
+        (ids,), (one,) = sequences.token_ids, sequences.progress
+        for length, drafted in one.rounds or [(len(ids), count)]:
             self._run(sequences.as_of(length), None, drafted)
 
     def _run(self, sequences: "Sequences", round: Round | None, count: int) -> list[tuple[Tensor, Tensor | None]]:
-        """What each depth picks; without `round` nothing, and the next one reads what the text has there."""
+        """What each depth picks; without `round` nothing, and the next one reads what the sequence has there."""
         picked: list[tuple[Tensor, Tensor | None]] = []
         caches = sequences.depth_caches(self.runner.depths)
         for first_B, width, is_last in self._windows(sequences, count):
@@ -171,7 +171,7 @@ class Eagle(OneCache):
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         newest = self.new_rows(sequences)
-        drafted_BN = newest.tokens_BR.new_empty(len(sequences.texts), count)
+        drafted_BN = newest.tokens_BR.new_empty(len(sequences.token_ids), count)
         passes = [newest]
         for place in range(1, count):
             rows = sequences.chain(sequences.newest_B - 1 + place, 1, count)
@@ -222,8 +222,8 @@ def run(runner: "Runner", one: MTPRows, before_SBH: Tensor | None = None) -> Ten
 def windows(sequences: "Sequences", width: int, end: int = 0) -> Iterator[tuple[Tensor, int, bool]]:
     """The `width` rows before row m + `end` in chunks: first row [B], number of rows, and whether they are the last.
 
-    Rows before row 0 are padding. In several chunks they are left out where no text has a row: the first chunk could
-    be padding alone, of a new prompt of 513 tokens for example, and a module cannot run 0 rows.
+    Rows before row 0 are padding. In several chunks they are left out where no sequence has a row: the first chunk
+    could be padding alone, of a new prompt of 513 tokens for example, and a module cannot run 0 rows.
     """
     before = width if width <= CHUNK else min(width, sequences.longest - 1 + end)
     while before > 0:

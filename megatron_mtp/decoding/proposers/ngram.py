@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the longest suffix of the text when it stood there before (Saxena, 2023).
+"""Prompt lookup: what followed the longest suffix of the sequence when it stood there before (Saxena, 2023).
 
 The draft is deterministic, and empty where no suffix was seen before.
 """
@@ -58,7 +58,7 @@ def continuation(tokens_BW: Tensor, length_B: Tensor, shortest: int, longest: in
         token     1  2  1  2  1  2          where 4 tokens agree, so that e = 3 counts
         agree     0  2  0  4  0             drafted: what follows e = 3, which is 1, 2
     """
-    newest_B1 = length_B.clamp(max=tokens_BW.size(1)).unsqueeze(1) - 1  # a text that has ended may be longer
+    newest_B1 = length_B.clamp(max=tokens_BW.size(1)).unsqueeze(1) - 1  # a sequence that has ended may be longer
     end_W = torch.arange(tokens_BW.size(1), device=tokens_BW.device)
     longest = min(longest, end_W.numel())
     suffix_BL = tokens_BW.gather(1, (newest_B1 - end_W[:longest].flip(0)).clamp(min=0))

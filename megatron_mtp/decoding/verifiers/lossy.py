@@ -88,7 +88,7 @@ def relaxed(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
 
 
 def _are_thinking(round: Round, settings: RelaxedSettings) -> Tensor:
-    """Whether the newest token of each text stands in the thinking phase: after its start, and not after its end."""
+    """Whether each sequence's newest token stands in the thinking phase: after its start, not after its end."""
     tokens_BT = round.tokens_BT
     assert tokens_BT is not None
     bounds = [bound for bound in (settings.think_start, settings.think_end) if bound is not None]

@@ -33,10 +33,10 @@ def walk(draft: Draft, accepts: Callable[[int, Tensor, Tensor], Tensor]) -> tupl
 
 
 def row_of(values_BRV: Tensor, row_B: Tensor) -> Tensor:
-    """[B, V]: one row of every text."""
+    """[B, V]: one row of every sequence."""
     return values_BRV.gather(1, row_B.view(-1, 1, 1).expand(-1, 1, values_BRV.size(-1))).squeeze(1)
 
 
 def chosen(values_BV: Tensor, token_B: Tensor) -> Tensor:
-    """[B]: the value of one token of every text."""
+    """[B]: the value of one token of every sequence."""
     return values_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)

@@ -7,7 +7,7 @@ token; the trunk adds one more. "Acceptance" of position d is the share of round
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_mtp.decoding.stats import AcceptanceStats
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.extensions.predict.engines import WORDS, Difference, Feeding, differences
 from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
 from megatron_mtp.model.trunk import MTPTrunk

@@ -154,7 +154,7 @@ def drafts_of(runner: Runner, texts: int, settings: dict[str, Any]) -> list[list
 
         def propose(*given: Any) -> Draft:
             draft = propose_one(*given)
-            if len(given[0].texts) == texts:
+            if len(given[0].token_ids) == texts:
                 drafts.append(draft.tokens_BN.tolist())
             return draft
 

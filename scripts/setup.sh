@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv with everything that the quickstart and the tests need. Skips what is done; safe to interrupt.
 #   scripts/setup.sh      from the package index that pip is set up with
+#   CONSTRAINTS=constraints-newest.txt scripts/setup.sh      the newest versions that were tried
 # Needs Python 3.12 or newer (on the PATH or under pyenv) with pip, and nothing else.
 set -euo pipefail
 [ "${1:-}" != --help ] || {
@@ -26,7 +27,8 @@ find_python() { # the first Python that is new enough and can make virtual envir
     return 1
 }
 
-wanted=$(cat pyproject.toml constraints.txt | cksum)
+constraints=${CONSTRAINTS:-constraints.txt}
+wanted=$(cat pyproject.toml "$constraints" | cksum)
 [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ] || exit 0
 python=$(find_python) || {
     echo "setup.sh: no Python 3.12 or newer with pip found on the PATH or under pyenv; install one (for example 'pyenv install 3.12') and run this again." >&2
@@ -40,10 +42,10 @@ fi
 # uv installs in seconds what takes pip minutes; where it cannot be had, pip does it. Compiled modules make every process
 # start in a third of the time, also where Python may not write them itself (PYTHONDONTWRITEBYTECODE).
 if .venv/bin/python -m pip install --quiet --disable-pip-version-check uv 2>/dev/null &&
-    VIRTUAL_ENV=.venv .venv/bin/uv pip install --quiet --compile-bytecode --constraint constraints.txt --editable '.[dev]'; then
+    VIRTUAL_ENV=.venv .venv/bin/uv pip install --quiet --compile-bytecode --constraint "$constraints" --editable '.[dev]'; then
     :
 else
-    .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+    .venv/bin/python -m pip install --disable-pip-version-check --constraint "$constraints" --editable '.[dev]'
 fi
 echo "$wanted" >.venv/installed
 echo "setup: done in $SECONDS s"

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -134,3 +135,18 @@ def test_what_ci_looks_for_exists() -> None:
     of_tests = ("fork_server", *(f"functional/{name}" for name in ("layouts", "layout_jobs", "launch", "records")))
     wanted = {f"megatron_mtp/{name}.py" for name in of_package} | {f"tests/{name}.py" for name in of_tests}
     assert wanted | {"constraints.txt"} <= set(found)
+
+
+def test_a_folder_without_megatron_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    asked = ["bash", str(ROOT / "scripts/test.sh"), "--newest", "--megatron", str(tmp_path)]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "which has no megatron/core; name a checkout of Megatron-LM" in done.stderr
+
+
+def test_both_files_of_constraints_pin_what_the_package_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[\[>=<]", one)[0] for one in project["dependencies"]}
+    for name in ("constraints.txt", "constraints-newest.txt"):
+        pinned = {line.split("==")[0] for line in (ROOT / name).read_text().splitlines()[1:]}
+        assert needed <= pinned, name

@@ -117,12 +117,12 @@ class Engine:
         """How the drafts of a folder of this family with so many depths are made.
 
         Raises:
-            ValueError: the engine has no class for this family.
+            ValueError: the table has no rules of the engine for this family.
         """
         if family not in self.families:
             raise ValueError(
-                f"{self.title} has no depths for the family '{family}'; it has them for {', '.join(self.families)} "
-                "(--family chooses the form of the export)."
+                f"foretell has no rules of {self.title} for the family '{family}', whatever the engine itself runs; it "
+                f"has them for {', '.join(self.families)} (--family chooses the form of a checkpoint's export)."
             )
         rules = self.families[family]
         feeding = Feeding(

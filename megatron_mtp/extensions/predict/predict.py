@@ -8,11 +8,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from megatron_mtp.checkpoint.families.hybrid import HYBRID
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.extensions.predict.acceptance import Foretold, foretell
 from megatron_mtp.extensions.predict.engines import Engine
 from megatron_mtp.extensions.predict.report import Case
-from megatron_mtp.extensions.predict.rows import check_model
+from megatron_mtp.extensions.predict.rows import HYBRID_SENTENCE, check_model
 from megatron_mtp.extensions.predict.source import continued, cut_prompts, load, opened, read_ids
 
 
@@ -28,6 +29,8 @@ def predict(checkpoint: Path, engine: Engine, args: Namespace) -> tuple[Case, Fo
         ValueError: the checkpoint cannot be read, or the engine cannot draft with its depths so.
     """
     with opened(checkpoint, args.family, args.tokenizer, args.trust_remote_code) as source:
+        if any(source.family in family.model_types for family in HYBRID):
+            raise ValueError(HYBRID_SENTENCE)
         engine.feeding(source.family, 1)  # refuses a family before anything is loaded
         loaded, tokenizer = load(source, args.tokenizer, args.trust_remote_code)
         model = loaded.runner.model

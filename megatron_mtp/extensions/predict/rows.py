@@ -53,6 +53,12 @@ class Block:
     position: int
 
 
+HYBRID_SENTENCE = (
+    "the model is a hybrid (--hybrid-layer-pattern), whose depths foretell does not run yet, whatever the engine; "
+    "measure them in the engine, or as trained with megatron-mtp generate --compare."
+)
+
+
 def check_model(model: MTPTrunk) -> None:
     """Raises ValueError for a model whose drafts are not made here."""
     if not model.mtp_process:
@@ -60,9 +66,7 @@ def check_model(model: MTPTrunk) -> None:
     if not model.mtp.sequential:
         raise ValueError("the depths are parallel heads, which no engine of the table runs; give sequential depths.")
     if isinstance(model, MTPHybridModel):
-        raise ValueError(
-            "the model is a hybrid (--hybrid-layer-pattern), whose depths foretell does not run yet; give a GPT."
-        )
+        raise ValueError(HYBRID_SENTENCE)
     if model.config.window_size is not None:
         raise ValueError("the model's attention has a window, which foretell does not run yet; give one without.")
 

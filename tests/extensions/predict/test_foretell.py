@@ -338,5 +338,15 @@ def test_bad_input_ends_with_one_sentence(
 
 
 def test_a_family_that_an_engine_lacks_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ValueError, match="no depths for the family 'mimo'; it has them for glm4_moe"):
+    with pytest.raises(ValueError, match=r"no rules of llama.cpp .* 'mimo', whatever .* it has them for glm4_moe"):
         ENGINES["llama.cpp"].feeding("mimo", 1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_a_hybrid_is_what_foretell_lacks_and_not_the_engine(
+    family: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ("--text", folder / "text.txt", "--tokenizer", folder / "tokenizer")
+    status, _, said = told(capsys, make(tmp_path / "hf", family, 1), *texts, "--engine", "vllm")
+    assert status == 2
+    assert "the model is a hybrid (--hybrid-layer-pattern), whose depths foretell does not run yet" in said

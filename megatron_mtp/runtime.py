@@ -1,8 +1,8 @@
 """The machine: Megatron made runnable on it, and the libraries of fused kernels that can be used there.
 
-`prepare()` is called once, before a model is built or a flag of Megatron is parsed; Megatron may be imported before. An
-installed library may still fail to import. A Transformer Engine that is installed and broken would end the process:
-Megatron imports it, and takes ImportError alone for absence.
+`prepare()` is called once, before a model is built or a flag of Megatron is parsed. Megatron may be imported before,
+except on a CPU that has Transformer Engine. An installed library may still fail to import. A Transformer Engine that is
+installed and broken would end the process: Megatron imports it, and takes ImportError alone for absence.
 """
 
 import contextlib
@@ -30,13 +30,17 @@ def prepare() -> bool:
     """Make Megatron runnable on this machine; returns whether it runs on the CPU.
 
     Only this call imports torch, so that command lines are parsed without it.
+
+    Raises:
+        ImportError: on a CPU, Megatron was imported before this call and took modules of Transformer Engine.
     """
     import torch
 
     from megatron_mtp.cpu import substitutions
 
-    hide_broken_transformer_engine()
     on_cpu = substitutions.installed() or not torch.cuda.is_available()
+    if on_cpu or why_not("transformer_engine.pytorch") is not None:
+        hide_transformer_engine()
     if on_cpu:
         # Without a GPU these kernels are not used; every import would warn that they are missing.
         warnings.filterwarnings("ignore", message="(?i).*(apex|transformer.engine).*", category=UserWarning)
@@ -59,11 +63,16 @@ def why_not(module: str) -> str | None:
     return None
 
 
-def hide_broken_transformer_engine() -> None:
-    """Make its import raise ImportError, which Megatron takes for absence; any other error would end the process."""
-    if why_not("transformer_engine.pytorch") is not None:
-        modules: dict[str, ModuleType | None] = cast("dict[str, ModuleType | None]", sys.modules)
-        modules["transformer_engine"] = None  # the import system raises ImportError for None
+def hide_transformer_engine() -> None:
+    """Make its import raise ImportError, which Megatron takes for absence; its modules need a CUDA device."""
+    wrapper = sys.modules.get("megatron.core.extensions.transformer_engine")
+    if getattr(wrapper, "HAVE_TE", False):
+        raise ImportError(
+            "Megatron was imported before megatron_mtp.runtime.prepare() and took modules of Transformer Engine, which "
+            "cannot be used on this machine; call prepare() first."
+        )
+    modules: dict[str, ModuleType | None] = cast("dict[str, ModuleType | None]", sys.modules)
+    modules["transformer_engine"] = None  # the import system raises ImportError for None
 
 
 def transformer_engine_works() -> bool:

@@ -151,13 +151,16 @@ def check_kernels() -> list[Check]:
 def _transformer_engine() -> Check:
     found = _installed("transformer-engine")
     says = "Megatron's own modules and plain attention take its place: slower on a CUDA device, and no FP8"
-    if found is None or _torch() is None:
+    torch = _torch()
+    if found is None or torch is None:
         return Check("Transformer Engine", found, False, False, says)
     from megatron_mtp.runtime import why_not
 
     broken = why_not("transformer_engine.pytorch")
-    says = "fused layers" if broken is None else f"{broken}; {says}"
-    return Check("Transformer Engine", found, broken is None, False, says)
+    if broken is not None:
+        return Check("Transformer Engine", found, False, False, f"{broken}; {says}")
+    idle = "it can be imported; without a CUDA device Megatron's own modules take its place"
+    return Check("Transformer Engine", found, True, False, "fused layers" if torch.cuda.is_available() else idle)
 
 
 def _apex() -> Check:

@@ -63,21 +63,27 @@ def test_every_substitution_has_a_reason_and_is_in_place() -> None:
         assert getattr(row.owner, row.name) is row.replacement, row.name
 
 
-@pytest.mark.parametrize("cause", ["OSError('libcublas.so.13: no such file')", "ImportError('undefined symbol')"])
-def test_a_transformer_engine_that_cannot_be_imported_is_none_to_megatron(
-    cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("content", ["raise OSError('libcublas.so.13: no such file')", ""], ids=["broken", "sound"])
+def test_megatron_finds_no_transformer_engine_on_a_cpu(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron takes an ImportError alone for its absence, and would end with any other."""
+    """Megatron takes an ImportError alone for its absence; with a sound one, the trunk's final norm would need CUDA."""
     (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").write_text(f"raise {cause}")
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(content)
+    (tmp_path / "transformer_engine" / "pytorch.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
     runtime.why_not.cache_clear()
-    runtime.hide_broken_transformer_engine()
+    prepare()
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("transformer_engine")
-    assert str(runtime.why_not("transformer_engine.pytorch")).startswith("it cannot be imported")
     runtime.why_not.cache_clear()
+
+
+def test_prepare_refuses_a_megatron_with_transformer_engine_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["megatron.core.extensions.transformer_engine"], "HAVE_TE", True)
+    with pytest.raises(ImportError, match="call prepare\\(\\) first"):
+        prepare()
 
 
 def test_preparing_twice_changes_nothing() -> None:

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "losses": {"config", "registry", "runtime", "data", "model"},
     "checkpoint/hf": LOW | {"data"},
     "checkpoint/mcore": LOW | {"data", "model", "checkpoint/hf"},
-    "checkpoint/families": LOW | {"registry", "checkpoint/hf"},
+    "checkpoint/families": LOW | {"registry", "checkpoint/hf", "checkpoint/mcore"},
     "checkpoint/convert": LOW | {"data", "model", "checkpoint/hf", "checkpoint/mcore", "checkpoint/families"},
     "checkpoint/verify": LOW | {"data", "model"} | CHECKPOINT - {"checkpoint/audit"},
     "checkpoint/audit": LOW | {"data", "model"} | CHECKPOINT,

@@ -33,8 +33,9 @@ from megatron_mtp.checkpoint.convert.stream import (
     keep_files,
     write_checkpoint,
 )
-from megatron_mtp.checkpoint.families.blocks import FUSED_NORM, OWN_NORM, mlp_norm_keys
+from megatron_mtp.checkpoint.families.blocks import mlp_norm_keys
 from megatron_mtp.checkpoint.mcore.iterations import RELEASE
+from megatron_mtp.checkpoint.mcore.keys import FUSED_NORM, OWN_NORM
 from megatron_mtp.checkpoint.mcore.reader import HEAD_STATE, STATE, DistReader, Shape, StoredDepths
 from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
 from megatron_mtp.model.arguments import check_trainable

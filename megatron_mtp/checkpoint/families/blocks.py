@@ -1,7 +1,7 @@
 """Rules of the parts of a model: attention, MLPs, experts, norms, and the frame of a depth.
 
 Megatron's keys are those of its `sharded_state_dict`. Transformer Engine fuses some norms into the projections after
-them and names them differently from Megatron's own modules; the second name is an alias.
+them and names them differently from Megatron's own modules; the second name is an alias (`mcore/keys.py`).
 Letters in comments: H hidden, E experts, F width of an MLP.
 """
 
@@ -22,6 +22,7 @@ from megatron_mtp.checkpoint.families.rules import (
     rename,
     zeros,
 )
+from megatron_mtp.checkpoint.mcore.keys import FUSED_NORM, OWN_NORM, other_key
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,7 @@ def mla_rules(place: Place, a: MLA) -> list[Rule]:
     rules = [
         rename(f"{hf}kv_a_proj_with_mqa.weight", f"{mcore}linear_kv_down_proj.weight",
                (a.key_rank + a.position, a.hidden)),
-        rename(f"{hf}kv_a_layernorm.weight", f"{mcore}kv_layernorm.weight", (a.key_rank,),
-               f"{mcore}linear_kv_up_proj.layer_norm_weight"),
+        _latent_norm(f"{hf}kv_a_layernorm.weight", f"{mcore}kv_layernorm.weight", a.key_rank),
         rename(f"{hf}kv_b_proj.weight", f"{mcore}linear_kv_up_proj.weight",
                (a.heads * (a.content + a.value), a.key_rank)),
         rename(f"{hf}o_proj.weight", f"{mcore}linear_proj.weight", (a.hidden, a.heads * a.value)),
@@ -172,10 +172,15 @@ def mla_rules(place: Place, a: MLA) -> list[Rule]:
     return [
         *rules,
         rename(f"{hf}q_a_proj.weight", f"{mcore}linear_q_down_proj.weight", (a.query_rank, a.hidden)),
-        rename(f"{hf}q_a_layernorm.weight", f"{mcore}q_layernorm.weight", (a.query_rank,),
-               f"{mcore}linear_q_up_proj.layer_norm_weight"),
+        _latent_norm(f"{hf}q_a_layernorm.weight", f"{mcore}q_layernorm.weight", a.query_rank),
         rename(f"{hf}q_b_proj.weight", f"{mcore}linear_q_up_proj.weight", (query, a.query_rank)),
     ]  # fmt: skip
+
+
+def _latent_norm(name: str, key: str, rank: int) -> Rule:
+    alias = other_key(key)
+    assert alias is not None
+    return rename(name, key, (rank,), alias)
 
 
 def norm_rules(place: Place, hidden: int, *, mla: bool, moe: bool) -> list[Rule]:
@@ -191,9 +196,6 @@ def mlp_norm(
     """Rule of the norm before the MLP; `name` is HF's."""
     key, *aliases = (f"{place.mcore}{norm}weight" for norm in mlp_norm_keys(mla=mla, moe=moe))
     return rename(f"{place.hf}{name}.weight", key, (hidden,), *aliases)
-
-
-FUSED_NORM, OWN_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 
 def mlp_norm_keys(*, mla: bool, moe: bool) -> list[str]:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
+from megatron_mtp.checkpoint.mcore.keys import other_key
 from megatron_mtp.checkpoint.mcore.reader import DistReader, read_errors, stored_draft_vocabulary
 from megatron_mtp.model.arguments import check_trainable, completed
 from megatron_mtp.model.build import MTPModelConfig, build, config_of, join_world
@@ -63,6 +65,7 @@ def fill(model: MTPTrunk, reader: DistReader, parts: tuple[str, ...] = ("",)) ->
     every = model.sharded_state_dict(metadata=metadata)
     entries: dict[str, Any] = {"model": {name: every[name] for name in every if name.startswith(parts)}}
     _drop_extra_states(entries["model"])
+    _name_as_stored(entries["model"], reader)
     with read_errors(f"{reader.folder} cannot be loaded"):
         loaded = dist_checkpointing.load(entries, str(reader.folder))
     model.load_state_dict(loaded["model"], strict=False)
@@ -72,3 +75,12 @@ def _drop_extra_states(entries: dict[str, Any]) -> None:
     """Remove the state of kernels, which checkpoints of other kernels lack."""
     for name in [name for name in entries if name.endswith("_extra_state")]:
         del entries[name]
+
+
+def _name_as_stored(entries: dict[str, Any], reader: DistReader) -> None:
+    """Ask for norms by the key that a checkpoint of the other kind of modules has them under."""
+    for entry in entries.values():
+        if isinstance(entry, ShardedTensor) and not reader.holds(entry.key):
+            other = other_key(entry.key)
+            if other is not None and reader.holds(other):
+                entry.key = other

@@ -31,7 +31,7 @@ from megatron_mtp.patches.checksums import Summed, crc32_of
 from megatron_mtp.patches.saving import FORMAT
 from megatron_mtp.patches.unpickling import CATALOGUE, seal
 
-_KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_proj)\.weight(?:\.\w+)?")
+_KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_proj|\w*norm)\.weight(?:\.\w+)?")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def chunks_are_in(folder: Path, records: list[dict[str, Any]]) -> bool:
 
 
 def _kernel_states(tensors: dict[str, Any]) -> list[str]:
-    """Keys of kernel states: Megatron expects one for every linear layer and attention, though only FP8 uses it."""
+    """Transformer Engine has one in every linear layer, norm and attention; only FP8 uses it."""
     keys = [HEAD_STATE] if HYBRID_NORM in tensors else []
     for key, entry in tensors.items():
         match = _KERNEL.fullmatch(key)

@@ -1,0 +1,70 @@
+"""Checkpoints of Transformer Engine's modules: loaded, converted and loaded again, without a GPU.
+
+Its modules are built in a process of their own, since `prepare()` hides them on a CPU.
+"""
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from te_cases import KINDS, WEIGHTS
+
+from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.cli.main import main
+
+try:
+    version("transformer-engine")
+except PackageNotFoundError:
+    pytest.skip(
+        "Transformer Engine is not installed; scripts/test_te.sh installs it and runs this", allow_module_level=True
+    )
+
+NAMES = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+}
+"""Where Transformer Engine's modules have a norm, and where Megatron's own do."""
+
+
+def run(part: str, folder: Path) -> None:
+    code = (
+        "from megatron_mtp import runtime; runtime.hide_transformer_engine = lambda: None; runtime.quieten(); "
+        f"import te_cases; te_cases.{part}({str(folder)!r})"
+    )
+    place = Path(__file__).parent
+    made = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("te")
+    run("save", folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_portable_modules_have_the_weights(kind: str, saved: Path) -> None:
+    given, model = load_file(saved / kind / WEIGHTS), load_model(saved / kind)
+    found = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    for name, value in given.items():
+        for theirs, ours in NAMES.items():
+            name = name.replace(theirs, ours)
+        assert torch.equal(value, found.pop(name)), name
+    assert not found
+
+
+def test_a_conversion_loads_into_transformer_engine(saved: Path) -> None:
+    """All but one, whose router no form of a trained model has."""
+    for kind in KINDS.keys() - {"moe"}:
+        exported, converted = saved / "exported" / kind, saved / "converted" / kind
+        assert main(["convert", "mcore-to-hf", str(saved / kind), str(exported)]) == 0, kind
+        assert main(["convert", "verify", str(exported), str(saved / kind)]) == 0, kind
+        assert main(["convert", "hf-to-mcore", str(exported), str(converted)]) == 0, kind
+    run("load", saved)

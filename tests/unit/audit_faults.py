@@ -153,7 +153,7 @@ Row = tuple[str, str, str, Spoil]
 def _common(name: str, kind: Kind) -> Iterator[Row]:
     query, width = kind.query
     yield "tensor", "halves of the projection swapped", "halves swapped", on(kind.projection, halves)
-    yield "tensor", "heads permuted", "heads permuted", on(query, lambda t: blocks(t, width))
+    yield "tensor", "heads permuted", "other numbers", on(query, lambda t: blocks(t, width))
     yield "tensor", "matrix transposed", "transposed", on(kind.output, lambda t: t.T.contiguous())
     yield "tensor", "norm plus 1", "norm plus 1", on(kind.norm, lambda t: (t.double() + 1).to(t.dtype))
     yield "tensor", "a tensor lost", "tensor missing", drop(re.escape(kind.output))
@@ -170,27 +170,27 @@ def _own(name: str) -> list[Row]:
     """What fits one family alone."""
     return {
         "mimo": [
-            ("wrong order", "depths exchanged", "depths swapped", swap(r"mtp_layers\.0", "mtp_layers.1")),
+            ("wrong order", "depths exchanged", "other numbers", swap(r"mtp_layers\.0", "mtp_layers.1")),
             ("config", "fewer depths", "depth count", config(num_nextn_predict_layers=2)),
             (
                 "tensor",
                 "gate and up exchanged",
-                "tensors exchanged",
+                "other numbers",
                 swap(r"1\.mlp\.gate_", "1.mlp.up_"),
             ),
         ],
         "deepseek_v3": [
-            ("wrong order", "experts permuted", "experts permuted", swap(r"2\.mlp\.experts\.1", "2.mlp.experts.4")),
-            ("tensor", "head left at the embedding", "tied copy", tie),
+            ("wrong order", "experts permuted", "other numbers", swap(r"2\.mlp\.experts\.1", "2.mlp.experts.4")),
+            ("tensor", "head left at the embedding", "other numbers", tie),
             (
                 "tensor",
                 "rotary rows interleaved",
-                "rotary order",
+                "other numbers",
                 on(LATENT, rotary),
             ),
         ],
         "glm4_moe": [
-            ("wrong order", "layers off by one", "layers shifted", swap(r"layers\.1", "layers.2")),
+            ("wrong order", "layers off by one", "other numbers", swap(r"layers\.1", "layers.2")),
             (
                 "tensor",
                 "a copy of the head is stale",
@@ -200,13 +200,13 @@ def _own(name: str) -> list[Row]:
             ("missing depth", "all depths dropped", "MTP dropped", drop(r"layers\.[345]\.")),
         ],
         "qwen3_next": [
-            ("wrong order", "experts permuted", "experts permuted", swap(r"(mtp\S*experts)\.0", r"\1.3")),
+            ("wrong order", "experts permuted", "other numbers", swap(r"(mtp\S*experts)\.0", r"\1.3")),
             ("tensor", "a projection of zeros", "zeros", on("mtp.layers.0.self_attn.o_proj.weight", torch.zeros_like)),
             ("index", "index names another file", "tensor in another file", misplace),
         ],
         "nemotron_h": [
-            ("wrong order", "depths exchanged", "depths swapped", swap(r"mtp\.layers\.([01])\.", two_on)),
-            ("tensor", "a matrix doubled", "scaled", on("mtp.layers.0.mixer.o_proj.weight", lambda t: 2 * t)),
+            ("wrong order", "depths exchanged", "other numbers", swap(r"mtp\.layers\.([01])\.", two_on)),
+            ("tensor", "a matrix doubled", "other numbers", on("mtp.layers.0.mixer.o_proj.weight", lambda t: 2 * t)),
             ("type", "a tensor of NaN", "not finite", on("mtp.layers.3.norm.weight", lambda t: t * float("nan"))),
         ],
     }[name]

@@ -1,4 +1,4 @@
-"""`megatron-mtp audit`: exit status, JSON and page; what other programs write; guesses on plain numbers."""
+"""`megatron-mtp audit`: exit status, JSON; what other programs write; differences of plain numbers."""
 
 import json
 import pickle
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from audit_faults import blocks, config, drop, on, read, rewrite
+from audit_faults import config, drop, on, read, rewrite
 from hf_models import MODELS, make, write
 from judged_models import QUIET
 from test_quantized import blocked_folder, fp8_folder, mxfp4_folder
@@ -20,7 +20,7 @@ from torch import Tensor
 from trunk_models import SEEING
 
 from megatron_mtp.checkpoint.audit.auditing import _states, audit
-from megatron_mtp.checkpoint.audit.guesses import Heads, block_of, difference, explain, is_rotary
+from megatron_mtp.checkpoint.audit.comparing import difference, explain
 from megatron_mtp.checkpoint.audit.side import MegatronSide
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.hybrid import migrate
@@ -210,7 +210,7 @@ def test_packed_experts_are_single_ones_in_another_form(tmp_path: Path) -> None:
     assert guesses(audit(single, packed)) == set()
     tensors["mtp.layers.0.mlp.experts.down_proj"] = torch.stack([downs[1], downs[0], *downs[2:]])
     write(packed, tensors)
-    assert guesses(audit(single, packed)) == {"experts permuted"}
+    assert guesses(audit(single, packed)) == {"other numbers"}
 
 
 def test_numbers_that_no_trained_weight_has(glm: Path, tmp_path: Path) -> None:
@@ -268,7 +268,10 @@ def test_fp8_weights_are_read_with_their_scales(glm: Path, tmp_path: Path) -> No
     for file in eight.glob("*.safetensors*"):
         file.unlink()
     write(eight, quantise(whole))
-    config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})(eight)
+    whole = [name for name in read(eight) if name.endswith("down_proj.weight") and "layers.0." not in name]
+    plain = [other.removesuffix(".weight") for other in whole]
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": plain}
+    config(quantization_config=fp8)(eight)
     result = audit(eight)
     assert result["ok"]
     assert result["sides"][0]["quant_method"] == "fp8"
@@ -295,7 +298,7 @@ def test_quantised_weights_are_compared_as_transformers_reads_them(
         assert result["compared"]["equal"] == len(read(tmp_path / "back"))
     name = next(name for name in read(tmp_path / "back") if "down_proj" in name and not name.endswith("bias"))
     on(name, lambda tensor: tensor * 2)(tmp_path / "back")
-    assert guesses(audit(folder, tmp_path / "back")) - {"config"} == {"scaled"}
+    assert guesses(audit(folder, tmp_path / "back")) - {"config"} == {"other numbers"}
 
 
 def test_a_lost_scale_is_seen(tmp_path: Path) -> None:
@@ -303,7 +306,7 @@ def test_a_lost_scale_is_seen(tmp_path: Path) -> None:
     lost = Path(shutil.copytree(folder, tmp_path / "lost"))
     name = "model.layers.1.self_attn.q_proj.weight_scale"
     rewrite(lost, lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name})
-    assert "tensor missing" in guesses(audit(folder, lost))
+    assert "quantization" in guesses(audit(folder, lost))
 
 
 def test_a_model_around_a_text_model_is_audited_by_its_rules(tmp_path: Path) -> None:
@@ -389,52 +392,35 @@ def test_odd_folders_are_described_in_sentences(
     assert cli.main(["audit", str(glm), str(odd), "--json"]) == (1 if found else 0)
 
 
-# --- guesses ---------------------------------------------------------------------------------------------------------
+# --- numbers ---------------------------------------------------------------------------------------------------------
 
 FIVE = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 4], [3, 1, 4, 1], [5, 9, 2, 6], [5, 3, 5, 8]])
-HEADS = Heads((2,))
 
 
 @pytest.mark.parametrize(
     ("guess", "change"),
     [
         ("halves swapped", lambda t: t[:, [2, 3, 0, 1]]),
-        ("heads permuted", lambda t: t[[4, 5, 0, 1, 2, 3]]),
         ("transposed", lambda t: t.T),
-        ("reshaped", lambda t: t.reshape(3, 8)),
         ("padding", lambda t: torch.cat([t, torch.zeros(2, 4)])),
         ("rounded", lambda t: (t + 0.001).bfloat16()),
         ("type", lambda t: t.double()),
-        ("scaled", lambda t: 3 * t),
-        ("negated", lambda t: -t),
         ("zeros", lambda t: 0 * t),
-        ("ones", torch.ones_like),
-        ("rows permuted", lambda t: t[[5, 1, 2, 3, 4, 0]]),
-        ("columns permuted", lambda t: t[:, [3, 1, 2, 0]]),
         ("not finite", lambda t: t / 0),
-        ("trained further", lambda t: t + torch.linspace(0, 0.5, 24).reshape(6, 4)),
         ("other numbers", lambda t: torch.linspace(3, -3, 24).reshape(6, 4).sin()),
         ("shape", lambda t: t[:, :3]),
     ],
 )
-def test_a_guess_on_numbers_that_a_person_can_check(guess: str, change: Any) -> None:
+def test_a_difference_of_numbers_that_a_person_can_check(guess: str, change: Any) -> None:
     a = FIVE + 0.001 if guess == "rounded" else FIVE
-    assert explain(a, change(FIVE).contiguous(), "layers.0.self_attn.q_proj.weight", HEADS).guess == guess
+    assert explain(a, change(FIVE).contiguous())[0] == guess
 
 
 def test_a_norm_plus_1_and_a_single_number() -> None:
     norm = torch.tensor([0.9, 1.1, 1.3])
-    assert explain(norm, norm - 1, "norm.weight", HEADS).guess == "norm plus 1"
+    assert explain(norm, norm - 1)[0] == "norm plus 1"
     few = torch.arange(300.0)
     other = few.clone()
     other[7] = 40
-    assert explain(few, other, "a.weight", HEADS).guess == "few numbers differ"
+    assert explain(few, other)[0] == "other numbers"
     assert difference(few, other) == 33
-
-
-def test_orders_of_rows() -> None:
-    assert block_of([2, 3, 0, 1, 6, 7, 4, 5]) == 2
-    assert block_of([4, 5, 6, 7, 0, 1, 2, 3]) == 4
-    assert is_rotary([0, 2, 1, 3, 4, 6, 5, 7], 4)
-    assert not is_rotary([0, 1, 2, 3], 4)
-    assert blocks(torch.arange(6.0).reshape(6, 1), 2).flatten().tolist() == [4, 5, 2, 3, 0, 1]

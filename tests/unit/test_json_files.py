@@ -1,4 +1,4 @@
-"""checkpoint/audit/json_files.py: values of kinds that no loader takes are found, and refused in one sentence."""
+"""checkpoint/audit/folder.py: values of kinds that no loader takes are found, and refused in one sentence."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import pytest
 from hf_models import make
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.audit.json_files import repeated_names
+from megatron_mtp.checkpoint.audit.folder import repeated_names
 from megatron_mtp.checkpoint.hf.folder import INDEX
 from megatron_mtp.cli import main as cli
 

@@ -5,7 +5,7 @@
 """
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,13 @@ from tqdm import tqdm
 
 from megatron_mtp.checkpoint.audit.comparing import Compared, compare
 from megatron_mtp.checkpoint.audit.contents import contents
-from megatron_mtp.checkpoint.audit.copies import check_copies, copies_of
-from megatron_mtp.checkpoint.audit.finding import NOTE, Finding, ordered
+from megatron_mtp.checkpoint.audit.finding import NOTE, WARNING, Finding, ordered
 from megatron_mtp.checkpoint.audit.folder import open_folder
-from megatron_mtp.checkpoint.audit.logits import logits
+from megatron_mtp.checkpoint.audit.numbers import Ranges, check_copies, copies_of
 from megatron_mtp.checkpoint.audit.pairing import Pairing, pairing
-from megatron_mtp.checkpoint.audit.parts import BESIDE, DEPTH, EMBEDDING, HEAD, TRUNK, Parts
 from megatron_mtp.checkpoint.audit.saved import older_format, open_saved
 from megatron_mtp.checkpoint.audit.settings import settings
-from megatron_mtp.checkpoint.audit.side import HFSide, MegatronSide, Side
-from megatron_mtp.checkpoint.audit.values import Ranges
+from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, EMBEDDING, HEAD, TRUNK, HFSide, MegatronSide, Parts, Side
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import ADAPTER
 from megatron_mtp.checkpoint.hf.quantized import quantization
@@ -64,12 +61,14 @@ def audit(
         if len(sides) == 2:
             compared, found = _compare(sides["A"], sides["B"], (ranges["A"], ranges["B"]), bar)
             findings += found
-        for letter, side in sides.items():
-            findings += _alone(letter, side, ranges[letter], bar)
+        alone = [_alone(side, ranges[letter], bar) for letter, side in sides.items()]
+        findings += _of_sides(dict(zip(sides, alone, strict=True)))
     result: dict[str, Any] = {"sides": [facts(side, letter) for letter, side in sides.items()]}
     if compared is not None:
         result["compared"] = {"equal": compared.equal}
     if with_logits:
+        from megatron_mtp.checkpoint.audit.logits import logits
+
         wrong, result["logits"] = logits(sides, text, trust_remote_code)
         findings += wrong
     listed = ordered(findings)
@@ -125,19 +124,28 @@ def _shares_head(paired: Pairing) -> bool:
     return not any(Parts(None).of(name).kind == HEAD for name in (*paired.only_a, *paired.only_b))
 
 
-def _alone(letter: str, side: Side, ranges: Ranges, bar: Any) -> list[Finding]:
+def _alone(side: Side, ranges: Ranges, bar: Any) -> list[Finding]:
     """What is wrong with a side by itself; what the comparison has read is not read again."""
     found = [*side.findings, *contents(side), *check_copies(side)]
     for name, entry in side.tensors.items():
         if name not in ranges.known:
             ranges.read(name)
             bar.update(entry.bytes)
-    return [one.of(letter) for one in (*found, *ranges.findings())]
+    return [*found, *ranges.findings()]
+
+
+def _of_sides(found: dict[str, list[Finding]]) -> list[Finding]:
+    """The findings of each side; a warning that both sides have is no difference, and becomes a note."""
+    one, other = (*found.values(), [])[:2]
+    shared = [each for each in one if each.severity == WARNING and each in other]
+    noted = [replace(each, severity=NOTE, says=f"On both sides: {each.says}") for each in shared]
+    own = [each.of(letter) for letter, every in found.items() for each in every if each not in shared]
+    return noted + own
 
 
 def facts(side: Side, letter: str = "") -> dict[str, Any]:
     """What is there: trunk, depths, copies, types, quantisation."""
-    parts = Parts.of_side(side)
+    parts = side.parts
     kinds: Counter[str] = Counter()
     for name, entry in side.tensors.items():
         kinds[parts.of(name).kind] += entry.bytes

@@ -16,11 +16,9 @@ ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 GUESSES = (
     "damaged file", "damaged index", "file missing", "unindexed file", "tensor in another file", "duplicate tensor",
     "tensor not in the index", "damaged config", "MTP dropped", "depth missing", "depth incomplete", "depth count",
-    "layers missing", "quantization", "rounded", "halves swapped", "depths swapped", "layers shifted",
-    "experts permuted", "heads permuted", "rotary order", "tensors exchanged", "norm plus 1", "transposed", "negated",
-    "scaled", "rows permuted", "columns permuted", "zeros", "ones", "tied copy", "stale copy", "padding", "reshaped",
-    "few numbers differ", "not finite", "type", "renamed", "tensor missing", "shape", "tensor left over",
-    "trained further", "other numbers", "config", "logits", "copy left out", "not compared",
+    "layers missing", "quantization", "tokenizer", "rounded", "halves swapped", "norm plus 1", "transposed", "zeros",
+    "tied copy", "stale copy", "padding", "not finite", "type", "tensor missing", "shape", "tensor left over",
+    "other numbers", "config", "logits", "copy left out", "not compared",
 )  # fmt: skip
 """The guesses by which differences are explained, in the order in which an audit lists them."""
 SHOWN = 3

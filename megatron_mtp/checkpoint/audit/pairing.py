@@ -1,37 +1,32 @@
-"""Which tensor of one side is which of the other: by name, by Megatron's keys, or by a family's rules between both.
+"""Which tensor of one side is which of the other, by the plan of conversion.
 
-    two folders              by name; what is left by the Megatron keys that each family gives to it
+    two folders              by name; what is left by the Megatron tensors that each family's rules give to it
     two checkpoints          by key, with Transformer Engine's other names; a GPT and a hybrid by their halves
-    folder and checkpoint    by the folder's family: what the checkpoint holds is read back under the folder's names
+    folder and checkpoint    the rules read the checkpoint back under the folder's names
 
 A tensor that one side leaves out since it repeats another one is paired with the repeated one.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.audit.copies import base_of
-from megatron_mtp.checkpoint.audit.entry import Entry
 from megatron_mtp.checkpoint.audit.finding import WARNING, Finding
-from megatron_mtp.checkpoint.audit.parts import Parts
-from megatron_mtp.checkpoint.audit.side import HFSide, MegatronSide, Side
-from megatron_mtp.checkpoint.convert.hybrid import Halves
+from megatron_mtp.checkpoint.audit.side import DEPTH, EMBEDDING, HEAD, Entry, HFSide, MegatronSide, Side
 from megatron_mtp.checkpoint.convert.plan import lost_features, zero_features
-from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.blocks import FUSED_NORM, OWN_NORM
 from megatron_mtp.checkpoint.families.rules import MinusOne, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
-from megatron_mtp.checkpoint.hf.quantized import FP8
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 from megatron_mtp.model.pattern import without_stages
 
-OWN_KEYS = (("mtp_model_layer.", "transformer_layer."), ("tf_layer.", "transformer_layer."))
-"""Other names of a depth's layer, which some versions have written."""
+OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
+OWN = ("longcat", "step3")
+"""Beginnings of the `model_type`s whose depths have an embedding or a head of their own."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class Pairing:
 
     Attributes:
         pairs: those that both have.
-        only_a, only_b: names of those that one side has alone.
+        only_a, only_b: those that one side has alone, by name.
         findings: what could not be paired, and why.
     """
 
@@ -67,34 +62,44 @@ class Pairing:
     only_b: dict[str, Entry] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
+    def turned(self) -> "Pairing":
+        """The same with the sides exchanged."""
+        pairs = [replace(one, a=one.b, b=one.a) for one in self.pairs]
+        return Pairing(pairs, self.only_b, self.only_a, self.findings)
+
 
 def pairing(a: Side, b: Side) -> Pairing:
     """Pair the tensors of both sides."""
     if isinstance(a, HFSide) and isinstance(b, HFSide):
-        return _folders(a, b)
+        found = _by_name(a.tensors, b.tensors)
+        _pair_by_rules(a, b, found)
+        _pair_copies(a, b, found)
+        return found
     if isinstance(a, MegatronSide) and isinstance(b, MegatronSide):
         return _checkpoints(a, b)
-    return _across(a, b)
+    if isinstance(a, HFSide) and isinstance(b, MegatronSide):
+        return _across(a, b)
+    assert isinstance(a, MegatronSide)
+    assert isinstance(b, HFSide)
+    return _across(b, a).turned()
 
 
-def _folders(a: HFSide, b: HFSide) -> Pairing:
-    found = _by_name(a.tensors, b.tensors)
-    found.only_a, found.only_b = (
-        _without_scales(only, own, other) for only, own, other in ((found.only_a, a, b), (found.only_b, b, a))
-    )
-    _pair_by_rules(a, b, found)
-    _pair_copies(a, b, found)
-    return found
+def base_of(side: Side, name: str) -> str | None:
+    """The tensor that a name repeats on this side, embedding or head; None if it is no copy."""
+    if not isinstance(side, HFSide):
+        same = "embedding.word_embeddings.weight"
+        return same if name == "output_layer.weight" and side.tied and same in side.tensors else None
+    kind = side.parts.of(name).kind
+    own = side.config is not None and side.config.model_type.startswith(OWN)
+    if kind == HEAD and side.tied:
+        return _first(side, EMBEDDING)
+    if kind != DEPTH or own or not name.endswith(OF_EMBEDDING + OF_HEAD):
+        return None
+    return _first(side, EMBEDDING if name.endswith(OF_EMBEDDING) or side.tied else HEAD)
 
 
-def _without_scales(only: dict[str, Entry], own: HFSide, other: HFSide) -> dict[str, Entry]:
-    """Tensors without the scales of FP8 weights, which the other side stores in another type."""
-
-    def needless(name: str) -> bool:
-        weight = own.scaled(name)
-        return weight in other.tensors and other.tensors[weight].kind not in FP8
-
-    return {name: only[name] for name in only if not needless(name)}
+def _first(side: HFSide, kind: str) -> str | None:
+    return next((name for name in side.tensors if side.parts.of(name).kind == kind), None)
 
 
 def _by_name(a: dict[str, Entry], b: dict[str, Entry]) -> Pairing:
@@ -105,16 +110,13 @@ def _by_name(a: dict[str, Entry], b: dict[str, Entry]) -> Pairing:
 
 def _pair_copies(a: Side, b: Side, found: Pairing) -> None:
     """Pair tensors of one side alone with the tensor that they repeat, of the other side if it has that."""
-    for name in list(found.only_a):
-        base = base_of(b, name) or base_of(a, name)
-        if base is not None and (base in b.tensors or base in a.tensors):
-            held = b.tensors if base in b.tensors else a.tensors
-            found.pairs.append(Pair(name, found.only_a.pop(name), held[base], copy=base))
-    for name in list(found.only_b):
-        base = base_of(a, name) or base_of(b, name)
-        if base is not None and (base in a.tensors or base in b.tensors):
-            held = a.tensors if base in a.tensors else b.tensors
-            found.pairs.append(Pair(name, held[base], found.only_b.pop(name), copy=base))
+    for only, own, other in ((found.only_a, a, b), (found.only_b, b, a)):
+        for name in list(only):
+            base = base_of(other, name) or base_of(own, name)
+            held = next((side.tensors for side in (other, own) if base in side.tensors), None)
+            if base is not None and held is not None:
+                mine, theirs = only.pop(name), held[base]
+                found.pairs.append(Pair(name, *((mine, theirs) if own is a else (theirs, mine)), copy=base))
 
 
 Unit = tuple[str, int | None]
@@ -127,10 +129,9 @@ def _pair_by_rules(a: HFSide, b: HFSide, found: Pairing) -> None:
         return
     units_a, units_b = _units(a, set(found.only_a)), _units(b, set(found.only_b))
     for unit, (names_a, one) in units_a.items():
-        match = units_b.get(unit)
-        if match is None or one.shape != match[1].shape:
+        names_b, other = units_b.get(unit, ([], one))
+        if not names_b or one.shape != other.shape:
             continue
-        names_b, other = match
         found.pairs.append(Pair(_label(names_a, unit), one, other, other=_label(names_b, unit)))
         for names, only in ((names_a, found.only_a), (names_b, found.only_b)):
             for name in names:
@@ -145,176 +146,126 @@ def _label(names: list[str], unit: Unit) -> str:
 
 def _units(side: HFSide, names: set[str]) -> dict[Unit, tuple[list[str], Entry]]:
     """The Megatron tensors that come from these tensors alone; packed experts are taken apart."""
-    layout = side.layout(max(Parts.of_side(side).depths(side.tensors), default=-1) + 1)
     units: dict[Unit, tuple[list[str], Entry]] = {}
-    for rule in (None if layout is None else side.rules(layout)) or ():
+    for rule in side.plan or ():
         own = [tensor.name for tensor in rule.hf]
         if len(rule.mcore) != 1 or not set(own) <= names:
             continue
-        piece = rule.mcore[0]
-        whole = _converted(side, rule, 0)
-        if piece.whole is None and ".experts." in piece.key and len(piece.shape or ()) == 3:
-            shared = lru_cache(maxsize=1)(whole.read)
-            for index in range(whole.shape[0]):
-                one = replace(whole, shape=(1, *whole.shape[1:]), read=partial(_slice, shared, index))
+        piece, entries = rule.mcore[0], [side.tensors[name] for name in own]
+        whole = Entry(piece.shape or entries[0].shape, entries[0].dtype, 0, partial(_converted, rule, entries))
+        if piece.whole is None and ".experts." in piece.key and piece.shape is not None and len(piece.shape) == 3:
+            shared = lru_cache(maxsize=1)(whole.tensor)
+            for index in range(piece.shape[0]):
+                one = replace(whole, shape=(1, *piece.shape[1:]), read=partial(_slice, shared, index))
                 units[piece.key, index] = own, one
         else:
             units[piece.key, None if piece.offset is None else piece.offset[0]] = own, whole
     return units
 
 
+def _converted(rule: Rule, entries: list[Entry]) -> Tensor:
+    return rule.to_mcore([entry.tensor() for entry in entries])[0]
+
+
 def _slice(whole: Callable[[], Tensor], index: int) -> Tensor:
     return whole()[index : index + 1]
 
 
-def _converted(side: HFSide, rule: Rule, index: int) -> Entry:
-    """A Megatron tensor of a rule, made from the folder's."""
-    shape, first = rule.mcore[index].shape, side.tensors[rule.hf[0].name]
-    names = [tensor.name for tensor in rule.hf]
-
-    def read() -> Tensor:
-        return rule.to_mcore([side.tensors[name].read() for name in names])[index]
-
-    return Entry(shape or first.shape, first.dtype, 0, read)
-
-
 def _checkpoints(a: MegatronSide, b: MegatronSide) -> Pairing:
     """Pair by key: the other names of Transformer Engine are made one, and a GPT's become its hybrid's."""
-    if (a.pattern is None) == (b.pattern is None):
-        return _by_other_names(a.tensors, b.tensors, a, b)
-    pattern = without_stages(a.pattern or b.pattern or "")
-    halves = Halves.of(pattern)
-    try:
-        one, other = ({_hybrid(halves, side, key): each for key, each in side.tensors.items()} for side in (a, b))
-    except (ValueError, IndexError) as error:
-        found = _by_other_names(a.tensors, b.tensors, a, b)
-        says = f"The GPT has no form with the hybrid's layers '{pattern}'; keys are compared as they are: {error}"
-        found.findings.append(Finding("not compared", says, "audit checkpoints of the same model", WARNING))
-        return found
-    return _by_other_names(one, other, a, b)
+    keys, findings = (a.tensors, b.tensors), []
+    if (a.pattern is None) != (b.pattern is None):
+        from megatron_mtp.checkpoint.convert.hybrid import Halves
 
-
-def _hybrid(halves: Halves, side: MegatronSide, key: str) -> str:
-    return key if side.pattern is not None else halves.hybrid_key(key)
-
-
-def _by_other_names(one: dict[str, Entry], other: dict[str, Entry], a: MegatronSide, b: MegatronSide) -> Pairing:
-    found = _by_name(one, other)
-    usual = {_usual(key): key for key in other}
-    for key in list(found.only_a):
-        match = usual.get(_usual(key))
-        if match is not None:
-            found.pairs.append(Pair(key, found.only_a.pop(key), other[match], other=match))
-            found.only_b.pop(match, None)
-    usual = {_usual(key): key for key in one}
-    for key in list(found.only_b):
-        match = usual.get(_usual(key))
-        if match is not None:
-            found.pairs.append(Pair(match, one[match], found.only_b.pop(key), other=key))
+        pattern = without_stages(a.pattern or b.pattern or "")
+        try:
+            halves = Halves.of(pattern)
+            new = [str if side.pattern is not None else halves.hybrid_key for side in (a, b)]
+            keys = tuple({name(k): e for k, e in s.items()} for name, s in zip(new, keys, strict=True))  # type: ignore[assignment]
+        except (ValueError, IndexError) as error:
+            says = f"The GPT has no form with the hybrid's layers '{pattern}'; keys are compared as they are: {error}"
+            findings.append(Finding("not compared", says, "audit checkpoints of the same model", WARNING))
+    found = _by_name(*keys)
+    found.findings += findings
+    for only, others, held in ((found.only_a, found.only_b, keys[1]), (found.only_b, found.only_a, keys[0])):
+        usual = {_usual(key): key for key in held}
+        for key in [key for key in only if _usual(key) in usual]:
+            match = usual[_usual(key)]
+            mine, theirs = only.pop(key), held[match]
+            others.pop(match, None)
+            first = held is keys[1]
+            pair = (mine, theirs) if first else (theirs, mine)
+            found.pairs.append(Pair(key if first else match, *pair, other=match if first else key))
     _pair_copies(a, b, found)
     return found
 
 
 def _usual(key: str) -> str:
     """A key under one name, whatever modules saved it."""
-    for theirs, ours in OWN_KEYS:
+    for theirs in ("mtp_model_layer.", "tf_layer."):  # a depth's layer, as some versions have written it
         if key.startswith("mtp.") and f".{theirs}layers." not in key:
-            key = key.replace(f".{theirs}", f".{ours}")
+            key = key.replace(f".{theirs}", ".transformer_layer.")
     key = key.replace(FUSED_NORM, OWN_NORM)
-    for fused, own in (("linear_qkv", "input_layernorm"), ("linear_q_down_proj", "input_layernorm")):
-        key = key.replace(f"self_attention.{fused}.layer_norm_", f"{own}.")
-    for fused, own in (("linear_kv_up_proj", "kv_layernorm"), ("linear_q_up_proj", "q_layernorm")):
-        key = key.replace(f"self_attention.{fused}.layer_norm_", f"self_attention.{own}.")
-    return key
+    key = re.sub(r"self_attention\.linear_q(kv|_down_proj)\.layer_norm_", "input_layernorm.", key)
+    return re.sub(r"self_attention\.linear_(kv|q)_up_proj\.layer_norm_", r"self_attention.\1_layernorm.", key)
 
 
-def _across(a: Side, b: Side) -> Pairing:
-    """Pair a folder and a checkpoint."""
-    folder, saved = (a, b) if isinstance(a, HFSide) else (b, a)
-    assert isinstance(folder, HFSide)
-    assert isinstance(saved, MegatronSide)
-    rules = _rules_across(folder, saved)
+def _across(folder: HFSide, saved: MegatronSide) -> Pairing:
+    """Pair a folder with a checkpoint, by the rules of the folder's family in the checkpoint's forms."""
+    depths = max(folder.held_depths, max(saved.parts.depths(saved.tensors), default=-1) + 1, folder.said_depths or 0)
+    layout, rules = folder.layout(depths), None
+    if layout is not None and saved.reader is not None:
+        features = (layout.features | set(zero_features(saved.reader))) - lost_features(saved.reader)
+        rules = folder.rules(replace(layout, features=frozenset(features)))
     if rules is None:
-        known = (
-            "its config is damaged"
-            if folder.config is None
-            else f"no family has its model_type '{folder.config.model_type}'"
-        )
+        config = folder.config
+        known = "its config is damaged" if config is None else f"no family has its model_type '{config.model_type}'"
         says = f"The folder's names cannot be turned into Megatron's keys: {known}."
         advice = "export the checkpoint with the program that made it, and audit the two folders"
         return Pairing(findings=[Finding("not compared", says, advice)])
-    found = Pairing()
-    left = {key: entry for key, entry in saved.tensors.items() if key != DRAFT_VOCABULARY}
+    found = Pairing(only_b={key: entry for key, entry in saved.tensors.items() if key != DRAFT_VOCABULARY})
     covered: set[str] = set()
-    turned = folder is b
     for rule in rules:
-        _pair_rule(rule, folder, saved, left, found, turned)
+        _pair_rule(rule, folder, saved, found)
         covered |= {tensor.name for tensor in rule.hf}
-    extra = {
-        name: entry for name, entry in folder.tensors.items() if name not in covered and folder.scaled(name) is None
-    }
-    of_folder, of_saved = (found.only_b, found.only_a) if turned else (found.only_a, found.only_b)
-    of_folder |= extra
-    of_saved |= left
+    found.only_a |= {name: entry for name, entry in folder.tensors.items() if name not in covered}
     return found
 
 
-def _rules_across(folder: HFSide, saved: MegatronSide) -> list[Rule] | None:
-    """The rules of the folder's family for all depths that either side has or counts, in the checkpoint's forms."""
-    depths = [max(Parts.of_side(side).depths(side.tensors), default=-1) + 1 for side in (folder, saved)]
-    layout = folder.layout(max(*depths, folder.said_depths or 0))
-    if layout is None or saved.reader is None:
-        return None
-    features = (layout.features | set(zero_features(saved.reader))) - lost_features(saved.reader)
-    return folder.rules(Layout(layout.depths, frozenset(features), layout.carried))
-
-
-def _pair_rule(
-    rule: Rule, folder: HFSide, saved: MegatronSide, left: dict[str, Entry], found: Pairing, turned: bool
-) -> None:
-    """Pair the tensors of one rule; `turned` if the folder is side B."""
-    keys = [_stored(piece, saved) for piece in rule.mcore]
+def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, found: Pairing) -> None:
+    """Pair the tensors of one rule."""
+    keys = [next((k for k in (p.key, *p.aliases) if k in saved.tensors), None) for p in rule.mcore]
     for piece, key in zip(rule.mcore, keys, strict=True):
         for alias in (piece.key, *piece.aliases):
-            if left.pop(alias, None) is not None and key is not None and alias != key:
+            if found.only_b.pop(alias, None) is not None and key is not None and alias != key:
                 found.pairs.append(Pair(alias, saved.tensors[key], saved.tensors[alias], copy=key))
     pieces = [(key, piece) for key, piece in zip(keys, rule.mcore, strict=True) if key is not None]
     held = len(pieces) == len(rule.mcore) and all(_fits(saved.tensors[key], piece) for key, piece in pieces)
-    of_folder, of_saved = (found.only_b, found.only_a) if turned else (found.only_a, found.only_b)
     back = lru_cache(maxsize=1)(partial(_back, rule, pieces, saved)) if held else None
     for index, tensor in enumerate(rule.hf):
         mine = folder.tensors.get(tensor.name)
-        name = tensor.name
         if back is not None:
             kind = mine.kind if rule.rounds and mine is not None else None
             shape = tensor.shape or (mine.shape if mine is not None else ())
-            theirs = Entry(shape, _dtype(pieces, saved), 0, partial(_nth, back, index, kind))
+            dtype = next((saved.tensors[key].dtype for key, _ in pieces), "float32")
+            theirs = Entry(shape, dtype, 0, partial(_nth, back, index, kind))
             if mine is not None:
-                found.pairs.append(Pair(name, theirs, mine) if turned else Pair(name, mine, theirs))
-            elif not _may_lack(folder, name) and pieces:
-                of_saved[name] = theirs
+                found.pairs.append(Pair(tensor.name, mine, theirs))
+            elif base_of(folder, tensor.name) not in folder.tensors and pieces:
+                found.only_b[tensor.name] = theirs
         elif mine is not None and (rule.mcore or mine.shape != tensor.shape):
-            of_folder[name] = mine
+            found.only_a[tensor.name] = mine
     for key, _ in pieces if not held else ():
-        of_saved[key] = saved.tensors[key]
+        found.only_b[key] = saved.tensors[key]
     if isinstance(rule.map, MinusOne) and rule.map.original and held and rule.hf[0].name in folder.tensors:
-        found.pairs.append(_derived(rule, pieces, folder, saved, turned))
-
-
-def _may_lack(folder: HFSide, name: str) -> bool:
-    """Whether a folder may leave out a tensor, since it repeats another one that is there."""
-    return base_of(folder, name) in folder.tensors
-
-
-def _stored(piece: Piece, saved: MegatronSide) -> str | None:
-    return next((key for key in (piece.key, *piece.aliases) if key in saved.tensors), None)
+        found.pairs.append(_derived(rule, pieces, folder.tensors[rule.hf[0].name], saved))
 
 
 def _fits(entry: Entry, piece: Piece) -> bool:
-    wanted = piece.whole or piece.shape
-    if wanted is None or entry.shape == wanted:
+    wanted, shape = piece.whole or piece.shape, entry.shape or ()
+    if wanted is None or shape == wanted:
         return True
-    return piece.padded and entry.shape[0] >= wanted[0] and entry.shape[1:] == wanted[1:]
+    return piece.padded and shape[0] >= wanted[0] and shape[1:] == wanted[1:]
 
 
 def _back(rule: Rule, pieces: list[tuple[str, Piece]], saved: MegatronSide) -> list[Tensor]:
@@ -327,20 +278,14 @@ def _nth(back: Callable[[], list[Tensor]], index: int, kind: torch.dtype | None)
     return back()[index] if kind is None else back()[index].to(kind)
 
 
-def _dtype(pieces: Iterable[tuple[str, Piece]], saved: MegatronSide) -> str:
-    return next((saved.tensors[key].dtype for key, _ in pieces), "float32")
-
-
-def _derived(rule: Rule, pieces: list[tuple[str, Piece]], folder: HFSide, saved: MegatronSide, turned: bool) -> Pair:
+def _derived(rule: Rule, pieces: list[tuple[str, Piece]], mine: Entry, saved: MegatronSide) -> Pair:
     """The weight of a norm that is stored as w - 1 beside the original, which export gives back: both must agree."""
     key, piece = next((key, piece) for key, piece in pieces if not key.startswith(ORIGINAL))
-    mine = folder.tensors[rule.hf[0].name]
 
     def expected() -> Tensor:
-        return rule.to_mcore([mine.read()])[1]
+        return rule.to_mcore([mine.tensor()])[1]
 
     def read() -> Tensor:
         return saved.read(key, piece.offset, piece.shape).float()
 
-    one, other = Entry(mine.shape, "float32", 0, expected), Entry(mine.shape, "float32", 0, read)
-    return Pair(key, other, one) if turned else Pair(key, one, other)
+    return Pair(key, Entry(mine.shape, "float32", 0, expected), Entry(mine.shape, "float32", 0, read))

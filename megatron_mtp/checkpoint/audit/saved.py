@@ -7,6 +7,7 @@ tensors are described by their keys alone.
 import re
 from argparse import Namespace
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from typing import Any
 import torch
 import yaml
 
-from megatron_mtp.checkpoint.audit.entry import Entry
 from megatron_mtp.checkpoint.audit.finding import Finding, listed
-from megatron_mtp.checkpoint.audit.side import NESTED, MegatronSide
-from megatron_mtp.checkpoint.mcore.iterations import RELEASE
+from megatron_mtp.checkpoint.audit.side import NESTED, Entry, MegatronSide
+from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_files
 from megatron_mtp.patches.unpickling import read_catalogue
 
@@ -39,6 +40,8 @@ def open_saved(path: Path) -> MegatronSide:
     _check_files(side, reader)
     _read_arguments(side, reader)
     side.iteration = _iteration(reader.folder)
+    with suppress(ValueError):
+        side.kept = HFConfig.from_keys(read_json(reader.folder.parent / HF_FILES / CONFIG)).keys
     for key in reader.keys:
         dtype = reader.dtype(key)
         size = torch.Size(reader.shape(key)).numel() * dtype.itemsize

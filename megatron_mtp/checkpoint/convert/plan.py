@@ -5,8 +5,8 @@ shows them: rows for JSON, one per rule, or lines for people, in which numbers o
 """
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megatron_mtp.checkpoint.families.trunk import (
 )
 from megatron_mtp.checkpoint.hf.config import TIED, HFConfig
 from megatron_mtp.checkpoint.hf.folder import HFFolder, check_kind
+from megatron_mtp.checkpoint.hf.model_class import class_tensors
 from megatron_mtp.checkpoint.hf.quantized import block_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
@@ -97,6 +98,70 @@ def _meant(config: HFConfig) -> str:
     other = next((one for one in sorted(known_types()) if one.replace("_", "") == stem), config.model_type)
     named = f": 'architectures' names {classes[0]}, whose model_type is '{other}'"
     return "" if other == config.model_type else named
+
+
+def check_carried(path: Path, config: HFConfig, family: Family, names: Collection[str]) -> None:
+    """Check the layers for which there are no rules, with transformers' class, and depths with the trunk's layers.
+
+    Raises:
+        ValueError: a tensor is missing.
+    """
+    layers: dict[int, list[str]] = defaultdict(list)
+    depths: dict[int, list[str]] = defaultdict(list)
+    for name in names:
+        depth = None if family.depths is None else family.depths.depth_of(config, name)
+        if depth is not None:
+            depths[depth].append(name)
+        elif match := IN_LAYER.match(name):
+            layers[int(match.group(2))].append(name)
+    thin = [name for lost in thin_depths(depths, layers).values() for name in lost]
+    whole = [
+        f"model.layers.{index}" for index in range(config.keys.get("num_hidden_layers") or 0) if index not in layers
+    ]
+    for name in (*whole, *lost_of_class(path, names), *thin):
+        raise ValueError(
+            f"{path} lacks '{name}', which other layers or transformers' class of '{config.model_type}' have; fetch "
+            "the folder again, or correct the config."
+        )
+
+
+IN_LAYER = re.compile(r"(.*?\blayers\.(\d+)\.)(.+)")
+"""A tensor's layer, its number, and the name in it."""
+
+
+def lost_of_class(path: Path, names: Collection[str]) -> list[str]:
+    """Tensors of layers that transformers' class for a folder's config has, and that are not among `names`.
+
+    A layer that has other names as well is of another form, and not judged.
+    """
+    wanted = {name: match.group(1) for name in class_tensors(path) if (match := IN_LAYER.match(name))}
+    layers = set(wanted.values())
+    strange = {match.group(1) for n in names if n not in wanted and (match := IN_LAYER.match(n))} & layers
+    if not any(name in names for name in wanted):
+        return []
+    return [name for name, layer in wanted.items() if name not in names and layer not in strange]
+
+
+def thin_depths(depths: Mapping[int, Collection[str]], layers: Mapping[int, Collection[str]]) -> dict[int, list[str]]:
+    """What depths lack whose layer has a part of the tensors of a layer of the trunk, by the index of the depth."""
+    own = [{match.group(3) for name in names if (match := IN_LAYER.match(name))} for names in layers.values()]
+    lost: dict[int, list[str]] = {}
+    for depth, names in depths.items():
+        places = {match.group(3): match.group(1) for name in names if (match := IN_LAYER.match(name))}
+        inner = {rest: layer for rest, layer in places.items() if not AROUND.match(rest)}
+        if any(rest.startswith(INNER) for rest in places):
+            inner = {n.removeprefix(INNER): layer + INNER for n, layer in places.items() if n.startswith(INNER)}
+        larger = [layer for layer in own if inner.keys() < layer]
+        if inner and larger and inner.keys() not in own:
+            prefix = next(iter(inner.values()))
+            lost[depth] = sorted(prefix + rest for rest in min(larger, key=len) - inner.keys())
+    return lost
+
+
+AROUND = re.compile(r"(enorm|hnorm|eh_proj|(transformer\.)?shared_head|embed_tokens|final_layernorm)\b")
+"""A depth's parts around its layer."""
+INNER = "transformer_layer."
+"""Megatron's module of a depth's layer."""
 
 
 def check_mcore(rules: list[Rule], reader: DistReader) -> None:
@@ -191,6 +256,8 @@ class HFModel:
         layout = family.layout(config, folder.tensors)
         rules = family.all_rules(config, layout)
         check_hf(rules, folder, config)
+        if family.untrainable is not None:
+            check_carried(path, config, family, folder.tensors.keys())
         return cls(config, family, layout, folder, rules)
 
     def check_numbers(self) -> None:

@@ -115,6 +115,13 @@ def _depth_after(pattern: str) -> Callable[[HFConfig, str], int | None]:
     return depth_of
 
 
+def _indexed(title: str, model_type: str) -> Family:
+    """A family of sparse attention whose depths have DeepSeek's names; their layers are carried as the trunk's are."""
+    depths = Depths(r"^model\.layers\.(\d+)\.eh_proj\.weight$", depth_of=_depth_after(r"model\.layers\.(\d+)\."))
+    carried, features = [r"(model|lm_head)\."], {**STORED_HEAD, **COPIES}
+    return _with_depths(title, title, (model_type,), SPARSE, depths, carried, features=features)
+
+
 def _ernie_flags(config: HFConfig, layout: Layout) -> list[str]:
     return [*gqa_depths(config, layout, _ERNIE_ATTENTION(config)), *rope_flags(config, interleaved=True)]
 
@@ -223,6 +230,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
             "model.mtp.layers.{k}.",
             ("enorm", "hnorm", "eh_proj", "final_layernorm"),
             default=None,
+            published=3,
             depth_of=numbered_depth(r"model\.mtp\.layers\.(\d+)\."),
             flags=framed_depths,
         ),
@@ -240,6 +248,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
             "model.mtp.layers.0.",
             ("enorm.m", "hnorm.m", "eh_proj", ".model.mtp.norm"),
             default=None,
+            published=1,
             limit=1,
             flags=_longcat_flags,
             scales=_longcat_scales,
@@ -288,6 +297,8 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         [r"(model|lm_head)\."],
         features={**STORED_HEAD, **COPIES},
     ),
+    _indexed("DeepSeek-V3.2", "deepseek_v32"),
+    _indexed("GLM-5", "glm_moe_dsa"),
     _carried("Gemma", "Gemma", "gemma", "a gated MLP with GELU"),
     _carried("Gemma 2", "Gemma 2", "gemma2", f"softcapped scores and logits, and {AFTER}"),
     _carried("Gemma 3", "Gemma 3, text", "gemma3_text", f"{AFTER}, and rotary positions that differ by layer"),
@@ -315,8 +326,6 @@ DEPTHS_ONLY: tuple[Family, ...] = (
     _carried("MiniCPM3", "MiniCPM3", "minicpm3", "factors of embedding, logits and residual beside latent attention"),
     _carried("AFMoE", "Trinity", "afmoe", AFTER),
     _carried("Kimi Linear", "Kimi Linear", "kimi_linear", "Kimi's delta attention"),
-    _carried("DeepSeek-V3.2", "DeepSeek-V3.2", "deepseek_v32", SPARSE),
-    _carried("GLM-5", "GLM-5", "glm_moe_dsa", SPARSE),
     _carried("Mellum", "Mellum 2", "mellum", "rotary positions that differ by layer"),
     _carried("Laguna", "Laguna", "laguna", "gated attention whose heads and positions differ by layer"),
     _carried("Llama 4, text", "Llama 4, text", "llama4_text", "attention in chunks, and scores on the experts' input"),

@@ -63,6 +63,7 @@ class Depths:
             head, None without one. A name with a dot at its beginning is not under the prefix.
         keys: config keys that hold the number of depths; an export writes the first.
         default: number of depths where the config has none of the keys; None if the tensors alone decide.
+        published: number of depths that published folders hold without a key that counts them; 0 if one does.
         layers_key: config key that holds the layers of a depth by Megatron's symbols; None if all depths are alike.
         limit: largest number of depths that a folder can hold; None for any.
         depth_of: depth (from 0) of a carried tensor, from the config and its name; None for a tensor of the trunk.
@@ -77,6 +78,7 @@ class Depths:
     names: tuple[str, str, str, str | None] = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     keys: tuple[str, ...] = ("num_nextn_predict_layers",)
     default: int | None = 0
+    published: int = 0
     layers_key: str | None = None
     limit: int | None = None
     depth_of: Callable[[HFConfig, str], int | None] = lambda config, name: None

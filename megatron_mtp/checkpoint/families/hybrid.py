@@ -162,7 +162,7 @@ def _delta_norm(hf: str, mcore: str, width: int, original: bool) -> Rule:
     return Rule((HFTensor(hf, (width,)),), (*kept, Piece(mcore, (width,), wide=True)), MinusOne(original))
 
 
-QWEN_DEPTHS = replace(ONE_DEPTH, keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"))
+QWEN_DEPTHS = replace(ONE_DEPTH, keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"), published=1)
 MIXERS = {"linear_attention": "G", "full_attention": "*"}
 DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
 

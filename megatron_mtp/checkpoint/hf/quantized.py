@@ -181,7 +181,7 @@ def quantization(folder: Path, keys: dict[str, Any]) -> str | None:
         folder: the folder.
         keys: of its `config.json`.
     """
-    settings = _settings(keys)
+    settings = quantization_settings(keys)
     if settings is None:
         file = next((name for name in SIDE_FILES if (folder / name).is_file()), None)
         if file is None or SIDE_FILES[file] != MODELOPT:
@@ -202,7 +202,7 @@ def quantization(folder: Path, keys: dict[str, Any]) -> str | None:
 
 def block_of(keys: dict[str, Any]) -> tuple[int, int]:
     """Rows and columns that share a scale in an FP8 release, from the config's keys; 128 and 128 by default."""
-    settings = _settings(keys) or {}
+    settings = quantization_settings(keys) or {}
     for block in (settings.get("weight_block_size"), *(one.get("block_structure") for one in _group_weights(settings))):
         if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
             return block[0], block[1]
@@ -216,7 +216,7 @@ def without_quantization(keys: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "text_config": without_quantization(text)} if isinstance(text, dict) else kept
 
 
-def _settings(keys: dict[str, Any]) -> dict[str, Any] | None:
+def quantization_settings(keys: dict[str, Any]) -> dict[str, Any] | None:
     """What a config says of its quantization; None without a word."""
     text = keys.get("text_config")
     parts = (keys, text if isinstance(text, dict) else {})

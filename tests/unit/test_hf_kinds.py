@@ -185,7 +185,6 @@ def test_a_folder_that_cannot_be_read_is_named(
 
 NO_TENSORS = (
     "gguf", "link of the weights", "truncated", "absurd header", "a folder as a file", "lfs pointer",
-    "an index of absent files beside the model",
 )  # fmt: skip
 
 

@@ -17,12 +17,12 @@ from megatron_mtp.checkpoint.audit.finding import NOTE, WARNING, Finding, ordere
 from megatron_mtp.checkpoint.audit.folder import open_folder
 from megatron_mtp.checkpoint.audit.numbers import Ranges, check_copies, copies_of
 from megatron_mtp.checkpoint.audit.pairing import Pairing, pairing
+from megatron_mtp.checkpoint.audit.quantization import method_of
 from megatron_mtp.checkpoint.audit.saved import older_format, open_saved
 from megatron_mtp.checkpoint.audit.settings import settings
 from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, EMBEDDING, HEAD, TRUNK, HFSide, MegatronSide, Parts, Side
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import ADAPTER
-from megatron_mtp.checkpoint.hf.quantized import quantization
 from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
 
 KNOWN = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", CONFIG, ADAPTER)
@@ -173,7 +173,7 @@ def _of_folder(side: HFSide) -> dict[str, Any]:
         "model_type": None if side.config is None else side.config.model_type,
         "family": None if side.family is None else side.family.title,
         "architectures": side.keys.get("architectures"),
-        "quant_method": quantization(side.path, side.keys),
+        "quant_method": method_of(side),
         "files": len(side.files),
         "unindexed tensors": len([name for name in side.hidden if name not in side.tensors]),
     }

@@ -218,7 +218,7 @@ def _check_kind(side: HFSide) -> None:
     if is_adapter(side.path):
         says = f"The folder is an adapter (LoRA), whose tensors are no model: {counted(len(side.tensors), 'tensor')}."
         side.findings = [Finding("not compared", says, "merge it into its base model, and audit the result")]
-        side.tensors = {}
+        side.config, side.family, side.partial = None, None, True
     pickles = sorted(file.name for ending in ("*.bin", "*.pt", "*.pth") for file in side.path.glob(ending))
     if not side.tensors and not side.files and pickles:
         says = f"Its tensors are in pickles, which can run code and are never opened: {listed(pickles)}."

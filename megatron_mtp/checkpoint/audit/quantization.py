@@ -74,7 +74,9 @@ def merge_quantized(side: HFSide) -> None:
         side.tensors[name] = entry
     if weights.found or weights.wrong or settings:
         for name in {*activation_scales(side.tensors), *(n for n in side.tensors if PARTS.search(n))}:
-            if PARTS.sub(".weight", name) in side.tensors and not any(name in found.names for found in side.findings):
+            whole = PARTS.sub(".weight", name)
+            beside = whole in side.tensors or whole.endswith("_attn.weight")
+            if beside and not any(name in found.names for found in side.findings):
                 del side.tensors[name]
 
 
@@ -130,6 +132,14 @@ def _decoded(weight: Quantized, parts: list[Entry]) -> Tensor:
     return weight.decode(*(part.tensor() for part in parts))
 
 
+def method_of(side: HFSide) -> str | None:
+    """The quant_method of a folder; None without one, or if the file that says it cannot be read."""
+    try:
+        return quantization(side.path, side.keys)
+    except ValueError:
+        return None  # the audit of JSON files says so
+
+
 def is_quantized(entry: Entry) -> bool:
     """Whether a weight is stored in a quantized form."""
     return entry.kind in FP8 or entry.kind is None
@@ -137,7 +147,7 @@ def is_quantized(entry: Entry) -> bool:
 
 def check_quantization(side: HFSide) -> Iterator[Finding]:
     """Compare the forms of weights with what config and lists say of them."""
-    settings, method = _settings(side), quantization(side.path, side.keys)
+    settings, method = _settings(side), method_of(side)
     coded = [name for name, entry in side.tensors.items() if is_quantized(entry) and name.endswith(("weight", "_proj"))]
     if method is None and not settings:
         if coded:
@@ -148,7 +158,7 @@ def check_quantization(side: HFSide) -> Iterator[Finding]:
         return
     broken = any(found.guess in ("quantization", "damaged file", "file missing") for found in side.findings)
     unread = [name for name in coded if side.tensors[name].read is None]
-    judged = method in JUDGED and not any(settings.get(key) for key in SELECTIVE)
+    judged = str(method).partition(" (")[0] in JUDGED and not any(settings.get(key) for key in SELECTIVE)
     says = f"The folder is quantized: quant_method '{method}', {counted(len(coded), 'weight')}."
     says += f" The numbers of {counted(len(unread), 'weight')} are not read, only their names." if unread else ""
     says += "" if judged else " Whether the right modules are quantized cannot be judged."

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of, known_types
+from megatron_mtp.checkpoint.families.family import class_tensors
 from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, Shape, Zeros
 from megatron_mtp.checkpoint.families.trunk import (
     ORIGINAL,
@@ -24,7 +25,6 @@ from megatron_mtp.checkpoint.families.trunk import (
 )
 from megatron_mtp.checkpoint.hf.config import TIED, HFConfig
 from megatron_mtp.checkpoint.hf.folder import HFFolder, check_kind
-from megatron_mtp.checkpoint.hf.model_class import class_tensors
 from megatron_mtp.checkpoint.hf.quantized import block_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
@@ -143,15 +143,19 @@ def lost_of_class(path: Path, names: Collection[str]) -> list[str]:
 
 
 def thin_depths(depths: Mapping[int, Collection[str]], layers: Mapping[int, Collection[str]]) -> dict[int, list[str]]:
-    """What depths lack whose layer has a part of the tensors of a layer of the trunk, by the index of the depth."""
+    """Tensors that depths lack whose layer has a part of those of another layer, by the index of the depth."""
     own = [{match.group(3) for name in names if (match := IN_LAYER.match(name))} for names in layers.values()]
-    lost: dict[int, list[str]] = {}
+    inside: dict[int, dict[str, str]] = {}
     for depth, names in depths.items():
         places = {match.group(3): match.group(1) for name in names if (match := IN_LAYER.match(name))}
         inner = {rest: layer for rest, layer in places.items() if not AROUND.match(rest)}
         if any(rest.startswith(INNER) for rest in places):
             inner = {n.removeprefix(INNER): layer + INNER for n, layer in places.items() if n.startswith(INNER)}
-        larger = [layer for layer in own if inner.keys() < layer]
+        inside[depth] = inner
+    lost: dict[int, list[str]] = {}
+    for depth, inner in inside.items():
+        others = [*own, *(set(other) for index, other in inside.items() if index != depth)]
+        larger = [layer for layer in others if inner.keys() < layer]
         if inner and larger and inner.keys() not in own:
             prefix = next(iter(inner.values()))
             lost[depth] = sorted(prefix + rest for rest in min(larger, key=len) - inner.keys())

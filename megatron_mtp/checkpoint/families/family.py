@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from megatron_mtp.checkpoint.families.rules import Rule, rename
+from megatron_mtp.checkpoint.families.rules import Rule, Shape, rename
 from megatron_mtp.checkpoint.families.trained import TrainedForm
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
@@ -216,6 +217,30 @@ def class_defaults(model_type: str) -> Mapping[str, Any]:
     kind = CONFIG_MAPPING[model_type]
     found = {name: getattr(kind, name, None) for name in DEFAULTS}
     return {name: value for name, value in found.items() if value is not None} | {"rope_theta": kind.default_theta}
+
+
+def class_tensors(folder: Path) -> dict[str, Shape]:
+    """Names and shapes of what transformers' class for a folder would save; empty if there is no class for the config.
+
+    Trunks that Megatron cannot run are carried by name, and no rule says which tensors they have; their class does.
+
+    Args:
+        folder: a folder with a `config.json`; its tensors are not read, and no code of it is run.
+    """
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config.__dict__.pop("quantization_config", None)
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+        found = revert_weight_conversion(model, model.state_dict())
+    except Exception:  # transformers raises many kinds of errors for a config that it does not know
+        return {}
+    return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
 
 def numbered_depth(pattern: str) -> Callable[[HFConfig, str], int | None]:

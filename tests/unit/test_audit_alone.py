@@ -1,0 +1,270 @@
+"""One folder alone: no finding on sound ones, of every family and quantized form; none missed of the planted faults."""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import MODELS, Tensors, make, read, write
+from torch import Tensor
+from trunk_models import LEFT
+
+from megatron_mtp.checkpoint.audit.auditing import audit
+from megatron_mtp.checkpoint.convert.plan import HFModel
+
+Spoil = Callable[[Path], None]
+CARRIED = [*LEFT, "mimo_v2_flash", "longcat_flash", "step3p7", "ernie4_5_moe", "exaone_moe", "exaone4_5", "glm_ocr"]
+QUICK = ("glm_moe_dsa", "gemma3_text", "llama4_text", "mimo_v2_flash")
+
+
+def made(folder: Path, name: str) -> Path:
+    """A small folder, with the family's depths."""
+    return make(folder, LEFT.get(name, name), MODELS[name].depths[-1] if name in MODELS else 0, torch.bfloat16)
+
+
+def alarms(folder: Path) -> list[str]:
+    return [f"{one['guess']}: {one['says']}" for one in audit(folder)["findings"] if one["severity"] != "note"]
+
+
+def with_keys(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    keys = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in keys.items() if value != "absent"}))
+
+
+# --- trunks that are carried -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in CARRIED]
+)
+def test_a_carried_trunk_is_sound_and_a_lost_tensor_or_layer_is_found(name: str, tmp_path: Path) -> None:
+    """Also by the conversion, which once wrote what was left and called it proved."""
+    folder = made(tmp_path / name, name)
+    assert alarms(folder) == []
+    whole = read(folder)
+    inside = [key for key in whole if re.search(r"\blayers\.\d+\.", key)]
+    lost = [{key} for key in random.Random(1).sample(inside, 2)]
+    lost += [{key for key in inside if re.search(r"(^|model\.)layers\.1\.", key) and "mtp" not in key}]
+    for names in filter(None, lost):
+        write(folder, {key: tensor for key, tensor in whole.items() if key not in names})
+        assert alarms(folder), names
+        with pytest.raises(ValueError, match=r"lacks|tensors of"):
+            HFModel.read(folder)
+
+
+def with_depth(folder: Path) -> None:
+    """The third layer of GLM-5 becomes its depth."""
+    tensors, place = read(folder), "model.layers.2."
+    shapes = {"eh_proj": (48, 96), "enorm": (48,), "hnorm": (48,), "shared_head.norm": (48,)}
+    write(folder, tensors | {f"{place}{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()})
+    keys = json.loads((folder / "config.json").read_text())
+    short = {name: value[:2] for name, value in keys.items() if isinstance(value, list) and len(value) == 3}
+    with_keys(folder, **short, num_hidden_layers=2, num_nextn_predict_layers=1)
+
+
+def test_depths_of_a_carried_trunk_are_counted(tmp_path: Path) -> None:
+    folder = made(tmp_path / "glm5", "glm_moe_dsa")
+    with_depth(folder)
+    assert alarms(folder) == []
+    assert HFModel.read(folder).layout.depths == 1
+    whole = read(folder)
+    for lost in (r"layers\.2\.", r"layers\.2\.self_attn\.o_proj", r"layers\.2\.enorm"):
+        write(folder, {name: tensor for name, tensor in whole.items() if not re.search(lost, name)})
+        assert any("depth" in one or "MTP dropped" in one for one in alarms(folder))
+        with pytest.raises(ValueError, match=r"depth|lacks"):
+            HFModel.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "depths", "keys", "says"),
+    [
+        ("qwen3_next", 0, {}, "MTP dropped: Models of this family are published with 1 depth, and no key"),
+        ("longcat_flash", 0, {}, "MTP dropped: Models of this family are published with 1 depth, and no key"),
+        ("mimo_v2_flash", 2, {"num_nextn_predict_layers": "absent"}, "depth missing: Models of this family"),
+        ("llama", 0, {"num_nextn_predict_layers": 1}, "depth count: The config says 1 depth, the files hold 0: models"),
+        ("glm4_moe", 1, {"num_nextn_predict_layers": None}, "depth count: No key of the config counts the 1 depth"),
+        ("glm4_moe", 1, {"num_nextn_predict_layers": "absent"}, "depth count: No key of the config counts"),
+        ("glm4_moe", 1, {"num_nextn_predict_layers": 0}, "depth count: The config says 0 depths, the files hold 1"),
+    ],
+)
+def test_counts_of_the_config_are_compared_with_the_files(
+    name: str, depths: int, keys: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    folder = make(tmp_path / name, name, depths)
+    with_keys(folder, **keys)
+    (found,) = alarms(folder)
+    assert found.startswith(says)
+
+
+def test_a_count_of_0_says_that_no_depth_is_wanted(tmp_path: Path) -> None:
+    folder = make(tmp_path / "hf", "qwen3_next", 0)
+    with_keys(folder, mtp_num_hidden_layers=0)
+    assert alarms(folder) == []
+
+
+# --- quantized folders -----------------------------------------------------------------------------------------------
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+DEPTH = ("model.layers.3.",)
+
+
+def coded(tensors: Tensors, form: Callable[[str, Tensor], Tensors], plain: tuple[str, ...] = DEPTH) -> Tensors:
+    """The projections in a quantized form, without those whose names begin so."""
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        whole = not name.endswith("_proj.weight") or name.startswith(plain) or tensor.dim() != 2
+        out |= {name: tensor} if whole else form(name.removesuffix("weight"), tensor)
+    return out
+
+
+def fp8(stem: str, weight: Tensor) -> Tensors:
+    return {f"{stem}weight": weight.to(torch.float8_e4m3fn), f"{stem}weight_scale_inv": torch.ones(1, 1)}
+
+
+def modelopt_fp8(stem: str, weight: Tensor) -> Tensors:
+    scales = {f"{stem}weight_scale": torch.ones(()), f"{stem}input_scale": torch.ones(())}
+    return {f"{stem}weight": weight.to(torch.float8_e4m3fn), **scales}
+
+
+def nvfp4(stem: str, weight: Tensor) -> Tensors:
+    rows, columns = weight.shape
+    scales = torch.ones(rows, columns // 16 or 1).to(torch.float8_e4m3fn)
+    numbers = {"weight": torch.zeros(rows, columns // 2).byte(), "weight_scale": scales}
+    return {
+        stem + n: t for n, t in (numbers | {"weight_scale_2": torch.ones(()), "input_scale": torch.ones(())}).items()
+    }
+
+
+def packed(stem: str, weight: Tensor) -> Tensors:
+    rows, columns = weight.shape
+    numbers = torch.zeros(rows, -(-columns // 8), dtype=torch.int32)
+    size = torch.tensor([rows, columns])
+    return {f"{stem}weight_packed": numbers, f"{stem}weight_scale": torch.ones(rows, 1), f"{stem}weight_shape": size}
+
+
+def int8(stem: str, weight: Tensor) -> Tensors:
+    return {f"{stem}weight": weight.to(torch.int8), f"{stem}weight_scale": torch.ones(weight.size(0), 1)}
+
+
+def awq(stem: str, weight: Tensor) -> Tensors:
+    rows, columns = weight.shape
+    numbers, zeros = (torch.zeros(size, rows // 8, dtype=torch.int32) for size in (columns, 1))
+    return {f"{stem}qweight": numbers, f"{stem}qzeros": zeros, f"{stem}scales": torch.ones(1, rows).half()}
+
+
+def gptq(stem: str, weight: Tensor) -> Tensors:
+    rows, columns = weight.shape
+    numbers = torch.zeros(columns // 8, rows, dtype=torch.int32)
+    whole = {"qweight": numbers, "qzeros": torch.zeros(1, rows // 8, dtype=torch.int32)}
+    others = {"scales": torch.ones(1, rows).half(), "g_idx": torch.zeros(columns, dtype=torch.int32)}
+    return {stem + name: tensor for name, tensor in (whole | others).items()}
+
+
+def nf4(stem: str, weight: Tensor) -> Tensors:
+    parts = {"weight.absmax": torch.ones(4), "weight.quant_map": torch.ones(16)}
+    parts |= {"weight.quant_state.bitsandbytes__nf4": torch.zeros(9).byte()}
+    return {f"{stem}weight": torch.zeros(weight.numel() // 2, 1).byte()} | {stem + n: t for n, t in parts.items()}
+
+
+GROUP = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}}
+FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors], dict[str, Any]]] = {
+    "fp8": (fp8, FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.3"]}),
+    "modelopt fp8": (modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["model.layers.3*"]}),
+    "modelopt nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["*layers.3*"]}),
+    "int4": (packed, {"quant_method": "compressed-tensors", "config_groups": GROUP, "ignore": [r"re:.*layers\.3\..*"]}),
+    "int8": (int8, {"quant_method": "compressed-tensors", "config_groups": GROUP, "ignore": ["re:.*layers.3.*"]}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["model.layers.3"]}),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "dynamic": {r"-:.*layers\.3\..*": {}}}),
+    "bitsandbytes": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+}
+"""Forms, each with a config that leaves the depth unquantized."""
+
+
+def quantized(folder: Path, form: str) -> Path:
+    make(folder, "glm4_moe", 1, torch.bfloat16)
+    write(folder, coded(read(folder), FORMS[form][0]))
+    with_keys(folder, quantization_config=FORMS[form][1])
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sound_quantized_folder_has_no_finding_and_a_lost_part_of_a_weight_is_found(
+    form: str, tmp_path: Path
+) -> None:
+    folder = quantized(tmp_path / "hf", form)
+    assert alarms(folder) == []
+    whole = read(folder)
+    scale = next(name for name in whole if name.endswith(("_scale_inv", "weight_scale", ".scales", ".absmax")))
+    write(folder, {name: tensor for name, tensor in whole.items() if name != scale})
+    assert any(one.startswith("quantization: ") for one in alarms(folder))
+    stem = scale.removesuffix("weight_scale_inv").removesuffix("weight_scale").removesuffix("scales")
+    stem = stem.removesuffix("weight.absmax")
+    write(folder, {name: tensor for name, tensor in whole.items() if not name.startswith(stem)})
+    assert any(f"'{stem}weight'" in one for one in alarms(folder))
+
+
+@pytest.mark.parametrize(
+    ("plain", "listed", "says"),
+    [
+        (DEPTH, ["model.layers.3"], []),
+        (DEPTH, ["lm_head"], ["weights are not quantized, and the config does not list them so"]),
+        (("none",), ["model.layers.3"], ["weights are quantized, but the config lists them as not quantized"]),
+        (("model.",), ["model.layers.3"], ["but no weight is quantized (they are"]),
+    ],
+)
+def test_the_list_of_unquantized_modules_is_compared_with_the_tensors(
+    plain: tuple[str, ...], listed: list[str], says: list[str], tmp_path: Path
+) -> None:
+    folder = make(tmp_path / "hf", "glm4_moe", 1, torch.bfloat16)
+    write(folder, coded(read(folder), fp8, plain))
+    with_keys(folder, quantization_config=FP8 | {"modules_to_not_convert": listed})
+    found = alarms(folder)
+    assert len(found) == len(says)
+    assert all(part in one for part, one in zip(says, found, strict=True))
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_beyond_the_embedding_are_found(tmp_path: Path) -> None:
+    folder = make(tmp_path / "hf", "llama", 0)
+    (folder / "tokenizer.json").write_text(
+        '{"model": {"vocab": {"a": 95}}, "added_tokens": [{"id": 95, "content": "b"}]}'
+    )
+    assert alarms(folder) == []
+    (folder / "tokenizer.json").write_text(
+        '{"model": {"vocab": {"a": 95}}, "added_tokens": [{"id": 96, "content": "b"}]}'
+    )
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 97]}')
+    with_keys(folder, bos_token_id=96)
+    assert [one.split(" is beyond")[0] for one in alarms(folder)] == [
+        "tokenizer: config.json: 'bos_token_id' (96)",
+        "tokenizer: generation_config.json: 'eos_token_id' (97)",
+        "tokenizer: tokenizer.json: 'b' (96)",
+    ]
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_a_whole_file_beside_an_index_is_described_as_it_is(shard: bool, tmp_path: Path) -> None:
+    folder = make(tmp_path / "hf", "llama", 0)
+    name = "model-00001-of-00001.safetensors"
+    index = {"weight_map": dict.fromkeys(read(folder), name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    if shard:
+        (folder / name).write_bytes((folder / "model.safetensors").read_bytes())
+    (found,) = alarms(folder)
+    assert "'model.safetensors' lies beside" in found or "'model.safetensors' and an index" in found
+    assert (f"{len(index['weight_map'])} tensors are in both" if shard else "are missing") in found
+
+
+def test_a_warning_of_both_sides_is_no_difference(tmp_path: Path) -> None:
+    folder = make(tmp_path / "hf", "qwen3_next", 0)
+    assert len(alarms(folder)) == 1
+    both = audit(folder, folder)
+    assert both["ok"]
+    assert any(one["says"].startswith("On both sides: Models of this family") for one in both["findings"])

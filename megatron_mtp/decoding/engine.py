@@ -148,10 +148,10 @@ def check_request(runner: Runner, request: Request) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(request, name) or 0) < 0:
             raise ValueError(f"{name} is {getattr(request, name)}; give 0 or more.")
-    _check_penalties(request)
+    _check_penalties(request, runner.vocab_size)
 
 
-def _check_penalties(request: Request) -> None:
+def _check_penalties(request: Request, vocabulary: int) -> None:
     for name in ("presence", "frequency"):
         value = getattr(request.penalties, name)
         if not -2 <= value <= 2:
@@ -159,3 +159,5 @@ def _check_penalties(request: Request) -> None:
     repetition = request.penalties.repetition
     if not 0 < repetition < float("inf"):
         raise ValueError(f"the repetition penalty is {repetition}; give a number above 0, 1 for none.")
+    if outside := [token for token, _ in request.penalties.bias if not 0 <= token < vocabulary]:
+        raise ValueError(f"the logit bias has the token id {outside[0]}; give 0 to {vocabulary - 1}.")

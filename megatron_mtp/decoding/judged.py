@@ -74,10 +74,19 @@ def penalised(
     if penalties == NO_PENALTIES:
         return logits_RV
     emitted_RV = _counts(text[prompt:], logits_RV) + (0 if drafted_RV is None else drafted_RV)
+    if penalties.bias:
+        tokens, values = zip(*penalties.bias, strict=True)
+        index_T = torch.tensor(tokens, device=logits_RV.device)
+        logits_RV = logits_RV.index_add(1, index_T, logits_RV.new_tensor(values).expand(len(logits_RV), -1))
     there_RV = (emitted_RV > 0) | (_counts(text[:prompt], logits_RV) > 0)
     by = penalties.repetition
     logits_RV = torch.where(there_RV, torch.where(logits_RV > 0, logits_RV / by, logits_RV * by), logits_RV)
-    return logits_RV - penalties.presence * (emitted_RV > 0) - penalties.frequency * emitted_RV
+    logits_RV = logits_RV - penalties.presence * (emitted_RV > 0) - penalties.frequency * emitted_RV
+    if penalties.least and penalties.ends:
+        too_early_R1 = emitted_RV.sum(dim=1, keepdim=True) < penalties.least
+        end_1V = _counts([token for token in penalties.ends if 0 <= token < logits_RV.size(-1)], logits_RV) > 0
+        logits_RV = logits_RV.masked_fill(too_early_R1 & end_1V, -torch.inf)
+    return logits_RV
 
 
 def _counts(tokens: list[int], like_RV: Tensor) -> Tensor:

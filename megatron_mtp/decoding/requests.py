@@ -25,18 +25,24 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True)
 class Penalties:
-    """Changes of the logits by the tokens that a sequence has; the defaults change nothing.
+    """Changes of the logits, by the tokens that a sequence has; the defaults change nothing.
 
     Attributes:
         presence: subtracted once from the logit of every emitted token; -2 to 2.
         frequency: subtracted for each time that it was emitted; -2 to 2.
         repetition: logits of tokens of the prompt and of the sequence are divided by it if positive, else multiplied by
             it (arXiv:1909.05858, section 4.1); above 0.
+        bias: tokens, each with a number that is added to its logit before the penalties.
+        least: the sequence ends at none of `ends` before it has so many new tokens.
+        ends: tokens that are impossible until then.
     """
 
     presence: float = 0.0
     frequency: float = 0.0
     repetition: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    least: int = 0
+    ends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

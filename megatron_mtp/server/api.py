@@ -327,10 +327,10 @@ def _requests(body: Body, served: Served, prompts: list[list[int]]) -> tuple[lis
     stop_ids = (frozenset() if body.ignore_eos else codec.ends) | {*special.values(), *(body.stop_token_ids or ())}
     all_prompts = [prompt for prompt in prompts for _ in range(body.n)]
     choices = [
-        Choice(index, prompt, OutputText(codec.detokenizer(prompt), stops), muted=limit == 0)
+        Choice(index, prompt, OutputText(codec.detokenizer(prompt), stops, body.min_tokens), muted=limit == 0)
         for index, prompt in enumerate(all_prompts)
     ]
-    sampling, penalties, speculative = body.sampling(), body.penalties(), body.speculative()
+    sampling, penalties, speculative = body.sampling(), body.penalties(stop_ids), body.speculative()
     requests = [
         Request(
             prompt=choice.prompt,

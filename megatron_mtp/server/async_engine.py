@@ -37,8 +37,11 @@ from megatron_mtp.server.protocol import APIError, failed
 IDLE = timedelta(days=365)
 """How long ranks wait for a request."""
 
-Message = list[tuple[Request, tuple[str, ...]] | int]
-"""Requests with their stop strings, and numbers of those that are cancelled."""
+MANY_DRAFTS, WORTH_DRAFTING = 1000, 0.01
+"""Drafted tokens after which a server warns once if a smaller share than this was accepted."""
+
+Message = list[tuple[Request, tuple[str, ...], int] | int]
+"""Requests with their stop strings and the tokens before these, and numbers of those that are cancelled."""
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +82,7 @@ class AsyncEngine:
         self._asked, self._ended = set[asyncio.Future[None]](), False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.draining, self.broken = False, False
+        self.draining, self.broken, self._has_warned = False, False, False
         self.load: Load = engine.load
 
     def start(self) -> None:
@@ -177,10 +180,22 @@ class AsyncEngine:
                 if self._engine.busy and not self._ended:
                     updates = self._engine.step()
                     self.load = self._engine.load
+                    self._warn_of_drafts()
                     self._post(self._deliver, updates, time.perf_counter())
         except Exception:
             logger.exception("the engine has failed")
             self._post(self._break)
+
+    def _warn_of_drafts(self) -> None:
+        stats = self.load.stats
+        if not self._has_warned and stats.drafted >= MANY_DRAFTS and stats.accepted < WORTH_DRAFTING * stats.drafted:
+            self._has_warned = True
+            logger.warning(
+                "%d of %d drafted tokens were accepted, so drafting costs time and saves none; see that the MTP layers "
+                "are trained and belong to this trunk (megatron-mtp audit), or serve without --speculative-config",
+                stats.accepted,
+                stats.drafted,
+            )
 
     def _add(self, requests: list[Request], outputs: Outputs, answer: "asyncio.Future[None]", asked: float) -> None:
         numbers: list[int] = []
@@ -218,8 +233,8 @@ class Leader:
     def add(self, request: Request) -> int:
         """Queue a request, here and with the next step everywhere."""
         number = self._engine.add(request)
-        stops = request.cut.stops if isinstance(request.cut, OutputText) else ()
-        self._new.append((replace(request, cut=None), stops))
+        stops, least = (request.cut.stops, request.cut.least) if isinstance(request.cut, OutputText) else ((), 0)
+        self._new.append((replace(request, cut=None), stops, least))
         return number
 
     def cancel(self, request: int) -> None:
@@ -257,8 +272,8 @@ def follow(engine: EngineCore, codec: Codec, group: Any) -> None:
             if isinstance(one, int):
                 engine.cancel(one)
             else:
-                request, stops = one
-                cut = OutputText(codec.detokenizer(request.prompt), stops) if stops else None
+                request, stops, least = one
+                cut = OutputText(codec.detokenizer(request.prompt), stops, least) if stops else None
                 engine.add(replace(request, cut=cut))
         engine.step()
 

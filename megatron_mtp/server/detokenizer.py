@@ -112,10 +112,11 @@ class OutputText:
 
     Attributes:
         stops: the stop strings.
+        least: they are looked for in what comes after so many tokens.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...]) -> None:
-        self.stops, self._detokenizer, self._strings = stops, detokenizer, StopStrings(stops)
+    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], least: int = 0) -> None:
+        self.stops, self.least, self._detokenizer, self._strings = stops, least, detokenizer, StopStrings(stops)
         self._pieces = list[Piece]()
         self._end: int | None = None
 
@@ -140,6 +141,8 @@ class OutputText:
         """Nothing goes out behind a stop string."""
         if self._end is not None:
             return ""
+        if len(self._pieces) < self.least:
+            return piece
         released, stop = self._strings.add(piece)
         if stop is not None:
             self._end = len(self._pieces) + 1
@@ -211,7 +214,7 @@ class TextCodec(Codec):
         self._special = {one.content: id for id, one in backend.get_added_tokens_decoder().items() if one.special}
         form = json.loads(backend.to_str())
         self._bytes = _bytes_of_characters() if _is_byte_level(form) else {}
-        self._longest = _longest_token(form, backend) if self._bytes else None
+        self._longest = longest_token(form, backend) if self._bytes else None
         self._backend, self._long = backend, threading.Lock()
 
     def encode(self, text: str, special: bool, positions: int) -> list[int]:
@@ -309,7 +312,7 @@ def decoded_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return decoded
 
 
-def _longest_token(form: dict[str, Any], backend: Tokenizer) -> int | None:
+def longest_token(form: dict[str, Any], backend: Tokenizer) -> int | None:
     """Characters of a text that one token of a byte-level BPE stands for, at most; None where texts may shrink."""
     normalizer = form["normalizer"] or {"normalizers": []}
     parts = normalizer.get("normalizers", [normalizer])

@@ -198,6 +198,10 @@ class Body(BaseModel):
     n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
     best_of: Integer | None = None
     stop: str | list[str] | None = None
+    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100), Finite]] | None = (
+        None
+    )
+    min_tokens: Annotated[Integer, Field(ge=0)] = 0
     stop_token_ids: list[Integer] | None = None
     ignore_eos: bool = False
     stream: bool = False
@@ -241,6 +245,12 @@ class Body(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_room_for_the_least(self) -> Self:
+        if self.limit is not None and self.min_tokens > self.limit:
+            raise ValueError(f"min_tokens is {self.min_tokens}, and max_tokens is {self.limit}; give fewer")
+        return self
+
     @field_validator("stop")
     @classmethod
     def _can_be_looked_for(cls, given: str | list[str] | None) -> str | list[str] | None:
@@ -263,9 +273,11 @@ class Body(BaseModel):
         """How tokens are chosen."""
         return Sampling.of(self)
 
-    def penalties(self) -> Penalties:
-        """Changes of the logits."""
-        return Penalties(self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+    def penalties(self, ends: frozenset[int]) -> Penalties:
+        """Changes of the logits, of a text that may end with these tokens."""
+        by_text = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        bias = tuple(sorted((self.logit_bias or {}).items()))
+        return Penalties(*by_text, bias, self.min_tokens, ends if self.min_tokens else frozenset())
 
     def seeds(self, count: int) -> list[int]:
         """The given seed and the numbers after it, or random ones. Raises APIError."""

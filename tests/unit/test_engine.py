@@ -605,12 +605,18 @@ def penalised_by_hand(request: Request) -> list[int]:
     for _ in range(request.max_new_tokens):
         logits = trained_forward(twin, text)[0][-1].tolist()
         new = text[len(request.prompt) :]
+        for token, value in penalties.bias:
+            logits[token] += value
         for token in set(text):
             by = penalties.repetition
             logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
         for token in set(new):
             logits[token] -= penalties.presence + penalties.frequency * new.count(token)
+        for token in penalties.ends if len(new) < penalties.least else ():
+            logits[token] = float("-inf")
         text.append(max(range(len(logits)), key=logits.__getitem__))
+        if text[-1] in request.stop_ids:
+            break
     return text[len(request.prompt) :]
 
 
@@ -622,20 +628,30 @@ def test_penalties_are_those_of_their_definition(method: str) -> None:
         Penalties(repetition=1.6),
         Penalties(-1.0, 0.3, 0.8),
         Penalties(),
+        Penalties(bias=((9, 1.5), (92, -100.0))),
+        Penalties(0.0, 0.7, bias=((4, 2.0),)),
     ]
     engine = engine_of()
     wanted = [request_of([5, 6, 7, 5], 25, method, penalties=one) for one in every]
+    some = penalised_by_hand(replace(wanted[1], max_new_tokens=12))
+    ends = frozenset(some[-3:])  # a text ends at one of them, and no earlier than the 8th token where that is asked for
+    for penalties in (Penalties(0.0, 0.7), Penalties(0.0, 0.7, least=8, ends=ends)):
+        every.append(penalties)
+        wanted.append(request_of([5, 6, 7, 5], 25, method, penalties=penalties, stop_ids=ends))
     numbers = [engine.add(request) for request in wanted]
     made = texts_of(drained(engine))
     right = [penalised_by_hand(request) for request in wanted]
     assert [made[number] for number in numbers] == right
     assert len({tuple(text) for text in right}) == len(every)
+    assert len(right[-2]) <= 8 < len(right[-1])
 
 
+@pytest.mark.parametrize("least", [0, 4])
 @pytest.mark.parametrize("parents", [None, [0, 0, 2, 3]], ids=["chain", "tree"])
-def test_penalties_of_a_drafted_row_count_the_drafts_before_it(parents: list[int] | None) -> None:
+def test_penalties_of_a_drafted_row_count_the_drafts_before_it(parents: list[int] | None, least: int) -> None:
     """Every row is what it would be if the drafts on its way had been emitted."""
-    penalties, text, drafts = Penalties(0.5, 0.25, 1.5), [1, 2, 2, 3], [2, 4, 4, 5]
+    penalties = Penalties(0.5, 0.25, 1.5, ((4, 2.0),) if least else (), least, frozenset([1, 6]))
+    text, drafts = [1, 2, 2, 3], [2, 4, 4, 5]
     seen: list[torch.Tensor] = []
 
     def rule(logits_BRV: torch.Tensor, draft: Draft, _: Round) -> Verdict:
@@ -650,6 +666,8 @@ def test_penalties_of_a_drafted_row_count_the_drafts_before_it(parents: list[int
     for row, way in enumerate(ways):
         right_RV = penalised(penalties, text + way, 2, logits_BRV[0, row : row + 1])
         torch.testing.assert_close(seen[0][0, row], right_RV[0])
+        impossible = (right_RV[0] == -torch.inf).nonzero()[:, 0].tolist()
+        assert impossible == ([1, 6] if 2 + len(way) < least else [])
 
 
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "draft_model"])
@@ -676,6 +694,7 @@ def test_automatic_k_changes_no_token(method: str) -> None:
         ({"penalties": Penalties(presence=3)}, "the presence penalty is 3; give -2 to 2"),
         ({"penalties": Penalties(frequency=float("nan"))}, "the frequency penalty is nan"),
         ({"penalties": Penalties(repetition=0)}, "the repetition penalty is 0"),
+        ({"penalties": Penalties(bias=((VOCABULARY, 1.0),))}, f"the token id {VOCABULARY}; give 0 to {VOCABULARY - 1}"),
         ({"speculative": config_from({"method": "parallel_heads"})}, "whose depths are sequential; choose mtp"),
         (
             {"speculative": config_from({"method": "lookahead", "window": 32, "ngram_size": 16})},

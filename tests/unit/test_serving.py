@@ -11,6 +11,7 @@ import openai
 import pytest
 from parrot import NAME, POSITIONS, Parrot, Running, running, words
 
+from megatron_mtp.decoding.requests import Penalties
 from megatron_mtp.server.detokenizer import Codec, TextCodec
 from megatron_mtp.server.protocol import LONGEST_BODY
 
@@ -199,13 +200,14 @@ def test_every_setting_reaches_the_engine(server: Running, monkeypatch: pytest.M
     monkeypatch.setattr(server.engine, "add", lambda request: (seen.append(request), add(request))[1])
     completion(
         server, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, presence_penalty=1, frequency_penalty=-1,
-        repetition_penalty=1.5, seed=9, max_tokens=3, user="me", best_of=1, suffix=None,
+        repetition_penalty=1.5, logit_bias={"7": -3, "5": 1.5}, min_tokens=2, seed=9, max_tokens=3, user="me",
+        best_of=1, suffix=None,
         speculative_config={"method": "mtp", "num_speculative_tokens": 1},
     )  # fmt: skip
     (request,) = seen
     sampling, penalties = request.sampling, request.penalties
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
-    assert (penalties.presence, penalties.frequency, penalties.repetition) == (1, -1, 1.5)
+    assert penalties == Penalties(1, -1, 1.5, ((5, 1.5), (7, -3.0)), 2, frozenset([0]))
     assert (request.seed, request.max_new_tokens, request.stop_ids) == (9, 3, frozenset([0]))
     assert request.speculative.num_speculative_tokens == 1
     assert (request.logprobs, request.prompt_logprobs, request.cut) == (None, None, None)
@@ -258,6 +260,8 @@ BAD: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "suffix": ({"suffix": "end"}, "'suffix' is not served here", "suffix"),
     "best_of": ({"best_of": 3}, "best_of is 3, and n is 1; give n alone", None),
     "special": ({"skip_special_tokens": False}, "not served here with another value than true", "skip_special_tokens"),
+    "least": ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, and max_tokens is 8; give fewer", None),
+    "bias": ({"logit_bias": {"5": 101}}, "logit_bias.5: Input should be less than or equal to 100", "logit_bias.5"),
     "method": ({"speculative_config": {"method": "medusa"}}, "choose one of mtp", "speculative_config"),
     "folder": ({"speculative_config": {"method": "draft_model", "model": "x"}}, "no draft model", "speculative_config"),
     "engine": ({"prompt": [7]}, "no prompt begins with token 7.", None),
@@ -377,6 +381,13 @@ def test_a_stop_string_that_is_a_special_token(client: openai.OpenAI, server: Ru
         assert "padding" not in said["text"]
     done = server.post("/v1/completions", {"prompt": "a", "stop": "<|padding|>b"})
     assert "'<|padding|>' is a special token, which has no text; send it as a stop" in done.json()["error"]["message"]
+
+
+def test_stop_strings_are_looked_for_after_the_least_tokens(server: Running) -> None:
+    for least, text in ((0, "ab"), (3, "abcab"), (6, "abcabcab")):
+        streamed = events(server, "/v1/completions", prompt="abc", stop="c", max_tokens=20, min_tokens=least)
+        assert "".join(event["choices"][0]["text"] for event in streamed) == text
+        assert streamed[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_long_values_are_not_echoed(server: Running) -> None:

@@ -1,6 +1,9 @@
 """Characters as they come, and stop strings: the same however tokens arrive, none broken, none too early."""
 
+import json
 import math
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 from parrot import tokenizer_in, words
 from tokenizers import Tokenizer, decoders, models
 
-from megatron_mtp.server.detokenizer import Codec, Detokenizer, OutputText, StopStrings, TextCodec
+from megatron_mtp.server.detokenizer import Codec, Detokenizer, OutputText, StopStrings, TextCodec, longest_token
 from megatron_mtp.server.outputs import finite
 
 LETTERS = st.text(alphabet="ab €🙂ü\n", max_size=12)
@@ -141,6 +144,35 @@ def test_a_tokenizer_without_a_compiled_part_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(ValueError, match=r"has no tokenizer.json; give one that has"):
         TextCodec(tokenizer, frozenset())
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(codec: TextCodec) -> None:
+    encoding, turns = threading.Thread(target=codec.encode, args=("a" * 3_000_000, False, 10**7)), 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 5
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "strips", "longest"),
+    [
+        (None, False, 13),
+        ({"type": "NFC"}, False, 52),
+        ({"type": "Sequence", "normalizers": []}, False, 13),
+        ({"type": "Strip", "strip_left": True, "strip_right": True}, False, None),
+        (None, True, None),
+    ],
+)
+def test_texts_are_too_long_before_they_are_tokenized(
+    normalizer: dict[str, Any] | None, strips: bool, longest: int | None, codec: TextCodec
+) -> None:
+    """The longest token is <|endoftext|>; a text that a normalizer or an added token may shorten is tokenized."""
+    assert codec.backend is not None
+    form = json.loads(codec.backend.to_str())
+    form["normalizer"], form["added_tokens"][0]["rstrip"] = normalizer, strips
+    assert longest_token(form, codec.backend) == longest
 
 
 @pytest.mark.parametrize(("logprob", "written"), [(-1.5, -1.5), (-math.inf, -9999.0), (math.nan, -9999.0)])

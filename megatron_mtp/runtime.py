@@ -22,6 +22,7 @@ def quieten() -> None:
     with contextlib.redirect_stderr(io.StringIO()):
         prepare()
     logging.getLogger().setLevel(logging.ERROR)
+    logging.getLogger("megatron_mtp").setLevel(logging.WARNING)  # ours are for the user
     for name in ("megatron", "transformers", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

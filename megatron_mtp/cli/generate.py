@@ -1,7 +1,6 @@
 """`megatron-mtp generate`: a checkpoint and prompts in, texts and their cost out."""
 
 import json
-import logging
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -46,7 +45,6 @@ def main(arguments: list[str], program: str) -> int:
     """Generate; bad input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
     quieten()
-    logging.getLogger("megatron_mtp").setLevel(logging.WARNING)  # ours are for the user
 
     from megatron_mtp.decoding.text import own_output
 

@@ -32,6 +32,9 @@ class CpuStream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def record_event(self, event: "CpuEvent | None" = None) -> "CpuEvent":
         event = event or CpuEvent()
         event.record()

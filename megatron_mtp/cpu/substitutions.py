@@ -111,7 +111,10 @@ def _cuda_rows() -> list[Substitution]:
             get_device_capability=stand_ins.cpu_capability,
         ),
         *_rows(
-            torch.accelerator, "the RNG tracker asks for the index of its device", current_device_index=stand_ins.zero
+            torch.accelerator,
+            "the RNG tracker asks for the index of its device, and torch 2.15's optimizers whether its stream captures",
+            current_device_index=stand_ins.zero,
+            current_stream=stand_ins.CpuStream,
         ),
         *_rows(
             torch.cuda,

@@ -18,9 +18,9 @@ from torch import Tensor
 from megatron_mtp.checkpoint.audit.finding import WARNING, Finding
 from megatron_mtp.checkpoint.audit.side import DEPTH, EMBEDDING, HEAD, Entry, HFSide, MegatronSide, Side
 from megatron_mtp.checkpoint.convert.plan import lost_features, zero_features
-from megatron_mtp.checkpoint.families.blocks import FUSED_NORM, OWN_NORM
 from megatron_mtp.checkpoint.families.rules import MinusOne, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
+from megatron_mtp.checkpoint.mcore.keys import FUSED_NORM, OWN_NORM
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 from megatron_mtp.model.pattern import without_stages
 

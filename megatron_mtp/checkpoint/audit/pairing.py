@@ -181,7 +181,8 @@ def _checkpoints(a: MegatronSide, b: MegatronSide) -> Pairing:
         try:
             halves = Halves.of(pattern)
             new = [str if side.pattern is not None else halves.hybrid_key for side in (a, b)]
-            keys = tuple({name(k): e for k, e in s.items()} for name, s in zip(new, keys, strict=True))  # type: ignore[assignment]
+            renamed = [{name(k): e for k, e in held.items()} for name, held in zip(new, keys, strict=True)]
+            keys = renamed[0], renamed[1]
         except (ValueError, IndexError) as error:
             says = f"The GPT has no form with the hybrid's layers '{pattern}'; keys are compared as they are: {error}"
             findings.append(Finding("not compared", says, "audit checkpoints of the same model", WARNING))

@@ -79,13 +79,11 @@ def _check_names(names: Iterable[str], folder: Path) -> None:
                 raise ValueError(f"{folder} is saved with {what} around the model ('{name:.100}'); {remedy}.")
 
 
+PEFT = ("peft", "merge its adapter, and save the result: model.merge_and_unload().save_pretrained(...)")
 WRAPPED = {
     "_orig_mod.": ("torch.compile", "save the model inside of it: model._orig_mod.save_pretrained(...)"),
-    "base_model.model.": (
-        "peft",
-        "merge its adapter, and save the result: model.merge_and_unload().save_pretrained(...)",
-    ),
-    ".lora_A.": ("peft", "merge its adapter, and save the result: model.merge_and_unload().save_pretrained(...)"),
+    "base_model.model.": PEFT,
+    ".lora_A.": PEFT,
     "_fsdp_wrapped_module.": ("FSDP", "save the model inside of it, with a full state dict"),
 }
 """Parts of names that a model gets from what wraps it in training."""
@@ -114,13 +112,13 @@ def check_carried(path: Path, config: HFConfig, family: Family, names: Collectio
             depths[depth].append(name)
         elif match := IN_LAYER.match(name):
             layers[int(match.group(2))].append(name)
-    thin = [name for lost in thin_depths(depths, layers).values() for name in lost]
+    thin = [name for lacks in thin_depths(depths, layers).values() for name in lacks]
     whole = [
         f"model.layers.{index}" for index in range(config.keys.get("num_hidden_layers") or 0) if index not in layers
     ]
-    for name in (*whole, *lost_of_class(path, names), *thin):
+    if lost := [*whole, *lost_of_class(path, names), *thin]:
         raise ValueError(
-            f"{path} lacks '{name}', which other layers or transformers' class of '{config.model_type}' have; fetch "
+            f"{path} lacks '{lost[0]}', which other layers or transformers' class of '{config.model_type}' have; fetch "
             "the folder again, or correct the config."
         )
 

@@ -106,7 +106,9 @@ def linear_loss(
             loss of the same backward pass has to give the weight one: with `--overlap-grad-reduce` DDP asks for it.
     """
     dims = hidden[0].dim() - 1
-    states_NH = torch.stack([states.to(weight_VH.dtype) for states in hidden], dims).flatten(0, dims)
+    states = [each.to(weight_VH.dtype) for each in hidden]
+    stacked = torch.stack(states, dims) if len(states) > 1 else states[0].unsqueeze(dims)  # a stack of one is a copy
+    states_NH = stacked.flatten(0, dims)
     if not torch.is_grad_enabled():  # autograd functions ignore no_grad, so detach here
         weight_VH, states_NH = weight_VH.detach(), states_NH.detach()
     if teacher is not None:

@@ -15,6 +15,7 @@ from trunk_models import LEFT
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.cli.convert import main
 
 Spoil = Callable[[Path], None]
 CARRIED = [*LEFT, "mimo_v2_flash", "longcat_flash", "step3p7", "ernie4_5_moe", "exaone_moe", "exaone4_5", "glm_ocr"]
@@ -268,3 +269,15 @@ def test_a_warning_of_both_sides_is_no_difference(tmp_path: Path) -> None:
     both = audit(folder, folder)
     assert both["ok"]
     assert any(one["says"].startswith("On both sides: Models of this family") for one in both["findings"])
+
+
+def test_an_export_without_the_depths_that_published_models_have_counts_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(tmp_path / "hf", "qwen3_next", 0)
+    assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["MTP layers missing"].startswith("1 of 1 of the published models")
+    assert main(["mcore-to-hf", str(tmp_path / "mcore"), str(tmp_path / "back")]) == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["mtp_num_hidden_layers"] == 0
+    assert alarms(tmp_path / "back") == []

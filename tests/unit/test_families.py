@@ -36,11 +36,16 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
+COUNTED = {("qwen3_next", 0): {"mtp_num_hidden_layers": 0}, ("mimo_v2_flash", 1): {"num_nextn_predict_layers": 1}}
+"""Keys that an export adds where a folder has other depths than the published ones and does not say so."""
+
+
 @pytest.mark.parametrize(("name", "depths"), CASES)
 def test_a_round_trip_gives_back_every_bit_and_key(tmp_path: Path, name: str, depths: int) -> None:
     source, back = there_and_back(tmp_path, name, depths, torch.bfloat16)
     same(read(source), read(back))
-    assert json.loads((source / "config.json").read_text()) == json.loads((back / "config.json").read_text())
+    counted = COUNTED.get((name, depths), {})
+    assert json.loads((source / "config.json").read_text()) | counted == json.loads((back / "config.json").read_text())
     assert (back / "tokenizer.json").is_file()
 
 

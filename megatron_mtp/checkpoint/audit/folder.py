@@ -209,7 +209,8 @@ def _check_hidden(side: HFSide) -> None:
         by = "which the index does not list" if named else f"which lies beside '{SINGLE}' without an index"
         says = f"transformers does not open '{file}', {by}: it holds {counted(len(lost), 'tensor')} that no other file "
         says += f"has{of_depths}: {listed(lost)}."
-        advice = f"name its tensors in {INDEX}, or remove it"
+        read = "convert the folder, which reads it (hf-to-mcore) and writes one index (mcore-to-hf)"
+        advice = f"name its tensors in {INDEX}, {read}, or remove it" if lost else "remove it"
         side.findings.append(Finding("unindexed file", says, advice, ERROR if lost else WARNING, tuple(lost)))
 
 

@@ -176,8 +176,9 @@ def with_depths(keys: dict[str, Any], depths: int, pattern: str | None = None) -
     stored = family_of(config).depths
     if stored is None:
         return keys
+    counts_alone = stored.published or None if stored.default is None else stored.default
     configured = stored.configured(config)
-    if (stored.default if configured is None else configured) in (None, depths):
+    if (counts_alone if configured is None else configured) in (None, depths):
         return keys
     counts: dict[str, Any] = {key: depths for key in stored.keys if config.has(key)} or {stored.keys[0]: depths}
     if depths and stored.layers_key is not None and pattern is not None:

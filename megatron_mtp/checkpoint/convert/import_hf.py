@@ -69,6 +69,10 @@ def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
     """Facts that a user should know about the import of a folder, by name."""
     reason, beside = getattr(args, "megatron_mtp_untrainable", None), model.folder.side_files
     found: dict[str, Any] = {"read beside the model": ", ".join(beside)} if beside else {}
+    depths, held = model.family.depths, model.layout.depths
+    if depths is not None and depths.configured(model.config) is None and held < depths.published:
+        lost = f"{depths.published - held} of {depths.published}"
+        found["MTP layers missing"] = f"{lost} of the published models of this family; no key of the config counts them"
     return found if reason is None else found | {"trainable here": False, "why not": reason}
 
 

@@ -102,6 +102,18 @@ def test_counts_of_the_config_are_compared_with_the_files(
     assert found.startswith(says)
 
 
+@pytest.mark.parametrize("copy", ["embed_tokens", "shared_head.head"])
+def test_a_copy_that_is_no_longer_the_trunks_is_found(copy: str, tmp_path: Path) -> None:
+    """Fine-tuning changes embedding and head, and leaves the copies of a depth as they were."""
+    folder = make(tmp_path / "hf", "glm4_moe", 1, torch.bfloat16)
+    whole = read(folder)
+    (name,) = (key for key in whole if key.endswith(f"layers.3.{copy}.weight"))
+    assert alarms(folder) == []
+    write(folder, whole | {name: whole[name] * 1.5})
+    (found,) = alarms(folder)
+    assert found.startswith(f"stale copy: '{name}'")
+
+
 def test_a_count_of_0_says_that_no_depth_is_wanted(tmp_path: Path) -> None:
     folder = make(tmp_path / "hf", "qwen3_next", 0)
     with_keys(folder, mtp_num_hidden_layers=0)

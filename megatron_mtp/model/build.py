@@ -34,6 +34,7 @@ from torch import Tensor
 from megatron_mtp.config import MTPConfig, trained_depths
 from megatron_mtp.cpu import substitutions
 from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
+from megatron_mtp.model.latent import PLAIN_QUERIES
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.portable import (
     PortableAttention,
@@ -237,7 +238,7 @@ def _layer_spec(config: MTPGPTModelConfig, vp_stage: int | None) -> Any:
 def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None) -> Any:
     """The trunk's layers and final norm, with portable modules where Megatron's local ones would stand."""
     if config.transformer.transformer_impl != "local":
-        return layer_spec
+        return with_modules(layer_spec, PLAIN_QUERIES)
     if isinstance(layer_spec, ModuleSpec) and layer_spec.module is TransformerLayer:
         layers = get_num_layers_to_build(config.transformer, vp_stage)
         layer_spec = TransformerBlockSubmodules([layer_spec] * layers, LayerNormImpl)
@@ -271,6 +272,6 @@ def _mtp_submodules(
     if config.mtp.mtp_repeated_layer_shares_kv:
         submodules = replace(submodules, shares_kv=True)
     if use_te:
-        return submodules
+        return with_modules(submodules, PLAIN_QUERIES)
     portable: MultiTokenPredictionLayerSubmodules = with_portable_modules(submodules, transformer)
     return with_modules(portable, {PortableAttention: SharingAttention}) if portable.shares_kv else portable

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from megatron_mtp import runtime
 from megatron_mtp.model.delta import PortableGatedDeltaNet
+from megatron_mtp.model.latent import PLAIN_QUERIES
 from megatron_mtp.model.mamba import PortableMamba
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.pattern import SHARDED_STACK
@@ -142,7 +143,7 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
         swaps[GatedDeltaNet] = PortableGatedDeltaNet
     submodules = with_modules(submodules, swaps)
     if use_te:
-        return ModuleSpec(HybridStack, submodules=submodules)
+        return ModuleSpec(HybridStack, submodules=with_modules(submodules, PLAIN_QUERIES))
     return ModuleSpec(PortableStack, submodules=with_portable_modules(submodules, config))
 
 

@@ -1,13 +1,14 @@
-"""Multi-latent attention on Megatron's own linear layers: what its gradients need under tensor parallelism.
+"""Multi-latent attention: as DeepSeek-V2-Lite defines it without compressed queries, and on Megatron's own layers.
 
-The down-projections are column-parallel here, where TE keeps a whole copy on every rank. Megatron gathers their output,
-and takes the gradients of a gathered tensor to be the same on all ranks. Two are not (megatron-core 0.19.2):
+Queries that are not compressed (`q_lora_rank` None) have no norm here, as in DeepSeek-V2-Lite and Moonlight. Megatron's
+own module puts one inside their projection, behind the layer's input norm; only TE has such a projection.
+
+With Megatron's own layers the down-projections are column-parallel, where TE keeps a whole copy on every rank. Megatron
+gathers their output, and takes the gradients of a gathered tensor to be the same on all ranks. Two are not
+(megatron-core 0.19.2):
 
 - the rotary part of the keys goes straight to each rank's own heads, which is a part of its gradient;
 - gradients of anything called `q_layernorm` are summed over the ranks, also where each rank has all of it.
-
-Queries that are not compressed (`q_lora_rank` None) have no norm here, as in DeepSeek-V2-Lite and Moonlight. Megatron's
-own module wants one inside their projection, which only TE has, and which those models do not compute.
 """
 
 from typing import Any
@@ -23,14 +24,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from torch import Tensor
 
 
-class PortableLatentAttention(MLASelfAttention):
-    """Megatron's MLA, with the gradients of one process."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
-            for weight in self.q_layernorm.parameters():
-                weight.register_hook(self._share_of_sum)
+class LatentSelfAttention(MLASelfAttention):
+    """Megatron's MLA, without a norm of queries that are not compressed."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         """Classes of the norms and of the projections behind them, by attribute."""
@@ -44,6 +39,20 @@ class PortableLatentAttention(MLASelfAttention):
             "q_layernorm": IdentityOp,
             "kv_layernorm": submodules.kv_layernorm,
         }
+
+
+PLAIN_QUERIES = {MLASelfAttention: LatentSelfAttention}
+"""What stands in specs of Transformer Engine's layers for Megatron's own module."""
+
+
+class PortableLatentAttention(LatentSelfAttention):
+    """The same on Megatron's own linear layers, with the gradients of one process."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
+            for weight in self.q_layernorm.parameters():
+                weight.register_hook(self._share_of_sum)
 
     def _share_of_sum(self, gradient: Tensor) -> Tensor:
         return gradient / self.tp_group.size()

@@ -16,7 +16,13 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
 from megatron_mtp.checkpoint.mcore.iterations import RELEASE, named_iteration, repair_tracker
-from megatron_mtp.checkpoint.mcore.reader import DistReader, absent_layers, read_errors, stored_draft_vocabulary
+from megatron_mtp.checkpoint.mcore.reader import (
+    DistReader,
+    absent_layers,
+    check_query_norms,
+    read_errors,
+    stored_draft_vocabulary,
+)
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
 from megatron_mtp.model.pattern import trunk_and_depths
@@ -128,7 +134,11 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
         return ()
     name, folder = found
     source = f"{FLAGS[name]} {getattr(args, name)}"
-    stored = DistReader(folder).state().get("args") if (folder / FORMAT).exists() else None
+    stored = None
+    if (folder / FORMAT).exists():
+        reader = DistReader(folder)
+        check_query_norms(reader, source)
+        stored = reader.state().get("args")
     if stored is not None:
         _check_layers(args, stored, f"{source} holds")
     absent: tuple[int, ...] = ()

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.model import arguments
 from megatron_mtp.model.build import build, config_of, join_world
+from megatron_mtp.model.latent import PLAIN_QUERIES
 from megatron_mtp.model.trunk import MTPTrunk
 
 COMMON = """
@@ -38,7 +40,10 @@ KINDS = {
     "moe-shared": f"{GQA} --qk-layernorm {MOE} {SHARED}",
     "mla-moe": f"{MLA} --q-lora-rank 24 {MOE} {SHARED}",
     "mla-dense": f"{MLA} --q-lora-rank 24",
+    "mla-moe-plain-queries": f"{MLA} {MOE} {SHARED}",
 }
+OF_MEGATRON = "query-norms"
+"""A checkpoint as Megatron's own module has plain queries: behind a norm, which DeepSeek-V2-Lite does not have."""
 
 
 WEIGHTS = "weights.safetensors"
@@ -67,13 +72,18 @@ def save(folder: str) -> None:
     """A checkpoint of every kind, as Megatron saves it, and beside it the weights by their names in the model."""
     join_world(alone=True)
     for kind in KINDS:
-        args, model = made(kind)
-        step = Path(folder, kind, "iter_0000001")
-        step.mkdir(parents=True)
-        state = {"args": args, "checkpoint_version": 3.0, "iteration": 1, "model": model.sharded_state_dict()}
-        dist_checkpointing.save(state, str(step))
-        (step.parent / "latest_checkpointed_iteration.txt").write_text("1")
-        save_file(weights(model), step.parent / WEIGHTS)
+        write(Path(folder, kind), *made(kind))
+    with mock.patch.dict(PLAIN_QUERIES, clear=True):
+        write(Path(folder, OF_MEGATRON), *made("mla-moe-plain-queries"))
+
+
+def write(folder: Path, args: Namespace, model: MTPTrunk) -> None:
+    step = folder / "iter_0000001"
+    step.mkdir(parents=True)
+    state = {"args": args, "checkpoint_version": 3.0, "iteration": 1, "model": model.sharded_state_dict()}
+    dist_checkpointing.save(state, str(step))
+    (folder / "latest_checkpointed_iteration.txt").write_text("1")
+    save_file(weights(model), folder / WEIGHTS)
 
 
 def load(folder: str) -> None:

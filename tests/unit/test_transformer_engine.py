@@ -5,16 +5,22 @@ Its modules are built in a process of their own, since `prepare()` hides them on
 
 import subprocess
 import sys
+from argparse import Namespace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from te_cases import KINDS, WEIGHTS
+from te_cases import KINDS, OF_MEGATRON, WEIGHTS
 
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.cli.main import main
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.load import load_runner
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.training.loading import check_stored
 
 try:
     version("transformer-engine")
@@ -58,6 +64,27 @@ def test_portable_modules_have_the_weights(kind: str, saved: Path) -> None:
             name = name.replace(theirs, ours)
         assert torch.equal(value, found.pop(name)), name
     assert not found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_checkpoint_drafts_as_the_portable_model(kind: str, saved: Path) -> None:
+    def texts(runner: Runner) -> list[list[int]]:
+        return generate(runner, [[1, 2, 3], [4, 5]], 8, speculative={"method": "mtp"}).token_ids
+
+    assert texts(load_runner(saved / kind)) == texts(Runner(load_model(saved / kind)))
+
+
+def test_norms_of_plain_queries_are_refused(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron's own module has them, and they were left out in silence."""
+    folder = saved / OF_MEGATRON
+    assert any("linear_q_proj.layer_norm_weight" in name for name in load_file(folder / WEIGHTS))
+    with pytest.raises(ValueError, match="has norms in front of linear_q_proj"):
+        load_runner(folder)
+    run = Namespace(load=str(folder), pretrained_checkpoint=None, ckpt_step=None, non_persistent_ckpt_type=None)
+    with pytest.raises(ValueError, match=r"--load .* has norms in front of linear_q_proj"):
+        check_stored(run, MTPConfig())
+    assert main(["convert", "mcore-to-hf", str(folder), str(saved / "none")]) == 2
+    assert "linear_q_proj.layer_norm_weight" in capsys.readouterr().err
 
 
 def test_a_conversion_loads_into_transformer_engine(saved: Path) -> None:

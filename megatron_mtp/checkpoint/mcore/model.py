@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megatron_mtp.checkpoint.mcore.keys import other_key
-from megatron_mtp.checkpoint.mcore.reader import DistReader, read_errors, stored_draft_vocabulary
+from megatron_mtp.checkpoint.mcore.reader import DistReader, check_query_norms, read_errors, stored_draft_vocabulary
 from megatron_mtp.model.arguments import check_trainable, completed
 from megatron_mtp.model.build import MTPModelConfig, build, config_of, join_world
 from megatron_mtp.model.trunk import MTPTrunk
@@ -59,8 +59,10 @@ def fill(model: MTPTrunk, reader: DistReader, parts: tuple[str, ...] = ("",)) ->
         parts: prefixes of the parameters to load; by default all.
 
     Raises:
+        ValueError: the checkpoint has norms that the model lacks.
         DamagedError: they cannot be loaded.
     """
+    check_query_norms(reader, str(reader.folder))
     metadata = dist_checkpointing.load_content_metadata(str(reader.folder)) or {}
     every = model.sharded_state_dict(metadata=metadata)
     entries: dict[str, Any] = {"model": {name: every[name] for name in every if name.startswith(parts)}}

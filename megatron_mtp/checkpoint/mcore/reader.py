@@ -52,6 +52,7 @@ HYBRID_NORM = "decoder.final_norm.weight"
 """A key that checkpoints of hybrids have, and those of GPTs have not."""
 HEAD_STATE = "output_layer._extra_state/shard_0_1"
 """State of a kernel that Megatron's hybrid expects, and its GPT does not."""
+_QUERY_NORM = "self_attention.linear_q_proj.layer_norm_"
 STATE = r"(?:chained_\d+\.)?optimizer\."
 """How the keys of the optimizer's tensors begin."""
 _STATE = re.compile(STATE)
@@ -263,6 +264,20 @@ class _Target:
     def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
         """Keep an object."""
         self.held = value.getvalue()
+
+
+def check_query_norms(reader: DistReader, name: str) -> None:
+    """Refuse a checkpoint with norms of queries that are not compressed, which no layer here has (`model/latent.py`).
+
+    Raises:
+        ValueError: there is one.
+    """
+    if any(_QUERY_NORM in key for key in reader.keys):
+        raise ValueError(
+            f"{name} has norms in front of linear_q_proj, which Megatron-LM computes with Transformer Engine and no "
+            "--q-lora-rank, and DeepSeek-V2-Lite, Moonlight and this package do not; train it here from the start, or "
+            "with --q-lora-rank."
+        )
 
 
 def _unstacked(key: str) -> str:

@@ -1,6 +1,7 @@
 """Continuous batching against `generate` in float32: the same tokens, whatever comes when."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -644,6 +645,35 @@ def test_penalties_are_those_of_their_definition(method: str) -> None:
     assert [made[number] for number in numbers] == right
     assert len({tuple(text) for text in right}) == len(every)
     assert len(right[-2]) < 8 < len(right[-1])
+
+
+def penalties_p_value(method: str) -> float:
+    """Of the chi-square test over the 36 texts of four tokens without an end in the first two, over three tokens."""
+    penalties, sampling = Penalties(0.4, 0.7, 1.3, ((1, 0.8),), 2, frozenset([2])), Sampling(1.5)
+    twin, prompt, seeds = model_of("gqa"), [0, 1, 2, 0, 1, 2, 1], 3000
+    engine = Engine(Runner(model_of("gqa", 3, torch.float32), vocab_size=3), EngineSettings(running=100, waiting=seeds))
+    for seed in range(seeds):
+        engine.add(request_of(prompt, 4, method, penalties=penalties, sampling=sampling, seed=seed))
+    observed = Counter(map(tuple, texts_of(drained(engine, 20 * seeds)).values()))
+    expected: dict[tuple[int, ...], float] = {(): float(seeds)}
+    for _ in range(4):
+        expected = {
+            (*path, token): count * chance
+            for path, count in expected.items()
+            for logits_V in [trained_forward(twin, [*prompt, *path])[0][-1:, :3]]
+            for given in [penalised(penalties, [*prompt, *path], len(prompt), logits_V)[0]]
+            for token, chance in enumerate(sampling.probabilities(given).tolist())
+            if chance
+        }
+    assert observed.keys() <= expected.keys()
+    statistic = sum((observed[path] - count) ** 2 / count for path, count in expected.items())
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(statistic / 2)))
+
+
+@pytest.mark.parametrize("method", ["mtp", pytest.param("mtp_tree", marks=pytest.mark.matrix)])
+def test_sampled_texts_with_penalties_have_the_distribution_of_their_definition(method: str) -> None:
+    """With a bias and ends that may not come early, drafted all the while."""
+    assert penalties_p_value(method) > 1e-3
 
 
 @pytest.mark.parametrize("least", [0, 4])

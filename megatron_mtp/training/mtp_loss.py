@@ -1,13 +1,13 @@
 """The depths' loss in a training loop that is not Megatron's: fine-tuning, and RL trainers whose policy has MTP.
 
-    hidden_SBH = trunk_states(model, tokens_BS)
-    loss = policy_loss(hidden_SBH, ...) + 0.1 * mtp_loss(hidden_SBH, model, tokens_BS, labels_BS, mask_BS).loss
+    logits_BSV, hidden_SBH = model(tokens_BS, position_ids_BS, mask, output_processor=logits_and_states)
+    loss = policy_loss(logits_BSV, ...) + 0.1 * mtp_loss(hidden_SBH.detach(), model, tokens_BS, None, mask_BS).loss
 
-Rows of several documents, as trainers pack rollouts, have `document_BS` in both calls: trunk and depths then attend
-within documents, and a row computes what its documents compute one by one.
+The first call is the forward of the loop, in any layout and in Megatron's schedules; without a policy loss
+`trunk_states` does it. Rows of several documents, as trainers pack rollouts, have `packed_seq_params` in both calls, or
+`document_BS`: trunk and depths then attend within documents, and a row computes what its documents compute one by one.
 
-One pipeline stage; tensor and sequence parallelism as the model has them. Letters in names: S sequence, B batch, H
-hidden, D depths.
+Letters in names: S sequence, B batch, H hidden, D depths, V this rank's slice of the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,19 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import _fork_rng
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.batch import DepthBatch, depth_batch, mask_ignored_labels
-from megatron_mtp.data.shift import NO_DOCUMENT, inside_document, shift_left
+from megatron_mtp.data.batch import DepthBatch, depth_batch, mask_ignored_labels, positions_of_ranks
+from megatron_mtp.data.shift import NO_DOCUMENT, documents_from_offsets, inside_document, shift_left
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.combine import depth_weights
 from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs
-from megatron_mtp.model.trunk import MTPTrunk
+from megatron_mtp.model.trunk import MTPTrunk, StageOutput
 from megatron_mtp.training.objective import NextTokensObjective
 
 
@@ -35,29 +37,47 @@ class MTPLoss:
 
     Attributes:
         loss: (1 / D) sum_d w_d mean_d, to be weighted with lambda and trained on; of e2e_tv the mean over positions.
-        depth_means: [D], the mean loss of every depth over its own unmasked tokens.
+            With a normalizer it has the sums divided by it in the place of the means. Under context parallelism it is
+            this rank's part, and the parts add up to the loss.
+        depth_means: [D], the mean loss of every depth over its own unmasked tokens, of all context-parallel ranks.
     """
 
     loss: Tensor
     depth_means: Tensor
 
 
-def trunk_states(model: MTPTrunk, tokens_BS: Tensor, document_BS: Tensor | None = None) -> Tensor:
+def logits_and_states(stage: StageOutput) -> tuple[Tensor, Tensor]:
+    """For `output_processor` of a model's forward: its logits [B, S, V] and the states [S, B, H] for `mtp_loss`.
+
+    The logits are bit by bit those of a forward without labels. Stages before the last one return what they always do.
+    """
+    return stage.head.project(stage.hidden_SBH).transpose(0, 1).contiguous(), stage.hidden_SBH
+
+
+def trunk_states(model: torch.nn.Module, tokens_BS: Tensor, document_BS: Tensor | None = None) -> Tensor:
     """The trunk's hidden states after its final norm, [S, B, H], with their graph.
 
     Args:
-        tokens_BS: whole sequences.
+        model: of one pipeline stage; wrapped or not.
+        tokens_BS: whole sequences; a context-parallel rank computes its part of them.
         document_BS: as in `mtp_loss`.
 
     Raises:
-        ValueError: sequence parallelism cuts several rows with documents.
+        ValueError: sequence parallelism cuts several rows with documents, or the model has several stages.
     """
-    packed = None if document_BS is None else _packed(model, document_BS)
+    trunk: MTPTrunk = unwrap_model(model)
+    if not (trunk.pre_process and trunk.post_process):
+        raise ValueError(
+            "trunk_states runs a whole model, and this is one of several pipeline stages; call the model in Megatron's "
+            "schedule, with output_processor=logits_and_states."
+        )
+    packed = None if document_BS is None else _packed(trunk, document_BS)
     joined_BS = tokens_BS if packed is None else tokens_BS.reshape(1, -1)
+    positions_S = _own_positions(trunk, joined_BS, packed)
     states: Tensor = model(
-        joined_BS,
-        _positions(joined_BS),
-        None if packed is not None else square_mask(joined_BS.size(1), tokens_BS.device),
+        joined_BS[:, positions_S],
+        positions_S.expand(len(joined_BS), -1),
+        None if packed is not None else square_mask(joined_BS.size(1), tokens_BS.device)[:, :, positions_S],
         packed_seq_params=packed,
         output_processor=lambda stage: stage.hidden_SBH,  # there is no batch of depths, so they are not run
     )
@@ -66,79 +86,133 @@ def trunk_states(model: MTPTrunk, tokens_BS: Tensor, document_BS: Tensor | None 
 
 def mtp_loss(
     hidden_SBH: Tensor,
-    model: MTPTrunk,
+    model: torch.nn.Module,
     tokens_BS: Tensor,
     labels_BS: Tensor | None,
     loss_mask_BS: Tensor,
     settings: MTPConfig | None = None,
     document_BS: Tensor | None = None,
+    *,
+    packed_seq_params: PackedSeqParams | None = None,
+    normalizer: Tensor | float | None = None,
 ) -> MTPLoss:
     """The loss of the model's depths on the trunk's hidden states.
 
     Args:
-        hidden_SBH: from `trunk_states` or a forward of your own. Detached, it keeps the depths' loss out of the whole
-            trunk, its embedding and head too; so does `mtp_train_only` in the settings.
-        tokens_BS: what the trunk saw.
+        hidden_SBH: from `logits_and_states` or `trunk_states`, as this rank has them. Detached, they keep the depths'
+            loss out of the whole trunk, its embedding and head too; so does `mtp_train_only` in the settings. Then the
+            trunk's gradients are bit by bit those of a step without this call.
+        model: the last pipeline stage, wrapped or not.
+        tokens_BS: what the trunk saw, whole sequences under context parallelism too.
         labels_BS: t_{i+1} at position i, as the trunk has them; -100 counts as masked. The depths' are shifted here.
             None for the next tokens of `tokens_BS`.
         loss_mask_BS: 1 where the label counts, such as the answer of a prompt or the tokens of a rollout.
-        settings: loss, temperature and weights of the depths; cross-entropy by default. A draft vocabulary is the
-            model's own, whatever they say.
+        settings: loss, temperature and weights of the depths; cross-entropy by default. The soft labels of kd and
+            tv are the trunk's own, without a gradient. A draft vocabulary is the model's own, whatever they say.
         document_BS: a number for every position, equal within a document, where a row has several; -1 on padding.
+        packed_seq_params: the forward's own, of one row, in the place of `document_BS`.
+        normalizer: divides the sum of every depth, so that microbatches and ranks add up: the tokens of a global batch,
+            or a tensor that broadcasts to [B, S], such as every sequence's length times the number of sequences. None
+            for each depth's own unmasked tokens in this call.
 
     Raises:
-        ValueError: the model has no depths, the shapes differ, there is no such loss, hidden states are to be mixed, or
+        ValueError: the stage has no depths, shapes differ, there is no such loss, hidden states are to be mixed, or
             sequence parallelism cuts several rows with documents.
     """
+    trunk: MTPTrunk = unwrap_model(model)
     settings = settings or MTPConfig()
-    if not model.mtp_process:
+    _check(trunk, settings, tokens_BS, loss_mask_BS, *([] if labels_BS is None else [labels_BS]))
+    if not trunk.config.fp32_residual_connection:  # Megatron's Float16Module has made all outputs float32
+        hidden_SBH = hidden_SBH.to(trunk.head().weight.dtype)
+    if packed_seq_params is not None:
+        document_BS = _documents(packed_seq_params, tokens_BS)
+    if labels_BS is None:
+        labels_BS = shift_left(tokens_BS, 1, document_BS)[0]
+        loss_mask_BS = loss_mask_BS * inside_document(tokens_BS, 1, document_BS)[0]
+    loss_mask_BS = loss_mask_BS.float()
+    if normalizer is not None:
+        loss_mask_BS = (loss_mask_BS / normalizer).masked_fill(loss_mask_BS == 0, 0)
+    packed = packed_seq_params
+    if document_BS is not None and packed is None:  # rows are joined to one
+        packed = _packed(trunk, document_BS)
+        hidden_SBH = hidden_SBH.transpose(0, 1).reshape(1, -1, hidden_SBH.size(-1)).transpose(0, 1)
+        tokens_BS, labels_BS, loss_mask_BS = (each.reshape(1, -1) for each in (tokens_BS, labels_BS, loss_mask_BS))
+        document_BS = _apart(document_BS).view(1, -1)
+    batch: dict[str, Any] = {"tokens": tokens_BS, "labels": labels_BS, "loss_mask": loss_mask_BS}
+    mask_ignored_labels(batch)
+    depths = depth_batch(batch, trunk.mtp.depths, document_BS).at(_own_positions(trunk, tokens_BS, packed))
+    is_apart = trunk.config.mtp_detach_heads or settings.mtp_train_only or not hidden_SBH.requires_grad
+    states = _depth_states(trunk, hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
+    return _loss(trunk, settings, hidden_SBH, states, depths, is_apart, is_normalized=normalizer is not None)
+
+
+def _loss(
+    model: MTPTrunk,
+    settings: MTPConfig,
+    hidden_SBH: Tensor,
+    states: list[Tensor],
+    depths: DepthBatch,
+    is_apart: bool,
+    is_normalized: bool,
+) -> MTPLoss:
+    """The loss of the depths' states; the mask of the batch is divided by the normalizer already, if there is one."""
+    loss, group = depth_loss(settings), model.pg_collection.cp
+    weights = depth_weights(settings, model.mtp.depths, 1.0, loss.couples_depths)
+    objective = NextTokensObjective(weights, group, loss, per_token=is_normalized)
+    later = objective.later_positions(depths.positions_S, len(states))
+    total, sums = objective.of_depths(hidden_SBH.detach(), states, model.head(detached=is_apart), depths, later)
+    shown_2D = torch.stack([torch.stack([each.total, each.tokens]) for each in sums], dim=1).detach()
+    torch.distributed.all_reduce(shown_2D, group=group)
+    means_D = torch.where(shown_2D[1] > 0, shown_2D[0] / shown_2D[1], 0)
+    return MTPLoss(total if is_normalized else total / depths.whole_tokens[0].clamp(min=1), means_D)
+
+
+def _depth_states(
+    model: MTPTrunk,
+    hidden_SBH: Tensor,
+    depths: DepthBatch,
+    packed: PackedSeqParams | None,
+    length: int,
+    is_apart: bool,
+) -> list[Tensor]:
+    """Hidden states of the depths; if they are apart, they pass no gradient to the trunk's states and embedding.
+
+    Random numbers are forked, so that dropout in the depths does not change the trunk's in its next forward.
+    """
+    mask = None if packed is not None else square_mask(length, hidden_SBH.device)[:, :, depths.positions_S]
+    turned = length if packed is None else packed.max_seqlen_q
+    angles = model.rotary_angles(turned, packed_seq=packed is not None)[0] if model.turns_heads else None
+    attention = AttentionInputs(mask, angles, packed_seq_params=packed)
+    position_ids_BS = depths.positions_S.expand_as(depths.labels_BS)
+    before, model.config.mtp_detach_heads = model.config.mtp_detach_heads, is_apart
+    try:
+        with _fork_rng():
+            return model.depth_states(hidden_SBH, depths, position_ids_BS, attention)
+    finally:
+        model.config.mtp_detach_heads = before
+
+
+def _check(model: MTPTrunk, settings: MTPConfig, *given: Tensor) -> None:
+    if len({each.shape for each in given}) > 1:
+        raise ValueError(
+            f"tokens, loss mask and labels have the shapes {', '.join(str(tuple(each.shape)) for each in given)}; give "
+            "all as [B, S]."
+        )
+    if not model.config.mtp_num_layers:
         raise ValueError("the model has no MTP layers; attach some with megatron-mtp convert attach-mtp.")
+    if not (model.mtp_process and model.post_process):
+        raise ValueError(
+            "this pipeline stage has not both the MTP layers and the head; call mtp_loss on the last stage, and build "
+            "the model without a stage of the MTP layers' own."
+        )
     if settings.mtp_hidden_state_mixing:
         raise ValueError(
             "mtp_hidden_state_mixing is set, which only megatron-mtp train can do, since it draws by the number of the "
             "step; leave it out."
         )
-    if labels_BS is None:
-        labels_BS = shift_left(tokens_BS, 1, document_BS)[0]
-        loss_mask_BS = loss_mask_BS * inside_document(tokens_BS, 1, document_BS)[0]
-    if not tokens_BS.shape == labels_BS.shape == loss_mask_BS.shape:
-        raise ValueError(
-            f"tokens, labels and loss mask have the shapes {tuple(tokens_BS.shape)}, {tuple(labels_BS.shape)} and "
-            f"{tuple(loss_mask_BS.shape)}; give all three as [B, S]."
-        )
-    packed = None if document_BS is None else _packed(model, document_BS)
-    if document_BS is not None:
-        hidden_SBH = hidden_SBH.transpose(0, 1).reshape(1, -1, hidden_SBH.size(-1)).transpose(0, 1)
-        tokens_BS, labels_BS, loss_mask_BS = (each.reshape(1, -1) for each in (tokens_BS, labels_BS, loss_mask_BS))
-        document_BS = _apart(document_BS).view(1, -1)
-    batch: dict[str, Any] = {"tokens": tokens_BS, "labels": labels_BS, "loss_mask": loss_mask_BS.float()}
-    mask_ignored_labels(batch)
-    depths = depth_batch(batch, model.mtp.depths, document_BS)
-    is_apart = model.config.mtp_detach_heads or settings.mtp_train_only or not hidden_SBH.requires_grad
-    states = _depth_states(model, hidden_SBH, depths, packed, is_apart)
-    loss = depth_loss(settings)
-    weights = depth_weights(settings, model.mtp.depths, 1.0, loss.couples_depths)
-    objective = NextTokensObjective(weights, model.pg_collection.cp, loss)
-    later = objective.later_positions(depths.positions_S, len(states))
-    total, sums = objective.of_depths(hidden_SBH.detach(), states, model.head(detached=is_apart), depths, later)
-    means = torch.stack([each.total / each.tokens.clamp(min=1) for each in sums])
-    return MTPLoss(total / depths.whole_tokens[0].clamp(min=1), means.detach())
 
 
-def _depth_states(
-    model: MTPTrunk, hidden_SBH: Tensor, depths: DepthBatch, packed: PackedSeqParams | None, is_apart: bool
-) -> list[Tensor]:
-    """Hidden states of the depths; if they are apart, they pass no gradient to the trunk's states and embedding."""
-    positions = depths.positions_S.numel()
-    mask = None if packed is not None else square_mask(positions, hidden_SBH.device)
-    length = positions if packed is None else packed.max_seqlen_q
-    angles = model.rotary_angles(length, packed_seq=packed is not None)[0] if model.turns_heads else None
-    attention = AttentionInputs(mask, angles, packed_seq_params=packed)
-    before, model.config.mtp_detach_heads = model.config.mtp_detach_heads, is_apart
-    try:
-        return model.depth_states(hidden_SBH, depths, _positions(depths.labels_BS), attention)
-    finally:
-        model.config.mtp_detach_heads = before
+# --- documents, and the positions of context-parallel ranks ----------------------------------------------------------
 
 
 def _packed(model: MTPTrunk, document_BS: Tensor) -> PackedSeqParams:
@@ -160,5 +234,21 @@ def _apart(document_BS: Tensor) -> Tensor:
     return torch.where(document_BS == NO_DOCUMENT, document_BS, document_BS + first_B1)
 
 
-def _positions(tokens_BS: Tensor) -> Tensor:
-    return torch.arange(tokens_BS.size(1), device=tokens_BS.device).expand_as(tokens_BS)
+def _documents(packed: PackedSeqParams, tokens_BS: Tensor) -> Tensor:
+    """The document of every position of the one row, [1, S]."""
+    if len(tokens_BS) != 1:
+        raise ValueError(f"packed_seq_params was given with {len(tokens_BS)} rows of tokens; join them to one row.")
+    padded = packed.cu_seqlens_q_padded
+    rows = packed.cu_seqlens_q[None], None if padded is None else padded[None]
+    return documents_from_offsets(*rows, tokens_BS.size(1))
+
+
+def _own_positions(model: MTPTrunk, tokens_BS: Tensor, packed: PackedSeqParams | None) -> Tensor:
+    """The positions that this context-parallel rank holds, [S], in the order in which Megatron cuts sequences."""
+    group, length = model.pg_collection.cp, tokens_BS.size(1)
+    if group.size() == 1:
+        return torch.arange(length, device=tokens_BS.device)
+    offsets = torch.tensor([0, length], device=tokens_BS.device)
+    if packed is not None:
+        offsets = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return positions_of_ranks(offsets, group.size())[group.rank()].to(tokens_BS.device)

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 import torch
 from hybrid_single import drafting_hybrid
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import Float16Module
 from megatron_single import LAMBDA, LATENT, LENGTH, MOE, ROWS, forward_ours, make_batch, our_model, relative_difference
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import IGNORED_LABEL
 from megatron_mtp.model.trunk import MTPTrunk
-from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
+from megatron_mtp.training.mtp_loss import logits_and_states, mtp_loss, trunk_states
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -98,12 +100,44 @@ def test_labels_that_are_ignored_are_masked_and_the_trunk_can_be_left_out() -> N
     assert all(parameter.grad is None for parameter in model.decoder.parameters())
 
 
+def test_dropout_in_the_depths_leaves_the_trunks_next_forward_as_it_is() -> None:
+    """Two microbatches: the random numbers of the second are those of a loop without the call."""
+    model, found = our_model(2, hidden_dropout=0.2).train(), []
+    for is_called in (False, True):
+        model.zero_grad()
+        torch.manual_seed(3)
+        for seed in (2, 3):
+            batch = make_batch(2, seed=seed)
+            given = batch["tokens"], batch["position_ids"], batch["attention_mask"]
+            logits_BSV, hidden_SBH = model(*given, output_processor=logits_and_states)
+            logits_BSV.logsumexp(-1).sum().backward()
+            if is_called:
+                mtp_loss(hidden_SBH.detach(), model, batch["tokens"], None, batch["loss_mask"]).loss.backward()
+        found.append({name: each.grad for name, each in model.named_parameters() if not name.startswith("mtp.")})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_wrapped_model_in_bfloat16_gives_its_logits_and_takes_its_states() -> None:
+    model, batch = our_model(2, bf16=True, params_dtype=torch.bfloat16).bfloat16(), make_batch(2)
+    wrapped = Float16Module(model.config, model)
+    given = batch["tokens"], batch["position_ids"], batch["attention_mask"]
+    logits_BSV, hidden_SBH = wrapped(*given, output_processor=logits_and_states)
+    assert torch.equal(logits_BSV, wrapped(*given))
+    assert hidden_SBH.dtype == torch.float32
+    rest = batch["tokens"], batch["labels"], batch["loss_mask"]
+    inner = mtp_loss(trunk_states(model, batch["tokens"]), model, *rest)
+    assert torch.equal(mtp_loss(hidden_SBH, wrapped, *rest).depth_means, inner.depth_means)
+
+
 def test_shapes_that_differ_and_a_model_without_depths_are_refused() -> None:
     batch = make_batch(2)
     tokens, labels, mask = (batch[name] for name in ("tokens", "labels", "loss_mask"))
     model = our_model(2)
-    with pytest.raises(ValueError, match=r"have the shapes .* give all three as \[B, S\]"):
+    with pytest.raises(ValueError, match=r"have the shapes .* give all as \[B, S\]"):
         mtp_loss(trunk_states(model, tokens), model, tokens, labels[:, 1:], mask)
     plain = our_model(None)
+    rows = PackedSeqParams("thd", torch.tensor([0, LENGTH]), torch.tensor([0, LENGTH]))
+    with pytest.raises(ValueError, match="packed_seq_params was given with 3 rows of tokens; join them to one row"):
+        mtp_loss(trunk_states(model, tokens), model, tokens, labels, mask, packed_seq_params=rows)
     with pytest.raises(ValueError, match="the model has no MTP layers; attach some with"):
         mtp_loss(trunk_states(plain, tokens), plain, tokens, labels, mask)

@@ -50,6 +50,7 @@ class Parrot:
         self.go, self.bug, self.steps, self.cancelled = threading.Event(), None, 0, 0
         self.bug: Exception | None
         self.go.set()
+        self.held = threading.Event()  # set while a step waits
 
     def add(self, request: Request) -> int:
         if request.prompt[0] == 7:
@@ -66,7 +67,8 @@ class Parrot:
 
     def step(self) -> list[Update]:
         while not self.go.wait(0.01) and self.bug is None:
-            pass
+            self.held.set()
+        self.held.clear()
         if self._pace:
             threading.Event().wait(self._pace)
         if self.bug is not None:

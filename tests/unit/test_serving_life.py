@@ -107,7 +107,7 @@ def test_a_client_that_goes_away_frees_its_texts_in_the_next_step(stream: bool, 
 def test_a_client_that_goes_away_before_its_request_is_queued(server: Running) -> None:
     server.engine.go.clear()
     first = raw(server, {"prompt": "ab", "max_tokens": 4})
-    until(lambda: live(server) == 1)
+    until(server.engine.held.is_set)
     gone = raw(server, {"prompt": "ab", "max_tokens": 400})
     until(lambda: len(server.service._asked) == 1)
     gone.close()

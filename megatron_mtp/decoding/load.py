@@ -9,7 +9,7 @@ import io
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
@@ -23,45 +23,21 @@ from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.proposers.draft_model import DraftModelSettings
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.model.arguments import TE, arguments_without, check_trainable, completed
-from megatron_mtp.model.build import build, config_of, join_world
-from megatron_mtp.model.pattern import without_stages
+from megatron_mtp.model.arguments import check_trainable, completed
+from megatron_mtp.model.build import MTPModelConfig, build, config_of, join_world
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.runtime import transformer_engine_works
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-HERE: dict[str, Any] = {
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "pipeline_model_parallel_layout": None,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "gradient_accumulation_fusion": False,
-    "apply_rope_fusion": False,
-    "masked_softmax_fusion": False,
-    "moe_expert_capacity_factor": None,
-    "moe_pad_expert_input_to_capacity": False,
-    "moe_input_jitter_eps": None,
-    "moe_shared_expert_overlap": False,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "fp8": None,
-    "fp4": None,
-    "cpu_offloading": False,
-    "overlap_moe_expert_parallel_comm": False,
-    "tp_comm_overlap": False,
-    "yaml_cfg": None,
-}
-"""How a model that drafts differs from the one that trained: tensor parallelism alone, no dropout, no noise before a
-router (Megatron adds it outside of training too), no fusions that need whole sequences, and no tokens dropped by
-experts, which would depend on the other texts."""
+OF_THE_RUN = (
+    "spec",
+    "fp32_residual_connection",
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+)
+"""Arguments that say what a model computes, and that `completed` leaves out, since no conversion has them."""
 
 OVER_ALL_RANKS = (
     "tensor_model_parallel_size",
@@ -155,14 +131,14 @@ def load_checkpoint(
         raise ValueError(
             f"{flag} is {folder}, which does not hold the arguments of its training; give one that Megatron saved."
         )
-    if not hasattr(args, "params_dtype"):  # a conversion stores what the model computes, and no arguments of a run
-        args, dtype = _of_a_conversion(args, iteration, flag), dtype or reader.dtype(EMBEDDING)
+    check_trainable(args, f"{flag} is {iteration.parent}, which")
     _check_pattern(args, f"{flag} {folder}")
-    config = config_of(_adapted(args))
+    stored_dtype = reader.dtype(EMBEDDING)
+    config = _config(args, stored_dtype, f"{flag} {folder}")
     config.draft_vocabulary = stored_draft_vocabulary(iteration)
     model = build(config)
     fill(model, reader)
-    _keep_weights_in(model.cuda(), dtype or model.config.params_dtype)
+    _keep_weights_in(model.cuda(), dtype or stored_dtype)
     tokenizer = run_tokenizer(args, iteration.parent)
     if vocab_size is None and tokenizer is not None:
         vocab_size = entries(read_tokenizer(tokenizer, trust_remote_code))
@@ -187,15 +163,31 @@ def _iteration(folder: Path, flag: str) -> Path:
         raise ValueError(f"{flag}: {error}") from error
 
 
-def _adapted(args: Namespace) -> Namespace:
-    """Without TE's modules on one rank: Megatron's own can be part of a CUDA graph, or have short layers."""
+def _config(stored: Namespace, dtype: torch.dtype, name: str) -> MTPModelConfig:
+    """The model alone, as conversions have it, cut over all ranks: nothing of a run's layout, fusions and precisions.
+
+    One rank drafts without TE's modules: Megatron's own can be part of a CUDA graph, or have short layers.
+
+    Args:
+        stored: the checkpoint's arguments, of a run or of a conversion.
+        dtype: of the stored weights.
+        name: of the checkpoint in messages.
+
+    Raises:
+        ValueError: experts have biases, and there are several ranks.
+    """
     ranks = torch.distributed.get_world_size()
-    changes = HERE | dict.fromkeys(OVER_ALL_RANKS, ranks)
-    if args.transformer_impl == "local" or ranks == 1 or not transformer_engine_works():
-        changes |= arguments_without(TE)
-    if (pattern := getattr(args, "hybrid_layer_pattern", None)) is not None:
-        changes["hybrid_layer_pattern"] = without_stages(pattern)
-    return Namespace(**{**vars(args), **changes})
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
+        args = completed(stored)
+    if ranks > 1 and args.num_experts and args.add_bias_linear:
+        raise ValueError(f"{name} has experts with biases, which Megatron does not cut over {ranks} ranks; start one.")
+    vars(args).update(
+        dict.fromkeys(OVER_ALL_RANKS, ranks), params_dtype=dtype, attention_dropout=0.0, hidden_dropout=0.0
+    )
+    vars(args).update({name: getattr(stored, name) for name in OF_THE_RUN if hasattr(stored, name)})
+    if ranks > 1 and getattr(stored, "transformer_impl", "local") != "local" and transformer_engine_works():
+        args.transformer_impl, args.moe_grouped_gemm = "transformer_engine", stored.moe_grouped_gemm
+    return config_of(args)
 
 
 def _keep_weights_in(model: MTPTrunk, dtype: torch.dtype) -> None:
@@ -206,9 +198,3 @@ def _keep_weights_in(model: MTPTrunk, dtype: torch.dtype) -> None:
     model.config.params_dtype = dtype
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
-
-
-def _of_a_conversion(args: Namespace, iteration: Path, flag: str) -> Namespace:
-    check_trainable(args, f"{flag} is {iteration.parent}, which")
-    with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
-        return completed(args)

@@ -93,6 +93,16 @@ def test_a_hybrid_of_two_pipeline_stages_drafts_on_one(tmp_path: Path) -> None:
     assert "'mtp_tree' runs rows that branch off or leaves rows out, which" in (tmp_path / "log4").read_text()
 
 
+def test_a_model_of_uneven_pipeline_stages_drafts_on_one_and_on_two_ranks(tmp_path: Path) -> None:
+    steps = f"--train-iters 2 --eval-interval 2 --eval-iters 1 --save-interval 2 --save {tmp_path / 'checkpoint'}"
+    stages = "--num-layers 3 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
+    launch.run(launch.pretrain(*f"{steps} {stages}".split(), processes=2), tmp_path / "log")
+    flags = ["--load", str(tmp_path / "checkpoint"), *PROMPTS, *MTP, "--compare", "--json"]
+    one, two = (printed(generate(*flags, processes=ranks), tmp_path / f"log{ranks}") for ranks in (1, 2))
+    assert one["same_tokens"] is two["same_tokens"] is True
+    assert one["token_ids"] == two["token_ids"]
+
+
 def test_a_table_for_readers(checkpoint: Path, tmp_path: Path) -> None:
     auto = '{"method": "mtp_eagle", "num_speculative_tokens": "auto"}'
     flags = ["--load", str(checkpoint), "--prompt-ids", "1,2,3", "--speculative-config", auto, "--temperature", "1"]

@@ -81,6 +81,27 @@ _DEEPSEEK_V3 = f"""
     --moe-router-topk 8 --moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk-scaling-factor 2.5
     --cross-entropy-loss-fusion --cross-entropy-fusion-impl native --no-create-attention-mask-in-dataloader
     --no-check-for-nan-in-loss-and-grad --enable-experimental"""
+_FLEX = "--moe-token-dispatcher-type flex --moe-enable-deepep"
+_BLOCKWISE = "--fp8-recipe blockwise --fp8-format e4m3"
+_BF16_MOMENTS = """
+    --use-precision-aware-optimizer --main-grads-dtype fp32 --main-params-dtype fp32 --exp-avg-dtype bf16
+    --exp-avg-sq-dtype bf16"""
+_DEEPSEEK_ON_H100 = f"""
+    {_DEEPSEEK_V3} {_BY_SAMPLES} {_OVERLAPPED} --transformer-impl transformer_engine --moe-router-fusion
+    --micro-batch-size 1 --global-batch-size 8192 --no-save-optim --mtp-loss-scaling-factor 0.1"""
+_TWO_BY_EIGHT = f"""
+    {_FLEX} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 8
+    --pipeline-model-parallel-layout Et|(tt|)*30mL --expert-model-parallel-size 64 --expert-tensor-parallel-size 1
+    --recompute-granularity selective --recompute-modules mla_up_proj mlp {_BLOCKWISE} {_BF16_MOMENTS}
+    --moe-router-padding-for-fp8"""
+_SIXTEEN_STAGES = """
+    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 16
+    --pipeline-model-parallel-layout Et*2|(tt|)*22t|(tt|)*7mL"""
+_FOR_RL = """
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --use-distributed-optimizer
+    --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --attention-backend flash --micro-batch-size 1
+    --global-batch-size 64 --bf16 --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9
+    --adam-beta2 0.98 --train-iters 1000 --eval-iters 0 --eval-interval 1000 --log-interval 1"""
 _LEARNED = Refusal("--position-embedding-type is learned_absolute", add="--position-embedding-type rope")
 _OVERLAP, _DEFERRED = "--overlap-moe-expert-parallel-comm", "--defer-embedding-wgrad-compute"
 
@@ -453,5 +474,86 @@ LINES: dict[str, Line] = {
         --moe-shared-expert-intermediate-size 512 --moe-shared-expert-gate --moe-router-topk 10
         --make-vocab-size-divisible-by 1187 --micro-batch-size 1 --global-batch-size 512
         --expert-model-parallel-size 32 --expert-tensor-parallel-size 1 --enable-experimental {_OVERLAPPED}""",
+    ),
+    "deepseek-v3-h100-overlapped-experts": Line(
+        1024,
+        129280,
+        f"{_DEEPSEEK_ON_H100} {_TWO_BY_EIGHT} {_OVERLAP} --delay-wgrad-compute",
+        refused=Refusal(f"{_OVERLAP} was given with --mtp-num-layers", drop=f"{_OVERLAP} --delay-wgrad-compute"),
+    ),
+    "deepseek-v3-h100": Line(1024, 129280, f"{_DEEPSEEK_ON_H100} {_TWO_BY_EIGHT}"),
+    "deepseek-v3-h100-offloaded": Line(
+        256,
+        129280,
+        f"""{_DEEPSEEK_ON_H100} {_SIXTEEN_STAGES} {_FLEX} --expert-model-parallel-size 16
+        --expert-tensor-parallel-size 1 --optimizer-cpu-offload --optimizer-offload-fraction 1.0
+        --use-precision-aware-optimizer --overlap-cpu-optimizer-d2h-h2d --recompute-granularity selective
+        --recompute-modules mla_up_proj mlp moe_act layernorm {_BLOCKWISE}""",
+    ),
+    "deepseek-v3-graphs": Line(
+        1024,
+        129280,
+        f"""{_DEEPSEEK_ON_H100} {_SIXTEEN_STAGES} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep
+        --expert-model-parallel-size 64 --cuda-graph-impl transformer_engine
+        --cuda-graph-scope attn moe_router moe_preprocess --te-rng-tracker --cuda-graph-warmup-steps 3""",
+    ),
+    "deepseek-proxy-hybridep": Line(
+        64,
+        129280,
+        f"""{_DEEPSEEK_ON_H100} --num-layers 16 --moe-layer-freq ([0]*3+[1]*13) --tensor-model-parallel-size 2
+        --sequence-parallel --pipeline-model-parallel-size 4 --expert-model-parallel-size 16
+        --expert-tensor-parallel-size 1 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep
+        --pipeline-model-parallel-layout Et*3|(tt|)*5t*2|tmL --recompute-granularity selective
+        --recompute-modules moe_act mlp""",
+    ),
+    "qwen3-235b-a22b-deepep": Line(
+        256,
+        151936,
+        f"""{_LLAMA_LIKE} {_BY_SAMPLES} {_SOFTMAX_ROUTER} {_FLEX} {_OVERLAPPED} --transformer-impl transformer_engine
+        --qk-layernorm --num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64
+        --group-query-attention --num-query-groups 4 --kv-channels 128 --seq-length 4096
+        --max-position-embeddings 40960 --rotary-base 1000000 --norm-epsilon 1e-6 --make-vocab-size-divisible-by 1187
+        --num-experts 128 --moe-ffn-hidden-size 1536 --moe-router-topk 8 --moe-router-fusion --micro-batch-size 1
+        --global-batch-size 8192 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 8
+        --num-virtual-stages-per-pipeline-rank 4 --account-for-embedding-in-pipeline-split
+        --account-for-loss-in-pipeline-split --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
+        --recompute-granularity selective --recompute-modules moe_act layernorm
+        --cuda-graph-impl transformer_engine --cuda-graph-scope moe_router moe_preprocess --enable-experimental""",
+    ),
+    "glm4.5-uneven-stages": Line(
+        256,
+        151552,
+        f"""{_LLAMA_LIKE} {_FOR_RL} {_SIGMOID_ROUTER} {_FLEX} --add-qkv-bias --qk-layernorm --num-layers 92
+        --hidden-size 5120 --ffn-hidden-size 12288 --num-attention-heads 96 --group-query-attention
+        --num-query-groups 8 --kv-channels 128 --seq-length 4096 --max-position-embeddings 131072
+        --rotary-percent 0.5 --rotary-base 1000000 --norm-epsilon 1e-5 --num-experts 160
+        --moe-layer-freq ([0]*3+[1]*89) --moe-ffn-hidden-size 1536 --moe-shared-expert-intermediate-size 1536
+        --moe-router-topk 8 --moe-router-pre-softmax --moe-router-topk-scaling-factor 2.5
+        --moe-token-drop-policy probs --tensor-model-parallel-size 8 --sequence-parallel
+        --pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 23 --context-parallel-size 2
+        --expert-model-parallel-size 16 --expert-tensor-parallel-size 1 --optimizer-cpu-offload
+        --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer""",
+    ),
+    "mimo-7b-for-rl": Line(
+        8,
+        151680,
+        f"""{_LLAMA_LIKE} {_FOR_RL} --add-qkv-bias --num-layers 36 --hidden-size 4096 --ffn-hidden-size 11008
+        --num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128 --norm-epsilon 1e-5
+        --rotary-base 640000 --seq-length 4096 --max-position-embeddings 32768 --tensor-model-parallel-size 2
+        --sequence-parallel --mtp-loss-scaling-factor 0.2""",
+    ),
+    "nemotron-fp8-by-tensor": Line(
+        16,
+        50257,
+        f"""{_BY_SAMPLES} {_OVERLAPPED} --use-mcore-models --transformer-impl transformer_engine --num-layers 32
+        --hidden-size 4096 --ffn-hidden-size 21504 --num-attention-heads 32 --group-query-attention
+        --num-query-groups 8 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096
+        --position-embedding-type rope --rotary-percent 0.5 --squared-relu --untie-embeddings-and-output-weights
+        --disable-bias-linear --normalization LayerNorm --apply-layernorm-1p --attention-dropout 0.0
+        --hidden-dropout 0.0 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
+        --num-layers-per-virtual-pipeline-stage 8 --tp-comm-overlap --fp8-format hybrid --fp8-recipe tensorwise
+        --fp8-param-gather --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1
+        --cross-entropy-loss-fusion --cross-entropy-fusion-impl native --micro-batch-size 4 --global-batch-size 1152
+        --attention-backend fused""",
     ),
 }

@@ -5,12 +5,10 @@ import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import hf_models
 import pytest
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tokenizers import Tokenizer, models
 
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
@@ -22,46 +20,6 @@ from megatron_mtp.decoding import generate, load
 from megatron_mtp.decoding.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("megatron")
-
-EXPERTS, LATENT = {"num_experts": 4}, {"multi_latent_attention": True}
-
-
-def chosen(**changes: Any) -> str:
-    trained = {"transformer_impl": "transformer_engine", "num_experts": None, "multi_latent_attention": False}
-    return load._adapted(Namespace(**{**trained, **changes})).transformer_impl
-
-
-def test_layers_that_can_be_recorded_come_before_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that TE has trained drafts with layers that can be recorded as a CUDA graph; several ranks have none."""
-    monkeypatch.setattr(load, "transformer_engine_works", lambda: True)
-    assert chosen() == chosen(**EXPERTS) == chosen(**LATENT) == "local"
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    assert chosen() == chosen(**EXPERTS) == "transformer_engine"
-    assert chosen(transformer_impl="local") == "local"
-
-
-def test_experts_draft_without_what_training_adds() -> None:
-    """No noise before the router, which would change texts; and a configuration that Megatron takes."""
-    trained = {
-        "transformer_impl": "local",
-        "moe_input_jitter_eps": 0.1,
-        "moe_expert_capacity_factor": 1.0,
-        "moe_pad_expert_input_to_capacity": True,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_shared_expert_intermediate_size": 32,
-        "moe_shared_expert_overlap": True,
-    }
-    adapted = vars(load._adapted(Namespace(**trained)))
-    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_moe_experts": 4}
-    known = {name: value for name, value in adapted.items() if name in TransformerConfig.__dataclass_fields__}
-    config = TransformerConfig(**sizes, **{**known, "add_bias_linear": False, "pipeline_dtype": torch.float32})
-    assert config.moe_input_jitter_eps is None
-    assert config.moe_token_dispatcher_type == "allgather"
-
-
-def test_without_transformer_engine_its_checkpoints_draft_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "transformer_engine_works", lambda: False)
-    assert chosen() == chosen(**EXPERTS) == chosen(**LATENT) == "local"
 
 
 @pytest.mark.parametrize(("dtype", "weights"), [(None, torch.bfloat16), (torch.float32, torch.float32)])

@@ -1,18 +1,26 @@
 """Launch lines of models that are trained with Megatron-LM take depths by one flag more, and keep their meaning."""
 
+import itertools
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 from launch_lines import LINES, Line
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
 from megatron.training.global_vars import unset_global_variables
 from packaging.version import Version
 from tiers import tiered
 
+from megatron_mtp.decoding import load
+from megatron_mtp.model.arguments import TE, flags_without
 from megatron_mtp.training.arguments import parse_checked_args
+from megatron_mtp.training.checks import check_precision
 from megatron_mtp.training.dry_run import OF_LIBRARIES, without_libraries
 from megatron_mtp.training.flags import add_mtp_arguments
 
@@ -78,6 +86,55 @@ def test_a_line_means_with_depths_what_megatron_makes_of_it(name: str, monkeypat
     forget()
     launch(line, f"{line.mended} {line.for_megatron}", monkeypatch)
     assert differences(args, parse_and_validate_args()) == []
+
+
+WITHOUT_TE = "Transformer Engine|transformer-engine|install TE"
+
+
+@pytest.mark.parametrize("name", tiered(LINES, list(LINES)[1::3]))
+def test_a_line_without_transformer_engine_trains_or_names_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the flags that a machine without it adds; a fusion that the line itself asks for is refused."""
+    line = LINES[name]
+    monkeypatch.undo()
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
+    launch(line, f"{line.mended} {' '.join(flags_without(TE))}", monkeypatch)
+    try:
+        args, model = parse_checked_args()
+        check_precision(args)
+    except ValueError as error:
+        assert re.search(WITHOUT_TE, str(error)), error  # noqa: PT017
+    else:
+        assert model.transformer.transformer_impl == "local"
+
+
+def settings(config: TransformerConfig) -> dict[str, Any]:
+    """What a model computes, as far as its sizes and its router say it."""
+    names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels mtp_num_layers "
+    names += "num_moe_experts moe_router_topk moe_router_score_function moe_layer_freq multi_latent_attention "
+    names += "normalization qk_layernorm activation_func window_size softmax_type"
+    return {name: getattr(config, name) for name in names.split()}
+
+
+@pytest.mark.parametrize("name", tiered(LINES, list(LINES)[::3]))
+def test_a_checkpoint_of_a_line_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank and two, with Transformer Engine and without, whatever the run's layout, fusions and precisions."""
+    line = LINES[name]
+    launch(line, line.mended, monkeypatch)
+    args, model = parse_checked_args()
+    monkeypatch.undo()  # a machine without Transformer Engine
+    for ranks, has_te in itertools.product((1, 2), (False, True)):
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda: ranks)  # noqa: B023
+        monkeypatch.setattr(load, "transformer_engine_works", lambda: has_te)  # noqa: B023
+        if ranks == 2 and args.num_experts and args.add_bias_linear:
+            with pytest.raises(ValueError, match="has experts with biases"):
+                load._config(args, torch.bfloat16, "it")
+            continue
+        config = load._config(args, torch.bfloat16, "it").transformer
+        assert settings(config) == settings(model.transformer)
+        assert (config.transformer_impl == "transformer_engine") == (has_te and ranks == 2)
+        assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (ranks, 1)
+        assert (config.fp8, config.params_dtype) == (None, torch.bfloat16)
+        assert config.moe_input_jitter_eps is config.moe_expert_capacity_factor is None  # they change texts
 
 
 REFUSED = {name: line for name, line in LINES.items() if line.refused is not None}

@@ -9,9 +9,14 @@ import contextlib
 import importlib
 import io
 import logging
+import os
+import platform
+import shutil
 import sys
+import sysconfig
 import warnings
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import cast
 
@@ -52,6 +57,34 @@ def prepare() -> bool:
     return on_cpu
 
 
+ALLOW_CPU = "MEGATRON_MTP_ALLOW_CPU"
+GIVEN_GPUS = (
+    "CUDA_VISIBLE_DEVICES SLURM_JOB_GPUS SLURM_STEP_GPUS SLURM_GPUS SLURM_GPUS_ON_NODE SLURM_GPUS_PER_NODE "
+    "SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK"
+).split()
+"""Variables by which a launcher gives GPUs to a job."""
+
+NO_GPUS = ("", "0", "-1", "NoDevFiles", "void", "none")
+"""Values of them that give none; of CUDA_VISIBLE_DEVICES, 0 is a device."""
+
+
+def check_device(on_cpu: bool) -> None:
+    """Refuse a rank on the CPU in a job with GPUs, which meets the others over gloo, slowly or never.
+
+    Raises:
+        ValueError: the launcher gave GPUs, this rank finds none, and MEGATRON_MTP_ALLOW_CPU is not 1.
+    """
+    if not on_cpu or os.environ.get(ALLOW_CPU) == "1":
+        return
+    for name in GIVEN_GPUS:
+        given = os.environ.get(name, "").strip()
+        if given not in NO_GPUS or (given == "0" and name == "CUDA_VISIBLE_DEVICES"):
+            raise ValueError(
+                f"rank {os.environ.get('RANK', '0')} on {platform.node()} finds no CUDA device, but {name} is {given}; "
+                f"look there with nvidia-smi and `megatron-mtp doctor`, or set {ALLOW_CPU}=1 to run on the CPU."
+            )
+
+
 @cache
 def why_not(module: str) -> str | None:
     """Why a module cannot be imported; None if it can. A build for another torch or driver may raise anything."""
@@ -62,6 +95,14 @@ def why_not(module: str) -> str | None:
             return "it is not installed"
         return f"it cannot be imported: {type(error).__name__}: {error}"[:200]
     return None
+
+
+def why_no_launcher() -> str | None:
+    """Why Triton cannot build the C module by which it launches kernels; None if it can."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler (gcc, clang, or CC)"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return None if header.is_file() else f"there is no {header} (of the package python3-dev)"
 
 
 def hide_transformer_engine() -> None:

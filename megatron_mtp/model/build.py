@@ -44,6 +44,7 @@ from megatron_mtp.model.portable import (
 )
 from megatron_mtp.model.shared_keys import SharingAttention
 from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
+from megatron_mtp.runtime import check_device
 
 
 def join_world(alone: bool = False) -> None:
@@ -51,10 +52,15 @@ def join_world(alone: bool = False) -> None:
 
     Args:
         alone: make a group of this process, whatever job it belongs to.
+
+    Raises:
+        ValueError: the job was given GPUs, and this rank finds none.
     """
     if not torch.distributed.is_initialized():
         backend = "gloo" if alone or substitutions.installed() else "nccl"
         if "RANK" in os.environ and not alone:
+            check_device(substitutions.installed())
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # else NCCL has all ranks on the first one
             torch.distributed.init_process_group(backend)
         else:
             store = torch.distributed.HashStore()  # type: ignore[attr-defined]

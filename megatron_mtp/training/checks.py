@@ -10,7 +10,6 @@ Out: nothing, or a ValueError of one sentence: the flag, its value, what is allo
 
 import math
 import os
-import platform
 import re
 import socket
 from argparse import Namespace
@@ -387,33 +386,6 @@ def flag_of(name: str) -> str:
 
 
 # --- the machine -----------------------------------------------------------------------------------------------------
-
-ALLOW_CPU = "MEGATRON_MTP_ALLOW_CPU"
-GIVEN_GPUS = (
-    "CUDA_VISIBLE_DEVICES SLURM_JOB_GPUS SLURM_STEP_GPUS SLURM_GPUS SLURM_GPUS_ON_NODE SLURM_GPUS_PER_NODE "
-    "SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK"
-).split()
-"""Variables by which a launcher gives GPUs to a job."""
-
-NO_GPUS = ("", "0", "-1", "NoDevFiles", "void", "none")
-"""Values of them that give none; of CUDA_VISIBLE_DEVICES, 0 is a device."""
-
-
-def check_device(on_cpu: bool) -> None:
-    """Refuse a rank on the CPU in a job with GPUs (silent: it meets the others over gloo, slowly or never).
-
-    Raises:
-        ValueError: the launcher gave GPUs, this rank finds none, and MEGATRON_MTP_ALLOW_CPU is not 1.
-    """
-    if not on_cpu or os.environ.get(ALLOW_CPU) == "1":
-        return
-    for name in GIVEN_GPUS:
-        given = os.environ.get(name, "").strip()
-        if given not in NO_GPUS or (given == "0" and name == "CUDA_VISIBLE_DEVICES"):
-            raise ValueError(
-                f"rank {os.environ.get('RANK', '0')} on {platform.node()} finds no CUDA device, but {name} is {given}; "
-                f"look there with nvidia-smi and `megatron-mtp doctor`, or set {ALLOW_CPU}=1 to run on the CPU."
-            )
 
 
 def check_precision(args: Namespace) -> None:

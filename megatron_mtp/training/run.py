@@ -18,8 +18,9 @@ from megatron.training.config import PretrainConfigContainer
 from megatron_mtp.checkpoint.mcore.tokenizer import keep_tokenizer
 from megatron_mtp.model.sharing import embedding_ranks
 from megatron_mtp.patches import saving
+from megatron_mtp.runtime import check_device
 from megatron_mtp.training.arguments import parse_checked_args, set_connections, set_machine_flags
-from megatron_mtp.training.checks import check_device, check_precision
+from megatron_mtp.training.checks import check_precision
 from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.hooks import observed

@@ -4,14 +4,17 @@ import os
 import platform
 from argparse import ArgumentParser
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 from test_arguments import DEPTHS, MOCK, ROPE, _no_globals_left, refusal  # noqa: F401  # a fixture
 
+from megatron_mtp.model.build import join_world
+from megatron_mtp.runtime import ALLOW_CPU, GIVEN_GPUS, check_device
 from megatron_mtp.training import checks, run
 from megatron_mtp.training.arguments import set_connections
-from megatron_mtp.training.checks import ALLOW_CPU, GIVEN_GPUS, RANGES, check_device, check_hub, check_ranges, flag_of
+from megatron_mtp.training.checks import RANGES, check_hub, check_ranges, flag_of
 
 PATTERN = "--hybrid-layer-pattern"
 HEADS = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
@@ -122,6 +125,24 @@ def test_a_rank_on_the_cpu_in_a_job_with_gpus_is_refused(
     check_device(on_cpu=False)
     monkeypatch.setenv("MEGATRON_MTP_ALLOW_CPU", "1")
     check_device(on_cpu=True)
+
+
+@pytest.mark.usefixtures("_nothing_set")
+def test_a_rank_that_drafts_takes_its_device_before_it_meets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it, NCCL has all ranks of a node on the first device."""
+    taken: list[Any] = []
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    monkeypatch.setattr("torch.distributed.init_process_group", taken.append)
+    monkeypatch.setattr("megatron.core.parallel_state.model_parallel_is_initialized", lambda: True)
+    monkeypatch.setenv("RANK", "11")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    join_world()
+    assert taken == [3, "gloo"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ValueError, match=r"rank 11 on .* finds no CUDA device"):
+        join_world()
+    assert len(taken) == 2
 
 
 @pytest.mark.usefixtures("_nothing_set")

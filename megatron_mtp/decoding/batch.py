@@ -341,6 +341,7 @@ class DecodeBatch:
         began = time.perf_counter()
         self._catch_up(count)
         output = step(self.runner, sequences, self.method, count) if graphed is None else graphed(count)
+        self._kept.failed |= graphed is not None and graphed.failed
         if self._overlaps:
             rows = [seq if live else None for seq, live in zip(self._rows, sequences.live, strict=True)]
             taken = PendingOutput(rows, output)
@@ -411,6 +412,7 @@ class DecodeBatch:
         rule, sampling = own.verifier, sampling_of([seq.request.sampling for seq in seqs])
         records = (
             isinstance(sampling, Sampling)
+            and not self._kept.failed
             and not any(seq.reads_logits or seq.alone for seq in seqs)
             and can_record(self.runner, own.proposer, own.count, str(own.config.verifier))
         )

@@ -11,8 +11,11 @@ kind and size have their tokens, lengths and tables, one batch after another. An
     first step of its kind    runs in Python, which allocates caches and workspaces
     second                    is recorded, which runs nothing, and replayed
     further ones              are replayed
+
+A device that refuses to record a step takes this and all further ones in Python, after one warning.
 """
 
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +28,8 @@ from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sequences import DEVICE, Sequences
 from megatron_mtp.decoding.types import StepOutput
 from megatron_mtp.decoding.verifiers import VERIFIERS
+
+logger = logging.getLogger(__name__)
 
 MOST_BATCHES = 32
 """Kinds and sizes of batches whose tensors and graphs are kept; the one that was not used for longest goes first."""
@@ -64,9 +69,12 @@ def can_record(runner: Runner, proposer: Proposer, count: int, verifier: str) ->
 
 def record_on_cuda(step: Callable[[], StepOutput], pool: Any) -> Recorded:
     """`Record` with torch's CUDA graphs."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        output = step()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            output = step()
+    finally:
+        torch.cuda.set_stream(stream)  # a recording that fails leaves its own stream behind
     return Recorded(graph.replay, output, graph.pool())
 
 
@@ -75,9 +83,14 @@ Graphs = dict[Hashable, Recorded | None]
 
 
 class KeptTensors:
-    """The tensors that recorded steps read and write, with these steps: of each kind and size of batches."""
+    """The tensors that recorded steps read and write, with these steps: of each kind and size of batches.
+
+    Attributes:
+        failed: whether a step could not be recorded; then no other is.
+    """
 
     def __init__(self) -> None:
+        self.failed = False
         self._kept: dict[Hashable, tuple[dict[str, Tensor], Tensor, Graphs]] = {}
 
     def move(self, sequences: Sequences, kind: Hashable) -> Graphs:
@@ -106,6 +119,7 @@ class GraphedStep:
 
     Attributes:
         is_steady: whether the last step took as long as further ones of its kind will.
+        failed: whether a step could not be recorded; then further ones are taken in Python.
     """
 
     def __init__(
@@ -113,13 +127,13 @@ class GraphedStep:
     ) -> None:
         self._step, self._sequences, self._proposer, self._graphs = step, sequences, proposer, graphs
         self._record = record
-        self.is_steady = True
+        self.is_steady, self.failed = True, False
 
     def __call__(self, count: int) -> StepOutput:
         """Take a step with K = `count`; the output's tensors hold until the next one."""
         sequences, graphs = self._sequences, self._graphs
         sequences.fixed = self._proposer.missed(sequences, count) <= sequences.growth
-        if not sequences.fixed:
+        if self.failed or not sequences.fixed:
             self.is_steady = True
             return self._step(count)
         run = sequences.pages.run
@@ -128,11 +142,22 @@ class GraphedStep:
         if key not in graphs:
             graphs[key] = None
             return self._step(count)
-        pool = next((one.pool for one in graphs.values() if one is not None), None)
-        recorded = graphs.pop(key) or self._record(lambda: self._step(count), pool)
+        recorded = graphs.pop(key) or self._recorded(count)
+        if recorded is None:
+            return self._step(count)
         graphs[key] = recorded  # now the last, and the first are those that were not used for longest
         for unused in list(graphs)[:-MOST_GRAPHS]:
             del graphs[unused]
         recorded.replay()
         self._proposer.mark_seen(sequences, count)
         return recorded.output
+
+    def _recorded(self, count: int) -> Recorded | None:
+        """The step, in the memory of those before; None if it fails, of which the log is told once."""
+        pool = next((one.pool for one in self._graphs.values() if one is not None), None)
+        try:
+            return self._record(lambda: self._step(count), pool)
+        except Exception as error:  # of CUDA, of a library's kernel: of any kind
+            logger.warning("steps are not recorded as CUDA graphs, so decoding is slower: %s", f"{error}"[:300])
+            self.failed = True
+            return None

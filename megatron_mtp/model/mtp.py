@@ -27,6 +27,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -141,8 +142,11 @@ class MultiTokenPredictionLayer(MegatronModule):
 
     @property
     def mtp_model_layer(self) -> torch.nn.Module:
-        """`tf_layer`, by the name under which Megatron's schedule and CUDA graphs look for it."""
-        return self.tf_layer
+        """`tf_layer`, by the name under which Megatron looks for layers to record as Transformer Engine's CUDA graphs.
+
+        With experts it is this module, which is not recorded: graphs would drop the padding mask of the router.
+        """
+        return self if any(isinstance(module, MoELayer) for module in self.tf_layer.modules()) else self.tf_layer
 
     def forward(
         self,

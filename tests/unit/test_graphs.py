@@ -513,6 +513,31 @@ def test_the_graphs_of_a_batch_share_their_memory(monkeypatch: pytest.MonkeyPatc
     assert pools == [None, (0, 7), (0, 7)]
 
 
+def test_a_device_that_refuses_to_record_decodes_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked once, by the first of several batches; half of the step had run when it refused."""
+    target, prompts = runner_of("gqa"), prompts_of(4)
+    answers = generate(target, prompts, 25).token_ids
+    request.getfixturevalue("on_tape")
+    asked = []
+
+    class Refused(GraphedStep):
+        def __init__(self, step: Step, sequences: Sequences, proposer: Proposer, kept: Graphs) -> None:
+            def record(one_step: Callable[[], StepOutput], _: Any) -> Recorded:
+                asked.append(record_on_tape(one_step, None))
+                raise RuntimeError("operation not permitted when stream is capturing")
+
+            super().__init__(step, sequences, proposer, kept, record)
+
+    monkeypatch.setattr(batch, "GraphedStep", Refused)
+    assert generate(target, prompts, 25, speculative=settings_of("mtp")).token_ids == answers
+    assert len(asked) == 1
+    assert [record.getMessage() for record in caplog.records if record.name == graphs.__name__] == [
+        "steps are not recorded as CUDA graphs, so decoding is slower: operation not permitted when stream is capturing"
+    ]
+
+
 def test_only_steps_made_for_it_are_recorded() -> None:
     on_cuda: Any = SimpleNamespace(device=torch.device("cuda"), recordable=True)
     on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), recordable=True)

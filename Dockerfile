@@ -11,6 +11,11 @@ ARG EXTRAS
 ENV PATH=/opt/venv/bin:${PATH} HOME=/tmp PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/venv
 
+# Triton builds the module that launches its kernels: it needs a C compiler, and Python.h, which the base has to bring.
+RUN command -v gcc || { apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && \
+    rm -rf /var/lib/apt/lists/*; }
+RUN test -f "$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h"
+
 WORKDIR /opt/megatron-mtp
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY megatron_mtp megatron_mtp

@@ -145,7 +145,7 @@ def _torch() -> ModuleType | None:
 
 def check_kernels() -> list[Check]:
     """Libraries that make training faster."""
-    return [_transformer_engine(), _apex(), _compiler()]
+    return [_transformer_engine(), _apex(), _triton(), _compiler()]
 
 
 def _transformer_engine() -> Check:
@@ -179,9 +179,19 @@ def _apex() -> Check:
     return Check("Apex", None, False, False, costs)
 
 
+def _triton() -> Check:
+    """Kernels of the losses on a CUDA device: Triton, and a C compiler and Python's headers for its launcher."""
+    from megatron_mtp.runtime import why_no_launcher
+
+    found = _installed("triton")
+    why = "it is not installed" if found is None else why_no_launcher()
+    costs = "losses on a CUDA device are slower and take more memory"
+    return Check("Triton", found, why is None, False, "the losses' kernels" if why is None else f"{why}; {costs}")
+
+
 def _compiler() -> Check:
     path = shutil.which("g++")
-    says = "torch.compile and Triton build kernels with it on a CUDA device; on the CPU nothing needs it"
+    says = "torch.compile builds kernels with it on a CUDA device; on the CPU nothing needs it"
     return Check("g++", path, path is not None, False, says)
 
 

@@ -8,9 +8,11 @@ Letters in names: N rows (positions times depths), D depths, T rows of the trunk
 tokens.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +24,9 @@ from megatron_mtp.losses.distillation import LARGEST_GAP, Divergence
 from megatron_mtp.losses.overlap import AdaptiveDivergence, NegativeLogOverlap, OverlapLoss, TotalVariation
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
-from megatron_mtp.runtime import why_not
+from megatron_mtp.runtime import why_no_launcher, why_not
+
+logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK, WARPS = 4096, 8
@@ -79,7 +83,23 @@ class Products:
 def has_kernel(token_loss: TokenLoss, products_NV: Tensor, vocabulary: Vocabulary) -> bool:
     """Return whether there is a kernel for the loss here; a loss that extends one has none."""
     is_fitting = products_NV.is_cuda and products_NV.dtype in DTYPES and vocabulary.ranks == 1
-    return is_fitting and type(token_loss) in KERNELS and why_not("triton") is None
+    return is_fitting and type(token_loss) in KERNELS and why_no_kernels() is None
+
+
+@cache
+def why_no_kernels() -> str | None:
+    """Why Triton's kernels cannot be launched here, warned of once; None if one was."""
+    reason = why_not("triton")
+    if reason is None:
+        from megatron_mtp.losses import triton_kernels
+
+        try:
+            triton_kernels.trial[(1,)](torch.empty(1, device="cuda"))
+        except Exception as error:  # of a compiler, a driver or Triton: of any kind
+            reason = why_no_launcher() or f"{type(error).__name__}: {error}"[:200]
+    if reason is not None:
+        logger.warning("the losses run without Triton's kernels, slower and in more memory: %s", reason)
+    return reason
 
 
 def losses_(token_loss: TokenLoss, given: Products) -> Tensor:

@@ -12,6 +12,8 @@ whom=$1
 shift
 export PET_NODE_RANK=$SLURM_NODEID # torchrun's --node-rank
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # Megatron's tensor and context parallelism need it
+# Ranks of several nodes would write Triton's kernels over each other in a home folder that they share.
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton-$SLURM_JOB_ID}
 
 children_of() { # neither pgrep nor /proc/PID/task/TID/children is everywhere
     local stat line fields

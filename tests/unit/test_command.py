@@ -123,7 +123,9 @@ def test_the_doctor_finds_what_the_tests_run_with(capsys: pytest.CaptureFixture[
     assert status == 0
     assert found["megatron-core"]["found"] == importlib.metadata.version("megatron-core")
     assert found["megatron-core"]["says"] == "supported is <0.20,>=0.19"
-    assert {"Python", "torch", "CUDA device", "NCCL", "gloo", "Transformer Engine", "Apex", "g++"} <= set(found)
+    assert {"Python", "torch", "CUDA device", "NCCL", "gloo", "Transformer Engine", "Apex", "Triton", "g++"} <= set(
+        found
+    )
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.endswith("training can run here\n")
 

@@ -43,7 +43,7 @@ def test_what_it_runs_is_there() -> None:
     (entry,) = (json.loads(rest) for rest in of("ENTRYPOINT"))
     assert entry == ["megatron-mtp"]
     assert entry[0] in PROJECT["project"]["scripts"]
-    (install,) = (rest for rest in of("RUN") if "install" in rest)
+    (install,) = (rest for rest in of("RUN") if "pip install" in rest)
     assert install == 'pip install --constraint constraints.txt ".${EXTRAS}"'
     named = (rest.partition("=")[0] for rest in of("ARG"))
     told = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")

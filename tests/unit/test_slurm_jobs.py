@@ -184,7 +184,7 @@ class Node:
         self.process: psutil.Popen | None = None
 
     def start(self, *arguments: str) -> psutil.Popen:
-        environment = {**os.environ, "START": str(self.folder), "SLURM_NODEID": "0"}
+        environment = {**os.environ, "START": str(self.folder), "SLURM_NODEID": "0", "SLURM_JOB_ID": "7"}
         self.process = psutil.Popen(["bash", NODE, *arguments], cwd=self.folder, env=environment)
         return self.process
 
@@ -249,6 +249,13 @@ def test_cuda_gets_one_connection_unless_the_user_says_otherwise(
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
     assert node.start("ranks", "bash", "-c", "echo $CUDA_DEVICE_MAX_CONNECTIONS >seen").wait() == 0
     assert (tmp_path / "seen").read_text().strip() == seen
+
+
+def test_kernels_are_kept_on_the_node(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", "/scratch")
+    assert node.start("ranks", "bash", "-c", "echo $TRITON_CACHE_DIR >seen").wait() == 0
+    assert (tmp_path / "seen").read_text() == "/scratch/triton-7\n"
 
 
 def test_a_failure_is_passed_on(node: Node, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """losses/triton_chunk.py: where its kernels are used, and, in Triton's interpreter, what they compute."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,17 +99,51 @@ class Extended(CrossEntropy):
         (CrossEntropy(), {"is_cuda": False}, False),
         (CrossEntropy(), {"dtype": torch.float64}, False),
         (CrossEntropy(), {"ranks": 2}, False),
-        (CrossEntropy(), {"why_not": "it is not installed"}, False),
+        (CrossEntropy(), {"why": "it is not installed"}, False),
     ],
 )
 def test_a_kernel_is_used_where_there_is_one(
     loss: TokenLoss, others: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"is_cuda": True, "dtype": torch.bfloat16, "ranks": 1, "why_not": None} | others
-    monkeypatch.setattr(triton_chunk, "why_not", lambda _: given["why_not"])
+    given = {"is_cuda": True, "dtype": torch.bfloat16, "ranks": 1, "why": None} | others
+    monkeypatch.setattr(triton_chunk, "why_no_kernels", lambda: given["why"])
     products: Any = SimpleNamespace(is_cuda=given["is_cuda"], dtype=given["dtype"])
     group: Any = SimpleNamespace(size=lambda: given["ranks"])
     assert triton_chunk.has_kernel(loss, products, Vocabulary(8, group)) is expected
+
+
+@pytest.mark.parametrize(
+    ("compiler", "headers", "expected"),
+    [
+        ("", True, "there is no C compiler"),
+        ("/usr/bin/cc", False, "there is no .*Python.h"),
+        ("/usr/bin/cc", True, "RuntimeError: a driver"),
+    ],
+)
+def test_kernels_that_cannot_be_launched_are_left_out_with_one_warning(
+    compiler: str,
+    headers: bool,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("a driver that Triton does not know")
+
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(triton_kernels, "trial", {(1,): fail})
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    if headers:
+        (tmp_path / "Python.h").touch()
+    triton_chunk.why_no_kernels.cache_clear()
+    found = [triton_chunk.why_no_kernels() for _ in range(2)]
+    triton_chunk.why_no_kernels.cache_clear()
+    assert found[0] == found[1]
+    assert re.match(expected, str(found[0]))
+    assert [record.args for record in caplog.records] == [(found[0],)]
 
 
 def test_every_kernel_is_of_a_loss_in_the_table() -> None:

@@ -104,6 +104,19 @@ class MTPConfig:
         "of trunk and depths: no prompts, and no end of a text that was cut. Default: everything counts.",
         action="store_true",
     )
+    mtp_lr: float | None = _flag(
+        None,
+        "Highest learning rate of the MTP layers; --min-lr of theirs is in proportion to it. Default: --lr.",
+        type=float,
+        metavar="LR",
+    )
+    mtp_clip_grad: float | None = _flag(
+        None,
+        "Clip the gradients of the MTP layers by their own norm, which the log then has, and leave them out of that of "
+        "--clip-grad; 0 does not clip them. Default: one norm and clip of everything.",
+        type=float,
+        metavar="X",
+    )
     mtp_loss: str = _flag(
         "ce", "What the MTP layers learn: a name of the table of losses, which --list-losses explains. Default: ce."
     )
@@ -192,6 +205,9 @@ class MTPConfig:
                 "--mtp-hidden-state-mixing was given with --mtp-architecture parallel, where every depth reads the "
                 "trunk's state alone; drop one of the two."
             )
+        for flag, number in (("--mtp-lr", self.mtp_lr), ("--mtp-clip-grad", self.mtp_clip_grad)):
+            if number is not None and not 0 <= number < math.inf:
+                raise ValueError(f"{flag} is {number}; give 0 or more.")
         if self.mtp_unroll is not None and self.mtp_unroll < 1:
             raise ValueError(f"--mtp-unroll is {self.mtp_unroll}; give 1 or more passes.")
         self._check_loss()

@@ -219,6 +219,13 @@ LOOP = (
         unobserved("iteration"),
     ),
     Patch(
+        "megatron.training.training:get_megatron_optimizer",
+        "The loop's optimizer has no parameter group of the MTP layers.",
+        f"{ISSUES}/1263",
+        CORE,
+        called_by_name(),
+    ),
+    Patch(
         "megatron.training.training:num_floating_point_operations",
         "The log counts the depths of a repeated layer, and not the passes that --mtp-unroll makes of it.",
         NONE,

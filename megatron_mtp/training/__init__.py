@@ -10,6 +10,7 @@ loading.py           whether what --load names can be loaded; the draft vocabula
 datasets.py          Megatron's data sets, by Megatron's flags, also of answers and chats; which stages read them
 forward_step.py      the forward step for Megatron's schedules: batch, model, loss function
 objective.py         from hidden states to the depths' losses and acceptance
+parameter_group.py   a learning rate, gradient norm and clip of the MTP layers' own
 mtp_loss.py          the depths' loss for training loops that are not Megatron's
 acceptance.py        what a verifier would accept
 metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss, acceptance by depth and costs of a step

@@ -181,6 +181,16 @@ def _sources(args: Namespace) -> int:
 
 
 TOGETHER: tuple[Row, ...] = (
+    # ours: the flags that do the same
+    (
+        lambda args: args.mtp_train_only and (args.mtp_lr is not None or args.mtp_clip_grad is not None),
+        "--mtp-lr or --mtp-clip-grad was given with --mtp-train-only, which trains nothing else; give --lr and "
+        "--clip-grad in their place.",
+    ),
+    (
+        lambda args: args.mtp_clip_grad is not None and not args.clip_grad,
+        "--mtp-clip-grad is {mtp_clip_grad}, and --clip-grad 0 makes no norms; give --clip-grad a number above 0.",
+    ),
     # silent: nothing is saved
     (
         lambda args: args.save is not None and args.save_interval is None,

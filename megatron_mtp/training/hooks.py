@@ -12,20 +12,23 @@ from typing import Any
 
 from megatron.training import get_args
 
-from megatron_mtp.config import trained_depths
+from megatron_mtp.config import MTPConfig, trained_depths
 from megatron_mtp.errors import InputError
 from megatron_mtp.model.pattern import trunk_and_depths
 from megatron_mtp.patches.patch import Replace, State, installed, state_of, while_replaced
 from megatron_mtp.patches.table import CORE, LOOP
 from megatron_mtp.training.metrics import Metrics, Step
+from megatron_mtp.training.parameter_group import get_mtp_optimizer, mtp_grad_norm
 from megatron_mtp.training.short_log import say
 
 Function = Callable[..., Any]
 
 
 @contextmanager
-def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None]:
+def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPConfig | None = None) -> Iterator[None]:
     """While this lasts, the metrics receive training steps and the data of evaluations.
+
+    With `settings` that have a learning rate or clip of the MTP layers, optimizers have a parameter group of them.
 
     Raises:
         InputError: the installed megatron-core cannot be observed in this way.
@@ -36,6 +39,8 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None
         "evaluate_and_print_results": partial(_evaluations, metrics),
         "num_floating_point_operations": _operations,
     }
+    if settings is not None and not (settings.mtp_lr is None and settings.mtp_clip_grad is None):
+        wrappers["get_megatron_optimizer"] = partial(_optimizers, settings)
     if shows_checkpoints:
         wrappers["save_checkpoint_and_time"] = _saves
     if any(state_of(row) is State.NOT_NEEDED for row in LOOP if row.name in wrappers):
@@ -48,10 +53,16 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False) -> Iterator[None
         yield
 
 
+def _optimizers(settings: MTPConfig, get_megatron_optimizer: Function) -> Function:
+    return partial(get_mtp_optimizer, make=get_megatron_optimizer, lr=settings.mtp_lr, clip_grad=settings.mtp_clip_grad)
+
+
 def _steps(metrics: Metrics, train_step: Function) -> Function:
-    def timed(*given: Any, **named: Any) -> Any:
+    def timed(forward_step: Any, data: Any, model: Any, optimizer: Any, *rest: Any, **named: Any) -> Any:
         metrics.begin_step()
-        return train_step(*given, **named)
+        done = train_step(forward_step, data, model, optimizer, *rest, **named)
+        metrics.mtp_grad_norm = mtp_grad_norm(optimizer)
+        return done
 
     return timed
 
@@ -61,7 +72,8 @@ def _logged_steps(metrics: Metrics, training_log: Function) -> Function:
 
     def logged(losses: Any, sums: Any, learning_rate: float | None, step: int, *rest: Any, **named: Any) -> Any:
         done = training_log(losses, sums, learning_rate, step, *rest, **named)
-        metrics.end_step(Step(step, learning_rate, grad_norm=rest[3], is_skipped=bool(rest[2])))
+        is_skipped, own = bool(rest[2]), metrics.mtp_grad_norm
+        metrics.end_step(Step(step, learning_rate, rest[3], None if is_skipped else own, is_skipped))
         return done
 
     return logged

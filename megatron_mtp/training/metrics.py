@@ -29,6 +29,8 @@ from megatron_mtp.training.run_files import METRICS, append, drop_rows_after, wr
 from megatron_mtp.training.short_log import say
 
 PLOT = "metrics.png"
+MTP_GRAD_NORM = "mtp grad norm"
+"""Of the MTP layers, where they are clipped by themselves."""
 
 
 @dataclass
@@ -70,11 +72,12 @@ class Step:
     number: int
     learning_rate: float | None = None
     grad_norm: float | None = None
+    mtp_grad_norm: float | None = None
     is_skipped: bool = False
 
     def figures(self) -> dict[str, float]:
         """The figures by name, as rows of metrics.jsonl have them."""
-        named = {"learning rate": self.learning_rate, "grad norm": self.grad_norm}
+        named = {"learning rate": self.learning_rate, "grad norm": self.grad_norm, MTP_GRAD_NORM: self.mtp_grad_norm}
         return {name: float(value) for name, value in named.items() if value is not None}
 
 
@@ -98,6 +101,8 @@ class PrintedTables(Reporter):
     def interval(self, row: dict[str, Any], rates: AcceptanceStats | None) -> None:
         if rates is not None:
             print(table(row, rates), flush=True)
+        if MTP_GRAD_NORM in row:
+            print(f" {MTP_GRAD_NORM}: {row[MTP_GRAD_NORM]:.3f}", flush=True)
 
     @override
     def evaluated_batch(self) -> None:
@@ -115,6 +120,7 @@ class Metrics:
     Attributes:
         evaluated: the row and the table of the last evaluation, on the rank that has the figures.
         has_trained: a step is done, and the loop has gone on to the next one.
+        mtp_grad_norm: that of the MTP layers in the last step, if it is apart from the rest.
     """
 
     def __init__(self, folder: Path | None, reporter: Reporter | None = None) -> None:
@@ -127,6 +133,7 @@ class Metrics:
         self._is_after_run = False
         self._clock = StepClock()
         self.has_trained = False
+        self.mtp_grad_norm: float | None = None
         self._step: Step | None = None  # the last one done; numbers count from the start of a resumed run
         self._skipped = 0  # steps since the last row whose gradients overflowed
         self._has_written, self._has_failed = False, False
@@ -198,8 +205,10 @@ class Metrics:
         self._write(row)
         if is_last_rank():
             self._report(row, rates)
-        if rates is not None and not self._closing:
-            _log_acceptance(rates, iteration, "" if split == "training" else f" {split}")
+        if not self._closing:
+            figures = {} if rates is None else named(rates)
+            figures |= {name: row[name] for name in (MTP_GRAD_NORM,) if name in row}
+            _log(figures, iteration, "" if split == "training" else f" {split}")
 
     def _name_idle(self, names: list[str]) -> None:
         """Say once of every loss that it is shown as 0 because nothing counts, not because all is learned."""
@@ -265,9 +274,10 @@ def table(losses: dict[str, float], rates: AcceptanceStats | None) -> str:
     return "\n".join(lines)
 
 
-def _log_acceptance(rates: AcceptanceStats, iteration: int, suffix: str) -> None:
+def _log(figures: dict[str, float], iteration: int, suffix: str) -> None:
+    """What Megatron's loop does not give its writers."""
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    for name, value in named(rates).items():
+    for name, value in figures.items():
         if writer:
             writer.add_scalar(name + suffix, value, iteration)
         if wandb and is_last_rank():

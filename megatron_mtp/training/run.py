@@ -93,7 +93,7 @@ def train(
     saving.BEFORE_SAVES[:] = [lambda checkpoint: keep_tokenizer(get_args(), checkpoint)]
     with (
         explained(Path(sys.argv[0]).name, lambda: metrics.has_trained),
-        observed(metrics, shows_checkpoints=reporter is not None),
+        observed(metrics, shows_checkpoints=reporter is not None, settings=settings),
     ):
         try:
             pretrain(

@@ -240,8 +240,7 @@ def line_of(
         parts += [f"{tokens / seconds:,.0f} tokens/s", f"{left} left"]
     if "learning rate" in row:
         parts.append(f"lr {row['learning rate']:.2e}")
-    if "grad norm" in row:
-        parts.append(f"grad norm {row['grad norm']:.3g}")
+    parts += [f"{name} {row[name]:.3g}" for name in ("grad norm", "mtp grad norm") if name in row]
     whole = list(accumulate(parts, lambda line, part: f"{line} | {part}"))
     fitting = [line for line in whole if width is None or len(line) < width]
     return fitting[-1] if fitting else whole[0]

@@ -28,16 +28,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config, unwrap_model
-from megatron.training import get_args, get_timers
+from megatron.training import get_args, get_timers, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.initialize import initialize_megatron
-from megatron.training.training import evaluate, setup_model_and_optimizer, train_step
+from megatron.training.training import evaluate, train_step
 
 from megatron_mtp.runtime import prepare
 from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags
 from megatron_mtp.training.forward_step import ForwardStep
+from megatron_mtp.training.hooks import observed
 from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.parameter_group import mtp_grad_norm
 from megatron_mtp.training.run import get_embedding_ranks, join_single_process
 
 ON_CPU = prepare()
@@ -170,7 +172,10 @@ def build(
     container = pretrain_cfg_container_from_args(args, model_config)
     args.curr_iteration = 0
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return setup_model_and_optimizer(ModelType.encoder_or_decoder, cfg_container=container, pg_collection=groups)
+    with observed(Metrics(None), settings=mtp_config_from_args(args)):
+        return training.setup_model_and_optimizer(
+            ModelType.encoder_or_decoder, cfg_container=container, pg_collection=groups
+        )
 
 
 FAULTS: dict[str, Callable[[list[int]], list[int]]] = {"no-embedding-group": lambda pipeline_ranks: pipeline_ranks[:1]}
@@ -207,6 +212,7 @@ def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any, batch
     )
     of_ranks = gather({name: value.item() for name, value in losses.items()})
     record |= {"losses": next(filter(None, reversed(of_ranks))), "grad_norm": float(grad_norm)}
+    record["mtp_grad_norm"] = mtp_grad_norm(optimizer)
     return record | whole_tensors(model, "weights")
 
 

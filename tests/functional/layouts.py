@@ -94,6 +94,7 @@ MODELS: dict[str, Model] = {
     ),
     "hybrid-padded-d1": Model(1, f"--hybrid-layer-pattern MG*-/MG {_MAMBA} {_DELTA} {_PACKED}", "padded"),
     "hybrid-frozen-d2": Model(2, f"--hybrid-layer-pattern MG*-/M-/M- {_MAMBA} {_DELTA} --mtp-loss kd", frozen=True),
+    "grouped-d3": Model(3, "--mtp-lr 3e-2 --mtp-clip-grad 0.01 --clip-grad 0.02 --weight-decay 0"),
     "frozen-d3": Model(3, "--mtp-loss kd", frozen=True),
     "frozen-moe-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type allgather", frozen=True),
 }
@@ -133,7 +134,7 @@ LAYOUTS: dict[str, Layout] = {
     SINGLE: Layout(),
     "tp2": Layout(
         tp=2,
-        models="tied-d3 padded-vocabulary-d2 chained-d3 padded-latent-d2 shared-d1 parallel-d2 ragged-d3 "
+        models="tied-d3 grouped-d3 padded-vocabulary-d2 chained-d3 padded-latent-d2 shared-d1 parallel-d2 ragged-d3 "
         "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2",
     ),
     "tp2-sp": Layout(
@@ -151,7 +152,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "pp2": Layout(
         pp=2,
-        models="tied-d1 repeated-d3 ragged-d3 tied-d3 latent-d2 shared-d1 parallel-d2 padded-vocabulary-d2 "
+        models="tied-d1 grouped-d3 repeated-d3 ragged-d3 tied-d3 latent-d2 shared-d1 parallel-d2 padded-vocabulary-d2 "
         "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1",
     ),
     "pp2-unbalanced": Layout(pp=2, flags="--hybrid-layer-pattern M-*|-/M-/M-", models="hybrid-mamba-d2"),
@@ -161,8 +162,8 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "dp2": Layout(
         dp=2,
-        models="packed-d3 tied-d3 distilled-d3 chained-d3 frozen-d3 moe-d3 hybrid-unrolled-d1 hybrid-one-group-d1 "
-        "hybrid-padded-d1",
+        models="packed-d3 grouped-d3 tied-d3 distilled-d3 chained-d3 frozen-d3 moe-d3 hybrid-unrolled-d1 "
+        "hybrid-one-group-d1 hybrid-padded-d1",
         distributed_optimizer=True,
     ),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models="moe-d1 hybrid-moe-d2"),
@@ -202,6 +203,7 @@ FEATURES = {
     "coupled losses": "e2e_tv",
     "a part of the tokens": "--mtp-token-fraction",
     "fused head": "--mtp-linear-ce-main",
+    "parameter group": "--mtp-clip-grad",
     "padded vocabulary": "--make-vocab-size-divisible-by",
     "hybrid": "--hybrid-layer-pattern",
     "Mamba": "--mamba-state-dim",
@@ -240,8 +242,8 @@ COVERED: dict[str, set[str]] = {
     "tp": EVERY
     - {"experts", "all to all", "one group", "documents", "mixed states", "packed", "mean per token"}
     - {"fused head"},
-    "sp": EVERY - {"one group"},
-    "cp": EVERY - {"ragged"},  # the length of a packed document is a multiple of four there
+    "sp": EVERY - {"one group", "parameter group"},
+    "cp": EVERY - {"ragged", "parameter group"},  # the length of a packed document is a multiple of four there
     "pp": EVERY,
     "dp": _TRIED_WITH_DP - {"latent attention", "latent queries"},
     "ep": {"experts", "all to all", "hybrid", "Mamba", "Gated DeltaNet"},
@@ -257,7 +259,7 @@ FIRST: dict[str, str] = {
     "pp2": "tied-d1 repeated-d3 ragged-d3",
     "pp2-vpp2": "untied-d3",
     "pp2-unbalanced": "hybrid-mamba-d2",
-    "dp2": "packed-d3",
+    "dp2": "packed-d3 grouped-d3",
     "ep2": "moe-d1",
     "cp2-pp2": "padded-d3",
     "pp4-mtp-stage": "packed-d1",

@@ -23,7 +23,7 @@ from layouts import (
     sources,
 )
 from records import Records
-from torch import Tensor, equal
+from torch import Tensor, equal, stack
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_mtp.checkpoint.mcore.reader import DistReader
@@ -50,6 +50,7 @@ def assert_same_step(record: dict[str, Any], single: dict[str, Any]) -> None:
     assert record["losses"] == pytest.approx(single["losses"], rel=TOLERANCE)
     assert_close(record["gradients"], single["gradients"])
     assert record["grad_norm"] == pytest.approx(single["grad_norm"], rel=TOLERANCE)
+    assert record["mtp_grad_norm"] == pytest.approx(single["mtp_grad_norm"], rel=TOLERANCE)
     assert_close(record["weights"], single["weights"])
     for copies in ("gradients apart", "weights apart"):
         assert {name: value for name, value in record[copies].items() if value > 1e-6} == {}
@@ -78,6 +79,25 @@ def test_a_step_is_that_of_a_single_process(records: Records, model: str, layout
     single = records.of(f"train/{model}/{SINGLE}")
     assert_same_step(record, single)
     assert record["evaluation"] == pytest.approx(single["evaluation"], rel=TOLERANCE)
+
+
+def test_the_mtp_layers_have_their_own_rate_norm_and_clip(records: Records) -> None:
+    """Adam's first step by hand: w - lr g / (|g| + eps), of gradients that are clipped in two groups."""
+    record = records.of(f"train/grouped-d3/{SINGLE}")
+    before = DistReader(records.folder / "init" / "ours" / "grouped-d3" / "iter_0000001")
+    groups = {prefix: [] for prefix in ("mtp.", "")}
+    for name in record["gradients"]:
+        groups["mtp." if name.startswith("mtp.") else ""].append(name)
+    rates, clips = {"mtp.": 3e-2, "": 1e-2}, {"mtp.": 0.01, "": 0.02}
+    for prefix, names in groups.items():
+        norm = stack([record["gradients"][name].norm() for name in names]).norm().item()
+        assert norm > clips[prefix]
+        assert record["mtp_grad_norm" if prefix else "grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
+        for name in names:
+            clipped = record["gradients"][name] * clips[prefix] / (norm + 1e-6)
+            weight = before.read(name)[: len(clipped)]
+            moved, expected = record["weights"][name] - weight, -rates[prefix] * clipped / (clipped.abs() + 1e-3)
+            assert relative_difference(moved, expected) < 1e-3, name
 
 
 @pytest.mark.matrix

@@ -18,7 +18,8 @@ STEPS, HALF = 6, 3
 
 @dataclass(frozen=True)
 class Run:
-    """A training run of six steps with dropout, so that a lost random state would show; it saves every third step."""
+    """A training run of six steps with dropout, so that a lost random state would show, and a parameter group of
+    the MTP layers; it saves every third step."""
 
     folder: Path
 
@@ -40,7 +41,7 @@ class Run:
     def command(self, *flags: str) -> launch.Command:
         return launch.pretrain(
             *f"--train-iters {STEPS} --save-interval {HALF} --eval-interval 100 --eval-iters 0".split(),
-            *"--log-interval 1 --attention-dropout 0.1 --hidden-dropout 0.1".split(),
+            *"--log-interval 1 --attention-dropout 0.1 --hidden-dropout 0.1 --mtp-lr 2e-3 --mtp-clip-grad 0.5".split(),
             *("--save", str(self.checkpoints), "--load", str(self.checkpoints)),
             *("--mtp-metrics-dir", str(self.folder), *flags),
         )
@@ -71,6 +72,7 @@ def printed_steps(log: str) -> list[int]:
 def assert_same_end(run: Run, uninterrupted: Run) -> None:
     """Not from the printed losses: Megatron's second line after a start is the mean of two steps (0.19.2)."""
     assert launch.learned(run.folder) == launch.learned(uninterrupted.folder)
+    assert all("mtp grad norm" in row for row in launch.learned(run.folder).values())
     ours, theirs = run.checkpoint(), uninterrupted.checkpoint()
     assert len(theirs) > 40
     assert ours.keys() == theirs.keys()

@@ -1,0 +1,100 @@
+"""The MTP layers as a parameter group: a learning rate of their own, and a gradient norm with a clip of its own.
+
+    optimizer = get_mtp_optimizer(config, model_chunks, lr=1e-4, clip_grad=1.0)
+    optimizer.step()
+    mtp_grad_norm(optimizer)
+
+The rate is one of Megatron's overrides of a parameter group. Its main gradient norm leaves out parameters whose
+`grad_norm_group` is "mtp" (it sets that with --mtp-detach-heads), and clips them as the rest; here they have a clip.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+
+_IS_MTP = ParamWithNamePredicate("mtp", lambda _, name: ".mtp." in f".{name}")
+
+
+def get_mtp_optimizer(
+    config: OptimizerConfig,
+    model_chunks: list[torch.nn.Module],
+    *given: Any,
+    lr: float | None = None,
+    clip_grad: float | None = None,
+    make: Callable[..., Any] = get_megatron_optimizer,
+    **settings: Any,
+) -> Any:
+    """Megatron's `get_megatron_optimizer`, with a parameter group of the MTP layers.
+
+    Args:
+        config: Megatron's settings of the optimizer.
+        model_chunks: of this rank, as Megatron's function takes them.
+        given, settings: its other arguments.
+        lr: the highest learning rate of the MTP layers; the lowest is in proportion to the config's. None for the
+            config's.
+        clip_grad: the clip of their own gradient norm, 0 for none; the config's clip is then that of all other
+            parameters. None for one norm and clip of everything.
+        make: Megatron's function, or another with its interface.
+
+    Raises:
+        ValueError: the norm is to be apart, and the config clips nothing.
+    """
+    if lr is not None:
+        overrides = settings.get("config_overrides")
+        overrides = get_standard_config_overrides(config) if overrides is None else overrides
+        lowest = (config.min_lr or 0.0) * lr / config.lr if config.lr else 0.0
+        own = {ParamKey(with_name_predicate=_IS_MTP): ParamGroupOverride(max_lr=lr, min_lr=lowest)}
+        settings["config_overrides"] = {**overrides, **own}
+    if clip_grad is None:
+        return make(config, model_chunks, *given, **settings)
+    if not config.clip_grad:
+        raise ValueError(
+            f"the clip of the MTP layers' gradient norm is {clip_grad}, and --clip-grad 0 makes no norms; give "
+            "--clip-grad a number above 0."
+        )
+    for chunk in model_chunks:
+        for name, parameter in chunk.named_parameters():
+            if _IS_MTP(parameter, name):
+                setattr(parameter, GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP)
+    optimizer = make(config, model_chunks, *given, **settings)
+    _clip_apart(optimizer, clip_grad)
+    return optimizer
+
+
+def mtp_grad_norm(optimizer: Any) -> float | None:
+    """The gradient norm of the MTP layers in the last step, before clipping; None where it is part of the main norm."""
+    norms = getattr(optimizer, "mtp_grad_norms", None) or getattr(optimizer, "grad_norms_by_group", {})
+    norm = norms.get(MTP_GRAD_NORM_GROUP)
+    return None if norm is None else float(norm)
+
+
+def _clip_apart(optimizer: Any, clip_grad: float) -> None:
+    """Let the optimizer clip the MTP layers itself where it asks for the norms of its groups.
+
+    Megatron's step leaves a group alone whose norm it is not given.
+    """
+    compute = optimizer._compute_grad_norms_by_group
+
+    def clipped() -> dict[str, float]:
+        norms = compute()
+        optimizer.mtp_grad_norms = dict(norms)
+        norm = norms.pop(MTP_GRAD_NORM_GROUP, None)
+        for each in optimizer.chained_optimizers if clip_grad and norm is not None else ():
+            parameters = [one for one in each.get_parameters() if hasattr(one, GRAD_NORM_GROUP_ATTR)]
+            if parameters:
+                is_apart = each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, clip_grad, norm, use_decoupled_grad=is_apart)
+        return norms
+
+    optimizer._compute_grad_norms_by_group = clipped

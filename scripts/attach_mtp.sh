@@ -8,6 +8,7 @@
 # Settings, as environment variables:
 #   UNROLL 2 passes of one depth, or DEPTHS of their own   INIT fitted (last-layer, random)   LOSS kd (ce, kd, ...)
 #   STEPS 600   SEQUENCE 512   BATCH 4   LR 5e-4   FRACTION 1   PRECISION --bf16
+#   DONOR a model whose MTP layers are grafted and trained on (INIT donor)
 #   FAMILY glm4_moe (or mimo; deepseek_v3 for latent attention)   PROMPT a text to draft on   FLAGS more of pretrain_gpt.py
 #   SELF_GENERATED N texts of the model itself to train on   TEMPERATURE, NEW_TOKENS, PROMPT_TOKENS of these texts
 #   SAVE_INTERVAL STEPS   PYTHON, LAUNCH: commands to run programs and trainings with, in place of .venv (scripts/slurm)
@@ -26,8 +27,9 @@ launch=${LAUNCH:-$python}
 attach=(
     -m megatron_mtp attach "$model" "$corpus" "$run" --steps "${STEPS:-600}"
     ${DEPTHS:+--mtp-layers "${DEPTHS:-}"} ${UNROLL:+--unroll "${UNROLL:-}"} ${INIT:+--mtp-init "${INIT:-}"}
+    ${DONOR:+--donor "${DONOR:-}"}
     --sequence "${SEQUENCE:-512}" --batch "${BATCH:-4}" --learning-rate "${LR:-5e-4}" --loss "${LOSS:-kd}"
-    --token-fraction "${FRACTION:-1}" --family "${FAMILY:-glm4_moe}" --evaluated-batches "${EVAL_ITERS:-8}"
+    --token-fraction "${FRACTION:-1}" ${FAMILY:+--family "${FAMILY:-}"} --evaluated-batches "${EVAL_ITERS:-8}"
     --save-every "${SAVE_INTERVAL:-${STEPS:-600}}" --prompt "${PROMPT:-The state of the union is}"
     --temperature "${TEMPERATURE:-0.7}" --max-new-tokens "${NEW_TOKENS:-256}" --prompt-tokens "${PROMPT_TOKENS:-32}"
     ${SELF_GENERATED:+--self-generated "${SELF_GENERATED:-}"} --float32 ${PRECISION---bf16} ${FLAGS:-}

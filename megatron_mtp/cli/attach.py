@@ -43,6 +43,9 @@ EXAMPLES = """examples:
   # trained on 2,000 continuations of the corpus' documents by the model itself; what would be run, first
   megatron-mtp attach models/Qwen3-0.6B my_texts runs/own --self-generated 2000 --temperature 0.6 --dry-run
 
+  # a fine-tuned model that has lost its MTP layers: those of the model that it was made from, trained on
+  megatron-mtp attach models/my-glm my_texts runs/grafted --donor zai-org/GLM-4.5-Air
+
 The same command continues after an interruption.
 """
 
@@ -61,6 +64,7 @@ def main(arguments: list[str], program: str) -> int:
     args.more = more
     with sentences(program):
         args.model = local_folder(args.model)
+        _set_donor(args)
         if not (args.model / "config.json").is_file():
             raise ValueError(f"{args.model} has no config.json; give the folder of a Hugging Face model.")
         _check(args)
@@ -103,10 +107,11 @@ def parser(program: str) -> Parser:
     add("--unroll", type=int, metavar="K", help=passes)
     layers = "attach D MTP layers in its place, each for a token of its own"
     add("--mtp-layers", "--depths", type=int, metavar="D", help=layers)
-    inits = (
-        "how new layers begin, as in convert attach-mtp; default: fitted to the corpus, last-layer for conversations"
-    )
-    add("--mtp-init", choices=("fitted", "last-layer", "random"), help=inits)
+    inits = "how layers begin: made by convert attach-mtp, or those of --donor; default: fitted to the corpus, "
+    inits += "last-layer for conversations"
+    add("--mtp-init", choices=("fitted", "last-layer", "random", "donor"), help=inits)
+    donor = "graft the MTP layers of this folder or checkpoint (convert graft), and train them on"
+    add("--donor", type=named, metavar="FOLDER", help=donor)
     add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")
     add("--batch", type=int, default=4, metavar="B", help="sequences per step; default: 4")
@@ -118,7 +123,8 @@ def parser(program: str) -> Parser:
     add("--evaluated-batches", default="8", metavar="N", help="batches of held-out text; default: 8")
     add("--save-every", type=int, metavar="N", help="steps between checkpoints; default: only at the end")
     forms = ", ".join(trained_forms())
-    add("--family", default="glm4_moe", metavar="NAME", help=f"of the exported folder: {forms}; default: glm4_moe")
+    family = f"of the exported folder: {forms}; default: glm4_moe, with --donor the model's own"
+    add("--family", metavar="NAME", help=family)
     add("--prompt", default="The state of the union is", metavar="TEXT", help="prompt for the drafting at the end")
     own = made.add_argument_group("the model's own texts")
     add = own.add_argument
@@ -140,6 +146,43 @@ def full_parser(program: str) -> ArgumentParser:
     return ArgumentParser(program, parents=parents, add_help=False, conflict_handler="resolve")
 
 
+def _set_donor(args: Namespace) -> None:
+    """Find the donor, and take as many layers as it has.
+
+    Raises:
+        ValueError: the flags contradict each other, or there is no donor.
+    """
+    if args.donor is None and args.mtp_init == "donor":
+        raise ValueError("--mtp-init is donor, and there is none; give --donor, a model that has MTP layers.")
+    if args.donor is None:
+        return
+    if args.mtp_init not in (None, "donor"):
+        raise ValueError(f"--donor was given with --mtp-init {args.mtp_init}; leave one of them out.")
+    args.donor = local_folder(args.donor)
+    depths = _layers_of(args.donor)
+    if args.mtp_layers not in (None, depths):
+        raise ValueError(f"--mtp-layers is {args.mtp_layers}, and {args.donor} has {depths} MTP layers; leave it out.")
+    args.mtp_layers = depths if depths > 1 else args.mtp_layers
+
+
+def _layers_of(donor: Path) -> int:
+    """The number of MTP layers in a folder or checkpoint.
+
+    Raises:
+        ValueError: it has none, or is damaged.
+    """
+    from megatron_mtp.runtime import quieten
+
+    quieten()
+
+    from megatron_mtp.checkpoint.convert.graft import open_side
+    from megatron_mtp.checkpoint.inspecting import checked_arguments
+
+    if not (depths := open_side(donor, checked_arguments, is_trunk=False).depths):
+        raise ValueError(f"--donor is {donor}, which has no MTP layers; give a model that has some.")
+    return depths
+
+
 def _check(args: Namespace) -> None:
     """Raises ValueError for what a later step would refuse, after those before it have taken their time."""
     check_counts(args, "mtp_layers", "unroll", "steps", "sequence", "batch", "save_every")
@@ -154,7 +197,7 @@ def _check(args: Namespace) -> None:
         raise ValueError(f"--token-fraction is {args.token_fraction}; give a number above 0, and at most 1.")
     if not args.evaluated_batches.isdecimal() or int(args.evaluated_batches) < 1:
         raise ValueError(f"--evaluated-batches is {args.evaluated_batches}; give 1 or more.")
-    if args.family not in trained_forms():
+    if args.family is not None and args.family not in trained_forms():
         raise ValueError(f"--family is '{args.family}'; give one of {', '.join(trained_forms())}.")
     if args.launch is not None and shutil.which((_words(args.launch) or [""])[0]) is None:
         raise ValueError(f"--launch is '{args.launch}', which begins with no program of this machine; correct it.")
@@ -222,7 +265,7 @@ def _warned(args: Namespace) -> bool:
     from megatron_mtp.checkpoint.convert.export_hf import form_of
 
     try:
-        form_of(start, family=args.family, tokenizer=args.model)
+        form_of(start, family=_family(args), tokenizer=args.model)
     except ValueError as error:
         print(
             f"> warning: no Hugging Face folder can hold this model with MTP layers ({error}) They are trained and "
@@ -293,7 +336,7 @@ def _sample(args: Namespace) -> list[str] | None:
     prompts += ["--anywhere"] if args.anywhere else []
     texts = ["--texts", str(args.self_generated), "--temperature", args.temperature]
     texts += ["--max-new-tokens", args.max_new_tokens, "--prompt-tokens", args.prompt_tokens]
-    model = ["--load", str(args.run / "trunk"), "--tokenizer", str(args.model)]
+    model = ["--load", str(args.run / ("start" if args.donor else "trunk")), "--tokenizer", str(args.model)]
     model += ["--dtype", "float32" if args.float32 and "--bf16" not in args.more else "bfloat16"]
     return ["sample", *model, *prompts, *texts, "--output-prefix", _trained_on(args)]
 
@@ -313,13 +356,17 @@ def _is_chat(corpus: str) -> bool:
 
 def _trunk(args: Namespace) -> list[str] | None:
     target = args.run / "trunk"
-    return None if target.is_dir() else ["convert", "hf-to-mcore", str(args.model), str(target), "--resume"]
+    if target.is_dir() or args.donor is not None:
+        return None
+    return ["convert", "hf-to-mcore", str(args.model), str(target), "--resume"]
 
 
 def _start(args: Namespace) -> list[str] | None:
     target = args.run / "start"
     if target.is_dir():
         return None
+    if args.donor is not None:
+        return ["convert", "graft", str(args.donor), str(args.model), str(target), "--resume"]
     init = args.mtp_init or ("fitted" if _has_corpus(args) else "last-layer")
     text = ["--data-path", _data(args)] if init == "fitted" else []
     depths = ["--mtp-num-layers", str(args.mtp_layers or 1), "--mtp-init", init, *text]
@@ -373,8 +420,14 @@ def _export(args: Namespace) -> list[str] | None:
         return None
     if target.is_dir() and not args.dry_run:
         shutil.rmtree(target)
-    flags = ["--family", args.family, "--tokenizer", str(args.model), "--resume"]
+    family = [] if _family(args) is None else ["--family", str(_family(args))]
+    flags = [*family, "--tokenizer", str(args.model), "--resume"]
     return ["convert", "mcore-to-hf", str(saved), str(target), *flags]
+
+
+def _family(args: Namespace) -> str | None:
+    """The family of the exported folder; None for the model's own, or the one that fits."""
+    return args.family or (None if args.donor is not None else "glm4_moe")
 
 
 def _verify(args: Namespace) -> list[str]:

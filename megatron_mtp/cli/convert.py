@@ -9,12 +9,15 @@ import argparse
 import errno
 import json
 import math
+import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron_mtp.checkpoint.families import FAMILIES, trained_forms
@@ -34,6 +37,9 @@ EXAMPLES = """examples:
   megatron-mtp convert hf-to-mcore models/Qwen3-0.6B checkpoints/qwen
   megatron-mtp convert attach-mtp checkpoints/qwen checkpoints/qwen-mtp --mtp-num-layers 2
 
+  # a fine-tuned folder whose MTP layers were lost: those of the model that it was made from
+  megatron-mtp convert graft zai-org/GLM-4.5-Air models/my-glm checkpoints/my-glm --text held_out.txt
+
   # the same layers, drafting only the most frequent tokens of a corpus, which is faster where the vocabulary is large
   megatron-mtp convert draft-vocab checkpoints/mine checkpoints/fast --mtp-draft-vocab-size 4096 --data-path data/corpus
 
@@ -52,6 +58,9 @@ DIFFERENT, UNCOMPARED = 1, 3
 """Exit status of `verify`: a difference was found; logits could not be compared."""
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD = "5GB"
+PACKAGE = "megatron_mtp"
+MEASURED_TOKENS = 512
+"""Largest number of tokens of a sequence in which `graft --text` measures acceptance."""
 WORKERS, FORMS = default_workers(), ", ".join(trained_forms())
 
 
@@ -158,6 +167,58 @@ def drop(args: argparse.Namespace) -> dict[str, Any]:
     return asdict(drop_depths(args.source, args.target, args.keep, options(args)))
 
 
+def graft_depths(args: argparse.Namespace) -> dict[str, Any]:
+    """`convert graft`."""
+    from megatron_mtp.checkpoint.convert.dry_run import plan_graft
+    from megatron_mtp.checkpoint.convert.graft import Graft, graft
+    from megatron_mtp.checkpoint.inspecting import checked_arguments
+
+    donor, target = local_folder(args.donor), local_folder(args.source)
+    if args.text is not None and not args.text.exists():
+        raise ValueError(f"--text is {args.text}, which is not there; give a file or a folder of text.")
+    plan = Graft.of(donor, target, checked_arguments, args.trust_remote_code)
+    told = {"fits": plan.fits, "not known": plan.unknown}
+    if args.dry_run:
+        return plan_graft(plan, args.target, options(args)) | told
+    done = asdict(graft(plan, args.target, options(args))) | told
+    if args.text is None:
+        return done
+    length = min(MEASURED_TOKENS, plan.target.args.max_position_embeddings)
+    return done | {"acceptance": _acceptance_of_both(donor, length, args)}
+
+
+def _acceptance_of_both(donor: Path, length: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What `evaluate` finds on the text, in sequences of this length, for the donor and for the graft."""
+    from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
+    from megatron_mtp.checkpoint.inspecting import checked_arguments
+    from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
+
+    with TemporaryDirectory(prefix=f".{args.target.name}-donor-", dir=args.target.parent) as folder:
+        saved = donor
+        if not is_checkpoint(donor):  # `evaluate` reads checkpoints
+            saved = Path(folder) / "donor"
+            hf_to_mcore(donor, saved, options(args), checked_arguments)
+        return {
+            "on the donor's trunk": _acceptance(saved, length, args),
+            "on the new trunk": _acceptance(args.target, length, args),
+        }
+
+
+def _acceptance(checkpoint: Path, length: int, args: argparse.Namespace) -> dict[str, float]:
+    """Acceptance by depth and the expected accepted length, by `evaluate` in a process of its own.
+
+    Raises:
+        ValueError: it cannot be measured.
+    """
+    words = [sys.executable, "-m", PACKAGE, "evaluate", "--load", str(checkpoint), "--text", str(args.text), "--json"]
+    words += ["--seq-length", str(length)] + ["--trust-remote-code"] * args.trust_remote_code
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ValueError(f"{args.target} is written, but evaluate ends with status {done.returncode} for {checkpoint}.")
+    row = json.loads(done.stdout.splitlines()[-1])
+    return {name: value for name, value in row.items() if name.endswith((" acceptance", "accepted length"))}
+
+
 def limit_drafts(args: argparse.Namespace) -> dict[str, Any]:
     """`convert draft-vocab`."""
     from megatron_mtp.checkpoint.convert.dry_run import plan_change
@@ -259,6 +320,9 @@ def text_of(result: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        inner = (", ".join(f"{name} {figure:.4g}" for name, figure in row.items()) for row in value.values())
+        value = [f"{name}: {row}" for name, row in zip(value, inner, strict=True)]
     return "".join(f"\n  {item}" for item in value) if isinstance(value, list) else str(value)
 
 
@@ -269,13 +333,13 @@ class Command:
     Attributes:
         run: does it; returns what to print, by name.
         line: what it does, for `--help`.
-        operands: names of its one or two positional arguments in `--help`.
+        operands: its positional arguments, and their names in `--help`.
         flags: its flags, with the arguments of `add_argument`.
     """
 
     run: Callable[[argparse.Namespace], dict[str, Any]]
     line: str
-    operands: tuple[str, ...]
+    operands: dict[str, str]
     flags: dict[str, dict[str, Any]]
 
 
@@ -322,13 +386,16 @@ ATTACHES = {
     "--fit-tokens": _value("of fitted: tokens to fit on (default: 64 for each hidden unit)", "N", type=int),
 }
 DROPS = {"--keep": _value("keep the first N MTP layers (default: 0)", "N", type=int, default=0)}
+GRAFTS = {
+    "--text": _value("measure the acceptance of donor and graft on this text, as evaluate does", "PATH", type=named)
+}
 DRAFTS = {
     "--mtp-draft-vocab-size": _value("draft the N most frequent tokens of --data-path", "N", type=int),
     "--data-path": _value("the .bin and .idx of megatron-mtp preprocess", "PREFIX"),
     "--mtp-draft-vocab-file": _value("draft the tokens in this file, one id per line", "FILE", type=named),
 }
 
-IN_OUT = ("SRC", "DST")
+IN_OUT = {"source": "SRC", "target": "DST"}
 COMMANDS = {
     "hf-to-mcore": Command(
         hf_to_mcore,
@@ -345,14 +412,14 @@ COMMANDS = {
     "inspect": Command(
         look,
         "Show what a folder or checkpoint holds: family, MTP layers, conventions, and whether Megatron can train it.",
-        ("SRC",),
+        {"source": "SRC"},
         INSPECTS,
     ),
     "verify": Command(
         prove,
         "Prove that a Hugging Face folder and a Megatron checkpoint, or a GPT checkpoint and its hybrid form, are the "
         "same model, MTP layers included.",
-        ("HF|MCORE", "MCORE"),
+        {"source": "HF|MCORE", "target": "MCORE"},
         TRUSTS | VERIFIES,
     ),
     "attach-mtp": Command(
@@ -360,6 +427,13 @@ COMMANDS = {
     ),
     "drop-mtp": Command(
         drop, "Copy a Megatron checkpoint without its MTP layers, or with the first few.", IN_OUT, WRITES | DROPS
+    ),
+    "graft": Command(
+        graft_depths,
+        "Write a Megatron checkpoint of a trunk that was trained further, with the MTP layers of the model that it was "
+        "made from; both are Hugging Face folders or Megatron checkpoints.",
+        {"donor": "DONOR", "source": "TARGET", "target": "OUT"},
+        WRITES | TRUSTS | GRAFTS,
     ),
     "draft-vocab": Command(
         limit_drafts,
@@ -393,7 +467,7 @@ def parser(program: str) -> Parser:
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.line, description=command.line, epilog=EXAMPLES)
-        for dest, metavar in zip(("source", "target"), command.operands, strict=False):
+        for dest, metavar in command.operands.items():
             own.add_argument(dest, type=named, metavar=metavar)
         for flag, settings in (JSON | command.flags).items():
             own.add_argument(flag, **settings)

@@ -97,6 +97,7 @@ def parser(program: str) -> Parser:
     data.add_argument("--text", nargs="+", metavar="PATH", help="files or folders; all of their text is used")
     data.add_argument("--data-path", nargs="+", metavar="PREFIX", help="a corpus that preprocess made, as for train")
     add("--eval-iters", type=int, metavar="N", help="number of batches; default: 16, or all of --text")
+    add("--seq-length", type=int, metavar="S", help="tokens of a sequence; default: the training's")
     add("--tokenizer-model", metavar="FOLDER", help="folder of a Hugging Face tokenizer; default: the training's")
     add("--json", action="store_true", help="print one JSON object with the names of metrics.jsonl")
     return made
@@ -135,6 +136,8 @@ def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
     chosen = _tokenizer_flags(str(tokenizer)) if tokenizer and reads else []
     if not chosen and stored.tokenizer_type == "NullTokenizer" and stored.vocab_size is not None:
         chosen = ["--vocab-size", str(stored.vocab_size)]  # which Megatron does not take from a checkpoint
+    if args.seq_length is not None:
+        chosen += ["--seq-length", str(args.seq_length)]
     if args.eval_iters is not None:
         chosen += ["--eval-iters", str(args.eval_iters)]
     if args.data_path is not None:
@@ -149,11 +152,10 @@ def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
     if tokenizer is None:
         raise ValueError(f"--load is {args.load}, which names no tokenizer that is there; give --tokenizer-model.")
     tokens = _corpus(args.text, str(tokenizer), folder / "corpus", trust)
-    if tokens <= stored.seq_length:
-        raise ValueError(
-            f"--text has {tokens} tokens, and the model's sequences have {stored.seq_length}; give more text."
-        )
-    samples = (tokens - 1) // stored.seq_length
+    length = args.seq_length or stored.seq_length
+    if tokens <= length:
+        raise ValueError(f"--text has {tokens} tokens, and the sequences have {length}; give more text.")
+    samples = (tokens - 1) // length
     return ["--eval-iters", str(samples), *chosen, "--data-path", str(folder / "corpus")]
 
 

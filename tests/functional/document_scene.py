@@ -16,6 +16,7 @@ from megatron_mtp.data.tokenizer import train_bpe
 ENTRIES, TEXTS = 384, 40
 MODELS = {
     "GLM-4.5-Air": ("glm4_moe", 1),
+    "my-glm": ("glm4_moe", 0),
     "Qwen3-0.6B": ("qwen3", 0),
     "Qwen3.5-35B-A3B": ("qwen3_5_moe_text", 1),
 }

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from documents import parse
+from hf_models import make
 
 from megatron_mtp.checkpoint.hf import hub
 from megatron_mtp.cli import attach
@@ -115,6 +116,46 @@ def test_depths_begin_as_they_are_asked_to(model: Path, tmp_path: Path) -> None:
         fitted_to = str(tmp_path / "run/data/corpus") if init == "fitted" else None
         assert (made.mtp_init, made.data_path) == (init, fitted_to)
         assert args.more == []
+
+
+def test_the_layers_of_a_donor_are_grafted_on_the_model(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    args = settings(model, run, "--donor", "donor", "--self-generated", "99")
+    commands = {name: step.command(args) or [] for name, step in attach.STEPS.items()}
+    for words in filter(None, commands.values()):
+        parse("megatron-mtp", *words)
+    assert commands["trunk"] == []  # the graft reads the folder itself, whose config may count lost layers
+    assert commands["start"][:5] == ["convert", "graft", "donor", str(model), str(run / "start")]
+    assert dict(pairwise(commands["sample"]))["--load"] == str(run / "start")
+    assert "--family" not in commands["export"]
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_donor_decides_the_number_of_layers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = commands(monkeypatch)
+    folders = {count: make(tmp_path / f"donor-{count}", "mimo", count) for count in (1, 3)}
+    bare = make(tmp_path / "bare", "qwen2", 0)
+    for count, passes in ((1, "--mtp-use-repeated-layer"), (3, "--mtp-train-only")):
+        started.clear()
+        assert (
+            cli.main(["attach", str(model), "texts", str(tmp_path / f"{count}"), "--donor", str(folders[count])]) == 0
+        )
+        training = next(words for words in started if "train" in words)
+        assert training[training.index("--mtp-num-layers") + 1 :][:2] == [str(count), passes]
+    capsys.readouterr()
+    for flags, says in (
+        (["--mtp-init", "donor"], "--mtp-init is donor, and there is none; give --donor"),
+        (["--mtp-init", "random", "--donor", "donor"], "--donor was given with --mtp-init random; leave one of them"),
+        (["--donor", str(folders[3]), "--mtp-layers", "2"], "--mtp-layers is 2, and"),
+        (["--donor", str(folders[3]), "--unroll", "2"], "--mtp-layers is 3 with --unroll"),
+        (["--donor", str(bare)], "bare, which has no MTP layers; give a model that has some."),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["attach", str(model), "texts", str(tmp_path / "run"), *flags])
+        said = capsys.readouterr().err
+        assert (says in said, said.count("\n")) == (True, 1), said
 
 
 def test_a_run_inside_the_model_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ computation.py  whether arguments and a config.json describe the same computatio
 export_hf.py    mcore-to-hf; an export leaves out the rows that pad the vocabulary
 fitting.py      eh_proj of new depths, fitted to text
 edit.py         attach-mtp, drop-mtp and draft-vocab
+graft.py        the MTP layers of a donor on another trunk
 hybrid.py       gpt-to-hybrid and hybrid-to-gpt
 dry_run.py      what a conversion would do (--dry-run)
 """

@@ -14,6 +14,7 @@ import torch
 
 from megatron_mtp.checkpoint.convert.edit import Change
 from megatron_mtp.checkpoint.convert.export_hf import Export, HFForm
+from megatron_mtp.checkpoint.convert.graft import Graft
 from megatron_mtp.checkpoint.convert.hybrid import Migration
 from megatron_mtp.checkpoint.convert.import_hf import bytes_read, notes
 from megatron_mtp.checkpoint.convert.plan import HFModel, times, unnumbered
@@ -80,6 +81,15 @@ def plan_change(change: Change, source: Path, target: Path) -> dict[str, Any]:
         **_disk(target, source, sum(entry.size for entry in entries)),
         "new": _counted(entry.key for entry in change.made if entry.key not in old) or "nothing",
         "left out": _counted(change.left_out) or "nothing",
+    }
+
+
+def plan_graft(plan: Graft, target: Path, options: Options) -> dict[str, Any]:
+    """What `graft` would do, by name."""
+    groups = [group for part in plan.files(options).values() for group in part]
+    return {
+        "depths": plan.donor.depths,
+        **_disk(target, plan.target.path, sum(group.size for group in groups)),
     }
 
 

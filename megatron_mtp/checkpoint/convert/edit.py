@@ -236,21 +236,22 @@ def write_change(change: Change, source: Path, target: Path, options: Options) -
     groups = {name: [Group(entry.size, entry.write) for entry in entries] for name, entries in files.items()}
     chunks = write_checkpoint(folder, groups, change.common, options)
     keep_files(reader.folder.parent, folder.path)
-    _correct_origin(folder.path / HF_FILES, change.depths, change.dropped)
+    correct_origin(folder.path / HF_FILES, change.depths, change.dropped)
     folder.finish()
     return Converted("Megatron", change.depths, len(chunks), sum(chunk.length for chunk in chunks))
 
 
-def _correct_origin(kept: Path, depths: int, dropped: frozenset[str]) -> None:
-    """Correct the record of the tensors in the kept files."""
+def correct_origin(
+    kept: Path, depths: int, dropped: frozenset[str] = frozenset(), added: frozenset[str] = frozenset()
+) -> None:
+    """Correct the record of the tensors in the kept files: number of depths, dropped tensors, added forms."""
     origin = kept_origin(kept)
     if not origin:
         return
     layout = origin.get("layout", {})
     carried = [name for name in layout.get("carried", []) if name not in dropped]
-    (kept / ORIGIN).write_text(
-        json.dumps({**origin, "layout": {**layout, "depths": depths, "carried": carried}}, indent=2) + "\n"
-    )
+    changed = {"depths": depths, "carried": carried, "features": sorted({*layout.get("features", []), *added})}
+    (kept / ORIGIN).write_text(json.dumps({**origin, "layout": {**layout, **changed}}, indent=2) + "\n")
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,12 @@ def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callabl
     model = HFModel.read(source)
     model.check_numbers()
     args = arguments(model)
-    folder = PartialFolder(target, source, _fingerprint(model, options), options.resume)
+    folder = PartialFolder(target, source, fingerprint_of(model, options), options.resume)
     files = {
-        f"__{index}_0.distcp": [_group(model.folder, rule, options) for rule in rules]
+        f"__{index}_0.distcp": [group_of(model.folder, rule, options) for rule in rules]
         for index, rules in enumerate(parts_of(model.rules).values())
     }
-    write_checkpoint(folder, files, _common(model, args), options)
+    write_checkpoint(folder, files, common_of(model, args), options)
     keep_hf_files(source, folder.path / HF_FILES, origin(model))
     folder.finish()
     size = bytes_read(model.rules, model.folder)
@@ -76,7 +76,8 @@ def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
     return found if reason is None else found | {"trainable here": False, "why not": reason}
 
 
-def _group(folder: HFFolder, rule: Rule, options: Options) -> Group:
+def group_of(folder: HFFolder, rule: Rule, options: Options) -> Group:
+    """A rule's tensors, which are read, moved and written together."""
     return Group(bytes_read([rule], folder), partial(_write_rule, folder, rule, options))
 
 
@@ -97,7 +98,8 @@ def bytes_read(rules: list[Rule], folder: HFFolder) -> int:
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in sizes)
 
 
-def _fingerprint(model: HFModel, options: Options) -> dict[str, Any]:
+def fingerprint_of(model: HFModel, options: Options) -> dict[str, Any]:
+    """A record that differs when the folder or the options differ."""
     files = sorted({stored.file for stored in model.folder.tensors.values()})
     return {
         "source": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
@@ -107,7 +109,7 @@ def _fingerprint(model: HFModel, options: Options) -> dict[str, Any]:
     }
 
 
-def _common(model: HFModel, args: Namespace) -> dict[str, Any]:
+def common_of(model: HFModel, args: Namespace) -> dict[str, Any]:
     """What the checkpoint stores beside tensors: Megatron's arguments, and where the model came from."""
     return {"args": args, "checkpoint_version": 3.0, "megatron_mtp": origin(model)}
 

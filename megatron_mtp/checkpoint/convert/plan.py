@@ -244,8 +244,12 @@ class HFModel:
     rules: list[Rule]
 
     @classmethod
-    def read(cls, path: Path) -> "HFModel":
+    def read(cls, path: Path, lost_depths: bool = False) -> "HFModel":
         """Read and check a folder; no tensor is read.
+
+        Args:
+            path: the folder.
+            lost_depths: whether the config may count depths of which the folder has no tensor: transformers drops them.
 
         Raises:
             ValueError: the folder is of a kind that does not convert, is damaged, or contradicts itself.
@@ -255,6 +259,9 @@ class HFModel:
         family = family_of(config)
         config = family.complete(config)
         folder = HFFolder(path, block_of(config.keys), config.flag(TIED))
+        if lost_depths and family.depths is not None and not family.depths.stored(folder.tensors):
+            counts = [key for key in family.depths.keys if config.has(key)]
+            config = replace(config, keys=config.keys | dict.fromkeys(counts, 0))
         layout = family.layout(config, folder.tensors)
         rules = family.all_rules(config, layout)
         check_hf(rules, folder, config)

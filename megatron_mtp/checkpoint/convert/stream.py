@@ -89,7 +89,7 @@ class PartialFolder:
 
     def __init__(self, target: Path, source: Path, plan: Mapping[str, Any], resume: bool) -> None:
         target = _resolved(target)
-        _check_place(target, source)
+        check_place(target, source)
         self.target, self.path = target, target.with_name(f"{target.name}.partial")
         self._lock = ExitStack()
         self._lock.enter_context(one_writer(target, str(target)))
@@ -154,7 +154,7 @@ def check_free(target: Path, source: Path) -> None:
         ValueError: something is there already, or it is a mount point, or one of both lies inside the other.
     """
     target = _resolved(target)
-    _check_place(target, source)
+    check_place(target, source)
     _check_empty(target)
 
 
@@ -172,7 +172,8 @@ def _resolved(target: Path) -> Path:
         raise ValueError(f"{target} is a link that leads to itself; name a new folder.") from error
 
 
-def _check_place(target: Path, source: Path) -> None:
+def check_place(target: Path, source: Path) -> None:
+    """Raises ValueError where a folder is a mount point, or it and its source lie inside one another."""
     check_outside(target, source)
     if is_inside(source, target):
         raise ValueError(f"{target} holds {source}, which it would be made from; name a new folder.")

@@ -1,0 +1,487 @@
+"""graft: the MTP layers of a donor on another trunk, which was fine-tuned, merged or trained by RL without them.
+
+In:  a donor with MTP layers and a target without, each a Hugging Face folder or a Megatron checkpoint.
+Out: a Megatron checkpoint of the target's trunk and the donor's MTP layers, bit by bit; quantized ones as bfloat16.
+
+Both sides are read by Megatron's keys, a layer at a time, so that their families may differ:
+
+    model.layers.46.eh_proj.weight of the donor  ->  mtp.layers.0.eh_proj.weight  ->  the target's name in mcore-to-hf
+
+An MTP layer computes with the sizes, positions and norms of its trunk, and with the trunk's embedding and head. So
+both models must agree in everything that Megatron's configuration says of a layer, and in the ids of their tokens.
+"""
+
+import filecmp
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, override
+
+from torch import Tensor
+
+from megatron_mtp.checkpoint.convert.computation import differences, settings_of
+from megatron_mtp.checkpoint.convert.edit import ONE_PASS, changed_args, copied, correct_origin
+from megatron_mtp.checkpoint.convert.export_hf import Tokens, kept_origin
+from megatron_mtp.checkpoint.convert.import_hf import common_of, fingerprint_of, group_of, keep_hf_files, origin
+from megatron_mtp.checkpoint.convert.plan import HFModel, parts_of
+from megatron_mtp.checkpoint.convert.stream import (
+    Converted,
+    Group,
+    Options,
+    PartialFolder,
+    check_place,
+    keep_files,
+    write_checkpoint,
+)
+from megatron_mtp.checkpoint.families.family import COPIES
+from megatron_mtp.checkpoint.families.rules import Rule, Shape
+from megatron_mtp.checkpoint.hf.config import CONFIG
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, is_checkpoint
+from megatron_mtp.checkpoint.mcore.keys import other_key
+from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
+from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, has_tokenizer, run_tokenizer
+from megatron_mtp.data.tokenizer import read_tokenizer
+from megatron_mtp.model.mtp import SHARDED_TF_LAYER
+from megatron_mtp.model.pattern import SHARDED_STACK, trunk_and_depths
+
+DEPTHS = "mtp."
+"""Beginning of the keys of MTP layers and of their draft vocabulary."""
+OF_DEPTHS: dict[str, Any] = {
+    "mtp_num_layers": None,
+    "mtp_use_repeated_layer": False,
+    "mtp_architecture": "sequential",
+    "mtp_draft_vocab_size": None,
+    "mtp_draft_vocab_file": None,
+    **ONE_PASS,
+}
+"""Arguments that come with the MTP layers, and their values where the donor's have none."""
+OF_TRUNKS = {"num_layers", "moe_layer_freq", "hybrid_layer_pattern", "max_sequence_length"}
+"""Settings in which the trunks may differ: their layers, and the longest text."""
+MEASURED = (EMBEDDING, "output_layer.weight", "decoder.final_layernorm.weight", "decoder.final_norm.weight")
+"""Tensors whose distance is printed, with the first and last layer's projection of attention."""
+AGREED = {
+    "sizes": "hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels q_lora_rank kv_lora_rank",
+    "experts": "num_moe_experts moe_router_topk",
+    "positions": "position_embedding_type rotary_base rotary_percent rope_scaling rotary_scaling_factor "
+    "seq_len_interpolation_factor",
+    "norms": "normalization layernorm_epsilon qk_layernorm",
+    "vocabulary": "rows share_embeddings_and_output_weights",
+}
+"""Settings that are printed, where a model has them."""
+UNRELATED = 0.5
+"""A distance of two trunks that fine-tuning does not reach; trunks of independent weights have 1.4."""
+ROWS = 4096
+"""Rows of a tensor that are compared at a time, in float32."""
+
+Arguments = Callable[[HFModel], Namespace]
+"""Makes Megatron's arguments for the model of a folder."""
+
+
+@dataclass(frozen=True)
+class GraftSide(ABC):
+    """A donor or a target by Megatron's keys.
+
+    Attributes:
+        path: what the user gave.
+        args: Megatron's arguments of the model.
+        shapes: shape of every tensor by its key.
+    """
+
+    path: Path
+    args: Namespace
+    shapes: Mapping[str, Shape]
+
+    @property
+    def depths(self) -> int:
+        """Number of physical MTP layers."""
+        return StoredDepths.of(self.shapes).layers
+
+    @property
+    def layers(self) -> tuple[str | None, list[str]]:
+        """A hybrid's layers, those of its trunk and of every depth, by their symbols; None and nothing for a GPT."""
+        pattern = getattr(self.args, "hybrid_layer_pattern", None)
+        return (None, []) if pattern is None else trunk_and_depths(pattern)
+
+    @property
+    def last_layer(self) -> int:
+        """Index of the trunk's last layer."""
+        return max(int(key.split(".")[2]) for key in self.shapes if key.startswith("decoder.layers."))
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Path | None:
+        """Folder of the tokenizer; None if there is none."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Rows of the embedding, without those that pad it."""
+
+    @property
+    @abstractmethod
+    def features(self) -> frozenset[str]:
+        """Forms of the Hugging Face folder that it is or was."""
+
+    @abstractmethod
+    def read(self, key: str) -> Tensor:
+        """A whole tensor."""
+
+    @abstractmethod
+    def groups(self, of_depths: bool, options: Options) -> list[list[Group]]:
+        """The tensors of the MTP layers, or all others; a list for every file."""
+
+    @abstractmethod
+    def fingerprint(self, options: Options) -> dict[str, Any]:
+        """A record that differs when the model differs."""
+
+    @abstractmethod
+    def common(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint of this trunk stores beside tensors, with changed arguments."""
+
+    @abstractmethod
+    def keep(self, folder: Path) -> None:
+        """Copy config and tokenizer into the folder of a new checkpoint."""
+
+
+@dataclass(frozen=True)
+class FolderSide(GraftSide):
+    """A Hugging Face folder."""
+
+    model: HFModel
+
+    @property
+    @override
+    def tokenizer(self) -> Path | None:
+        return self.path if has_tokenizer(self.path) else None
+
+    @property
+    @override
+    def rows(self) -> int:
+        return self.model.config.integer("vocab_size")
+
+    @property
+    @override
+    def features(self) -> frozenset[str]:
+        return self.model.layout.features
+
+    @override
+    def read(self, key: str) -> Tensor:
+        rule, place = next(
+            (rule, place)
+            for rule in self.model.rules
+            for place, piece in enumerate(rule.mcore)
+            if key in (piece.key, *piece.aliases)
+        )
+        return rule.to_mcore([self.model.folder.read(tensor.name) for tensor in rule.hf])[place]
+
+    @override
+    def groups(self, of_depths: bool, options: Options) -> list[list[Group]]:
+        rules = [rule for rule in self.model.rules if _is_of_depths(rule) == of_depths]
+        return [[group_of(self.model.folder, rule, options) for rule in part] for part in parts_of(rules).values()]
+
+    @override
+    def fingerprint(self, options: Options) -> dict[str, Any]:
+        return fingerprint_of(self.model, options)
+
+    @override
+    def common(self, changes: dict[str, Any]) -> dict[str, Any]:
+        return common_of(self.model, Namespace(**{**vars(self.args), **changes}))
+
+    @override
+    def keep(self, folder: Path) -> None:
+        keep_hf_files(self.path, folder / HF_FILES, origin(self.model))
+
+
+@dataclass(frozen=True)
+class CheckpointSide(GraftSide):
+    """A Megatron checkpoint."""
+
+    reader: DistReader
+
+    @property
+    @override
+    def tokenizer(self) -> Path | None:
+        return run_tokenizer(self.args, self.reader.folder.parent)
+
+    @property
+    @override
+    def rows(self) -> int:
+        known: int | None = getattr(self.args, "vocab_size", None)
+        return known or Tokens.of(self.tokenizer, self.args).vocabulary(self.reader)
+
+    @property
+    @override
+    def features(self) -> frozenset[str]:
+        origin = kept_origin(self.reader.folder.parent / HF_FILES)
+        return frozenset(origin.get("layout", {}).get("features", ()))
+
+    @override
+    def read(self, key: str) -> Tensor:
+        return self.reader.read(key)
+
+    @override
+    def groups(self, of_depths: bool, options: Options) -> list[list[Group]]:
+        keys = [key for key in self.reader.keys if key.startswith(DEPTHS) == of_depths]
+        return [[Group(one.size, one.write) for one in (copied(self.reader, key) for key in keys)]]
+
+    @override
+    def fingerprint(self, options: Options) -> dict[str, Any]:
+        return self.reader.fingerprint()
+
+    @override
+    def common(self, changes: dict[str, Any]) -> dict[str, Any]:
+        return changed_args(self.reader, **changes)
+
+    @override
+    def keep(self, folder: Path) -> None:
+        keep_files(self.reader.folder.parent, folder)
+
+
+def _is_of_depths(rule: Rule) -> bool:
+    return any(piece.key.startswith(DEPTHS) for piece in rule.mcore)
+
+
+def open_side(path: Path, arguments: Arguments, is_trunk: bool) -> GraftSide:
+    """Open a folder or a checkpoint; no weights are read.
+
+    Args:
+        path: the folder or checkpoint.
+        arguments: makes the arguments of a folder's model.
+        is_trunk: whether the config may count MTP layers that the folder lacks, since transformers drops them.
+
+    Raises:
+        ValueError: it is damaged, or Megatron cannot run its model.
+    """
+    side: GraftSide
+    if is_checkpoint(path) and not (path / CONFIG).is_file():
+        reader = DistReader(path)
+        side = CheckpointSide(path, reader.common()["args"], {key: reader.shape(key) for key in reader.keys}, reader)
+    else:
+        model = HFModel.read(path, lost_depths=is_trunk)
+        model.check_numbers()
+        shapes = {
+            key: piece.whole or piece.shape or ()
+            for rule in model.rules
+            for piece in rule.mcore
+            for key in (piece.key, *piece.aliases)
+        }
+        side = FolderSide(path, arguments(model), shapes, model)
+    if reason := getattr(side.args, "megatron_mtp_untrainable", None):
+        raise ValueError(f"{path} is a model that Megatron cannot run ({reason}); MTP layers are not grafted on such.")
+    return side
+
+
+@dataclass(frozen=True)
+class Graft:
+    """A graft whose parts fit, before any of it is written.
+
+    Attributes:
+        donor, target: both sides.
+        fits: what both sides agree in, for people.
+        unknown: what cannot be known before the text is drafted, for people.
+    """
+
+    donor: GraftSide
+    target: GraftSide
+    fits: list[str]
+    unknown: list[str]
+
+    @classmethod
+    def of(cls, donor: Path, target: Path, arguments: Arguments, trust_remote_code: bool = False) -> "Graft":
+        """Open and compare both sides; of the tensors a few are read.
+
+        Args:
+            donor: folder or checkpoint with MTP layers.
+            target: folder or checkpoint without.
+            arguments: makes Megatron's arguments for the model of a folder.
+            trust_remote_code: whether to run the Python code of tokenizers' folders.
+
+        Raises:
+            ValueError: the MTP layers do not fit, or a side is damaged.
+        """
+        given, trunk = open_side(donor, arguments, is_trunk=False), open_side(target, arguments, is_trunk=True)
+        _check_depths(given, trunk)
+        _check_computation(given, trunk)
+        _check_layers(given, trunk)
+        tokens, new_tokens = _compare_tokens(given, trunk, trust_remote_code)
+        return cls(given, trunk, [*_agreed(trunk), *tokens], [*new_tokens, *_distance(given, trunk)])
+
+    def files(self, options: Options) -> dict[str, list[Group]]:
+        """Groups of tensors for every file of the new checkpoint."""
+        parts = [*self.target.groups(False, options), *self.donor.groups(True, options)]
+        return {f"__{index}_0.distcp": part for index, part in enumerate(parts)}
+
+    def common(self) -> dict[str, Any]:
+        """What the new checkpoint stores beside tensors."""
+        changes = {name: getattr(self.donor.args, name, value) for name, value in OF_DEPTHS.items()}
+        trunk, _ = self.target.layers
+        if trunk is not None:
+            pattern = self.target.args.hybrid_layer_pattern.split("/")[0]
+            changes["hybrid_layer_pattern"] = "/".join([pattern, *self.donor.layers[1]])
+        return self.target.common(changes)
+
+    def copies(self) -> frozenset[str]:
+        """Copies of embedding and head in the donor's folder that the target's family has in MTP layers, too."""
+        if not isinstance(self.target, FolderSide):
+            return frozenset()
+        return self.donor.features & self.target.model.family.features.keys() & COPIES.keys()
+
+
+def graft(plan: Graft, out: Path, options: Options) -> Converted:
+    """Write the target with the donor's MTP layers as a Megatron checkpoint.
+
+    Raises:
+        ValueError: the place is taken.
+        OSError: it cannot be written.
+    """
+    check_place(out, plan.donor.path)
+    prints = {"donor": plan.donor.fingerprint(options), "target": plan.target.fingerprint(options)}
+    folder = PartialFolder(out, plan.target.path, prints, options.resume)
+    chunks = write_checkpoint(folder, plan.files(options), plan.common(), options)
+    plan.target.keep(folder.path)
+    correct_origin(folder.path / HF_FILES, plan.donor.depths, added=plan.copies())
+    folder.finish()
+    tensors = len({chunk.key for chunk in chunks})
+    return Converted("Megatron", plan.donor.depths, tensors, sum(chunk.length for chunk in chunks))
+
+
+# --- what has to fit -------------------------------------------------------------------------------------------------
+
+
+def _check_depths(donor: GraftSide, target: GraftSide) -> None:
+    if not donor.depths:
+        raise ValueError(f"{donor.path} has no MTP layers to graft; give a donor that has some.")
+    if target.depths:
+        raise ValueError(f"{target.path} has MTP layers already; take them out with drop-mtp, and graft on that.")
+    kinds = ["a GPT" if side.layers[0] is None else "a hybrid" for side in (donor, target)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"{donor.path} is {kinds[0]}, and {target.path} is {kinds[1]}; bring one of them into the other's form by "
+            "gpt-to-hybrid or hybrid-to-gpt first."
+        )
+
+
+def _refused(donor: GraftSide, target: GraftSide, what: str) -> ValueError:
+    return ValueError(
+        f"the MTP layers of {donor.path} do not fit the trunk of {target.path}: {what}; give the MTP layers of the "
+        "model that the trunk was trained from, or make new ones (attach-mtp)."
+    )
+
+
+def _check_computation(donor: GraftSide, target: GraftSide) -> None:
+    """Compare Megatron's settings of both models, and the rows of their vocabularies.
+
+    Raises:
+        ValueError: they differ: sizes, heads, positions, norms and their epsilon, experts, a tied or own head.
+    """
+    one, other = (
+        {name: value for name, value in settings_of(side.args).items() if name not in OF_TRUNKS}
+        for side in (donor, target)
+    )
+    for side, settings in ((donor, one), (target, other)):
+        settings["rows of the vocabulary"] = side.rows
+    if different := differences(one, other):
+        raise _refused(donor, target, f"the donor has {different[0].replace('but it is', 'and the trunk')}")
+
+
+def _check_layers(donor: GraftSide, target: GraftSide) -> None:
+    """Compare the tensors inside an MTP layer with those of the trunk's last layers of the same kind.
+
+    Raises:
+        ValueError: they differ: Megatron gives an MTP layer the form of the trunk's layers.
+    """
+    for inside, layer in _counterparts(donor, target):
+        of_donor, of_trunk = _form(donor.shapes, inside), _form(target.shapes, layer)
+        for name in sorted(of_donor | of_trunk):
+            one, other = of_donor.get(name), of_trunk.get(name)
+            if one != other:
+                shapes = f"'{name}' is {_by(one)} in their layer, and {_by(other)} in the trunk's last"
+                raise _refused(donor, target, shapes)
+
+
+def _counterparts(donor: GraftSide, target: GraftSide) -> Iterator[tuple[str, str]]:
+    """Prefixes of every layer inside the first MTP layer, and of a layer of the trunk of the same kind."""
+    trunk, depths = target.layers[0], donor.layers[1]
+    if trunk is None:
+        yield f"mtp.layers.0.{SHARDED_TF_LAYER}.", f"decoder.layers.{target.last_layer}."
+        return
+    for index, kind in enumerate(depths[0]):
+        if kind in trunk:
+            yield f"mtp.layers.0.{SHARDED_STACK}.layers.{index}.", f"decoder.layers.{trunk.rindex(kind)}."
+
+
+def _form(shapes: Mapping[str, Shape], prefix: str) -> dict[str, Shape]:
+    """Shapes of a layer's tensors by their names in it; norms by one of their two names."""
+    names = {key: min(key, other_key(key) or key) for key in shapes if key.startswith(prefix)}
+    return {name.removeprefix(prefix): shapes[key] for key, name in names.items()}
+
+
+def _by(shape: Shape | None) -> str:
+    return "absent" if shape is None else "x".join(map(str, shape))
+
+
+def _compare_tokens(donor: GraftSide, target: GraftSide, trust_remote_code: bool) -> tuple[list[str], list[str]]:
+    """Compare the ids of all tokens that both tokenizers have.
+
+    Returns:
+        What is known to fit, and what is not known.
+
+    Raises:
+        ValueError: a token has another id, or a tokenizer cannot be read.
+    """
+    one, other = donor.tokenizer, target.tokenizer
+    if one is None or other is None:
+        path = donor.path if one is None else target.path
+        return [], [f"tokens: {path} has no tokenizer, so its ids may have another meaning"]
+    if _is_same_file(one / "tokenizer.json", other / "tokenizer.json"):
+        return ["tokens: the same tokenizer"], []
+    theirs, own = (read_tokenizer(folder, trust_remote_code).get_vocab() for folder in (one, other))
+    wrong = sorted((id, token) for token, id in theirs.items() if own.get(token, id) != id)
+    if wrong:
+        id, token = wrong[0]
+        ids = f"the first {token!r} ({id} at the donor, {own[token]} at the trunk)"
+        raise _refused(donor, target, f"{len(wrong)} of {len(theirs)} tokens have another id, {ids}")
+    new = sorted(own.keys() - theirs.keys(), key=own.__getitem__)
+    said = [f"tokens: {len(new)} that the donor's tokenizer lacks, the first {new[0]!r}"] if new else []
+    return [f"tokens: the same ids for {len(own) - len(new)} tokens"], said
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
+
+
+# --- what is printed -------------------------------------------------------------------------------------------------
+
+
+def _agreed(side: GraftSide) -> list[str]:
+    """What `_check_computation` has found equal, in a few lines."""
+    has = {**settings_of(side.args), "rows": side.rows}
+    found = {
+        kind: ", ".join(f"{name} {has[name]}" for name in names.split() if has.get(name) not in (None, False))
+        for kind, names in AGREED.items()
+    }
+    return [f"{kind}: {listed}" for kind, listed in found.items() if listed]
+
+
+def _distance(donor: GraftSide, target: GraftSide) -> list[str]:
+    """How far the trunks are from each other: |target - donor| / |donor| of a few tensors."""
+    attention = (f"decoder.layers.{layer}.self_attention.linear_proj.weight" for layer in (0, target.last_layer))
+    keys = [key for key in (*MEASURED, *dict.fromkeys(attention)) if key in donor.shapes and key in target.shapes]
+    found = {key: _relative(donor.read(key), target.read(key)) for key in keys}
+    each = ", ".join(f"{key.removesuffix('.weight')} {value:.2g}" for key, value in found.items())
+    said = [f"how well the MTP layers draft for this trunk; its distance from the donor's: {each}"]
+    if max(found.values()) > UNRELATED:
+        said.append("whether one trunk was trained from the other: their distance is that of different models")
+    return said
+
+
+def _relative(donor: Tensor, target: Tensor) -> float:
+    """Relative distance of the rows that both have: padding of a vocabulary may differ."""
+    count = min(len(donor), len(target))
+    apart = length = 0.0
+    for one, other in zip(donor[:count].split(ROWS), target[:count].split(ROWS), strict=True):
+        apart += float((other.float() - one.float()).square().sum())
+        length += float(one.float().square().sum())
+    return (apart / length) ** 0.5 if length else 0.0

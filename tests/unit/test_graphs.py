@@ -517,8 +517,8 @@ def test_a_device_that_refuses_to_record_decodes_all_the_same(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is asked once, by the first of several batches; half of the step had run when it refused."""
-    target, prompts = runner_of("gqa"), prompts_of(4)
-    answers = generate(target, prompts, 25).token_ids
+    target, prompts, budgets = runner_of("gqa"), prompts_of(4), [9, 9, 40, 40]
+    answers = generate(target, prompts, budgets).token_ids
     request.getfixturevalue("on_tape")
     asked = []
 
@@ -531,7 +531,7 @@ def test_a_device_that_refuses_to_record_decodes_all_the_same(
             super().__init__(step, sequences, proposer, kept, record)
 
     monkeypatch.setattr(batch, "GraphedStep", Refused)
-    assert generate(target, prompts, 25, speculative=settings_of("mtp")).token_ids == answers
+    assert generate(target, prompts, budgets, speculative=settings_of("mtp")).token_ids == answers
     assert len(asked) == 1
     assert [record.getMessage() for record in caplog.records if record.name == graphs.__name__] == [
         "steps are not recorded as CUDA graphs, so decoding is slower: operation not permitted when stream is capturing"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.part import DEVICE, ON_CPU, Found, Setting, Table
 from benchmarks.harness import Goal, allocated_peak, interleave
+from megatron_mtp.checkpoint.verify.prompt import exact_float32
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
@@ -29,6 +30,7 @@ def losses(setting: Setting) -> Found:
     return Found(exact.results | fast.results, exact.goals + fast.goals, exact.tables + fast.tables)
 
 
+@exact_float32()
 def against_float64(setting: Setting) -> Found:
     """Errors relative to the largest entry in float64; in bfloat16 beside those of the definition in bfloat16."""
     tokens, hidden, entries = (64, 32, 512) if setting.quick else (4096, 1024, 32768)

@@ -17,7 +17,7 @@ from megatron_mtp.patches import (
 from megatron_mtp.patches.patch import Patch, Probe, apply, called_by_name, has_no_callbacks, unobserved
 
 CORE = ">=0.19.0,<=0.19.2"
-TORCH = ">=2.11,<2.16"
+TORCH = ">=2.11.0a0,<2.16"
 ISSUES = "https://github.com/NVIDIA/Megatron-LM/issues"
 PULLS = "https://github.com/NVIDIA/Megatron-LM/pull"
 NONE = "none known"

@@ -33,6 +33,7 @@ def test_tf32_is_off_inside_and_back_on_afterwards(
     monkeypatch.setattr(verify, "DistReader", look)
     monkeypatch.setattr(reference, "load_file", look)
     before = settings()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     torch.set_float32_matmul_precision("high")
     try:
         allowed = settings()

@@ -19,7 +19,7 @@ from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
 pytest.importorskip("triton")
-from sm_90 import assert_compiles
+from gpu_targets import SHARED, assert_compiles
 
 from megatron_mtp.losses import triton_kernels
 
@@ -65,6 +65,7 @@ FLOATS = "masks", "weights", "losses", "found", "slopes", "divergence_slopes"
 NUMBERS = {"factor": "fp32", "temperature": "fp32", "size": "i32", "stride": "i32", "teacher_stride": "i32"}
 
 
+@pytest.mark.parametrize("target", SHARED)
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
@@ -76,11 +77,11 @@ NUMBERS = {"factor": "fp32", "temperature": "fp32", "size": "i32", "stride": "i3
     ],
 )
 def test_kernels_compile_for_a_gpu(
-    kernel: str, constants: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernel: str, constants: dict[str, Any], target: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = dict.fromkeys(FLOATS, "*fp32") | POINTERS | NUMBERS
-    assert_compiles(getattr(triton_kernels, kernel), types, SIZES | constants, triton_chunk.WARPS)
+    assert_compiles(getattr(triton_kernels, kernel), types, SIZES | constants, triton_chunk.WARPS, target, tmp_path)
 
 
 class Extended(CrossEntropy):

@@ -1,0 +1,46 @@
+"""Compiling Triton's kernels for GPUs, which needs none; the interpreter takes much that the compiler refuses."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
+"""Bytes of shared memory that a program can have, by compute capability: A100, L40, H100."""
+DIVISIBLE = [["tt.divisibility", 16]]
+"""What a launch says of a pointer to memory of torch's, or of a number that 16 divides; loads become wider by it."""
+
+
+def assert_compiles(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, target: int, folder: Path
+) -> None:
+    """To a binary that fits into the target and keeps all in registers; arguments without a type are constants.
+
+    Pointers and strides are divisible by 16, as those of a contiguous matrix are. `folder` takes the binary.
+    """
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    divisible = [name.endswith("stride") or types.get(name, "").startswith("*") for name in kernel.arg_names]
+    attributes = {(place,): DIVISIBLE for place, is_divisible in enumerate(divisible) if is_divisible}
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": warps})
+    assert f".target sm_{target}" in compiled.asm["ptx"]
+    assert ".v4.b32" in compiled.asm["ptx"]  # 16 bytes at once
+    assert compiled.metadata.shared <= SHARED[target]
+    assert stack_bytes(compiled.asm["cubin"], folder) == 0
+
+
+def stack_bytes(cubin: bytes, folder: Path) -> int:
+    """Memory that a thread needs beside its registers: what is spilled goes there."""
+    (folder / "cubin").write_bytes(cubin)
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    dump = subprocess.run(
+        [tool, "--dump-resource-usage", folder / "cubin"], capture_output=True, text=True, check=True
+    ).stdout
+    found = re.search(r"STACK:(\d+)", dump)
+    assert found is not None, dump
+    return int(found.group(1))

@@ -1,4 +1,4 @@
-"""The process that runs a job of layout_jobs.py or policy_jobs.py; see there.
+"""The process that runs a job of layout_jobs.py, policy_jobs.py or export_jobs.py; see there.
 
 Only this small file is imported again by the processes that Megatron spawns to save a checkpoint.
 """
@@ -6,7 +6,8 @@ Only this small file is imported again by the processes that Megatron spawns to 
 if __name__ == "__main__":
     import sys
 
-    import policy_jobs  # noqa: F401  # adds its jobs
+    import export_jobs  # noqa: F401  # these add their jobs
+    import policy_jobs  # noqa: F401
     from layout_jobs import main
 
     main(*sys.argv[1:])

@@ -303,7 +303,7 @@ FIRST_MOVES = {("pp2", "tp2"), ("dp2", "cp2-dp2")}
 def needs(job: str) -> list[str]:
     """The jobs that must have run before this one: what it loads, they save."""
     name, model, *rest = job.split("/")
-    if name in ("train", "resave", "policy", "policy_reference"):
+    if name in ("train", "resave", "policy", "policy_reference", "export"):
         return [f"init/{model}/ours"]
     if name == "forward":
         return [f"init/{model}/{rest[-1]}"]

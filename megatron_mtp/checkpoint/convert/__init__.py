@@ -5,6 +5,7 @@ stream.py       options; tensors written by several workers beside the target, r
 import_hf.py    hf-to-mcore
 computation.py  whether arguments and a config.json describe the same computation
 export_hf.py    mcore-to-hf; an export leaves out the rows that pad the vocabulary
+live.py         the same of a model in memory, without a checkpoint
 fitting.py      eh_proj of new depths, fitted to text
 edit.py         attach-mtp, drop-mtp and draft-vocab
 graft.py        the MTP layers of a donor on another trunk

@@ -132,13 +132,13 @@ class Export:
     rules: list[Rule]
 
     @classmethod
-    def of(cls, source: Path, target: Path, form: HFForm) -> "Export":
-        """Match a checkpoint with a form.
+    def of(cls, source: Path | DistReader, target: Path, form: HFForm) -> "Export":
+        """Match a checkpoint, or one that is open for reading, with a form.
 
         Raises:
             ValueError: the checkpoint is damaged, or does not fit the form's family.
         """
-        reader = DistReader(source)
+        reader = source if isinstance(source, DistReader) else DistReader(source)
         layout = stored_layout(reader, form.features, form.carried)
         keys = with_depths(form.keys, layout.depths, pattern_of(reader))
         keys |= pass_keys(reader.common()["args"]) if layout.depths else {}
@@ -152,7 +152,7 @@ class Export:
 
     def tensors(self, options: Options) -> "list[Written]":
         """The tensors that will be in the folder."""
-        return [entry for rule in self.rules for entry in _written(rule, self.reader, options)]
+        return [entry for rule in self.rules for entry in written(rule, self.reader, options)]
 
     def bytes(self) -> int:
         """Size of the checkpoint's tensors."""
@@ -224,7 +224,7 @@ def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
         )
 
 
-def _written(rule: Rule, reader: DistReader, options: Options) -> list[Written]:
+def written(rule: Rule, reader: DistReader, options: Options) -> list[Written]:
     """The tensors that a rule makes in the folder."""
     if not rule.mcore:
         return [(tensor.name, tensor.shape or (), torch.float32) for tensor in rule.hf]
@@ -304,13 +304,24 @@ def form_of(
         raise ValueError(
             f"--tokenizer is {tokenizer}, where there is no tokenizer; give a folder with tokenizer.json or its like."
         )
-    reader, kept = DistReader(source), kept_form(source)
+    return form_for(DistReader(source), kept_form(source), like, family, tokenizer, trust_remote_code)
+
+
+def form_for(
+    reader: DistReader,
+    kept: HFForm | None,
+    like: Path | None = None,
+    family: str | None = None,
+    tokenizer: Path | None = None,
+    trust_remote_code: bool = False,
+) -> HFForm:
+    """The same of a checkpoint that is open for reading; `kept` is the form that an import kept beside it."""
     if like is not None:
         form, remedy = kept_form(like) or hf_folder_form(like), "give a folder of the same model (--like)."
         check_said(form, reader, f"the {CONFIG} of {like}", remedy)
     elif kept is not None and family is None and _holds(kept, StoredDepths.of(reader.keys).layers):
         form = kept
-        check_said(form, reader, f"{source / HF_FILES / CONFIG}", f"make the config anew (--family {_named(kept)}).")
+        check_said(form, reader, f"{kept.files}/{CONFIG}", f"make the config anew (--family {_named(kept)}).")
     else:
         form = trained_form(reader, family, tokenizer or (kept.files if kept else None), trust_remote_code)
         check_said(form, reader, "the config for it", "it cannot be exported to this family.")

@@ -77,8 +77,12 @@ class DistReader:
         if whole:
             check_files(self.folder, catalogue.storage_data)
         self._where: dict[MetadataIndex, _StorageInfo] = catalogue.storage_data
-        self._catalogue: dict[str, Any] = catalogue.state_dict_metadata
         self._storage = _Storage(self.folder, catalogue)
+        self._index(catalogue.state_dict_metadata)
+
+    def _index(self, catalogue: dict[str, Any]) -> None:
+        """Find the tensors in a catalogue, and the layers in those that stack them."""
+        self._catalogue = catalogue
         self._tensors = {
             key: value for key, value in self._catalogue.items() if isinstance(value, TensorStorageMetadata)
         }

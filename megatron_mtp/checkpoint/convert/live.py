@@ -1,0 +1,166 @@
+"""A model in the memory of its ranks under Hugging Face names, without a checkpoint: for weight updates of engines.
+
+The ranks' parts are read as the chunks of a checkpoint would be (`LiveReader`), so that rules, form and bits are those
+of mcore-to-hf.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_mtp.checkpoint.convert.export_hf import Export, form_for, hf_folder_form, written
+from megatron_mtp.checkpoint.convert.plan import stored_key
+from megatron_mtp.checkpoint.convert.stream import Options
+from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.mcore.reader import DistReader, Shape
+from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING
+
+HEAD = "output_layer.weight"
+_HERE = Path("the model")
+
+
+@torch.no_grad()
+def export_hf_weights(
+    model: torch.nn.Module | list[torch.nn.Module],
+    args: Namespace | None = None,
+    like: Path | None = None,
+    family: str | None = None,
+    only_mtp: bool = False,
+    bucket_bytes: int = 2**30,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors as mcore-to-hf would write them, whole, on every rank and on the model's device.
+
+    All ranks have to go through it together. The tensors of a bucket are gathered from all ranks before the first of
+    them comes out, so that a rank holds one bucket and what a layer needs beside the model.
+
+    Args:
+        model: this rank's chunks, wrapped or not; any layout.
+        args: Megatron's arguments, from which a folder is described as by mcore-to-hf; None where `like` describes it.
+        like: a Hugging Face folder of the same model, whose form the names take, such as the one that was imported.
+        family: `model_type` of the form; None for the one that fits.
+        only_mtp: the tensors that an engine's draft module loads: those of the MTP layers, the embedding and the head.
+        bucket_bytes: size of a bucket; a larger tensor is a bucket of its own.
+        dtype: type of the tensors, except of those that stay in float32; None for the model's.
+
+    Raises:
+        ValueError: no family has a place for the model, or neither arguments nor a folder describe it.
+    """
+    reader = LiveReader(model if isinstance(model, list) else [model], args)
+    if args is None and like is None:
+        raise ValueError("neither args nor like was given; give Megatron's arguments, or a folder of the same model.")
+    form = hf_folder_form(like) if args is None and like is not None else form_for(reader, None, like, family)
+    export, options = Export.of(reader, _HERE, form), Options(dtype=dtype)
+    bucket: list[tuple[str, Tensor]] = []
+    held = 0
+    for rule in export.rules:
+        if only_mtp and not _is_of_drafts(rule):
+            continue
+        tensors = _tensors(rule, reader, options)
+        size = sum(tensor.numel() * tensor.itemsize for _, tensor in tensors)
+        if bucket and held + size > bucket_bytes:
+            yield from _emptied(bucket)
+            held = 0
+        bucket += tensors
+        held += size
+        del tensors
+    yield from _emptied(bucket)
+
+
+def _emptied(bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The pairs in order; none is held once it is out."""
+    bucket.reverse()
+    while bucket:
+        yield bucket.pop()
+
+
+def _is_of_drafts(rule: Rule) -> bool:
+    return any(piece.key.startswith("mtp.") or piece.key in (EMBEDDING, HEAD) for piece in rule.mcore)
+
+
+def _tensors(rule: Rule, reader: "LiveReader", options: Options) -> list[tuple[str, Tensor]]:
+    pieces = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
+    made = zip(written(rule, reader, options), rule.to_hf(pieces), strict=True)
+    return [(name, value.to(reader.device, dtype).contiguous()) for (name, _, dtype), value in made]
+
+
+class LiveReader(DistReader):
+    """A model's tensors, read from the ranks that hold them; every `read` is one of all ranks.
+
+    Args:
+        chunks: of this rank, wrapped or not.
+        args: Megatron's arguments; None for none.
+    """
+
+    def __init__(self, chunks: list[torch.nn.Module], args: Namespace | None) -> None:
+        self.folder, self._args = _HERE, args
+        entries: dict[str, Any] = {str(i): unwrap_model(chunk).sharded_state_dict() for i, chunk in enumerate(chunks)}
+        apply_factories(entries)
+        own = [entry for entry in nested_values(entries) if isinstance(entry, ShardedTensor)]
+        self._held: dict[tuple[str, Shape], Tensor] = {}
+        for entry in own:
+            assert entry.data is not None
+            self._held[entry.key, tuple(entry.global_offset)] = entry.data.detach()[(None,) * entry.prepend_axis_num]
+        self.device = next(iter(self._held.values())).device
+        described = [
+            (entry.key, tuple(entry.global_shape), tuple(entry.global_offset), tuple(held.shape), held.dtype)
+            for entry in own
+            for held in (self._held[entry.key, tuple(entry.global_offset)],)
+        ]
+        self._index(self._catalogue_of(_of_all_ranks(described)))
+
+    def _catalogue_of(self, ranks: Iterable[list[tuple[str, Shape, Shape, Shape, torch.dtype]]]) -> dict[str, Any]:
+        """Every tensor with its chunks, as a checkpoint's catalogue has them; of equal ones the first rank's."""
+        self._owner: dict[tuple[str, Shape], int] = {}
+        catalogue: dict[str, TensorStorageMetadata] = {}
+        for rank, described in enumerate(ranks):
+            for key, whole, offset, shape, dtype in described:
+                if (key, offset) in self._owner:
+                    continue
+                self._owner[key, offset] = rank
+                if key not in catalogue:
+                    catalogue[key] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(whole), [])
+                catalogue[key].chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
+        return catalogue
+
+    def _slab(self, key: str, offset: Shape, shape: Shape) -> Tensor:
+        out = torch.empty(shape, dtype=self.dtype(key), device=self.device)
+        wanted = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+        for item in create_read_items_for_chunk_list(key, self._tensors[key], [wanted]):
+            assert item.storage_index.offset is not None
+            place = key, tuple(item.storage_index.offset)
+            target = narrow_tensor_by_index(out, item.dest_offsets, item.lengths)
+            part = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+            if self._owner[place] == _rank():
+                part.copy_(narrow_tensor_by_index(self._held[place], item.storage_offsets, item.lengths))
+            if torch.distributed.is_initialized():
+                torch.distributed.broadcast(part, self._owner[place])
+            if part is not target:
+                target.copy_(part)
+        return out
+
+    def state(self) -> dict[str, Any]:
+        """What stands beside tensors: the arguments."""
+        return {"args": self._args or Namespace()}
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    if not torch.distributed.is_initialized():
+        return [value]
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values

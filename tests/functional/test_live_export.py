@@ -1,0 +1,26 @@
+"""checkpoint/convert/live.py: what ranks hold, given out under the names and with the bits that mcore-to-hf writes."""
+
+import pytest
+from records import Records
+
+CASES = [
+    ("tied-d1", "tp2"),
+    ("untied-d1", "tp2-pp2"),
+    ("latent-d2", "pp2"),
+    ("moe-d1", "ep2"),
+    ("moe-alltoall-d1", "pp2-ep2"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=["-".join(case) for case in CASES])
+def test_every_rank_gets_what_a_checkpoint_would_have_been_converted_to(
+    records: Records, model: str, layout: str
+) -> None:
+    record = records.of(f"export/{model}/{layout}")
+    assert not any(record["differing"]), record["differing"]
+    assert max(record["peak"]) <= record["most"] < record["bytes"]
+    own = {name for name in record["drafts"] if name.startswith("model.layers.")}
+    assert "model.embed_tokens.weight" in record["drafts"]
+    assert own
+    assert ("lm_head.weight" in record["drafts"]) == model.startswith("untied")
+    assert set(record["drafts"]) < set(record["names"])

@@ -20,6 +20,7 @@ from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.cli import train
 from megatron_mtp.cli.verbs import PROGRAM, module_of
 from megatron_mtp.config import number_of
+from megatron_mtp.data.chat import is_chat
 from megatron_mtp.errors import Parser, check_counts, named, sentences
 from megatron_mtp.files import check_outside
 from megatron_mtp.losses import LOSSES
@@ -219,7 +220,7 @@ def _check_texts(args: Namespace) -> None:
     count = args.self_generated
     if count is not None and count < LEAST_TEXTS:
         raise ValueError(f"--self-generated is {count}; give {LEAST_TEXTS} or more: 2 % of the texts are held out.")
-    if args.mtp_init == "fitted" and not _has_corpus(args):
+    if args.mtp_init == "fitted" and _is_chat(args.corpus):
         raise ValueError("--mtp-init is fitted, and there is no text but conversations; give last-layer or random.")
     if "--data-path" in args.more or not (args.run / "checkpoint" / TRACKER).exists():
         return
@@ -317,7 +318,8 @@ def _has_corpus(args: Namespace) -> bool:
 def _corpus(args: Namespace) -> list[str] | None:
     if not _has_corpus(args):
         return None
-    flags = ["--input", args.corpus, "--tokenizer", str(args.model), "--output-prefix", _data(args)]
+    source = "--chat" if _is_chat(args.corpus) else "--input"
+    flags = [source, args.corpus, "--tokenizer", str(args.model), "--output-prefix", _data(args)]
     return ["preprocess", *flags]
 
 
@@ -349,7 +351,7 @@ def _is_chat(corpus: str) -> bool:
     with open(path, encoding="utf-8", errors="replace") as file:
         line = next((line for line in file if line.strip()), "")
     try:
-        return "messages" in json.loads(line)
+        return is_chat(json.loads(line))
     except (ValueError, TypeError):
         return False
 
@@ -367,7 +369,7 @@ def _start(args: Namespace) -> list[str] | None:
         return None
     if args.donor is not None:
         return ["convert", "graft", str(args.donor), str(args.model), str(target), "--resume"]
-    init = args.mtp_init or ("fitted" if _has_corpus(args) else "last-layer")
+    init = args.mtp_init or ("last-layer" if _is_chat(args.corpus) else "fitted")
     text = ["--data-path", _data(args)] if init == "fitted" else []
     depths = ["--mtp-num-layers", str(args.mtp_layers or 1), "--mtp-init", init, *text]
     return ["convert", "attach-mtp", str(args.run / "trunk"), str(target), *depths, "--resume"]

@@ -24,6 +24,7 @@ from megatron_mtp.data.documents import (
 from megatron_mtp.data.tokenizer import SMALLEST_VOCAB, TOKENIZER_FILES, Encoder, train_bpe
 from megatron_mtp.errors import Parser, status_of
 from megatron_mtp.files import one_writer
+from megatron_mtp.training.flags import add_counting_argument
 
 EXAMPLES = """examples:
   # every .txt, .md, .py and .jsonl file of a folder; trains a tokenizer of 8192 entries (data/corpus-tokenizer)
@@ -36,6 +37,9 @@ EXAMPLES = """examples:
   # JSON lines with the text under "content", and an existing tokenizer
   megatron-mtp preprocess --input 'shards/*.jsonl' --json-key content --tokenizer models/Qwen3-0.6B \\
       --output-prefix data/web
+
+  # chats by the tokenizer's chat template, of which the assistant's tokens count
+  megatron-mtp preprocess --chat chats.jsonl --tokenizer models/Qwen3-0.6B --output-prefix data/chats
 
 Then train with: --data-path PREFIX --tokenizer-type HuggingFaceTokenizer --tokenizer-model TOKENIZER_FOLDER
 """
@@ -69,16 +73,23 @@ def preprocess(args: argparse.Namespace) -> None:
     settings = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SETTINGS}
     if not args.overwrite and _is_done(args.output_prefix, settings):
         return
-    documents = list_documents(find_files(args.input, args.include))
+    if args.chat is None:
+        documents = list_documents(find_files(args.input, args.include))
+    else:
+        documents = list_documents(find_files(args.chat, ["*.jsonl"], "--chat"))
     total = sum(document.size for document in documents)
     wanted = None if args.max_mb is None else int(args.max_mb * BYTES_PER_MB)
     documents = choose_documents(documents, wanted, args.seed, args.shuffle)
     if not documents:
-        raise ValueError(f"--input: every file in {', '.join(map(repr, args.input))} is empty; give files with text.")
+        files = ", ".join(map(repr, args.chat or args.input))
+        raise ValueError(f"every file in {files} is empty; give files with {'chats' if args.chat else 'text'}.")
     size = sum(document.size for document in documents)
     print(f"{len(documents)} documents, {size / 1e6:.1f} of {total / 1e6:.1f} MB", flush=True)
     folder = args.tokenizer or _trained_tokenizer(args, documents)
     encoder = Encoder.from_folder(folder, args.eod_token, args.trust_remote_code)
+    if args.chat is not None:
+        write_chats(documents, encoder, args, settings)
+        return
     record = write_corpus(documents, encoder, args.output_prefix, args.json_key, args.workers, settings)
     print(
         f"{args.output_prefix}.bin and .idx: {record['documents']} documents, {record['tokens']} tokens, "
@@ -92,6 +103,21 @@ def preprocess(args: argparse.Namespace) -> None:
         )
 
 
+def write_chats(
+    lines: Sequence[Document], encoder: Encoder, args: argparse.Namespace, settings: dict[str, Any]
+) -> None:
+    """Write the chats in lines, and print how many of their tokens count."""
+    from megatron_mtp.data import chat
+
+    empty = bool(args.chat_count_empty_thinking)
+    record = chat.write_chats(lines, encoder, args.output_prefix, empty, args.workers, settings)
+    print(
+        f"{args.output_prefix}.bin and .idx: {record['documents']} documents of {record['chats']} chats, "
+        f"{record['counted_tokens']} of {record['tokens']} tokens count; {record['chats_without_counted_tokens']} "
+        f"chats without an answer are left out, {record['seconds']} s"
+    )
+
+
 def parser(program: str) -> Parser:
     """The parser of all flags."""
     made = Parser(
@@ -101,7 +127,11 @@ def parser(program: str) -> Parser:
     )
     add = made.add_argument
     files = "files, folders or quoted globs; a .jsonl file has one document per line"
-    add("--input", nargs="+", required=True, metavar="PATH", help=files)
+    source = made.add_mutually_exclusive_group(required=True)
+    source.add_argument("--input", nargs="+", metavar="PATH", help=files)
+    chats = "JSON lines with 'messages' or 'conversations', for the chat template of --tokenizer"
+    source.add_argument("--chat", nargs="+", metavar="FILE", help=chats)
+    add_counting_argument(made)
     inside = f"names of the files to read inside folders (default: {' '.join(TEXT_FILES)})"
     add("--include", nargs="+", default=TEXT_FILES, metavar="GLOB", help=inside)
     add("--json-key", default="text", metavar="KEY", help="key of the text in lines of .jsonl files (default: text)")
@@ -129,6 +159,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-mb: {args.max_mb} MB is no size of text; give a number above 0 or leave the flag out.")
     if os.path.basename(args.output_prefix) in ("", ".", ".."):
         raise ValueError(f"--output-prefix is '{args.output_prefix}'; name the files to write, such as data/corpus.")
+    if args.chat and not args.tokenizer:
+        raise ValueError("--chat was given without --tokenizer; give the folder of one that has a chat template.")
     if not args.tokenizer and args.vocab_size < SMALLEST_VOCAB:
         raise ValueError(f"--vocab-size: {args.vocab_size} is too small; give {SMALLEST_VOCAB} or more.")
     if not args.tokenizer and args.vocab_size > TRAINING_BYTES:  # the text that a tokenizer is trained on

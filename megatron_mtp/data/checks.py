@@ -37,12 +37,16 @@ PARTS = ("training", "validation", "testing")
 
 
 class Index(NamedTuple):
-    """The contents of an index: type and number of tokens, numbers of documents and sequences (usually equal)."""
+    """The contents of an index: type and number of tokens, numbers of documents and sequences (usually equal).
+
+    `has_modes` where sequences have modes, as those of chats (`data/chat.py`).
+    """
 
     dtype: type[np.integer]
     documents: int
     tokens: int
     sequences: int
+    has_modes: bool = False
 
 
 def check_weights(data_path: Sequence[str]) -> None:
@@ -123,12 +127,13 @@ def check_split(prefixes: Sequence[str], split: str) -> None:
         split: value of `--split`.
 
     Raises:
-        ValueError: the first dataset that has too few sequences for a part.
+        ValueError: the first dataset that has too few sequences, or chats, for a part.
     """
     wanted = [part for part, weight in zip(PARTS, split_weights(split), strict=False) if weight]
     for prefix in prefixes:
         for part in wanted if "://" not in prefix else ():
-            part_of(read_index(prefix).sequences, split, part, f" of '{prefix}'")
+            index = read_index(prefix)
+            part_of(index.documents if index.has_modes else index.sequences, split, part, f" of '{prefix}'")
 
 
 def read_sidecar(prefix: str) -> dict[str, Any]:
@@ -237,7 +242,7 @@ def read_index(prefix: str) -> Index:
         or not ((documents >= 0) & (documents <= sequences)).all()
     ):
         raise ValueError(f"--data-path: '{path}' is damaged: its sequences do not follow each other; {REBUILD}.")
-    return Index(TOKEN_DTYPES[code], max(bounds - 1, 0), int(lengths.sum(dtype=np.int64)), sequences)
+    return Index(TOKEN_DTYPES[code], max(bounds - 1, 0), int(lengths.sum(dtype=np.int64)), sequences, size > expected)
 
 
 def _check_ids(prefix: str, index: Index, vocab_size: int) -> None:

@@ -7,6 +7,7 @@ Out: PREFIX.bin  the tokens of all documents, one after the other, each document
 PREFIX.idx appears last: if it exists, all files are whole.
 """
 
+import functools
 import json
 import os
 import signal
@@ -18,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ from megatron_mtp.files import written_beside
 # Size of one task: large enough to be worth sending, small enough to balance the workers and their memory.
 CHUNK_BYTES = 1 << 20
 
-EncodeChunks = Callable[[list[list[Document]]], Iterator[list[np.ndarray]]]
+Work = Callable[[list[Document]], list[Any]]
+"""What a worker makes of a chunk: one result for each of its documents, or parts of documents."""
 
 
 def write_corpus(
@@ -60,11 +61,11 @@ def write_corpus(
         ValueError: a document cannot be read (`read_document`), there is no text at all, or a worker process died.
     """
     started = time.monotonic()
-    with _published(prefix) as partial:
+    with published(prefix) as partial:
         record = _write_tokens(documents, encoder, partial, json_key, workers)
         if not record["tokens"]:
             raise ValueError("--input: the files hold no text, only blanks; give files with text.")
-        return _with_sidecar(record, encoder, partial, settings, started)
+        return with_sidecar(record, encoder, partial, settings, started)
 
 
 def write_sequences(
@@ -86,8 +87,8 @@ def write_sequences(
         The contents of PREFIX.json.
     """
     started, lengths, highest = time.monotonic(), list[int](), 0
-    with _published(prefix, "answers.npy") as partial:
-        builder = _dataset_builder(partial["bin"], encoder.vocab_size)
+    with published(prefix, "answers.npy") as partial:
+        builder = dataset_builder(partial["bin"], encoder.vocab_size)
         for ids in sequences:
             sequence = np.array([*ids, encoder.eod_id], dtype=np.int32)
             builder.add_document(sequence, [len(sequence)])
@@ -98,11 +99,11 @@ def write_sequences(
             np.save(file, np.array(answers, dtype=np.int32))
         record = {"documents": len(lengths), "tokens": sum(lengths), "max_token_id": highest}
         record["bin_bytes"] = os.path.getsize(partial["bin"])
-        return _with_sidecar(record, encoder, partial, settings, started)
+        return with_sidecar(record, encoder, partial, settings, started)
 
 
 @contextmanager
-def _published(prefix: str, *more: str) -> Iterator[dict[str, str]]:
+def published(prefix: str, *more: str) -> Iterator[dict[str, str]]:
     """Paths to write the files at, by their ending; they replace the old ones when the block ends well."""
     os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
     with ExitStack() as renamed:
@@ -112,7 +113,7 @@ def _published(prefix: str, *more: str) -> Iterator[dict[str, str]]:
         targets["idx"].unlink(missing_ok=True)
 
 
-def _with_sidecar(
+def with_sidecar(
     record: dict[str, Any], encoder: Encoder, partial: dict[str, str], settings: dict[str, Any], started: float
 ) -> dict[str, Any]:
     """Write the sidecar, and return it: the counts, the tokenizer and the settings."""
@@ -126,22 +127,14 @@ def _with_sidecar(
 def _write_tokens(
     documents: Sequence[Document], encoder: Encoder, partial: dict[str, str], json_key: str, workers: int
 ) -> dict[str, Any]:
-    chunks = list(_chunks(part for document in documents for part in parts(document)))
-    size = sum(document.size for document in documents)
-    # A terminal shows a moving bar, a log file gets a line now and then.
-    pause = 0.2 if sys.stderr.isatty() else 10.0
     eod = np.array([encoder.eod_id], dtype=np.int32)
     lengths: list[int] = []
     highest = 0
-    with (
-        _chunk_encoder(encoder, json_key, min(workers, len(chunks))) as encode_chunks,
-        tqdm(total=size, unit="B", unit_scale=True, desc="importing Megatron", mininterval=pause, smoothing=0) as bar,
-    ):
-        encoded = encode_chunks(chunks)
-        builder = _dataset_builder(partial["bin"], encoder.vocab_size)  # imports Megatron while the workers start
-        bar.set_description("tokenizing")
+    every = [part for document in documents for part in parts(document)]
+    with worked(functools.partial(_text_work, encoder, json_key), every, workers) as encoded:
+        builder = dataset_builder(partial["bin"], encoder.vocab_size)  # imports Megatron while the workers start
         tokens: list[np.ndarray] = []
-        for part, part_tokens in _pairs(chunks, encoded):
+        for part, part_tokens in encoded:
             tokens.append(part_tokens)
             if part.ends and any(ids.size for ids in tokens):
                 sequence = np.concatenate([*tokens, eod])
@@ -150,43 +143,71 @@ def _write_tokens(
                 highest = max(highest, int(sequence.max()))
             if part.ends:
                 tokens = []
-            bar.update(part.size)
     builder.finalize(partial["idx"])
     return {
         "documents": len(lengths),
         "tokens": sum(lengths),
         "max_token_id": highest,
-        "text_bytes": size,
+        "text_bytes": sum(document.size for document in documents),
         "bin_bytes": os.path.getsize(partial["bin"]),
     }
 
 
-def _pairs(chunks: list[list[Document]], encoded: Iterator[list[np.ndarray]]) -> Iterator[tuple[Document, np.ndarray]]:
-    for chunk, chunk_tokens in zip(chunks, encoded, strict=True):
-        yield from zip(chunk, chunk_tokens, strict=True)
-
-
-def _dataset_builder(bin_path: str, vocab_size: int) -> Any:
+def dataset_builder(bin_path: str, vocab_size: int, multimodal: bool = False) -> Any:
+    """Megatron's builder, with the smallest type that holds the ids; with `multimodal`, sequences have modes."""
     with warnings.catch_warnings():
         # Importing megatron.core on a machine without Transformer Engine warns half a dozen times about optimizers.
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-    return IndexedDatasetBuilder(bin_path, dtype=DType.optimal_dtype(vocab_size))
+    return IndexedDatasetBuilder(bin_path, dtype=DType.optimal_dtype(vocab_size), multimodal=multimodal)
 
 
 @contextmanager
-def _chunk_encoder(encoder: Encoder, json_key: str, workers: int) -> Iterator[EncodeChunks]:
-    """Yield a function that maps chunks, in order, to the token ids of their documents or parts.
+def worked(
+    start: Callable[[], Work], documents: Sequence[Document], workers: int
+) -> Iterator[Iterator[tuple[Document, Any]]]:
+    """Yield the documents, in order, each with what the workers make of it, under a progress bar.
 
-    Several workers start as soon as the function is called; a single worker is this process and encodes on demand.
+    Several workers start at once; a single worker is this process and works on demand.
+
+    Args:
+        start: makes the work in a worker; it is pickled.
+        documents: documents, or parts of documents.
+        workers: the most processes.
+
+    Raises:
+        ValueError: a worker process died.
     """
+    chunks = list(_chunks(documents))
+    size = sum(document.size for document in documents)
+    # A terminal shows a moving bar, a log file gets a line now and then.
+    pause = 0.2 if sys.stderr.isatty() else 10.0
+    with (
+        _chunk_results(start, chunks, min(workers, len(chunks))) as results,
+        tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing", mininterval=pause, smoothing=0) as bar,
+    ):
+        yield _counted(chunks, results, bar)
+
+
+def _counted(
+    chunks: list[list[Document]], results: Iterator[list[Any]], bar: "tqdm[Any]"
+) -> Iterator[tuple[Document, Any]]:
+    for chunk, made in zip(chunks, results, strict=True):
+        for document, result in zip(chunk, made, strict=True):
+            yield document, result
+            bar.update(document.size)
+
+
+@contextmanager
+def _chunk_results(
+    start: Callable[[], Work], chunks: list[list[Document]], workers: int
+) -> Iterator[Iterator[list[Any]]]:
     if workers <= 1:
-        encode = encoder.start()
-        yield lambda chunks: (_encode_chunk(encode, chunk, json_key) for chunk in chunks)
+        yield map(start(), chunks)
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(encoder, json_key))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(start,))
     try:
-        yield partial(_start_work, pool)
+        yield _start_work(pool, chunks)
     except BrokenProcessPool as error:
         raise ValueError(
             f"--workers: one of {workers} worker processes died, most likely for lack of memory; give fewer."
@@ -195,13 +216,18 @@ def _chunk_encoder(encoder: Encoder, json_key: str, workers: int) -> Iterator[En
         pool.shutdown(cancel_futures=True)
 
 
-def _start_work(pool: ProcessPoolExecutor, chunks: list[list[Document]]) -> Iterator[list[np.ndarray]]:
+def _start_work(pool: ProcessPoolExecutor, chunks: list[list[Document]]) -> Iterator[list[Any]]:
     """Start the workers with SIGINT blocked: on Ctrl-C only the parent prints a message."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return pool.map(_work, chunks)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _text_work(encoder: Encoder, json_key: str) -> Work:
+    encode = encoder.start()
+    return lambda chunk: _encode_chunk(encode, chunk, json_key)
 
 
 def _encode_chunk(encode: Encode, chunk: list[Document], json_key: str) -> list[np.ndarray]:
@@ -212,13 +238,13 @@ def _encode_chunk(encode: Encode, chunk: list[Document], json_key: str) -> list[
 
 
 # Set by the executor's initializer, which has no other way to pass objects to the tasks.
-_worker: dict[str, Any] = {}
+_worker: dict[str, Work] = {}
 
 
-def _start_worker(encoder: Encoder, json_key: str) -> None:
+def _start_worker(start: Callable[[], Work]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _worker.update(encode=encoder.start(), json_key=json_key)
+    _worker["work"] = start()
 
 
 def _exit_with_parent() -> None:
@@ -229,8 +255,8 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _work(chunk: list[Document]) -> list[np.ndarray]:
-    return _encode_chunk(_worker["encode"], chunk, _worker["json_key"])
+def _work(chunk: list[Document]) -> list[Any]:
+    return _worker["work"](chunk)
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:

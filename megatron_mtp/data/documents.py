@@ -36,12 +36,13 @@ class Document(NamedTuple):
     ends: bool = True
 
 
-def find_files(inputs: Sequence[str], include: Sequence[str]) -> list[Path]:
+def find_files(inputs: Sequence[str], include: Sequence[str], flag: str = "--input") -> list[Path]:
     """Find all files of the inputs, each once, sorted by name.
 
     Args:
         inputs: files, folders and globs. Folders are searched recursively, and links are followed once.
         include: patterns for names of files inside folders; other inputs are taken with any name.
+        flag: that named the inputs, for messages.
 
     Raises:
         ValueError: an input matches nothing, or no file is found at all.
@@ -49,7 +50,7 @@ def find_files(inputs: Sequence[str], include: Sequence[str]) -> list[Path]:
     found: dict[str, Path] = {}
     seen_folders: set[str] = set()
     for value in inputs:
-        for path in _expand(value):
+        for path in _expand(value, flag):
             for file in _walk(path, include, seen_folders) if os.path.isdir(path) else [path]:
                 found.setdefault(os.path.realpath(file), Path(file))
     if not found:
@@ -127,11 +128,11 @@ def parts(document: Document) -> Iterator[Document]:
         yield Document(document.path, start, stop - start)
 
 
-def _expand(value: str) -> list[str]:
+def _expand(value: str, flag: str) -> list[str]:
     path = os.path.expanduser(value)
     matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
     if not matches:
-        raise ValueError(f"--input: '{value}' matches no file or folder; give a path or a quoted glob that exists.")
+        raise ValueError(f"{flag}: '{value}' matches no file or folder; give a path or a quoted glob that exists.")
     return matches
 
 

@@ -5,7 +5,6 @@ text      "a"         "€"                   a character goes out when all of i
                                             known to belong to no stop string, here "\\n\\n", which has ended the output
 """
 
-import copy
 import inspect
 import json
 import threading
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from megatron_mtp.data.chat import apply_template
 from megatron_mtp.server.protocol import APIError, refused
 
 if TYPE_CHECKING:
@@ -239,19 +239,13 @@ class TextCodec(Codec):
         self, messages: list[dict[str, Any]], own: dict[str, Any], variables: dict[str, Any], positions: int
     ) -> list[int]:
         """As in `Codec`."""
-        render = self._tokenizer.apply_chat_template
         if self._tokenizer.chat_template is None:
             raise refused("the model's tokenizer has no chat template; use /v1/completions.", "messages")
-        if reserved := sorted(variables.keys() & inspect.signature(render).parameters.keys()):
+        known = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
+        if reserved := sorted(variables.keys() & known):
             raise refused(f"'{reserved[0]}' is no variable of a template; leave it out.", "chat_template_kwargs")
-        decoded, arguments = decoded_calls(messages), {**variables, **own, "tokenize": False}
         try:
-            try:
-                text = render(decoded, **arguments)
-            except TypeError:  # a template that joins arguments as text, such as DeepSeek-V3's
-                if decoded == messages:
-                    raise
-                text = render(messages, **arguments)
+            text = apply_template(self._tokenizer, messages, **{**variables, **own})
         except Exception as error:  # templates refuse roles and orders by exceptions of Jinja
             raise refused(f"the chat template refuses these messages: {error}", "messages") from error
         return self.encode(str(text), False, positions)
@@ -295,21 +289,6 @@ def too_long(tokens: str, positions: int) -> APIError:
         "prompt",
         "context_length_exceeded",
     )
-
-
-def decoded_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose tool calls have their arguments as objects, which clients send as JSON. Raises APIError."""
-    decoded = copy.deepcopy(messages)
-    for place, message in enumerate(decoded):
-        for call in message.get("tool_calls", ()):
-            function = call.get("function")
-            if isinstance(function, dict) and isinstance(given := function.get("arguments"), str):
-                try:
-                    function["arguments"] = json.loads(given or "{}")
-                except (ValueError, RecursionError) as error:
-                    said = f"arguments of a call in messages.{place} are no JSON ({error}); correct them."
-                    raise refused(said, "messages") from error
-    return decoded
 
 
 def longest_token(form: dict[str, Any], backend: Tokenizer) -> int | None:

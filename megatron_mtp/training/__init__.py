@@ -7,6 +7,7 @@ arguments.py         Megatron's parser with our flags and those of this machine,
 checks.py            flags that are refused: ours, those that Megatron takes in silence, those that crash it
 startup.py           how a run ends that cannot start: one sentence, and the traceback in a log file
 loading.py           whether what --load names can be loaded; the draft vocabulary that it or the flags give
+chats.py             chats made into a dataset, counted and packed
 datasets.py          Megatron's data sets, by Megatron's flags, also of answers and chats; which stages read them
 forward_step.py      the forward step for Megatron's schedules: batch, model, loss function
 objective.py         from hidden states to the depths' losses and acceptance

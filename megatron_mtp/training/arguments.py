@@ -24,6 +24,7 @@ from megatron_mtp.model.build import MTPModelConfig, config_of
 from megatron_mtp.model.pattern import without_stages
 from megatron_mtp.patches.unpickling import CATALOGUE
 from megatron_mtp.runtime import fuses_weight_gradients, transformer_engine_works
+from megatron_mtp.training.chats import make_chats, reads_chats
 from megatron_mtp.training.checks import (
     check_data,
     check_flags,
@@ -75,6 +76,8 @@ def set_connections(argv: list[str]) -> None:
 def parse_checked_args() -> tuple[Namespace, MTPModelConfig]:
     """Parse, check and validate `sys.argv`; Megatron's global arguments and tokenizer are set when this returns."""
     args = parse_run_args()
+    if args.chat is not None:
+        make_chats(args)
     if args.rank == 0:
         check_data(args, true_vocab_size(args))
     leave_out_evaluations(args)
@@ -104,6 +107,7 @@ def parse_run_args(
     check_ranges(given)
     check_hub(given)
     set_depths(given)
+    given.reads_chats = reads_chats(given)
     if not given.use_checkpoint_args:
         check_flags(given, mtp_config_from_args(given))
     check_load(given, mends)
@@ -119,6 +123,8 @@ def parse_run_args(
         args.mtp_use_repeated_layer = True  # with --use-checkpoint-args Megatron has put the checkpoint's in its place
     if has_none:
         args.mtp_num_layers = None
+    args.reads_chats = given.reads_chats
+    args.create_attention_mask_in_dataloader &= not args.reads_chats  # packed rows have none
     check_supported(args)  # older flags now have their newer names
     if args.use_checkpoint_args:
         if given.mtp_num_layers is not None:

@@ -30,7 +30,8 @@ from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tok
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS
 from megatron_mtp.model.pattern import RECURRENT
 from megatron_mtp.runtime import transformer_engine_works
-from megatron_mtp.training.datasets import ChatFile, read_answers, trained_part
+from megatron_mtp.training.chats import counted_part, example, named_prefixes
+from megatron_mtp.training.datasets import ChatFile, is_packed, read_answers, trained_part
 from megatron_mtp.training.short_log import say
 
 PATTERN, SHARES = "--hybrid-layer-pattern", "--mtp-repeated-layer-shares-kv"
@@ -164,10 +165,6 @@ Row = tuple[Callable[[Namespace], Any], str]
 """Return whether the flags are wrong, and the sentence, with {} for their values."""
 
 
-def _is_packed(args: Namespace) -> bool:
-    return bool(args.sft or args.dataloader_inter_document_masking)
-
-
 def _has_layers(args: Namespace, symbols: str) -> bool:
     return bool(set(args.hybrid_layer_pattern or "") & set(symbols))
 
@@ -176,7 +173,10 @@ def _sources(args: Namespace) -> int:
     """The number of flags that name data."""
     per_split = args.train_data_path or args.valid_data_path or args.test_data_path
     return sum(
-        map(bool, (args.mock_data, args.data_path, args.data_args_path, per_split, args.per_split_data_args_path))
+        map(
+            bool,
+            (args.chat, args.mock_data, args.data_path, args.data_args_path, per_split, args.per_split_data_args_path),
+        )
     )
 
 
@@ -210,14 +210,22 @@ TOGETHER: tuple[Row, ...] = (
     # silent: one of them is read
     (
         lambda args: _sources(args) > 1,
-        "data comes from one source alone: give one of --mock-data, --data-path, --data-args-path, --train-data-path "
-        "(with its like) and --per-split-data-args-path.",
+        "data comes from one source alone: give one of --chat, --mock-data, --data-path, --data-args-path, "
+        "--train-data-path (with its like) and --per-split-data-args-path.",
     ),
     # ours: how batches are cut and packed
     (
-        lambda args: args.mtp_mask_prompts and (args.sft or args.mock_data or args.fim_data),
-        "--mtp-mask-prompts was given with --sft, --mock-data or --fim-data, whose data is not of megatron-mtp sample; "
-        "drop one.",
+        lambda args: args.mtp_mask_prompts and (args.sft or args.mock_data or args.fim_data or args.reads_chats),
+        "--mtp-mask-prompts was given with --sft, --mock-data, --fim-data or chats, whose data is not of megatron-mtp "
+        "sample; drop one.",
+    ),
+    (
+        lambda args: args.reads_chats and (args.sft or args.fim_data),
+        "chats were given with --sft or --fim-data, which read other data; drop one.",
+    ),
+    (
+        lambda args: args.show_example and not args.reads_chats,
+        "--show-example shows a chat, and the data is none; give --chat, or drop the flag.",
     ),
     (
         lambda args: args.dataloader_inter_document_masking and args.context_parallel_size > 1,
@@ -225,7 +233,7 @@ TOGETHER: tuple[Row, ...] = (
         "cannot cut documents of any length; give --reset-attention-mask in its place.",
     ),
     (
-        lambda args: _is_packed(args) and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1,
+        lambda args: is_packed(args) and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1,
         "--micro-batch-size is {micro_batch_size}, but a pipeline takes one packed row at a time; give 1.",
     ),
     # silent: Megatron's hybrid model does not read what these ask for
@@ -445,12 +453,11 @@ def check_data(args: Namespace, vocabulary: int) -> None:
         return
     for given in (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path):
         check_weights(given or [])
-    blend, per_split = get_blend_and_blend_per_split(args)
-    prefixes = [prefix for one in (blend, *(per_split or ())) if one is not None for prefix in one[0]]
+    prefixes = named_prefixes(args)
     if not prefixes and not args.skip_train:  # silent: Megatron makes data up
         raise ValueError(
             "--data-path is missing; give the prefix of a .bin/.idx pair (megatron-mtp preprocess makes one), "
-            "files of conversations with --sft, or --mock-data."
+            "chats with --chat, files of conversations with --sft, or --mock-data."
         )
     if args.sft:
         if prefixes and "://" not in prefixes[0] and len(chats := ChatFile(prefixes[0])):
@@ -472,6 +479,11 @@ def check_data(args: Namespace, vocabulary: int) -> None:
             read_answers(prefix)
     if args.tokenizer_model is not None:
         check_tokenizer(prefixes, args.tokenizer_model)
+    if args.reads_chats:
+        for line in (line for prefix in prefixes for line in counted_part(prefix, args.seq_length)):
+            say(f"> {line}")
+    if args.show_example:
+        say(example(prefixes[0], args.tokenizer_model))
 
 
 def leave_out_evaluations(args: Namespace) -> None:

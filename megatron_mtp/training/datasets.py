@@ -1,7 +1,8 @@
 """Training, validation and test sets: Megatron's, by Megatron's flags, and which pipeline stages read them.
 
-Two of Megatron's classes are extended: `AnswersDataset` masks all but the answers that a model has written itself, and
-`ChatDataset` reads conversations for `--sft` where the package `datasets`, with which Megatron reads, is missing.
+Three of Megatron's classes are extended: `AnswersDataset` masks all but the answers that a model has written itself,
+`PackedChats` (chats.py) packs chats, and `ChatDataset` reads conversations for `--sft` where the package `datasets`,
+with which Megatron reads, is missing.
 """
 
 import importlib.util
@@ -24,6 +25,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron_mtp.data.batch import IGNORED_LABEL
 from megatron_mtp.data.checks import read_index
+from megatron_mtp.training.chats import PackedChats
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
@@ -44,6 +46,8 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatro
 def _kind(args: Namespace) -> type[GPTDataset]:
     if args.sft:
         return sft_dataset()
+    if args.reads_chats:
+        return PackedChats
     if args.mock_data:
         return MockGPTDataset
     if args.mtp_mask_prompts:
@@ -89,8 +93,12 @@ def reads_data(vp_stage: int | None) -> bool:
 
 def reads_packed_rows() -> bool:
     """Return whether rows are packed: attention on every stage needs the starts of documents."""
-    args = get_args()
-    return bool(args.sft or args.dataloader_inter_document_masking)
+    return is_packed(get_args())
+
+
+def is_packed(args: Namespace) -> bool:
+    """The same, of arguments that are not Megatron's yet."""
+    return bool(args.sft or args.dataloader_inter_document_masking or args.reads_chats)
 
 
 def reads_positions(vp_stage: int | None) -> bool:

@@ -226,6 +226,8 @@ def _gib(state: float, kept: float) -> str:
 
 
 def _data(args: Namespace) -> list[str]:
+    if args.chat is not None:
+        return []  # they are tokenized when the job starts
     try:
         check_data(args, true_vocab_size(args))
     except ValueError as error:

@@ -13,7 +13,7 @@
 90,10,0 and 1e-3 stay what they are.
 """
 
-from argparse import ArgumentParser, BooleanOptionalAction
+from argparse import ArgumentParser, BooleanOptionalAction, _ActionsContainer
 from collections.abc import Iterator
 from dataclasses import fields
 from difflib import get_close_matches
@@ -40,7 +40,38 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
         for alias in names[1:]:
             _take_over(parser, alias)
         group.add_argument(*names, dest=field.name, default=field.default, **described)
-    return add_yarn_arguments(parser)
+    return add_yarn_arguments(add_chat_arguments(parser))
+
+
+def add_chat_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """The flags of `train` for chats; `--data-path` takes those that `preprocess --chat` has made into a dataset."""
+    group = parser.add_argument_group("chats (megatron-mtp)")
+    group.add_argument(
+        "--chat",
+        nargs="+",
+        metavar="FILE",
+        help="Train on chats: JSON lines with 'messages' or 'conversations', by the chat template of "
+        "--tokenizer-model; what the assistant writes counts. They are tokenized once, into --data-cache-path or the "
+        "folder cache beside the first file.",
+    )
+    add_counting_argument(group)
+    group.add_argument(
+        "--show-example",
+        action="store_true",
+        help="Before the first step, print the first chat as it is trained on, with what counts in \u27e6 \u27e7.",
+    )
+    return parser
+
+
+def add_counting_argument(group: _ActionsContainer) -> None:
+    """The flag of every verb that makes chats into a dataset."""
+    group.add_argument(
+        "--chat-count-empty-thinking",
+        action="store_true",
+        default=None,
+        help="Count an empty thinking block that the chat template can supply by its generation prompt. Default: not, "
+        "since the model does not write it.",
+    )
 
 
 def _take_over(parser: ArgumentParser, flag: str) -> None:

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": LOW | {"model"} | CHECKPOINT,
     "decoding": LOW | {"data", "model", "losses", "checkpoint/mcore"},
     "training": LOW | {"data", "model", "losses", "checkpoint/mcore"},
-    "server": {"errors", "files", "runtime", "decoding"},
+    "server": {"errors", "files", "runtime", "data", "decoding"},
     "cli": LOW | {"data", "losses", "checkpoint", "decoding", "training", "server"} | CHECKPOINT,
     "__main__": {"cli"},
     "extensions": set(),

@@ -58,6 +58,7 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, An
     rows.indices, rows.index_split, rows.num_samples = np.array([0]), Split.train, 1
     args = Namespace(
         sft=True,
+        reads_chats=False,
         dataloader_inter_document_masking=False,
         create_attention_mask_in_dataloader=False,
         micro_batch_size=1,

@@ -6,15 +6,15 @@ Out: the token ids of text i's prompt.
 Text i takes the document i of a shuffled order; where all were taken, another order begins.
 """
 
-import json
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_mtp.data.chat import apply_template, check_template, place_of, read_chat
 from megatron_mtp.data.checks import part_of, read_index
-from megatron_mtp.data.documents import Document, find_files, list_documents
+from megatron_mtp.data.documents import find_files, list_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ class UserTurns:
     """Conversations up to a turn of the user, by the tokenizer's chat template.
 
     Args:
-        files: of JSON lines whose "messages" are [{"role": "user", "content": ...}, ...].
+        files: of JSON lines, as `read_chat` takes them.
         tokenizer: of the model.
         seed: of the draws.
         split, part: which conversations, as `part_of` takes them.
@@ -87,27 +87,23 @@ class UserTurns:
     def __init__(
         self, files: list[str], tokenizer: "PreTrainedTokenizerBase", seed: int, split: str, part: str
     ) -> None:
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                "--chat was given, but the tokenizer has no chat template; give text with --data-path, or the "
-                "tokenizer of a chat model."
-            )
-        every = list_documents(find_files(files, ["*.jsonl"]))
+        check_template(tokenizer)
+        every = list_documents(find_files(files, ["*.jsonl"], "--chat"))
         self._lines = [every[number] for number in part_of(len(every), split, part)]
         self._tokenizer, self._seed, self.documents = tokenizer, seed, len(self._lines)
 
     def prompt(self, number: int) -> list[int]:
         """Token ids of a text's prompt. Raises ValueError for a line that is no conversation."""
         line = self._lines[drawn(self._seed, self.documents, number)]
-        messages = _messages(line)
-        turns = [place for place, message in enumerate(messages) if message["role"] == "user"]
+        chat = read_chat(line)
+        turns = [place for place, message in enumerate(chat.messages) if message["role"] == "user"]
         if not turns:
-            raise ValueError(f"--chat: {_place(line)} has no turn of the user; remove it.")
-        asked = messages[: turns[number // self.documents % len(turns)] + 1]
+            raise ValueError(f"--chat: {place_of(line)} has no turn of the user; remove it.")
+        asked, prompted = chat.messages[: turns[number // self.documents % len(turns)] + 1], chat.variables
         try:
-            text = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+            text = apply_template(self._tokenizer, asked, tools=chat.tools, add_generation_prompt=True, **prompted)
         except Exception as error:  # templates refuse roles and orders by exceptions of Jinja
-            raise ValueError(f"--chat: the chat template refuses {_place(line)} ({error}); correct it.") from error
+            raise ValueError(f"--chat: the chat template refuses {place_of(line)} ({error}); correct it.") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
@@ -129,23 +125,3 @@ def _check_corpus(prefix: str) -> None:
         raise ValueError(
             f"--data-path: there is no dataset '{prefix}' ({prefix}.idx); make one with megatron-mtp preprocess."
         ) from None
-
-
-def _messages(line: Document) -> list[dict[str, Any]]:
-    with open(line.path, "rb") as file:
-        file.seek(line.start)
-        raw = file.read(line.size)
-    try:
-        found: list[dict[str, Any]] = json.loads(raw)["messages"]
-        if all(isinstance(message["role"], str) for message in found):
-            return found
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(
-        f'--chat: {_place(line)} is no conversation; give lines such as {{"messages": [{{"role": "user", "content": '
-        '"..."}]}.'
-    )
-
-
-def _place(line: Document) -> str:
-    return f"'{line.path}', line {line.line}"

@@ -179,12 +179,15 @@ def counted_part(prefix: str, positions: int) -> list[str]:
     _, whole = lengths_and_counted(dataset, int(lengths.max()))
     if not counted.any():
         raise ValueError(f"--seq-length is {positions}, within which no token counts of any chat in '{prefix}'.")
-    lines = [
-        f"chats in '{prefix}': {counted.sum():,} of {lengths.sum():,} tokens count, in {len(lengths):,} documents of "
-        f"{about.get('chats', len(lengths)):,} chats"
-    ]
-    if without := about.get("chats_without_counted_tokens"):
-        lines.append(f"{without:,} chats are left out, since no turn of the assistant is in them")
+    chats, without = about.get("chats", len(lengths)), about.get("chats_without_counted_tokens", 0)
+    lines = [f"chats in '{prefix}': {counted.sum():,} of {lengths.sum():,} tokens count, in {len(lengths):,} documents"]
+    if without:
+        lines.append(f"{without:,} of {chats:,} chats are left out, since they hold no answer of the assistant")
+    if len(lengths) > chats - without:
+        lines.append(
+            f"{len(lengths) - chats + without:,} documents are earlier turns, which the chat template renders "
+            "otherwise once others follow"
+        )
     if (is_cut := lengths > positions + 1).any():
         lines.append(
             f"{is_cut.sum():,} documents are cut to --seq-length {positions}: {(whole - counted).sum():,} tokens that "

@@ -200,12 +200,9 @@ SHAPES = {
     ),
 }
 
-QWEN, GLM, OSS = (
-    "<|im_start|>user\nq<|im_end|>\n",
-    "[gMASK]<sop><|user|>\nq",
-    "<|start|>user<|message|>q<|end|>",
-    "",
-)
+QWEN = "<|im_start|>user\nq<|im_end|>\n"
+GLM = "[gMASK]<sop><|user|>\nq"
+OSS = "<|start|>user<|message|>q<|end|>"
 Expected = tuple[str, Chat, list[str], list[str] | None]
 
 CASES: list[Expected] = [

@@ -1,11 +1,32 @@
-"""Chats by templates in the shapes of twelve families: which tokens count, by hand; rows of them; resumed and cut."""
+"""Chats by templates in the shapes of twelve families: which tokens count, by hand; files, rows and depths of them."""
 
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from chat_cases import CASES, SHAPES
+import torch
+from chat_cases import CALL, CASES, ONE, SHAPES, SYSTEM, THOUGHT, TOOLS, TWO, said, user
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.utils import Split
 
-from megatron_mtp.data.chat import Chat, ChatEncoder, marked
+from megatron_mtp.data import corpus
+from megatron_mtp.data.chat import Chat, ChatEncoder, best_fit, marked, prefix_in_cache, read_chat, write_chats
+from megatron_mtp.data.checks import check_split, read_index
+from megatron_mtp.data.documents import list_documents
+from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
+from megatron_mtp.decoding.own_texts.prompts import UserTurns
+from megatron_mtp.training import datasets, forward_step
+from megatron_mtp.training.chats import PackedChats, counted_part, example, make_chats, reads_chats
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+# --- tokens that count -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tagged", [False, True], ids=["plain", "tagged"])
@@ -18,3 +39,364 @@ def test_what_counts_is_what_a_person_marks(
     tokenizer = SHAPES[shape].tokenizer(tmp_path, tagged)
     expected = of_tags if tagged and of_tags else plain
     assert [marked(tokenizer, document) for document in ChatEncoder(tokenizer).encode(chat)] == expected
+
+
+@pytest.mark.parametrize("tagged", [False, True], ids=["plain", "tagged"])
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("Qwen3", "<|im_start|>assistant\n⟦<think>\n\n</think>\n\na<|im_end|>⟧"),
+        ("GLM-4.5", "<|assistant|>⟦\n<think></think>\na<|user|>⟧"),
+    ],
+)
+def test_an_empty_thinking_block_counts_if_it_shall(shape: str, expected: str, tagged: bool, tmp_path: Path) -> None:
+    tokenizer = SHAPES[shape].tokenizer(tmp_path, tagged)
+    (document,) = ChatEncoder(tokenizer, counts_empty_thinking=True).encode(ONE)
+    assert marked(tokenizer, document).endswith(expected)
+
+
+def lines_of(file: Path, *rows: dict[str, Any]) -> list[Any]:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return list_documents([file])
+
+
+@pytest.mark.parametrize(
+    ("shape", "messages", "because"),
+    [
+        ("MiniMax", ONE.messages, "message 2 is rendered as 'a[e~[\\n', where the generation prompt has '<think>\\n'"),
+        ("Qwen2.5", [user("q"), said("\nanswer")], "message 2 is rendered as '\\n\\nanswer"),
+        ("Gemma", [user("q"), user("q"), said("a")], "turns must alternate"),
+    ],
+)
+def test_a_template_whose_prompt_does_not_begin_the_turn_is_refused(
+    shape: str, messages: list[dict[str, Any]], because: str, tmp_path: Path
+) -> None:
+    """Qwen2.5 does not trim: the break that ends its prompt and the one that begins this answer are one token."""
+    encoder = ChatEncoder(SHAPES[shape].tokenizer(tmp_path, tagged=False))
+    _, line = lines_of(tmp_path / "chats.jsonl", {"messages": ONE.messages}, {"messages": messages})
+    with pytest.raises(ValueError, match="refuses") as raised:
+        encoder.documents(line)
+    assert f"the chat template of '{tmp_path}' refuses '{tmp_path}/chats.jsonl', line 2 (" in str(raised.value)
+    assert because in str(raised.value)
+
+
+def test_what_ends_a_turn_counts_where_it_pads_too(tmp_path: Path) -> None:
+    tokenizer = SHAPES["Qwen2.5"].tokenizer(tmp_path, tagged=False)
+    tokenizer.pad_token = tokenizer.eos_token
+    (document,) = ChatEncoder(tokenizer).encode(TWO)
+    assert marked(tokenizer, document).count("<|im_end|>⟧") == 2
+
+
+def test_a_chat_that_begins_with_the_assistant_counts_from_its_next_turn(tmp_path: Path) -> None:
+    tokenizer = SHAPES["Qwen2.5"].tokenizer(tmp_path, tagged=False)
+    (document,) = ChatEncoder(tokenizer).encode(Chat([said("hello"), *ONE.messages]))
+    assert marked(tokenizer, document).endswith(
+        "hello<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n⟦a<|im_end|>⟧"
+    )
+    assert ChatEncoder(tokenizer).encode(Chat([said("hello"), user("q")])) == []
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+SHAREGPT = {
+    "system": "S",
+    "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+    "tools": json.dumps(TOOLS),
+}
+
+
+def test_lines_of_either_form_are_chats(tmp_path: Path) -> None:
+    given = {"messages": CALL.messages, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
+    ours, theirs = (read_chat(line) for line in lines_of(tmp_path / "chats.jsonl", given, SHAREGPT))
+    assert ours == Chat(CALL.messages, TOOLS, {"enable_thinking": False})
+    assert theirs == Chat([SYSTEM, *ONE.messages], TOOLS)
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": "a"}, {"messages": []}, {"messages": ["a"]}, {"messages": [{"content": "a"}]}]
+)
+def test_a_line_that_is_no_chat_is_named(row: dict[str, Any], tmp_path: Path) -> None:
+    _, line = lines_of(tmp_path / "chats.jsonl", SHAREGPT, row)
+    with pytest.raises(ValueError, match=r"chats\.jsonl', line 2 is no chat; give lines such as"):
+        read_chat(line)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., str]:
+    """A dataset of chats by Qwen3's template."""
+    SHAPES["Qwen3"].tokenizer(tmp_path / "tokenizer", tagged=False)
+
+    def make(*rows: dict[str, Any], workers: int = 1, name: str = "made") -> str:
+        lines = lines_of(tmp_path / "chats.jsonl", *rows)
+        write_chats(lines, Encoder.from_folder(tmp_path / "tokenizer"), str(tmp_path / name), False, workers, {})
+        return str(tmp_path / name)
+
+    return make
+
+
+def test_a_dataset_holds_what_counts(made: Callable[..., str], tmp_path: Path) -> None:
+    prefix = made({"messages": THOUGHT.messages}, {"messages": [user("q")]}, SHAREGPT)
+    tokenizer = read_tokenizer(tmp_path / "tokenizer")
+    expected = [*ChatEncoder(tokenizer).encode(THOUGHT), *ChatEncoder(tokenizer).encode(Chat([SYSTEM, *ONE.messages]))]
+    data = IndexedDataset(prefix, multimodal=True)
+    for number, document in enumerate(expected):
+        first, end = data.document_indices[number : number + 2]
+        sequences, modes = data[first:end]
+        assert np.concatenate(sequences).tolist() == document.ids
+        assert [mode for mode, part in zip(modes, sequences, strict=True) for _ in part] == [
+            any(start <= place < stop for start, stop in document.spans) for place in range(len(document.ids))
+        ]
+    assert read_index(prefix).has_modes
+    assert example(prefix, str(tmp_path / "tokenizer")) == marked(tokenizer, expected[0])
+    lines = counted_part(prefix, 200)
+    counts = sum(stop - start for document in expected for start, stop in document.spans)
+    assert f"{counts} of {sum(len(document.ids) for document in expected)} tokens count, in 3 documents" in lines[0]
+    assert lines[1:] == [
+        "1 of 3 chats are left out, since they hold no answer of the assistant",
+        "1 documents are earlier turns, which the chat template renders otherwise once others follow",
+    ]
+
+
+def test_any_number_of_workers_makes_the_same_dataset(
+    made: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", 200)
+    rows = [{"messages": [user(f"{number}"), said("a" * number)]} for number in range(9)]
+    one, two = (made(*rows, workers=workers, name=f"by{workers}") for workers in (1, 2))
+    for ending in ("bin", "idx"):
+        assert Path(f"{one}.{ending}").read_bytes() == Path(f"{two}.{ending}").read_bytes()
+
+
+def test_nothing_that_counts_is_refused(made: Callable[..., str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no token counts, since no chat has an answer"):
+        made({"messages": [user("q")]})
+    assert not (tmp_path / "made.idx").exists()
+
+
+def test_chats_of_either_form_are_prompts_of_sample(tmp_path: Path) -> None:
+    tokenizer = SHAPES["Qwen2.5"].tokenizer(tmp_path / "tokenizer", tagged=False)
+    lines_of(tmp_path / "chats.jsonl", {**SHAREGPT, "system": None})
+    prompts = UserTurns([str(tmp_path / "chats.jsonl")], tokenizer, 1, "1", "training")
+    expected = "<|im_start|>system\nH\nadd<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(prompts.prompt(0)) == expected
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def naive_best_fit(lengths: list[int], capacity: int) -> list[int]:
+    """The room that is left in every row, by a look at all rows for every document."""
+    room: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [place for place, left in enumerate(room) if left >= length]
+        if not fitting:
+            room.append(capacity)
+            fitting = [len(room) - 1]
+        room[min(fitting, key=lambda place: room[place])] -= length
+    return sorted(room)
+
+
+def test_documents_are_packed_by_best_fit() -> None:
+    assert best_fit([5, 3, 3, 2], 8) == [[0, 1], [2, 3]]
+    draw = np.random.default_rng(5)
+    for capacity in (8, 50, 200):
+        lengths = draw.integers(1, capacity + 1, 300).tolist()
+        rows = best_fit(lengths, capacity)
+        assert sorted(document for row in rows for document in row) == list(range(300))
+        assert sorted(capacity - sum(lengths[one] for one in row) for row in rows) == naive_best_fit(lengths, capacity)
+
+
+Document = list[int]
+
+
+def packed(prefix: Path, documents: list[Document], length: int, ranks: int = 1) -> PackedChats:
+    """Rows of documents whose tokens from 50 on count."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", multimodal=True)
+    for ids in documents:
+        counts = [int(one >= 50) for one in ids]
+        edges = [0, *(place for place in range(1, len(ids)) if counts[place] != counts[place - 1]), len(ids)]
+        builder.add_document(np.array(ids), np.diff(edges).tolist(), [counts[edge] for edge in edges[:-1]])
+    builder.finalize(f"{prefix}.idx")
+    config: Any = Namespace(
+        tokenizer=Namespace(unique_identifiers={}),
+        sequence_length=length,
+        context_parallel_size=ranks,
+        random_seed=1234,
+        split="1",
+        split_matrix=None,
+        mmap_bin_files=True,
+        allow_ambiguous_pad_tokens=False,
+    )
+    data = PackedChats.build_low_level_dataset(str(prefix), config)
+    every = np.arange(PackedChats.numel_low_level_dataset(data))
+    return PackedChats(data, str(prefix), every, None, Split.train, config)
+
+
+PAIR = [[1, 2, 50, 51, 52], [3, 4, 60, 61]]
+
+
+def test_two_chats_without_system_messages_are_two_documents(tmp_path: Path) -> None:
+    """The example of `PackedChats`."""
+    rows = packed(tmp_path / "pair", PAIR, 8)
+    assert len(rows) == 1
+    row = {name: values.tolist() for name, values in rows[0].items()}
+    assert row["tokens"] == [1, 2, 50, 51, 3, 4, 60, 0]
+    assert row["labels"] == [2, 50, 51, 52, 4, 60, 61, 0]
+    assert row["loss_mask"] == [0, 1, 1, 1, 0, 1, 1, 0]
+    assert row["position_ids"] == [0, 1, 2, 3, 0, 1, 2, 0]
+    assert row["cu_seqlens"] == [0, 4, 7, 8, 8, 8, 8, 8, 8]
+    assert row["max_seqlen"] == 4
+
+
+def test_under_context_parallelism_a_chat_has_room_for_equal_chunks(tmp_path: Path) -> None:
+    row = {name: values.tolist() for name, values in packed(tmp_path / "pair", PAIR, 16, ranks=2)[0].items()}
+    assert row["cu_seqlens"][:4] == [0, 4, 8, 16]
+    assert row["labels"][:8] == [2, 50, 51, 52, 4, 60, 61, 0]
+    assert row["loss_mask"][:8] == [0, 1, 1, 1, 0, 1, 1, 0]
+
+
+def drawn_documents(count: int, longest: int) -> list[Document]:
+    draw = np.random.default_rng(3)
+    return [draw.integers(1, 99, draw.integers(2, longest)).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("length", [40, 12])
+def test_a_depth_counts_where_its_target_does(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every depth's labels of an epoch, counted by a plain loop over the chats; at 12 positions some are cut."""
+    documents, depths = drawn_documents(30, 40), 3
+    expected = [0] * (depths + 1)
+    for ids in documents:
+        if not any(one >= 50 for one in ids[1 : length + 1]):
+            continue
+        for depth in range(depths + 1):
+            for position in range(min(len(ids) - 1, length)):
+                target = position + depth + 1
+                if target < len(ids) and target <= length:
+                    expected[depth] += ids[target] >= 50
+    args = Namespace(
+        sft=False,
+        reads_chats=True,
+        dataloader_inter_document_masking=False,
+        create_attention_mask_in_dataloader=False,
+        micro_batch_size=2,
+        eval_micro_batch_size=2,
+        seq_length=length,
+        pipeline_model_parallel_size=1,
+        pipeline_model_parallel_layout=None,
+        mtp_num_layers=depths,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    for module in (datasets, forward_step):
+        monkeypatch.setattr(module, "get_args", lambda: args)
+    monkeypatch.setattr(datasets, "is_first_or_last_pipeline_stage", lambda _: True)
+    rows = packed(tmp_path / "drawn", documents, length)
+    found = torch.zeros(depths + 1)
+    for place in range(len(rows)):
+        batch = torch.utils.data.default_collate([rows[place]] * 2)
+        _, made = forward_step.get_batch(iter([batch]), None)
+        assert made is not None
+        assert ((made.labels_DBS >= 50) | (made.loss_mask_DBS == 0)).all()
+        found += made.whole_tokens / 2
+    assert found.tolist() == expected
+
+
+def test_an_epoch_has_every_chat_once_and_resumes_in_its_order(tmp_path: Path) -> None:
+    documents = drawn_documents(40, 30)
+    first, again = (packed(tmp_path / "drawn", documents, 32) for _ in range(2))
+    texts = sorted(tuple(ids[1:]) for ids in documents if any(one >= 50 for one in ids[1:]))
+
+    def labels(rows: PackedChats, place: int) -> list[tuple[int, ...]]:
+        row = rows[place]
+        ends = [0, *(end for end in row["cu_seqlens"].unique().tolist() if end)]
+        parts = [row["labels"][start:end].tolist() for start, end in pairwise(ends)]
+        return [tuple(part) for part in parts if any(part)]
+
+    epochs = [[labels(first, epoch * len(first) + place) for place in range(len(first))] for epoch in range(3)]
+    assert all(sorted(text for row in epoch for text in row) == texts for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [labels(again, len(first) + place) for place in range(len(first))] == epochs[1]
+
+
+def test_what_is_cut_is_counted(made: Callable[..., str]) -> None:
+    short, long = {"messages": ONE.messages}, {"messages": [user("q"), said("a" * 50)]}
+    late = {"messages": [user("q" * 90), said("a")]}
+    lines = counted_part(made(short, long, late), 60)
+    (first, *_), cut = lines, lines[-1]
+    assert "2 documents are cut to --seq-length 60: " in cut
+    assert cut.endswith("1 documents are left out, since nothing that counts is left")
+    whole, kept = (int(found) for found in (2 + 51 + 2, first.split(": ")[1].split(" of")[0]))
+    assert f"{whole - kept} tokens that count are lost" in cut
+    with pytest.raises(ValueError, match="within which no token counts of any chat"):
+        counted_part(made(late), 60)
+
+
+def test_a_split_needs_chats_in_every_part(made: Callable[..., str]) -> None:
+    prefix = made(*[{"messages": ONE.messages}] * 2)
+    check_split([prefix], "50,50,0")
+    with pytest.raises(ValueError, match=r"of the 2 documents .* leaves none for validation"):
+        check_split([prefix], "90,10,0")
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def flags(tmp_path: Path, **given: Any) -> Namespace:
+    of_data = dict.fromkeys(
+        "data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path".split()
+    )
+    return Namespace(
+        **{
+            "chat": [str(tmp_path / "chats.jsonl")],
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": str(tmp_path / "tokenizer"),
+            "data_cache_path": None,
+            "trust_remote_code": False,
+            "chat_count_empty_thinking": None,
+            "seed": 1,
+            "rank": 0,
+            **of_data,
+            **given,
+        }
+    )
+
+
+def test_chats_are_made_into_a_dataset_once(made: Callable[..., str], tmp_path: Path) -> None:
+    made(SHAREGPT)
+    first = flags(tmp_path)
+    make_chats(first)
+    (prefix,) = first.data_path
+    assert Path(prefix).parent == tmp_path / "cache"
+    written = Path(f"{prefix}.idx").stat().st_mtime_ns
+    for rank in (0, 1):  # the second finds it there, and does not wait
+        again = flags(tmp_path, rank=rank)
+        make_chats(again)
+        assert again.data_path == [prefix]
+    assert Path(f"{prefix}.idx").stat().st_mtime_ns == written
+    others = {"seed": 2}, {"chat_count_empty_thinking": True}, {"data_cache_path": str(tmp_path / "other")}
+    for other in others:
+        changed = flags(tmp_path, **other)
+        make_chats(changed)
+        assert changed.data_path != [prefix]
+    lines_of(tmp_path / "chats.jsonl", SHAREGPT, SHAREGPT)
+    assert prefix_in_cache(first.chat, first.tokenizer_model, None, {}) != prefix
+
+
+def test_a_tokenizer_that_has_no_template_is_refused(made: Callable[..., str], tmp_path: Path) -> None:
+    made(SHAREGPT)
+    with pytest.raises(ValueError, match="--chat was given with --tokenizer-type NullTokenizer"):
+        make_chats(flags(tmp_path, tokenizer_type="NullTokenizer", tokenizer_model=None))
+    (tmp_path / "tokenizer" / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="has no chat template"):
+        make_chats(flags(tmp_path))
+
+
+def test_datasets_of_chats_and_of_text_do_not_mix(made: Callable[..., str], tmp_path: Path) -> None:
+    chats, text = made(SHAREGPT), str(tmp_path / "text")
+    builder = IndexedDatasetBuilder(f"{text}.bin")
+    builder.add_document(np.arange(3), [3])
+    builder.finalize(f"{text}.idx")
+    assert reads_chats(flags(tmp_path, chat=None, data_path=[chats]))
+    assert not reads_chats(flags(tmp_path, chat=None, data_path=[text]))
+    with pytest.raises(ValueError, match="of chats and of text"):
+        reads_chats(flags(tmp_path, chat=None, data_path=["1", chats, "1", text]))

@@ -81,8 +81,8 @@ def preprocess(args: argparse.Namespace) -> None:
     wanted = None if args.max_mb is None else int(args.max_mb * BYTES_PER_MB)
     documents = choose_documents(documents, wanted, args.seed, args.shuffle)
     if not documents:
-        files = ", ".join(map(repr, args.chat or args.input))
-        raise ValueError(f"every file in {files} is empty; give files with {'chats' if args.chat else 'text'}.")
+        flag, files, what = ("--chat", args.chat, "chats") if args.chat else ("--input", args.input, "text")
+        raise ValueError(f"{flag}: every file in {', '.join(map(repr, files))} is empty; give files with {what}.")
     size = sum(document.size for document in documents)
     print(f"{len(documents)} documents, {size / 1e6:.1f} of {total / 1e6:.1f} MB", flush=True)
     folder = args.tokenizer or _trained_tokenizer(args, documents)

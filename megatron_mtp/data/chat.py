@@ -289,7 +289,7 @@ class ChatEncoder:
 
     def _prompts(self, chat: Chat, place: int) -> list[list[int]]:
         """Tokens of a turn's generation prompts: the plain one, and one that supplies an empty thinking block."""
-        kinds = ({}, WITHOUT_THINKING)
+        kinds: tuple[dict[str, Any], ...] = ({}, WITHOUT_THINKING)
         texts = [self._render(chat, place, add_generation_prompt=True, **variables) for variables in kinds]
         return [self._tokenize(text) for text in dict.fromkeys(texts)]
 

@@ -260,7 +260,10 @@ def trained_part(tokenizer: Any, messages: list[dict[str, Any]], prompt_format: 
         f"{int(is_trained.sum())} are trained on: {shown[:SHOWN]!r}{' ...' if len(shown) > SHOWN else ''}"
     ]
     if (targets != IGNORED_LABEL).all():
-        lines.append("this format masks nothing: system and user messages are trained on like answers")
+        lines.append(
+            "this format masks nothing: system and user messages are trained on like answers; --chat trains "
+            "on answers alone"
+        )
     if tokenizer.pad == tokenizer.eod:
         ends = tokenizer.detokenize([tokenizer.eod])
         lines.append(f"the tokenizer pads with {ends!r}, so that the end of an answer is never trained on")

@@ -3,6 +3,7 @@
 python document_scene.py FOLDER
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -29,6 +30,11 @@ training: {micro-batch-size: 1, global-batch-size: 64, train-iters: 2, eval-inte
 data: {mock-data: true, tokenizer-type: NullTokenizer, vocab-size: 383}
 """
 
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "\n\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
 
 def main(folder: Path) -> None:
     texts = [path.read_text() for path in sorted(Path(hf_models.__file__).parent.glob("*.py"))[:TEXTS]]
@@ -42,6 +48,9 @@ def main(folder: Path) -> None:
     for name, (kind, depths) in MODELS.items():
         made = hf_models.make(folder / "models" / name, kind, depths)
         shutil.copytree(folder / "tokenizer", made, dirs_exist_ok=True)
+        (made / "chat_template.jinja").write_text(TEMPLATE)
+    chat = [{"role": "user", "content": "What is MTP?"}, {"role": "assistant", "content": "Several tokens at once."}]
+    (folder / "chats.jsonl").write_text(20 * (json.dumps({"messages": chat}) + "\n"))
 
 
 if __name__ == "__main__":

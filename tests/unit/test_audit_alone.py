@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import MODELS, Tensors, make, read, write
-from torch import Tensor
+from hf_models import MODELS, make, read, write
+from quantized_models import DEPTH, FORMS, FP8, coded, fp8, quantized, with_keys
 from trunk_models import LEFT
 
 from megatron_mtp.checkpoint.audit.auditing import audit
@@ -29,12 +29,6 @@ def made(folder: Path, name: str) -> Path:
 
 def alarms(folder: Path) -> list[str]:
     return [f"{one['guess']}: {one['says']}" for one in audit(folder)["findings"] if one["severity"] != "note"]
-
-
-def with_keys(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    keys = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({name: value for name, value in keys.items() if value != "absent"}))
 
 
 # --- trunks that are carried -----------------------------------------------------------------------------------------
@@ -122,88 +116,6 @@ def test_a_count_of_0_says_that_no_depth_is_wanted(tmp_path: Path) -> None:
 
 # --- quantized folders -----------------------------------------------------------------------------------------------
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-DEPTH = ("model.layers.3.",)
-
-
-def coded(tensors: Tensors, form: Callable[[str, Tensor], Tensors], plain: tuple[str, ...] = DEPTH) -> Tensors:
-    """The projections in a quantized form, without those whose names begin so."""
-    out: Tensors = {}
-    for name, tensor in tensors.items():
-        whole = not name.endswith("_proj.weight") or name.startswith(plain) or tensor.dim() != 2
-        out |= {name: tensor} if whole else form(name.removesuffix("weight"), tensor)
-    return out
-
-
-def fp8(stem: str, weight: Tensor) -> Tensors:
-    return {f"{stem}weight": weight.to(torch.float8_e4m3fn), f"{stem}weight_scale_inv": torch.ones(1, 1)}
-
-
-def modelopt_fp8(stem: str, weight: Tensor) -> Tensors:
-    scales = {f"{stem}weight_scale": torch.ones(()), f"{stem}input_scale": torch.ones(())}
-    return {f"{stem}weight": weight.to(torch.float8_e4m3fn), **scales}
-
-
-def nvfp4(stem: str, weight: Tensor) -> Tensors:
-    rows, columns = weight.shape
-    scales = torch.ones(rows, columns // 16 or 1).to(torch.float8_e4m3fn)
-    numbers = {"weight": torch.zeros(rows, columns // 2).byte(), "weight_scale": scales}
-    return {
-        stem + n: t for n, t in (numbers | {"weight_scale_2": torch.ones(()), "input_scale": torch.ones(())}).items()
-    }
-
-
-def packed(stem: str, weight: Tensor) -> Tensors:
-    rows, columns = weight.shape
-    numbers = torch.zeros(rows, -(-columns // 8), dtype=torch.int32)
-    size = torch.tensor([rows, columns])
-    return {f"{stem}weight_packed": numbers, f"{stem}weight_scale": torch.ones(rows, 1), f"{stem}weight_shape": size}
-
-
-def int8(stem: str, weight: Tensor) -> Tensors:
-    return {f"{stem}weight": weight.to(torch.int8), f"{stem}weight_scale": torch.ones(weight.size(0), 1)}
-
-
-def awq(stem: str, weight: Tensor) -> Tensors:
-    rows, columns = weight.shape
-    numbers, zeros = (torch.zeros(size, rows // 8, dtype=torch.int32) for size in (columns, 1))
-    return {f"{stem}qweight": numbers, f"{stem}qzeros": zeros, f"{stem}scales": torch.ones(1, rows).half()}
-
-
-def gptq(stem: str, weight: Tensor) -> Tensors:
-    rows, columns = weight.shape
-    numbers = torch.zeros(columns // 8, rows, dtype=torch.int32)
-    whole = {"qweight": numbers, "qzeros": torch.zeros(1, rows // 8, dtype=torch.int32)}
-    others = {"scales": torch.ones(1, rows).half(), "g_idx": torch.zeros(columns, dtype=torch.int32)}
-    return {stem + name: tensor for name, tensor in (whole | others).items()}
-
-
-def nf4(stem: str, weight: Tensor) -> Tensors:
-    parts = {"weight.absmax": torch.ones(4), "weight.quant_map": torch.ones(16)}
-    parts |= {"weight.quant_state.bitsandbytes__nf4": torch.zeros(9).byte()}
-    return {f"{stem}weight": torch.zeros(weight.numel() // 2, 1).byte()} | {stem + n: t for n, t in parts.items()}
-
-
-GROUP = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}}
-FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors], dict[str, Any]]] = {
-    "fp8": (fp8, FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.3"]}),
-    "modelopt fp8": (modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["model.layers.3*"]}),
-    "modelopt nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["*layers.3*"]}),
-    "int4": (packed, {"quant_method": "compressed-tensors", "config_groups": GROUP, "ignore": [r"re:.*layers\.3\..*"]}),
-    "int8": (int8, {"quant_method": "compressed-tensors", "config_groups": GROUP, "ignore": ["re:.*layers.3.*"]}),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["model.layers.3"]}),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "dynamic": {r"-:.*layers\.3\..*": {}}}),
-    "bitsandbytes": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
-}
-"""Forms, each with a config that leaves the depth unquantized."""
-
-
-def quantized(folder: Path, form: str) -> Path:
-    make(folder, "glm4_moe", 1, torch.bfloat16)
-    write(folder, coded(read(folder), FORMS[form][0]))
-    with_keys(folder, quantization_config=FORMS[form][1])
-    return folder
-
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_sound_quantized_folder_has_no_finding_and_a_lost_part_of_a_weight_is_found(
@@ -225,8 +137,12 @@ def test_a_sound_quantized_folder_has_no_finding_and_a_lost_part_of_a_weight_is_
     ("plain", "listed", "says"),
     [
         (DEPTH, ["model.layers.3"], []),
-        (DEPTH, ["lm_head"], ["weights are not quantized, and the config does not list them so"]),
-        (("none",), ["model.layers.3"], ["weights are quantized, but the config lists them as not quantized"]),
+        (DEPTH, ["lm_head"], ["weights of the MTP layers are not quantized, and the config does not list them so"]),
+        (
+            ("none",),
+            ["model.layers.3"],
+            ["weights of the MTP layers are quantized, but the config lists them as not quantized"],
+        ),
         (("model.",), ["model.layers.3"], ["but no weight is quantized (they are"]),
     ],
 )

@@ -14,6 +14,7 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_argu
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf import folder as folders
 from megatron_mtp.checkpoint.hf.folder import HFFolder
+from megatron_mtp.checkpoint.hf.forms import Numbers
 from megatron_mtp.checkpoint.mcore import reader
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 
@@ -36,7 +37,7 @@ def fp8_folder(folder: Path, scaled: bool = True) -> Path:
 
 def test_fp8_comes_out_as_bfloat16_without_a_quantisation_config(tmp_path: Path) -> None:
     source = fp8_folder(tmp_path / "source")
-    folder = HFFolder(source, (16, 16))
+    folder = HFFolder(source, Numbers(block=(16, 16)))
     expected = folder.read(NAME)
     assert expected.dtype == torch.bfloat16
     assert torch.equal(expected[16:32, 32:48], (read(source)[NAME][16:32, 32:48].float() * 2).bfloat16())

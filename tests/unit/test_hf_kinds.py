@@ -121,14 +121,9 @@ def mimo_layer(folder: Path) -> None:
 
 
 KINDS: dict[str, tuple[Spoil, str]] = {
-    "gptq": (quantised(quant_method="gptq", bits=4), "is quantized with gptq"),
-    "awq": (quantised(quant_method="awq", bits=4), "is quantized with awq"),
     "bitsandbytes": (quantised(load_in_8bit=True), "is quantized with bitsandbytes"),
-    "compressed-tensors": (quantised(quant_method="compressed-tensors"), "is quantized with compressed-tensors"),
     "hqq": (quantised(quant_method="hqq"), "is quantized with hqq"),
     "unnamed": (quantised(bits=3), "is quantized with an unnamed method"),
-    "old gptq": (adds("quantize_config.json"), "is quantized with gptq"),
-    "old awq": (adds("quant_config.json"), "is quantized with awq"),
     "lora": (adapter, "is an adapter (LoRA) of a/base; merge it into that model"),
     "gguf": (gguf, "is a GGUF model"),
     "wrapper": (
@@ -157,8 +152,7 @@ KINDS: dict[str, tuple[Spoil, str]] = {
         config(architectures=["DeepseekV3ForCausalLMNextN"]),
         "holds one MTP layer without a trunk ('architectures' names DeepseekV3ForCausalLMNextN)",
     ),
-    "modelopt's 4 bits": (quantised(quant_method="modelopt", quant_algo="NVFP4"), "with modelopt (NVFP4)"),
-    "old modelopt": (adds("hf_quant_config.json", '{"quantization": {"quant_algo": "W4A8_AWQ"}}'), "(W4A8_AWQ)"),
+    "old modelopt": (adds("hf_quant_config.json", '{"quantization": {"quant_algo": "W4A8_AWQ"}}'), "modelopt W4A8_AWQ"),
     "a shard is missing": (missing_shard, "lacks 'model."),
     "config a list": (adds("config.json", "[1]"), "holds a list, not an object of keys"),
     "config a number": (adds("config.json", "3"), "holds a int, not an object of keys"),

@@ -19,7 +19,7 @@ QUESTIONS = {
     "Where does auto choose K = 0?": ("K = 0", "decoding/auto.py"),
     "What happens to an EOS inside a draft?": ("EOS|inside a draft", "decoding/batch.py"),
     "Where do shifts stop at the end of a document?": ("shift|end|document", "data/shift.py"),
-    "Where are the scales of FP8 weights read?": ("FP8|scales", "checkpoint/hf/quantized.py"),
+    "Where are the scales of FP8 weights read?": ("FP8|scales", "checkpoint/hf/forms.py"),
     "What changes without TE?": ("changes|without TE", "model/arguments.py"),
     "Where are depths initialised from the trunk's last layer?": ("last layer", "model/initialize.py"),
     "Where are flags refused that Megatron would take in silence?": ("refused|silence", "training/checks.py"),

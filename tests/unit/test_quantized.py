@@ -8,6 +8,8 @@ import pytest
 import torch
 from hf_models import Tensors, make, read, write
 from judged_models import QUIET
+from quantized_models import FORMS
+from quantized_models import quantized as coded_folder
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from trunk_models import TRUNKS
@@ -15,13 +17,8 @@ from trunk_models import TRUNKS
 from megatron_mtp.checkpoint.convert.export_hf import hf_folder_form, kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.hf.quantized import (
-    FP4,
-    activation_scales,
-    block_of,
-    from_mxfp4,
-    quantized_weights,
-)
+from megatron_mtp.checkpoint.hf.forms import FP4, Numbers, from_mxfp4
+from megatron_mtp.checkpoint.hf.quantized import Settings, activation_scales, quantized_weights
 from megatron_mtp.checkpoint.verify.reference_forms import read_tensors
 
 FLOAT_8 = {
@@ -35,13 +32,13 @@ def test_mxfp4_is_read_as_transformers_reads_it() -> None:
     torch.manual_seed(1)
     blocks, scales = torch.randint(0, 256, (3, 8, 2, 16)).byte(), torch.randint(100, 150, (3, 8, 2)).byte()
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
-    assert torch.equal(from_mxfp4(blocks, scales), theirs)
+    assert torch.equal(from_mxfp4({"_blocks": blocks, "_scales": scales}, Numbers()), theirs)
 
 
 def test_a_byte_is_two_numbers_the_lower_half_first() -> None:
     blocks, scales = torch.tensor([[[[0x21, 0xF7]]]]).byte(), torch.tensor([[[128]]]).byte()
     expected = [2 * FP4[number] for number in (1, 2, 7, 15)]
-    assert from_mxfp4(blocks, scales).flatten().tolist() == expected
+    assert from_mxfp4({"_blocks": blocks, "_scales": scales}, Numbers()).flatten().tolist() == expected
 
 
 F8, BF16, BYTE = torch.float8_e4m3fn, torch.bfloat16, torch.uint8
@@ -65,9 +62,11 @@ ONES = torch.ones(3, 4)
 def test_a_weight_is_multiplied_by_the_scale_of_its_block_row_or_tensor(
     name: str, scale: Tensor, expected: list[list[float]]
 ) -> None:
-    found = quantized_weights({"w": ((3, 4), F8), name: (tuple(scale.shape), scale.dtype)}, (2, 3)).found["w"]
-    assert found.parts == ("w", name)
-    assert found.decode(ONES.to(F8), scale).tolist() == expected
+    stored = {"w": ((3, 4), F8), name: (tuple(scale.shape), scale.dtype)}
+    found = quantized_weights(stored, Numbers(block=(2, 3))).found["w"]
+    part = f"weight{name.removeprefix('w')}"
+    assert found.parts == {"weight": "w", part: name}
+    assert found.decode({"weight": ONES.to(F8), part: scale}).tolist() == expected
 
 
 def test_every_weight_of_several_tensors_is_found_with_its_parts() -> None:
@@ -76,8 +75,8 @@ def test_every_weight_of_several_tensors_is_found_with_its_parts() -> None:
         "b.weight": ((4, 6), F8), "b.weight_scale": ((4, 1), BF16), "b.input_scale": ((1,), BF16),
         "c_blocks": ((2, 8, 1, 16), BYTE), "c_scales": ((2, 8, 1), BYTE),
     }  # fmt: skip
-    weights = quantized_weights(stored, (2, 3))
-    assert {name: (weight.parts, weight.shape) for name, weight in weights.found.items()} == {
+    weights = quantized_weights(stored, Numbers(block=(2, 3)))
+    assert {name: (tuple(weight.parts.values()), weight.shape) for name, weight in weights.found.items()} == {
         "a.weight": (("a.weight", "a.weight_scale_inv"), (4, 6)),
         "b.weight": (("b.weight", "b.weight_scale"), (4, 6)),
         "c": (("c_blocks", "c_scales"), (2, 32, 8)),
@@ -91,21 +90,20 @@ def test_every_weight_of_several_tensors_is_found_with_its_parts() -> None:
     [
         ({"w": ((4, 6), BF16), "w_scale_inv": ((2, 2), BF16)}, "is bfloat16, but 'w_scale_inv' beside it is the scale"),
         ({"w": ((4, 6), BF16), "w_scale": ((1,), BF16)}, "is bfloat16, but 'w_scale' beside it is the scale"),
-        ({"w": ((4, 6), F8)}, "is FP8 without a 'w_scale_inv' or 'w_scale'"),
+        ({"w": ((4, 6), F8)}, "is FP8 without 'w_scale_inv' or 'w_scale'"),
         ({"w": ((4, 6), F8), "w_scale_inv": ((1, 1), BF16)}, "is FP8 of shape 4x6 with scales of shape 1x1"),
         ({"w": ((4, 6), F8), "w_scale": ((1, 6), BF16)}, "is FP8 of shape 4x6 with scales of shape 1x6"),
         ({"w": ((4, 6), F8), "w_scale": ((1,), BF16), "w_scale_inv": ((2, 2), BF16)}, "has two scales"),
         (
             {"w": ((2, 32, 8), BF16), "w_blocks": ((2, 8, 1, 16), BYTE), "w_scales": ((2, 8, 1), BYTE)},
-            "is stored whole",
+            "is stored beside a whole 'w' too",
         ),
-        ({"w_blocks": ((2, 8, 1, 16), BF16), "w_scales": ((2, 8, 1), BYTE)}, "is no weight in MXFP4"),
         ({"w_blocks": ((2, 8, 1, 16), BYTE), "w_scales": ((2, 8), BYTE)}, "is no weight in MXFP4"),
     ],
 )
 def test_tensors_that_make_no_weight_are_wrong(stored: dict[str, Any], says: str) -> None:
     """A left-over scale once made a BF16 weight 1,000 times smaller, and every judge read it so."""
-    weights = quantized_weights(stored, (2, 3))
+    weights = quantized_weights(stored, Numbers(block=(2, 3)))
     assert weights.found == {}
     assert [says in one for one in weights.wrong.values()] == [True]
 
@@ -170,8 +168,8 @@ def test_a_quantised_folder_converts_and_comes_back_in_bfloat16(make_folder: obj
     form = kept_form(tmp_path / "mcore")
     assert form is not None
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form)
-    block = block_of(json.loads((folder / "config.json").read_text()))
-    source, back = HFFolder(folder, block), read(tmp_path / "back")
+    numbers = Settings.of(folder, json.loads((folder / "config.json").read_text())).numbers
+    source, back = HFFolder(folder, numbers), read(tmp_path / "back")
     assert source.quantized
     assert source.tensors.keys() == back.keys()
     assert [name for name, tensor in back.items() if not torch.equal(tensor, source.read(name))] == []
@@ -183,15 +181,22 @@ def test_a_quantised_folder_converts_and_comes_back_in_bfloat16(make_folder: obj
     assert keys["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    "settings", [{**FLOAT_8, "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4}}}}]
-)
-def test_other_numbers_of_compressed_tensors_are_refused(settings: dict[str, object], tmp_path: Path) -> None:
-    folder = fp8_folder(tmp_path / "hf")
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "bitsandbytes"])
+def test_a_folder_of_every_form_becomes_a_trunk_with_its_head(form: str, tmp_path: Path) -> None:
+    """The type is that of scales of 16 bits, and otherwise bfloat16; the reader's own bits come back."""
+    folder = coded_folder(tmp_path / "hf", form)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    kept = kept_form(tmp_path / "mcore")
+    assert kept is not None
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, kept)
     keys = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**keys, "quantization_config": settings}))
-    with pytest.raises(ValueError, match="is quantized with compressed-tensors, which is not read here"):
-        hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    source, back = HFFolder(folder, Settings.of(folder, keys).numbers), read(tmp_path / "back")
+    assert source.tensors.keys() == back.keys()
+    assert [name for name, tensor in back.items() if not torch.equal(tensor, source.read(name))] == []
+    halves = {torch.bfloat16, torch.float16} if form in ("awq", "gptq") else {torch.bfloat16}
+    assert {tensor.dtype for name, tensor in back.items() if not name.endswith("bias")} == halves
+    theirs = read_tensors(folder)
+    assert [name for name in back if not torch.equal(theirs[name], source.read(name).float())] == []
 
 
 @pytest.mark.parametrize("place", ["quantization_config", "compression_config", "text_config"])

@@ -17,7 +17,7 @@ from megatron_mtp.checkpoint.audit.finding import NOTE, WARNING, Finding, ordere
 from megatron_mtp.checkpoint.audit.folder import open_folder
 from megatron_mtp.checkpoint.audit.numbers import Ranges, check_copies, copies_of
 from megatron_mtp.checkpoint.audit.pairing import Pairing, pairing
-from megatron_mtp.checkpoint.audit.quantization import method_of
+from megatron_mtp.checkpoint.audit.quantization import check_scales, settings_of
 from megatron_mtp.checkpoint.audit.saved import older_format, open_saved
 from megatron_mtp.checkpoint.audit.settings import settings
 from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, EMBEDDING, HEAD, TRUNK, HFSide, MegatronSide, Parts, Side
@@ -131,7 +131,7 @@ def _alone(side: Side, ranges: Ranges, bar: Any) -> list[Finding]:
         if name not in ranges.known:
             ranges.read(name)
             bar.update(entry.bytes)
-    return [*found, *ranges.findings()]
+    return [*found, *(check_scales(side) if isinstance(side, HFSide) else ()), *ranges.findings()]
 
 
 def _of_sides(found: dict[str, list[Finding]]) -> list[Finding]:
@@ -173,7 +173,7 @@ def _of_folder(side: HFSide) -> dict[str, Any]:
         "model_type": None if side.config is None else side.config.model_type,
         "family": None if side.family is None else side.family.title,
         "architectures": side.keys.get("architectures"),
-        "quant_method": method_of(side),
+        "quant_method": settings_of(side).method,
         "files": len(side.files),
         "unindexed tensors": len([name for name in side.hidden if name not in side.tensors]),
     }

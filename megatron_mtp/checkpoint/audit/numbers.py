@@ -41,7 +41,9 @@ class Ranges:
         if errors := self.unreadable:
             says = f"{counted(len(errors), 'tensor')} cannot be read: {listed(errors)}. {next(iter(errors.values()))}"
             yield Finding("damaged file", says, "fetch the file again", names=tuple(errors))
-        wild = tuple(name for name, found in self.known.items() if not math.isfinite(found))
+        scales = self._side.scales if isinstance(self._side, HFSide) else {}
+        known = {name: found for name, found in self.known.items() if name not in scales}
+        wild = tuple(name for name, found in known.items() if not math.isfinite(found))
         if wild:
             says, advice = (
                 f"{listed(wild)}: some numbers are NaN or infinite.",
@@ -51,7 +53,7 @@ class Ranges:
         plan = self._side.plan if isinstance(self._side, HFSide) else None
         may = {tensor.name for rule in plan or () if isinstance(rule.map, Zeros) for tensor in rule.hf}
         held = self._side.tensors
-        zero = [n for n, found in self.known.items() if found == 0 and n not in may and len(held[n].shape or ()) > 1]
+        zero = [n for n, found in known.items() if found == 0 and n not in may and len(held[n].shape or ()) > 1]
         if zero:
             says = f"{len(zero)} {'matrix' if len(zero) == 1 else 'matrices'} of zeros: {listed(zero)}."
             advice = "unless the model is that new: take the tensors from an earlier save"

@@ -1,143 +1,98 @@
-"""Quantized folders: the tensors of a weight become one, and what the config says of each is compared with its form.
+"""Quantized folders: the tensors of a weight become one, and its form is compared with what the config promises.
 
-    X.weight + X.weight_scale_inv or X.weight_scale      FP8, read       (DeepSeek, compressed-tensors, modelopt)
-    X_blocks + X_scales                                  MXFP4, read     (gpt-oss)
-    X.qweight + X.scales, X.qzeros, X.g_idx              AWQ, GPTQ       (also of auto-round)
-    X.weight_packed + X.weight_scale, ...                int4, NVFP4     (compressed-tensors)
-    X.weight of bytes + X.weight_scale, X.SCB, ...       NVFP4, int8     (modelopt, compressed-tensors, bitsandbytes)
-
-The numbers of the last three are not read: names, layers and depths are judged as of any folder, and one note says so.
+The forms are those of `hf/forms.py`. A weight that is read is decoded as the conversion decodes it, and its scales are
+looked at on the way. Of every cause there is one finding, with the line of the config to change.
 """
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from fnmatch import fnmatch
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.finding import NOTE, Finding, counted, listed
-from megatron_mtp.checkpoint.audit.side import BESIDE, Entry, HFSide
-from megatron_mtp.checkpoint.families.rules import Shape
-from megatron_mtp.checkpoint.hf.config import read_json
+from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, TRUNK, Entry, HFSide
+from megatron_mtp.checkpoint.hf.forms import FP8
 from megatron_mtp.checkpoint.hf.quantized import (
-    FP8,
+    COMPRESSED,
+    MODELOPT,
     Quantized,
+    Settings,
     activation_scales,
-    block_of,
-    quantization,
-    quantization_settings,
     quantized_weights,
 )
 
-MXFP4 = "mxfp4"
-"""The type of a weight of two tensors: numbers of 4 bits and their exponents."""
-SCALES = {
-    "qweight": ("scales",),
-    "weight_packed": ("weight_scale",),
-    "weight": ("weight_scale", "SCB", "weight.absmax"),
-}
-"""Last words of the names of a weight's numbers; of its scales, one of which there must be."""
-PARTS = re.compile(
-    r"\.(qzeros|scales|g_idx|weight_scale(_2|_inv)?|weight_zero_point|weight_global_scale|weight_g_idx|weight_shape|SCB|"
-    r"weight_format|pre_quant_scale|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+)|"
-    r"(input|output|[qkv])_(scale|zero_point|global_scale))$"
-)
-"""Endings of the other tensors of quantized weights, activations and caches."""
-MODELOPT = "hf_quant_config.json"
-LISTS = "ignore modules_to_not_convert exclude_modules ignored_layers llm_int8_skip_modules".split()
-"""Keys under which methods list the modules that are not quantized."""
-SELECTIVE = "dynamic modules_in_block_to_quantize block_name_to_quantize extra_config quantized_layers".split()
-"""Keys by which a method chooses modules in ways that are not read here."""
-JUDGED = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "modelopt", "mxfp4", "bitsandbytes", "auto-round")
-"""Methods whose tensors are known by their names."""
+GUESS = "quantization"
 RESTORE = "restore the weight with its scale, or remove what does not belong"
+SCALES = re.compile(r"\.(qzeros|scales|g_idx|SCB|weight_(scale(_2|_inv)?|zero_point|global_scale|shape|g_idx))$")
+"""Names of the parts of a weight beside its numbers."""
+STATE = re.compile(r"\.weight(_format|\.quant_state\..+)$|\.pre_quant_scale$")
+"""Names of further tensors beside a weight."""
+QUANTIZED_LATER = "bitsandbytes"
+"""The method that quantizes what it loads."""
 
 
 def merge_quantized(side: HFSide) -> None:
-    """Put one weight in the place of its tensors, read as the conversion does where its form is read."""
-    settings = _settings(side)
-    for name in [n for n in side.tensors if n.endswith((".qweight", ".weight_packed", ".weight"))]:
-        _merge_unread(side, name, settings)
+    """Put one weight in the place of its tensors, decoded as the conversion decodes it."""
+    settings = settings_of(side)
     stored = {name: (entry.shape or (), entry.kind) for name, entry in side.tensors.items()}
-    weights = quantized_weights(stored, block_of(side.keys))
-    for name, reason in weights.wrong.items():
-        side.findings.append(Finding("quantization", f"'{name}' {reason}.", RESTORE, names=(name,)))
+    weights = quantized_weights(stored, settings.numbers, lambda name: side.tensors[name].tensor())
+    side.findings += _wrong(weights.wrong)
+    for name, parts in weights.broken.items():
+        size = sum(side.tensors.pop(part).bytes for part in parts)
+        side.tensors[name] = Entry(None, "damaged", size, None)
     for name, weight in weights.found.items():
-        parts = [side.tensors[part] for part in weight.parts]
-        dtype = parts[0].dtype if name in weight.parts else MXFP4
-        entry = Entry(weight.shape, dtype, sum(part.bytes for part in parts), partial(_decoded, weight, parts))
-        for part in weight.parts:
+        entries = {part: side.tensors.pop(one) for part, one in weight.parts.items()}
+        read = None if weight.form.decode is None else partial(_decoded, side, name, weight, entries)
+        size = sum(entry.bytes for entry in entries.values())
+        side.tensors[name] = Entry(weight.shape, weight.form.name, size, read)
+        side.quantized[name] = weight
+    if weights.found or weights.wrong or settings.keys:
+        _drop_others(side, set(weights.wrong))
+
+
+def _wrong(wrong: dict[str, str]) -> Iterator[Finding]:
+    """One finding for all weights of which the same is wrong."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, reason in wrong.items():
+        groups[re.sub(r"'[^']*?([^.']+)'", r"'\1'", reason)].append(name)
+    for members in groups.values():
+        says, more = f"'{members[0]}' {wrong[members[0]]}", members[1:]
+        says += f"; likewise {len(more)} more: {listed(more)}" if more else ""
+        yield Finding(GUESS, f"{says}.", RESTORE, names=tuple(members))
+
+
+def _drop_others(side: HFSide, wrong: set[str]) -> None:
+    """Leave out scales of activations, and parts beside a weight; name those without one."""
+    for name in activation_scales(side.tensors):
+        del side.tensors[name]
+    orphans = defaultdict(list)
+    for name in [n for n in side.tensors if SCALES.search(n) or STATE.search(n)]:
+        weight = re.sub(rf"{SCALES.pattern}|{STATE.pattern}", ".weight", name)
+        if name in wrong or f"{name.removesuffix('_scale')}" in wrong:
+            continue
+        if weight in side.tensors:
+            del side.tensors[name]
+        elif SCALES.search(name):
+            orphans[weight].append(name)
+    for weight, parts in orphans.items():
+        for part in parts:
             del side.tensors[part]
-        side.tensors[name] = entry
-    if weights.found or weights.wrong or settings:
-        for name in {*activation_scales(side.tensors), *(n for n in side.tensors if PARTS.search(n))}:
-            whole = PARTS.sub(".weight", name)
-            beside = whole in side.tensors or whole.endswith("_attn.weight")
-            if beside and not any(name in found.names for found in side.findings):
-                del side.tensors[name]
+        side.unread.add(weight)
+    if orphans:
+        parts = [part for each in orphans.values() for part in each]
+        says = f"{listed(parts)}: scales without the numbers of their weight, such as '{next(iter(orphans))}'."
+        side.findings.append(Finding(GUESS, says, RESTORE, names=tuple(parts)))
 
 
-def _settings(side: HFSide) -> dict[str, Any]:
-    """What config and modelopt's file say of the quantization, as one object."""
-    found = dict(quantization_settings(side.keys) or {})
-    if (side.path / MODELOPT).is_file():
-        try:
-            whole = read_json(side.path / MODELOPT)
-        except ValueError:
-            return found  # the audit of JSON files says so
-        inner = whole.get("quantization") if isinstance(whole, dict) else None
-        found |= inner if isinstance(inner, dict) else {}
-    return found
-
-
-def _merge_unread(side: HFSide, name: str, settings: dict[str, Any]) -> None:
-    """Make one weight of the tensors of AWQ, GPTQ, compressed-tensors, modelopt or bitsandbytes."""
-    stem, _, word = name.rpartition(".")
-    entry = side.tensors[name]
-    if word == "weight" and entry.kind not in (torch.uint8, torch.int8):
-        return
-    scales = [f"{stem}.{scale}" for scale in SCALES[word]]
-    if not any(scale in side.tensors for scale in scales):
-        if word != "weight" or settings:
-            says = f"'{name}' is {entry.dtype} without its scales ('{scales[0]}')."
-            side.findings.append(Finding("quantization", says, RESTORE, names=(name,)))
-        if word == "weight":
-            return
-    parts = [n for n in side.tensors if n.startswith(f"{stem}.") and PARTS.sub("", n) == stem]
-    size = sum(side.tensors.pop(part).bytes for part in parts)
-    del side.tensors[name]
-    method = str(settings.get("quant_method") or settings.get("quant_algo") or word).lower()
-    form = f"{method} of {entry.dtype}"
-    side.tensors[f"{stem}.weight"] = Entry(_shape(word, entry, parts, method), form, entry.bytes + size, None)
-
-
-def _shape(word: str, entry: Entry, parts: list[str], method: str) -> Shape | None:
-    """The shape of a weight whose numbers have 4 or 8 bits; None where its tensors alone do not tell it."""
-    if entry.shape is None or len(entry.shape) != 2 or any(".quant_state." in part for part in parts):
-        return None
-    rows, columns = entry.shape
-    if word == "weight" and entry.kind == torch.int8:
-        return entry.shape
-    if entry.kind == torch.uint8 and any(part.endswith(("_scale_2", "_global_scale")) for part in parts):
-        return rows, 2 * columns  # NVFP4
-    if word == "qweight" and "awq" in method:
-        return 8 * columns, rows
-    return None
-
-
-def _decoded(weight: Quantized, parts: list[Entry]) -> Tensor:
-    return weight.decode(*(part.tensor() for part in parts))
-
-
-def method_of(side: HFSide) -> str | None:
-    """The quant_method of a folder; None without one, or if the file that says it cannot be read."""
+def settings_of(side: HFSide) -> Settings:
+    """What config and side files say of the quantization; nothing where they are damaged, which another audit says."""
     try:
-        return quantization(side.path, side.keys)
+        return Settings.of(side.path, side.keys)
     except ValueError:
-        return None  # the audit of JSON files says so
+        return Settings()
 
 
 def is_quantized(entry: Entry) -> bool:
@@ -145,85 +100,187 @@ def is_quantized(entry: Entry) -> bool:
     return entry.kind in FP8 or entry.kind is None
 
 
+# --- scales -----------------------------------------------------------------------------------------------------------
+
+
+def _decoded(side: HFSide, name: str, weight: Quantized, entries: dict[str, Entry]) -> Tensor:
+    """Decode a weight, and keep what is wrong with its scales."""
+    tensors = {part: entry.tensor() for part, entry in entries.items()}
+    if fault := scale_fault(weight, tensors):
+        side.scales[name] = fault
+    return weight.decode(tensors)
+
+
+def scale_fault(weight: Quantized, tensors: dict[str, Tensor]) -> str:
+    """What is wrong with the numbers of a weight's scales; empty if nothing is.
+
+    A scale of 0 is right where all numbers are 0 as well, so these are decoded with a scale of 1 there and 0 elsewhere.
+    """
+    scales = {part: one for part, one in tensors.items() if "scale" in part or part == "SCB"}
+    for part, scale in scales.items():
+        values = scale.float()
+        if not values.isfinite().all() or (scale.dtype == torch.uint8 and bool((scale == 255).any())):
+            return f"'{weight.parts[part]}' has numbers that are NaN or infinite"
+        if scale.dtype == torch.uint8 or values.all():
+            continue
+        ones = {other: torch.ones_like(one.float()).to(one.dtype) for other, one in scales.items()}
+        if weight.decode({**tensors, **ones, part: (values == 0).float().to(scale.dtype)}).any():
+            return f"'{weight.parts[part]}' has zeros, which make numbers of the weight 0"
+    return ""
+
+
+def check_scales(side: HFSide) -> Iterator[Finding]:
+    """Findings about scales whose numbers are wrong, once all weights were read."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, fault in side.scales.items():
+        groups[fault.partition("' ")[2]].append(name)
+    for members in groups.values():
+        says = f"{side.scales[members[0]]}{f'; so have those of {listed(members[1:])}' if members[1:] else ''}."
+        yield Finding(GUESS, says, "take the weight with its scales from the release", names=tuple(members))
+
+
+# --- lists and forms --------------------------------------------------------------------------------------------------
+
+
 def check_quantization(side: HFSide) -> Iterator[Finding]:
     """Compare the forms of weights with what config and lists say of them."""
-    settings, method = _settings(side), method_of(side)
+    settings = settings_of(side)
     coded = [name for name, entry in side.tensors.items() if is_quantized(entry) and name.endswith(("weight", "_proj"))]
-    if method is None and not settings:
+    if not settings.keys:
         if coded:
             says = f"{counted(len(coded), 'weight')} are quantized, but the config has no 'quantization_config': "
             says += f"engines load them without their scales: {listed(coded)}."
             advice = "copy the key from the release's config.json"
-            yield Finding("quantization", says, advice, names=tuple(coded))
+            yield Finding(GUESS, says, advice, names=tuple(coded))
         return
-    broken = any(found.guess in ("quantization", "damaged file", "file missing") for found in side.findings)
-    unread = [name for name in coded if side.tensors[name].read is None]
-    judged = str(method).partition(" (")[0] in JUDGED and not any(settings.get(key) for key in SELECTIVE)
-    says = f"The folder is quantized: quant_method '{method}', {counted(len(coded), 'weight')}."
-    says += f" The numbers of {counted(len(unread), 'weight')} are not read, only their names." if unread else ""
-    says += "" if judged else " Whether the right modules are quantized cannot be judged."
+    broken = any(found.guess in (GUESS, "damaged file", "file missing") for found in side.findings)
     if coded:
-        yield Finding("quantization", says, severity=NOTE)
-    if coded and judged:
-        yield from _check_lists(side, settings, coded)
-    wants = settings.get("config_groups") if method == "compressed-tensors" or "config_groups" in settings else True
-    if not coded and judged and wants and side.tensors and not broken:
+        yield Finding(GUESS, _described(side, settings, coded), severity=NOTE)
+        yield from _check_promises(side, settings, coded)
+        return
+    wants = settings.groups or settings.keys.get("quant_method") != COMPRESSED
+    if settings.promised("") is not None and wants and side.tensors and not broken:
         kinds = ", ".join(sorted({entry.dtype for entry in side.tensors.values()}))
-        says = f"The config says quant_method '{method}', but no weight is quantized (they are {kinds}): engines "
+        says = (
+            f"The config says quant_method '{settings.method}', but no weight is quantized (they are {kinds}): engines "
+        )
         says += "build quantized layers, and do not load these tensors."
         advice = "remove 'quantization_config' from config.json"
-        yield Finding("quantization", says, advice, names=("quantization_config",))
+        yield Finding(GUESS, says, advice, names=("quantization_config",))
 
 
-def _check_lists(side: HFSide, settings: dict[str, Any], coded: list[str]) -> Iterator[Finding]:
-    """Compare the lists of modules that are not quantized with the tensors."""
-    entries = [one for key in LISTS for one in settings.get(key) or () if isinstance(one, str)]
-    against = [name for name in coded if _is_listed(name, entries)]
-    if against:
-        says = f"{counted(len(against), 'weight')} are quantized, but the config lists them as not quantized: "
-        says += f"{listed(against)}. Engines load them without their scales."
-        yield Finding("quantization", says, "remove them from the list", names=tuple(against))
+def _described(side: HFSide, settings: Settings, coded: list[str]) -> str:
+    """A note: the forms of trunk and depths, what is not read, and whether the right modules can be judged."""
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    for name in coded:
+        kinds["MTP layers" if side.parts.of(name).kind == DEPTH else "trunk"][side.tensors[name].dtype] += 1
+    each = (f"{part}: {', '.join(f'{n} in {form}' for form, n in found.items())}" for part, found in kinds.items())
+    says = f"The folder is quantized: quant_method '{settings.method}', {counted(len(coded), 'weight')}"
+    says += f" ({'; '.join(each)})."
+    unread = [name for name in coded if side.tensors[name].read is None]
+    says += f" The numbers of {counted(len(unread), 'weight')} are not read, only their names." if unread else ""
+    judged = settings.promised("") is not None
+    return says + ("" if judged else " Whether the right modules are quantized cannot be judged.")
+
+
+def _check_promises(side: HFSide, settings: Settings, coded: list[str]) -> Iterator[Finding]:
+    """Compare every weight of trunk and depths with the forms that the config promises it."""
     leaves = {_leaf(name) for name in coded}
-    plain = [
-        name
-        for name, entry in side.tensors.items()
-        if not is_quantized(entry)
-        and _leaf(name) in leaves
-        and side.parts.of(name).kind != BESIDE
-        and name.endswith(".weight")
-        and not _is_listed(name, entries)
-        and _is_targeted(name, settings)
-    ]
-    if plain and settings.get("quant_method") != "bitsandbytes":  # which quantizes them when it loads them
-        says = f"{counted(len(plain), 'weight')} are not quantized, and the config does not list them so: "
-        says += f"{listed(plain)}. Engines build quantized layers for them."
-        key = next((key for key in LISTS if key in settings), "modules_to_not_convert")
-        yield Finding("quantization", says, f"add their modules to '{key}' in the config", names=tuple(plain))
+    against, untargeted, plain = list[str](), list[str](), list[str]()
+    others: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, entry in side.tensors.items():
+        if side.parts.of(name).kind == BESIDE or not name.endswith(("weight", "_proj")):
+            continue
+        promised = settings.promised(_module(name))
+        if promised is None:
+            continue
+        if not is_quantized(entry):
+            plain += [name] if promised and name.endswith(".weight") and _leaf(name) in leaves else []
+        elif not promised:
+            (against if settings.listing(_module(name)) else untargeted).append(name)
+        elif name in side.quantized and not set(side.quantized[name].forms) & set(promised):
+            others[entry.dtype, " or ".join(form.name for form in promised)].append(name)
+    if against:
+        yield _listed_but_quantized(side, settings, against)
+    if untargeted:
+        says = (
+            f"{counted(len(untargeted), 'weight')}{_whose(side, untargeted)} are quantized, but no group of the config "
+        )
+        says += f"targets them: {listed(untargeted)}. Engines load them without their scales."
+        yield Finding(
+            GUESS, says, "add them to the 'targets' of their group in 'config_groups'", names=tuple(untargeted)
+        )
+    if plain and settings.method != QUANTIZED_LATER:
+        yield _quantized_in_the_config_alone(side, settings, plain)
+    for (form, promise), members in others.items():
+        says = (
+            f"{counted(len(members), 'weight')}{_whose(side, members)} are stored as {form}, but the config promises "
+        )
+        says += f"{promise}: engines take their scales for others, or refuse them: {listed(members)}."
+        yield Finding(GUESS, says, _declare(settings, side, members), names=tuple(members))
+    if not (against or plain):
+        yield from _idle_entries(side, settings)
+
+
+def _listed_but_quantized(side: HFSide, settings: Settings, members: list[str]) -> Finding:
+    entries = dict.fromkeys(entry for name in members if (entry := settings.listing(_module(name))))
+    says = f"{counted(len(members), 'weight')}{_whose(side, members)} are quantized, but the config lists them as not "
+    says += f"quantized: {listed(members)}. Engines load them without their scales."
+    keys = [key for key, each in settings.lists.items() if entries.keys() & set(each)]
+    advice = f"remove {listed(entries)} from '{keys[0]}' in {settings.source}: the list is too long"
+    return Finding(GUESS, says, advice, names=tuple(members))
+
+
+def _quantized_in_the_config_alone(side: HFSide, settings: Settings, members: list[str]) -> Finding:
+    says = f"{counted(len(members), 'weight')}{_whose(side, members)} are not quantized, and the config does not list "
+    says += f"them so: {listed(members)}. Engines build quantized layers for them."
+    if idle := _unmatched(side, settings):
+        whole = ", since whole names are compared" if settings.keys.get("quant_method") == COMPRESSED else ""
+        says += f" {'The entry' if len(idle) == 1 else 'Entries'} {listed(idle)} of the list match no module{whole}."
+    key = next(iter(settings.lists), "ignore" if settings.groups else "modules_to_not_convert")
+    advice = f"add {_entries(side, settings, members)} to '{key}' in {settings.source}: the list is too short"
+    return Finding(GUESS, says, advice, names=tuple(members))
+
+
+def _entries(side: HFSide, settings: Settings, members: list[str]) -> str:
+    """Entries of a list that name these modules: a pattern for whole layers where the method has some."""
+    layers = {re.sub(r"(.*?\blayers\.\d+)\..*", r"\1", _module(name)) for name in members}
+    free = all(not any(name.startswith(f"{layer}.") for name in side.quantized) for layer in layers)
+    if free and settings.keys.get("quant_method") == COMPRESSED:
+        return listed(f"re:{re.escape(layer)}\\..*" for layer in sorted(layers))
+    if free and settings.keys.get("quant_method") == MODELOPT:
+        return listed(f"{layer}*" for layer in sorted(layers))
+    return listed(map(_module, members))
+
+
+def _declare(settings: Settings, side: HFSide, members: list[str]) -> str:
+    if settings.groups:
+        return f"give {_entries(side, settings, members)} a group in 'config_groups' of {settings.source} that says so"
+    return f"quantize them again as the config says, or correct 'quant_method' and its keys in {settings.source}"
+
+
+def _unmatched(side: HFSide, settings: Settings) -> list[str]:
+    """Entries of the lists that name no module of the folder."""
+    idle = settings.idle([*side.tensors, *{name.rpartition(".")[0] for name in side.tensors}])
+    return [entry for entry in idle if not (side.tied and entry == "lm_head")]
+
+
+def _idle_entries(side: HFSide, settings: Settings) -> Iterator[Finding]:
+    """A note about entries that name nothing: they change nothing."""
+    if idle := _unmatched(side, settings):
+        says = f"In the lists of unquantized modules, {len(idle)} match no module: "
+        yield Finding(GUESS, f"{says}{listed(idle)}.", severity=NOTE, names=tuple(idle))
+
+
+def _whose(side: HFSide, members: Iterable[str]) -> str:
+    kinds = {side.parts.of(name).kind for name in members}
+    return {frozenset({DEPTH}): " of the MTP layers", frozenset({TRUNK}): " of the trunk"}.get(frozenset(kinds), "")
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
 
 
 def _leaf(name: str) -> str:
     """The module's own name: `q_proj`."""
-    return name.removesuffix(".weight").rpartition(".")[2]
-
-
-def _is_listed(name: str, entries: Iterable[str]) -> bool:
-    """Whether a list names the module of a weight: by a part of its name, a pattern, or a regular expression."""
-    module = name.removesuffix(".weight")
-    for entry in entries:
-        if entry.startswith("re:"):
-            if re.match(entry[3:], module):
-                return True
-        elif "*" in entry:
-            if fnmatch(module, entry) or fnmatch(module, f"{entry}.*"):
-                return True
-        elif f".{entry.strip('.')}." in f".{module}.":
-            return True
-    return False
-
-
-def _is_targeted(name: str, settings: dict[str, Any]) -> bool:
-    """Whether compressed-tensors chooses the module of a weight: all linear ones, or by name."""
-    groups = settings.get("config_groups")
-    targets = [t for group in groups.values() for t in group.get("targets") or ()] if isinstance(groups, dict) else []
-    words = [target for target in targets if isinstance(target, str)]
-    return not words or "Linear" in words or _is_listed(name, words)
+    return _module(name).rpartition(".")[2]

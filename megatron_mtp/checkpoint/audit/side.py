@@ -26,6 +26,7 @@ from megatron_mtp.checkpoint.families import CARRIED, Family, Layout
 from megatron_mtp.checkpoint.families.rules import Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS, ORIGINAL
 from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.quantized import Quantized
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 
 DEPTH_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
@@ -166,6 +167,8 @@ class HFSide:
         files: names of the files with tensors.
         unread: names of tensors that another finding accounts for: their file is missing or damaged.
         partial: whether a damaged file may hold any tensor, since no index lists them.
+        quantized: the quantized weights, by name.
+        scales: of weights that were read, what is wrong with their scales.
         findings: what was found when it was opened.
     """
 
@@ -178,6 +181,8 @@ class HFSide:
     files: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
     partial: bool = False
+    quantized: dict[str, Quantized] = field(default_factory=dict)
+    scales: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     form = "Hugging Face"
 

@@ -1,8 +1,9 @@
 """Hugging Face folders; nothing here depends on Megatron.
 
 config.py     config.json, read with checks
-quantized.py  FP8 and MXFP4 weights with their scales, as bfloat16; what a config says of them
-folder.py     a folder's tensors, one at a time; folders that do not convert (GPTQ, LoRA, GGUF, ...)
+forms.py      the forms of quantized weights (FP8, NVFP4, AWQ, GPTQ, ...): their tensors, scales and decoding
+quantized.py  the quantized weights of a folder; what its config says of them, and its lists of modules
+folder.py     a folder's tensors, one at a time; folders that do not convert (bitsandbytes, LoRA, GGUF, ...)
 writer.py     safetensors files, written in place
 hub.py        a model by its name on the Hugging Face Hub
 """

@@ -1,8 +1,8 @@
 """Hugging Face folders of safetensors: what is a model's folder, and its tensors, found and read one by one.
 
-Names, shapes and types come from the safetensors library. Pickles are refused and never opened. Quantized tensors are
-read as bfloat16 (quantized.py), and their scales are not listed as tensors. Folders that do not convert (adapters,
-GGUF, other quantizations, wrappers, broken links) are refused with a sentence that names their kind.
+Names, shapes and types come from the safetensors library. Pickles are refused and never opened. Quantized weights are
+decoded as they are read (quantized.py), and listed without their scales. Folders that do not convert (adapters, GGUF,
+other quantizations, wrappers, broken links) are refused with a sentence that names their kind.
 """
 
 import re
@@ -18,7 +18,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_mtp.checkpoint.hf.config import CONFIG, check_file, read_json
-from megatron_mtp.checkpoint.hf.quantized import Shape, activation_scales, quantization, quantized_weights
+from megatron_mtp.checkpoint.hf.forms import Numbers, Shape
+from megatron_mtp.checkpoint.hf.quantized import (
+    Settings,
+    activation_scales,
+    quantized_weights,
+    readable,
+    readable_methods,
+)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -40,9 +47,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 """Types by their names in safetensors headers."""
+KINDS = {dtype: name for name, dtype in DTYPES.items()}
 ADAPTER = "adapter_config.json"
-READ_AS_BFLOAT16 = ("fp8", "fbgemm_fp8", "mxfp4")
-"""Quantizations that are read: FP8 of DeepSeek and Llama, MXFP4 of gpt-oss; compressed-tensors if all of it is FP8."""
 
 
 @dataclass(frozen=True)
@@ -75,23 +81,25 @@ class HFFolder:
 
     Args:
         folder: the folder.
-        block: rows and columns that share a scale, in FP8 tensors.
+        numbers: what its config says of quantized numbers.
         tied: whether the head is the embedding, so that an index may list a head that no file holds.
 
     Raises:
         ValueError: a file is missing, damaged or no safetensors file, or the files and the index disagree.
     """
 
-    def __init__(self, folder: Path, block: tuple[int, int] = (128, 128), tied: bool = False) -> None:
+    def __init__(self, folder: Path, numbers: Numbers | None = None, tied: bool = False) -> None:
         self.folder, self._tied = folder, tied
         self._open = OpenFiles()
         self.tensors: dict[str, Stored] = {}
         for file, names in _files(folder).items():
             self._add(file, names)
-        weights = quantized_weights({name: (one.shape, one.dtype) for name, one in self.tensors.items()}, block)
+        stored = {name: (one.shape, one.dtype) for name, one in self.tensors.items()}
+        weights = quantized_weights(stored, numbers or Numbers(), lambda name: self._read(self.tensors[name], name))
         for name, says in weights.wrong.items():
             raise ValueError(f"'{name}' in {self.tensors[name].file} {says}; or give the model in bfloat16.")
-        self._quantized = {name: (one, [self.tensors[p] for p in one.parts]) for name, one in weights.found.items()}
+        self._quantized = weights.found
+        self._parts = {part: self.tensors[part] for one in weights.found.values() for part in one.parts.values()}
         self._hide_parts()
 
     def _add(self, file: Path, promised: Sequence[str] | None) -> None:
@@ -114,10 +122,12 @@ class HFFolder:
 
     def _hide_parts(self) -> None:
         """List weights in the place of the tensors that hold them, and leave out scales of activations."""
-        for name, (weight, (first, *_)) in self._quantized.items():
-            for part in weight.parts:
+        for name, weight in self._quantized.items():
+            first = self._parts[next(iter(weight.parts.values()))]
+            for part in weight.parts.values():
                 del self.tensors[part]
-            self.tensors[name] = first if name in weight.parts else Stored(first.file, weight.shape, "BF16")
+            kind = first.kind if weight.shape == first.shape else KINDS[weight.dtype]
+            self.tensors[name] = Stored(first.file, weight.shape or (), kind)
         for name in activation_scales(self.tensors.keys()) if self._quantized else ():
             del self.tensors[name]
 
@@ -127,7 +137,7 @@ class HFFolder:
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of the tensor that `read` returns."""
-        return torch.bfloat16 if name in self._quantized else self.tensors[name].dtype
+        return self._quantized[name].dtype if name in self._quantized else self.tensors[name].dtype
 
     @property
     def side_files(self) -> list[str]:
@@ -139,15 +149,15 @@ class HFFolder:
 
     @property
     def quantized(self) -> bool:
-        """Whether the folder has tensors that are read as bfloat16."""
+        """Whether the folder has weights that are decoded."""
         return bool(self._quantized)
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor; a quantized one is returned as bfloat16."""
+        """Read a tensor, or decode a quantized weight."""
         if name not in self._quantized:
             return self._read(self.tensors[name], name)
-        weight, stored = self._quantized[name]
-        return weight.decode(*map(self._read, stored, weight.parts))
+        weight = self._quantized[name]
+        return weight.decode({part: self._read(self._parts[one], one) for part, one in weight.parts.items()})
 
     def check_type(self, name: str, must_be_weight: bool) -> None:
         """Check that a weight has a floating-point type.
@@ -261,11 +271,11 @@ def check_kind(folder: Path, known: Container[str]) -> None:
     if (folder / CONFIG).is_file():
         keys = _object(folder / CONFIG)
         _check_whole(folder, keys)
-        method = quantization(folder, keys)
-        if method is not None and method not in READ_AS_BFLOAT16:
+        method = Settings.of(folder, keys).method
+        if method is not None and not readable(method):
             raise ValueError(
-                f"{folder} is quantized with {method!s:.40}, which is not read here; give the model in bfloat16, FP8 "
-                "or MXFP4."
+                f"{folder} is quantized with {method!s:.40}, which is not read here; give the model in bfloat16, or by "
+                f"{', '.join(readable_methods())}."
             )
         _check_wrapper(folder, keys, known)
 

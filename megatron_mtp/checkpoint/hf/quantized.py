@@ -1,43 +1,50 @@
-"""Quantized weights as bfloat16, where transformers gives dense ones on loading as well.
+"""Quantized folders: which tensors make a weight (forms.py), what config and side files say, and lists of modules.
 
-    name                      with                        format
-    X.weight  FP8             X.weight_scale_inv          a scale per block (DeepSeek; arXiv:2412.19437, section 3.3)
-    X.weight  FP8             X.weight_scale              a scale per tensor, row or block (compressed-tensors)
-    X_blocks  4 bits each     X_scales                    MXFP4: a power of two per 32 numbers (gpt-oss)
-
-Names, shapes and types alone decide: a scale beside a weight that is not FP8 is a fault, and never multiplied.
-Scales of activations (`X.input_scale`, `k_proj.k_scale`) say nothing of a weight, and are dropped with the format.
+Names, shapes and types alone decide the form: a scale beside a weight that is not quantized is a fault, and never
+multiplied. Scales of activations (`X.input_scale`, `k_proj.k_scale`) say nothing of a weight, and are dropped with it.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.hf.config import read_json
+from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
+from megatron_mtp.checkpoint.hf.forms import (
+    FORMS,
+    FP8,
+    Form,
+    MisfitError,
+    Numbers,
+    Part,
+    Shape,
+    Tensors,
+    check_packed,
+    name_of,
+)
 
-BLOCK_SCALE, SCALE, ACTIVATION = "_scale_inv", "_scale", "input_scale"
-CACHE = (".k_scale", ".v_scale", ".q_scale")
-"""Endings of the scales of an attention's cache, beside a projection or the attention."""
-BLOCKS, SCALES = "_blocks", "_scales"
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
-"""Types of which a tensor is no weight by itself; the last is that of scales that are powers of two."""
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Numbers of 4 bits, E2M1."""
-BIAS = 127
-"""What is subtracted from a stored exponent."""
-SETTINGS = ("quantization_config", "compression_config")
+ACTIVATIONS = re.compile(r"\.(((in|out)put|activation)_(scale|zero_point|global_scale)|[kvq]_(scale|zero_point))$")
+"""Endings of the scales of activations beside a weight, and of an attention's cache."""
+KEYS = ("quantization_config", "compression_config")
 """Keys of a config that describe its quantization, at the top or in `text_config`."""
 MODELOPT = "modelopt"
 SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": MODELOPT}
-"""Files that mark older quantized releases."""
-Shape = tuple[int, ...]
-Stored = Mapping[str, tuple[Shape, torch.dtype | None]]
-"""Shape and type of every tensor of a folder, by name; None for a type that torch lacks."""
+"""Files that describe older quantized releases, and their methods."""
+LISTS = "ignore modules_to_not_convert exclude_modules ignored_layers llm_int8_skip_modules".split()
+"""Keys under which methods list the modules that are not quantized."""
+SELECTIVE = "dynamic modules_in_block_to_quantize block_name_to_quantize extra_config quantized_layers".split()
+"""Keys by which a method chooses modules in ways that are not read here."""
+COMPRESSED = "compressed-tensors"
+PLAIN = re.compile(r"[\w.-]+")
+"""An entry of a list that is a name, and no pattern."""
+Stored = Mapping[str, Part]
+"""Shape and type of every tensor of a folder, by name."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +52,33 @@ class Quantized:
     """A weight that a folder holds as several tensors.
 
     Attributes:
-        parts: names of the tensors.
-        shape: of the weight.
-        decode: makes the weight, in bfloat16, of the tensors in the order of `parts`.
+        forms: the forms that it fits; it is decoded by the first.
+        parts: names of the tensors, by part; the numbers come first.
+        shape: of the weight; None if the form does not tell it.
+        dtype: of the weight that `decode` makes.
+        numbers: what decoding needs beside tensors.
     """
 
-    parts: tuple[str, ...]
-    shape: Shape
-    decode: Callable[..., Tensor]
+    forms: tuple[Form, ...]
+    parts: dict[str, str]
+    shape: Shape | None
+    dtype: torch.dtype
+    numbers: Numbers
+
+    @property
+    def form(self) -> Form:
+        """Its form."""
+        return self.forms[0]
+
+    def decode(self, tensors: Tensors) -> Tensor:
+        """The weight of its tensors, by part.
+
+        Raises:
+            ValueError: the form is not read, or the tensors do not fit each other.
+        """
+        if self.form.decode is None:
+            raise ValueError(f"weights in the form '{self.form.name}' are not read")
+        return self.form.decode(tensors, self.numbers)
 
 
 @dataclass
@@ -62,156 +88,273 @@ class Weights:
     Attributes:
         found: the weights, by name.
         wrong: tensors that make no weight, each with a sentence that begins with its name.
+        broken: the weights that these would make, with the names of the parts that are there.
     """
 
     found: dict[str, Quantized] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, list[str]] = field(default_factory=dict)
 
 
-def quantized_weights(stored: Stored, block: tuple[int, int]) -> Weights:
+def quantized_weights(stored: Stored, numbers: Numbers, read: Callable[[str], Tensor] | None = None) -> Weights:
     """Find the weights that are stored as several tensors, and those whose tensors do not fit each other.
 
     Args:
         stored: the tensors of a folder.
-        block: rows and columns that share a scale.
+        numbers: what their config says of them.
+        read: reads a tensor by name: the shape of packed integers is stored in one.
     """
     weights = Weights()
     for name, (_, dtype) in stored.items():
-        if name.endswith(BLOCKS) and f"{name.removesuffix(BLOCKS)}{SCALES}" in stored:
-            _add_mxfp4(weights, stored, name.removesuffix(BLOCKS))
-        scales = [f"{name}{ending}" for ending in (BLOCK_SCALE, SCALE) if f"{name}{ending}" in stored]
-        if not scales and dtype in FP8[:2]:
-            weights.wrong[name] = f"is FP8 without a '{name}{BLOCK_SCALE}' or '{name}{SCALE}'"
-        elif len(scales) == 2:
-            weights.wrong[name] = f"has two scales, '{scales[0]}' and '{scales[1]}'; remove the wrong one"
-        elif scales and dtype in FP8:
-            _add_fp8(weights, stored, name, scales[0], block)
-        elif scales and dtype is not None and dtype.is_floating_point:
-            kind = str(dtype).removeprefix("torch.")
+        forms = {form: weight for form in FORMS if dtype in form.types and (weight := form.weight_of(name))}
+        if forms and (dtype in FP8 or not _is_lone(name, forms, stored)):
+            _add(weights, name, forms, stored, numbers, read)
+        elif scale := _left_over(name, dtype, stored):
             weights.wrong[name] = (
-                f"is {kind}, but '{scales[0]}' beside it is the scale of an FP8 weight; remove the scale if the weight "
-                "was replaced, or restore the FP8 weight"
+                f"is {str(dtype).removeprefix('torch.')}, but '{scale}' beside it is the scale of a quantized weight; "
+                "remove the scale if the weight was replaced, or restore the quantized weight"
             )
     return weights
 
 
+def _is_lone(name: str, forms: Mapping[Form, str], stored: Stored) -> bool:
+    """Whether a vector of integers has no scale of any form beside it: it is no weight."""
+    return len(stored[name][0]) < 2 and all(len(form.find(weight, stored)) == 1 for form, weight in forms.items())
+
+
+def _left_over(name: str, dtype: torch.dtype | None, stored: Stored) -> str | None:
+    """The scale beside a whole weight, which would be multiplied by some loaders."""
+    if dtype is None or not dtype.is_floating_point or dtype in FP8:
+        return None
+    return next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in stored), None)
+
+
+def _add(
+    weights: Weights,
+    name: str,
+    forms: Mapping[Form, str],
+    stored: Stored,
+    numbers: Numbers,
+    read: Callable[[str], Tensor] | None,
+) -> None:
+    """Keep the forms that fit a tensor of numbers; without one, say what is wrong with the nearest."""
+    fitting: dict[Form, Shape | None] = {}
+    wrong = ""
+    for form, weight in forms.items():
+        parts = form.find(weight, stored)
+        if form.lacks(parts):
+            continue
+        try:
+            if weight in stored and weight not in parts.values():
+                raise MisfitError(f"is stored beside a whole '{weight}' too; remove the ones that do not belong")
+            given = {part: stored[one] for part, one in parts.items()}
+            fitting[form] = form.shape(given, numbers)
+            if "weight_shape" in parts and read is not None:
+                fitting[form] = tuple(read(parts["weight_shape"]).tolist())
+                check_packed(fitting[form] or (), given, numbers)
+        except MisfitError as reason:
+            fitting.pop(form, None)
+            wrong = wrong or str(reason)
+    if fitting:
+        form = next(iter(fitting))
+        parts = form.find(forms[form], stored)
+        halves = (kind for one in parts.values() if (kind := stored[one][1]) in (torch.float16, torch.bfloat16))
+        made = next(halves, None) or torch.bfloat16
+        weights.found[forms[form]] = Quantized(tuple(fitting), parts, fitting[form], made, numbers)
+        return
+    nearest = max(forms, key=lambda form: len(form.find(forms[form], stored)))
+    weight, parts = forms[nearest], nearest.find(forms[nearest], stored)
+    lacks = " and ".join(_in_words(weight, part) for part in nearest.lacks(parts))
+    weights.wrong[name] = wrong or f"is {nearest.name.split(',')[0]} without {lacks}"
+    weights.broken[weight] = list(parts.values())
+
+
+def _in_words(weight: str, part: str) -> str:
+    """The name of a part, or of either of two, in quotes."""
+    return " or ".join(f"'{name_of(weight, one)}'" for one in part.split("|"))
+
+
 def activation_scales(names: Collection[str]) -> list[str]:
     """Those of the names that are scales of activations beside a weight, or of an attention's cache."""
-    inputs = [name for name in names if name.endswith(ACTIVATION) and f"{name.removesuffix(ACTIVATION)}weight" in names]
-    return inputs + [name for name in names if name.endswith(CACHE)]
+    found = [name for name in names if ACTIVATIONS.search(name)]
+    return [n for n in found if not re.search(r"(put|activation)_\w+$", n) or ACTIVATIONS.sub(".weight", n) in names]
 
 
-def _add_fp8(weights: Weights, stored: Stored, name: str, scale: str, block: tuple[int, int]) -> None:
-    shape, scale_shape = stored[name][0], stored[scale][0]
-    blocks = (*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=False)))
-    by_block = len(shape) >= 2 and scale_shape == blocks
-    if scale.endswith(BLOCK_SCALE):
-        fits = by_block
-    else:
-        fits = by_block or all(size == 1 for size in scale_shape) or scale_shape == (*shape[:1], 1)
-    if not fits:
-        weights.wrong[name] = (
-            f"is FP8 of shape {_by(shape)} with scales of shape {_by(scale_shape)}, which are neither blocks of "
-            f"{_by(block)} nor, of compressed-tensors, one or one a row"
+# --- what a config says -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What config and side files say of a folder's quantization.
+
+    Attributes:
+        keys: their keys, as one object; empty without a word.
+        source: the file that says it.
+    """
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    source: str = CONFIG
+
+    @classmethod
+    def of(cls, folder: Path, keys: dict[str, Any]) -> "Settings":
+        """Read the settings of a folder.
+
+        Args:
+            folder: the folder.
+            keys: of its `config.json`.
+
+        Raises:
+            ValueError: the side file that has them is damaged.
+        """
+        found, source = quantization_settings(keys) or {}, CONFIG
+        side = next((name for name in SIDE_FILES if (folder / name).is_file()), None)
+        if side is not None and (not found or SIDE_FILES[side] == MODELOPT):
+            stored = read_json(folder / side)
+            inner = stored.get("quantization", stored) if isinstance(stored, dict) else {}
+            source = CONFIG if found else side
+            found = {"quant_method": SIDE_FILES[side], **found, **(inner if isinstance(inner, dict) else {})}
+        return cls(found, source)
+
+    @property
+    def method(self) -> str | None:
+        """How a folder is quantized: its `quant_method`, of modelopt with its algorithm; None if it is not."""
+        if not self.keys:
+            return None
+        if self.keys.get("load_in_8bit") or self.keys.get("load_in_4bit"):
+            return "bitsandbytes"  # its older files name no method
+        method = str(self.keys.get("quant_method") or "an unnamed method")
+        algorithm = self.keys.get("quant_algo") or "an unnamed algorithm"
+        return f"{MODELOPT} {algorithm}" if method == MODELOPT else method
+
+    @property
+    def numbers(self) -> Numbers:
+        """What decoding needs of them."""
+        groups = [weights for _, weights in self.groups]
+        widths = [self.keys.get("bits"), self.keys.get("w_bit"), *(one.get("num_bits") for one in groups)]
+        blocks = [self.keys.get("weight_block_size"), *(one.get("block_structure") for one in groups)]
+        sizes = [tuple(one) for one in blocks if isinstance(one, list) and len(one) == 2 and all(map(_counts, one))]
+        group, packing = self.keys.get("group_size"), str(self.keys.get("packing_format", "gptq"))
+        return Numbers(
+            block=sizes[0] if sizes else Numbers.block,
+            bits=tuple(dict.fromkeys(one for one in widths if isinstance(one, int) and 1 <= one <= 8)),
+            group=group if _counts(group) else None,
+            zero_plus_one=self.keys.get("checkpoint_format") != "gptq_v2" and "gptq" in packing,
         )
-        return
-    decode = partial(from_blocks, block=block) if by_block else from_rows
-    weights.found[name] = Quantized((name, scale), shape, decode)
+
+    @property
+    def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        """Targets and weights of each group of compressed-tensors; empty weights for a group without."""
+        groups = self.keys.get("config_groups")
+        each = [one for one in groups.values() if isinstance(one, dict)] if isinstance(groups, dict) else []
+        return [
+            ([target for target in one.get("targets") or () if isinstance(target, str)], one.get("weights") or {})
+            for one in each
+        ]
+
+    @property
+    def lists(self) -> dict[str, list[str]]:
+        """The lists of unquantized modules, by key."""
+        found = {key: self.keys.get(key) for key in LISTS}
+        return {key: [one for one in each if isinstance(one, str)] for key, each in found.items() if each}
+
+    @cached_property
+    def _entries(self) -> tuple[frozenset[str], list[str]]:
+        """Entries that are names, and patterns."""
+        every = dict.fromkeys(entry for each in self.lists.values() for entry in each)
+        plain = frozenset(entry for entry in every if PLAIN.fullmatch(entry))
+        return plain, [entry for entry in every if entry not in plain]
+
+    def listing(self, module: str) -> str | None:
+        """The entry of a list that names a module; None if none does."""
+        plain, patterns = self._entries
+        method, words = str(self.keys.get("quant_method")), module.split(".")
+        if method == COMPRESSED:
+            named = module if module in plain else None
+        else:  # lists of releases have thousands of names
+            ends = range(1, len(words) + 1)
+            parts = (".".join(words[start:end]) for end in ends for start in range(end))
+            named = next((part for part in parts if part in plain), None)
+            named = named or next((entry for entry in plain if module.endswith(entry)), None)
+        return named or next((entry for entry in patterns if names(entry, module, method)), None)
+
+    def idle(self, modules: Collection[str]) -> list[str]:
+        """Entries of the lists that name none of the modules."""
+        method, text = str(self.keys.get("quant_method")), "\n".join(["", *modules, ""])
+        plain, patterns = self._entries
+        around = [("\n", "\n")] if method == COMPRESSED else [("", "\n"), (".", "."), ("\n", ".")]
+        lost = [one for one in plain if not any(f"{left}{one}{right}" in text for left, right in around)]
+        return sorted(lost) + [one for one in patterns if not any(names(one, module, method) for module in modules)]
+
+    def promised(self, module: str) -> list[Form] | None:
+        """The forms that a module's weight may have; None if that is not said here; empty if it is not quantized."""
+        if any(self.keys.get(key) for key in SELECTIVE) or not self.keys:
+            return None
+        if self.listing(module) is not None:
+            return []
+        method, groups = str(self.method), self.groups
+        if self.keys.get("quant_method") == COMPRESSED or groups:
+            own = [weights for targets, weights in groups if any(names(one, module, COMPRESSED) for one in targets)]
+            own += [weights for targets, weights in groups if "Linear" in targets or not targets]
+            return [form for form in FORMS if form.scheme and _is_scheme(form.scheme, own[0])] if own else []
+        if method.startswith(f"{MODELOPT} FP8"):
+            return [form for form in FORMS if form.types == FP8[:2]]
+        if method == "fp8" and isinstance(self.keys.get("weight_block_size"), list):
+            return [FORMS[0]]
+        return [form for form in FORMS if method in form.methods] or None
 
 
-def _add_mxfp4(weights: Weights, stored: Stored, name: str) -> None:
-    (shape, dtype), (scale_shape, scale_dtype) = stored[f"{name}{BLOCKS}"], stored[f"{name}{SCALES}"]
-    if name in stored:
-        weights.wrong[name] = f"is stored whole, and as '{name}{BLOCKS}' too; remove the ones that do not belong"
-    elif len(shape) != 4 or dtype != torch.uint8 or scale_dtype != torch.uint8 or scale_shape != shape[:-1]:
-        weights.wrong[f"{name}{BLOCKS}"] = (
-            f"of shape {_by(shape)} with scales of shape {_by(scale_shape)} is no weight in MXFP4, whose bytes have "
-            "the shape experts x rows x groups x 16"
-        )
-    else:
-        experts, rows, groups, size = shape
-        parts = (f"{name}{BLOCKS}", f"{name}{SCALES}")
-        weights.found[name] = Quantized(parts, (experts, groups * size * 2, rows), from_mxfp4)
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _by(shape: Shape) -> str:
-    return "x".join(map(str, shape)) or "1"
+def _is_scheme(scheme: tuple[str, int, tuple[str, ...]], weights: Mapping[str, Any]) -> bool:
+    """Whether compressed-tensors quantizes so: type, bits (0: any), and one of the strategies where it names one."""
+    kind, bits, strategies = scheme
+    same = weights.get("type") == kind and bits in (0, weights.get("num_bits"))
+    return same and (weights.get("strategy") is None or weights["strategy"] in strategies)
 
 
-def from_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Multiply FP8 values by the scales of their blocks.
+def names(entry: str, module: str, method: str) -> bool:
+    """Whether an entry of a list names a module.
 
     Args:
-        weight: values [..., rows, columns].
-        scale: one scale per block [..., rows / block[0], columns / block[1]], rounded up.
-        block: rows and columns of a block.
-
-    Returns:
-        bfloat16 [..., rows, columns].
+        entry: a name, `re:` and a regular expression from the name's beginning, or a pattern with `*`.
+        module: `model.layers.0.mlp.up_proj`.
+        method: the `quant_method`; compressed-tensors compares whole names, others parts of a path.
     """
-    wide = scale.float().repeat_interleave(block[0], dim=-2).repeat_interleave(block[1], dim=-1)
-    return (weight.float() * wide[..., : weight.shape[-2], : weight.shape[-1]]).to(torch.bfloat16)
+    if entry.startswith("re:"):
+        return _matches(entry[3:], module)
+    if method == COMPRESSED:
+        return entry == module
+    if f".{entry.strip('.')}." in f".{module}." or module.endswith(entry):
+        return True
+    if "*" in entry and (fnmatch(module, entry) or fnmatch(module, f"{entry}.*")):
+        return True
+    is_regex = method != MODELOPT and not PLAIN.fullmatch(entry) and ("*" not in entry or ".*" in entry)
+    return is_regex and _matches(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module)  # as transformers reads it
 
 
-def from_rows(weight: Tensor, scale: Tensor) -> Tensor:
-    """Multiply FP8 values [rows, columns] by the scale of the tensor, or of each row [rows, 1]; bfloat16."""
-    return (weight.float() * scale.float()).to(torch.bfloat16)
+def _matches(pattern: str, module: str) -> bool:
+    try:
+        return re.match(pattern, module) is not None
+    except re.error:
+        return False
 
 
-def from_mxfp4(blocks_ERGB: Tensor, scales_ERG: Tensor) -> Tensor:
-    """Numbers of 4 bits, the lower half of a byte first, times a power of two per group, with rows and columns swapped.
-
-    Args:
-        blocks_ERGB: bytes [E, rows, groups, 16].
-        scales_ERG: exponents [E, rows, groups].
-
-    Returns:
-        bfloat16 [E, columns, rows].
-    """
-    both = torch.stack([blocks_ERGB & 15, blocks_ERGB >> 4], dim=-1).flatten(-2).int()
-    numbers = torch.tensor(FP4, dtype=torch.bfloat16)[both]
-    scaled = torch.ldexp(numbers, scales_ERG.int().unsqueeze(-1) - BIAS)
-    return scaled.flatten(-2).transpose(1, 2).contiguous()
+def readable(method: str) -> bool:
+    """Whether a folder of this method is read; its tensors decide how."""
+    return any(method.startswith(known) for known in readable_methods())
 
 
-def quantization(folder: Path, keys: dict[str, Any]) -> str | None:
-    """Name how a folder is quantized: its `quant_method`, or what the files of older releases show; None if it is not.
-
-    Args:
-        folder: the folder.
-        keys: of its `config.json`.
-    """
-    settings = quantization_settings(keys)
-    if settings is None:
-        file = next((name for name in SIDE_FILES if (folder / name).is_file()), None)
-        if file is None or SIDE_FILES[file] != MODELOPT:
-            return None if file is None else SIDE_FILES[file]
-        stored = read_json(folder / file)
-        stored = stored.get("quantization") if isinstance(stored, dict) else None
-        settings = {"quant_method": MODELOPT, **(stored if isinstance(stored, dict) else {})}
-    if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
-        return "bitsandbytes"  # its older files name no method
-    method = str(settings.get("quant_method") or "an unnamed method")
-    weights = _group_weights(settings)
-    is_fp8 = bool(weights) and all(one.get("type") == "float" and one.get("num_bits") == 8 for one in weights)
-    if method == MODELOPT:
-        algorithm = str(settings.get("quant_algo") or "an unnamed algorithm")
-        return "fp8" if algorithm.startswith("FP8") else f"{MODELOPT} ({algorithm})"
-    return "fp8" if method == "compressed-tensors" and is_fp8 else method
-
-
-def block_of(keys: dict[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share a scale in an FP8 release, from the config's keys; 128 and 128 by default."""
-    settings = quantization_settings(keys) or {}
-    for block in (settings.get("weight_block_size"), *(one.get("block_structure") for one in _group_weights(settings))):
-        if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
-            return block[0], block[1]
-    return 128, 128
+def readable_methods() -> list[str]:
+    """The methods that are read: their names, or of modelopt those of its algorithms begin so."""
+    methods = [one for form in FORMS if form.decode is not None for one in form.methods]
+    return list(dict.fromkeys([*methods, COMPRESSED, f"{MODELOPT} MIXED_PRECISION"]))
 
 
 def without_quantization(keys: dict[str, Any]) -> dict[str, Any]:
     """The keys of a config for tensors in bfloat16."""
-    kept = {name: value for name, value in keys.items() if name not in SETTINGS}
+    kept = {name: value for name, value in keys.items() if name not in KEYS}
     text = kept.get("text_config")
     return {**kept, "text_config": without_quantization(text)} if isinstance(text, dict) else kept
 
@@ -220,13 +363,5 @@ def quantization_settings(keys: dict[str, Any]) -> dict[str, Any] | None:
     """What a config says of its quantization; None without a word."""
     text = keys.get("text_config")
     parts = (keys, text if isinstance(text, dict) else {})
-    found = (part.get(name) for part in parts for name in SETTINGS)
+    found = (part.get(name) for part in parts for name in KEYS)
     return next((settings for settings in found if settings and isinstance(settings, dict)), None)
-
-
-def _group_weights(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """How compressed-tensors has quantized the weights of each group; an empty object for a group without."""
-    groups = settings.get("config_groups")
-    each = groups.values() if isinstance(groups, dict) else ()
-    weights = [group.get("weights") if isinstance(group, dict) else None for group in each]
-    return [one if isinstance(one, dict) else {} for one in weights]

@@ -10,10 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.hf.folder import DTYPES, INDEX, SINGLE
+from megatron_mtp.checkpoint.hf.folder import INDEX, KINDS, SINGLE
 from megatron_mtp.patches.checksums import crc32_of
-
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class HFShards:
@@ -54,7 +52,7 @@ class HFShards:
         end = 0
         for name, shape, dtype in shard:
             start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-            header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            header[name] = {"dtype": KINDS[dtype], "shape": list(shape), "data_offsets": [start, end]}
             self._places[name], self._lengths[name] = (file, start, dtype), end - start
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

@@ -19,7 +19,8 @@ from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
-from megatron_mtp.checkpoint.hf.quantized import block_of
+from megatron_mtp.checkpoint.hf.folder import HFFolder
+from megatron_mtp.checkpoint.hf.quantized import Settings
 from megatron_mtp.registry import Registry
 
 Tensors = dict[str, Tensor]
@@ -114,20 +115,28 @@ def _renamed(name: str, renames: dict[str, str]) -> str:
 def read_tensors(folder: Path) -> Tensors:
     """All tensors of a folder, floating-point ones in float32, read and dequantized without `checkpoint/hf`.
 
-    A weight is multiplied by a scale only if it is FP8 itself; MXFP4 is unpacked by transformers.
+    A weight is multiplied by a scale only if it is FP8 itself; MXFP4 is unpacked by transformers. Forms of packed
+    integers and NVFP4 are decoded by `checkpoint/hf`, whose bits tests compare with the forms' own libraries.
     """
     stored: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= {} if file.name.startswith("consolidated") else load_file(file)
-    block = block_of(read_json(folder / CONFIG))
+    numbers = Settings.of(folder, read_json(folder / CONFIG)).numbers
     for name in list(stored):
         weight = name.removesuffix("_blocks")
         scale = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in stored), None)
         if name.endswith("_blocks") and f"{weight}_scales" in stored:
             stored[weight] = convert_moe_packed_tensors(stored.pop(name), stored.pop(f"{weight}_scales"))
         elif scale is not None and stored[name].is_floating_point() and stored[name].element_size() == 1:
-            stored[name] = _dequantized(stored[name].float(), stored.pop(scale).float(), block)
+            stored[name] = _dequantized(stored[name].float(), stored.pop(scale).float(), numbers.block)
+    ours = HFFolder(folder, numbers)
+    packed = {name: ours.read(name) for name in ours.tensors if name not in stored or _is_packed(stored[name])}
+    stored = {name: tensor for name, tensor in stored.items() if name in ours.tensors} | packed
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in stored.items()}
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.int8, torch.uint8)
 
 
 def _dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:

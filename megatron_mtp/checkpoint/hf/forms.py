@@ -1,0 +1,465 @@
+"""Forms of quantized weights: one row each in `FORMS`, which the reader, the audit, the export and the docs share.
+
+A weight X.weight is stored as several tensors, its parts. A part is called by the end of its name:
+
+    weight, weight_scale, ...    X.weight, X.weight_scale; of stacked experts E.gate_up_proj, E.gate_up_proj_scale
+    qweight, scales, SCB, ...    X.qweight, X.scales, X.SCB
+    _blocks, _scales             E.gate_up_proj_blocks, E.gate_up_proj_scales
+
+Decoding computes what the form's own library computes, bit by bit: in the type of scales of 16 bits, in float32 for
+others, which gives bfloat16. Letters: O rows (outputs), I columns (inputs), G groups of columns, E experts.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Part = tuple[Shape, torch.dtype | None]
+"""Shape and type of a stored tensor; None for a type that torch lacks."""
+Tensors = Mapping[str, Tensor]
+
+E4M3 = torch.float8_e4m3fn
+FP8 = (E4M3, torch.float8_e5m2, torch.float8_e8m0fnu)
+"""Types of which a tensor is no weight by itself; the last is that of scales that are powers of two."""
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Numbers of 4 bits, E2M1."""
+LARGEST_8, LARGEST_4 = 448.0, 6.0
+"""The largest numbers of E4M3 and E2M1."""
+BIAS = 127
+"""What is subtracted from a stored exponent."""
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ keeps the numbers 0 .. 7 of a word, in steps of 4 bits."""
+BLOCK = 128
+"""Rows and columns of a block, in the releases of DeepSeek and in exports."""
+GROUP_16, GROUP_32 = 16, 32
+"""Columns that share a scale: in NVFP4, in MXFP4."""
+
+
+class MisfitError(ValueError):
+    """Parts that make no weight; the text goes on after the weight's name."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What decoding needs beside tensors, from a config.
+
+    Attributes:
+        block: rows and columns that share a scale, of FP8 in blocks.
+        bits: of packed integers, one for each group of the config; empty if it does not say.
+        group: columns that share a scale, of GPTQ without `g_idx`.
+        zero_plus_one: whether GPTQ's zero points are stored less 1 (format `gptq`, not `gptq_v2`).
+    """
+
+    block: tuple[int, int] = (BLOCK, BLOCK)
+    bits: tuple[int, ...] = ()
+    group: int | None = None
+    zero_plus_one: bool = True
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of quantized weights.
+
+    Attributes:
+        name: as the audit and the docs call it.
+        numbers: the part that holds the numbers; it comes first in `parts`.
+        types: of that part.
+        scales: further parts that there must be; of several in parentheses, one.
+        more: parts that there may be.
+        methods: values of `quant_method` (`modelopt NVFP4`: with the algorithm) that promise the form.
+        scheme: type, bits and strategies of a group of compressed-tensors that promise it; None of other libraries.
+        shape: the weight's shape, from the parts; it raises `MisfitError`.
+        decode: makes the weight of its parts; None of a form that is only described.
+        engines: who loads it, for the docs.
+    """
+
+    name: str
+    numbers: str
+    types: tuple[torch.dtype, ...]
+    scales: tuple[str, ...]
+    shape: Callable[[Mapping[str, Part], Numbers], Shape | None]
+    decode: Callable[[Tensors, Numbers], Tensor] | None
+    more: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    scheme: tuple[str, int, tuple[str, ...]] | None = None
+    engines: str = ""
+
+    def weight_of(self, name: str) -> str | None:
+        """The weight whose numbers a tensor of this name would be; None if it can be none."""
+        if self.numbers == "weight":
+            may_be = self.types == FP8[:2] and not name.endswith(("scale", "scale_inv", "scales"))
+            return name if may_be or name.endswith(".weight") else None
+        if self.numbers.startswith(("weight", "_")):
+            ending = self.numbers.removeprefix("weight")
+            return name.removesuffix(ending) if name.endswith(ending) else None
+        return f"{name.removesuffix(self.numbers)}weight" if name.endswith(f".{self.numbers}") else None
+
+    def find(self, weight: str, stored: Mapping[str, Part]) -> dict[str, str]:
+        """The names of the parts of a weight that are stored, by part."""
+        every = (self.numbers, *(one for part in self.scales for one in part.split("|")), *self.more)
+        return {part: name for part in every if (name := name_of(weight, part)) in stored}
+
+    def lacks(self, parts: Mapping[str, str]) -> list[str]:
+        """The parts that are missing, of those that there must be."""
+        return [part for part in self.scales if not any(one in parts for one in part.split("|"))]
+
+
+def name_of(weight: str, part: str) -> str:
+    """The name of a weight's part: of `m.weight` and `scales`, `m.scales`."""
+    if part.startswith(("weight", "_")):
+        return weight + part.removeprefix("weight")
+    return f"{weight.removesuffix('weight')}{part}"
+
+
+def by(shape: Shape) -> str:
+    """A shape in a sentence: 4x6."""
+    return "x".join(map(str, shape)) or "1"
+
+
+# --- FP8 --------------------------------------------------------------------------------------------------------------
+
+
+def _fp8_scale(parts: Mapping[str, Any]) -> Any:
+    given = [name for name in ("weight_scale_inv", "weight_scale") if name in parts]
+    if len(given) == 2:
+        raise MisfitError("has two scales, 'weight_scale_inv' and 'weight_scale'; remove the wrong one")
+    return parts[given[0]]
+
+
+def _blocks_of(shape: Shape, block: tuple[int, int]) -> Shape:
+    return (*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=False)))
+
+
+def _fp8_misfit(shape: Shape, scale: Shape, block: tuple[int, int]) -> MisfitError:
+    turned = scale in (_blocks_of(shape, block)[::-1], (1, *shape[:1])) and len(scale) == 2
+    says = f"is FP8 of shape {by(shape)} with scales of shape {by(scale)}, which are neither blocks of {by(block)} nor "
+    return MisfitError(f"{says}one or one a row{'; the scales are transposed' if turned else ''}")
+
+
+def _shape_of_blocks(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+    shape, scale = parts["weight"][0], _fp8_scale(parts)[0]
+    if len(shape) < 2 or scale != _blocks_of(shape, numbers.block):
+        raise _fp8_misfit(shape, scale, numbers.block)
+    return shape
+
+
+def _shape_of_rows(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+    shape, scale = parts["weight"][0], _fp8_scale(parts)[0]
+    if not shape or scale != (*shape[:1], 1):
+        raise _fp8_misfit(shape, scale, numbers.block)
+    return shape
+
+
+def _shape_of_tensor(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+    shape, scale = parts["weight"][0], _fp8_scale(parts)[0]
+    if any(size != 1 for size in scale) or ("weight_scale_inv" in parts and len(scale) > 1):
+        raise _fp8_misfit(shape, scale, numbers.block)
+    return shape
+
+
+def from_blocks(parts: Tensors, numbers: Numbers) -> Tensor:
+    """Multiply FP8 values [..., O, I] by the scales of their blocks [..., O / block, I / block], rounded up."""
+    weight, scale = parts["weight"], _fp8_scale(parts)
+    (high, wide), columns = numbers.block, weight.size(-1)
+    out = torch.empty(weight.shape, dtype=_result(scale))
+    for index in range(scale.size(-2)):  # a row of blocks stays in a processor's cache
+        rows = slice(index * high, (index + 1) * high)
+        each = scale[..., index, None, :].float().repeat_interleave(wide, dim=-1)[..., :columns]
+        out[..., rows, :] = weight[..., rows, :].float().mul_(each)
+    return out
+
+
+def from_rows(parts: Tensors, numbers: Numbers) -> Tensor:
+    """Multiply FP8 values [O, I] by the scale of each row [O, 1], or of the tensor."""
+    scale = _fp8_scale(parts)
+    return (parts["weight"].float() * scale.float()).to(_result(scale))
+
+
+def _result(scale: Tensor) -> torch.dtype:
+    """The type of a weight: that of scales of 16 bits, bfloat16 of others."""
+    return scale.dtype if scale.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+
+
+# --- numbers of 4 bits with an exponent -------------------------------------------------------------------------------
+
+
+def _shape_of_nibbles(group: int, parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+    """The shape of bytes [O, I / 2] with scales [O, I / group]."""
+    (shape, _), (scale, _) = next(iter(parts.values())), parts["weight_scale"]
+    whole = (*shape[:-1], 2 * shape[-1]) if shape else ()
+    if len(shape) < 2 or (*scale[:-1], scale[-1:] and scale[-1] * group) != whole:
+        turned = (
+            "; the scales are transposed" if len(shape) == 2 and scale[::-1] == (shape[0], whole[1] // group) else ""
+        )
+        says = f"has bytes of shape {by(shape)} with scales of shape {by(scale)}; there must be one for {group} numbers"
+        raise MisfitError(says + turned)
+    return whole
+
+
+def _fp4(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of bytes [..., I / 2], the lower half of a byte first: [..., I]."""
+    both = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    return torch.tensor(FP4, dtype=dtype)[both.int()]
+
+
+def _grouped(values: Tensor, scale: Tensor) -> Tensor:
+    """Numbers [..., I] times the scale of their group [..., G]."""
+    return (values.unflatten(-1, (scale.size(-1), -1)) * scale.unsqueeze(-1)).flatten(-2)
+
+
+def from_nvfp4(parts: Tensors, numbers: Numbers) -> Tensor:
+    """E2M1 times a scale in E4M3 for 16 numbers, divided by one for all (compressed-tensors) or times it (modelopt)."""
+    scale = parts["weight_scale"].float()
+    if "weight_packed" in parts:
+        scale = scale / parts["weight_global_scale"].float()
+    else:
+        scale = scale * parts["weight_scale_2"].float()
+    packed = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
+    return _grouped(_fp4(packed, torch.float32), scale).to(torch.bfloat16)
+
+
+def from_packed_mxfp4(parts: Tensors, numbers: Numbers) -> Tensor:
+    """E2M1 times a power of two for 32 numbers."""
+    scale = torch.pow(2.0, (parts["weight_scale"].int() - BIAS).to(torch.bfloat16))
+    return _grouped(_fp4(parts["weight_packed"], torch.bfloat16), scale)
+
+
+def _shape_of_mxfp4(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+    (shape, _), (scale, scale_type) = parts["_blocks"], parts["_scales"]
+    if len(shape) != 4 or scale_type != torch.uint8 or scale != shape[:-1]:
+        raise MisfitError(
+            f"of shape {by(shape)} with scales of shape {by(scale)} is no weight in MXFP4, whose bytes have the shape "
+            "experts x rows x groups x 16"
+        )
+    experts, rows, groups, size = shape
+    return experts, groups * size * 2, rows
+
+
+def from_mxfp4(parts: Tensors, numbers: Numbers) -> Tensor:
+    """Bytes [E, O, G, 16] times a power of two per group [E, O, G], with rows and columns swapped: [E, I, O]."""
+    blocks_EOGB, scales_EOG = parts["_blocks"], parts["_scales"]
+    scaled = torch.ldexp(_fp4(blocks_EOGB, torch.bfloat16), scales_EOG.int().unsqueeze(-1) - BIAS)
+    return scaled.flatten(-2).transpose(1, 2).contiguous()
+
+
+# --- integers ---------------------------------------------------------------------------------------------------------
+
+
+def unpacked(words: Tensor, bits: int, count: int, order: Sequence[int] = ()) -> Tensor:
+    """Unsigned numbers of so many bits out of words of 32, along the last axis.
+
+    Args:
+        words: int32 [..., words].
+        bits: of a number; where 32 is no multiple of it, numbers go over the end of a word.
+        count: of numbers.
+        order: place in the word of its numbers; empty if they follow each other, the lowest first.
+
+    Returns:
+        int16 [..., count].
+    """
+    if 32 % bits == 0:
+        shifts = bits * torch.tensor(order or range(32 // bits), dtype=torch.int32)
+        return ((words.unsqueeze(-1) >> shifts) & (2**bits - 1)).to(torch.int16).flatten(-2)[..., :count]
+    single = ((words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32)) & 1).to(torch.int16).flatten(-2)
+    value = 2 ** torch.arange(bits, dtype=torch.int16)
+    return (single[..., : count * bits].unflatten(-1, (count, bits)) * value).sum(-1).to(torch.int16)
+
+
+def _words(count: int, bits: int) -> int:
+    """Words of 32 bits that hold so many numbers."""
+    return -(-count * bits // 32)
+
+
+def _shape_of_packed(parts: Mapping[str, Part], numbers: Numbers) -> Shape | None:
+    """None: the shape is the content of `weight_shape`."""
+    (packed, _), (scale, _) = parts["weight_packed"], parts["weight_scale"]
+    if len(packed) != 2 or (len(scale) == 2 and scale[0] != packed[0]) or len(scale) > 2:
+        raise MisfitError(
+            f"has packed numbers of shape {by(packed)} with scales of shape {by(scale)}; there must be as many rows"
+        )
+    return None
+
+
+def check_packed(shape: Shape, parts: Mapping[str, Part], numbers: Numbers) -> int:
+    """The bits of packed integers, given what `weight_shape` holds.
+
+    Raises:
+        MisfitError: their words or scales are not those of such a weight.
+    """
+    (packed, _), (scale, _) = parts["weight_packed"], parts["weight_scale"]
+    for bits in (*numbers.bits, 4, 8, 2):
+        if len(shape) == 2 and packed == (shape[0], _words(shape[1], bits)) and not shape[1] % (*scale, 1, 1)[1]:
+            return bits
+    says = f"has packed numbers of shape {by(packed)} with scales of shape {by(scale)}, which are none of a weight of "
+    raise MisfitError(says + by(shape))
+
+
+def from_packed(parts: Tensors, numbers: Numbers) -> Tensor:
+    """Integers in words, less half of their range, less a zero point, times a scale by tensor, row or group."""
+    packed, scale = parts["weight_packed"], parts["weight_scale"]
+    rows, columns = shape = tuple(parts["weight_shape"].tolist())
+    bits = check_packed(shape, {name: (tuple(one.shape), one.dtype) for name, one in parts.items()}, numbers)
+    zero = parts.get("weight_zero_point")
+    half = 2 ** (bits - 1)
+    if zero is not None and zero.dtype == torch.int32:
+        zero = unpacked(zero.T.contiguous(), bits, rows).T - half
+    return _integers(unpacked(packed, bits, columns) - half, scale, zero, parts.get("weight_g_idx"))
+
+
+def _shape_of_int8(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+    (shape, _), (scale, _) = parts["weight"], parts["weight_scale"]
+    if len(shape) != 2 or (any(size != 1 for size in scale) and scale[:1] != shape[:1]):
+        raise MisfitError(f"is int8 of shape {by(shape)} with scales of shape {by(scale)}; there must be one a row")
+    return shape
+
+
+def from_int8(parts: Tensors, numbers: Numbers) -> Tensor:
+    """Integers less a zero point, times a scale by tensor, row or group."""
+    return _integers(parts["weight"], parts["weight_scale"], parts.get("weight_zero_point"), None)
+
+
+def _integers(codes_OI: Tensor, scale: Tensor, zero: Tensor | None, index_I: Tensor | None) -> Tensor:
+    """Integers less the zero point of their group, times its scale; scale and zero point are [O, G] or single."""
+    groups = scale.size(-1) if scale.dim() == 2 else 1
+    if groups > 1:
+        even = torch.arange(codes_OI.size(1)) // (codes_OI.size(1) // groups)
+        index = even if index_I is None else index_I.long()
+        scale, zero = scale[:, index], None if zero is None else zero[:, index]
+    values = codes_OI.to(scale.dtype)
+    values = values if zero is None else values - zero.to(scale.dtype)
+    return (values * scale).to(_result(scale))
+
+
+def _shape_of_awq(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+    (words, _), (scale, _), (zeros, _) = parts["qweight"], parts["scales"], parts["qzeros"]
+    fits = len(words) == 2 and len(scale) == 2 and scale[1] == 8 * words[1] and zeros == (scale[0], words[1])
+    if not fits or words[0] % scale[0]:
+        raise _packed_misfit(words, scale, zeros)
+    return scale[1], words[0]
+
+
+def _packed_misfit(words: Shape, scale: Shape, zeros: Shape) -> MisfitError:
+    return MisfitError(
+        f"has 'qweight' of shape {by(words)}, 'scales' of {by(scale)} and 'qzeros' of {by(zeros)}, which is neither "
+        "AWQ (GEMM, 4 bits) nor GPTQ"
+    )
+
+
+def from_awq(parts: Tensors, numbers: Numbers) -> Tensor:
+    """Words [I, O / 8] in AWQ's order, less the zero point of a group [G, O / 8], times its scale [G, O]: [O, I]."""
+    scale = parts["scales"]
+    codes = unpacked(parts["qweight"], 4, scale.size(1), AWQ_ORDER)
+    zeros = unpacked(parts["qzeros"], 4, scale.size(1), AWQ_ORDER)
+    size = codes.size(0) // scale.size(0)
+    values = (codes - zeros.repeat_interleave(size, 0)) * scale.repeat_interleave(size, 0)
+    return values.to(_result(scale)).T.contiguous()
+
+
+def _gptq_bits(parts: Mapping[str, Part], numbers: Numbers) -> tuple[int, int]:
+    """Bits and columns I of GPTQ's words [I * bits / 32, O]."""
+    (words, _), (scale, _), (zeros, _) = parts["qweight"], parts["scales"], parts["qzeros"]
+    if len(words) == 2 and len(scale) == 2 and len(zeros) == 2 and words[1] == scale[1] and zeros[0] == scale[0]:
+        for bits in (*numbers.bits, 4, 8, 2, 3):
+            columns = parts["g_idx"][0][0] if "g_idx" in parts else words[0] * 32 // bits
+            if zeros[1] == _words(scale[1], bits) and words[0] == _words(columns, bits):
+                return bits, columns
+    raise _packed_misfit(words, scale, zeros)
+
+
+def _shape_of_gptq(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+    return parts["scales"][0][1], _gptq_bits(parts, numbers)[1]
+
+
+def from_gptq(parts: Tensors, numbers: Numbers) -> Tensor:
+    """Words [I * bits / 32, O], less the zero point of their group [G, O * bits / 32], times its scale [G, O]: [O, I].
+
+    `g_idx` [I] names the group of a column. Format `gptq` stores zero points less 1, subtracted from whole words.
+    """
+    bits, columns = _gptq_bits({name: (tuple(one.shape), one.dtype) for name, one in parts.items()}, numbers)
+    scale, zeros = parts["scales"], parts["qzeros"]
+    rows = scale.size(1)
+    if numbers.zero_plus_one and 32 % bits == 0:
+        zeros = zeros + sum(1 << shift for shift in range(0, 32, bits))
+    zeros = unpacked(zeros, bits, rows)
+    if numbers.zero_plus_one and 32 % bits:
+        zeros = (zeros + 1) & (2**bits - 1)
+    group = numbers.group if numbers.group and numbers.group > 0 else -(-columns // scale.size(0))
+    index = parts["g_idx"].long() if "g_idx" in parts else torch.arange(columns) // group
+    codes = unpacked(parts["qweight"].T.contiguous(), bits, columns).T
+    values = scale[index] * (codes - zeros[index])
+    return values.to(_result(scale)).T.contiguous()
+
+
+def _unknown_shape(parts: Mapping[str, Part], numbers: Numbers) -> Shape | None:
+    shape, dtype = parts["weight"]
+    return shape if dtype == torch.int8 else None
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+ALL = "vLLM, SGLang, transformers"
+_INT = (torch.int32,)
+_BYTE = (torch.uint8,)
+_EITHER = ("weight_scale_inv|weight_scale",)
+FORMS = (
+    Form(
+        "FP8, blocks", "weight", FP8[:2], _EITHER, _shape_of_blocks, from_blocks,
+        methods=("fp8",), scheme=("float", 8, ("block",)), engines=ALL,
+    ),
+    Form(
+        "FP8, rows", "weight", FP8[:2], _EITHER, _shape_of_rows, from_rows,
+        methods=("fbgemm_fp8", "modelopt FP8"), scheme=("float", 8, ("channel",)), engines=ALL,
+    ),
+    Form(
+        "FP8, tensor", "weight", FP8[:2], _EITHER, _shape_of_tensor, from_rows,
+        methods=("fp8", "modelopt FP8"), scheme=("float", 8, ("tensor",)), engines=ALL,
+    ),
+    Form(
+        "NVFP4, compressed-tensors", "weight_packed", _BYTE, ("weight_scale", "weight_global_scale"),
+        functools.partial(_shape_of_nibbles, GROUP_16), from_nvfp4,
+        scheme=("float", 4, ("tensor_group",)), engines=ALL,
+    ),
+    Form(
+        "NVFP4, modelopt", "weight", _BYTE, ("weight_scale", "weight_scale_2"),
+        functools.partial(_shape_of_nibbles, GROUP_16), from_nvfp4, methods=("modelopt NVFP4",), engines="vLLM, SGLang",
+    ),
+    Form(
+        "MXFP4, compressed-tensors", "weight_packed", _BYTE, ("weight_scale",),
+        functools.partial(_shape_of_nibbles, GROUP_32), from_packed_mxfp4,
+        scheme=("float", 4, ("group",)), engines="vLLM, transformers",
+    ),
+    Form(
+        "MXFP4, gpt-oss", "_blocks", _BYTE, ("_scales",), _shape_of_mxfp4, from_mxfp4, methods=("mxfp4",), engines=ALL,
+    ),
+    Form(
+        "integers, packed", "weight_packed", _INT, ("weight_scale", "weight_shape"), _shape_of_packed, from_packed,
+        more=("weight_zero_point", "weight_g_idx"), scheme=("int", 0, ("tensor", "channel", "group")), engines=ALL,
+    ),
+    Form(
+        "int8, compressed-tensors", "weight", (torch.int8,), ("weight_scale",), _shape_of_int8, from_int8,
+        more=("weight_zero_point",), scheme=("int", 8, ("tensor", "channel", "group")), engines=ALL,
+    ),
+    Form(
+        "AWQ", "qweight", _INT, ("qzeros", "scales"), _shape_of_awq, from_awq, methods=("awq", "auto-round"),
+        engines=ALL,
+    ),
+    Form(
+        "GPTQ", "qweight", _INT, ("qzeros", "scales"), _shape_of_gptq, from_gptq, more=("g_idx",),
+        methods=("gptq", "auto-round"), engines=ALL,
+    ),
+    Form(
+        "bitsandbytes, int8", "weight", (torch.int8,), ("SCB",), _unknown_shape, None, more=("weight_format",),
+        methods=("bitsandbytes",), engines="vLLM, transformers",
+    ),
+    Form(
+        "bitsandbytes, 4 bits", "weight", _BYTE, ("weight.absmax",), _unknown_shape, None,
+        more=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"), methods=("bitsandbytes",),
+        engines="vLLM, transformers",
+    ),
+)  # fmt: skip
+"""All forms; of several that fit, the first."""

@@ -13,7 +13,7 @@ from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.kv_cache import CHUNK
 from megatron_mtp.decoding.method import config_from, make_method
-from megatron_mtp.decoding.requests import Request, Update, check_prompt
+from megatron_mtp.decoding.requests import Request, TokenLogprob, Update, check_prompt
 from megatron_mtp.decoding.rows import rounded
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
@@ -31,10 +31,12 @@ class Generated:
     Attributes:
         token_ids: what was emitted for each prompt, the stop token included.
         stats: what it cost, summed over the batch.
+        logprobs: of every token, if they were asked for; else empty lists.
     """
 
     token_ids: list[list[int]]
     stats: AcceptanceStats
+    logprobs: list[list[TokenLogprob]]
 
 
 def generate(
@@ -48,6 +50,7 @@ def generate(
     drafter: Runner | None = None,
     cut: Callable[[list[int]], int | None] | None = None,
     emit: Callable[[Update], None] | None = None,
+    logprobs: int | None = None,
 ) -> Generated:
     """Continue every prompt, all at once.
 
@@ -62,6 +65,8 @@ def generate(
         drafter: the small model of `draft_model`.
         cut: given the tokens emitted so far, how many of them to keep, or None to go on (stop strings).
         emit: called with what every step gave every sequence, by the prompt's number, as it comes.
+        logprobs: how many of the most probable tokens to list beside each emitted one, with the target's
+            log-probabilities, drafted or not; 0 for the emitted ones alone, None for none.
 
     Raises:
         ValueError: a prompt or setting that the model does not allow.
@@ -75,21 +80,23 @@ def generate(
     config = config_from(speculative) if isinstance(speculative, dict) else speculative or SpeculativeConfig("plain")
     sampling, stops = sampling or Sampling(), frozenset(stop_ids)
     requests = [
-        Request(prompt, new, sampling, seed, stop_ids=stops, cut=cut, speculative=config)
+        Request(prompt, new, sampling, seed, stop_ids=stops, cut=cut, speculative=config, logprobs=logprobs)
         for prompt, new, seed in zip(prompts, budgets, seeds, strict=True)
     ]
     engine = _engine_for(runner, requests, drafter)
     number_of = {engine.add(request): number for number, request in enumerate(requests)}
     token_ids: list[list[int]] = [[] for _ in prompts]
+    found: list[list[TokenLogprob]] = [[] for _ in prompts]
     while engine.busy:
         for update in engine.step():
             number = number_of[update.request]
             token_ids[number] += update.tokens
+            found[number] += update.logprobs
             if emit is not None and (update.tokens or update.finish):
                 emit(replace(update, request=number))
     if wants_few_shapes(runner.device):
         runner.kept = engine  # with the steps that it has recorded
-    return Generated(token_ids, engine.stats)
+    return Generated(token_ids, engine.stats, found)
 
 
 def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None) -> Engine:

@@ -141,6 +141,13 @@ class BlockManager:
             made[cache] = complete * self.size + 1 + max(cache, 0)
         return made
 
+    def forget(self) -> None:
+        """Know no beginning any more; the blocks that no sequence uses are free."""
+        for block in self._kept:
+            heappush(self._unused, block)
+        for known in (self._kept, self._known, self._known_block):
+            known.clear()
+
     def _keys(self, tokens: list[int], first: int = 0) -> Iterator[tuple[int, ...]]:
         """The tokens of every full block from one on, with those behind it that it depends on."""
         last = len(tokens) - max(self.ahead, 1)

@@ -8,6 +8,7 @@ Letters in names: S rows of a forward (Megatron's sequence), B batch, N query he
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core.transformer.attention import Attention
@@ -74,6 +75,16 @@ def _own_kernels(query_BNRC: Tensor) -> Iterator[None]:
         yield
     finally:
         enable_cudnn_sdp(before)
+
+
+class StandIn(torch.nn.Module):
+    """A module in the place of a trained one, `own`, whose names in checkpoints its tensors keep."""
+
+    own: Any
+
+    def sharded_state_dict(self, prefix: str = "", *rest: Any, **named: Any) -> Any:
+        """Megatron's, of the trained module in its old place."""
+        return self.own.sharded_state_dict(prefix, *rest, **named)
 
 
 class CachedAttention(torch.nn.Module):

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_mtp.decoding.cached_attention import StandIn
 from megatron_mtp.decoding.dense_layer import activation, default_settings
 from megatron_mtp.model.latent import PortableLatentAttention
 
@@ -50,7 +51,7 @@ BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
 """Kinds of load balancing whose routers choose the likeliest experts, and read nothing back."""
 
 
-class StaticExperts(torch.nn.Module):
+class StaticExperts(StandIn):
     """In the place of a `MoELayer`, whose experts' weights become parts of one tensor."""
 
     def __init__(self, own: MoELayer) -> None:

@@ -19,10 +19,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
-from megatron_mtp.decoding.cached_attention import CachedAttention, attend
+from megatron_mtp.decoding.cached_attention import CachedAttention, StandIn, attend
 
 
-class Latents(torch.nn.Module):
+class Latents(StandIn):
     """In the place of the projection of latents to keys and values: remembers the latents, and makes nothing of them.
 
     Attributes:
@@ -46,7 +46,13 @@ class LatentAttention(CachedAttention):
 
     def __init__(self, core: CachedAttention, up: Latents, heads: int, key_channels: int) -> None:
         super().__init__(core.scope, core.layer, core.scale)
-        self.up, self.heads, self.key_channels = up, heads, key_channels
+        self._up = (up,)  # a module of the attention, and none of its core
+        self.heads, self.key_channels = heads, key_channels
+
+    @property
+    def up(self) -> Latents:
+        """The up-projection."""
+        return self._up[0]
 
     @override
     def forward(

@@ -142,7 +142,9 @@ def load_checkpoint(
     tokenizer = run_tokenizer(args, iteration.parent)
     if vocab_size is None and tokenizer is not None:
         vocab_size = entries(read_tokenizer(tokenizer, trust_remote_code))
-    return Loaded(Runner(model, vocab_size), tokenizer)
+    runner = Runner(model, vocab_size)
+    runner.source = iteration.parent
+    return Loaded(runner, tokenizer)
 
 
 def _check_pattern(args: Namespace, name: str) -> None:

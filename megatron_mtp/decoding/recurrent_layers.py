@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from megatron_mtp.decoding.cached_attention import attach
+from megatron_mtp.decoding.cached_attention import StandIn, attach
 from megatron_mtp.decoding.recurrent_state import Memory, Piece, RecurrentScope, Sizes
 from megatron_mtp.model.delta import of_length_one
 from megatron_mtp.model.mamba import GatedNorm
@@ -63,7 +63,7 @@ class Keeping(NamedTuple):
     states: list[Sizes]
 
 
-class CachedRecurrence(torch.nn.Module):
+class CachedRecurrence(StandIn):
     """A recurrent layer whose earlier rows are in a memory.
 
     Args:

@@ -118,6 +118,8 @@ class Update:
         cached_tokens: of the prompt, which were found in the cache and not run; with the first tokens.
         draft: of all sequences of the step; None for the first token, and where steps overlap.
         row: of this sequence in the draft.
+        policy_version: of the weights that made the tokens (`Engine.update_weights`). A sequence has one version: what
+            came with an earlier one is void.
     """
 
     request: int
@@ -130,6 +132,7 @@ class Update:
     cached_tokens: int = 0
     draft: Draft | None = None
     row: int = 0
+    policy_version: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """The step for a file; reads the draft back to the host, which costs a little time.

@@ -4,6 +4,7 @@ Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Runner:
         positions: how many the model was trained for.
         auto_counts: what has been measured for automatic K, by config and number of sequences.
         kept: the engine of an earlier `generate`, with the steps that it has recorded.
+        source: the checkpoint that it was loaded from, with all iterations; None for none.
         trunk_keeps, depths_keep: what the trunk and each depth keep of a sequence.
         recurrent_trunk, recurrent_depths: whether the trunk or the depths have layers with a state.
         depth_layers: layers of a depth.
@@ -68,15 +70,21 @@ class Runner:
         self.shares_kv: bool = model.mtp.shares_kv if self.depths else False
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
         self.kept: Any = None
-        scope = RecurrentScope()
-        self._place_attention(scope)
+        self.source: Path | None = None
+        self._scope = RecurrentScope()
+        self._place_attention(self._scope)
         self._place_experts()
-        self.backend = backend_for(model, scope, self.positions + BEYOND, self._plain_head())
+        self.read_weights()
         self.recordable = not (self.recurrent_trunk or self.recurrent_depths) and (
             self.backend.all_short or all(map(reads_nothing_back, self._transformer_layers()))
         )
+
+    def read_weights(self) -> None:
+        """Make anew what is made of the weights, to be called when they have changed; recorded steps are void."""
+        self.backend = backend_for(self.model, self._scope, self.positions + BEYOND, self._plain_head())
         self._head = self._make_head()
         self._draft_head, self.drafted = self._make_draft_head()
+        self.kept = None
 
     @property
     def device(self) -> torch.device:

@@ -27,7 +27,7 @@ from megatron_mtp.decoding.kv_cache import BEYOND, BLOCK, CHUNK, BlockTables
 from megatron_mtp.decoding.memory import Memory, entry_bytes
 from megatron_mtp.decoding.requests import Finish, QueueFull, Update
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.sequences import Progress, Sequences
 
 Kind = tuple[SpeculativeConfig, bool]
 """Sequences of one kind draft alike: their config, and whether they are greedy."""
@@ -79,6 +79,7 @@ class Scheduler:
         decoded: batches of those that have their first tokens.
         pool: the blocks of the memory.
         preempted, prompt_tokens, cached_tokens: as of `requests.Load`.
+        closing: whether no sequence begins; those that have begun go on.
     """
 
     def __init__(self, runner: Runner, settings: EngineSettings, drafter: Runner | None) -> None:
@@ -97,6 +98,7 @@ class Scheduler:
         self.decoded: dict[tuple[Kind, int | None], DecodeBatch] = {}
         self._prompts_turn = True
         self.preempted = self.prompt_tokens = self.cached_tokens = 0
+        self.closing = False
 
     def add(self, seq: Sequence) -> None:
         """Let a sequence wait. Errors as `requests.EngineCore.add`."""
@@ -119,6 +121,21 @@ class Scheduler:
             self._remove(seq)
             self.free(seq)
             del self.seqs[number]
+
+    @property
+    def begun(self) -> list[Sequence]:
+        """Sequences with a place, and those that were put back after their first token."""
+        return [seq for number, seq in self.seqs.items() if number not in self.waiting or seq.has_begun]
+
+    def restart(self) -> None:
+        """Put all sequences back to their prompts, and forget all beginnings: the weights change."""
+        for seq in self.begun:
+            if seq.number not in self.waiting:
+                self.put_back(seq)
+            del seq.tokens[len(seq.request.prompt) :]
+            seq.progress, seq.prompt_logprobs, seq.alone = Progress(), [], False
+        self.block_manager.forget()
+        self._kept = KeptTensors()
 
     def schedule(self) -> Iterator[PrefillBatch | DecodeBatch]:
         """The batches of a step: at most one chunk of prompts, or all sequences that are decoded, by turns.
@@ -274,10 +291,11 @@ class Scheduler:
         """Give the oldest request that waits a place, if there are one and blocks for it."""
         if not self.waiting or len(self.seqs) - len(self.waiting) >= self.settings.running:
             return None
-        seq = self.seqs[self.waiting[0]]
-        if not self._give_blocks(seq):
+        ready = [number for number in self.waiting if self.seqs[number].has_begun] if self.closing else self.waiting
+        if not ready or not self._give_blocks(seq := self.seqs[min(ready)]):
             return None
-        heapq.heappop(self.waiting)
+        self.waiting.remove(seq.number)
+        heapq.heapify(self.waiting)
         insort(self.prefilled, seq, key=lambda one: one.number)
         return seq
 

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint/verify": LOW | {"data", "model"} | CHECKPOINT - {"checkpoint/audit"},
     "checkpoint/audit": LOW | {"data", "model"} | CHECKPOINT,
     "checkpoint": LOW | {"model"} | CHECKPOINT,
-    "decoding": LOW | {"data", "model", "losses", "checkpoint/mcore"},
+    "decoding": LOW | {"data", "model", "losses", "checkpoint/mcore", "checkpoint/convert"},  # updates of the weights
     "training": LOW | {"data", "model", "losses", "checkpoint/mcore"},
     "server": {"errors", "files", "runtime", "data", "decoding"},
     "cli": LOW | {"data", "losses", "checkpoint", "decoding", "training", "server"} | CHECKPOINT,

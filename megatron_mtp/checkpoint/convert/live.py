@@ -1,4 +1,4 @@
-"""A model in the memory of its ranks under Hugging Face names, without a checkpoint: for weight updates of engines.
+"""A model in the memory of its ranks under Hugging Face names, without a checkpoint: weights out, and weights in.
 
 The ranks' parts are read as the chunks of a checkpoint would be (`LiveReader`), so that rules, form and bits are those
 of mcore-to-hf.
@@ -18,7 +18,7 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_mtp.checkpoint.convert.export_hf import Export, form_for, hf_folder_form, written
+from megatron_mtp.checkpoint.convert.export_hf import Export, form_for, form_of, hf_folder_form, written
 from megatron_mtp.checkpoint.convert.plan import stored_key
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families.rules import Rule
@@ -75,6 +75,54 @@ def export_hf_weights(
         held += size
         del tensors
     yield from _emptied(bucket)
+
+
+@torch.no_grad()
+def load_hf_weights(
+    model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]], source: Path | None = None, like: Path | None = None
+) -> int:
+    """Copy tensors of Hugging Face names into a model; every rank keeps its part, and all ranks have to call it.
+
+    Args:
+        model: all of it on this pipeline stage.
+        weights: whole tensors, those of `export_hf_weights` for example; some of them alone change these alone.
+        source: the checkpoint that the model was loaded from, which says how a folder of it names its tensors.
+        like: a Hugging Face folder of the same model that says so, in the place of `source`.
+
+    Returns:
+        How many tensors came.
+
+    Raises:
+        ValueError: a tensor is not of this model, has another shape, or lacks those that make one weight with it; what
+            came before has been copied.
+    """
+    if like is None and source is None:
+        raise ValueError(
+            "neither source nor like was given; give the model's checkpoint, or a folder of the same model."
+        )
+    reader = LiveReader([model], None)
+    form = hf_folder_form(like) if like is not None else form_of(source or _HERE)
+    rules = {tensor.name: rule for rule in Export.of(reader, _HERE, form).rules for tensor in rule.hf}
+    waiting: dict[str, Tensor] = {}
+    count = 0
+    for name, value in weights:
+        count += 1
+        rule = rules.get(name)
+        if rule is None:
+            raise ValueError(f"'{name}' is no tensor of this model; send those of a folder like {like or source}.")
+        shape = next(tensor.shape for tensor in rule.hf if tensor.name == name)
+        if shape is not None and shape != tuple(value.shape):
+            raise ValueError(f"'{name}' has the shape {tuple(value.shape)}, and the model's is {shape}.")
+        waiting[name] = value
+        if all(tensor.name in waiting for tensor in rule.hf):
+            made = rule.to_mcore([waiting.pop(tensor.name) for tensor in rule.hf])
+            for piece, own in zip(rule.mcore, made, strict=True):
+                reader.write(stored_key(piece, reader), piece.offset, own)
+    if waiting:
+        raise ValueError(
+            f"'{next(iter(waiting))}' came without the tensors that make one weight with it; send them too."
+        )
+    return count
 
 
 def _emptied(bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -148,6 +196,25 @@ class LiveReader(DistReader):
             if part is not target:
                 target.copy_(part)
         return out
+
+    def write(self, key: str, offset: Shape | None, value: Tensor) -> None:
+        """Copy this rank's parts of a tensor, or of a slab of it."""
+        stacked, layer = self._layers.get(key, (key, None))
+        low = offset or (0,) * value.dim()
+        if layer is not None:
+            low, value = (layer, *low), value.unsqueeze(0)
+        for (name, start), held in self._held.items():
+            if name != stacked:
+                continue
+            spans = [
+                (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(low, value.shape, start, held.shape, strict=True)
+            ]
+            if all(first < end for first, end in spans):
+                target, given = (
+                    tuple(slice(first - at, end - at) for (first, end), at in zip(spans, origin, strict=True))
+                    for origin in (start, low)
+                )
+                held[target].copy_(value[given])
 
     def state(self) -> dict[str, Any]:
         """What stands beside tensors: the arguments."""

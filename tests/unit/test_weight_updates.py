@@ -1,0 +1,174 @@
+"""Weight updates of a running engine: no request is lost, and none has tokens, keys or values of two versions."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from drafting_single import trained_forward
+from hf_models import VOCABULARY, make, read
+from torch import Tensor
+
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.live import export_hf_weights
+from megatron_mtp.checkpoint.convert.stream import Options
+from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.engine import Engine
+from megatron_mtp.decoding.load import load_runner
+from megatron_mtp.decoding.method import config_from
+from megatron_mtp.decoding.requests import Request, Update
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.scheduler import EngineSettings
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+KINDS = ["mimo", "glm4_moe", "deepseek_v3", "qwen3_next"]
+"""Dense, experts, latent attention with experts, and recurrent layers with experts."""
+DTYPES = {"qwen3_next": torch.float64}
+"""Other than float32: states that are carried on row by row round otherwise than whole sequences."""
+DRAFTING = config_from({"method": "mtp", "num_speculative_tokens": 1})
+
+
+class Versions:
+    """Two models of one kind: Hugging Face folders, and checkpoints."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.dtype = DTYPES.get(kind, torch.float32)
+        self.folders = [make(folder / f"hf{seed}", kind, 1, seed=seed) for seed in (7, 8)]
+        self.checkpoints = [folder / f"mcore{number}" for number in (0, 1)]
+        for source, target in zip(self.folders, self.checkpoints, strict=True):
+            hf_to_mcore(source, target, Options(quiet=True, workers=1), megatron_arguments)
+
+    def runner(self, version: int) -> Runner:
+        return load_runner(self.checkpoints[version], VOCABULARY, self.dtype)
+
+    def weights(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        yield from read(self.folders[version]).items()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def versions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    return Versions(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def requests() -> list[Request]:
+    """Sixteen that run and four that wait, greedy and sampled, some with a beginning in common."""
+    torch.manual_seed(0)
+    shared = torch.randint(3, VOCABULARY, (33,)).tolist()
+    return [
+        Request(
+            [*shared[: 33 * (number % 2)], 3 + number, 5, 7],
+            10 + number,
+            Sampling(float(number % 3 == 0)),
+            seed=number,
+            speculative=DRAFTING,
+            logprobs=0,
+        )
+        for number in range(20)
+    ]
+
+
+def engine_of(runner: Runner) -> Engine:
+    return Engine(runner, EngineSettings(running=16, blocks=256, block_size=16))
+
+
+def grown(updates: list[Update]) -> dict[int, tuple[int, list[int], list[float], bool]]:
+    """By request: version, tokens and log-probabilities of that version, and whether it has ended once."""
+    found: dict[int, tuple[int, list[int], list[float], bool]] = {}
+    for update in updates:
+        version, tokens, logprobs, ended = found.get(update.request, (0, [], [], False))
+        assert not ended
+        if update.policy_version != version:
+            tokens, logprobs = [], []
+        logprobs = logprobs + [one.logprob for one in update.logprobs]
+        found[update.request] = update.policy_version, tokens + update.tokens, logprobs, update.finish is not None
+    return found
+
+
+def made_by(runner: Runner, given: list[Request]) -> list[tuple[list[int], list[float]]]:
+    """What `generate` makes of the requests with one version: tokens and log-probabilities of each."""
+    made: dict[int, tuple[list[int], list[float]]] = {}
+    for sampling in {request.sampling for request in given}:
+        own = {number: request for number, request in enumerate(given) if request.sampling == sampling}
+        prompts, budgets, seeds = zip(
+            *((one.prompt, one.max_new_tokens, one.seed) for one in own.values()), strict=True
+        )
+        done = generate(runner, [*prompts], [*budgets], sampling, DRAFTING, [*seeds], logprobs=0)
+        for number, tokens, listed in zip(own, done.token_ids, done.logprobs, strict=True):
+            made[number] = tokens, [one.logprob for one in listed]
+    return [made[number] for number in range(len(given))]
+
+
+@pytest.mark.parametrize("running", ["finish", "restart"])
+def test_every_request_is_of_one_version_and_as_alone(versions: Versions, running: str) -> None:
+    engine, given = engine_of(versions.runner(0)), requests()
+    for request in given:
+        engine.add(request)
+    updates = [update for _ in range(6) for update in engine.step()]
+    begun = {update.request for update in updates if update.tokens}
+    assert len(begun) == 16
+    assert engine.load.waiting == 4
+    ended = {update.request for update in updates if update.finish}
+    updates += engine.update_weights(versions.weights(1), running)
+    while engine.busy:
+        updates += engine.step()
+    found = grown(updates)
+    assert all(ended for *_, ended in found.values())
+    assert len(found) == 20
+    kept = begun if running == "finish" else ended
+    assert {number for number, (version, *_) in found.items() if version == 0} == kept
+    for version in (0, 1):
+        alone = made_by(versions.runner(version), given)
+        for number, (own, tokens, logprobs, _) in found.items():
+            if own == version:
+                assert tokens == alone[number][0], number
+                assert logprobs == pytest.approx(alone[number][1], abs=1e-5)
+    assert engine.policy_version == 1
+    assert engine.load.blocks_used == 0
+
+
+def test_log_probabilities_of_drafted_tokens_are_those_of_a_plain_forward(versions: Versions) -> None:
+    prompts = [request.prompt for request in requests()[:6]]
+    made = generate(versions.runner(0), prompts, 16, Sampling(1.0), DRAFTING, logprobs=0)
+    assert made.stats.drafted
+    model = load_model(versions.checkpoints[0]).to(versions.dtype)
+    for prompt, tokens, listed in zip(prompts, made.token_ids, made.logprobs, strict=True):
+        with torch.no_grad():
+            logits_SV = trained_forward(model, prompt + tokens)[0][len(prompt) - 1 : -1, :VOCABULARY]
+        plain = logits_SV.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert [one.token for one in listed] == tokens
+        assert [one.logprob for one in listed] == pytest.approx(plain.tolist(), abs=1e-5)
+
+
+def test_a_models_own_export_updates_another(versions: Versions) -> None:
+    """The two calls fit each other, also with the draft module's tensors alone."""
+    trained, runner = load_model(versions.checkpoints[1]), versions.runner(0)
+    engine = engine_of(runner)
+    stream = export_hf_weights(trained, like=versions.folders[0], only_mtp=True)
+    engine.update_weights((name, tensor) for name, tensor in stream)
+    prompt = requests()[1].prompt
+    old, new = versions.runner(0), versions.runner(1)
+    assert generate(runner, [prompt], 8).token_ids != generate(new, [prompt], 8).token_ids
+    engine.update_weights(export_hf_weights(trained, like=versions.folders[0]), version=41)
+    assert engine.policy_version == 41
+    assert generate(runner, [prompt], 8).token_ids == generate(new, [prompt], 8).token_ids
+    assert generate(old, [prompt], 8).token_ids != generate(new, [prompt], 8).token_ids
+
+
+def test_what_is_no_update_is_refused(versions: Versions) -> None:
+    engine = engine_of(versions.runner(0))
+    with pytest.raises(ValueError, match="running is 'kill'; give finish or restart"):
+        engine.update_weights([], "kill")
+    with pytest.raises(ValueError, match="'lm_head' is no tensor of this model; send those of a folder like"):
+        engine.update_weights([("lm_head", torch.zeros(1))])
+    with pytest.raises(RuntimeError, match="an update of the weights has failed half-way"):
+        engine.step()
+    engine.update_weights(versions.weights(0))
+    assert engine.step() == []
+    name, tensor = next((name, value) for name, value in versions.weights(0) if name.endswith("gate_proj.weight"))
+    with pytest.raises(ValueError, match="came without the tensors that make one weight with it"):
+        engine.update_weights([(name, tensor)])
+    with pytest.raises(ValueError, match=r"has the shape \(1,\), and the model's is"):
+        engine.update_weights([(name, tensor.flatten()[:1])])

@@ -34,6 +34,7 @@ from megatron_mtp.model.mtp import (
 )
 from megatron_mtp.model.padding import mask_padding_, tokens_of_slice
 from megatron_mtp.model.sharing import Head, attach_embedding
+from megatron_mtp.patches.optimizers import ABSENT
 
 
 @dataclass(frozen=True)
@@ -154,12 +155,15 @@ class MTPTrunk(LanguageModule):
         return super().load_state_dict(state_dict, strict=strict, **kwargs)
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> ShardedStateDict:
-        """Megatron's, less what is absent from the checkpoint that is about to be loaded."""
+        """Megatron's; what is absent from the checkpoint that is about to be loaded has a key that says so."""
         entries = super().sharded_state_dict(prefix, *args, **kwargs)
         absent = tuple(f"{prefix}mtp.layers.{index}." for index in self._absent)
         if self._lacks_draft_vocabulary:
             absent += (prefix + DRAFT_VOCABULARY,)
-        return {name: entry for name, entry in entries.items() if not (absent and name.startswith(absent))}
+        for name, entry in entries.items():
+            if absent and name.startswith(absent):
+                entry.key = ABSENT + entry.key
+        return entries
 
     def _postprocess(
         self,

@@ -1,8 +1,8 @@
-"""The distributed optimizer in checkpoints: slices behind padding, torch's Adam, stages without anything to train."""
+"""Optimizers in checkpoints: slices behind padding, torch's Adam, stages without anything to train, new parameters."""
 
 import functools
 from collections.abc import Callable
-from inspect import unwrap
+from inspect import signature, unwrap
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -134,6 +134,81 @@ def _not_sharded(optimizer: dict[str, Any]) -> Any:
     return extract_sharded_base(stored)[1]
 
 
+# --- parameters that the checkpoint lacks ----------------------------------------------------------------------------
+
+ABSENT = "absent: "
+"""Beginning of the keys of a model's entries that the checkpoint to load lacks; an optimizer's keys end with them."""
+OWN_COPY, LISTS = ("param", "fp32_param"), "fp32_from_fp16_params"
+"""States of an optimizer that are its copy of the parameter, and the key under which one keeps them."""
+
+
+def without_absent(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`dist_checkpointing.load`, which reads no entry of an `ABSENT` key.
+
+    Such entries of the model are left out, since the model makes them itself. The optimizer's are those of a new
+    parameter: moments of zero, and as its copy the model's parameter, which Megatron loads before the optimizer.
+    """
+
+    @functools.wraps(load)
+    def loaded(state: dict[str, Any], *rest: Any, **settings: Any) -> Any:
+        parameters = _absent_parameters(state)
+        if not parameters:
+            return load(state, *rest, **settings)
+        found = load(_with_new(state, parameters), *rest, **settings)
+        common = found[0] if isinstance(found, tuple) else found
+        for asked, got in zip(_with_lists(state), _with_lists(common), strict=True):
+            got[LISTS] = [[got[LISTS][i][j] for j in range(len(group))] for i, group in enumerate(asked[LISTS])]
+        return found
+
+    return loaded
+
+
+def _absent_parameters(state: dict[str, Any]) -> dict[str, Any]:
+    """What the model has under `ABSENT` keys: parameters, and for a state of a kernel None."""
+    models = [part for name, part in state.items() if name.startswith("model") and isinstance(part, dict)]
+    return {entry.key: entry.data for part in models for entry in part.values() if _is_absent(entry)}
+
+
+def _with_new(state: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
+    """The state to load, less the model's absent entries, with the optimizer's as for new parameters.
+
+    Megatron takes lists apart and loses places where some of the items are not read: they become dicts by index.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+
+    found: dict[str, Any] = {
+        name: {key: entry for key, entry in part.items() if not _is_absent(entry)} if name.startswith("model") else part
+        for name, part in state.items()
+    }
+    found = dict_list_map_outplace(functools.partial(_new_state, parameters), found)
+    for part in _with_lists(found):
+        part[LISTS] = {index: dict(enumerate(group)) for index, group in enumerate(part[LISTS])}
+    return found
+
+
+def _with_lists(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The states of optimizers that list their copies of the parameters by group."""
+    optimizer = state.get("optimizer") or {}
+    return [part for part in (optimizer, *optimizer.values()) if isinstance(part, dict) and LISTS in part]
+
+
+def _is_absent(entry: Any) -> bool:
+    return ABSENT in getattr(entry, "key", "")
+
+
+def _new_state(parameters: dict[str, torch.Tensor], entry: Any) -> Any:
+    """Of `optimizer.state.exp_avg.absent: mtp.layers.1.eh_proj.weight` zeros in the parameter's shape."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    if not _is_absent(entry):
+        return entry
+    state, _, key = entry.key.partition(ABSENT)
+    parameter = parameters[ABSENT + key].detach()
+    if state.split(".")[-2] in OWN_COPY:
+        return LocalNonpersistentObject(parameter)
+    return LocalNonpersistentObject(torch.zeros_like(parameter, dtype=entry.data.dtype))
+
+
 # --- probes: is the fault there? -------------------------------------------------------------------------------------
 
 
@@ -184,3 +259,8 @@ def makes_no_stubs(get_optimizer: Function) -> bool:
 def lends_nothing(save: Function) -> bool:
     """Return whether rank 0 writes only its own optimizer: no object is exchanged before the save."""
     return not {"broadcast_object_list", "gather_object", "all_gather_object"} & names_in(save)
+
+
+def reads_every_entry(load: Function) -> bool:
+    """Return whether a load has no way to leave out entries: no argument names them."""
+    return not any("missing" in name or "partial" in name for name in signature(load).parameters)

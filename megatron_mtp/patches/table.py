@@ -145,6 +145,14 @@ PATCHES = (
         saving.announced,
     ),
     Patch(
+        "megatron.core.dist_checkpointing:load",
+        "An optimizer's state cannot be loaded by a model with layers that the checkpoint lacks.",
+        NONE,
+        CORE,
+        optimizers.reads_every_entry,
+        optimizers.without_absent,
+    ),
+    Patch(
         "torch.distributed.checkpoint.filesystem:_write_item",
         "Entries of a checkpoint are written without checksums.",
         NONE,

@@ -7,7 +7,7 @@ there.
 import zipfile
 from argparse import Namespace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from megatron.training import get_tokenizer
@@ -21,6 +21,8 @@ from megatron_mtp.checkpoint.mcore.reader import (
     absent_layers,
     check_query_norms,
     read_errors,
+    sharding_type,
+    stored_depths,
     stored_draft_vocabulary,
 )
 from megatron_mtp.config import MTPConfig
@@ -125,7 +127,7 @@ def loaded_iteration(args: Namespace) -> tuple[str, Path] | None:
 
 
 def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
-    """The MTP layers that the checkpoint to load lacks; where there are some, a new run starts from its weights.
+    """The MTP layers that the checkpoint to load lacks; a checkpoint that lacks all of them starts a new run.
 
     Raises:
         ValueError: it has other layers, depths, positions or another optimizer than this run.
@@ -134,25 +136,60 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
         return ()
     name, folder = found
     source = f"{FLAGS[name]} {getattr(args, name)}"
-    stored = None
+    common: dict[str, Any] = {}
     if (folder / FORMAT).exists():
         reader = DistReader(folder)
         check_query_norms(reader, source)
-        stored = reader.state().get("args")
+        common = reader.state()
+    stored = common.get("args")
     if stored is not None:
         _check_layers(args, stored, f"{source} holds")
     absent: tuple[int, ...] = ()
     if args.mtp_num_layers is not None:
-        layers = 1 if args.mtp_use_repeated_layer else args.mtp_num_layers
-        absent = absent_layers(folder, layers, settings.mtp_architecture == "sequential", settings.mtp_init)
-    if absent:
-        args.finetune = True  # the stored optimizer knows nothing of the new depths
-        if args.rank == 0:
-            say(f"> MTP layers that {folder} lacks: --mtp-init {settings.mtp_init}; starting as with --finetune")
+        absent = _changed_layers(args, settings, folder, common)
     if stored is not None and not args.use_checkpoint_args:
         _check_positions(args, stored, source)
     if stored is not None and name == "load" and not args.finetune and folder.name != RELEASE:
         _check_optimizer(args, stored, source)
+    return absent
+
+
+def _changed_layers(args: Namespace, settings: MTPConfig, folder: Path, common: dict[str, Any]) -> tuple[int, ...]:
+    """The MTP layers that the checkpoint lacks; prints what is added or left out.
+
+    A run goes on with more or fewer layers: the state of the optimizer is that of the others. From a checkpoint without
+    any it starts anew.
+
+    Args:
+        args, settings: the run's.
+        folder: of the iteration.
+        common: what it stores beside tensors; empty for a format that is no list of tensors.
+
+    Raises:
+        ValueError: the checkpoint has other layers, or the state of its optimizer cannot be taken apart.
+    """
+    layers = 1 if args.mtp_use_repeated_layer else args.mtp_num_layers
+    drops = bool(common) and not args.mtp_use_repeated_layer
+    absent = absent_layers(folder, layers, settings.mtp_architecture == "sequential", settings.mtp_init, drops)
+    stored = stored_depths(folder)
+    if stored is None or stored.layers == layers:
+        return absent
+    if absent and (not stored.layers or not common):
+        args.finetune = True  # the stored optimizer knows nothing of the new layers
+        if args.rank == 0:
+            say(f"> MTP layers that {folder} lacks: --mtp-init {settings.mtp_init}; starting as with --finetune")
+        return absent
+    if not (args.finetune or args.no_load_optim) and sharding_type(common) not in (None, "fully_reshardable"):
+        raise ValueError(
+            f"{folder} has {stored.layers} MTP layers and its optimizer's state in buffers of all parameters, which "
+            f"cannot go on with {layers}; save it again with --mtp-num-layers {stored.layers} and "
+            "--dist-ckpt-optim-fully-reshardable, or start with a new state (--no-load-optim)."
+        )
+    if args.rank == 0:
+        others = range(min(layers, stored.layers) + 1, max(layers, stored.layers) + 1)
+        names = ", ".join(map(str, others))
+        does = f"begins by --mtp-init {settings.mtp_init}, its optimizer's moments at zero" if absent else "is left out"
+        say(f"> {folder} has {stored.layers} MTP layers, this run {layers}: layer {names} {does}; all else goes on")
     return absent
 
 

@@ -85,6 +85,9 @@ def save_unmarked(state: Any, checkpoint_dir: str) -> None:
     save_preprocess(state)
 
 
+def load_partial(state: Any, checkpoint_dir: str, missing_keys_stay: bool = False) -> None: ...
+
+
 def called_by_nothing() -> None:
     """The loop calls another function."""
 
@@ -98,6 +101,7 @@ MENDED: dict[Any, Any] = {
     saving.leaves_helper: get_write_results_queue,
     saving.seals_nothing: save_sealed,
     optimizers.lends_nothing: save_lent,
+    optimizers.reads_every_entry: load_partial,
     saving.keeps_mark: save_unmarked,
 }
 """By probe. Of the other rows, what the patch makes of the original is a mended function as well."""

@@ -36,15 +36,21 @@ from megatron_mtp.checkpoint.convert.stream import (
 from megatron_mtp.checkpoint.families.blocks import mlp_norm_keys
 from megatron_mtp.checkpoint.mcore.iterations import RELEASE
 from megatron_mtp.checkpoint.mcore.keys import FUSED_NORM, OWN_NORM
-from megatron_mtp.checkpoint.mcore.reader import HEAD_STATE, STATE, DistReader, Shape, StoredDepths
+from megatron_mtp.checkpoint.mcore.reader import (
+    BY_PARAMETER,
+    HEAD_STATE,
+    STATE,
+    DistReader,
+    Shape,
+    StoredDepths,
+    sharding_type,
+)
 from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
 from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.pattern import KINDS, SHARDED_STACK, trunk_and_depths
 
 FILE_BYTES = 2**30
 """Size of a file, unless a single tensor is larger: what is made again at most after an interruption."""
-BY_PARAMETER = (None, "fully_reshardable", "fully_sharded_model_space")
-"""Formats of the optimizer's state with a tensor for every parameter; None is that of a plain optimizer."""
 BY_BUCKET = "dp_reshardable"
 """The distributed optimizer's usual format: flat buffers of the parameters, in the model's order."""
 UNEVEN = (
@@ -132,13 +138,6 @@ def migrate(source: Path, target: Path, to_hybrid: bool, options: Options) -> Co
     folder.finish()
     title = f"hybrid of layers {plan.pattern}" if to_hybrid else "GPT"
     return Converted(title, plan.depths, len({chunk.key for chunk in chunks}), sum(chunk.length for chunk in chunks))
-
-
-def sharding_type(common: dict[str, Any]) -> str | None:
-    """The format of the distributed optimizer's state; None if the optimizer is another one or not stored."""
-    metadata, optimizer = common.get("content_metadata") or {}, common.get("optimizer")
-    own = optimizer.get("param_state_sharding_type") if isinstance(optimizer, dict) else None
-    return metadata.get("distrib_optim_sharding_type", own)
 
 
 def _check_optimizer(common: dict[str, Any], pattern: str, source: str) -> None:

@@ -293,6 +293,17 @@ def _unstacked(key: str) -> str:
     return f"{stack}{layer}.{name}_{place[1:] or 0}_{shape[1:] or 1}"
 
 
+BY_PARAMETER = (None, "fully_reshardable", "fully_sharded_model_space")
+"""Formats of the optimizer's state with a tensor for every parameter; None is that of a plain optimizer."""
+
+
+def sharding_type(common: dict[str, Any]) -> str | None:
+    """The format of the distributed optimizer's state; None if the optimizer is another one or not stored."""
+    metadata, optimizer = common.get("content_metadata") or {}, common.get("optimizer")
+    own = optimizer.get("param_state_sharding_type") if isinstance(optimizer, dict) else None
+    return metadata.get("distrib_optim_sharding_type", own)
+
+
 _MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(\w+)")
 
 
@@ -342,7 +353,9 @@ def older_tensors(folder: Path) -> dict[str, Tensor] | None:
     return found if files else None
 
 
-def absent_layers(folder: Path, layers: int, sequential: bool, init: str | None) -> tuple[int, ...]:
+def absent_layers(
+    folder: Path, layers: int, sequential: bool, init: str | None, drops: bool = False
+) -> tuple[int, ...]:
     """Indices of the MTP layers that the checkpoint lacks, so that `--mtp-init` must make them.
 
     Args:
@@ -350,6 +363,7 @@ def absent_layers(folder: Path, layers: int, sequential: bool, init: str | None)
         layers: physical MTP layers of the model to be built.
         sequential: whether the model's architecture is the sequential one.
         init: the value of `--mtp-init`; None if it was not given.
+        drops: whether the model may have fewer layers than the checkpoint.
 
     Raises:
         ValueError: the checkpoint has other depths than the model, and `init` is None where some are missing.
@@ -357,7 +371,7 @@ def absent_layers(folder: Path, layers: int, sequential: bool, init: str | None)
     stored = stored_depths(folder)
     if stored is None:
         return ()
-    if stored.layers > layers:
+    if stored.layers > layers and not drops:
         raise ValueError(
             f"the checkpoint {folder} (--load) has {stored.layers} MTP layers, and the model is to have {layers}; give "
             f"--mtp-num-layers {stored.layers} without --mtp-use-repeated-layer, or take the others out with "

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.computation import differences
-from megatron_mtp.checkpoint.convert.hybrid import BY_BUCKET, Halves, hybrid_arguments, sharding_type
+from megatron_mtp.checkpoint.convert.hybrid import BY_BUCKET, Halves, hybrid_arguments
 from megatron_mtp.checkpoint.mcore.model import fill, model_of
-from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
+from megatron_mtp.checkpoint.mcore.reader import DistReader, sharding_type, stored_draft_vocabulary
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
 from megatron_mtp.checkpoint.verify.verify import Check, logits_of
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS, check_trainable

@@ -14,10 +14,10 @@ DEPTH = ("model.layers.3.",)
 
 
 def coded(tensors: Tensors, form: Callable[[str, Tensor], Tensors], plain: tuple[str, ...] = DEPTH) -> Tensors:
-    """The projections in a quantized form, without those whose names begin so."""
+    """The projections of layers in a quantized form, without those whose names begin so."""
     out: Tensors = {}
     for name, tensor in tensors.items():
-        whole = not name.endswith("_proj.weight") or name.startswith(plain) or tensor.dim() != 2
+        whole = not name.endswith("_proj.weight") or name.startswith(plain) or "eh_proj" in name or tensor.dim() != 2
         out |= {name: tensor} if whole else form(name.removesuffix("weight"), tensor)
     return out
 

@@ -186,10 +186,11 @@ def _described(side: HFSide, settings: Settings, coded: list[str]) -> str:
 def _check_promises(side: HFSide, settings: Settings, coded: list[str]) -> Iterator[Finding]:
     """Compare every weight of trunk and depths with the forms that the config promises it."""
     leaves = {_leaf(name) for name in coded}
+    told = {name for one in side.findings if one.guess == GUESS for name in one.names}
     against, untargeted, plain = list[str](), list[str](), list[str]()
     others: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, entry in side.tensors.items():
-        if side.parts.of(name).kind == BESIDE or not name.endswith(("weight", "_proj")):
+        if side.parts.of(name).kind == BESIDE or not name.endswith(("weight", "_proj")) or name in told:
             continue
         promised = settings.promised(_module(name))
         if promised is None:

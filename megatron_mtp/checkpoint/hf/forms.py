@@ -41,7 +41,7 @@ GROUP_16, GROUP_32 = 16, 32
 
 
 class MisfitError(ValueError):
-    """Parts that make no weight; the text goes on after the weight's name."""
+    """Parts that make no weight; the text goes on after the weight's name, and is empty for another form's parts."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,9 @@ def _result(scale: Tensor) -> torch.dtype:
 
 def _shape_of_nibbles(group: int, parts: Mapping[str, Part], numbers: Numbers) -> Shape:
     """The shape of bytes [O, I / 2] with scales [O, I / group]."""
-    (shape, _), (scale, _) = next(iter(parts.values())), parts["weight_scale"]
+    (shape, _), (scale, kind) = next(iter(parts.values())), parts["weight_scale"]
+    if kind != (E4M3 if group == GROUP_16 else torch.uint8):
+        raise MisfitError("")
     whole = (*shape[:-1], 2 * shape[-1]) if shape else ()
     if len(shape) < 2 or (*scale[:-1], scale[-1:] and scale[-1] * group) != whole:
         turned = (

@@ -1,0 +1,251 @@
+"""Quantized folders: each planted fault is the one finding, with its explanation and the line to change."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import Tensors, make, read, write
+from quantized_models import FORMS, SIZES, coded, groups, nvfp4, quantized, with_keys
+from torch import Tensor
+
+from megatron_mtp.checkpoint.audit.auditing import audit
+
+Spoil = Callable[[Path], None]
+HEAD = "model.layers.3.self_attn.q_proj."
+TRUNK = "model.layers.1.self_attn.q_proj."
+
+
+def found(folder: Path) -> list[tuple[str, str]]:
+    """What the audit says, and its advice; without notes."""
+    return [(one["says"], one["advice"]) for one in audit(folder)["findings"] if one["severity"] != "note"]
+
+
+def whole(form: str) -> Callable[[Path], Path]:
+    """A folder whose depth is quantized as well, without a list."""
+
+    def made(folder: Path) -> Path:
+        make(folder, "glm4_moe", 1, torch.bfloat16, changes=SIZES)
+        encode, settings = FORMS[form]
+        write(folder, coded(read(folder), encode, ("none",)))
+        lists = ("ignore", "modules_to_not_convert", "exclude_modules", "dynamic")
+        with_keys(folder, quantization_config={name: value for name, value in settings.items() if name not in lists})
+        return folder
+
+    return made
+
+
+def settings(**changes: Any) -> Spoil:
+    def change(folder: Path) -> None:
+        keys = json.loads((folder / "config.json").read_text())["quantization_config"]
+        with_keys(folder, quantization_config=keys | changes)
+
+    return change
+
+
+def tensors(change: Callable[[Tensors], Tensors]) -> Spoil:
+    def spoil(folder: Path) -> None:
+        held = read(folder)
+        held |= change(held)
+        write(folder, {name: tensor for name, tensor in held.items() if tensor is not GONE})
+
+    return spoil
+
+
+GONE = torch.empty(0)
+
+
+def lost(*names: str) -> Spoil:
+    return tensors(lambda held: dict.fromkeys(names, GONE))
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Spoil:
+    return tensors(lambda held: {name: change(held[name])})
+
+
+def filled(value: float) -> Callable[[Tensor], Tensor]:
+    def fill(scale: Tensor) -> Tensor:
+        wide = scale.float()
+        wide.view(-1)[0] = value
+        return wide.to(scale.dtype)
+
+    return fill
+
+
+def other_head(form: str) -> Spoil:
+    """The depth becomes one of another form, which no list names."""
+
+    def spoil(folder: Path) -> None:
+        held = read(folder)
+        head = {name: tensor for name, tensor in held.items() if name.startswith("model.layers.3.")}
+        trunk = {name: tensor for name, tensor in held.items() if name not in head}
+        write(folder, trunk | coded(head, FORMS[form][0], ("none",)))
+        settings(ignore=["lm_head"])(folder)
+
+    return spoil
+
+
+def in_a_side_file(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    held = read(folder)
+    head = {name: held.pop(name) for name in list(held) if name.startswith("model.layers.3.")}
+    write(folder, held)
+    index = dict.fromkeys(held, "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    save_file(head, folder / "mtp.safetensors")
+
+
+def head_targets(folder: Path) -> None:
+    """The only group names modules of the trunk."""
+    keys = groups(8, "float", "channel")
+    keys["config_groups"]["group_0"]["targets"] = [r"re:model\.layers\.[0-2]\..*"]
+    with_keys(folder, quantization_config=keys | {"ignore": ["lm_head"]})
+
+
+SHORT, LONG = (
+    "are not quantized, and the config does not list them so",
+    "are quantized, but the config lists them as not",
+)
+FAULTS: dict[str, tuple[Callable[[Path], Path] | str, Spoil, str, str]] = {
+    "list of fp8 too short": (
+        "fp8", settings(modules_to_not_convert=["lm_head"]), f"25 weights of the MTP layers {SHORT}",
+        "to 'modules_to_not_convert' in config.json",
+    ),
+    "list of compressed-tensors too short": (
+        "int4", settings(ignore=["lm_head"]), f"25 weights of the MTP layers {SHORT}",
+        r"add 're:model\.layers\.3\..*' to 'ignore' in config.json",
+    ),
+    "pattern that matches nothing": (
+        "int4", settings(ignore=["lm_head", "model.layers.3"]),
+        "The entry 'model.layers.3' of the list match no module, since whole names are compared",
+        r"add 're:model\.layers\.3\..*' to 'ignore' in config.json",
+    ),
+    "list of modelopt too short": (
+        "modelopt nvfp4", settings(exclude_modules=["lm_head", "*mtp*"]), "'*mtp*' of the list match no module",
+        "add 'model.layers.3*' to 'exclude_modules' in config.json",
+    ),
+    "list of AWQ too short": ("awq", settings(modules_to_not_convert=None), SHORT, "to 'modules_to_not_convert'"),
+    "list of fp8 too long": (
+        whole("fp8"), settings(modules_to_not_convert=["model.layers.3"]), f"25 weights of the MTP layers {LONG}",
+        "remove 'model.layers.3' from 'modules_to_not_convert' in config.json",
+    ),
+    "list of compressed-tensors too long": (
+        whole("nvfp4"), settings(ignore=[r"re:.*layers\.3.*"]), LONG, r"remove 're:.*layers\.3.*' from 'ignore'",
+    ),
+    "list of modelopt too long": (
+        whole("modelopt fp8"), settings(exclude_modules=["*layers.3*"]), LONG, "remove '*layers.3*'",
+    ),
+    "head without its scale": (
+        whole("fp8"), lost(f"{HEAD}weight_scale_inv"), f"'{HEAD}weight' is FP8 without '{HEAD}weight_scale_inv'",
+        "restore",
+    ),
+    "scale in blocks of another size": (
+        whole("fp8"), changed(f"{HEAD}weight_scale_inv", lambda one: torch.ones(2, 2)), "with scales of shape 2x2", "",
+    ),
+    "scales transposed": (
+        "fp8 rows", changed(f"{TRUNK}weight_scale", lambda one: one.T.contiguous()), "the scales are transposed", "",
+    ),
+    "scales of NVFP4 transposed": (
+        "nvfp4", changed("model.layers.1.mlp.shared_experts.down_proj.weight_scale", lambda one: one.T.contiguous()),
+        "has bytes of shape 64x32 with scales of shape 4x64", "",
+    ),
+    "a scale of zero": (
+        "fp8 rows", changed(f"{TRUNK}weight_scale", filled(0.0)), f"'{TRUNK}weight_scale' has zeros", "release",
+    ),
+    "a scale of NVFP4 of zero": (
+        "nvfp4", changed(f"{TRUNK}weight_scale", filled(0.0)), f"'{TRUNK}weight_scale' has zeros", "release",
+    ),
+    "a scale that is NaN": (
+        "fp8", changed(f"{TRUNK}weight_scale_inv",
+        filled(float("nan"))), "weight_scale_inv' has numbers that are NaN", "",
+    ),
+    "a scale of MXFP4 that is NaN": (
+        "mxfp4", changed(f"{TRUNK}weight_scale", filled(255)), "weight_scale' has numbers that are NaN", "release",
+    ),
+    "scale of the whole weight lost": (
+        "nvfp4", lost(f"{TRUNK}weight_global_scale"), f"without '{TRUNK}weight_global_scale'", "",
+    ),
+    "zero points lost": ("awq", lost(f"{TRUNK}qzeros"), f"without '{TRUNK}qzeros'", ""),
+    "numbers lost, scales left": ("gptq", lost(f"{TRUNK}qweight"), "scales without the numbers of their weight", ""),
+    "scales of GPTQ of another group": (
+        "gptq", changed(f"{TRUNK}scales", lambda one: one.repeat(2, 1)), "neither AWQ (GEMM, 4 bits) nor GPTQ", "",
+    ),
+    "another shape in weight_shape": (
+        "int4", changed(f"{TRUNK}weight_shape", lambda one: one * 2), "which are none of a weight of 128x128", "",
+    ),
+    "scale left beside a whole weight": (
+        "fp8", changed(f"{TRUNK}weight", lambda one: one.bfloat16()), f"'{TRUNK}weight' is bfloat16, but",
+        "restore the weight",
+    ),
+    "head in another form, not listed": (
+        "int4", other_head("nvfp4"),
+        "25 weights of the MTP layers are stored as NVFP4, compressed-tensors, but the config promises integers",
+        "a group in 'config_groups'",
+    ),
+    "trunk by another method": (
+        "awq", settings(quant_method="gptq"), "of the trunk are stored as AWQ, but the config promises GPTQ",
+        "'quant_method'",
+    ),
+    "head that no group targets": (whole("fp8 rows"), head_targets, "no group of the config targets them", "'targets'"),
+    "head in a side file": ("fp8", in_a_side_file, "'mtp.safetensors', which the index does not list", "hf-to-mcore"),
+    "no quantization_config": (
+        "fp8", lambda folder: with_keys(folder, quantization_config="absent"), "has no 'quantization_config'",
+        "copy the key",
+    ),
+}  # fmt: skip
+"""Fault: a form whose depth is bfloat16 or a folder, what is spoilt, what the finding says and advises."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_the_one_finding_with_the_line_to_change(fault: str, tmp_path: Path) -> None:
+    base, spoil, says, advises = FAULTS[fault]
+    folder = quantized(tmp_path / "hf", base) if isinstance(base, str) else base(tmp_path / "hf")
+    assert found(folder) == []
+    spoil(folder)
+    ((said, advice),) = found(folder)
+    assert says in said
+    assert advises in advice
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("gptq", "bitsandbytes")])
+def test_a_sound_folder_whose_depth_is_quantized_as_well_has_no_finding(form: str, tmp_path: Path) -> None:
+    assert found(whole(form)(tmp_path / "hf")) == []
+
+
+def test_two_forms_that_two_groups_declare_are_sound(tmp_path: Path) -> None:
+    """Trunk and head apart, as compressed-tensors' groups say it."""
+    folder = quantized(tmp_path / "hf", "fp8 rows")
+    write(
+        folder,
+        coded(
+            read(folder),
+            lambda stem, weight: nvfp4(stem, weight),
+            ("model.layers.0", "model.layers.1", "model.layers.2"),
+        ),
+    )
+    head = groups(4, "float", "tensor_group")["config_groups"]["group_0"] | {"targets": [r"re:model\.layers\.3\..*"]}
+    trunk = groups(8, "float", "channel")["config_groups"]["group_0"]
+    settings(config_groups={"group_0": trunk, "group_1": head}, ignore=["lm_head"])(folder)
+    assert found(folder) == []
+    settings(config_groups={"group_0": trunk})(folder)
+    ((said, _),) = found(folder)
+    assert "of the MTP layers are stored as NVFP4" in said
+
+
+def test_entries_that_name_nothing_and_change_nothing_are_a_note(tmp_path: Path) -> None:
+    folder = whole("fp8 rows")(tmp_path / "hf")
+    settings(ignore=["lm_head", "re:.*visual.*"])(folder)
+    result = audit(folder)
+    assert result["ok"]
+    assert any("1 match no module: 're:.*visual.*'" in one["says"] for one in result["findings"])
+
+
+def test_forms_are_described_by_part(tmp_path: Path) -> None:
+    (note,) = (one for one in audit(quantized(tmp_path / "hf", "nvfp4"))["findings"] if one["guess"] == "quantization")
+    assert note["says"] == (
+        "The folder is quantized: quant_method 'compressed-tensors', 57 weights "
+        "(trunk: 57 in NVFP4, compressed-tensors)."
+    )

@@ -48,8 +48,8 @@ ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_r
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """The tag around what the assistant writes, where a template has it."""
 
-WITHOUT_THINKING = {"enable_thinking": False, "thinking": False}
-"""Variables by which templates supply an empty thinking block in their generation prompt."""
+MODES: tuple[dict[str, Any], ...] = ({}, *({"enable_thinking": on, "thinking": on} for on in (False, True)))
+"""Variables by which generation prompts differ: with nothing, an empty thinking block, or the beginning of one."""
 
 COUNTS = 1
 """Mode of a sequence whose tokens count."""
@@ -197,7 +197,7 @@ class ChatEncoder:
         except Exception as error:  # templates refuse roles and orders by exceptions of Jinja
             raise ValueError(
                 f"--chat: the chat template of '{self._tokenizer.name_or_path}' refuses {place_of(line)} "
-                f"({str(error).rstrip('.')}); correct or remove the line, or give another template."
+                f"({str(error).rstrip('.')}); correct or remove the line, or give a template with {{% generation %}}."
             ) from error
 
     def encode(self, chat: Chat) -> list[Counted]:
@@ -222,14 +222,14 @@ class ChatEncoder:
     def _turn(self, chat: Chat, place: int) -> tuple[list[int], int, int]:
         """Tokens of the messages up to a turn of the assistant, and the span of them that counts."""
         ids = self._tokenize(self._render(chat, place + 1))
-        prompts = self._prompts(chat, place)
-        found = [len(prompt) for prompt in prompts if _starts(ids, prompt)]
+        history, openings = self._prompt(chat, place)
+        found = [len(history) + len(opening) for opening in openings if _starts(ids, history + opening)]
         if not found:
-            pairs = zip(prompts[0], ids, strict=False)
-            same = next((at for at, (one, other) in enumerate(pairs) if one != other), len(ids))
+            prompt = history + openings[0]
+            same = _common(prompt, ids)
             raise ValueError(
                 f"message {place + 1} is rendered as {self._shown(ids[same:])}, where the generation prompt has "
-                f"{self._shown(prompts[0][same:])}"
+                f"{self._shown(prompt[same:])}"
             )
         start = found[0] if self._counts_empty_thinking else max(found)
         return ids, start, self._end(ids, start, len(ids))
@@ -247,9 +247,10 @@ class ChatEncoder:
         )
         ids: list[int] = out["input_ids"]
         edges = np.flatnonzero(np.diff(out["assistant_masks"], prepend=0, append=0)).tolist()
-        kinds = slice(1 if self._counts_empty_thinking else None)
-        prompts = [prompt for place in turns for prompt in self._prompts(chat, place)[kinds]]
-        supplied = [len(prompt) for prompt in prompts if _starts(ids, prompt)]
+        supplied = []
+        for history, openings in (self._prompt(chat, place) for place in turns):
+            known = openings[:1] if self._counts_empty_thinking else openings
+            supplied += [len(history) + len(opening) for opening in known if _starts(ids, history + opening)]
         spans = []
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
             start = max([start, *(end for end in supplied if start < end <= stop)])
@@ -257,7 +258,8 @@ class ChatEncoder:
                 spans.append((start, end))
         if not spans:
             return []
-        return [self._closed(Counted(ids[: spans[-1][1]], spans), chat.messages[turns[-1]])]
+        last = [message for message in chat.messages if message["role"] == "assistant"][-1]
+        return [self._closed(Counted(ids[: spans[-1][1]], spans), last)]
 
     def _end(self, ids: list[int], start: int, stop: int) -> int:
         """The end of a span: behind its first token that ends a text, or that follows it; without blanks behind it."""
@@ -287,11 +289,17 @@ class ChatEncoder:
         ids = self._tokenize(self._render(Chat([{"role": "user", "content": ""}]), 1))
         return next((one for one in ids if one in self._ends), None)
 
-    def _prompts(self, chat: Chat, place: int) -> list[list[int]]:
-        """Tokens of a turn's generation prompts: the plain one, and one that supplies an empty thinking block."""
-        kinds: tuple[dict[str, Any], ...] = ({}, WITHOUT_THINKING)
-        texts = [self._render(chat, place, add_generation_prompt=True, **variables) for variables in kinds]
-        return [self._tokenize(text) for text in dict.fromkeys(texts)]
+    def _prompt(self, chat: Chat, place: int) -> tuple[list[int], list[list[int]]]:
+        """Tokens of the messages before a turn, and those that generation prompts put behind, the plain one first."""
+        history, seen = list[int](), dict[str, list[int]]()
+        for mode in MODES:
+            text = self._render(chat, place, add_generation_prompt=True, **mode)
+            if text not in seen:
+                prompt, messages = self._tokenize(text), self._tokenize(self._render(chat, place, **mode))
+                same = _common(prompt, messages)
+                history = history if seen else prompt[:same]
+                seen[text] = prompt[same:]
+        return history, list(seen.values())
 
     def _render(self, chat: Chat, messages: int, **variables: Any) -> str:
         arguments = {**chat.variables, **variables}
@@ -303,6 +311,12 @@ class ChatEncoder:
 
     def _shown(self, ids: list[int]) -> str:
         return repr(self._tokenizer.decode(ids[:8])) if ids else "nothing more"
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """The number of first tokens that both have."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
 def _starts(ids: list[int], with_ids: list[int]) -> bool:

@@ -60,7 +60,16 @@ SYSTEM = {"role": "system", "content": "S"}
 ONE, TWO = Chat([user("q"), said("a")]), Chat([user("q"), said("a"), user("r"), said("b")])
 WITH_SYSTEM = Chat([SYSTEM, *TWO.messages])
 THOUGHT = Chat([user("q"), said("a", "t"), user("r"), said("b", "u")])
-TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "adds",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+        },
+    }
+]
 CALL = Chat([user("q"), call(), {"role": "tool", "content": "4"}, said("b")], TOOLS)
 THOUGHT_CALL = Chat([user("q"), call("t"), {"role": "tool", "content": "4"}, said("b", "u")], TOOLS)
 
@@ -112,8 +121,8 @@ SHAPES = {
         "{% else %}<think></think>{% endif %}{% if m.content %}¶{{ m.content }}{% endif %}"
         "{% for c in m.tool_calls or [] %}¶<tool_call>{{ c.function.name }}</tool_call>{% endfor %}»"
         "{% elif m.role == 'tool' %}<|observation|>¶{{ m.content }}{% else %}<|{{ m.role }}|>¶{{ m.content }}"
-        "{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+        + NO_THINKING
+        + "/nothink{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
         + NO_THINKING
         + "¶<think></think>{% endif %}{% endif %}",
     ),

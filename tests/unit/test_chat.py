@@ -94,6 +94,8 @@ def test_a_chat_that_begins_with_the_assistant_counts_from_its_next_turn(tmp_pat
         "hello<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n⟦a<|im_end|>⟧"
     )
     assert ChatEncoder(tokenizer).encode(Chat([said("hello"), user("q")])) == []
+    tagged = ChatEncoder(SHAPES["Qwen2.5"].tokenizer(tmp_path, tagged=True))
+    assert [len(document.spans) for document in tagged.encode(Chat([said("hello"), user("q")]))] == [1]
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ DEFAULTS = (
 """Flags with which `train` only evaluates."""
 
 OTHER_DATA = (
-    "--chat --mock-data --train-data-path --valid-data-path --test-data-path --data-args-path --per-split-data-args-path"
+    "--chat --mock-data --train-data-path --valid-data-path --test-data-path --data-args-path "
+    "--per-split-data-args-path"
 ).split()
 """Flags of `train` that give data instead of `--data-path`."""
 

@@ -12,17 +12,21 @@ import json
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import launch
 import pytest
+from safetensors.torch import save_file
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import Options
+from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted
 from megatron_mtp.extensions.predict.engines import ENGINES
 from megatron_mtp.extensions.predict.rows import greedy, read_text
+from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.runtime import prepare
 
 prepare()
@@ -76,8 +80,12 @@ def test_vllm_accepts_what_was_trained(name: str, tmp_path: Path) -> None:
     command = [str(PYTHON), str(CLIENT), str(exported), json.dumps(PROMPT), str(NEW), json.dumps(DRAFTS)]
     served = [json.loads(line) for line in launch.run(command, tmp_path / "vllm.log").splitlines() if line[:1] == "{"]
     assert [each["drafts"] for each in served] == list(DRAFTS)
-    model = load_model(checkpoint)
-    feeding = ENGINES["vllm"].feeding(case.family, len(model.mtp.layers))
+    agree(load_model(checkpoint), served, case.family, name)
+
+
+def agree(model: MTPTrunk, served: list[dict[str, Any]], family: str, name: str) -> None:
+    """vLLM's tokens are our greedy ones, and it accepted the drafts that we foretell."""
+    feeding = ENGINES["vllm"].feeding(family, len(model.mtp.layers))
     whole = greedy(model, PROMPT, NEW + max(DRAFTS) + 1)
     for each in served:
         drafts, tokens = each["drafts"], each["tokens"]
@@ -88,6 +96,27 @@ def test_vllm_accepts_what_was_trained(name: str, tmp_path: Path) -> None:
         assert each["proposed"] == ours.target_forwards * drafts
         assert each["accepted_per_position"] == ours.accepted_at
         assert 0.05 < ours.accepted_per_forward / drafts < 0.95  # all or none accepted would say nothing of the drafts
+
+
+def test_vllm_takes_the_weights_of_a_later_step_without_a_restart(tmp_path: Path) -> None:
+    """Those of `export_hf_weights`: trunk and MTP layers draft as the later checkpoint does, not as the folder did.
+
+    Of a model without experts: after a reload, vLLM for CPU accepted fewer drafts of depths that have some.
+    """
+    case, saved, exported = CASES["mimo"], tmp_path / "saved", tmp_path / "exported"
+    flags = [*RUN.split(), *case.flags.split(), "--save", str(saved), *"--train-iters 40 --save-interval 20".split()]
+    launch.run(launch.pretrain(*flags), tmp_path / "train.log")
+    mcore_to_hf(saved / "iter_0000020", exported, Options(quiet=True), form_of(saved, family=case.family))
+    later, files = load_model(saved / "iter_0000040"), [tmp_path / "model.safetensors", tmp_path / "mtp.safetensors"]
+    for only_mtp, file in enumerate(files):
+        stream = export_hf_weights(later, like=exported, only_mtp=bool(only_mtp))
+        save_file({name: tensor.contiguous() for name, tensor in stream}, file)
+    command = [str(PYTHON), str(CLIENT), str(exported), json.dumps(PROMPT), str(NEW), "[2]", *map(str, files)]
+    printed = launch.run(command, tmp_path / "vllm.log").splitlines()
+    (served,) = (json.loads(line) for line in printed if line[:1] == "{")
+    agree(later, [served], case.family, "after")
+    with pytest.raises(AssertionError):
+        agree(load_model(saved / "iter_0000020"), [served], case.family, "before")
 
 
 def test_vllm_does_not_start_with_a_file_that_an_audit_misses(tmp_path: Path) -> None:

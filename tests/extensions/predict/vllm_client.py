@@ -1,9 +1,10 @@
 """vLLM as a client of an exported folder, in its own environment: greedy generation with MTP drafts.
 
-    .venv-vllm/bin/python vllm_client.py exported '[3, 4, 5, 6]' 100 '[1, 2]'
+    .venv-vllm/bin/python vllm_client.py exported '[3, 4, 5, 6]' 100 '[1, 2]' [model.safetensors mtp.safetensors]
 
 FOLDER, prompt, new tokens, and the numbers of drafts a round to try. Prints a line of JSON for each: prompt with new
-tokens, and vLLM's own counters.
+tokens, and vLLM's own counters. Two files of newer weights, for the model and for its draft module, are loaded into the
+engine that has started.
 """
 
 import json
@@ -14,13 +15,14 @@ from typing import Any
 os.environ |= {"VLLM_MLA_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
+from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 
-def generate(folder: str, tokens: list[int], new: int, drafts: int) -> dict[str, Any]:
-    """The prompt with the new tokens, and how many drafts were proposed and accepted."""
-    llm = LLM(
+def started(folder: str, drafts: int) -> LLM:
+    return LLM(
         folder,
         trust_remote_code=True,  # MiMo's configuration is a class in its folder
         skip_tokenizer_init=True,
@@ -33,6 +35,10 @@ def generate(folder: str, tokens: list[int], new: int, drafts: int) -> dict[str,
         compilation_config={"custom_ops": ["none"]},  # its rotary kernel for CPU is not DeepSeek's rotation
         speculative_config={"method": "mtp", "num_speculative_tokens": drafts},
     )
+
+
+def generate(llm: LLM, tokens: list[int], new: int, drafts: int) -> dict[str, Any]:
+    """The prompt with the new tokens, and how many drafts were proposed and accepted."""
     sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     [done] = llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
     metrics = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
@@ -40,12 +46,26 @@ def generate(folder: str, tokens: list[int], new: int, drafts: int) -> dict[str,
         "proposed": metrics["draft_tokens"].value,
         "accepted_per_position": metrics["accepted_tokens_per_pos"].values[:drafts],
     }
-    llm.llm_engine.engine_core.shutdown()
-    del llm
-    cleanup_dist_env_and_memory()
     return {"drafts": drafts, "tokens": [*tokens, *done.outputs[0].token_ids], **counts}
 
 
+def load(worker: Any, model: str, mtp: str) -> None:
+    """Load newer weights into the model and into its draft module; on a CPU the first ones have been repacked."""
+    runner = worker.model_runner
+    for module, file in ((runner.get_model(), model), (runner.drafter.model, mtp)):
+        reload_weights(runner.vllm_config, module, iter(load_file(file).items()), None, is_checkpoint_format=True)
+
+
+def main(folder: str, prompt: str, new: str, drafts: str, *newer: str) -> None:
+    for count in json.loads(drafts):
+        llm = started(folder, count)
+        if newer:
+            llm.collective_rpc(load, args=newer)
+        print(json.dumps(generate(llm, json.loads(prompt), int(new), count)), flush=True)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+
+
 if __name__ == "__main__":
-    for count in json.loads(sys.argv[4]):
-        print(json.dumps(generate(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), count)), flush=True)
+    main(*sys.argv[1:])

@@ -196,9 +196,9 @@ def counted_part(prefix: str, positions: int) -> list[str]:
     return lines
 
 
-def example(prefix: str, tokenizer: str) -> str:
+def example(prefix: str, tokenizer: str, trust_remote_code: bool = False) -> str:
     """The text of the first chat of a dataset, with what counts in white brackets; `tokenizer` is a folder."""
     ids, counts = tokens_and_counts(IndexedDataset(prefix, multimodal=True), 0)
     edges = np.flatnonzero(np.diff(counts, prepend=False, append=False)).tolist()
     spans = list(zip(edges[::2], edges[1::2], strict=True))
-    return marked(read_tokenizer(Path(tokenizer)), Counted(ids.tolist(), spans))
+    return marked(read_tokenizer(Path(tokenizer), trust_remote_code), Counted(ids.tolist(), spans))

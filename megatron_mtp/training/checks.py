@@ -483,7 +483,7 @@ def check_data(args: Namespace, vocabulary: int) -> None:
         for line in (line for prefix in prefixes for line in counted_part(prefix, args.seq_length)):
             say(f"> {line}")
     if args.show_example:
-        say(example(prefixes[0], args.tokenizer_model))
+        say(example(prefixes[0], args.tokenizer_model, args.trust_remote_code))
 
 
 def leave_out_evaluations(args: Namespace) -> None:

@@ -1,9 +1,26 @@
-"""Acceptance of drafts: the one count, which tables, metrics, training and `auto` read."""
+"""Acceptance of drafts: the one count, which tables, metrics, training and `auto` read, and what was recorded of it.
 
+`mtp_acceptance.json` in the folder of a checkpoint, and beside `config.json` in an export, has the acceptance of the
+MTP layers by position, as the last evaluation measured it. An engine compares what it sees with it (`Alarm`).
+"""
+
+import json
+import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from operator import mul
+from pathlib import Path
+from typing import Any
+
+RECORD = "mtp_acceptance.json"
+
+LEAST_DRAFTS, DEVIATIONS, CHANCE = 64, 4, 0.002
+"""Drafts that an alarm waits for, standard deviations of their count that may be chance, and the chance that none of
+them is accepted at which it sounds."""
+MANY_DRAFTED, WORTH_DRAFTING = 1000, 0.01
+"""Drafted tokens after which an alarm without a record sounds if a smaller share than this was accepted."""
 
 
 @dataclass
@@ -108,3 +125,88 @@ def _sums[Number: (int, float)](one: Sequence[Number], other: Sequence[Number]) 
 
 def _rates(hits: Sequence[float], of: Sequence[int]) -> list[float]:
     return [hit / count if count else 0.0 for hit, count in zip(hits, of, strict=True)]
+
+
+# --- the record, and the alarm ---------------------------------------------------------------------------------------
+
+
+def record_of(stats: AcceptanceStats, iteration: int, data: str) -> dict[str, Any]:
+    """The record of an evaluation, after so many training steps, on data of this name."""
+    return {
+        "iteration": iteration,
+        "data": data,
+        "acceptance": stats.acceptance,
+        "conditional acceptance": stats.conditional_acceptance,
+        "overlap": stats.overlap,
+        "expected accepted length": stats.expected_length,
+    }
+
+
+def read_record(folder: Path) -> list[float] | None:
+    """The acceptance by position that can be expected of a model in the folder, greedy or sampled; None if unknown.
+
+    Raises:
+        ValueError: the record is damaged.
+    """
+    file = folder / RECORD
+    if not file.is_file():
+        return None
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        sampled = list(accumulate(map(float, record["overlap"]), mul))
+        return [min(map(float, pair)) for pair in zip(record["acceptance"], sampled, strict=True)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no record of acceptance; remove it, or evaluate the model again.") from error
+
+
+def carry_record(source: Path, target: Path) -> None:
+    """Copy the record of a folder, if it has one, to a conversion of the same model."""
+    if (source / RECORD).is_file():
+        shutil.copyfile(source / RECORD, target / RECORD)
+
+
+@dataclass
+class Alarm:
+    """Notices drafts of the MTP layers that are accepted less than half as often as recorded, or never.
+
+    Attributes:
+        expected: what `read_record` found.
+        said: the sentence, once there was one.
+    """
+
+    expected: list[float] | None = None
+    said: str | None = None
+    _stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+    def reset(self) -> None:
+        """Count anew: the weights have changed."""
+        self._stats = AcceptanceStats()
+
+    def learn(self, stats: AcceptanceStats) -> str | None:
+        """Count further steps; returns the sentence when it is to be said, once."""
+        if self.said is not None:
+            return None
+        self._stats += AcceptanceStats(accepted_at=stats.accepted_at, offered_at=stats.offered_at)
+        if (found := self._found()) is not None:
+            self.said = (
+                f"{found}, so drafting costs time and saves little; see that the MTP layers are trained and belong to "
+                "this trunk (megatron-mtp audit, megatron-mtp evaluate), or go on without drafts"
+            )
+        return self.said
+
+    def _found(self) -> str | None:
+        drafts, first = (next(iter(sums), 0) for sums in (self._stats.offered_at, self._stats.accepted_at))
+        drafted, accepted = self._stats.drafted, self._stats.accepted
+        if drafts < LEAST_DRAFTS:
+            return None
+        if not first:
+            return f"none of {drafts} drafts was accepted"
+        if self.expected:
+            half = self.expected[0] / 2
+            if first + DEVIATIONS * math.sqrt(drafts * half * (1 - half)) < drafts * half:
+                return (
+                    f"{first / drafts:.1%} of {drafts} drafts were accepted, and {self.expected[0]:.1%} were recorded"
+                )
+        elif drafted >= MANY_DRAFTED and accepted < WORTH_DRAFTING * drafted:
+            return f"{accepted} of {drafted} drafted tokens were accepted"
+        return None

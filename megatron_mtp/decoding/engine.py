@@ -131,6 +131,7 @@ class Engine:
         self._is_torn = True
         load_hf_weights(self.runner.model, weights, self.runner.source, like)
         self.runner.read_weights()
+        self.runner.alarm.reset()
         self._is_torn = False
         self.policy_version = self.policy_version + 1 if version is None else version
         return updates
@@ -142,6 +143,7 @@ class Engine:
         try:
             updates = batch.step()
             self.stats += batch.stats
+            self._notice(batch)
             self.scheduler.accept(batch, updates)
             return updates
         except Exception as error:
@@ -151,6 +153,13 @@ class Engine:
                 raise  # ranks may differ
             _logger.exception("a step of the requests %s has failed", sorted(known))
             return self.scheduler.recover(seqs, known)
+
+    def _notice(self, batch: PrefillBatch | DecodeBatch) -> None:
+        """Warn once where drafts of the MTP layers are accepted far less than recorded, or never."""
+        if isinstance(batch, DecodeBatch) and batch.method.proposer.depths and batch.stats.drafted:
+            said = self.runner.alarm.learn(batch.stats)
+            if said is not None:
+                _logger.warning("%s", said)
 
     @property
     def busy(self) -> bool:
@@ -172,6 +181,7 @@ class Engine:
             prompt_tokens=scheduler.prompt_tokens,
             cached_tokens=scheduler.cached_tokens,
             stats=self.stats,
+            expected=tuple(self.runner.alarm.expected or ()),
         )
 
     def _method_of(self, request: Request) -> Method:

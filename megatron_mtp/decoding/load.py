@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
+from megatron_mtp.acceptance import read_record
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tracker
 from megatron_mtp.checkpoint.mcore.model import fill
 from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
@@ -144,6 +145,7 @@ def load_checkpoint(
         vocab_size = entries(read_tokenizer(tokenizer, trust_remote_code))
     runner = Runner(model, vocab_size)
     runner.source = iteration.parent
+    runner.alarm.expected = read_record(iteration.parent)
     return Loaded(runner, tokenizer)
 
 

@@ -161,6 +161,7 @@ class Load:
         preempted: sequences that were put back since the start, to be computed anew.
         prompt_tokens, cached_tokens: tokens of prompts since the start, and those of them that the cache already held.
         stats: acceptance since the start.
+        expected: acceptance by position that was recorded of the model; empty without a record.
     """
 
     running: int
@@ -173,6 +174,7 @@ class Load:
     stats: AcceptanceStats
     states_used: int = 0
     states: int = 0
+    expected: tuple[float, ...] = ()
 
 
 class QueueFull(Exception):  # noqa: N818 - named like queue.Full

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_mtp.acceptance import Alarm
 from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.backend import backend_for, layers_of
 from megatron_mtp.decoding.config import SpeculativeConfig
@@ -44,6 +45,7 @@ class Runner:
         auto_counts: what has been measured for automatic K, by config and number of sequences.
         kept: the engine of an earlier `generate`, with the steps that it has recorded.
         source: the checkpoint that it was loaded from, with all iterations; None for none.
+        alarm: compares what is accepted with what was recorded.
         trunk_keeps, depths_keep: what the trunk and each depth keep of a sequence.
         recurrent_trunk, recurrent_depths: whether the trunk or the depths have layers with a state.
         depth_layers: layers of a depth.
@@ -71,6 +73,7 @@ class Runner:
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
         self.kept: Any = None
         self.source: Path | None = None
+        self.alarm = Alarm()
         self._scope = RecurrentScope()
         self._place_attention(self._scope)
         self._place_experts()

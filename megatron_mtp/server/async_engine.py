@@ -37,9 +37,6 @@ from megatron_mtp.server.protocol import APIError, failed
 IDLE = timedelta(days=365)
 """How long ranks wait for a request."""
 
-MANY_DRAFTS, WORTH_DRAFTING = 1000, 0.01
-"""Drafted tokens after which a server warns once if a smaller share than this was accepted."""
-
 Message = list[tuple[Request, tuple[str, ...], int] | int]
 """Requests with their stop strings and the tokens before these, and numbers of those that are cancelled."""
 
@@ -82,7 +79,7 @@ class AsyncEngine:
         self._asked, self._ended = set[asyncio.Future[None]](), False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.draining, self.broken, self._has_warned = False, False, False
+        self.draining, self.broken = False, False
         self.load: Load = engine.load
 
     def start(self) -> None:
@@ -180,22 +177,10 @@ class AsyncEngine:
                 if self._engine.busy and not self._ended:
                     updates = self._engine.step()
                     self.load = self._engine.load
-                    self._warn_of_drafts()
                     self._post(self._deliver, updates, time.perf_counter())
         except Exception:
             logger.exception("the engine has failed")
             self._post(self._break)
-
-    def _warn_of_drafts(self) -> None:
-        stats = self.load.stats
-        if not self._has_warned and stats.drafted >= MANY_DRAFTS and stats.accepted < WORTH_DRAFTING * stats.drafted:
-            self._has_warned = True
-            logger.warning(
-                "%d of %d drafted tokens were accepted, so drafting costs time and saves none; see that the MTP layers "
-                "are trained and belong to this trunk (megatron-mtp audit), or serve without --speculative-config",
-                stats.accepted,
-                stats.drafted,
-            )
 
     def _add(self, requests: list[Request], outputs: Outputs, answer: "asyncio.Future[None]", asked: float) -> None:
         numbers: list[int] = []

@@ -52,6 +52,10 @@ BY_POSITION: dict[str, tuple[str, Callable[[Load], list[int]]]] = {
 }
 
 
+EXPECTED = "spec_decode_expected_acceptance_per_pos"
+"""Beside accepted over drafted tokens of a position, which is the measured one."""
+
+
 class EngineCollector(Collector):
     """Reads the engine's counts when they are asked for."""
 
@@ -70,6 +74,10 @@ class EngineCollector(Collector):
             for position, count in enumerate(values(load)):
                 family.add_metric([str(position)], count)
             yield family
+        expected = GaugeMetricFamily(PREFIX + EXPECTED, "acceptance by position as recorded", labels=["position"])
+        for position, rate in enumerate(load.expected):
+            expected.add_metric([str(position)], rate)
+        yield expected
 
 
 @dataclass

@@ -22,7 +22,9 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron.training.utils import is_last_rank
 from torch import Tensor
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.acceptance import RECORD, AcceptanceStats, record_of
+from megatron_mtp.checkpoint.mcore.iterations import TRACKER
+from megatron_mtp.files import written_beside
 from megatron_mtp.training.acceptance import named, stats_of
 from megatron_mtp.training.plot import plot_metrics
 from megatron_mtp.training.run_files import METRICS, append, drop_rows_after, write_run_record
@@ -138,6 +140,7 @@ class Metrics:
         self._skipped = 0  # steps since the last row whose gradients overflowed
         self._has_written, self._has_failed = False, False
         self._closing = False
+        self._record: dict[str, Any] | None = None  # of the last evaluation, which is not written yet
         self._idle = set[str]()  # losses of which it was said that nothing counts
 
     def add(self, report: dict[str, Tensor], counts_4D: Tensor | None) -> None:
@@ -183,6 +186,7 @@ class Metrics:
         """Write what is left of an interval, and the plot; Megatron has closed its writers by now."""
         self._closing = True
         self._end_interval()
+        self._keep_record()
         if self.folder is not None and is_last_rank() and (self.folder / METRICS).exists():
             with self._going_on_without(self.folder / PLOT):
                 plot_metrics(self.folder / METRICS, self.folder / PLOT)
@@ -205,10 +209,23 @@ class Metrics:
         self._write(row)
         if is_last_rank():
             self._report(row, rates)
+        if rates is not None and split != "training":
+            self._record = record_of(rates, iteration, split)
+            self._keep_record()
         if not self._closing:
             figures = {} if rates is None else named(rates)
             figures |= {name: row[name] for name in (MTP_GRAD_NORM,) if name in row}
             _log(figures, iteration, "" if split == "training" else f" {split}")
+
+    def _keep_record(self) -> None:
+        """Write the acceptance of the last evaluation beside the checkpoint's iterations, once there are any."""
+        args = get_args()
+        folder = args.load if args.save is None and args.skip_train else args.save
+        if self._record is None or folder is None or not is_last_rank() or not (Path(folder) / TRACKER).is_file():
+            return
+        with self._going_on_without(Path(folder) / RECORD), written_beside(Path(folder) / RECORD) as beside:
+            beside.write_text(json.dumps(self._record, indent=2) + "\n")
+        self._record = None
 
     def _name_idle(self, names: list[str]) -> None:
         """Say once of every loss that it is shown as 0 because nothing counts, not because all is learned."""

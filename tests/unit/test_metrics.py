@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.acceptance import RECORD, AcceptanceStats, read_record
+from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training import run_files
 from megatron_mtp.training.metrics import PLOT, Metrics, Step, table
@@ -27,6 +28,9 @@ def args(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Namespace:
         train_iters=4,
         multiple_validation_sets=False,
         validation_set_names=None,
+        save=None,
+        load=None,
+        skip_train=False,
     )
     monkeypatch.setattr(metrics_module, "get_args", lambda: args)
     return args
@@ -115,6 +119,22 @@ def test_evaluations_say_on_what_data_they_were(
     assert metrics.evaluated is not None
     assert metrics.evaluated[0]["split"] == splits[-1]
     assert writer.names == {f"{name} {split}" for name in RATES for split in splits}
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_last_evaluation_is_recorded_beside_a_checkpoint(
+    is_training: bool, args: Namespace, tmp_path: Path
+) -> None:
+    """Once there is one; `evaluate`, which trains nothing, records it beside the checkpoint that it reads."""
+    args.save, args.load, args.skip_train = (tmp_path, None, False) if is_training else (None, tmp_path, True)
+    metrics = Metrics(None)
+    evaluate(metrics, "validation", 1)
+    assert read_record(tmp_path) is None
+    (tmp_path / TRACKER).write_text("4")
+    metrics.close()
+    rates = metrics.evaluated[0] if metrics.evaluated else {}
+    assert read_record(tmp_path) == [min(rates["mtp_1 acceptance"], rates["mtp_1 overlap"])]
+    assert json.loads((tmp_path / RECORD).read_text())["data"] == "validation"
 
 
 RATES = ("mtp_1 acceptance", "mtp_1 conditional acceptance", "mtp_1 overlap", "expected accepted length")

@@ -221,18 +221,6 @@ def test_metrics_are_the_engines_counts(codec: TextCodec) -> None:
         assert server.metric("cache_blocks") == 1000
 
 
-def test_drafts_that_are_never_accepted_are_warned_of_once(codec: TextCodec, caplog: pytest.LogCaptureFixture) -> None:
-    parrot = Parrot()
-    with running(parrot, codec) as server:
-        for drafted, warnings in ((499, 0), (1, 1), (10, 1)):
-            for _ in range(drafted):
-                parrot.stats.count(2, 0, 1)
-            assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
-            found = [record.getMessage() for record in caplog.records if record.name.endswith("async_engine")]
-            assert len(found) == warnings
-    assert "0 of 1000 drafted tokens were accepted, so drafting costs time" in found[0]
-
-
 def test_a_host_of_too_many_characters_is_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"^--host a{70}\.b --port 0 cannot be listened at \(.+\); give another one"):
         listener(f"{'a' * 70}.b", 0)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_mtp.acceptance import RECORD, carry_record
 from megatron_mtp.checkpoint.convert.computation import check_config
 from megatron_mtp.checkpoint.convert.hybrid import gpt_arguments
 from megatron_mtp.checkpoint.convert.import_hf import pass_keys
@@ -117,6 +118,7 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
     ]
     run_parts(partial, work, options.workers, options.quiet, shards.holds)
     _write_files(partial.path, form, with_dtype(keys, tensors))
+    carry_record(reader.folder.parent, partial.path)
     partial.finish()
     return Converted(export.family.title, export.depths, len(tensors), export.bytes())
 
@@ -273,7 +275,7 @@ def _fingerprint(reader: DistReader, keys: dict[str, Any], options: Options) -> 
 def _write_files(folder: Path, form: HFForm, keys: dict[str, Any]) -> None:
     if form.files is not None:
         for file in sorted(form.files.iterdir()):
-            if file.is_file() and file.name not in (ORIGIN, CONFIG) and not file.name.endswith(NOT_KEPT):
+            if file.is_file() and file.name not in (ORIGIN, CONFIG, RECORD) and not file.name.endswith(NOT_KEPT):
                 shutil.copyfile(file, folder / file.name)
     for name, text in {**form.texts, CONFIG: json.dumps(keys, indent=2) + "\n"}.items():
         (folder / name).write_text(text)

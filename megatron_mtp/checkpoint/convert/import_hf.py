@@ -11,6 +11,7 @@ from typing import IO, Any
 
 import torch
 
+from megatron_mtp.acceptance import RECORD, carry_record
 from megatron_mtp.checkpoint.convert.plan import HFModel, parts_of
 from megatron_mtp.checkpoint.convert.stream import Converted, Group, Options, PartialFolder, write_checkpoint
 from megatron_mtp.checkpoint.families import Layout
@@ -60,6 +61,7 @@ def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callabl
     }
     write_checkpoint(folder, files, common_of(model, args), options)
     keep_hf_files(source, folder.path / HF_FILES, origin(model))
+    carry_record(source, folder.path)
     folder.finish()
     size = bytes_read(model.rules, model.folder)
     return Imported(model.family.title, model.layout.depths, len(model.folder.tensors), size, notes(model, args))
@@ -140,7 +142,7 @@ def keep_hf_files(source: Path, folder: Path, origin: dict[str, Any]) -> None:
     """Copy every file of a Hugging Face folder except weights and their quantization; write the origin beside them."""
     folder.mkdir(exist_ok=True)
     for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(NOT_KEPT) and file.name not in (ORIGIN, *SIDE_FILES):
+        if file.is_file() and not file.name.endswith(NOT_KEPT) and file.name not in (ORIGIN, RECORD, *SIDE_FILES):
             shutil.copyfile(file, folder / file.name)
     assert (folder / CONFIG).is_file()
     (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
